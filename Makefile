@@ -1,0 +1,68 @@
+# Everything a developer or CI does. Each target sets up what it needs; nothing but python3, a C++ compiler and make is
+# expected on the machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt xla_kernels -name '*.py' -o -name '*.cc' -o -name '*.h')
+CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h')
+# Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
+OLDEST_JAX = 0.6.2
+
+.PHONY: setup demo test test-matrix sanitize bench bench-peers lint format clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet '.[test,examples]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/train.py --expect-cer 3
+
+test: setup
+	$(BIN)/pytest -n auto --dist worksteal
+
+# One wheel, tested on the oldest and on the newest jax.
+test-matrix:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/matrix .
+	for jax in ==$(OLDEST_JAX) ''; do \
+	  venv=build/matrix/venv$$jax && $(PYTHON) -m venv --clear $$venv && \
+	  $$venv/bin/pip install --quiet "jax$$jax" "$$(ls build/matrix/*.whl)[test]" && \
+	  $$venv/bin/python -c "import jax; print('jax', jax.__version__)" && \
+	  $$venv/bin/pytest -n auto --dist worksteal --ignore tests/test_example.py || exit 1; \
+	done
+
+# The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
+sanitize:
+	test -x build/sanitize/bin/python || $(PYTHON) -m venv build/sanitize
+	build/sanitize/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=address,undefined \
+	  -Cbuild-dir=build/sanitize-objects -Cinstall.strip=false
+	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  build/sanitize/bin/pytest -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
+
+bench: setup
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-peers: setup
+	$(BIN)/python benchmarks/bench.py --peers $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/mypy
+	$(BIN)/numpydoc lint jax_rnnt/_rnnt.py jax_rnnt/_validate.py jax_rnnt/_selftest.py jax_rnnt/lattices/reference.py
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(BIN)/pip install --quiet '.[dev]'
+	touch $@
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist

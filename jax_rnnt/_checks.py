@@ -1,0 +1,85 @@
+"""Static checks of arguments: every error names the function, the argument, what was expected and what came."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
+IMPLEMENTATIONS = ("kernel", "reference", None)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+_INT32 = np.iinfo(np.int32)
+
+
+def _array(function, name, x):
+    if not hasattr(x, "dtype"):
+        x = np.asarray(x)
+    if x.dtype == object:
+        raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
+    return x
+
+
+def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
+    """x as an array of a supported floating dtype with at least `rank` dimensions."""
+    x = _array(function, name, x)
+    if str(x.dtype) not in FLOATS:
+        raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
+    if x.ndim < rank:
+        raise ValueError(
+            f"{function}: {name} must have shape {dimensions} (at least {rank} dimensions), got shape {tuple(x.shape)}."
+        )
+    return jnp.asarray(x)
+
+
+def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
+    """x as an int32 array of exactly this shape; values beyond int32 are clipped to it (they are out of range anyway)."""
+    x = _array(function, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        if np.size(x) or not isinstance(x, np.ndarray):  # an empty list has no dtype of its own
+            raise TypeError(f"{function}: {name} must have an integer dtype, got {x.dtype}.")
+        x = x.astype(np.int32)
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{function}: {name} must have shape {dimensions} = {tuple(shape)}, got {tuple(x.shape)}.")
+    if not np.can_cast(x.dtype, np.int32):
+        low = max(_INT32.min, jnp.iinfo(x.dtype).min)
+        x = np.clip(x, low, _INT32.max) if isinstance(x, np.ndarray) else jnp.clip(x, low, _INT32.max)
+    return jnp.asarray(x, jnp.int32)
+
+
+def scalar(function: str, name: str, x):
+    """A real number or a floating/integer scalar array, traced or not."""
+    if isinstance(x, numbers.Real) and not isinstance(x, bool):
+        return float(x)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.number) or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be a real number, got {x!r}.")
+    if x.shape != ():
+        raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")
+    return x
+
+
+def is_zero(x) -> bool:
+    """Whether x is known to be 0 while tracing: a Python number, not an array."""
+    return isinstance(x, float) and x == 0
+
+
+def choice(function: str, name: str, x, choices):
+    """x if it is one of `choices`."""
+    if not any(x is c or (isinstance(x, str) and x == c) for c in choices):
+        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}, got {x!r}.")
+    return x
+
+
+def boolean(function: str, name: str, x) -> bool:
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{function}: {name} must be True or False, got {x!r}.")
+    return bool(x)
+
+
+def class_index(function: str, name: str, x, classes: int) -> int:
+    """A class in [0, classes) from an index that may count from the end."""
+    if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
+        raise TypeError(f"{function}: {name} must be an integer known at trace time, got {x!r}.")
+    if not -classes <= x < classes:
+        raise ValueError(f"{function}: {name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
+    return int(x) % classes

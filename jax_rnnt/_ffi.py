@@ -1,0 +1,259 @@
+"""The only file that touches jax.ffi and JAX's primitive machinery: loads, registers and binds the compiled kernels.
+
+One kernel is one primitive. `jax.ffi.ffi_call` alone would all-gather sharded logits under jit and fail under
+`jax.shard_map` and on explicit-axis meshes (jax 0.6.2 ... 0.12), so each primitive carries
+  * a lowering to the custom call on every platform that has the kernel, and to the pure-JAX reference on all others;
+  * one batching rule: all leading dimensions are batch, vmap adds one more;
+  * an abstract evaluation that keeps batch sharding and varying manual axes;
+  * a Shardy rule: batch dimensions are sharded, all others need replication;
+  * a JVP rule: that of the reference, for forward mode and second derivatives.
+"""
+
+import functools
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import layout
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_rnnt._vma import vary_together
+
+TARGETS = (
+    "jax_rnnt_softmax_emission_fwd",
+    "jax_rnnt_softmax_emission_bwd",
+    "jax_rnnt_lattice_loss",
+    "jax_rnnt_lattice_grad",
+)
+# JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
+PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
+
+
+def _runtime_api() -> tuple[int, int] | None:
+    """(major, minor) of the FFI that the installed jaxlib speaks; None if its headers do not say."""
+    try:
+        text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+        return tuple(int(re.search(rf"#define XLA_FFI_API_{k} (\d+)", text)[1]) for k in ("MAJOR", "MINOR"))
+    except (OSError, TypeError):
+        return None
+
+
+def _load() -> dict[str, str]:
+    """Registers the handlers of every extension module that is here and fits; returns why a platform has none."""
+    missing = {}
+    runtime = _runtime_api()
+    for platform, registry, name in PLATFORMS:
+        try:
+            module = __import__(f"jax_rnnt.{name}", fromlist=[name])
+        except ImportError as error:
+            missing[platform] = f"the extension module jax_rnnt.{name} cannot be imported ({error})"
+            continue
+        built = module.api_version()
+        # A handler newer than the runtime would make JAX unable to initialise its backend at all: never register it.
+        if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
+            missing[platform] = f"jax_rnnt.{name} was built for XLA FFI {built}, newer than this jaxlib's {runtime}"
+            continue
+        for target, handler in module.registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform=registry)
+    for target in TARGETS:
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
+    return missing
+
+
+MISSING = _load()
+if "cpu" in MISSING:
+    warnings.warn(f"jax_rnnt runs on its pure-JAX reference: {MISSING['cpu']}.", RuntimeWarning, stacklevel=2)
+
+
+@functools.cache
+def _warn_reference(platforms: tuple[str, ...]) -> None:
+    if "cpu" not in MISSING:  # else the import has already warned
+        warnings.warn(f"jax_rnnt has no kernels for platform {'/'.join(platforms)}: it runs on its pure-JAX reference.",
+                      RuntimeWarning, stacklevel=2)  # fmt: skip
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Safety checks to disable when a program that calls this library is exported.
+
+    Returns
+    -------
+    list of jax.export.DisabledSafetyCheck
+        For the `disabled_checks` argument of `jax.export.export`: one for each custom call of this library. The
+        program then runs where `jax_rnnt` of the same major version is imported.
+
+    Examples
+    --------
+    >>> import jax, jax_rnnt
+    >>> def double(x):
+    ...     return 2 * x
+    >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+
+
+def _result_aval(like, shape, dtype, num_batch_dims):
+    """An array of this shape with the batch sharding and the varying axes of `like`."""
+    kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+    sharding = getattr(like, "sharding", None)
+    if sharding is not None and tuple(shape) != tuple(like.shape):
+        batch = (list(sharding.spec) + [None] * num_batch_dims)[:num_batch_dims]
+        spec = PartitionSpec(*batch, *[None] * (len(shape) - num_batch_dims))
+        kwargs["sharding"] = NamedSharding(sharding.mesh, spec)
+    return like.update(**kwargs)
+
+
+def _sharding_rule(num_batch_dims: int, operands, results) -> str:
+    """Shardy rule: one factor per batch dimension, shared; every other dimension has its own and needs replication."""
+    sizes: list[int] = []
+
+    def factor(size):
+        sizes.append(size)
+        return len(sizes) - 1
+
+    def symbol(i):  # i, j, ..., z, z_1, z_2, ...
+        return chr(ord("i") + i) if i < 18 else f"z_{i - 17}"
+
+    batch = [factor(d) for d in operands[0].shape[:num_batch_dims]]
+
+    def dimensions(aval):
+        own = [factor(d) for d in aval.shape[num_batch_dims:]]
+        return "[" + ", ".join(map(symbol, batch + own)) + "]"
+
+    left, right = (", ".join(map(dimensions, avals)) for avals in (operands, results))
+    factors = ", ".join(f"{symbol(i)}={size}" for i, size in enumerate(sizes))
+    replicated = ", ".join(map(symbol, range(num_batch_dims, len(sizes))))
+    need = f" need_replication={{{replicated}}}" if replicated else ""
+    return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
+
+
+def _unpartitioned(ctx) -> bool:
+    """Whether the SPMD partitioner will not run over this operation: one device, or every mesh axis is manual."""
+    axes = ctx.module_context.axis_context
+    if (num_devices := getattr(axes, "num_devices", None)) is not None:
+        return num_devices == 1
+    mesh, manual = getattr(axes, "mesh", None), getattr(axes, "manual_axes", None)
+    if mesh is not None and manual is not None:
+        return set(manual) == set(mesh.axis_names)
+    return type(axes).__name__ == "ReplicaAxisContext"  # pmap before jax 0.8
+
+
+def _row_major(x):
+    make = getattr(layout, "Layout", None)
+    if make is None or not hasattr(layout, "Format"):  # jax 0.6: Layout meant what Format means now
+        make = layout.DeviceLocalLayout
+    return layout.with_layout_constraint(x, make(tuple(range(x.ndim))))
+
+
+def define(
+    target: str, *, reference: Callable[..., Sequence[jax.Array]], results: Callable, inplace: bool = False
+) -> Callable[..., Sequence[jax.Array]]:
+    """A function that calls the kernel `target`, or `reference` where the platform has no kernel.
+
+    Parameters
+    ----------
+    target : str
+        Name in XLA's registry, the same on all platforms.
+    reference : callable
+        ``reference(*operands, **attributes) -> results`` in plain JAX; all leading dimensions are batch.
+    results : callable
+        ``results(*operands, **attributes) -> [(trailing shape, dtype), ...]`` from the operands' avals.
+    inplace : bool
+        The first result has the shape of the first operand and the kernel can write it over that operand.
+
+    Returns
+    -------
+    callable
+        ``call(*operands, num_batch_dims, strict=False, **attributes)``. Every operand has `num_batch_dims` leading
+        batch dimensions. `strict` refuses to lower to the reference. Where `inplace` is set, the keyword `alias`
+        allows the result to take the operand's memory.
+    """
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+    @primitive.def_abstract_eval
+    def _(*avals, num_batch_dims, strict, alias, **attributes):
+        batch = avals[0].shape[:num_batch_dims]
+        outputs = results(*avals, **attributes)
+        return [_result_aval(avals[0], batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
+
+    # The bare custom call in place, without a rule for the partitioner: only used where none runs.
+    aliased = Primitive(f"{target}_in_place")
+    aliased.multiple_results = True
+    aliased.def_abstract_eval(lambda *avals, **params: primitive.abstract_eval(*avals, **params)[0])
+
+    def encode(attributes):
+        return {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
+
+    def lower_in_place(ctx, *operands, num_batch_dims, strict, alias, **attributes):
+        rule = jax.ffi.ffi_lowering(target, operand_output_aliases={0: 0})
+        return rule(ctx, *operands, **encode(attributes))
+
+    def lower(ctx, *operands, num_batch_dims, strict, alias, **attributes):
+        exporting = ctx.module_context.lowering_parameters.for_export
+        if alias and _unpartitioned(ctx) and not exporting:
+            # XLA's CPU layout assignment copies an aliased operand unless its layout is fixed beforehand; the
+            # constraint itself gathers sharded operands under the partitioner of jax <= 0.10 (hence _unpartitioned).
+            def in_place(x, *others):
+                params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
+                return aliased.bind(_row_major(x), *others, **params)
+
+            return mlir.lower_fun(in_place, multiple_results=True)(ctx, *operands)
+        extra = {"mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})}
+        avals = [*ctx.avals_in, *ctx.avals_out]
+        if all(isinstance(d, int) for aval in avals for d in aval.shape):  # not where a dimension is symbolic
+            rule = _sharding_rule(num_batch_dims, ctx.avals_in, ctx.avals_out)
+            extra["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+        return jax.ffi.ffi_lowering(target, extra_attributes=extra)(ctx, *operands, **encode(attributes))
+
+    def lower_reference(ctx, *operands, num_batch_dims, strict, alias, **attributes):
+        platforms = tuple(ctx.module_context.platforms)
+        if strict:
+            raise NotImplementedError(
+                f"implementation='kernel': jax_rnnt has no kernel {target} for platform {'/'.join(platforms)}; "
+                "use implementation=None or 'reference'."
+            )
+        _warn_reference(platforms)
+        function = functools.partial(reference, **attributes)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    mlir.register_lowering(primitive, lower_reference)
+    for platform, _, _ in PLATFORMS:
+        if platform not in MISSING:
+            mlir.register_lowering(primitive, lower, platform=platform)
+            mlir.register_lowering(aliased, lower_in_place, platform=platform)
+
+    def batch(operands, axes, *, num_batch_dims, **params):
+        size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+        operands = [
+            jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(operands, axes)
+        ]
+        outputs = primitive.bind(*vary_together(*operands), num_batch_dims=num_batch_dims + 1, **params)
+        return outputs, [0] * len(outputs)
+
+    batching.primitive_batchers[primitive] = batch
+
+    def jvp(primals, tangents, *, num_batch_dims, strict, alias, **attributes):
+        def instantiate(primal, tangent):
+            if not jnp.issubdtype(primal.dtype, jnp.inexact):
+                return np.zeros(primal.shape, jax.dtypes.float0)
+            return ad.instantiate_zeros(tangent) if type(tangent) is ad.Zero else tangent
+
+        function = functools.partial(reference, **attributes)
+        return jax.jvp(function, primals, tuple(map(instantiate, primals, tangents)))
+
+    ad.primitive_jvps[primitive] = jvp
+
+    def call(*operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
+        params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias and inplace, **attributes)
+        return primitive.bind(*vary_together(*operands), **params)
+
+    return call

@@ -1,0 +1,95 @@
+"""selftest: every registered kernel of this machine against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _ffi
+from jax_rnnt.emissions import softmax
+from jax_rnnt.lattices import lattice
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _problem(dtype):
+    """A ragged batch with padding, an empty target and a sequence without frames."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(0, 2, (4, 9, 6, 37)), dtype)
+    num_frames, num_labels = jnp.array([9, 5, 7, 0], jnp.int32), jnp.array([5, 3, 0, 0], jnp.int32)
+    label = softmax.label_map(jnp.asarray(rng.integers(0, 37, (4, 5)), jnp.int32), num_labels)
+    return logits, label, num_frames, num_labels
+
+
+def _error(got, expected):
+    def one(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        with np.errstate(invalid="ignore"):
+            return np.max(np.where(a == b, 0, np.abs(a - b) / np.maximum(1, np.abs(b))))
+
+    return max(map(one, got, expected))
+
+
+def _cases(dtype):
+    """(target, what the kernel gives, what the reference gives)"""
+    logits, label, num_frames, num_labels = _problem(dtype)
+    options = dict(blanks=(0,), normalize=True)
+    arcs = softmax.softmax_emission(logits, label, num_frames, **options)
+    yield _ffi.TARGETS[0], softmax.forward(logits, label, num_frames, strict=True, **options), arcs
+    scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], arcs[0].dtype)
+    operands = logits, label, num_frames, arcs[2]
+    backward = dict(cotangents=(-jnp.exp(arcs[0]), -jnp.exp(arcs[1])), scale=scale, clamp=jnp.full_like(scale, 0.1))
+    got = softmax.backward(*operands, **backward, strict=True, **options)
+    cotangents = backward["cotangents"]
+    yield _ffi.TARGETS[1], [got], softmax.backward_reference(*operands, scale, backward["clamp"], *cotangents, **options)
+    for topology in (STANDARD, MONOTONIC):
+        operands = *arcs[:2], num_frames, num_labels
+        expected = lattice.lattice_grad(*operands, topology=topology)
+        yield _ffi.TARGETS[2], [lattice.loss(*operands, topology=topology, strict=True)], expected[:1]
+        yield _ffi.TARGETS[3], lattice.grad(*operands, topology=topology, strict=True), expected
+
+
+def selftest() -> list[str]:
+    """Runs every kernel registered for the default backend against the pure-JAX reference on a small ragged batch.
+
+    Returns
+    -------
+    list of str
+        One line for each kernel and dtype, also printed: platform, kernel, dtype, largest error relative to
+        max(1, |reference|). One line saying so where the platform has no kernels. float64 needs jax_enable_x64.
+
+    Raises
+    ------
+    RuntimeError
+        If an error exceeds the rounding of the dtype; the message holds the lines that are wrong.
+
+    Examples
+    --------
+    >>> import jax_rnnt
+    >>> lines = jax_rnnt.selftest()  # doctest: +SKIP
+    cpu   jax_rnnt_softmax_emission_fwd  float32   max error 1.2e-07  ok
+    """
+    platform = jax.default_backend()
+    platform = "cuda" if platform == "gpu" else platform
+    if platform in _ffi.MISSING or platform not in {name for name, _, _ in _ffi.PLATFORMS}:
+        lines = [f"{platform}  no kernels ({_ffi.MISSING.get(platform, 'not built for it')}): the reference runs"]
+        print(lines[0])
+        return lines
+    lines, wrong = [], []
+    for dtype in _DTYPES:
+        if dtype == "float64" and not jax.config.jax_enable_x64:
+            continue
+        errors: dict[str, float] = {}
+        for target, got, expected in _cases(dtype):
+            errors[target] = max(errors.get(target, 0), _error(got, expected))
+        for target, error in errors.items():
+            # Arcs and posteriors are float32 for 16-bit logits; only the gradient of the logits is rounded to 16 bits.
+            rounded = dtype if target == _ffi.TARGETS[1] else softmax.accumulation_dtype(jnp.dtype(dtype))
+            good = error <= 32 * float(jnp.finfo(rounded).eps)
+            lines.append(f"{platform:5} {target:30} {dtype:9} max error {error:.1e}  {'ok' if good else 'WRONG'}")
+            print(lines[-1])
+            if not good:
+                wrong.append(lines[-1])
+    if wrong:
+        raise RuntimeError("jax_rnnt.selftest: kernels that disagree with the reference:\n" + "\n".join(wrong))
+    return lines

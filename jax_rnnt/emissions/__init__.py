@@ -1,0 +1,1 @@
+"""Emissions: logits -> log-probability of the arcs that leave each node."""

@@ -1,0 +1,69 @@
+"""Settings of the whole suite, and the choice between kernels and reference.
+
+Eight CPU devices stand in for a small cluster; 64-bit types are on so that truth can be float64 (test_dtypes repeats the
+essentials without them); type and rank promotion are strict, so that a library call never relies on an implicit one.
+JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure.
+"""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import losses
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="leave out the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--fast"):
+        skip = pytest.mark.skip(reason="--fast")
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(skip)
+
+
+def require_kernel():
+    reason = losses.missing_kernel()
+    if reason is None:
+        return
+    (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def implementation(request):
+    if request.param == "kernel":
+        require_kernel()
+    return request.param
+
+
+@pytest.fixture
+def kernel():
+    """For what only kernels promise (bits, custom calls, memory)."""
+    require_kernel()
+    return "kernel"
+
+
+@pytest.fixture(params=losses.LOSSES, ids=lambda loss: loss.name)
+def loss(request):
+    return request.param
+
+
+@pytest.fixture
+def devices():
+    """Eight CPU devices, whatever the default platform is."""
+    try:
+        found = jax.devices("cpu")
+    except RuntimeError as error:
+        pytest.skip(f"no CPU platform: {error}")
+    if len(found) < 8:
+        pytest.skip("needs 8 CPU devices; something initialised JAX before conftest.py")
+    return found[:8]

@@ -1,0 +1,186 @@
+"""The table of losses that the tests run over, problems to run them on, and what counts as equal.
+
+A new loss of the family is one more entry in LOSSES: its public function, how it differs from the RNN-T loss in the
+float64 truth, and the custom calls that one compiled call of it may contain.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference_numpy as truth
+
+import jax_rnnt
+
+
+class Problem(typing.NamedTuple):
+    """The four arrays of a call, in order."""
+
+    logits: typing.Any
+    targets: typing.Any
+    logit_lengths: typing.Any
+    target_lengths: typing.Any
+
+    def astype(self, dtype):
+        return self._replace(logits=np.asarray(jnp.asarray(self.logits, dtype)))
+
+    def take(self, index):
+        return Problem(*(x[index] for x in self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    name: str
+    function: typing.Callable
+    truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
+    options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
+    extra_classes: int = 0  # logits beyond the V classes
+    value_calls: tuple = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_loss")
+    gradient_calls: tuple = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad", "jax_rnnt_softmax_emission_bwd")
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **self.options, **kwargs)
+
+    def expected(self, problem, **options):
+        """(loss [B], per-sequence gradient) in float64."""
+        return truth.loss_and_gradient(*problem, **self.truth, **options)
+
+
+LOSSES = (Loss("rnnt", jax_rnnt.rnnt_loss),)
+RNNT = LOSSES[0]
+
+
+# ------------------------------------------------------------------------------------------------------ problems
+
+# Ragged: a full row, a shorter one, an empty target, and one label a frame. Every lattice of the family has a path.
+FRAMES, LABELS = (7, 5, 6, 4), (4, 2, 0, 3)
+
+
+def problem(B=4, T=7, U=4, V=9, *, loss=RNNT, dtype=np.float64, seed=0, scale=2.0, lengths=None):
+    """Normal logits, rounded to `dtype`; every label but the last class; ragged lengths unless given."""
+    rng = np.random.default_rng((seed, B, T, U, V))
+    if lengths is None:
+        frames = np.resize([max(T - 7 + n, 1) for n in FRAMES], B)
+        labels = np.resize([max(U - 4 + m, 0) if m else 0 for m in LABELS], B)
+    else:
+        frames, labels = (np.asarray(x) for x in lengths)
+    logits = rng.normal(0, scale, (B, T, U + 1, V + loss.extra_classes))
+    targets = rng.integers(0, V - 1, (B, U))
+    return Problem(logits, targets.astype(np.int32), frames.astype(np.int32), labels.astype(np.int32)).astype(dtype)
+
+
+def inside(p):
+    """Which nodes [B, T, U1] lie within the lengths."""
+    _, T, U1, _ = p.logits.shape
+    rows = np.arange(T)[:, None] < p.logit_lengths[:, None, None]
+    return rows & (np.arange(U1) <= p.target_lengths[:, None, None])
+
+
+def poisoned(p, value=np.nan, label=-77):
+    """The same problem with `value` in every logit and `label` in every target outside the lengths."""
+    logits = np.where(inside(p)[..., None], p.logits, np.asarray(value, p.logits.dtype))
+    used = np.arange(p.targets.shape[1]) < p.target_lengths[:, None]
+    return p._replace(logits=logits, targets=np.where(used, p.targets, label).astype(p.targets.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: changing one compiles nothing
+
+
+@functools.cache
+def _compiled(loss, implementation, static):
+    static = dict(static)
+
+    @jax.jit
+    def run(p, scheduled, label_windows):
+        def total(logits):
+            options = {**static, **scheduled, "label_windows": label_windows, "implementation": implementation}
+            values = loss(logits, *p[1:], reduction="none", **options)
+            return values.sum(), values
+
+        gradient, values = jax.grad(total, has_aux=True)(p.logits)
+        return values, gradient
+
+    return run
+
+
+def evaluate(loss, p, implementation, *, label_windows=None, **options):
+    """(loss [B], gradient of their sum) of the library, as NumPy arrays in the library's dtypes."""
+    scheduled = {k: np.float32(options.pop(k, default)) for k, default in SCHEDULED.items()}
+    values, gradient = _compiled(loss, implementation, tuple(sorted(options.items())))(p, scheduled, label_windows)
+    return np.asarray(values), np.asarray(gradient)
+
+
+def eps(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def tolerance(dtype, path_length):
+    """Absolute error of a posterior, and relative error of a loss.
+
+    Arc scores of these problems are below 8 in size (log V plus a logit) and each is rounded once or twice, in float32 or
+    better; a path adds `path_length` of them.
+    """
+    return 8 * path_length * (eps(jnp.float64) if dtype == np.float64 else eps(jnp.float32))
+
+
+def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
+    """(loss, gradient) of `evaluate` against float64 truth, inf and NaN in place; 16-bit gradients may be rounded once."""
+    (values, gradient), (true_values, true_gradient) = got, expected
+    limit = tolerance(dtype, path_length)
+    np.testing.assert_allclose(values, true_values, rtol=limit, atol=limit)
+    rounding = eps(dtype) * (np.nanmax(np.abs(true_gradient), initial=0) if np.dtype(dtype).itemsize == 2 else 0)
+    gradient = np.asarray(gradient, np.float64)
+    np.testing.assert_allclose(gradient, true_gradient, rtol=0, atol=scale * (limit + rounding))
+
+
+def bits(x):
+    """The bytes of an array, so that equality means the same bits (NaN included)."""
+    x = np.ascontiguousarray(x)
+    return x.view(np.uint8)
+
+
+def assert_same_bits(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    np.testing.assert_array_equal(bits(a), bits(b))
+
+
+# ----------------------------------------------------------------------------------------------- compiled programs
+
+
+def custom_calls(text):
+    """How often each of the library's targets is called in an HLO text."""
+    return dict(collections.Counter(re.findall(r'custom_call_target="(jax_rnnt_\w+)"', text)))
+
+
+def collectives(text):
+    """How often each collective occurs in an HLO text."""
+    names = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    return dict(collections.Counter(re.findall(rf" {names}(?:-start)?\(", text)))
+
+
+def once(targets):
+    return dict.fromkeys(targets, 1)
+
+
+@functools.cache
+def missing_kernel():
+    """Why implementation="kernel" cannot run on the default platform; None where it can."""
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    required = os.environ.get("JAX_RNNT_REQUIRE")
+    if required and platform != required:
+        return f"JAX_RNNT_REQUIRE={required}, but the default platform is {platform}"
+    tiny = np.zeros((1, 1, 1, 2), np.float32), np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32)
+    try:
+        jax.block_until_ready(jax_rnnt.rnnt_loss(*tiny, implementation="kernel"))
+    except NotImplementedError as error:
+        return str(error)
+    return None

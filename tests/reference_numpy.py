@@ -1,0 +1,346 @@
+"""The truth that every test compares with, in float64 NumPy, written without the library.
+
+Three links of the chain live here: `enumerate_paths` writes out every path of a tiny lattice, `log_likelihood` and
+`posteriors` are a dynamic program over the same arcs, fast enough for T + U = 4000, and the emissions turn logits into
+arc scores and arc gradients back into logit gradients. Each works on one sequence, cut to its own lengths, so that
+padding cannot enter; `loss_and_gradient` loops over a batch and applies the rules that concern whole sequences.
+
+Legend: T frames, U labels, U1 = U + 1, V classes. Node (t, u): t frames read, u labels written. Every path runs from
+(0, 0) to the terminal node (T, U); only that node has t = T.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+NEG = -np.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Arc:
+    """A step out of node (t, u) to (t + dt, u + du), scored by the arc array called `slot`."""
+
+    slot: str
+    dt: int
+    du: int
+    may_end: bool = True
+
+
+STANDARD = (Arc("blank", 1, 0), Arc("label", 0, 1))
+MONOTONIC = (Arc("blank", 1, 0), Arc("label", 1, 1))
+MONOTONIC_FINAL_BLANK = (Arc("blank", 1, 0), Arc("label", 1, 1, may_end=False))
+
+
+def multi_blank(durations):
+    """Standard arcs and one blank arc that skips d frames for each big blank."""
+    return STANDARD + tuple(Arc(f"blank+{d}", d, 0) for d in durations)
+
+
+def token_durations(durations):
+    """Token-and-duration (TDT) arcs: every token with every duration, the last one a blank."""
+    blanks = tuple(Arc(f"blank+{d}", d, 0) for d in durations if d)
+    return blanks + tuple(Arc(f"label+{d}", d, 1, may_end=False) for d in durations)
+
+
+# ------------------------------------------------------------------------------------------------- enumeration
+
+
+def enumerate_paths(topology, num_frames, num_labels):
+    """Every path from (0, 0) to (T, U) as a tuple of (slot, t, u)."""
+
+    def extend(t, u):
+        if (t, u) == (num_frames, num_labels):
+            yield ()
+            return
+        if t == num_frames:  # no frame left: nothing leaves from here
+            return
+        for arc in topology:
+            to_t, to_u = t + arc.dt, u + arc.du
+            ends = (to_t, to_u) == (num_frames, num_labels)
+            if to_u > num_labels or to_t > num_frames or (to_t == num_frames and not ends) or (ends and not arc.may_end):
+                continue
+            for rest in extend(to_t, to_u):
+                yield ((arc.slot, t, u), *rest)
+
+    return list(extend(0, 0))
+
+
+def enumerate_log_likelihood(topology, arcs, num_frames, num_labels):
+    """log of the summed path weights and each arc's posterior, path by path."""
+    paths = enumerate_paths(topology, num_frames, num_labels)
+    scores = [math.fsum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
+    best = max(scores, default=NEG)
+    posteriors = {slot: np.zeros_like(score) for slot, score in arcs.items()}
+    if best == NEG:
+        return NEG, posteriors
+    total = math.fsum(math.exp(score - best) for score in scores)
+    for path, score in zip(paths, scores, strict=True):
+        for slot, t, u in path:
+            posteriors[slot][t, u] += math.exp(score - best) / total
+    return best + math.log(total), posteriors
+
+
+# ------------------------------------------------------------------------------------------ dynamic programming
+
+
+def _logaddexp(a, b):
+    with np.errstate(invalid="ignore"):
+        return np.logaddexp(a, b)  # NumPy's gives -inf for two -inf
+
+
+def _alpha_beta(topology, arcs, num_frames, num_labels):
+    """alpha and beta, each [T + 1, U1], one diagonal n = t + u after the other.
+
+    `skew(x)[n, u] = x[n - u, u]` makes a diagonal a row; an arc then leads from row n to row n + dt + du, du further on.
+    """
+    T, U1 = num_frames, num_labels + 1
+    rows = T + U1  # n runs to T + U
+    u = np.arange(U1)
+    t = np.arange(rows)[:, None] - u
+    inside = (t >= 0) & (t < T)
+    scores = {}
+    for arc in topology:
+        skewed = np.full((rows, U1), NEG)
+        skewed[inside] = np.asarray(arcs[arc.slot], np.float64)[:T, :U1][t[inside], np.broadcast_to(u, t.shape)[inside]]
+        to_t, to_u = t + arc.dt, u + arc.du
+        ends = (to_t == T) & (to_u == num_labels)
+        allowed = ((to_t < T) | (ends & arc.may_end)) & (to_u <= num_labels)
+        scores[arc] = np.where(allowed, skewed, NEG)
+    alpha, beta = np.full((rows, U1), NEG), np.full((rows, U1), NEG)
+    alpha[0, 0], beta[rows - 1, num_labels] = 0.0, 0.0
+    for n in range(rows):
+        for arc in topology:
+            m = n - arc.dt - arc.du
+            if m >= 0:
+                came = alpha[m, : U1 - arc.du] + scores[arc][m, : U1 - arc.du]
+                alpha[n, arc.du :] = _logaddexp(alpha[n, arc.du :], came)
+    for n in range(rows - 1, -1, -1):
+        for arc in topology:
+            m = n + arc.dt + arc.du
+            if m < rows:
+                goes = scores[arc][n, : U1 - arc.du] + beta[m, arc.du :]
+                beta[n, : U1 - arc.du] = _logaddexp(beta[n, : U1 - arc.du], goes)
+    return alpha, beta, scores, t
+
+
+def log_likelihood(topology, arcs, num_frames, num_labels):
+    """log of the summed weight of all paths; -inf where there is none."""
+    return posteriors(topology, arcs, num_frames, num_labels)[0]
+
+
+def posteriors(topology, arcs, num_frames, num_labels):
+    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 where no path exists."""
+    out = {slot: np.zeros((num_frames, num_labels + 1)) for slot in arcs}
+    if num_frames == 0:
+        return (0.0 if num_labels == 0 else NEG), out
+    alpha, beta, scores, t = _alpha_beta(topology, arcs, num_frames, num_labels)
+    value = alpha[-1, num_labels]
+    if value == NEG or np.isnan(value):
+        return value, out
+    u = np.broadcast_to(np.arange(num_labels + 1), t.shape)
+    inside = (t >= 0) & (t < num_frames)
+    for arc, score in scores.items():
+        after = np.full_like(beta, NEG)
+        step = arc.dt + arc.du
+        after[: max(len(beta) - step, 0), : num_labels + 1 - arc.du] = beta[step:, arc.du :]
+        skewed = np.exp(alpha + score + after - value)
+        out[arc.slot][t[inside], u[inside]] = skewed[inside]
+    return value, out
+
+
+# ---------------------------------------------------------------------------------------------------- emissions
+# An emission maps (logits [T, U1, V], labels [U1] with -1 for "no label", options) to arc scores by slot and a pullback
+# from arc gradients to logit gradients.
+
+
+def log_softmax(x):
+    """log softmax over the last axis; a row of -inf stays -inf, NaN and +inf give NaN."""
+    x = np.asarray(x, np.float64)
+    top = x.max(-1, keepdims=True)
+    safe = np.where(top == NEG, 0.0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = safe + np.log(np.exp(x - safe).sum(-1, keepdims=True))
+        return np.where(lse == NEG, NEG, x - lse)
+
+
+class _Head:
+    """One group of classes: log-probs of chosen classes, and the way back to its logits."""
+
+    def __init__(self, logits, fused):
+        self.fused = fused
+        self.log_probs = log_softmax(logits) if fused else np.asarray(logits, np.float64)
+        self.gradient = np.zeros_like(self.log_probs)
+
+    def __getitem__(self, classes):
+        """Score of class `classes[u]` at every node (t, u); -inf where that is negative."""
+        classes = np.broadcast_to(classes, self.log_probs.shape[1:2])
+        picked = self.log_probs[:, np.arange(len(classes)), np.maximum(classes, 0)]
+        return np.where(classes < 0, NEG, picked)
+
+    def add(self, classes, arc_gradient):
+        classes = np.broadcast_to(classes, self.log_probs.shape[1:2])
+        for u, k in enumerate(classes):
+            if k >= 0:
+                self.gradient[:, u, k] += arc_gradient[:, u]
+
+    def pull(self):
+        if not self.fused:
+            return self.gradient
+        return self.gradient - np.exp(self.log_probs) * self.gradient.sum(-1, keepdims=True)
+
+
+def softmax_emission(logits, labels, *, blank, fused=True, blanks=None):
+    """One softmax; `blanks` maps further blank slots to classes (multi-blank)."""
+    head = _Head(logits, fused)
+    columns = {"blank": blank, "label": labels, **(blanks or {})}
+    arcs = {slot: head[classes] for slot, classes in columns.items()}
+
+    def pullback(gradients):
+        for slot, classes in columns.items():
+            head.add(classes, gradients[slot])
+        return head.pull()
+
+    return arcs, pullback
+
+
+def constrained_emission(logits, labels, *, blank, fused=True):
+    """k2's constrained RNN-T: a label arc also pays the blank of the node that the label leads to, in the same frame."""
+    head = _Head(logits, fused)
+    blanks = head[blank]
+    after = np.full_like(blanks, NEG)
+    after[:, :-1] = blanks[:, 1:]
+
+    def pullback(gradients):
+        head.add(labels, gradients["label"])
+        head.add(blank, gradients["blank"])
+        moved = np.zeros_like(blanks)
+        moved[:, 1:] = gradients["label"][:, :-1]
+        head.add(blank, moved)
+        return head.pull()
+
+    return {"blank": blanks, "label": head[labels] + after}, pullback
+
+
+def duration_emission(logits, labels, *, blank, durations, sigma=0.0):
+    """Token and duration heads in one tensor, durations last (TDT)."""
+    split = logits.shape[-1] - len(durations)
+    tokens, lengths = _Head(logits[..., :split], True), _Head(logits[..., split:], True)
+    arcs = {}
+    for i, d in enumerate(durations):
+        if d:
+            arcs[f"blank+{d}"] = tokens[blank] - sigma + lengths[i]
+        arcs[f"label+{d}"] = tokens[labels] - sigma + lengths[i]
+
+    def pullback(gradients):
+        for i, d in enumerate(durations):
+            for name, classes in (("blank", blank), ("label", labels)):
+                if f"{name}+{d}" in gradients:
+                    tokens.add(classes, gradients[f"{name}+{d}"])
+                    lengths.add(i, gradients[f"{name}+{d}"])
+        return np.concatenate([tokens.pull(), lengths.pull()], -1)
+
+    return arcs, pullback
+
+
+def is_label(slot):
+    """Whether FastEmit, windows and the delay penalty act on this arc."""
+    return slot.startswith("label")
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+def loss_and_gradient(
+    logits,
+    targets,
+    logit_lengths,
+    target_lengths,
+    *,
+    topology=STANDARD,
+    emission=softmax_emission,
+    num_classes=None,
+    blank=-1,
+    clamp=-1.0,
+    fused_log_softmax=True,
+    fastemit_lambda=0.0,
+    delay_penalty=0.0,
+    label_windows=None,
+    **emission_options,
+):
+    """Loss `[B]` and the gradient of each loss with respect to its own logits `[B, T, U1, V]`, float64.
+
+    The gradient is the per-sequence one with unit cotangent, FastEmit and clamp applied.
+    """
+    logits, targets = np.asarray(logits), np.asarray(targets)
+    B, T, U1, _ = logits.shape
+    V = logits.shape[-1] if num_classes is None else num_classes
+    blank = blank + V if blank < 0 else blank
+    losses, gradient = np.zeros(B), np.zeros(logits.shape)
+    if emission is softmax_emission:
+        emission_options["fused"] = fused_log_softmax
+    for b in range(B):
+        n, m = int(logit_lengths[b]), int(target_lengths[b])
+        labels = targets[b, : max(m, 0)]
+        if not (0 <= n <= T and 0 <= m < U1) or ((labels < 0) | (labels >= V)).any():
+            losses[b] = np.nan
+            continue
+        x = np.asarray(logits[b, :n, : m + 1], np.float64)
+        arcs, pullback = emission(x, np.append(labels, -1).astype(int), blank=blank, **emission_options)
+        for slot in arcs:
+            if is_label(slot):
+                t = np.arange(n)[:, None]
+                arcs[slot] = arcs[slot] + delay_penalty * ((n - 1) / 2 - t)
+                if label_windows is not None:
+                    first, last = np.asarray(label_windows[b, :m], int).reshape(m, 2).T
+                    arcs[slot][:, :m] = np.where((t >= first) & (t <= last), arcs[slot][:, :m], NEG)
+        value, posterior = posteriors(topology, arcs, n, m)
+        losses[b] = -value
+        scale = {slot: 1 + fastemit_lambda if is_label(slot) else 1.0 for slot in posterior}
+        inside = pullback({slot: -scale[slot] * p for slot, p in posterior.items()})
+        if np.isnan(value):
+            inside = np.full_like(inside, np.nan)
+        elif value == NEG:
+            inside = np.zeros_like(inside)
+        gradient[b, :n, : m + 1] = np.clip(inside, -clamp, clamp) if clamp > 0 else inside
+    return losses, gradient
+
+
+def arc_posteriors(logits, targets, logit_lengths, target_lengths, *, blank=-1, fused_log_softmax=True, delay_penalty=0.0):
+    """(blank, label) posteriors `[B, T, U1]` of the standard lattice."""
+    B, T, U1, V = logits.shape
+    blank = blank + V if blank < 0 else blank
+    out = np.zeros((2, B, T, U1))
+    for b in range(B):
+        n, m = int(logit_lengths[b]), int(target_lengths[b])
+        labels = np.append(targets[b, :m], -1).astype(int)
+        arcs, _ = softmax_emission(logits[b, :n, : m + 1], labels, blank=blank, fused=fused_log_softmax)
+        arcs["label"] = arcs["label"] + delay_penalty * ((n - 1) / 2 - np.arange(n)[:, None])
+        _, found = posteriors(STANDARD, arcs, n, m)
+        out[0, b, :n, : m + 1], out[1, b, :n, : m + 1] = found["blank"], found["label"]
+    return out[0], out[1]
+
+
+def reduce(losses, target_lengths, reduction):
+    """(reduced value, weight of each loss in it)."""
+    losses, lengths = np.asarray(losses), np.asarray(target_lengths)
+    weights = {
+        "none": np.ones(losses.shape),
+        "sum": np.ones(losses.shape),
+        "mean": np.full(losses.shape, 1 / max(losses.size, 1)),
+        "mean_target": 1 / np.maximum(lengths, 1) / max(losses.size, 1),
+        "mean_volume": np.full(losses.shape, 1 / max(lengths.sum(), 1)),
+    }[reduction]
+    return (losses if reduction == "none" else (losses * weights).sum()), weights
+
+
+def uniform_loss(num_frames, num_labels, num_classes):
+    """Closed form for equal logits: every path weighs V ** -(T + U) and there are C(T - 1 + U, U) of them."""
+    count = math.comb(num_frames - 1 + num_labels, num_labels)
+    return (num_frames + num_labels) * math.log(num_classes) - math.log(count)
+
+
+def every_length(max_frames, max_labels):
+    """All (T, U) up to these sizes, zero included."""
+    return list(itertools.product(range(max_frames + 1), range(max_labels + 1)))

@@ -1,0 +1,123 @@
+"""Is the loss the one that the definition gives, for every length, vocabulary size, blank and batch shape?"""
+
+import jax
+import jax.numpy as jnp
+import losses
+import numpy as np
+import pytest
+import reference_numpy as truth
+
+import jax_rnnt
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("blank", [0, 3, -1])
+def test_value_and_gradient(loss, implementation, blank, dtype):
+    p = losses.problem(loss=loss, dtype=dtype)
+    got = losses.evaluate(loss, p, implementation, blank=blank)
+    losses.assert_matches(got, loss.expected(p, blank=blank), dtype, 11)
+
+
+def test_every_small_length_against_all_paths(implementation):
+    """One batch holds every (T, U) up to (5, 3), padded to the largest; the truth here is the enumeration of paths."""
+    frames, labels = np.array(truth.every_length(5, 3)).T
+    p = losses.problem(len(frames), 5, 3, 6, lengths=(frames, labels))
+    values, _ = losses.evaluate(losses.RNNT, losses.poisoned(p), implementation, blank=0)
+    for b, (n, m) in enumerate(zip(frames, labels, strict=True)):
+        classes = np.append(p.targets[b, :m], -1)
+        arcs, _ = truth.softmax_emission(p.logits[b, :n, : m + 1], classes, blank=0)
+        expected, _ = truth.enumerate_log_likelihood(truth.STANDARD, arcs, n, m)
+        np.testing.assert_allclose(values[b], -expected, rtol=1e-13, err_msg=f"T={n}, U={m}")
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 1000])
+def test_vocabulary_sizes(loss, kernel, classes):
+    """Around every vector width, where the remainder of a row is handled apart."""
+    for dtype in (np.float32, np.float64):
+        p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, lengths=([3, 2], [2, 1]))
+        for blank in {0, classes - 1}:
+            got = losses.evaluate(loss, p, kernel, blank=blank)
+            losses.assert_matches(got, loss.expected(p, blank=blank), dtype, 5)
+
+
+@pytest.mark.parametrize(
+    ("frames", "labels"),
+    [(1, 0), (1, 1), (1, 9), (2, 7), (3, 8), (4, 15), (5, 16), (9, 17), (40, 1), (33, 32), (16, 31), (8, 33), (21, 64)],
+)
+def test_lattice_sizes(loss, kernel, frames, labels):
+    """Wide, tall and square lattices around every vector width, full and one short in both directions."""
+    for dtype in (np.float32, np.float64):
+        lengths = [frames, max(frames - 1, 1)], [labels, max(labels - 1, 0)]
+        p = losses.problem(2, frames, labels, 3, loss=loss, dtype=dtype, lengths=lengths)
+        got = losses.evaluate(loss, p, kernel)
+        losses.assert_matches(got, loss.expected(p), dtype, frames + labels)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_longer_sequences(loss, implementation, dtype):
+    p = losses.problem(4, 60, 25, 40, loss=loss, dtype=dtype)
+    got = losses.evaluate(loss, losses.poisoned(p), implementation)
+    losses.assert_matches(got, loss.expected(p), dtype, 85)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (4,), (2, 2), (2, 1, 2)], ids=str)
+def test_any_number_of_batch_dimensions(loss, implementation, batch):
+    """Leading dimensions only arrange the sequences."""
+    p = losses.problem(loss=loss)
+    size = int(np.prod(batch))
+    shaped = losses.Problem(*(np.reshape(x[:size], batch + x.shape[1:]) for x in p))
+    values, gradient = losses.evaluate(loss, shaped, implementation)
+    assert values.shape == batch and gradient.shape == shaped.logits.shape
+    flat = values.reshape(size), gradient.reshape(size, *p.logits.shape[1:])
+    losses.assert_matches(flat, loss.expected(p.take(slice(size))), np.float64, 11)
+    for reduction in ("mean", "sum", "mean_target", "mean_volume"):
+        reduced = loss(*shaped, reduction=reduction, implementation=implementation)
+        expected, _ = truth.reduce(flat[0], p.target_lengths[:size], reduction)
+        assert reduced.shape == ()
+        np.testing.assert_allclose(reduced, expected, rtol=1e-13)
+
+
+def test_log_probs_mode(loss, implementation):
+    """fused_log_softmax=False takes the numbers as they are, normalised or not."""
+    p = losses.problem(loss=loss)
+    got = losses.evaluate(loss, p, implementation, fused_log_softmax=False)
+    losses.assert_matches(got, loss.expected(p, fused_log_softmax=False), np.float64, 11)
+
+
+def test_value_alone_equals_value_with_gradient(loss, implementation):
+    """The loss without a gradient is another kernel; both must say the same."""
+    for dtype in (np.float32, np.float64):
+        p = losses.problem(loss=loss, dtype=dtype)
+        alone = jax.jit(lambda *p: loss(*p, reduction="none", implementation=implementation))(*p)
+        both, _ = losses.evaluate(loss, p, implementation)
+        np.testing.assert_allclose(alone, both, rtol=losses.tolerance(dtype, 11))
+
+
+def test_eager_equals_jit(loss, implementation):
+    p = losses.problem(loss=loss)
+    eager = loss(*p, reduction="none", implementation=implementation)
+    np.testing.assert_allclose(eager, losses.evaluate(loss, p, implementation)[0], rtol=1e-14)
+
+
+def test_default_implementation_is_one_of_the_two(loss):
+    p = losses.problem(loss=loss)
+    np.testing.assert_allclose(loss(*p, reduction="none"), loss.expected(p)[0], rtol=1e-13)
+
+
+def test_posteriors(implementation):
+    p = losses.problem()
+    for options in ({"blank": 0}, {"delay_penalty": 0.3}, {"fused_log_softmax": False}):
+        got = jax_rnnt.rnnt_posteriors(*losses.poisoned(p), **options, implementation=implementation)
+        for found, expected in zip(got, truth.arc_posteriors(*p, **options), strict=True):
+            assert found.shape == p.logits.shape[:-1]
+            np.testing.assert_allclose(found, expected, atol=losses.tolerance(np.float64, 11))
+
+
+def test_posteriors_respect_windows(implementation):
+    p = losses.problem(1, lengths=([7], [4]))
+    windows = jnp.array([[[0, 1], [1, 3], [2, 4], [6, 6]]], jnp.int32)
+    _, label = jax_rnnt.rnnt_posteriors(*p, label_windows=windows, implementation=implementation)
+    t = np.arange(7)[:, None]
+    outside = (t < windows[0, :, 0]) | (t > windows[0, :, 1])
+    assert not np.asarray(label)[0, :, :4][outside].any()
+    np.testing.assert_allclose(np.asarray(label).sum(1)[0, :4], 1, rtol=1e-13)

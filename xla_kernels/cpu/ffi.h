@@ -1,0 +1,17 @@
+// What the Python module needs of ffi.cc, without XLA's headers.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+namespace jax_rnnt::cpu {
+
+struct Registration {
+  const char* target;
+  void* handler;
+};
+
+std::vector<Registration> Registrations();
+std::pair<int, int> ApiVersion();  // (major, minor) of the XLA FFI headers this was built with
+
+}  // namespace jax_rnnt::cpu

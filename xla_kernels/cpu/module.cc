@@ -1,0 +1,22 @@
+// Python module jax_rnnt._cpu: the handlers as capsules, and the choice of the instruction set for tests.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "xla_kernels/cpu/dispatch.h"
+#include "xla_kernels/cpu/ffi.h"
+
+PYBIND11_MODULE(_cpu, m) {
+  namespace cpu = jax_rnnt::cpu;
+  namespace py = pybind11;
+  m.def("api_version", &cpu::ApiVersion);
+  m.def("registrations", [] {
+    py::dict handlers;
+    for (const auto& [target, handler] : cpu::Registrations()) handlers[target] = py::capsule(handler);
+    return handlers;
+  });
+  m.def("targets", &cpu::Targets, "Instruction sets that this processor runs, best first.");
+  m.def("target", [] { return std::string(cpu::CurrentTarget()); });
+  m.def("use_target", [](const std::string& name) {
+    if (!cpu::UseTarget(name.c_str())) throw py::value_error("jax_rnnt._cpu.use_target: no target " + name);
+  });
+}
