@@ -33,7 +33,7 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Arr
 
 
 def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
-    """x as an int32 array of exactly this shape; values beyond int32 are clipped to it (they are out of range anyway)."""
+    """x as an int32 array of exactly this shape; values beyond int32, out of range anyway, are clipped."""
     x = _array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         if np.size(x) or not isinstance(x, np.ndarray):  # an empty list has no dtype of its own
@@ -51,7 +51,11 @@ def scalar(function: str, name: str, x):
     """A real number or a floating/integer scalar array, traced or not."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         return float(x)
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.number) or jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if (
+        not hasattr(x, "dtype")
+        or not jnp.issubdtype(x.dtype, jnp.number)
+        or jnp.issubdtype(x.dtype, jnp.complexfloating)
+    ):
         raise TypeError(f"{function}: {name} must be a real number, got {x!r}.")
     if x.shape != ():
         raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")

@@ -40,9 +40,10 @@ def _runtime_api() -> tuple[int, int] | None:
     """(major, minor) of the FFI that the installed jaxlib speaks; None if its headers do not say."""
     try:
         text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-        return tuple(int(re.search(rf"#define XLA_FFI_API_{k} (\d+)", text)[1]) for k in ("MAJOR", "MINOR"))
-    except (OSError, TypeError):
+    except OSError:
         return None
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return (int(numbers["MAJOR"]), int(numbers["MINOR"])) if len(numbers) == 2 else None
 
 
 def _load() -> dict[str, str]:
@@ -75,8 +76,8 @@ if "cpu" in MISSING:
 @functools.cache
 def _warn_reference(platforms: tuple[str, ...]) -> None:
     if "cpu" not in MISSING:  # else the import has already warned
-        warnings.warn(f"jax_rnnt has no kernels for platform {'/'.join(platforms)}: it runs on its pure-JAX reference.",
-                      RuntimeWarning, stacklevel=2)  # fmt: skip
+        message = f"jax_rnnt has no kernels for platform {'/'.join(platforms)}: it runs on its pure-JAX reference."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -147,7 +148,7 @@ def _unpartitioned(ctx) -> bool:
 def _row_major(x):
     make = getattr(layout, "Layout", None)
     if make is None or not hasattr(layout, "Format"):  # jax 0.6: Layout meant what Format means now
-        make = layout.DeviceLocalLayout
+        make = layout.DeviceLocalLayout  # type: ignore[attr-defined]
     return layout.with_layout_constraint(x, make(tuple(range(x.ndim))))
 
 
@@ -206,7 +207,9 @@ def define(
                 return aliased.bind(_row_major(x), *others, **params)
 
             return mlir.lower_fun(in_place, multiple_results=True)(ctx, *operands)
-        extra = {"mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})}
+        extra: dict[str, ir.Attribute] = {
+            "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})
+        }
         avals = [*ctx.avals_in, *ctx.avals_out]
         if all(isinstance(d, int) for aval in avals for d in aval.shape):  # not where a dimension is symbolic
             rule = _sharding_rule(num_batch_dims, ctx.avals_in, ctx.avals_out)

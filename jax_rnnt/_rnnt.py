@@ -14,7 +14,8 @@ def _arguments(function, logits, targets, logit_lengths, target_lengths):
     logits = _checks.floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
     batch, columns, classes = logits.shape[:-3], logits.shape[-2], logits.shape[-1]
     if columns < 1 or classes < 1:
-        raise ValueError(f"{function}: logits must have shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1, got {logits.shape}.")
+        expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
+        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
     targets = _checks.integers(function, "targets", targets, (*batch, columns - 1), "[..., U]")
     logit_lengths = _checks.integers(function, "logit_lengths", logit_lengths, batch, "[...]")
     target_lengths = _checks.integers(function, "target_lengths", target_lengths, batch, "[...]")
@@ -30,6 +31,12 @@ def _options(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, label
         shape = (*targets.shape, 2)
         options["label_windows"] = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
     return options
+
+
+def _clamp(function, clamp):
+    """The bound, or None where it is known to be off."""
+    clamp = _checks.scalar(function, "clamp", clamp)
+    return None if isinstance(clamp, float) and clamp <= 0 else clamp
 
 
 def rnnt_loss(
@@ -137,10 +144,10 @@ def rnnt_loss(
         implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
         inplace=_checks.boolean(name, "inplace", inplace),
     )
-    clamp = _checks.scalar(name, "clamp", clamp)
-    clamp = None if isinstance(clamp, float) and clamp <= 0 else clamp
-    options = dict(fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows)
-    return _transducer.loss(spec, logits, *rest, clamp, _options(name, rest[0], **options))
+    options = _options(
+        name, rest[0], fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows
+    )
+    return _transducer.loss(spec, logits, *rest, _clamp(name, clamp), options)
 
 
 def rnnt_posteriors(
@@ -162,15 +169,29 @@ def rnnt_posteriors(
 
     Parameters
     ----------
-    logits, targets, logit_lengths, target_lengths, blank, fused_log_softmax
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    fused_log_softmax : bool, default True
+        False: `logits` already are log-probabilities and are used as they are.
+    delay_penalty : float or scalar Array, default 0.0
         As for `rnnt_loss`.
-    delay_penalty, label_windows, implementation
+    label_windows : Array, integer [..., U, 2], optional
+        As for `rnnt_loss`.
+    implementation : {None, "kernel", "reference"}
         As for `rnnt_loss`.
 
     Returns
     -------
-    blank, label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
-        Posterior of the blank and of the label arc that leaves node (t, u). In every frame t < T_b the blanks sum to 1
+    blank : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+        Posterior of the blank arc that leaves node (t, u).
+    label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+        Posterior of the label arc that leaves node (t, u). In every frame t < T_b the blanks sum to 1
         over u; every label u < U_b sums to 1 over t; 0 outside the lengths and where no path exists; NaN for a sequence
         whose lengths or labels are out of range.
 
@@ -181,7 +202,7 @@ def rnnt_posteriors(
 
     See Also
     --------
-    rnnt_loss : the loss, whose gradient with respect to an arc is minus its posterior.
+    rnnt_loss : The loss, whose gradient with respect to an arc is minus its posterior.
 
     References
     ----------
@@ -212,15 +233,29 @@ class RNNTLoss:
 
     Parameters
     ----------
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+    blank : int, default -1
+        As for `rnnt_loss`.
+    clamp : float, default -1.0
         As for `rnnt_loss`; numbers must be Python numbers for the object to be hashable.
-    label_windows : Array, optional
+    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
+        As for `rnnt_loss`.
+    fused_log_softmax : bool, default True
+        As for `rnnt_loss`.
+    fastemit_lambda : float, default 0.0
+        As for `rnnt_loss`.
+    delay_penalty : float, default 0.0
+        As for `rnnt_loss`.
+    implementation : {None, "kernel", "reference"}
+        As for `rnnt_loss`.
+    inplace : bool, default True
+        As for `rnnt_loss`.
+    label_windows : Array, integer [..., U, 2], optional
         As for `rnnt_loss`. Windows belong to a batch, so they are usually given at the call; an object that binds an
         array is not hashable.
 
     See Also
     --------
-    rnnt_loss : meaning of all options.
+    rnnt_loss : Meaning of all options.
 
     Examples
     --------

@@ -1,5 +1,7 @@
 """selftest: every registered kernel of this machine against the reference."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,20 +35,20 @@ def _error(got, expected):
 def _cases(dtype):
     """(target, what the kernel gives, what the reference gives)"""
     logits, label, num_frames, num_labels = _problem(dtype)
-    options = dict(blanks=(0,), normalize=True)
+    options: dict[str, Any] = dict(blanks=(0,), normalize=True)
     arcs = softmax.softmax_emission(logits, label, num_frames, **options)
     yield _ffi.TARGETS[0], softmax.forward(logits, label, num_frames, strict=True, **options), arcs
     scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], arcs[0].dtype)
+    clamp = jnp.full_like(scale, 0.1)
+    cotangents = -jnp.exp(arcs[0]), -jnp.exp(arcs[1])
     operands = logits, label, num_frames, arcs[2]
-    backward = dict(cotangents=(-jnp.exp(arcs[0]), -jnp.exp(arcs[1])), scale=scale, clamp=jnp.full_like(scale, 0.1))
-    got = softmax.backward(*operands, **backward, strict=True, **options)
-    cotangents = backward["cotangents"]
-    yield _ffi.TARGETS[1], [got], softmax.backward_reference(*operands, scale, backward["clamp"], *cotangents, **options)
+    got = softmax.backward(*operands, cotangents, scale, clamp, strict=True, **options)
+    yield _ffi.TARGETS[1], [got], softmax.backward_reference(*operands, scale, clamp, *cotangents, **options)
     for topology in (STANDARD, MONOTONIC):
-        operands = *arcs[:2], num_frames, num_labels
-        expected = lattice.lattice_grad(*operands, topology=topology)
-        yield _ffi.TARGETS[2], [lattice.loss(*operands, topology=topology, strict=True)], expected[:1]
-        yield _ffi.TARGETS[3], lattice.grad(*operands, topology=topology, strict=True), expected
+        paths = *arcs[:2], num_frames, num_labels
+        expected = lattice.lattice_grad(*paths, topology=topology)
+        yield _ffi.TARGETS[2], [lattice.loss(*paths, topology=topology, strict=True)], expected[:1]
+        yield _ffi.TARGETS[3], lattice.grad(*paths, topology=topology, strict=True), expected
 
 
 def selftest() -> list[str]:
@@ -77,7 +79,7 @@ def selftest() -> list[str]:
         return lines
     lines, wrong = [], []
     for dtype in _DTYPES:
-        if dtype == "float64" and not jax.config.jax_enable_x64:
+        if dtype == "float64" and not jax.config.read("jax_enable_x64"):
             continue
         errors: dict[str, float] = {}
         for target, got, expected in _cases(dtype):

@@ -83,7 +83,9 @@ def _fused(spec, logits, label, num_frames, num_labels, clamp, options):
     """Losses [...] by kernel: reads the logits once."""
     arcs, _ = _emit(spec, logits, label, num_frames)
     arcs = seam.modify(arcs, num_frames, options)
-    return lattice.loss(arcs["blank"], arcs["label"], num_frames, num_labels, topology=spec.topology, strict=spec.strict)
+    return lattice.loss(
+        arcs["blank"], arcs["label"], num_frames, num_labels, topology=spec.topology, strict=spec.strict
+    )
 
 
 def _fused_fwd(spec, logits, label, num_frames, num_labels, clamp, options):

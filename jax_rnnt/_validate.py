@@ -27,7 +27,9 @@ def validate_inputs(
     logits : Array, floating [..., T, U + 1, V]
         Only its shape and dtype are looked at.
     targets : Array, integer [..., U]
+        Each of the first `target_lengths` must lie in [0, V).
     logit_lengths, target_lengths : Array, integer [...]
+        Must lie in [0, T] and [0, U].
     blank : int, default -1
         Checked to be a class; labels equal to blank are allowed, as in the losses.
 

@@ -16,6 +16,8 @@ def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     def vary(x, missing):
         if not missing:
             return x
-        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax < 0.8
 
     return tuple(vary(x, tuple(sorted(union - _varying(a)))) for x, a in zip(arrays, avals))

@@ -38,8 +38,9 @@ def delay_penalty(label, num_frames, penalty):
 
 def label_windows(label, windows):
     """Label u may only be emitted in frames windows[..., u, 0] <= t <= windows[..., u, 1]."""
-    first, last = (jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, 1)])[..., None, :] for w in (windows[..., 0], windows[..., 1]))
-    frame = _frame(label)
+    # The last column has no label arc; any window will do there.
+    padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 2) + [(0, 1), (0, 0)])[..., None, :, :]
+    first, last, frame = padded[..., 0], padded[..., 1], _frame(label)
     return jnp.where((first <= frame) & (frame <= last), label, -jnp.inf)
 
 

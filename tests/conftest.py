@@ -19,18 +19,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import losses
 
 
-def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help="leave out the tests marked slow")
-
-
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--fast"):
-        skip = pytest.mark.skip(reason="--fast")
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(skip)
-
-
 def require_kernel():
     reason = losses.missing_kernel()
     if reason is None:

@@ -171,13 +171,17 @@ def once(targets):
     return dict.fromkeys(targets, 1)
 
 
+def platform():
+    """The default platform by the name that lowering uses: cpu, cuda, tpu."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
 @functools.cache
 def missing_kernel():
     """Why implementation="kernel" cannot run on the default platform; None where it can."""
-    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     required = os.environ.get("JAX_RNNT_REQUIRE")
-    if required and platform != required:
-        return f"JAX_RNNT_REQUIRE={required}, but the default platform is {platform}"
+    if required and platform() != required:
+        return f"JAX_RNNT_REQUIRE={required}, but the default platform is {platform()}"
     tiny = np.zeros((1, 1, 1, 2), np.float32), np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32)
     try:
         jax.block_until_ready(jax_rnnt.rnnt_loss(*tiny, implementation="kernel"))

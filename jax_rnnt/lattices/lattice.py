@@ -60,11 +60,13 @@ _grad_kernel = _ffi.define(
 
 def loss(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD, strict=False):
     """`lattice_loss` by the kernel."""
-    params = dict(num_batch_dims=log_blank.ndim - 2, strict=strict, topology=_TOPOLOGIES.index(topology))
-    return _loss_kernel(log_blank, log_label, num_frames, num_labels, **params)[0]
+    operands = log_blank, log_label, num_frames, num_labels
+    index = _TOPOLOGIES.index(topology)
+    return _loss_kernel(*operands, num_batch_dims=log_blank.ndim - 2, strict=strict, topology=index)[0]
 
 
 def grad(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD, strict=False):
     """`lattice_grad` by the kernel."""
-    params = dict(num_batch_dims=log_blank.ndim - 2, strict=strict, topology=_TOPOLOGIES.index(topology))
-    return tuple(_grad_kernel(log_blank, log_label, num_frames, num_labels, **params)[:3])
+    operands = log_blank, log_label, num_frames, num_labels
+    index = _TOPOLOGIES.index(topology)
+    return tuple(_grad_kernel(*operands, num_batch_dims=log_blank.ndim - 2, strict=strict, topology=index)[:3])

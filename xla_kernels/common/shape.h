@@ -1,8 +1,8 @@
 // Shapes and arguments of the two stages: plain structs of raw pointers, free of any framework header.
 //
 // Legend: B sequences, T frames, U1 = (labels + 1) columns, V classes, K blank classes. Node (t, u): t frames read, u
-// labels written. Every plane is row-major [B, T, U1]; "A" is the accumulation type, double for float64 logits and float
-// for all others.
+// labels written. Every plane is row-major [B, T, U1]; "A" is the accumulation type, double for float64 logits and
+// float for all others.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,15 @@ namespace jax_rnnt {
 constexpr int32_t kNoLabel = -1;  // no label arc leaves this node (the last column of a sequence)
 constexpr int32_t kOutside = -2;  // the node lies outside the sequence: its row of logits is never read
 
+constexpr int kMaxBlanks = 63;  // most blank classes of one emission
+
 enum class DType { kF16, kBF16, kF32, kF64 };
 
 struct EmissionShape {
   int64_t batch, frames, columns, classes;  // B, T, U1, V
   int64_t label_frames;                     // extent of the label map's frame axis: 1 (same labels in all frames) or T
   bool normalize;                           // log-softmax over V; false: the input already is log-probabilities
-  int num_blanks;                           // K >= 1
+  int num_blanks;                           // K, 1 <= K <= kMaxBlanks
   const int64_t* blanks;                    // [K], 0 <= blank < V
 };
 
@@ -40,15 +42,15 @@ struct EmissionForwardArgs {
 // without the softmax term where normalize is false.
 struct EmissionBackwardArgs {
   EmissionShape shape;
-  const void* logits;            // [B, T, U1, V]; may be the same memory as dlogits
-  const int32_t* label;          // [B, label_frames, U1]
-  const int32_t* num_frames;     // [B]
-  const void* lse;               // plane of A
-  const void* const* ct_blank;   // K planes of A
-  const void* ct_label;          // plane of A
-  const void* scale;             // [B] of A
-  const void* clamp;             // [B] of A
-  void* dlogits;                 // [B, T, U1, V]
+  const void* logits;           // [B, T, U1, V]; may be the same memory as dlogits
+  const int32_t* label;         // [B, label_frames, U1]
+  const int32_t* num_frames;    // [B]
+  const void* lse;              // plane of A
+  const void* const* ct_blank;  // K planes of A
+  const void* ct_label;         // plane of A
+  const void* scale;            // [B] of A
+  const void* clamp;            // [B] of A
+  void* dlogits;                // [B, T, U1, V]
 };
 
 enum class Topology { kStandard, kMonotonic };  // label arc (0, 1) | label arc (1, 1)

@@ -1,0 +1,166 @@
+"""Is the reference lattice right for every topology, and can it be differentiated any number of times, both ways?"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_numpy as truth
+
+from jax_rnnt import lattices
+
+TOPOLOGIES = {
+    "standard": (lattices.STANDARD, truth.STANDARD),
+    "monotonic": (lattices.MONOTONIC, truth.MONOTONIC),
+    "multi_blank": (lattices.multi_blank((2, 3)), truth.multi_blank((2, 3))),
+    "durations": (lattices.durations((0, 1, 2, 4)), truth.token_durations((0, 1, 2, 4))),
+    "durations_unordered_without_1": (lattices.durations((3, 0, 2)), truth.token_durations((3, 0, 2))),
+    "durations_without_0": (lattices.durations((1,)), truth.token_durations((1,))),
+}
+T, U = 5, 3
+EVERY = truth.every_length(T, U)
+
+
+def arcs_of(topology, shape=(len(EVERY), T, U + 1), *, dtype=np.float64, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {arc.slot: rng.normal(-1, scale, shape).astype(dtype) for arc in topology}
+
+
+@functools.cache
+def compiled(topology):
+    def run(arcs, num_frames, num_labels):
+        value = lattices.log_likelihood(topology, arcs, num_frames, num_labels)
+        return jnp.where(jnp.isfinite(value), value, 0.0).sum(), value
+
+    return jax.jit(jax.grad(run, has_aux=True))
+
+
+@pytest.fixture(params=TOPOLOGIES.values(), ids=TOPOLOGIES)
+def topology(request):
+    return request.param
+
+
+def test_arcs_are_the_same(topology):
+    """Topology is data: the same steps, in any order."""
+    assert {(a.slot, a.dt, a.du, a.may_end) for a in topology[0]} == {
+        (a.slot, a.dt, a.du, a.may_end) for a in topology[1]
+    }
+
+
+def test_value_and_posteriors(topology):
+    """Every (T, U) up to (5, 3) in one padded batch, against the enumeration of all paths; no path gives -inf, gradient 0."""
+    arcs = arcs_of(topology[1])
+    frames, labels = np.array(EVERY, np.int32).T
+    gradient, value = compiled(topology[0])(arcs, frames, labels)
+    for b, (n, m) in enumerate(EVERY):
+        expected, posteriors = truth.enumerate_log_likelihood(topology[1], {k: x[b] for k, x in arcs.items()}, n, m)
+        np.testing.assert_allclose(value[b], expected, rtol=1e-13, atol=1e-13, err_msg=f"T={n}, U={m}")
+        for slot in arcs:
+            np.testing.assert_allclose(gradient[slot][b], posteriors[slot], atol=1e-13, err_msg=f"T={n}, U={m}, {slot}")
+
+
+def test_outside_the_lengths_is_never_read(topology):
+    arcs = arcs_of(topology[1])
+    frames, labels = np.array(EVERY, np.int32).T
+    outside = np.arange(T)[:, None] >= frames[:, None, None]
+    outside = outside | (np.arange(U + 1) > labels[:, None, None])
+    run = compiled(topology[0])
+    expected = run(arcs, frames, labels)
+    for garbage in (np.nan, np.inf, -np.inf, 1e300):
+        got = run({k: np.where(outside, garbage, x) for k, x in arcs.items()}, frames, labels)
+        chex.assert_trees_all_equal(got, expected)
+    for gradient in expected[0].values():
+        assert not np.asarray(gradient)[outside].any()
+
+
+def test_forbidden_arcs(topology):
+    """-inf scores: gradient 0 there, never NaN, the rest as if the arc did not exist."""
+    arcs = arcs_of(topology[1], seed=2)
+    rng = np.random.default_rng(5)
+    arcs = {k: np.where(rng.random(x.shape) < 0.3, -np.inf, x) for k, x in arcs.items()}
+    frames, labels = np.array(EVERY, np.int32).T
+    gradient, value = compiled(topology[0])(arcs, frames, labels)
+    for b, (n, m) in enumerate(EVERY):
+        expected, posteriors = truth.enumerate_log_likelihood(topology[1], {k: x[b] for k, x in arcs.items()}, n, m)
+        np.testing.assert_allclose(value[b], expected, rtol=1e-13, atol=1e-13)
+        for slot in arcs:
+            np.testing.assert_allclose(gradient[slot][b], posteriors[slot], atol=1e-13)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_batch_dimensions(topology, batch):
+    arcs = arcs_of(topology[1], (*batch, T, U + 1), seed=3)
+    value = lattices.log_likelihood(topology[0], arcs, np.full(batch, T, np.int32), np.full(batch, U - 1, np.int32))
+    assert value.shape == batch
+    for index in np.ndindex(batch):
+        expected = truth.log_likelihood(topology[1], {k: x[index] for k, x in arcs.items()}, T, U - 1)
+        np.testing.assert_allclose(value[index], expected, rtol=1e-13)
+
+
+def test_derivatives_of_both_orders_and_modes(topology):
+    """Slopes of value and gradient, forward, reverse and mixed."""
+    arcs = arcs_of(topology[1], (2, 4, 3), seed=4)
+    slots = list(arcs)
+    lengths = np.array([4, 3], np.int32), np.array([2, 1], np.int32)
+    call = jax.jit(lambda arcs: lattices.log_likelihood(topology[0], dict(zip(slots, arcs)), *lengths).sum())
+    chex.assert_numerical_grads(call, (np.stack(list(arcs.values())),), order=2, rtol=1e-5, atol=1e-7)
+
+
+def test_hessian_is_the_covariance_of_arcs():
+    """d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
+    arcs = arcs_of(truth.STANDARD, (3, 3), seed=6)
+    flat = lambda x: lattices.log_likelihood(lattices.STANDARD, dict(zip(arcs, x)), np.int32(3), np.int32(2))
+    hessian = jax.jit(jax.hessian(flat))(np.stack(list(arcs.values()))).reshape(18, 18)
+    slots = list(arcs)
+    paths = truth.enumerate_paths(truth.STANDARD, 3, 2)
+    visits = np.zeros((len(paths), 2, 3, 3))
+    for i, path in enumerate(paths):
+        for slot, t, u in path:
+            visits[i, slots.index(slot), t, u] = 1
+    weights = np.exp([sum(arcs[slot][t, u] for slot, t, u in path) for path in paths])
+    visits, weights = visits.reshape(len(paths), 18), weights / weights.sum()
+    mean = weights @ visits
+    expected = (visits * weights[:, None]).T @ visits - np.outer(mean, mean)
+    np.testing.assert_allclose(hessian, expected, atol=1e-13)
+
+
+def test_second_derivative_with_forbidden_arcs_and_no_path():
+    """The double `where` of a safe logaddexp must hold in the second derivative too."""
+    arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
+    arcs["label"][0, 1] = -np.inf
+    arcs["blank"][1, 0], arcs["label"][1, 0] = -np.inf, -np.inf
+
+    def total(arcs):
+        value = lattices.log_likelihood(lattices.STANDARD, arcs, np.full(2, 3, np.int32), np.full(2, 2, np.int32))
+        return jnp.where(jnp.isfinite(value), value, 0.0).sum()
+
+    for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(second)(arcs)))
+
+
+def test_program_size_does_not_depend_on_the_lattice(topology):
+    """A loop, not T or U unrolled steps, whose compile time would grow with the utterance."""
+
+    def size(frames, labels):
+        shapes = {a.slot: jax.ShapeDtypeStruct((2, frames, labels + 1), jnp.float32) for a in topology[0]}
+        lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+        call = lambda arcs, n, m: lattices.log_likelihood(topology[0], arcs, n, m).sum()
+        return len(jax.jit(jax.grad(call)).lower(shapes, lengths, lengths).as_text().splitlines())
+
+    assert size(400, 100) <= 1.1 * size(100, 100)
+    assert size(100, 400) <= 1.2 * size(100, 100)  # scans over u may take log2(U) steps
+
+
+@pytest.mark.parametrize(("frames", "labels"), [(3950, 50), (600, 600)])
+def test_error_does_not_grow_with_the_likelihood(frames, labels):
+    """float32 arcs, |log-likelihood| of thousands: posteriors within 1e-5 of float64 (plain float32 log alphas: 1e-3)."""
+    arcs = arcs_of(truth.STANDARD, (frames, labels + 1), dtype=np.float32, seed=8)
+    call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, np.int32(frames), np.int32(labels))
+    value, gradient = jax.jit(jax.value_and_grad(call))(arcs)
+    expected, posteriors = truth.posteriors(truth.STANDARD, arcs, frames, labels)
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for slot in arcs:
+        np.testing.assert_allclose(gradient[slot], posteriors[slot], atol=1e-5)

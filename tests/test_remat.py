@@ -1,0 +1,72 @@
+"""Does rematerialisation keep the numbers, and do policies see the names?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import losses
+import numpy as np
+import pytest
+
+POLICIES = {
+    "none": None,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+    "names": jax.checkpoint_policies.save_only_these_names("rnnt_residuals"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_checkpoint(loss, implementation, policy):
+    p = losses.problem(loss=loss)
+    weight = np.random.default_rng(2).normal(size=(p.logits.shape[-1],) * 2)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def call(w):
+        return loss(p.logits @ w, *p[1:], clamp=0.5, reduction="sum", implementation=implementation)
+
+    value, gradient = jax.jit(jax.value_and_grad(call))(weight)
+    values, per_logit = loss.expected(p._replace(logits=p.logits @ weight), clamp=0.5)
+    np.testing.assert_allclose(value, values.sum(), rtol=1e-12)
+    np.testing.assert_allclose(gradient, np.einsum("btuh,btuv->hv", p.logits, per_logit), rtol=1e-10, atol=1e-10)
+
+
+def test_checkpoint_in_a_scan_over_microbatches(loss, implementation):
+    """Gradient accumulation: each step recomputes its own logits."""
+    p = losses.problem(loss=loss)
+    weight = np.random.default_rng(2).normal(size=(p.logits.shape[-1],) * 2)
+    micro = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), p)
+
+    def total(w):
+        @jax.checkpoint
+        def one(p):
+            return loss(p.logits @ w, *p[1:], reduction="sum", implementation=implementation)
+
+        return jax.lax.scan(lambda c, p: (c + one(p), None), jnp.zeros(()), micro)[0]
+
+    gradient = jax.jit(jax.grad(total))(weight)
+    _, per_logit = loss.expected(p._replace(logits=p.logits @ weight))
+    np.testing.assert_allclose(gradient, np.einsum("btuh,btuv->hv", p.logits, per_logit), rtol=1e-10, atol=1e-10)
+
+
+def test_residuals_can_be_saved_by_name(loss, kernel):
+    """With save_only_these_names("rnnt_residuals") the backward pass runs no lattice again."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    policy = jax.checkpoint_policies.save_only_these_names("rnnt_residuals")
+
+    def call(x):
+        one = jax.checkpoint(lambda x: loss(x, *p[1:], reduction="sum", implementation=kernel), policy=policy)
+        return one(x)
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(call))(p.logits))
+    saved = jax.jit(jax.grad(call)).lower(p.logits).as_text()
+    assert "rnnt_residuals" in jaxpr
+    assert saved.count("@jax_rnnt_lattice_grad") == 1
+
+
+def test_checkpoint_under_vmap(loss, implementation):
+    p = losses.problem(loss=loss)
+    one = lambda *p: loss(*p, reduction="none", implementation=implementation)
+    gradient = jax.jit(jax.vmap(jax.grad(jax.checkpoint(one))))(*p)
+    np.testing.assert_allclose(gradient, loss.expected(p)[1], atol=1e-13)

@@ -1,0 +1,273 @@
+"""Does every device work on its own part of the batch, without a collective, however the batch came to be sharded?"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import losses
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def test_eight_devices(devices):
+    assert len(devices) == 8
+
+
+@pytest.fixture
+def batch(loss):
+    """Sixteen ragged sequences: two a device."""
+    p = losses.problem(16, loss=loss, dtype=np.float32)
+    return p, loss.expected(p)
+
+
+@contextlib.contextmanager
+def mesh_of(devices, kind, shape=(8,), names=("data",)):
+    if kind == "explicit" and not hasattr(jax, "set_mesh"):
+        pytest.skip("explicit axes need jax.set_mesh")
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=(axis,) * len(names))
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        yield mesh
+
+
+def place(p, mesh, *specs):
+    specs = specs * 4 if len(specs) == 1 else specs
+    return losses.Problem(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(p, specs, strict=True)))
+
+
+def step(loss, implementation, **options):
+    """Mean loss, and its gradient with respect to the logits, as a training step computes them."""
+    return jax.value_and_grad(lambda *p: loss(*p, reduction="mean", implementation=implementation, **options))
+
+
+def check(got, expected):
+    losses_, gradient = expected
+    np.testing.assert_allclose(got[0], losses_.mean(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], gradient / len(losses_), atol=losses.tolerance(np.float32, 11))
+
+
+def run(f, p, loss, expected, *, kernel, only=("all-reduce",)):
+    """Runs the step; no collective but the mean's, one custom call of each kind, gradients where the logits are."""
+    compiled = jax.jit(f).lower(*p).compile()
+    got = compiled(*p)
+    check(got, expected)
+    text = compiled.as_text()
+    assert set(losses.collectives(text)) <= set(only)
+    if kernel == "kernel":
+        assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
+    return got
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_batch_sharded(loss, implementation, batch, devices, kind):
+    p, expected = batch
+    with mesh_of(devices, kind) as mesh:
+        placed = place(p, mesh, P("data"))
+        got = run(step(loss, implementation), placed, loss, expected, kernel=implementation)
+        assert got[1].sharding.is_equivalent_to(placed.logits.sharding, 4)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_lengths_replicated(loss, implementation, batch, devices, kind):
+    p, expected = batch
+    with mesh_of(devices, kind) as mesh:
+        placed = place(p, mesh, P("data"), P("data"), P(), P())
+        run(step(loss, implementation), placed, loss, expected, kernel=implementation)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_value_alone(loss, kernel, batch, devices, kind):
+    """No collective at all without a reduction; the loss is sharded as the batch is."""
+    p, expected = batch
+    with mesh_of(devices, kind) as mesh:
+        placed = place(p, mesh, P("data"))
+        compiled = jax.jit(lambda *p: loss(*p, reduction="none", implementation=kernel)).lower(*placed).compile()
+        got = compiled(*placed)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    np.testing.assert_allclose(got, expected[0], rtol=1e-6)
+    assert not losses.collectives(compiled.as_text())
+    assert losses.custom_calls(compiled.as_text()) == losses.once(loss.value_calls)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_two_axes_of_batch(loss, kernel, batch, devices, kind):
+    p, expected = batch
+    with mesh_of(devices, kind, (4, 2), ("data", "more")) as mesh:
+        run(step(loss, kernel), place(p, mesh, P(("data", "more"))), loss, expected, kernel=kernel)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_options_are_sharded_too(loss, kernel, batch, devices, kind):
+    """Windows [B, U, 2] follow the batch; the scheduled numbers are replicated."""
+    p, _ = batch
+    windows = np.tile(np.array([[0, 3], [1, 4], [2, 9], [3, 9]], np.int32), (16, 1, 1))
+    options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125}
+    expected = loss.expected(p, label_windows=windows, **options)
+    with mesh_of(devices, kind) as mesh:
+        placed = place(p, mesh, P("data"))
+        windows = jax.device_put(windows, NamedSharding(mesh, P("data")))
+        f = jax.value_and_grad(
+            lambda *p: loss(*p[:4], label_windows=p[4], reduction="mean", implementation=kernel, **options)
+        )
+        compiled = jax.jit(f).lower(*placed, windows).compile()
+        check(compiled(*placed, windows), expected)
+    assert set(losses.collectives(compiled.as_text())) <= {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_vmap_of_sharded(loss, kernel, batch, devices, kind):
+    p, expected = batch
+    mapped = lambda *p: jax.vmap(lambda *p: loss(*p, reduction="none", implementation=kernel))(*p).mean()
+    with mesh_of(devices, kind) as mesh:
+        run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
+
+
+@pytest.mark.parametrize("axis", [1, 3], ids=["frames", "classes"])
+def test_other_dimensions_sharded(loss, kernel, batch, devices, axis):
+    """Right, at the price of gathering that dimension within the batch shard."""
+    p, expected = batch
+    p = losses.problem(16, 8, loss=loss, V=8, dtype=np.float32)
+    expected = loss.expected(p)
+    spec = P("data", *[None] * (axis - 1), "model")
+    with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
+        placed = place(p, mesh, spec, P("data"), P("data"), P("data"))
+        got = jax.jit(step(loss, kernel))(*placed)
+        check(got, expected)
+
+
+def test_uneven_batch(loss, kernel, devices):
+    """Ten sequences on eight devices: XLA calls the kernels on padding rows, which hold anything."""
+    p = losses.problem(10, loss=loss, dtype=np.float32)
+    with mesh_of(devices, "auto") as mesh:
+        sharding = NamedSharding(mesh, P("data"))
+
+        @jax.jit
+        def run_uneven(*p):
+            p = [jax.lax.with_sharding_constraint(x * 1, sharding) for x in p]
+            return step(loss, kernel)(*p)
+
+        got = run_uneven(*place(p, mesh, P()))
+    check(got, loss.expected(p))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("replicated", [False, True], ids=["lengths_sharded", "lengths_replicated"])
+def test_shard_map(loss, implementation, batch, devices, check_vma, replicated):
+    p, _ = batch
+    if replicated:  # the same lengths on every device: two sequences each
+        p = p._replace(logit_lengths=p.logit_lengths[:2], target_lengths=p.target_lengths[:2])
+        full = p._replace(logit_lengths=np.tile(p.logit_lengths, 8), target_lengths=np.tile(p.target_lengths, 8))
+    expected = loss.expected(full if replicated else p)
+    lengths = P() if replicated else P("data")
+    with mesh_of(devices, "auto") as mesh:
+        body = lambda *p: jax.lax.pmean(loss(*p, implementation=implementation), "data")
+        specs = P("data"), P("data"), lengths, lengths
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        run(jax.value_and_grad(mapped), place(p, mesh, *specs), loss, expected, kernel=implementation)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_inside_shard_map(loss, kernel, batch, devices, check_vma):
+    p, expected = batch
+    with mesh_of(devices, "auto") as mesh:
+        body = jax.value_and_grad(lambda *p: loss(*p, reduction="sum", implementation=kernel))
+        local = lambda *p: (lambda v, g: (v[None], g))(*body(*p))
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=(P("data"), P("data")), check_vma=check_vma
+        )
+        values, gradient = jax.jit(mapped)(*place(p, mesh, P("data")))
+    np.testing.assert_allclose(values, expected[0].reshape(8, 2).sum(1), rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], atol=losses.tolerance(np.float32, 11))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_replicated_weights(loss, kernel, batch, devices, check_vma):
+    """The gradient of a weight that all devices share, logits computed inside; logits that no axis varies over."""
+    p, _ = batch
+    weight = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    _, expected = loss.expected(p._replace(logits=p.logits @ weight))
+    expected = np.einsum("btuh,btuv->hv", p.logits, expected) / 16
+    with mesh_of(devices, "auto") as mesh:
+
+        def body(weight, x, *rest):
+            return jax.lax.pmean(loss(x @ weight, *rest, implementation=kernel), "data")
+
+        specs = P(), *(P("data"),) * 4
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        gradient = jax.jit(jax.grad(mapped))(weight, *place(p, mesh, P("data")))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_shard_map_invariant_logits(loss, kernel, devices):
+    """Every device sees the same logits with labels of its own: the gradient sums over devices."""
+    p = losses.problem(16, loss=loss, dtype=np.float32)
+    shared = p._replace(logits=p.logits[:2])
+    full = p._replace(logits=np.tile(p.logits[:2], (8, 1, 1, 1)))
+    values, gradient = loss.expected(full)
+    with mesh_of(devices, "auto") as mesh:
+        body = lambda *p: jax.lax.pmean(loss(*p, implementation=kernel), "data")
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), P("data"), P("data")), out_specs=P())
+        got = jax.jit(jax.value_and_grad(mapped))(*shared)
+    np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
+    expected = gradient.reshape(8, 2, *gradient.shape[1:]).sum(0) / 16
+    np.testing.assert_allclose(got[1], expected, atol=losses.tolerance(np.float32, 11))
+
+
+def test_vmap_inside_shard_map(loss, kernel, batch, devices):
+    p, expected = batch
+    with mesh_of(devices, "auto") as mesh:
+        one = lambda *p: loss(*p, reduction="none", implementation=kernel)
+        body = lambda *p: jax.lax.pmean(jax.vmap(one)(*p).mean(), "data")
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P())
+        run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
+
+
+def test_pmap(loss, kernel, batch, devices):
+    p, expected = batch
+    split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
+
+    def body(*p):
+        value, gradient = step(loss, kernel)(*p)
+        return jax.lax.pmean(value, "data"), gradient
+
+    values, gradient = jax.pmap(body, axis_name="data", devices=devices)(*split)
+    check((values[0], gradient.reshape(p.logits.shape) / 8), expected)
+
+
+def test_data_parallel_training_step(loss, kernel, devices):
+    """Sharded data, replicated parameters, donated state: one all-reduce for the parameters and the loss, no gather."""
+    p = losses.problem(16, loss=loss, dtype=np.float32)
+    weight = np.random.default_rng(1).normal(size=(9, 9)).astype(np.float32)
+    with mesh_of(devices, "auto") as mesh:
+
+        def update(weight, x, *rest):
+            value, gradient = jax.value_and_grad(lambda w: loss(x @ w, *rest, implementation=kernel))(weight)
+            return weight - jnp.float32(0.5) * gradient, value
+
+        placed = place(p, mesh, P("data"))
+        replicated = jax.device_put(weight, NamedSharding(mesh, P()))
+        compiled = jax.jit(update, donate_argnums=0).lower(replicated, *placed).compile()
+        _, first = compiled(replicated, *placed)
+    assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
+    assert losses.custom_calls(compiled.as_text()) == losses.once(loss.gradient_calls)
+    np.testing.assert_allclose(first, loss.expected(p._replace(logits=p.logits @ weight))[0].mean(), rtol=1e-5)
+
+
+def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
+    """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
+    p = losses.problem(16, loss=loss, dtype=np.float32)
+    bad = p._replace(logit_lengths=p.logit_lengths.copy(), targets=p.targets.copy())
+    bad.logit_lengths[3], bad.targets[8, 0] = 99, -5
+    with mesh_of(devices, "auto") as mesh:
+
+        def mean_of_finite(x, *rest):
+            values = loss(x, *rest, reduction="none", implementation=kernel)
+            return jnp.where(jnp.isnan(values), jnp.float32(0), values).mean()
+
+        value, gradient = jax.jit(jax.value_and_grad(mean_of_finite))(*place(bad, mesh, P("data")))
+    values, expected = loss.expected(bad)
+    assert np.isnan(values[[3, 8]]).all()
+    np.testing.assert_allclose(value, np.nan_to_num(values).mean(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected / 16, atol=losses.tolerance(np.float32, 11))

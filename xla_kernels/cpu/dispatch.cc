@@ -1,0 +1,130 @@
+#include "xla_kernels/cpu/dispatch.h"
+
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "xla_kernels/cpu/lattice.h"
+#include "xla_kernels/cpu/scratch.h"
+#include "xla_kernels/cpu/softmax_emission.h"
+
+namespace jax_rnnt::cpu {
+namespace {
+
+struct Target {
+  const char* name;
+  bool (*supported)();
+  decltype(&EmissionForward) emission_forward;
+  decltype(&EmissionBackward) emission_backward;
+  decltype(&LatticeLoss) lattice_loss;
+  decltype(&LatticeGradient) lattice_gradient;
+};
+
+}  // namespace
+
+// What the per-target files define: the functions of the two headers in a namespace of the target's name.
+#define JAX_RNNT_DECLARE_TARGET(target)                                                             \
+  namespace target {                                                                                \
+  void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end);   \
+  void EmissionBackward(DType dtype, const EmissionBackwardArgs& args, int64_t begin, int64_t end); \
+  void LatticeLoss(bool is_double, const LatticeArgs& args, int64_t sequence);                      \
+  void LatticeGradient(bool is_double, const LatticeArgs& args, int64_t sequence);                  \
+  }
+#define JAX_RNNT_TARGET_ENTRY(target, supported) \
+  {#target,                                      \
+   [] { return bool(supported); },               \
+   &target::EmissionForward,                     \
+   &target::EmissionBackward,                    \
+   &target::LatticeLoss,                         \
+   &target::LatticeGradient}
+
+#if defined(__x86_64__)
+JAX_RNNT_DECLARE_TARGET(avx512)
+JAX_RNNT_DECLARE_TARGET(avx2)
+#endif
+JAX_RNNT_DECLARE_TARGET(portable)
+
+namespace {
+
+const Target kTargets[] = {
+    // best first; the last one runs everywhere
+#if defined(__x86_64__)
+    JAX_RNNT_TARGET_ENTRY(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")),
+    // Every processor with AVX2 has F16C.
+    JAX_RNNT_TARGET_ENTRY(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")),
+#endif
+    JAX_RNNT_TARGET_ENTRY(portable, true),
+};
+
+const Target* Find(const char* name) {  // null: the best
+  for (const Target& target : kTargets) {
+    if (target.supported() && (name == nullptr || std::strcmp(name, target.name) == 0)) return &target;
+  }
+  return nullptr;
+}
+
+std::atomic<const Target*>& Current() {
+  static std::atomic<const Target*> current{Find(nullptr)};
+  return current;
+}
+
+}  // namespace
+
+const char* const* Targets() {
+  static const char* names[sizeof(kTargets) / sizeof(kTargets[0]) + 1] = {};
+  static const bool filled = [] {
+    const char** name = names;
+    for (const Target& target : kTargets) {
+      if (target.supported()) *name++ = target.name;
+    }
+    return true;
+  }();
+  (void)filled;
+  return names;
+}
+
+const char* CurrentTarget() { return Current().load()->name; }
+
+bool UseTarget(const char* name) {
+  const Target* target = Find(name);
+  if (target != nullptr) Current().store(target);
+  return target != nullptr;
+}
+
+void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end) {
+  Current().load()->emission_forward(dtype, args, begin, end);
+}
+
+void EmissionBackward(DType dtype, const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
+  Current().load()->emission_backward(dtype, args, begin, end);
+}
+
+void LatticeLoss(bool is_double, const LatticeArgs& args, int64_t sequence) {
+  Current().load()->lattice_loss(is_double, args, sequence);
+}
+
+void LatticeGradient(bool is_double, const LatticeArgs& args, int64_t sequence) {
+  Current().load()->lattice_gradient(is_double, args, sequence);
+}
+
+void* ThreadScratch(size_t bytes) {
+  static constexpr std::align_val_t kAlignment{64};
+  struct Buffer {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { operator delete(data, kAlignment); }
+  };
+  thread_local Buffer buffer;
+  if (buffer.size < bytes) {
+    operator delete(buffer.data, kAlignment);
+    buffer.data = nullptr, buffer.size = 0;  // should the next line throw
+    buffer.data = operator new(bytes, kAlignment);
+    buffer.size = bytes;
+  }
+  return buffer.data;
+}
+
+int64_t LatticeWorkspace(int64_t frames, int64_t columns) { return 2 * ((frames + 7) / 8) * columns; }
+
+}  // namespace jax_rnnt::cpu

@@ -1,0 +1,268 @@
+// Vectors as wide as the target's registers, and the few operations that the kernels need on them.
+//
+// GCC and Clang vector extensions throughout, so that one text serves SSE2, AVX2, AVX-512 and NEON; intrinsics only
+// where the compilers have no way to say it (float16). Every file that includes this one is compiled once per target
+// and puts all its code, this header included, in a namespace of the target's name: no inline function of one target
+// can be linked into another.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// Element types that C++17 does not have: the bits only.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// ---- comparisons. A NaN in b, and only there, survives Max and Min. ----
+
+template <class V>
+inline V Max(V a, V b) {
+  return a > b ? a : b;
+}
+
+template <class V>
+inline V Min(V a, V b) {
+  return a < b ? a : b;
+}
+
+// Simd<A>: F is a vector of A, I a vector of signed integers of the same size, kWidth the number of lanes of both.
+template <class A>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  using Exponent = int32_t;
+  typedef float F __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Bits16 __attribute__((vector_size(kVectorBytes / 2)));
+  static constexpr int kWidth = kVectorBytes / sizeof(float);
+  static constexpr int kMantissaBits = 23;
+  static constexpr int kExponentBias = 127;
+  static constexpr Exponent kZero = -700'000'000;
+  // ln 2 in two parts; the product of the first with an integer below 2^15 is exact.
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  // exp(r) = 1 + r + r^2 * (c0 + c1 r + ...) on |r| <= ln(2) / 2, relative error 3e-9.
+  static constexpr float kExp[] = {0.49999993442154368f, 0.16666520547899476f, 0.041668389031667860f,
+                                   0.0083687270508803457f, 0.0013814577579428481f};
+  static F AsFloat(I x) { return (F)x; }
+  static I AsInt(F x) { return (I)x; }
+  static I Max(I a, I b) { return JAX_RNNT_TARGET::Max(a, b); }
+};
+
+template <>
+struct Simd<double> {
+  using Exponent = int64_t;
+  typedef double F __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+  static constexpr int kWidth = kVectorBytes / sizeof(double);
+  static constexpr int kMantissaBits = 52;
+  static constexpr int kExponentBias = 1023;
+  static constexpr Exponent kZero = -700'000'000'000'000;
+  static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
+  // Relative error 4e-18.
+  static constexpr double kExp[] = {0.50000000000000106421,    0.16666666666666412158,    0.041666666666530003549,
+                                    0.0083333333334946472937,  0.0013888888943676896394,  0.00019841269506185288357,
+                                    2.4801493045117860706e-05, 2.7557586528698073589e-06, 2.7630269236390500297e-07,
+                                    2.5000046214697808094e-08};
+  static F AsFloat(I x) { return (F)x; }
+  static I AsInt(F x) { return (I)x; }
+  static I Max(I a, I b) { return JAX_RNNT_TARGET::Max(a, b); }
+};
+
+template <class A>
+inline typename Simd<A>::F Broadcast(A x) {
+  return typename Simd<A>::F{} + x;
+}
+
+// ---- lanes ----
+
+template <class V>
+constexpr int Width() {
+  return sizeof(V) / sizeof(V{}[0]);
+}
+
+template <class V, class Index, int... lane>
+inline V Permute(V a, V b, Index index, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, index(lane)...);
+#else
+  using Lane = std::conditional_t<sizeof(a[0]) == 4, int32_t, int64_t>;
+  typedef Lane Mask __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Mask{index(lane)...});
+#endif
+}
+
+// Lane i of the result is lane index(i) of the 2 * Width lanes of a followed by b.
+template <class V, class Index>
+inline V Permute(V a, V b, Index index) {
+  return Permute(a, b, index, std::make_integer_sequence<int, Width<V>()>{});
+}
+
+// Lane i - 1 of v moves to lane i; the last lane of `in` becomes lane 0.
+template <class V>
+inline V ShiftUp(V v, V in) {
+  return Permute(in, v, [](int lane) { return lane + Width<V>() - 1; });
+}
+
+// Lane i + 1 of v moves to lane i; lane 0 of `in` becomes the last lane.
+template <class V>
+inline V ShiftDown(V v, V in) {
+  return Permute(v, in, [](int lane) { return lane + 1; });
+}
+
+template <int kStride, class V, class Combine>
+inline auto Reduce(V v, Combine combine) {
+  if constexpr (kStride == 0) {
+    return v[0];
+  } else {
+    return Reduce<kStride / 2>(combine(v, Permute(v, v, [](int lane) { return lane ^ kStride; })), combine);
+  }
+}
+
+template <class V>
+inline auto MaxOfLanes(V v) {
+  return Reduce<Width<V>() / 2>(v, [](V a, V b) { return Max(a, b); });
+}
+
+template <class V>
+inline auto SumOfLanes(V v) {
+  return Reduce<Width<V>() / 2>(v, [](V a, V b) { return a + b; });
+}
+
+// Transposes the square matrix whose rows are v[0 .. Width): swaps bit after bit of the row's and the lane's number.
+template <int kStride = 1, class V>
+inline void Transpose(V* v) {
+  if constexpr (kStride < Width<V>()) {
+    for (int row = 0; row < Width<V>(); ++row) {
+      if (row & kStride) continue;
+      const V a = v[row], b = v[row + kStride];
+      v[row] = Permute(a, b, [](int lane) { return lane & kStride ? Width<V>() + lane - kStride : lane; });
+      v[row + kStride] = Permute(a, b, [](int lane) { return lane & kStride ? Width<V>() + lane : lane + kStride; });
+    }
+    Transpose<2 * kStride>(v);
+  }
+}
+
+// ---- memory: no alignment is asked for ----
+
+template <class V>
+inline V LoadAs(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+inline Simd<float>::F Load(const float* p) { return LoadAs<Simd<float>::F>(p); }
+inline Simd<double>::F Load(const double* p) { return LoadAs<Simd<double>::F>(p); }
+inline Simd<float>::I Load(const int32_t* p) { return LoadAs<Simd<float>::I>(p); }
+inline Simd<double>::I Load(const int64_t* p) { return LoadAs<Simd<double>::I>(p); }
+
+template <class T, class V>
+inline void StoreAs(V v, T* p) {
+  static_assert(sizeof(V) == Width<V>() * sizeof(T));
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+
+inline void Store(Simd<float>::F v, float* p) { StoreAs(v, p); }
+inline void Store(Simd<double>::F v, double* p) { StoreAs(v, p); }
+inline void Store(Simd<float>::I v, int32_t* p) { StoreAs(v, p); }
+inline void Store(Simd<double>::I v, int64_t* p) { StoreAs(v, p); }
+
+inline Simd<float>::F Load(const BFloat16* p) {
+  using S = Simd<float>;
+  return (S::F)(__builtin_convertvector(LoadAs<S::Bits16>(p), S::I) << 16);
+}
+
+inline void Store(Simd<float>::F v, BFloat16* p) {  // to nearest, ties to even; a NaN stays one
+  using S = Simd<float>;
+  const S::I bits = (S::I)v;
+  const S::I rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const S::I result = v == v ? rounded : bits | 0x400000;
+  StoreAs(__builtin_convertvector(result >> 16, S::Bits16), p);
+}
+
+#if defined(__AVX512F__)  // the masks only keep GCC 12 from warnings about its own headers
+inline Simd<float>::F Load(const Half* p) { return _mm512_maskz_cvtph_ps(-1, LoadAs<__m256i>(p)); }
+inline void Store(Simd<float>::F v, Half* p) { StoreAs((Simd<float>::Bits16)_mm512_maskz_cvtps_ph(-1, v, 0), p); }
+#elif defined(__F16C__)
+inline Simd<float>::F Load(const Half* p) { return _mm256_cvtph_ps(LoadAs<__m128i>(p)); }
+inline void Store(Simd<float>::F v, Half* p) { StoreAs((Simd<float>::Bits16)_mm256_cvtps_ph(v, 0), p); }
+#else
+inline Simd<float>::F Load(const Half* p) {
+  using S = Simd<float>;
+  const S::I bits = __builtin_convertvector(LoadAs<S::Bits16>(p), S::I);
+  const S::I magnitude = (bits & 0x7fff) << 13;
+  // The exponents' biases differ by 112. A subnormal is the fraction of 2^-14 (no float subnormals: they may be
+  // flushed).
+  const S::I subnormal = (S::I)((S::F)(magnitude + (113 << 23)) - 0x1p-14f);
+  const S::I finite = magnitude < (1 << 23) ? subnormal : magnitude + (112 << 23);
+  const S::I wide = magnitude >= (0x7c00 << 13) ? magnitude | 0x7f800000 : finite;
+  return (S::F)(wide | (bits & 0x8000) << 16);
+}
+
+inline void Store(Simd<float>::F v, Half* p) {  // to nearest, ties to even
+  using S = Simd<float>;
+  const S::I bits = (S::I)v, magnitude = bits & 0x7fffffff;
+  // Below 2^-14 the result is subnormal: adding 0.5 leaves its bits, rounded by the addition, at the bottom.
+  const S::I subnormal = (S::I)((S::F)magnitude + 0.5f) - 0x3f000000;
+  const S::I normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  S::I half = magnitude < (113 << 23) ? subnormal : normal;
+  half = magnitude >= 0x477ff000 ? S::I{} + 0x7c00 : half;  // rounds to 2^16 or more
+  half = magnitude > 0x7f800000 ? S::I{} + 0x7e00 : half;   // NaN
+  StoreAs(__builtin_convertvector(half | ((bits >> 16) & 0x8000), S::Bits16), p);
+}
+#endif
+
+// ---- exp ----
+
+// exp(x) = m * 2^e with m in [0.70, 1.42], for |x| < 2^21 (2^20 x ln 2 for double without FMA).
+template <class A>
+struct SplitExp {
+  using S = Simd<A>;
+  typename S::F m;
+  typename S::I biased;  // e in the low bits, under a constant: kZero is e = 0
+
+  // Adding this number leaves the nearest integer, plus the exponent's bias, in the low bits of the sum.
+  static constexpr A kRound = A(3ll << (S::kMantissaBits - 1)) + S::kExponentBias;
+
+  explicit SplitExp(typename S::F x) {
+    const typename S::F rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
+    const typename S::F r = x - n * S::kLn2High - n * S::kLn2Low;
+    typename S::F poly = Broadcast<A>(0);
+    for (int i = sizeof(S::kExp) / sizeof(A); i-- > 0;) poly = poly * r + S::kExp[i];
+    m = (poly * r + A(1)) * r + A(1);
+    biased = (typename S::I)rounded;
+  }
+  typename S::I Exponent() const { return biased - (typename S::I)Broadcast(kRound); }
+  typename S::F PowerOfTwo() const { return (typename S::F)(biased << S::kMantissaBits); }  // for e >= -bias
+};
+
+// exp(x) for x <= 0 within 2 ulp: exp(0) is exactly 1, exp(-inf) and what is below 2^-bias exactly 0, exp(NaN) NaN.
+template <class V>
+inline V Exp(V x) {
+  using A = std::decay_t<decltype(x[0])>;
+  constexpr A kLowest = Simd<A>::kExponentBias * A(-0.6931471805599453);
+  const SplitExp<A> split(Max(Broadcast(kLowest), x));
+  return split.m * split.PowerOfTwo();
+}
+
+}  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET
