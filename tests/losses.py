@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import os
+import pathlib
 import re
 import typing
 
@@ -17,6 +18,9 @@ import numpy as np
 import reference_numpy as truth
 
 import jax_rnnt
+
+
+HERE = pathlib.Path(__file__).parent
 
 
 class Problem(typing.NamedTuple):

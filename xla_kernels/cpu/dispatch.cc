@@ -47,7 +47,7 @@ JAX_RNNT_DECLARE_TARGET(portable)
 namespace {
 
 const Target kTargets[] = {
-    // best first; the last one runs everywhere
+// best first; the last one runs everywhere
 #if defined(__x86_64__)
     JAX_RNNT_TARGET_ENTRY(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")),

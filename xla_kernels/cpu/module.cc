@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
+#include <vector>
+
 #include "xla_kernels/cpu/dispatch.h"
 #include "xla_kernels/cpu/ffi.h"
 
@@ -14,7 +17,14 @@ PYBIND11_MODULE(_cpu, m) {
     for (const auto& [target, handler] : cpu::Registrations()) handlers[target] = py::capsule(handler);
     return handlers;
   });
-  m.def("targets", &cpu::Targets, "Instruction sets that this processor runs, best first.");
+  m.def(
+      "targets",
+      [] {
+        std::vector<std::string> names;
+        for (const char* const* name = cpu::Targets(); *name != nullptr; ++name) names.emplace_back(*name);
+        return names;
+      },
+      "Instruction sets that this processor runs, best first.");
   m.def("target", [] { return std::string(cpu::CurrentTarget()); });
   m.def("use_target", [](const std::string& name) {
     if (!cpu::UseTarget(name.c_str())) throw py::value_error("jax_rnnt._cpu.use_target: no target " + name);

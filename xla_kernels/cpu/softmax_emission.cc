@@ -97,10 +97,9 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
 
   ForEachRow(shape, args.label, args.num_frames, begin, end, [&](int64_t r, int64_t, int32_t label) {
     const T* x = static_cast<const T*>(args.logits) + r * n;
+    bool dead = label == kOutside;
     A shift = 0, log_sum = 0;  // the log of the denominator is their sum
-    if (label == kOutside) {
-      shift = kInfinity<A>;
-    } else if (shape.normalize) {
+    if (!dead && shape.normalize) {
       LogSum<A> total;
       if (n >= kWidth) {
         total = SumExp(x, n);
@@ -110,10 +109,10 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
         for (int64_t k = 0; k < n; ++k) padded[k] = x[k];
         total = SumExp(padded, kWidth);
       }
-      shift = total.sum == 0 ? kInfinity<A> : total.max;
+      dead = total.sum == 0;
+      shift = total.max;
       log_sum = std::is_same_v<A, double> ? log(total.sum) : logf(total.sum);
     }
-    const bool dead = shift == kInfinity<A>;
     const auto log_prob = [&](int64_t k) {
       if (dead) return -kInfinity<A>;
       const A value = LoadOne(x + k) - shift - log_sum;

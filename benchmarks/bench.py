@@ -1,0 +1,372 @@
+"""Times the loss and its gradient with respect to the logits: this library, its rivals, and the floor of the machine.
+
+All contestants of a case take turns in one run; every repetition works on a fresh copy of the logits, made outside the
+timed region. See README.md beside this file.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import cases
+import rivals
+
+from jax_rnnt import rnnt_loss
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PEERS = ROOT / "build" / "peers"
+PEER_PACKAGES = ("torch==2.11.0", "torchaudio==2.11.0", "numpy")
+FLOAT32 = np.dtype(np.float32).itemsize
+
+
+@dataclasses.dataclass
+class Contestant:
+    """`run()` does one repetition and returns its seconds; `check` holds (loss, gradient samples) of a first one."""
+
+    name: str
+    run: Callable[[], float]
+    check: tuple[float, np.ndarray] | None = None
+    temporaries: int | None = None  # bytes
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self):
+        return float(np.median(self.seconds))
+
+    @property
+    def best(self):
+        return min(self.seconds)
+
+
+def stride(case):
+    return max(1, int(np.prod(case.shape)) // 1000)
+
+
+# --------------------------------------------------------------------------------------------------- contestants
+
+
+def jax_contestant(name, case, inputs, loss, *, donate=False, gradient=True):
+    function = jax.value_and_grad(loss) if gradient else loss
+    step = jax.jit(function, donate_argnums=(0,) if donate else ())
+    logits, *rest = map(jnp.asarray, inputs)
+
+    def run(keep=False):
+        fresh = jax.block_until_ready(jnp.copy(logits))
+        start = time.perf_counter()
+        result = jax.block_until_ready(step(fresh, *rest))
+        seconds = time.perf_counter() - start
+        return result if keep else seconds
+
+    compiled = step.lower(logits, *rest).compile()
+    result = run(keep=True)
+    check = (float(result[0]), np.asarray(result[1]).reshape(-1)[:: stride(case)]) if gradient else None
+    return Contestant(name, run, check, compiled.memory_analysis().temp_size_in_bytes)
+
+
+@functools.cache
+def floor_library():
+    target = ROOT / "build" / "floor.so"
+    target.parent.mkdir(exist_ok=True)
+    flags = ("-O3", "-march=native", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
+    subprocess.run([os.environ.get("CC", "cc"), *flags, str(HERE / "floor.c"), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def floor_contestant(name, case, inputs, threads, passes):
+    """Rows inside the lengths only. One thread where starting another would take longer than the work."""
+    frames, labels = case.lengths
+    row = (case.U + 1) * case.V
+    begin = np.concatenate([(b * case.T + np.arange(n)) * row for b, n in enumerate(frames)]).astype(np.int64)
+    end = begin + np.repeat((labels + 1) * case.V, frames)
+    threads = threads if (end - begin).sum() > 1 << 18 else 1
+    room = np.empty(inputs.logits.size + 16, np.float32)
+    logits = room[-room.ctypes.data % 64 // FLOAT32 :][: inputs.logits.size].reshape(case.shape)
+    pointers = [ctypes.c_void_p(x.ctypes.data) for x in (logits, begin, end)]
+    library = floor_library()
+
+    def run():
+        np.copyto(logits, inputs.logits)
+        start = time.perf_counter()
+        library.floor_run(*pointers, ctypes.c_int64(begin.size), passes, threads)
+        return time.perf_counter() - start
+
+    return Contestant(name, run)
+
+
+class Torch:
+    """The worker process of the PyTorch peers."""
+
+    def __init__(self, python, threads, warp_transducer):
+        command = [str(python), str(HERE / "torch_worker.py"), "--threads", str(threads)]
+        command += ["--warp-transducer", warp_transducer] if warp_transducer else []
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        greeting = json.loads(self.process.stdout.readline() or "{}")
+        self.peers, self.versions = greeting.get("peers", []), greeting.get("versions", {})
+
+    def ask(self, **request):
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def contestant(self, peer, case, seed):
+        ask = functools.partial(self.ask, peer=peer, case=case.name, seed=seed, stride=stride(case))
+        first = ask()
+        return Contestant(peer, lambda: ask()["seconds"], (first["loss"], np.array(first["gradient"])))
+
+
+def start_torch(args):
+    python = Path(args.torch_python) if args.torch_python else PEERS / "bin" / "python"
+    if args.peers and not python.exists():
+        venv.create(PEERS, with_pip=True)
+        installed = subprocess.run([python, "-m", "pip", "install", "--quiet", *PEER_PACKAGES])
+        if installed.returncode:
+            print("torchaudio is left out: pip could not install it.\n")
+            return None
+    if not python.exists():
+        print("torchaudio and warp-transducer are left out: no environment for them; `make bench-peers` makes one.\n")
+        return None
+    worker = Torch(python, args.threads, args.warp_transducer)
+    if not worker.peers:
+        print("torchaudio and warp-transducer are left out: their worker did not start.\n")
+        return None
+    if not args.warp_transducer:
+        print("warp-transducer is left out: --warp-transducer names no library.\n")
+    return worker
+
+
+# --------------------------------------------------------------------------------------------------- measurement
+
+
+def take_turns(contestants, budget, repeat):
+    """Round robin. A contestant runs as often as its budget of seconds allows, at least 3 and at most `repeat` times,
+    its turns spread evenly over the rounds."""
+    turns = []
+    for contestant in contestants:
+        contestant.run()
+        turns.append(int(np.clip(budget / contestant.run(), 3, repeat)))
+    rounds = max(turns)
+    for i in range(rounds):
+        for contestant, n in zip(contestants, turns):
+            if (i + 1) * n // rounds > i * n // rounds:
+                contestant.seconds.append(contestant.run())
+
+
+def gradient_contestants(case, inputs, args, torch):
+    """Forward and backward, the floor first. All compute the same mean loss with the last class as blank."""
+    start = functools.partial(jax_contestant, case=case, inputs=inputs)
+    reference = functools.partial(rnnt_loss, implementation="reference")
+    return [
+        floor_contestant("floor", case, inputs, args.threads, passes=2),
+        start("ours", loss=rnnt_loss, donate=True),
+        start("ours, not in place", loss=functools.partial(rnnt_loss, inplace=False)),
+        start("ours, reference", loss=reference, donate=True),
+        start("two-stage JAX", loss=rivals.two_stage, donate=True),
+        start("plain JAX", loss=rivals.plain, donate=True),
+        *(torch.contestant(peer, case, args.seed) for peer in (torch.peers if torch else ())),
+    ]
+
+
+def value_contestants(case, inputs, args):
+    return [
+        floor_contestant("one read", case, inputs, args.threads, passes=1),
+        jax_contestant("ours", case, inputs, rnnt_loss, gradient=False),
+    ]
+
+
+def verify(case, contestants):
+    """Fails where contestants disagree: float32 logs of up to T + U nats, whose gradients are off by 1e-3 at most."""
+    checks = {c.name: c.check for c in contestants if c.check}
+    loss, gradient = checks["ours, reference"]
+    for name, (its_loss, its_gradient) in checks.items():
+        np.testing.assert_allclose(its_loss, loss, rtol=1e-5, err_msg=f"{case.name}: loss of {name}")
+        message = f"{case.name}: gradient of {name}"
+        np.testing.assert_allclose(its_gradient, gradient, rtol=0, atol=2e-3 / case.B, err_msg=message)
+
+
+def joint_temporaries(case):
+    """Bytes of temporaries of the gradient through logits = hidden @ weight, in units of the logits."""
+    _, targets, *lengths = cases.make_inputs(dataclasses.replace(case, V=2))
+    nodes, width = int(np.prod(case.shape[:3])), 16
+
+    def loss(hidden, weight):
+        return rnnt_loss((hidden @ weight).reshape(case.shape), targets, *lengths)
+
+    arguments = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((nodes, width), (width, case.V)))
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (nodes * case.V * FLOAT32)
+
+
+# -------------------------------------------------------------------------------------------------------- report
+
+
+def table(header, rows):
+    print("| " + " | ".join(header) + " |")
+    print("|---|" + "--:|" * (len(header) - 1))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print(flush=True)
+
+
+def report(case, contestants):
+    size = int(np.prod(case.shape)) * FLOAT32
+    floor, ours, *_ = contestants
+    print(f"### {case.name}: B={case.B} T={case.T} U={case.U} V={case.V}, logits {size / 1e6:.1f} MB", end="")
+    print(f", {case.valid:.0%} of the nodes valid\n" if case.valid < 1 else "\n")
+    table(
+        ("", "ms", "min", "x floor", "x ours", "GB/s", "temporaries", "runs"),
+        [
+            (
+                c.name,
+                f"{c.median * 1e3:.3g}",
+                f"{c.best * 1e3:.3g}",
+                f"{c.median / floor.median:.2f}",
+                f"{c.median / ours.median:.2f}",
+                f"{3 * size * case.valid / c.median / 1e9:.1f}",
+                "" if c.temporaries is None else f"{c.temporaries / size:.2f}",
+                str(len(c.seconds)),
+            )
+            for c in contestants
+        ],
+    )
+
+
+def targets(results, temporaries):
+    """(what, measured, limit, met) of every promise whose contestants ran; x <= limit unless the limit is a string."""
+    rows = []
+
+    def at_most(what, value, limit):
+        rows.append((what, f"{value:.2f}", f"<= {limit}", value <= limit))
+
+    def at_least(what, value, limit):
+        rows.append((what, f"{value:.1f}", f">= {limit}", value >= limit))
+
+    medians = {case: {c.name: c.median for c in contestants} for case, contestants in results.items()}
+    if full := medians.get("subwords"):
+        at_most("subwords: ours / floor", full["ours"] / full["floor"], 1.4)
+        for peer, limit in (("torchaudio", 50), ("plain JAX", 6), ("warp-transducer", 4)):
+            if peer in full:
+                at_least(f"subwords: {peer} / ours", full[peer] / full["ours"], limit)
+    for case, ms in medians.items():
+        at_least(f"{case}: two-stage JAX / ours", ms["two-stage JAX"] / ms["ours"], 1)
+    if ms := medians.get("lattice_bound"):
+        at_most("lattice_bound: ours / floor", ms["ours"] / ms["floor"], 2)
+    if full and (ragged := medians.get("subwords_ragged")):
+        at_most("subwords_ragged / subwords: ours", ragged["ours"] / full["ours"], 0.55)
+    at_most("temporaries / logits, gradient through a 2-D joint matmul", temporaries, 1.15)
+    return rows
+
+
+def command_output(*command):
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":", 1)[1].split()}
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "simd": sorted(flags & {"avx2", "avx512f", "avx512bw", "avx512_bf16", "fma"}),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in cases.LARGE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
+    parser.add_argument("--repeat", type=int, default=200, help="repetitions of one contestant at most (%(default)s)")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds for one contestant of a case (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the budget")
+    parser.add_argument("--threads", type=int, default=2, help="threads and cores of a contestant (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peers", action="store_true", help=f"install {', '.join(PEER_PACKAGES)} under build/")
+    parser.add_argument("--torch-python", help="Python that has torch and torchaudio, instead of that under build/")
+    parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
+    parser.add_argument("--output", type=Path, help="JSON of the raw results (benchmarks/results/DATE.json)")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if hasattr(os, "sched_setaffinity"):  # XLA has as many threads as the process has cores; children inherit them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    budget = args.budget / 10 if args.quick else args.budget
+    load = os.getloadavg()
+    torch = start_torch(args)
+
+    results, values = {}, {}
+    for case in (cases.CASES[name] for name in args.only):
+        inputs = cases.make_inputs(case, seed=args.seed)
+        results[case.name] = gradient_contestants(case, inputs, args, torch)
+        verify(case, results[case.name])
+        take_turns(results[case.name], budget, args.repeat)
+        report(case, results[case.name])
+        for contestant in results[case.name]:
+            contestant.run = None  # lets go of the arrays
+        values[case.name] = value_contestants(case, inputs, args)
+        take_turns(values[case.name], budget, args.repeat)
+
+    print("### The loss alone\n")
+    rows = []
+    for name, (read, ours) in values.items():
+        times = (f"{x.median * 1e3:.3g}" for x in (read, ours))
+        rows.append((name, *times, f"{ours.median / read.median:.2f}"))
+    table(("", "one read, ms", "ours, ms", "x one read"), rows)
+
+    print("### Targets\n")
+    checks = targets(results, joint_temporaries(cases.CASES["subwords"]))
+    table(("", "measured", "target", ""), [(*row, "PASS" if met else "MISS") for *row, met in checks])
+
+    now = datetime.datetime.now(datetime.UTC)
+    packages = ("jax_rnnt", "jax", "jaxlib", "numpy")
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": command_output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "machine": machine(),
+        "threads": args.threads,
+        "load_average": {"before": load, "after": os.getloadavg()},
+        "versions": {name: importlib.metadata.version(name) for name in packages}
+        | {"python": platform.python_version(), "cc": command_output(os.environ.get("CC", "cc"), "-dumpfullversion")}
+        | (torch.versions if torch else {}),
+        "targets": [dict(zip(("what", "measured", "target", "met"), row)) for row in checks],
+    }
+    for key, groups in (("value_and_gradient", results), ("value", values)):
+        record[key] = {
+            name: {c.name: {"seconds": c.seconds, "temporary_bytes": c.temporaries} for c in contestants}
+            for name, contestants in groups.items()
+        }
+    output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"Raw results: {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Times the PyTorch peers in their own environment: one repetition for each line of JSON on standard input.
+
+{"peer": name, "case": name, "seed": n, "stride": n} -> {"seconds": s, "loss": x, "gradient": [every stride-th element]}
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import cases
+
+
+class WarpOptions(ctypes.Structure):
+    """struct rnntOptions of warp-transducer's rnnt.h."""
+
+    _fields_ = (
+        ("location", ctypes.c_int),  # 0: CPU
+        ("num_threads", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("blank_label", ctypes.c_int),
+        ("max_frames", ctypes.c_int),
+        ("max_columns", ctypes.c_int),
+        ("batch_first", ctypes.c_bool),
+    )
+
+
+def warp_transducer(path, threads):
+    """The loss of its PyTorch wrapper on CPU: log_softmax, then the library, which takes log-probabilities."""
+    library = ctypes.CDLL(path)
+
+    def pointer(x):
+        return ctypes.c_void_p(x.data_ptr())
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, log_probs, targets, logit_lengths, target_lengths):
+            B, T, U1, V = log_probs.shape
+            gradient, losses = torch.zeros_like(log_probs), torch.zeros(B)
+            size = ctypes.c_size_t()
+            library.get_workspace_size(T, U1, B, ctypes.c_bool(False), ctypes.byref(size), ctypes.c_size_t(4))
+            workspace = torch.empty(size.value, dtype=torch.uint8)
+            arrays = map(pointer, (log_probs, gradient, targets, target_lengths, logit_lengths))
+            options = WarpOptions(0, threads, None, V - 1, T, U1, True)
+            status = library.compute_rnnt_loss(*arrays, V, B, pointer(losses), pointer(workspace), options)
+            if status:
+                raise RuntimeError(f"compute_rnnt_loss returned {status}")
+            ctx.gradient = gradient.div_(B)
+            return losses.mean()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return ctx.gradient.mul_(cotangent), None, None, None
+
+    return lambda logits, *rest: Loss.apply(torch.log_softmax(logits, -1), *rest)
+
+
+def torchaudio_loss():
+    from torchaudio.functional import rnnt_loss
+
+    return lambda *arrays: rnnt_loss(*arrays, blank=-1, reduction="mean")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--warp-transducer")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    # Replies go to the real standard output; whatever a library prints goes to standard error.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    peers = {"torchaudio": torchaudio_loss()}
+    if args.warp_transducer:
+        peers["warp-transducer"] = warp_transducer(args.warp_transducer, args.threads)
+
+    versions = {name: sys.modules[name].__version__ for name in ("torch", "torchaudio")}
+    print(json.dumps({"peers": list(peers), "versions": versions}), file=replies)
+    loaded = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if loaded != (request["case"], request["seed"]):
+            loaded = request["case"], request["seed"]
+            logits, *rest = map(torch.from_numpy, cases.make_inputs(cases.CASES[loaded[0]], seed=loaded[1]))
+        logits = logits.detach().requires_grad_()
+        start = time.perf_counter()
+        loss = peers[request["peer"]](logits, *rest)
+        loss.backward()
+        seconds = time.perf_counter() - start
+        gradient = logits.grad.flatten()[:: request["stride"]].tolist()
+        print(json.dumps({"seconds": seconds, "loss": loss.item(), "gradient": gradient}), file=replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Which code runs: the kernels where they are asked for and exist, the reference elsewhere, and an error otherwise?"""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import losses
+import numpy as np
+import pytest
+
+import jax_rnnt
+
+
+def gradient_of(loss, implementation):
+    return jax.jit(jax.value_and_grad(lambda *p: loss(*p, implementation=implementation)))
+
+
+def value_of(loss, implementation):
+    return jax.jit(lambda *p: loss(*p, implementation=implementation))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_kernel_is_one_custom_call_each(loss, kernel, dtype):
+    """And None means the same on a platform with kernels, with every option on."""
+    p = losses.problem(loss=loss, dtype=dtype)
+    for implementation in (kernel, None):
+        text = value_of(loss, implementation).lower(*p).compile().as_text()
+        assert losses.custom_calls(text) == losses.once(loss.value_calls)
+        text = gradient_of(loss, implementation).lower(*p).compile().as_text()
+        assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
+    options = {"fastemit_lambda": 0.1, "clamp": 1.0, "delay_penalty": 0.1, "fused_log_softmax": False}
+    options["label_windows"] = np.zeros((4, 4, 2), np.int32)
+    call = jax.jit(jax.value_and_grad(lambda *p: loss(*p, implementation=kernel, **options)))
+    assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
+
+
+def test_reference_has_no_custom_call(loss):
+    p = losses.problem(loss=loss, dtype=np.float32)
+    for call in (value_of(loss, "reference"), gradient_of(loss, "reference")):
+        assert not losses.custom_calls(call.lower(*p).compile().as_text())
+
+
+def test_posteriors_call_no_backward(kernel):
+    p = losses.problem(dtype=np.float32)
+    text = jax.jit(lambda *p: jax_rnnt.rnnt_posteriors(*p, implementation=kernel)).lower(*p).compile().as_text()
+    assert losses.custom_calls(text) == losses.once(["jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad"])
+
+
+def lower_for(platform, call, p):
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
+    return call.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_platform_without_kernels(loss, platform):
+    """Asked for by name: an error that says so. Not asked for: the reference."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    with pytest.raises(NotImplementedError, match=platform):
+        lower_for(platform, gradient_of(loss, "kernel"), p)
+    for implementation in (None, "reference"):
+        assert "jax_rnnt_" not in lower_for(platform, gradient_of(loss, implementation), p).replace('"jax_rnnt_loss"', "")
+
+
+def test_platform_of_the_lowering_decides(loss, kernel):
+    """Not the one of the process: a program for this platform has the kernels, one for tpu has not."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    here = lower_for(losses.platform(), gradient_of(loss, None), p)
+    assert all(f"@{target}" in here for target in loss.gradient_calls)
+    assert "stablehlo.custom_call @jax_rnnt" not in lower_for("tpu", gradient_of(loss, None), p)
+
+
+def test_selftest(kernel, capsys):
+    """One line a kernel and dtype, printed and returned, all within rounding."""
+    lines = jax_rnnt.selftest()
+    assert capsys.readouterr().out.splitlines() == lines
+    for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls:
+        found = [line for line in lines if target in line]
+        assert {dtype for line in found for dtype in line.split() if dtype.startswith(("float", "bfloat"))} >= {
+            "float32",
+            "float64",
+        }
+    assert all(losses.platform() in line for line in lines)
+
+
+def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch):
+    """A self-test that cannot fail is none: feed it a reference that is off by one part in a hundred."""
+    from jax_rnnt.lattices import lattice
+
+    right = lattice.loss
+
+    monkeypatch.setattr(lattice, "loss", lambda *a, **k: right(*a, **k) * 1.01)
+    with pytest.raises(RuntimeError, match="jax_rnnt_lattice_loss"):
+        jax_rnnt.selftest()
+
+
+WITHOUT_EXTENSION = """
+import sys, warnings
+sys.modules["jax_rnnt._cpu"] = None
+import jax
+jax.config.update("jax_enable_x64", True)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import jax_rnnt
+    ours = [w for w in seen if "jax_rnnt" in str(w.message)]
+assert len(ours) == 1, [str(w.message) for w in seen]
+import numpy as np
+import losses
+p = losses.problem()
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    losses.assert_matches(losses.evaluate(losses.RNNT, p, None), losses.RNNT.expected(p), np.float64, 11)
+    assert "without" not in str(jax_rnnt.export_checks())
+    assert jax_rnnt.selftest()
+try:
+    jax_rnnt.rnnt_loss(*p, implementation="kernel")
+except NotImplementedError as error:
+    assert "cpu" in str(error) and "reference" in str(error), error
+else:
+    raise AssertionError("a kernel without an extension module")
+print("ok")
+"""
+
+
+def test_without_extension_module():
+    """A pure-Python install: import works with one warning, the reference runs, asking for kernels is an error."""
+    command = [sys.executable, "-c", textwrap.dedent(WITHOUT_EXTENSION)]
+    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stdout + done.stderr
+
+
+def test_import_starts_no_backend():
+    """Importing must not initialise JAX: users still want to set devices and flags."""
+    program = "import jax_rnnt, jax; from jax.extend import backend; jax.config.update('jax_num_cpu_devices', 3); " + (
+        "assert len(jax.devices('cpu')) == 3"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,98 @@
+"""How much memory does a compiled step need beyond its arguments and results?"""
+
+import jax
+import jax.numpy as jnp
+import losses
+import numpy as np
+import pytest
+
+import jax_rnnt
+
+B, T, U, V, H = 4, 50, 15, 512, 16
+LOGITS = B * T * (U + 1) * V * 4
+PLANE = B * T * (U + 1) * 4
+
+
+def shapes(V=V, dtype=np.float32):
+    sizes = ((B, T, U + 1, V), dtype), ((B, U), np.int32), ((B,), np.int32), ((B,), np.int32)
+    return [jax.ShapeDtypeStruct(shape, d) for shape, d in sizes]
+
+
+def compiled(f, *args, **jit):
+    return jax.jit(f, **jit).lower(*args).compile()
+
+
+def temporaries(f, *args, **jit):
+    found = compiled(f, *args, **jit).memory_analysis()
+    if found is None:
+        pytest.skip("this backend does not tell")
+    return found.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_step(kernel, dtype):
+    """Logits from a 2-D joint matmul: they and their gradient share one buffer."""
+    hidden = jax.ShapeDtypeStruct((B * T * (U + 1), H), dtype)
+    weight = jax.ShapeDtypeStruct((H, V), dtype)
+
+    def step(weight, hidden, *rest):
+        logits = (hidden @ weight).reshape(B, T, U + 1, V)
+        return jax_rnnt.rnnt_loss(logits, *rest, implementation=kernel)
+
+    logits = LOGITS // (1 if dtype == "float32" else 2)
+    planes = 4 * PLANE  # the contract's allowance
+    for argnums in (0, 1, (0, 1)):
+        size = temporaries(jax.value_and_grad(step, argnums), weight, hidden, *shapes()[1:])
+        assert size <= 1.15 * logits + planes * (dtype != "float32"), f"{size / logits:.2f} logits"
+
+
+def test_extra_memory_is_a_few_planes(kernel):
+    """Gradient of an argument, written to a buffer of its own: at most four float32 planes [B, T, U1] beside it."""
+    gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel, inplace=False))
+    assert temporaries(gradient, *shapes()) <= 4 * PLANE + 64 * V + 65536
+
+
+def test_value_alone(kernel):
+    """No buffer of the size of the logits, nor a fraction of one."""
+    assert temporaries(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel), *shapes()) <= 4 * PLANE + 65536
+
+
+def test_donated_logits(kernel):
+    """Their gradient takes their place: no temporary, no copy, no new result."""
+    step = compiled(
+        jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel)), *shapes(), donate_argnums=0
+    )
+    found = step.memory_analysis()
+    assert found.temp_size_in_bytes <= 4 * PLANE + 65536
+    assert found.alias_size_in_bytes >= LOGITS
+
+
+def test_donated_logits_give_the_same_gradient(kernel):
+    p = losses.problem(dtype=np.float32)
+    f = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel))
+    kept = jax.jit(f)(*p)
+    given = jax.jit(f, donate_argnums=0)(jnp.array(p.logits), *p[1:])
+    for a, b in zip(kept, given, strict=True):
+        losses.assert_same_bits(a, b)
+
+
+def test_vmap_keeps_the_buffer(kernel):
+    def step(weight, hidden, *rest):
+        one = lambda h, *rest: jax_rnnt.rnnt_loss((h @ weight).reshape(T, U + 1, V), *rest, implementation=kernel)
+        return jax.vmap(one)(hidden, *rest).mean()
+
+    hidden = jax.ShapeDtypeStruct((B, T * (U + 1), H), np.float32)
+    weight = jax.ShapeDtypeStruct((H, V), np.float32)
+    assert temporaries(jax.grad(step), weight, hidden, *shapes()[1:]) <= 1.25 * LOGITS
+
+
+def test_no_float32_copy_of_half_precision_logits(kernel):
+    """bfloat16 logits, gradient out of place: less than half a float32 copy in temporaries."""
+    gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel, inplace=False))
+    assert temporaries(gradient, *shapes(dtype=jnp.bfloat16)) <= 4 * PLANE + 65536 < LOGITS / 4
+
+
+def test_reference_uses_a_few_copies(kernel):
+    """No number to be proud of, but no [T, U1, V] per step of a scan either."""
+    gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation="reference"))
+    assert temporaries(gradient, *shapes()) <= 4 * LOGITS

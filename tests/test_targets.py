@@ -1,0 +1,79 @@
+"""Is the loss right on every instruction set the kernels were compiled for, not only on this machine's best?"""
+
+import losses
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    if losses.platform() != "cpu" or losses.missing_kernel():
+        pytest.skip("instruction sets are a matter of the CPU kernels")
+    return pytest.importorskip("jax_rnnt._cpu")
+
+
+@pytest.fixture
+def use_target(cpu):
+    """Switches, and back to the default at the end."""
+    default = cpu.targets()[0] if not hasattr(cpu, "target") else cpu.target()
+    yield cpu.use_target
+    cpu.use_target(default)
+
+
+def names():
+    try:
+        from jax_rnnt import _cpu
+    except ImportError:
+        return ["none"]
+    return list(_cpu.targets())
+
+
+def test_portable_is_always_there(cpu):
+    assert "portable" in cpu.targets()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", names())
+def test_value_and_gradient(loss, use_target, name, dtype):
+    """Odd sizes, padding of NaN, every option, both input modes."""
+    use_target(name)
+    p = losses.poisoned(losses.problem(4, 9, 18, 37, loss=loss, dtype=dtype))
+    for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "fused_log_softmax": False}):
+        got = losses.evaluate(loss, p, "kernel", **options)
+        losses.assert_matches(got, loss.expected(p, **options), dtype, 27, scale=1.5)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65])
+@pytest.mark.parametrize("name", names())
+def test_remainders(loss, use_target, name, classes):
+    use_target(name)
+    for dtype in ("bfloat16", "float32"):
+        p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, lengths=([3, 2], [2, 1]))
+        losses.assert_matches(losses.evaluate(loss, p, "kernel"), loss.expected(p), dtype, 5)
+
+
+@pytest.mark.parametrize("name", names())
+def test_odd_values(loss, use_target, name):
+    """-inf classes, a NaN sequence, an impossible one, and logits of +-1e4, in vector and remainder lanes alike."""
+    use_target(name)
+    p = losses.problem(6, 7, 4, 19, loss=loss, dtype=np.float32, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
+    logits = p.logits.copy()
+    logits[0, :, :, ::3] = -np.inf
+    logits[0][..., p.targets[0]] = 0
+    logits[0, ..., -1] = 1
+    logits[1, 3, 2, 17] = np.nan
+    logits[2, 4] = -np.inf
+    logits[3, 0, 0, 2] = np.inf
+    logits[4] = np.where(logits[4] > 0, 1e4, -1e4)
+    p = p._replace(logits=logits)
+    values, gradient = losses.evaluate(loss, p, "kernel")
+    true_values, true_gradient = loss.expected(p)
+    np.testing.assert_allclose(values, true_values, rtol=1e-6)
+    np.testing.assert_allclose(gradient, true_gradient, atol=2e4 * 11 * losses.eps(np.float32))
+    for b in (0, 5):
+        np.testing.assert_allclose(gradient[b], true_gradient[b], atol=losses.tolerance(np.float32, 11))
+
+
+def test_unknown_target(use_target):
+    with pytest.raises((ValueError, RuntimeError)):
+        use_target("sse9")
