@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.experimental import layout
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -80,12 +81,12 @@ def _warn_reference(platforms: tuple[str, ...]) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+def export_checks() -> list[export.DisabledSafetyCheck]:
     """Safety checks to disable when a program that calls this library is exported.
 
     Returns
     -------
-    list of jax.export.DisabledSafetyCheck
+    list of export.DisabledSafetyCheck
         For the `disabled_checks` argument of `jax.export.export`: one for each custom call of this library. The
         program then runs where `jax_rnnt` of the same major version is imported.
 
@@ -96,7 +97,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     ...     return 2 * x
     >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
 def _result_aval(like, shape, dtype, num_batch_dims):
@@ -146,9 +147,10 @@ def _unpartitioned(ctx) -> bool:
 
 
 def _row_major(x):
-    make = getattr(layout, "Layout", None)
-    if make is None or not hasattr(layout, "Format"):  # jax 0.6: Layout meant what Format means now
+    if jax.__version_info__ < (0, 7):  # where Layout meant what Format means now
         make = layout.DeviceLocalLayout  # type: ignore[attr-defined]
+    else:
+        make = layout.Layout
     return layout.with_layout_constraint(x, make(tuple(range(x.ndim))))
 
 

@@ -162,5 +162,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
         return (tuple(coming), end), None
 
     steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
-    (_, end), _ = lax.scan(step, ((start, *[zero] * (depth - 1)), end), (steps, diagonals))
+    initial, structure = jax.tree.flatten(((start, *[zero] * (depth - 1)), end))
+    _, *initial = vary_together(first, *initial)  # a carry keeps its varying axes
+    (_, end), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
     return _log(*end) + poison
