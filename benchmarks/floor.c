@@ -6,8 +6,10 @@
  * No rows, labels, lattice, or guard against overflow: only the memory traffic and the exps that no kernel can avoid.
  */
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Relative error 2e-7 for |x| < 87; straight-line code, so that the compiler vectorises the loops around it. */
@@ -48,35 +50,44 @@ typedef struct {
   const int64_t* end;
   int64_t chunks;
   int write;
-  atomic_llong next;
+  atomic_llong next, done;
+  atomic_int users; /* the last one frees: a thread may start when the work is over */
   _Atomic float sum;
 } Pass;
 
-static void* run(void* arg) {
-  Pass* p = arg;
+static void drain(Pass* p) {
   float sum = 0;
-  for (int64_t first; (first = atomic_fetch_add(&p->next, 4)) < p->chunks;) {
-    for (int64_t i = first; i < p->chunks && i < first + 4; ++i) {
-      float* x = p->x + p->begin[i];
-      int64_t n = p->end[i] - p->begin[i];
-      if (p->write) {
-        scale_exp(x, n, 1e-3f);
-      } else {
-        sum += sum_exp(x, n);
-      }
+  for (int64_t i; (i = atomic_fetch_add(&p->next, 1)) < p->chunks; atomic_fetch_add(&p->done, 1)) {
+    float* x = p->x + p->begin[i];
+    int64_t n = p->end[i] - p->begin[i];
+    if (p->write) {
+      scale_exp(x, n, 1e-3f);
+    } else {
+      sum += sum_exp(x, n);
     }
   }
   p->sum = sum; /* kept, so that the reading pass is not dead code */
+}
+
+static void* help(void* arg) {
+  Pass* p = arg;
+  drain(p);
+  if (atomic_fetch_sub(&p->users, 1) == 1) free(p);
   return NULL;
 }
 
-/* passes: 1 for the loss, 2 for loss and gradient; threads <= 64. */
+/* passes: 1 for the loss, 2 for loss and gradient. */
 void floor_run(float* x, const int64_t* begin, const int64_t* end, int64_t chunks, int passes, int threads) {
   for (int write = 0; write < passes; ++write) {
-    Pass p = {.x = x, .begin = begin, .end = end, .chunks = chunks, .write = write};
-    pthread_t others[64];
-    for (int i = 1; i < threads; ++i) pthread_create(&others[i], NULL, run, &p);
-    run(&p);
-    for (int i = 1; i < threads; ++i) pthread_join(others[i], NULL);
+    Pass* p = malloc(sizeof *p);
+    *p = (Pass){.x = x, .begin = begin, .end = end, .chunks = chunks, .write = write, .users = threads};
+    for (int i = 1; i < threads; ++i) {
+      pthread_t thread;
+      if (pthread_create(&thread, NULL, help, p)) abort();
+      pthread_detach(thread);
+    }
+    drain(p);
+    while (atomic_load(&p->done) < chunks) sched_yield();
+    if (atomic_fetch_sub(&p->users, 1) == 1) free(p);
   }
 }

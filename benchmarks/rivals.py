@@ -38,13 +38,12 @@ def plain(logits, targets, logit_lengths, target_lengths):
 
     def step(alpha, diagonal):
         blank, label = diagonal
-        alpha = jnp.logaddexp(alpha + blank, shift(alpha + label, 1))
-        return alpha, alpha
+        return jnp.logaddexp(alpha + blank, shift(alpha + label, 1)), alpha
 
     start = jnp.full((B, U1), NEG).at[:, 0].set(0.0)
-    _, alphas = jax.lax.scan(step, start, (skew(log_blank), skew(log_label)))  # alphas[n]: diagonal n + 1
-    ends = logit_lengths + target_lengths - 1, jnp.arange(B), target_lengths
-    return -alphas[ends].mean()
+    _, alphas = jax.lax.scan(step, start, (skew(log_blank), skew(log_label)))
+    b, t, u = jnp.arange(B), logit_lengths - 1, target_lengths
+    return -(alphas[t + u, b, u] + log_blank[b, t, u]).mean()
 
 
 @jax.custom_vjp

@@ -88,8 +88,8 @@ def main():
         request = json.loads(line)
         if loaded != (request["case"], request["seed"]):
             loaded = request["case"], request["seed"]
-            logits, *rest = map(torch.from_numpy, cases.make_inputs(cases.CASES[loaded[0]], seed=loaded[1]))
-        logits = logits.detach().requires_grad_()
+            source, *rest = map(torch.from_numpy, cases.make_inputs(cases.CASES[loaded[0]], seed=loaded[1]))
+        logits = source.clone().requires_grad_()
         start = time.perf_counter()
         loss = peers[request["peer"]](logits, *rest)
         loss.backward()

@@ -107,13 +107,20 @@ def _fused_bwd(residuals, cotangent):
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-@jax.custom_jvp
-def _nonnegative(loss):
-    """max(loss, 0) with the gradient of loss: rounding must not turn a likelihood of 1 into a negative loss."""
-    return jnp.maximum(loss, 0)
+def _used(targets, target_lengths):
+    """bool [..., U]: which targets lie inside the lengths."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * target_lengths.ndim + targets.shape[-1:], target_lengths.ndim)
+    return column < target_lengths[..., None]
 
 
-_nonnegative.defjvp(lambda primals, tangents: (_nonnegative(*primals), *tangents))
+def _nonnegative(losses, targets, target_lengths, blank):
+    """The losses, at least 0 with an unchanged gradient: rounding must not make a likelihood of 1 a negative loss.
+
+    A label that equals blank counts twice, so that the likelihood of its sequence may truly exceed 1.
+    """
+    twice = jnp.any(_used(targets, target_lengths) & (targets == blank), -1)
+    below = jax.lax.stop_gradient(jnp.where(twice | ~(losses < 0), 0, losses))
+    return losses - below
 
 
 def prepare(targets, logit_lengths, target_lengths, frames, classes):
@@ -122,15 +129,13 @@ def prepare(targets, logit_lengths, target_lengths, frames, classes):
     Such a sequence becomes T_b = U_b = 0, so that nothing of it is read and its gradient is zero, and is marked bad.
     """
     labels = targets.shape[-1]
-    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * logit_lengths.ndim + (labels,), logit_lengths.ndim)
-    used = column < target_lengths[..., None]
-    bad = jnp.any(used & ((targets < 0) | (targets >= classes)), -1)
+    bad = jnp.any(_used(targets, target_lengths) & ((targets < 0) | (targets >= classes)), -1)
     bad |= (logit_lengths < 0) | (logit_lengths > frames) | (target_lengths < 0) | (target_lengths > labels)
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
     return softmax.label_map(targets, num_labels), num_frames, num_labels, bad
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit
 def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, options):
     """The reduced loss. `clamp` is None where it is known to be off; `options` are the operands of `seam.modify`."""
     label, num_frames, num_labels, bad = prepare(
@@ -145,12 +150,12 @@ def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, opti
         function = _reference_clamped if spec.implementation == "reference" else _fused
         losses = function(*operands, jnp.asarray(-1.0 if clamp is None else clamp), options)
     if spec.normalize and "delay_penalty" not in options:
-        losses = _nonnegative(losses)
+        losses = _nonnegative(losses, targets, target_lengths, spec.blank)
     losses = jnp.where(bad, jnp.nan, losses)
     return reduce(losses, target_lengths, spec.reduction)
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit
 def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, options):
     """(blank, label) arc posteriors [..., T, U1]; NaN for a sequence whose lengths or labels are out of range."""
     label, num_frames, num_labels, bad = prepare(

@@ -1,7 +1,7 @@
 """Settings of the whole suite, and the choice between kernels and reference.
 
-Eight CPU devices stand in for a small cluster; 64-bit types are on so that truth can be float64 (test_dtypes repeats the
-essentials without them); type and rank promotion are strict, so that a library call never relies on an implicit one.
+Eight CPU devices stand in for a small cluster; 64-bit types are on so that truth can be float64 (test_dtypes repeats
+the essentials without them); type and rank promotion are strict, so that no library call relies on an implicit one.
 JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure.
 """
 

@@ -59,7 +59,12 @@ def enumerate_paths(topology, num_frames, num_labels):
         for arc in topology:
             to_t, to_u = t + arc.dt, u + arc.du
             ends = (to_t, to_u) == (num_frames, num_labels)
-            if to_u > num_labels or to_t > num_frames or (to_t == num_frames and not ends) or (ends and not arc.may_end):
+            if (
+                to_u > num_labels
+                or to_t > num_frames
+                or (to_t == num_frames and not ends)
+                or (ends and not arc.may_end)
+            ):
                 continue
             for rest in extend(to_t, to_u):
                 yield ((arc.slot, t, u), *rest)
@@ -93,7 +98,7 @@ def _logaddexp(a, b):
 def _alpha_beta(topology, arcs, num_frames, num_labels):
     """alpha and beta, each [T + 1, U1], one diagonal n = t + u after the other.
 
-    `skew(x)[n, u] = x[n - u, u]` makes a diagonal a row; an arc then leads from row n to row n + dt + du, du further on.
+    `skew(x)[n, u] = x[n - u, u]` makes a diagonal a row; an arc then leads from row n to row n + dt + du, du on.
     """
     T, U1 = num_frames, num_labels + 1
     rows = T + U1  # n runs to T + U
@@ -206,7 +211,7 @@ def softmax_emission(logits, labels, *, blank, fused=True, blanks=None):
 
 
 def constrained_emission(logits, labels, *, blank, fused=True):
-    """k2's constrained RNN-T: a label arc also pays the blank of the node that the label leads to, in the same frame."""
+    """k2's constrained RNN-T: a label arc also pays the blank of the node that it leads to, in the same frame."""
     head = _Head(logits, fused)
     blanks = head[blank]
     after = np.full_like(blanks, NEG)
@@ -307,7 +312,9 @@ def loss_and_gradient(
     return losses, gradient
 
 
-def arc_posteriors(logits, targets, logit_lengths, target_lengths, *, blank=-1, fused_log_softmax=True, delay_penalty=0.0):
+def arc_posteriors(
+    logits, targets, logit_lengths, target_lengths, *, blank=-1, fused_log_softmax=True, delay_penalty=0.0
+):
     """(blank, label) posteriors `[B, T, U1]` of the standard lattice."""
     B, T, U1, V = logits.shape
     blank = blank + V if blank < 0 else blank

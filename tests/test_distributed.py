@@ -5,8 +5,9 @@ import subprocess
 import sys
 import textwrap
 
-import losses
 import pytest
+
+import losses
 
 PROGRAM = """
 import os, sys
@@ -62,7 +63,9 @@ def test_two_processes(kernel):
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     processes = [
-        subprocess.Popen([*command, str(i), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(i), port], cwd=losses.HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for i in range(2)
     ]
     try:

@@ -6,18 +6,18 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
 
 import jax_rnnt
+import losses
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.__name__)
 def test_result_dtypes(loss, implementation, dtype):
-    """Loss float32 (float64 for float64) whatever the options' dtypes; gradient as the logits; sums in float32 or better."""
+    """Loss float32 (float64 for float64) whatever the options' dtypes; gradient as the logits; wide sums."""
     p = losses.problem(loss=loss, dtype=dtype)
     values, gradient = losses.evaluate(loss, p, implementation)
     assert values.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -77,7 +77,9 @@ def test_half_precision_clamp_is_applied_before_rounding(loss, implementation, d
 def test_integer_dtypes(loss, implementation, dtype):
     p = losses.problem(loss=loss)
     expected = losses.evaluate(loss, p, implementation)[0]
-    cast = p._replace(**{name: getattr(p, name).astype(dtype) for name in ("targets", "logit_lengths", "target_lengths")})
+    cast = p._replace(
+        **{name: getattr(p, name).astype(dtype) for name in ("targets", "logit_lengths", "target_lengths")}
+    )
     np.testing.assert_allclose(loss(*cast, reduction="none", implementation=implementation), expected, rtol=1e-14)
 
 

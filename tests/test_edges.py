@@ -4,11 +4,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
 
 import jax_rnnt
+import losses
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -19,7 +19,7 @@ def with_value(p, name, index, value):
     return p._replace(**{name: changed})
 
 
-# What is done to sequence 1 of four (T_b = 5, U_b = 2, V = 9): field, index, value -> loss, gradient inside its lengths.
+# What is done to sequence 1 of four (T_b = 5, U_b = 2, V = 9): field, index, value -> loss, gradient inside.
 BAD = {
     "T_b=-1": ("logit_lengths", 1, -1, np.nan, 0),
     "T_b=T+1": ("logit_lengths", 1, 8, np.nan, 0),
@@ -143,7 +143,7 @@ def test_one_path_of_certainty(loss, implementation):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_finite_logits(loss, implementation, dtype):
-    """Anything in [-1e4, 1e4] gives a finite loss >= 0 and a finite gradient, the right one as far as the dtype goes."""
+    """Anything in [-1e4, 1e4] gives a finite loss >= 0 and a finite gradient, right as far as the dtype goes."""
     rng = np.random.default_rng(1)
     p = losses.problem(16, loss=loss)
     logits = rng.choice([-1e4, -5000.0, -1.0, 0.0, 3.0, 1e4], p.logits.shape)
@@ -188,7 +188,9 @@ def test_label_equal_to_blank_counts_twice(implementation):
     """One class: every arc is certain, and the two paths of T=2, U=1 add up to 2."""
     logits = np.zeros((1, 2, 2, 1))
     args = np.array([[0]], np.int32), np.array([2], np.int32), np.array([1], np.int32)
-    np.testing.assert_allclose(jax_rnnt.rnnt_loss(logits, *args, implementation=implementation), -math.log(2), rtol=1e-14)
+    np.testing.assert_allclose(
+        jax_rnnt.rnnt_loss(logits, *args, implementation=implementation), -math.log(2), rtol=1e-14
+    )
 
 
 def test_infinite_loss_can_be_masked(loss, implementation):

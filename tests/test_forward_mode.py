@@ -3,9 +3,10 @@
 import chex
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
+
+import losses
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def total(loss, p, implementation):
 
 
 def by_autodiff(p, **options):
-    """The RNN-T loss of small problems as a sum over enumerated paths, in plain jax.numpy: JAX differentiates it itself."""
+    """The RNN-T loss of small problems as a sum over enumerated paths, in plain jax.numpy, for JAX to differentiate."""
     import reference_numpy as truth
 
     def value(x):

@@ -5,12 +5,20 @@ import itertools
 import chex
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
+
+import losses
 import reference_numpy as truth
 
-WINDOWS = np.array([[[0, 2], [1, 4], [1, 6], [3, 6]], [[0, 3], [0, 1], [9, 3], [0, 0]], [[5, 1]] * 4, [[0, 1], [0, 9], [2, 3], [-5, -4]]])
+WINDOWS = np.array(
+    [
+        [[0, 2], [1, 4], [1, 6], [3, 6]],
+        [[0, 3], [0, 1], [9, 3], [0, 0]],
+        [[5, 1]] * 4,
+        [[0, 1], [0, 9], [2, 3], [-5, -4]],
+    ]
+)
 
 OPTIONS = {
     "plain": {},
@@ -26,7 +34,7 @@ OPTIONS = {
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(loss, implementation, options, fused):
-    """Each against float64; windows of labels beyond the lengths hold anything. float32 and the blank amid the classes."""
+    """Each against float64; windows beyond the lengths hold anything; float32, and a blank amid the classes."""
     for dtype, blank in ((np.float64, -1), (np.float32, 4)):
         p = losses.poisoned(losses.problem(loss=loss, dtype=dtype))
         got = losses.evaluate(loss, p, implementation, fused_log_softmax=fused, blank=blank, **options)
@@ -64,7 +72,11 @@ def test_reduction_of_empty_targets_is_finite(loss, implementation):
     """U_b = 0 for all: mean_target and mean_volume divide by 1."""
     p = losses.problem(3, 4, 2, 5, loss=loss, lengths=([4, 3, 1], [0, 0, 0]))
     expected, _ = loss.expected(p)
-    for reduction, value in (("mean_target", expected.mean()), ("mean_volume", expected.sum()), ("mean", expected.mean())):
+    for reduction, value in (
+        ("mean_target", expected.mean()),
+        ("mean_volume", expected.sum()),
+        ("mean", expected.mean()),
+    ):
         np.testing.assert_allclose(loss(*p, reduction=reduction, implementation=implementation), value, rtol=1e-13)
 
 
@@ -116,7 +128,7 @@ def test_fastemit_is_zero_by_default(loss, implementation):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 def test_slope(loss, implementation, fused):
-    """The gradient is the slope of the value, delay penalty and windows included (FastEmit and clamp are not slopes)."""
+    """The gradient is the slope of the value, delay penalty and windows included (FastEmit and clamp are no slopes)."""
     p = losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
     windows = np.array([[[0, 1], [1, 2]], [[0, 2], [7, 7]]], np.int32)
     for options in ({}, {"delay_penalty": 0.3, "label_windows": windows}):

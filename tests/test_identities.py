@@ -1,12 +1,12 @@
 """Do the identities hold that any transducer loss must satisfy, whatever its implementation?"""
 
 import jax
-import losses
 import numpy as np
 import pytest
-import reference_numpy as truth
 
 import jax_rnnt
+import losses
+import reference_numpy as truth
 
 EXACT = 1e-13
 
@@ -149,7 +149,7 @@ def test_probabilities_of_all_targets_add_up(implementation):
 
 
 def test_delay_penalty_is_a_change_of_label_scores(implementation, p):
-    """Equal to adding it to the labels' log-probs by hand; 0 is off; the offset only moves the value by U (T - 1) / 2."""
+    """Equal to adding it to the labels' log-probs by hand; nothing without labels."""
     penalty = 0.5
     log_probs = truth.log_softmax(p.logits)
     moved = log_probs.copy()
@@ -201,7 +201,9 @@ def test_renaming_classes_changes_nothing(loss, implementation):
     place = np.argsort(order)
     renamed = p._replace(logits=p.logits[..., order], targets=place[p.targets].astype(np.int32))
     values, gradient = losses.evaluate(loss, renamed, implementation, blank=int(place[0]))
-    losses.assert_matches((values, gradient[..., place]), losses.evaluate(loss, p, implementation, blank=0), np.float64, 11)
+    losses.assert_matches(
+        (values, gradient[..., place]), losses.evaluate(loss, p, implementation, blank=0), np.float64, 11
+    )
 
 
 def test_batch_is_independent(loss, implementation):

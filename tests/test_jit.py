@@ -6,11 +6,11 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
 
 import jax_rnnt
+import losses
 
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
 
@@ -83,7 +83,9 @@ def test_python_float_equals_traced(loss, implementation, option):
 def test_every_kind_of_number(loss, implementation, kind):
     p = losses.problem(loss=loss, dtype=np.float32)
     options = {"fastemit_lambda": kind(1), "clamp": kind(1), "delay_penalty": kind(1)}
-    got = jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum", implementation=implementation, **options))(p.logits)
+    got = jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum", implementation=implementation, **options))(
+        p.logits
+    )
     values, gradient = loss.expected(p, fastemit_lambda=1, clamp=1, delay_penalty=1)
     np.testing.assert_allclose(got[0], values.sum(), rtol=1e-5)
     np.testing.assert_allclose(got[1], gradient, atol=2e-5)

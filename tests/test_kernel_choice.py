@@ -3,13 +3,14 @@
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import jax
-import losses
 import numpy as np
 import pytest
 
 import jax_rnnt
+import losses
 
 
 def gradient_of(loss, implementation):
@@ -49,7 +50,9 @@ def test_posteriors_call_no_backward(kernel):
 
 def lower_for(platform, call, p):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
-    return call.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # "has no kernels for platform", once a process
+        return call.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
@@ -59,15 +62,15 @@ def test_platform_without_kernels(loss, platform):
     with pytest.raises(NotImplementedError, match=platform):
         lower_for(platform, gradient_of(loss, "kernel"), p)
     for implementation in (None, "reference"):
-        assert "jax_rnnt_" not in lower_for(platform, gradient_of(loss, implementation), p).replace('"jax_rnnt_loss"', "")
+        assert "custom_call @jax_rnnt" not in lower_for(platform, gradient_of(loss, implementation), p)
 
 
 def test_platform_of_the_lowering_decides(loss, kernel):
     """Not the one of the process: a program for this platform has the kernels, one for tpu has not."""
     p = losses.problem(loss=loss, dtype=np.float32)
     here = lower_for(losses.platform(), gradient_of(loss, None), p)
-    assert all(f"@{target}" in here for target in loss.gradient_calls)
-    assert "stablehlo.custom_call @jax_rnnt" not in lower_for("tpu", gradient_of(loss, None), p)
+    assert all(f"custom_call @{target}" in here for target in loss.gradient_calls)
+    assert "custom_call @jax_rnnt" not in lower_for("tpu", gradient_of(loss, None), p)
 
 
 def test_selftest(kernel, capsys):
@@ -131,8 +134,9 @@ def test_without_extension_module():
 
 def test_import_starts_no_backend():
     """Importing must not initialise JAX: users still want to set devices and flags."""
-    program = "import jax_rnnt, jax; from jax.extend import backend; jax.config.update('jax_num_cpu_devices', 3); " + (
+    program = "import jax_rnnt, jax; jax.config.update('jax_num_cpu_devices', 3); " + (
         "assert len(jax.devices('cpu')) == 3"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_numpy as truth
 
+import reference_numpy as truth
 from jax_rnnt import lattices
 
 TOPOLOGIES = {
@@ -23,7 +23,10 @@ T, U = 5, 3
 EVERY = truth.every_length(T, U)
 
 
-def arcs_of(topology, shape=(len(EVERY), T, U + 1), *, dtype=np.float64, seed=0, scale=1.0):
+SHAPE = len(EVERY), T, U + 1
+
+
+def arcs_of(topology, shape=SHAPE, *, dtype=np.float64, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     return {arc.slot: rng.normal(-1, scale, shape).astype(dtype) for arc in topology}
 
@@ -50,7 +53,7 @@ def test_arcs_are_the_same(topology):
 
 
 def test_value_and_posteriors(topology):
-    """Every (T, U) up to (5, 3) in one padded batch, against the enumeration of all paths; no path gives -inf, gradient 0."""
+    """Every (T, U) up to (5, 3) in one padded batch, against all paths; no path gives -inf, gradient 0."""
     arcs = arcs_of(topology[1])
     frames, labels = np.array(EVERY, np.int32).T
     gradient, value = compiled(topology[0])(arcs, frames, labels)
@@ -155,7 +158,7 @@ def test_program_size_does_not_depend_on_the_lattice(topology):
 
 @pytest.mark.parametrize(("frames", "labels"), [(3950, 50), (600, 600)])
 def test_error_does_not_grow_with_the_likelihood(frames, labels):
-    """float32 arcs, |log-likelihood| of thousands: posteriors within 1e-5 of float64 (plain float32 log alphas: 1e-3)."""
+    """float32 arcs, |log-likelihood| of thousands: posteriors within 1e-5 (plain float32 log alphas: 1e-3)."""
     arcs = arcs_of(truth.STANDARD, (frames, labels + 1), dtype=np.float32, seed=8)
     call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, np.int32(frames), np.int32(labels))
     value, gradient = jax.jit(jax.value_and_grad(call))(arcs)

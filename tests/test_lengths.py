@@ -3,11 +3,11 @@
 import functools
 
 import jax
-import losses
 import numpy as np
 import pytest
 
 import jax_rnnt
+import losses
 
 GARBAGE = {
     "nan": (np.nan, -1),
@@ -42,7 +42,9 @@ def test_padding_gradient_is_zero_for_any_cotangent(loss, implementation):
     """0 * inf and 0 * NaN would be NaN."""
     p = losses.poisoned(losses.problem(loss=loss))
     call = lambda x: loss(x, *p[1:], reduction="none", implementation=implementation)
-    gradient = np.asarray(jax.jit(lambda x, c: jax.vjp(call, x)[1](c)[0])(p.logits, np.array([np.inf, np.nan, 1.0, -np.inf])))
+    gradient = np.asarray(
+        jax.jit(lambda x, c: jax.vjp(call, x)[1](c)[0])(p.logits, np.array([np.inf, np.nan, 1.0, -np.inf]))
+    )
     assert not gradient[~losses.inside(p)].any()
     np.testing.assert_allclose(gradient[2], loss.expected(p)[1][2], atol=1e-13)
 
@@ -117,6 +119,8 @@ def test_windows_outside_the_lengths_change_no_bit(loss, implementation):
 def test_posteriors_outside_the_lengths_are_zero(implementation):
     p = losses.problem(dtype=np.float32)
     clean = jax_rnnt.rnnt_posteriors(*p, implementation=implementation)
-    for x, expected in zip(jax_rnnt.rnnt_posteriors(*losses.poisoned(p), implementation=implementation), clean, strict=True):
+    for x, expected in zip(
+        jax_rnnt.rnnt_posteriors(*losses.poisoned(p), implementation=implementation), clean, strict=True
+    ):
         losses.assert_same_bits(x, expected)
         assert not np.asarray(x)[~losses.inside(p)].any()

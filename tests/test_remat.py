@@ -4,9 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
+
+import losses
 
 POLICIES = {
     "none": None,

@@ -4,11 +4,12 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import losses
 
 
 def test_eight_devices(devices):

@@ -1,8 +1,9 @@
 """Is the loss right on every instruction set the kernels were compiled for, not only on this machine's best?"""
 
-import losses
 import numpy as np
 import pytest
+
+import losses
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Is the truth true? The float64 dynamic program against the enumeration of all paths, and its gradient against slopes."""
+"""Is the truth true? The float64 dynamic program against the enumeration of all paths, its gradient against slopes."""
 
 import numpy as np
 import pytest
+
 import reference_numpy as truth
 
 TOPOLOGIES = {

@@ -6,12 +6,12 @@ check(g) = sum of g[t, u, v] cos(1 + t + 2u + 3v). Each number was reproduced by
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
-import reference_numpy as truth
 
 import jax_rnnt
+import losses
+import reference_numpy as truth
 from jax_rnnt import lattices
 
 T, U, V = 5, 3, 6
@@ -108,7 +108,9 @@ def test_constrained():
     check(value, 15.341724887, 1.512987188)
 
 
-@pytest.mark.parametrize(("sigma", "expected", "wanted"), [(0.0, 6.081578563, 0.158461885), (0.05, 6.342662180, 0.159294526)])
+@pytest.mark.parametrize(
+    ("sigma", "expected", "wanted"), [(0.0, 6.081578563, 0.158461885), (0.05, 6.342662180, 0.159294526)]
+)
 def test_multi_blank(sigma, expected, wanted):
     """NeMo: blank 5, big blanks 4 and 3 of 2 and 3 frames."""
 

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import pytest
+
+import losses
 
 
 def per_sequence(loss, implementation, **options):
@@ -44,9 +45,9 @@ def test_nested_vmap(loss, implementation, batch):
     p, expected = batch
     nested = [x.reshape(2, 2, 1, *x.shape[1:]) for x in map(np.asarray, p)]
     call = jax.vmap(jax.vmap(per_sequence(loss, implementation)))
-    values, gradient = jax.jit(jax.value_and_grad(lambda x: (lambda v: (v.sum(), v))(call(x, *nested[1:])), has_aux=True))(
-        nested[0]
-    )
+    values, gradient = jax.jit(
+        jax.value_and_grad(lambda x: (lambda v: (v.sum(), v))(call(x, *nested[1:])), has_aux=True)
+    )(nested[0])
     losses.assert_matches((values[1].ravel(), gradient.reshape(p.logits.shape)), expected, np.float64, 11)
 
 
@@ -114,7 +115,9 @@ def test_vmap_over_nothing(loss, implementation):
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_one_custom_call_and_no_loop(loss, kernel, depth):
     p = losses.problem(loss=loss, dtype=np.float32)
-    args = [x.reshape(*(2,) * depth, *(() if depth == 2 else (4 // 2**depth,)), *x.shape[1:]) for x in map(np.asarray, p)]
+    args = [
+        x.reshape(*(2,) * depth, *(() if depth == 2 else (4 // 2**depth,)), *x.shape[1:]) for x in map(np.asarray, p)
+    ]
     value = per_sequence(loss, kernel)
     for _ in range(depth):
         value = jax.vmap(value)

@@ -39,7 +39,10 @@ inline Extended<S> operator*(Extended<S> a, Extended<S> b) {
 template <class S>
 inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
   const typename S::I e = S::Max(S::Max(a.e, b.e), typename S::I{} + S::kZero);
-  return {a.m * PowerOfTwo<S>(a.e - e) + b.m * PowerOfTwo<S>(b.e - e), e};
+  const auto scaled = [&](Extended<S> x) {  // x.m * 2^(x.e - e); PowerOfTwo with one operation less, since e is shared
+    return x.m * S::AsFloat(S::Max(x.e - (e - S::kExponentBias), typename S::I{}) << S::kMantissaBits);
+  };
+  return {scaled(a) + scaled(b), e};
 }
 
 // Mantissa to [1, 2), or exact zero.

@@ -21,18 +21,21 @@ class Lattice {
   using Value = Extended<S>;
 
   static constexpr int kWidth = S::kWidth;                     // frames of a strip, one per lane
-  static constexpr int kStrips = kWidth < 8 ? 8 / kWidth : 1;  // strips of a group
-  static constexpr int kFrames = kStrips * kWidth;             // frames of a group: from one checkpoint to the next
+  static constexpr int kStrips = kWidth < 8 ? 8 / kWidth : 1;  // strips from one checkpoint to the next
+  static constexpr bool kStandard = kTopology == Topology::kStandard;
   static constexpr A kInfinity = A(__builtin_inf()), kNaN = A(__builtin_nan(""));
   // Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
   static constexpr A kLimit = A(1 << 21);
 
-  // Values of one frame, by column, with margins of zeros.
+  // Values of one frame, by column, with a margin of kWidth zeros on either side.
   struct Row {
     A* m;
     Exponent* e;
-    Value Get(int64_t u) const { return {Load(m + u), Load(e + u)}; }  // columns u, u + 1, ...
+    Value Get(int64_t u) const { return {Load(m + u), Load(e + u)}; }  // columns u ... u + kWidth - 1
     void Set(int64_t u, Value v, int lane) const { m[u] = v.m[lane], e[u] = v.e[lane]; }
+  };
+  struct Node {
+    Value alpha, blank, label;  // alpha, and the probabilities of the arcs that leave
   };
 
  public:
@@ -41,24 +44,27 @@ class Lattice {
         sequence_(sequence),
         frames_(Clamp(args.num_frames[sequence], 0, args.frames)),
         labels_(Clamp(args.num_labels[sequence], 0, args.columns - 1)),
-        steps_((labels_ + 2 * kWidth - 1) / kWidth * kWidth),
-        stride_(steps_ + 2 * kWidth) {
-    A* memory = static_cast<A*>(ThreadScratch((2 * kFrames + 4 + 2 * kFrames) * stride_ * sizeof(A)));
-    const auto take = [&](int64_t rows) { return memory += rows * stride_, memory - rows * stride_; };
-    blank_ = take(kFrames) + kWidth;
-    label_ = take(kFrames) + kWidth;
-    alpha_row_ = {take(1) + kWidth, reinterpret_cast<Exponent*>(take(1)) + kWidth};
-    beta_row_ = {take(1) + kWidth, reinterpret_cast<Exponent*>(take(1)) + kWidth};
-    alpha_ = reinterpret_cast<Value*>(take(2 * kFrames));
+        steps_(labels_ + kWidth),
+        size_(args.frames * args.columns),
+        log_blank_(static_cast<const A*>(args.log_blank) + sequence * size_),
+        log_label_(static_cast<const A*>(args.log_label) + sequence * size_),
+        grad_blank_(static_cast<A*>(args.grad_blank) + sequence * size_),
+        grad_label_(static_cast<A*>(args.grad_label) + sequence * size_),
+        row_size_((labels_ + 4 * kWidth) / kWidth * kWidth) {
+    const size_t kept_bytes = kStrips * steps_ * sizeof(Node);
+    char* const memory = static_cast<char*>(ThreadScratch(kept_bytes + 4 * row_size_ * sizeof(A)));
+    kept_ = reinterpret_cast<Node*>(memory);
+    A* const rows = reinterpret_cast<A*>(memory + kept_bytes) + kWidth;
+    alpha_row_ = {rows, reinterpret_cast<Exponent*>(rows + row_size_)};
+    beta_row_ = {rows + 2 * row_size_, reinterpret_cast<Exponent*>(rows + 3 * row_size_)};
   }
 
   void Run(bool gradient) {
-    const int64_t groups = (frames_ + kFrames - 1) / kFrames;
-    Start(alpha_row_, 0, {1, 0});
-    for (int64_t group = 0; group < groups; ++group) {
-      if (gradient) Checkpoint(group, true);
-      Read(group);
-      for (int strip = 0; strip < kStrips; ++strip) SweepAlpha<false>(strip);
+    const int64_t strips = (frames_ + kWidth - 1) / kWidth;
+    Start(alpha_row_, 0, 1, 0);
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      if (gradient && strip % kStrips == 0) Checkpoint(strip / kStrips, true);
+      SweepAlpha<false>(strip);
     }
 
     const A z = alpha_row_.m[labels_];
@@ -71,112 +77,48 @@ class Lattice {
                  : A(0 - (log(double(z)) + double(z_exponent) * 0.69314718055994530942));
     if (!gradient) return;
 
-    if (bad || z == 0) {
-      Fill(bad ? kNaN : A(0));
-      return;
+    const bool dead = bad || z == 0;
+    // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
+    if (!dead) Start(beta_row_, labels_, -1 / z, -z_exponent);
+    for (int64_t end = dead ? 0 : strips; end > 0;) {
+      const int64_t begin = (end - 1) / kStrips * kStrips;
+      Checkpoint(begin / kStrips, false);
+      for (int64_t strip = begin; strip < end; ++strip) SweepAlpha<true>(strip);
+      while (end > begin) SweepBeta(--end);
     }
-    // The recursion is linear: started from -1 / z, it yields minus the posteriors.
-    Start(beta_row_, labels_, {-1 / z, -z_exponent});
-    for (int64_t group = groups; group-- > 0;) {
-      Checkpoint(group, false);
-      Read(group);
-      for (int strip = 0; strip < kStrips; ++strip) SweepAlpha<true>(strip);
-      for (int strip = kStrips; strip-- > 0;) SweepBeta(strip);
-      Write(group);
+    for (A* grad : {grad_blank_, grad_label_}) {
+      for (int64_t t = 0; t < frames_; ++t) {
+        A* const row = grad + t * args_.columns;
+        for (int64_t u = 0; dead && u <= labels_; ++u) row[u] = bad ? kNaN : 0;
+        for (int64_t u = labels_ + 1; u < args_.columns; ++u) row[u] = 0;
+      }
+      memset(grad + frames_ * args_.columns, 0, (size_ - frames_ * args_.columns) * sizeof(A));
     }
-    ZeroRows(frames_);
   }
 
  private:
-  struct Scalar {
-    A m;
-    Exponent e;
-  };
-
   // All zero but one column.
-  void Start(const Row& row, int64_t u, Scalar value) {
-    for (int64_t i = -kWidth; i < stride_ - kWidth; ++i) row.m[i] = 0, row.e[i] = S::kZero;
-    row.m[u] = value.m, row.e[u] = value.e;
+  void Start(const Row& row, int64_t u, A m, Exponent e) {
+    for (int64_t i = -kWidth; i < row_size_ - kWidth; ++i) row.m[i] = 0, row.e[i] = S::kZero;
+    row.m[u] = m, row.e[u] = e;
   }
 
   void NormalizeRow(const Row& row) {
-    for (int64_t u = 0; u < steps_; u += kWidth) {
+    for (int64_t u = 0; u <= labels_; u += kWidth) {
       const Value v = Normalize(row.Get(u));
       Store(v.m, row.m + u);
       Store(v.e, row.e + u);
     }
   }
 
-  // Keeps the row in the workspace, or fetches it.
-  void Checkpoint(int64_t group, bool keep) {
-    const int64_t plane = (args_.frames + 7) / 8 * args_.columns;
-    A* const m = static_cast<A*>(args_.workspace) + sequence_ * 2 * plane + group * args_.columns;
-    A* const e = m + plane;
+  // Keeps the row of alphas in the workspace, or fetches it.
+  void Checkpoint(int64_t number, bool keep) {
+    const int64_t plane = LatticeWorkspace(args_.frames, args_.columns) / 2;
+    A* const m = static_cast<A*>(args_.workspace) + sequence_ * 2 * plane + number * args_.columns;
+    void* const e = m + plane;
     const size_t bytes = (labels_ + 1) * sizeof(A);
-    memcpy(keep ? m : alpha_row_.m, keep ? alpha_row_.m : m, bytes);
-    memcpy(keep ? static_cast<void*>(e) : alpha_row_.e, keep ? alpha_row_.e : static_cast<void*>(e), bytes);
-  }
-
-  int64_t Plane(int64_t t) const { return (sequence_ * args_.frames + t) * args_.columns; }
-
-  // Log-probabilities of a group's frames, with margins of -inf. Frames behind the last pass everything on: the blank
-  // arc has probability 1.
-  void Read(int64_t group) {
-    for (int64_t i = 0; i < kFrames; ++i) {
-      const int64_t t = group * kFrames + i;
-      A* const blank = blank_ + i * stride_;
-      A* const label = label_ + i * stride_;
-      for (int64_t u = -kWidth; u < steps_ + kWidth; u += kWidth) {
-        Store(Broadcast(-kInfinity), blank + u);
-        Store(Broadcast(-kInfinity), label + u);
-      }
-      if (t < frames_) {
-        Copy(static_cast<const A*>(args_.log_blank) + Plane(t), labels_ + 1, blank);
-        Copy(static_cast<const A*>(args_.log_label) + Plane(t), labels_, label);
-      } else {
-        for (int64_t u = 0; u <= labels_; ++u) blank[u] = 0;
-      }
-    }
-  }
-
-  void Copy(const A* from, int64_t n, A* to) {
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth) {
-      const F x = Load(from + i);
-      bad_ |= ~(x < kLimit);
-      Store(x, to + i);
-    }
-    for (; i < n; ++i) {
-      bad_[0] |= !(from[i] < kLimit);
-      to[i] = from[i];
-    }
-  }
-
-  void Write(int64_t group) {
-    for (int64_t i = 0; i < kFrames; ++i) {
-      const int64_t t = group * kFrames + i;
-      if (t >= frames_) break;
-      for (A* plane : {static_cast<A*>(args_.grad_blank), static_cast<A*>(args_.grad_label)}) {
-        const A* from = plane == args_.grad_blank ? blank_ : label_;
-        memcpy(plane + Plane(t), from + i * stride_, (labels_ + 1) * sizeof(A));
-        memset(plane + Plane(t) + labels_ + 1, 0, (args_.columns - labels_ - 1) * sizeof(A));
-      }
-    }
-  }
-
-  void Fill(A value) {
-    for (A* plane : {static_cast<A*>(args_.grad_blank), static_cast<A*>(args_.grad_label)}) {
-      for (int64_t t = 0; t < frames_; ++t) {
-        for (int64_t u = 0; u < args_.columns; ++u) plane[Plane(t) + u] = u <= labels_ ? value : 0;
-      }
-    }
-    ZeroRows(frames_);
-  }
-
-  void ZeroRows(int64_t t) {
-    const size_t bytes = (Plane(args_.frames) - Plane(t)) * sizeof(A);
-    memset(static_cast<A*>(args_.grad_blank) + Plane(t), 0, bytes);
-    memset(static_cast<A*>(args_.grad_label) + Plane(t), 0, bytes);
+    keep ? memcpy(m, alpha_row_.m, bytes) : memcpy(alpha_row_.m, m, bytes);
+    keep ? memcpy(e, alpha_row_.e, bytes) : memcpy(alpha_row_.e, e, bytes);
   }
 
   static Value Probability(F x) {
@@ -185,36 +127,68 @@ class Lattice {
     return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
   }
 
-  // Element j, lane i: column step + j - i of row i.
-  void Skew(const A* rows, int64_t step, F* skewed) const {
-    for (int i = 0; i < kWidth; ++i) skewed[i] = Load(rows + i * stride_ + step - i);
+  // Columns u ... u + kWidth - 1 of frame t; -inf outside [0, n).
+  F LoadColumns(const A* plane, int64_t t, int64_t u, int64_t n) {
+    const int64_t at = t * args_.columns + u;
+    if (u >= 0 && u + kWidth <= n) return Load(plane + at);
+    A padded[kWidth] = {};
+    const bool readable = at >= 0 && at + kWidth <= size_;
+    for (int lane = 0; !readable && lane < kWidth; ++lane) {
+      if (0 <= u + lane && u + lane < n) padded[lane] = plane[at + lane];
+    }
+    return LanesBetween<A>(-u, n - u) ? Load(readable ? plane + at : padded) : Broadcast(-kInfinity);
+  }
+
+  void StoreColumns(F v, A* plane, int64_t t, int64_t u) const {
+    const int64_t at = t * args_.columns + u;
+    if (u >= 0 && u + kWidth <= labels_ + 1) return Store(v, plane + at);
+    if (at >= 0 && at + kWidth <= size_) {
+      return Store(LanesBetween<A>(-u, labels_ + 1 - u) ? v : Load(plane + at), plane + at);
+    }
+    for (int lane = 0; lane < kWidth; ++lane) {
+      if (0 <= u + lane && u + lane <= labels_) plane[at + lane] = v[lane];
+    }
+  }
+
+  // Element j, lane i: column step + j - i of frame t + i. Frames behind the last pass everything on by their blank
+  // arcs.
+  void Skew(const A* plane, int64_t t, int64_t step, int64_t n, A behind, F* skewed) {
+    I good = Broadcast(A(0)) == A(0);
+    for (int i = 0; i < kWidth; ++i) {
+      const int64_t u = step - i;
+      if (t + i < frames_) {
+        skewed[i] = LoadColumns(plane, t + i, u, n);
+        good &= skewed[i] < kLimit;
+      } else {
+        skewed[i] = LanesBetween<A>(-u, n - u) ? Broadcast(behind) : Broadcast(-kInfinity);
+      }
+    }
+    bad_ |= ~good;
     Transpose(skewed);
   }
 
-  void Unskew(F* skewed, int64_t step, A* rows) const {
+  void Unskew(F* skewed, A* plane, int64_t t, int64_t step) const {
     Transpose(skewed);
-    for (int i = 0; i < kWidth; ++i) Store(skewed[i], rows + i * stride_ + step - i);
+    for (int i = 0; i < kWidth && t + i < frames_; ++i) StoreColumns(skewed[i], plane, t + i, step - i);
   }
 
   template <bool kKeep>
-  void SweepAlpha(int strip) {
-    const A* const blank_rows = blank_ + strip * kWidth * stride_;
-    const A* const label_rows = label_ + strip * kWidth * stride_;
-    Value* const kept = alpha_ + strip * steps_;
+  void SweepAlpha(int64_t strip) {
+    Node* const kept = kept_ + strip % kStrips * steps_;
     const auto up = [](Value v, Value in) { return Value{ShiftUp(v.m, in.m), ShiftUp(v.e, in.e)}; };
     Value alpha = up(Zero<S>(), alpha_row_.Get(1 - kWidth)), last_label = Zero<S>();
     for (int64_t block = 0; block < steps_; block += kWidth) {
       F log_blank[kWidth], log_label[kWidth];
-      Skew(blank_rows, block, log_blank);
-      Skew(label_rows, block, log_label);
+      Skew(log_blank_, strip * kWidth, block, labels_ + 1, 0, log_blank);
+      Skew(log_label_, strip * kWidth, block, labels_, -kInfinity, log_label);
       alpha = Normalize(alpha);
-      for (int j = 0; j < kWidth; ++j) {
-        const int64_t step = block + j;
-        if (kKeep) kept[step] = alpha;
-        const Value blank = alpha * Probability(log_blank[j]), label = alpha * Probability(log_label[j]);
-        const Value down = kTopology == Topology::kStandard ? blank : blank + last_label;
+      for (int64_t step = block; step < Clamp(block + kWidth, 0, steps_); ++step) {
+        const Value p_blank = Probability(log_blank[step - block]), p_label = Probability(log_label[step - block]);
+        if (kKeep) kept[step] = {alpha, p_blank, p_label};
+        const Value blank = alpha * p_blank, label = alpha * p_label;
+        const Value down = kStandard ? blank : blank + last_label;
         const Value in = up(down, alpha_row_.Get(step + 2 - kWidth));
-        alpha = kTopology == Topology::kStandard ? in + label : in;
+        alpha = kStandard ? in + label : in;
         last_label = label;
         alpha_row_.Set(step + 1 - kWidth, down, kWidth - 1);
       }
@@ -222,44 +196,42 @@ class Lattice {
     NormalizeRow(alpha_row_);
   }
 
-  void SweepBeta(int strip) {
-    A* const blank_rows = blank_ + strip * kWidth * stride_;
-    A* const label_rows = label_ + strip * kWidth * stride_;
-    const Value* const kept = alpha_ + strip * steps_;
+  void SweepBeta(int64_t strip) {
+    const Node* const kept = kept_ + strip % kStrips * steps_;
     Value beta = Zero<S>(), last_below = Zero<S>();
-    for (int64_t block = steps_ - kWidth; block >= 0; block -= kWidth) {
-      F log_blank[kWidth], log_label[kWidth];
-      Skew(blank_rows, block, log_blank);
-      Skew(label_rows, block, log_label);
+    for (int64_t block = (steps_ - 1) / kWidth * kWidth; block >= 0; block -= kWidth) {
+      F grad_blank[kWidth], grad_label[kWidth];
       beta = Normalize(beta);
-      for (int j = kWidth; j-- > 0;) {
-        const int64_t step = block + j;
+      int64_t step = block + kWidth;
+      for (; step > steps_; --step) grad_blank[step - 1 - block] = grad_label[step - 1 - block] = F{};
+      while (step-- > block) {
+        const Node& node = kept[step];
         const Value in = beta_row_.Get(step + 1 - kWidth);
         const Value below = {ShiftDown(beta.m, in.m), ShiftDown(beta.e, in.e)};
-        const Value blank = Probability(log_blank[j]) * below;
-        const Value label = Probability(log_label[j]) * (kTopology == Topology::kStandard ? beta : last_below);
-        const auto posterior = [&](Value v) { return kept[step].m * v.m * PowerOfTwo<S>(kept[step].e + v.e); };
-        log_blank[j] = posterior(blank);
-        log_label[j] = posterior(label);
+        const Value blank = node.blank * below, label = node.label * (kStandard ? beta : last_below);
+        const auto posterior = [&](Value v) { return node.alpha.m * v.m * PowerOfTwo<S>(node.alpha.e + v.e); };
+        grad_blank[step - block] = posterior(blank);
+        grad_label[step - block] = posterior(label);
         beta = blank + label;
         last_below = below;
         beta_row_.Set(step, beta, 0);
       }
-      Unskew(log_blank, block, blank_rows);
-      Unskew(log_label, block, label_rows);
+      Unskew(grad_blank, grad_blank_, strip * kWidth, block);
+      Unskew(grad_label, grad_label_, strip * kWidth, block);
     }
     NormalizeRow(beta_row_);
   }
 
   const LatticeArgs& args_;
   const int64_t sequence_;
-  const int64_t frames_, labels_;  // T_b, U_b
-  const int64_t steps_, stride_;   // steps of a sweep over a strip, a multiple of kWidth; elements of a padded row
-  A* blank_;  // [kFrames, stride_] log-probabilities of the group at hand; then minus the posteriors
-  A* label_;
+  const int64_t frames_, labels_, steps_;  // T_b, U_b, steps of a sweep over a strip
+  const int64_t size_;                     // of a sequence's plane
+  const A *const log_blank_, *const log_label_;
+  A *const grad_blank_, *const grad_label_;
+  const int64_t row_size_;
   Row alpha_row_, beta_row_;  // what enters the strip from the frame above it; beta of the frame below it
-  Value* alpha_;              // [kStrips, steps_] skewed alphas of the group
-  I bad_ = {};                // nonzero: a NaN or +inf was read
+  Node* kept_;                // [kStrips, steps_] skewed nodes from a checkpoint to the next
+  I bad_ = {};                // nonzero where a NaN or +inf was read
 };
 
 template <class A>

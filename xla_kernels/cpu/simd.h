@@ -90,10 +90,23 @@ struct Simd<double> {
 
 template <class A>
 inline typename Simd<A>::F Broadcast(A x) {
-  return typename Simd<A>::F{} + x;
+  return x - typename Simd<A>::F{};  // + would make 0 of -0, and so an instruction
 }
 
 // ---- lanes ----
+
+template <class A, int... lane>
+inline typename Simd<A>::I LaneNumbers(std::integer_sequence<int, lane...>) {
+  return typename Simd<A>::I{lane...};
+}
+
+// Lane i is true where begin <= i < end.
+template <class A>
+inline auto LanesBetween(int64_t begin, int64_t end) {
+  using Lane = typename Simd<A>::Exponent;
+  const auto lane = LaneNumbers<A>(std::make_integer_sequence<int, Simd<A>::kWidth>{});
+  return (lane >= Lane(begin)) & (lane < Lane(end));
+}
 
 template <class V>
 constexpr int Width() {
@@ -148,18 +161,40 @@ inline auto SumOfLanes(V v) {
   return Reduce<Width<V>() / 2>(v, [](V a, V b) { return a + b; });
 }
 
+// Lanes of a and b with and without a bit in their number, exchanged: one step of a transposition.
+template <int kBit, class V>
+inline V Low(V a, V b) {
+  return Permute(a, b, [](int lane) { return lane & kBit ? Width<V>() + lane - kBit : lane; });
+}
+template <int kBit, class V>
+inline V High(V a, V b) {
+  return Permute(a, b, [](int lane) { return lane & kBit ? Width<V>() + lane : lane + kBit; });
+}
+
 // Transposes the square matrix whose rows are v[0 .. Width): swaps bit after bit of the row's and the lane's number.
-template <int kStride = 1, class V>
+template <int kBit = 1, class V>
 inline void Transpose(V* v) {
-  if constexpr (kStride < Width<V>()) {
+  if constexpr (kBit < Width<V>()) {
     for (int row = 0; row < Width<V>(); ++row) {
-      if (row & kStride) continue;
-      const V a = v[row], b = v[row + kStride];
-      v[row] = Permute(a, b, [](int lane) { return lane & kStride ? Width<V>() + lane - kStride : lane; });
-      v[row + kStride] = Permute(a, b, [](int lane) { return lane & kStride ? Width<V>() + lane : lane + kStride; });
+      if (row & kBit) continue;
+      const V a = v[row], b = v[row + kBit];
+      v[row] = Low<kBit>(a, b);
+      v[row + kBit] = High<kBit>(a, b);
     }
-    Transpose<2 * kStride>(v);
+    Transpose<2 * kBit>(v);
   }
+}
+
+// Lane i of the result combines all lanes of v[i]. Overwrites v.
+template <int kBit = 1, class V, class Combine>
+inline V ReduceRows(V* v, Combine combine) {
+  if constexpr (kBit < Width<V>()) {
+    for (int row = 0; row < Width<V>(); row += 2 * kBit) {
+      v[row] = combine(Low<kBit>(v[row], v[row + kBit]), High<kBit>(v[row], v[row + kBit]));
+    }
+    return ReduceRows<2 * kBit>(v, combine);
+  }
+  return v[0];
 }
 
 // ---- memory: no alignment is asked for ----
@@ -247,8 +282,9 @@ struct SplitExp {
   explicit SplitExp(typename S::F x) {
     const typename S::F rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
     const typename S::F r = x - n * S::kLn2High - n * S::kLn2Low;
-    typename S::F poly = Broadcast<A>(0);
-    for (int i = sizeof(S::kExp) / sizeof(A); i-- > 0;) poly = poly * r + S::kExp[i];
+    int i = sizeof(S::kExp) / sizeof(A) - 1;
+    typename S::F poly = Broadcast(S::kExp[i]);
+    while (i-- > 0) poly = poly * r + S::kExp[i];
     m = (poly * r + A(1)) * r + A(1);
     biased = (typename S::I)rounded;
   }
@@ -263,6 +299,23 @@ inline V Exp(V x) {
   constexpr A kLowest = Simd<A>::kExponentBias * A(-0.6931471805599453);
   const SplitExp<A> split(Max(Broadcast(kLowest), x));
   return split.m * split.PowerOfTwo();
+}
+
+// log(x) for normal x > 0 within 2 ulp: log(1) is exactly 0, log(NaN) NaN.
+template <class V>
+inline V Log(V x) {
+  using A = std::decay_t<decltype(x[0])>;
+  using S = Simd<A>;
+  using I = typename S::I;
+  constexpr int kTerms = sizeof(A) == 4 ? 5 : 12;
+  // x = m * 2^e with m in [1, 2) * sqrt(1/2), and log(m) = 2 artanh(s).
+  const I half = (I)Broadcast(A(0.70710678118654752440));
+  const I e = ((I)x - half) >> S::kMantissaBits;
+  const V m = (V)((I)x - (e << S::kMantissaBits)), n = __builtin_convertvector(e, V);
+  const V s = (m - A(1)) / (m + A(1)), s2 = s * s;
+  V series = Broadcast(A(0));
+  for (int i = kTerms; i > 0; --i) series = (series + A(2) / A(2 * i + 1)) * s2;
+  return n * S::kLn2High + (n * S::kLn2Low + (s * series + (s + s))) + (x - x);
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

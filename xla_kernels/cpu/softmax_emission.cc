@@ -1,8 +1,5 @@
 #include "xla_kernels/cpu/softmax_emission.h"
 
-#include <math.h>
-#include <string.h>
-
 #include "xla_kernels/cpu/simd.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
@@ -12,190 +9,316 @@ using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>
 
 template <class A>
 constexpr A kInfinity = A(__builtin_inf());
+template <class A>
+constexpr A kNaN = A(__builtin_nan(""));
 
-// Elements whose maximum is taken before their exponentials: 4 KiB of float, so that they are still in the L1 cache.
+// Elements whose maximum is taken before their exponentials: few enough to be still in the L1 cache.
 constexpr int64_t kBlock = 1024;
 
-// ---- scalars in terms of vectors, so that an element has the same bits wherever it is computed ----
+// Walks over the rows in order.
+class RowCursor {
+ public:
+  RowCursor(const EmissionShape& shape, const int32_t* label, const int32_t* num_frames, int64_t row)
+      : shape_(shape),
+        label_(label),
+        num_frames_(num_frames),
+        u_(row % shape.columns),
+        t_(row / shape.columns % shape.frames),
+        b_(row / shape.columns / shape.frames) {}
 
-template <class T>
-inline Accumulator<T> LoadOne(const T* x) {
-  using A = Accumulator<T>;
-  if constexpr (std::is_same_v<T, A>) return *x;
-  T padded[Simd<A>::kWidth] = {*x};
-  return Load(padded)[0];
-}
-
-// ---- rows ----
-
-// Calls row(r, b, label) for the rows r in [begin, end); the label of a row behind the frames is kOutside.
-template <class Row>
-inline void ForEachRow(const EmissionShape& shape, const int32_t* labels, const int32_t* num_frames, int64_t begin,
-                       int64_t end, Row row) {
-  if (begin >= end) return;
-  int64_t u = begin % shape.columns, t = begin / shape.columns % shape.frames;
-  int64_t b = begin / shape.columns / shape.frames;
-  for (int64_t r = begin; r < end; ++b, t = 0) {
-    for (; t < shape.frames && r < end; ++t, u = 0) {
-      const int32_t* label = labels + (shape.label_frames == 1 ? b : b * shape.frames + t) * shape.columns;
-      const bool inside = t < num_frames[b];
-      for (; u < shape.columns && r < end; ++u, ++r) row(r, b, inside ? label[u] : kOutside);
-    }
+  int64_t sequence() const { return b_; }
+  int32_t label() const {
+    if (t_ >= num_frames_[b_]) return kOutside;
+    return label_[(shape_.label_frames == 1 ? b_ : b_ * shape_.frames + t_) * shape_.columns + u_];
   }
+  void Advance() {
+    if (++u_ < shape_.columns) return;
+    u_ = 0;
+    if (++t_ < shape_.frames) return;
+    t_ = 0;
+    ++b_;
+  }
+
+ private:
+  const EmissionShape& shape_;
+  const int32_t* const label_;
+  const int32_t* const num_frames_;
+  int64_t u_, t_, b_;
+};
+
+// One value per row of a group of up to kWidth rows.
+
+template <class A>
+inline typename Simd<A>::F LoadLanes(const A* x, int count) {
+  if (count == Simd<A>::kWidth) return Load(x);
+  A padded[Simd<A>::kWidth] = {};
+  for (int lane = 0; lane < count; ++lane) padded[lane] = x[lane];
+  return Load(padded);
 }
 
 template <class A>
-struct LogSum {
-  A max, sum;  // sum of exp(x - max)
-};
+inline void StoreLanes(typename Simd<A>::F v, A* x, int count) {
+  if (count == Simd<A>::kWidth) return Store(v, x);
+  for (int lane = 0; lane < count; ++lane) x[lane] = v[lane];
+}
 
-// For n >= Width elements.
+// The elements [(n - 1) / kWidth * kWidth, n) of a row of n >= kWidth elements, behind lanes of -inf.
 template <class T>
-inline LogSum<Accumulator<T>> SumExp(const T* x, int64_t n) {
+inline auto LoadLast(const T* x, int64_t n) {
   using A = Accumulator<T>;
-  using F = typename Simd<A>::F;
   constexpr int kWidth = Simd<A>::kWidth;
+  return LanesBetween<A>((kWidth - n % kWidth) % kWidth, kWidth) ? Load(x + n - kWidth) : Broadcast(-kInfinity<A>);
+}
 
-  // The last vector overlaps the one before; what it repeats is blanked out.
-  F last = Load(x + n - kWidth);
-  if (n % kWidth != 0) {
-    for (int lane = 0; lane < kWidth - n % kWidth; ++lane) last[lane] = -kInfinity<A>;
+// max, over the n elements of a row and `max` itself.
+template <class T, class F>
+inline F RowMax(const T* x, int64_t n, F max) {
+  for (int64_t i = 0; i < n; i += Width<F>()) max = Max(max, Load(x + i));
+  return max;
+}
+
+template <class T, class F>
+inline F RowSumExp(const T* x, int64_t n, F shift, F sum) {
+  for (int64_t i = 0; i < n; i += Width<F>()) {
+    __builtin_prefetch(x + i + 2 * kBlock);
+    sum += Exp(Load(x + i) - shift);
   }
-  const int64_t end = n - 1 - (n - 1) % kWidth;  // where the last vector begins
+  return sum;
+}
 
-  LogSum<A> total = {-kInfinity<A>, 0};
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const bool final = n - begin <= kBlock;
-    const int64_t block_end = final ? end : begin + kBlock;
-    F max = final ? last : Broadcast(-kInfinity<A>);
-    for (int64_t i = begin; i < block_end; i += kWidth) max = Max(max, Load(x + i));
+// What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.
+template <class F>
+inline F Shift(F max) {
+  using A = std::decay_t<decltype(max[0])>;
+  return max == -kInfinity<A> ? Broadcast(A(0)) : max;
+}
 
-    const A block_max = MaxOfLanes(max);
-    A new_max = total.max > block_max ? total.max : block_max;
-    if (new_max == -kInfinity<A>) new_max = 0;  // nothing but zeros so far: keep exp(-inf - max) from being NaN
-    const F shift = Broadcast(new_max);
-    F sum = final ? Exp(last - shift) : Broadcast(A(0));
-    for (int64_t i = begin; i < block_end; i += kWidth) {
-      __builtin_prefetch(x + i + 2 * kBlock);
-      sum += Exp(Load(x + i) - shift);
-    }
-    if (begin > 0) total.sum *= Exp(Broadcast(total.max - new_max))[0];
-    total = {new_max, total.sum + SumOfLanes(sum)};
+// A group of rows of n < kWidth elements as rows of kWidth elements. `inside`: != kOutside where the row may be read.
+template <class T, class Label>
+inline void PadRows(const T* x, int64_t n, const Label* inside, T* padded) {
+  using A = Accumulator<T>;
+  constexpr int kWidth = Simd<A>::kWidth;
+  for (int row = 0; row < kWidth; ++row) {
+    Store(Broadcast(-kInfinity<A>), padded + row * kWidth);
+    for (int64_t k = 0; inside[row] != kOutside && k < n; ++k) padded[row * kWidth + k] = x[row * n + k];
   }
-  return total;
 }
 
 template <class T>
 void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
-  constexpr int kWidth = Simd<A>::kWidth;
-  constexpr A kNaN = A(__builtin_nan(""));
+  using S = Simd<A>;
+  using F = typename S::F;
+  constexpr int kWidth = S::kWidth;
   const EmissionShape& shape = args.shape;
-  const int64_t n = shape.classes;
-  A* log_label = static_cast<A*>(args.log_label);
-  A* lse = static_cast<A*>(args.lse);
+  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes, n_whole = (n - 1) / kWidth * kWidth;
 
-  ForEachRow(shape, args.label, args.num_frames, begin, end, [&](int64_t r, int64_t, int32_t label) {
-    const T* x = static_cast<const T*>(args.logits) + r * n;
-    bool dead = label == kOutside;
-    A shift = 0, log_sum = 0;  // the log of the denominator is their sum
-    if (!dead && shape.normalize) {
-      LogSum<A> total;
-      if (n >= kWidth) {
-        total = SumExp(x, n);
-      } else {
-        T padded[kWidth];
-        Store(Broadcast(-kInfinity<A>), padded);
-        for (int64_t k = 0; k < n; ++k) padded[k] = x[k];
-        total = SumExp(padded, kWidth);
-      }
-      dead = total.sum == 0;
-      shift = total.max;
-      log_sum = std::is_same_v<A, double> ? log(total.sum) : logf(total.sum);
+  if (begin >= end) return;
+  RowCursor cursor(shape, args.label, args.num_frames, begin);
+  for (int64_t r = begin; r < end; r += kWidth) {
+    const int count = end - r < kWidth ? end - r : kWidth;
+    typename S::Exponent labels[kWidth];
+    for (int lane = 0; lane < kWidth; ++lane) {
+      labels[lane] = kOutside;
+      if (lane >= count) continue;
+      labels[lane] = cursor.label();
+      cursor.Advance();
     }
-    const auto log_prob = [&](int64_t k) {
-      if (dead) return -kInfinity<A>;
-      const A value = LoadOne(x + k) - shift - log_sum;
-      return value == kInfinity<A> ? kNaN : value;
+    const auto label = Load(labels);
+    const T* x = static_cast<const T*>(args.logits) + r * shape.classes;
+    T padded[kWidth * kWidth];
+    if (shape.classes < kWidth) {
+      PadRows(x, shape.classes, labels, padded);
+      x = padded;
+    }
+
+    // Maximum and sum of exp(x - maximum) of each row. Outside rows: 0 and 0.
+    F max = {}, sum = {};
+    if (!shape.normalize) {
+      sum = label == kOutside ? F{} : Broadcast(A(1));
+    } else if (n * kWidth <= 4 * kBlock) {
+      F part[kWidth];
+      A shift[kWidth];
+      for (int lane = 0; lane < kWidth; ++lane) {
+        const T* const row = x + lane * n;
+        part[lane] = labels[lane] == kOutside ? F{} : Max(RowMax(row, n_whole, F{} - kInfinity<A>), LoadLast(row, n));
+      }
+      max = ReduceRows(part, [](F a, F b) { return Max(a, b); });
+      Store(Shift(max), shift);
+      for (int lane = 0; lane < kWidth; ++lane) {
+        const T* const row = x + lane * n;
+        const F s = Broadcast(shift[lane]);
+        part[lane] = labels[lane] == kOutside ? F{} : RowSumExp(row, n_whole, s, Exp(LoadLast(row, n) - s));
+      }
+      sum = ReduceRows(part, [](F a, F b) { return a + b; });
+    } else {
+      A row_max[kWidth] = {}, row_sum[kWidth] = {};
+      for (int lane = 0; lane < kWidth; ++lane) {
+        if (labels[lane] == kOutside) continue;
+        const T* const row = x + lane * n;
+        F m = Broadcast(-kInfinity<A>), total = {};
+        for (int64_t i = 0; i < n; i += kBlock) {
+          const bool last = n - i <= kBlock;
+          const int64_t size = last ? n_whole - i : kBlock;
+          const F whole_max = RowMax(row + i, size, m), tail = last ? LoadLast(row, n) : m;
+          const F new_max = Broadcast(MaxOfLanes(Max(whole_max, tail)));
+          const F shift = Shift(new_max);
+          const F block = RowSumExp(row + i, size, shift, last ? Exp(tail - shift) : F{});
+          total = i > 0 ? total * Exp(m - shift) + block : block;
+          m = new_max;
+        }
+        row_max[lane] = m[0];
+        row_sum[lane] = SumOfLanes(total);
+      }
+      max = Load(row_max);
+      sum = Load(row_sum);
+    }
+
+    const F shift = Shift(max), log_sum = Log(sum);
+    const auto dead = sum == A(0);
+    const auto log_prob = [&](F x) {
+      const F y = x - shift - log_sum;
+      return dead & (x == x) ? Broadcast(-kInfinity<A>) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
     };
-    for (int i = 0; i < shape.num_blanks; ++i) static_cast<A*>(args.log_blank[i])[r] = log_prob(shape.blanks[i]);
-    log_label[r] = label < 0 ? -kInfinity<A> : log_prob(label);
-    if (label < kOutside || label >= n) log_label[r] = kNaN;
-    lse[r] = label == kOutside ? 0 : dead ? -kInfinity<A> : shift + log_sum;
-  });
+    T picked[kWidth] = {};
+    for (int i = 0; i < shape.num_blanks; ++i) {
+      for (int lane = 0; lane < kWidth; ++lane) {
+        if (labels[lane] != kOutside) picked[lane] = x[lane * n + shape.blanks[i]];
+      }
+      StoreLanes(log_prob(Load(picked)), static_cast<A*>(args.log_blank[i]) + r, count);
+    }
+    for (int lane = 0; lane < kWidth; ++lane) {
+      if (0 <= labels[lane] && labels[lane] < shape.classes) picked[lane] = x[lane * n + labels[lane]];
+    }
+    const auto invalid = (label < kOutside) | (label >= typename S::Exponent(shape.classes));
+    const F picked_label = label == kNoLabel ? Broadcast(-kInfinity<A>) : Load(picked);
+    StoreLanes(log_prob(invalid ? Broadcast(kNaN<A>) : picked_label), static_cast<A*>(args.log_label) + r, count);
+    StoreLanes(dead ? max : shift + log_sum, static_cast<A*>(args.lse) + r, count);
+  }
+}
+
+// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x.
+template <class T, class Function>
+inline void MapRow(const T* x, int64_t n, T* dx, Function f) {
+  constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
+  int64_t i = 0;
+  for (; i + 2 * kWidth <= n; i += kWidth) {
+    __builtin_prefetch(x + i + 2 * kBlock);
+    Store(f(Load(x + i)), dx + i);
+  }
+  const auto first = f(Load(x + i)), last = f(Load(x + n - kWidth));  // they overlap: read both before writing
+  Store(first, dx + i);
+  Store(last, dx + n - kWidth);
+}
+
+template <class T, class F>
+inline void FillRow(F value, int64_t n, T* dx) {
+  for (int64_t i = 0; i < n - Width<F>(); i += Width<F>()) Store(value, dx + i);
+  Store(value, dx + n - Width<F>());
 }
 
 template <class T>
 void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
-  using F = typename Simd<A>::F;
-  constexpr int kWidth = Simd<A>::kWidth;
+  using S = Simd<A>;
+  using F = typename S::F;
+  constexpr int kWidth = S::kWidth;
   const EmissionShape& shape = args.shape;
-  const int64_t n = shape.classes;
+  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
+  const int num_blanks = shape.num_blanks;
 
-  ForEachRow(shape, args.label, args.num_frames, begin, end, [&](int64_t r, int64_t b, int32_t label) {
-    const T* x = static_cast<const T*>(args.logits) + r * n;
-    T* dx = static_cast<T*>(args.dlogits) + r * n;
+  if (begin >= end) return;
+  RowCursor cursor(shape, args.label, args.num_frames, begin);
+  for (int64_t r = begin; r < end; r += kWidth) {
+    const int count = end - r < kWidth ? end - r : kWidth;
+    typename S::Exponent labels[kWidth];
+    A scales[kWidth] = {}, limits[kWidth] = {};
+    for (int lane = 0; lane < kWidth; ++lane) {
+      labels[lane] = kOutside;
+      if (lane >= count) continue;
+      const A clamp = static_cast<const A*>(args.clamp)[cursor.sequence()];
+      labels[lane] = cursor.label();
+      limits[lane] = clamp > 0 ? clamp : kInfinity<A>;
+      scales[lane] = static_cast<const A*>(args.scale)[cursor.sequence()];
+      cursor.Advance();
+    }
+    const auto label = Load(labels);
+    const F scale = Load(scales), limit = Load(limits);
 
-    // The arcs' classes and cotangents; classes that occur twice are added up.
-    int64_t arc_class[kMaxBlanks + 1];
-    A arc_ct[kMaxBlanks + 1], sum = 0;
-    int arcs = 0;
-    bool zero = true;
-    const auto add_arc = [&](int64_t k, A ct) {
-      sum += ct;
-      zero = zero && ct == 0;
-      int arc = 0;
-      while (arc < arcs && arc_class[arc] != k) ++arc;
-      if (arc == arcs) arc_class[arcs++] = k, arc_ct[arc] = 0;
-      arc_ct[arc] += ct;
+    const auto ct = [&](int arc) {
+      return LoadLanes(static_cast<const A*>(arc < num_blanks ? args.ct_blank[arc] : args.ct_label) + r, count);
     };
-    if (label != kOutside) {
-      for (int i = 0; i < shape.num_blanks; ++i) {
-        add_arc(shape.blanks[i], static_cast<const A*>(args.ct_blank[i])[r]);
+    F sum = {};
+    auto zero = sum == sum;
+    for (int arc = 0; arc <= num_blanks; ++arc) {
+      sum += ct(arc);
+      zero &= ct(arc) == A(0);
+    }
+    // From here on rows of zeros count as outside: they are not read.
+    Store(zero ? decltype(label){} + kOutside : label, labels);
+    const T* x = static_cast<const T*>(args.logits) + r * shape.classes;
+    T* dx = static_cast<T*>(args.dlogits) + r * shape.classes;
+    T padded[kWidth * kWidth];
+    if (shape.classes < kWidth) {
+      PadRows(x, shape.classes, labels, padded);
+      x = dx = padded;
+    }
+    const F row_lse = LoadLanes(static_cast<const A*>(args.lse) + r, count), lse = Shift(row_lse);
+
+    const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
+
+    // Classes with arcs, before their logits are overwritten.
+    T arc_dx[kMaxBlanks + 1][kWidth];
+    for (int arc = 0; arc <= num_blanks; ++arc) {
+      F arc_ct = {};
+      for (int other = 0; other <= num_blanks; ++other) {
+        if (arc < num_blanks && other < num_blanks) {
+          if (shape.blanks[arc] == shape.blanks[other]) arc_ct += ct(other);
+        } else if (arc == other) {
+          arc_ct += ct(other);
+        } else {
+          const auto blank = typename S::Exponent(shape.blanks[arc < num_blanks ? arc : other]);
+          arc_ct += label == blank ? ct(other) : F{};
+        }
       }
-      const A ct_label = static_cast<const A*>(args.ct_label)[r];
-      if (label >= 0 && label < n) {
-        add_arc(label, ct_label);
+      for (int lane = 0; lane < kWidth; ++lane) {
+        const int64_t k = arc < num_blanks ? shape.blanks[arc] : labels[lane];
+        arc_dx[arc][lane] = labels[lane] != kOutside && 0 <= k && k < shape.classes ? x[lane * n + k] : T{};
+      }
+      const F softmax = shape.normalize ? Exp(Load(arc_dx[arc]) - lse) : F{};
+      Store(clip(arc_ct - softmax * sum, limit) * scale, arc_dx[arc]);
+    }
+
+    A lses[kWidth], minus_sums[kWidth], factors[kWidth];
+    Store(lse, lses);
+    Store(-sum, minus_sums);
+    Store(-sum * scale, factors);
+    for (int lane = 0; lane < count; ++lane) {
+      const T* const row = x + lane * n;
+      T* const row_dx = dx + lane * n;
+      if (labels[lane] == kOutside) {
+        FillRow(F{}, n, row_dx);
+        continue;
+      }
+      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
+      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
+      if (!shape.normalize) {
+        FillRow(clip(minus_sum == minus_sum ? F{} : minus_sum, limit) * scale, n, row_dx);
+      } else if (limits[lane] == kInfinity<A>) {
+        MapRow(row, n, row_dx, [&](F v) { return Exp(v - row_lse) * factor; });
       } else {
-        sum += ct_label;
-        zero = zero && ct_label == 0;
+        MapRow(row, n, row_dx, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
+      }
+      for (int arc = 0; arc < num_blanks; ++arc) row_dx[shape.blanks[arc]] = arc_dx[arc][lane];
+      if (0 <= labels[lane] && labels[lane] < shape.classes) row_dx[labels[lane]] = arc_dx[num_blanks][lane];
+    }
+    if (shape.classes < kWidth) {
+      T* const to = static_cast<T*>(args.dlogits) + r * shape.classes;
+      for (int lane = 0; lane < count; ++lane) {
+        for (int64_t k = 0; k < shape.classes; ++k) to[lane * shape.classes + k] = padded[lane * kWidth + k];
       }
     }
-    if (zero) {
-      memset(static_cast<void*>(dx), 0, n * sizeof(T));
-      return;
-    }
-
-    const A clamp = static_cast<const A*>(args.clamp)[b];
-    const F limit = Broadcast(clamp > 0 ? clamp : kInfinity<A>),
-            scale = Broadcast(static_cast<const A*>(args.scale)[b]);
-    const A row_lse = static_cast<const A*>(args.lse)[r];
-    const F lse = Broadcast(row_lse == -kInfinity<A> ? A(0) : row_lse);
-    const F minus_sum = Broadcast(-sum);
-    const auto softmax_term = [&](F v) {
-      return shape.normalize ? Exp(v - lse) * minus_sum : sum == sum ? Broadcast(A(0)) : Broadcast(sum);
-    };
-    const auto finish = [&](F unit) { return Max(-limit, Min(limit, unit)) * scale; };
-
-    T arc_dx[kMaxBlanks + 1];
-    for (int arc = 0; arc < arcs; ++arc) {
-      T padded[kWidth];
-      Store(finish(Broadcast(arc_ct[arc]) + softmax_term(Broadcast(LoadOne(x + arc_class[arc])))), padded);
-      arc_dx[arc] = padded[0];
-    }
-    if (n < kWidth) {
-      T padded[kWidth] = {};
-      for (int64_t k = 0; k < n; ++k) padded[k] = x[k];
-      Store(finish(softmax_term(Load(padded))), padded);
-      for (int64_t k = 0; k < n; ++k) dx[k] = padded[k];
-    } else {
-      const F last = finish(softmax_term(Load(x + n - kWidth)));  // overlaps: before its elements are overwritten
-      for (int64_t i = 0; i + kWidth <= n; i += kWidth) Store(finish(softmax_term(Load(x + i))), dx + i);
-      Store(last, dx + n - kWidth);
-    }
-    for (int arc = 0; arc < arcs; ++arc) dx[arc_class[arc]] = arc_dx[arc];
-  });
+  }
 }
 
 void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end) {

@@ -1,0 +1,116 @@
+"""A small transducer in Flax NNX: convolutional encoder, stateless predictor, additive joint, greedy decoding.
+
+B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V classes. Blank is the last class.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Block(nnx.Module):
+    """Residual convolution over time: [B, N, E] -> [B, N, E]."""
+
+    def __init__(self, width, dilation, *, rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.conv = nnx.Conv(width, width, kernel_size=(5,), kernel_dilation=dilation, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.relu(self.conv(self.norm(x)))
+
+
+class Encoder(nnx.Module):
+    """Strided convolutions over time and height, then residual ones over time: [B, T, F] -> [B, N, E]."""
+
+    def __init__(self, features, width, strides, channels, blocks, *, rngs):
+        sizes = (1, *channels)
+        convs = []
+        for i, stride in enumerate(strides):
+            convs += [nnx.Conv(sizes[i], sizes[i + 1], kernel_size=(3, 3), strides=stride, rngs=rngs), nnx.relu]
+            features = -(-features // stride[1])
+        self.subsample = nnx.Sequential(*convs)
+        self.project = nnx.Linear(features * sizes[-1], width, rngs=rngs)
+        self.blocks = nnx.Sequential(*[Block(width, d, rngs=rngs) for d in blocks])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.subsample(x[..., None])
+        return self.norm(self.blocks(self.project(x.reshape(*x.shape[:2], -1))))
+
+
+class Predictor(nnx.Module):
+    """Stateless predictor (Ghodsi et al. 2020): a function of the last two labels only, [..., 2] -> [..., P]."""
+
+    def __init__(self, classes, width, *, rngs):
+        self.embed = nnx.Embed(2 * classes, width, rngs=rngs)
+        self.offset = classes
+
+    def __call__(self, context):
+        return nnx.relu(self.embed(context + jnp.arange(2) * self.offset).sum(-2))
+
+
+class Joint(nnx.Module):
+    """Additive joint: every encoder frame meets every predictor state, [B, N, E], [B, U1, P] -> [B, N, U1, V]."""
+
+    def __init__(self, encoder_width, predictor_width, width, classes, *, rngs):
+        self.frame = nnx.Linear(encoder_width, width, rngs=rngs)
+        self.state = nnx.Linear(predictor_width, width, use_bias=False, rngs=rngs)
+        self.output = nnx.Linear(width, classes, rngs=rngs)
+
+    def __call__(self, frames, states):
+        hidden = jnp.tanh(self.frame(frames)[:, :, None] + self.state(states)[:, None])
+        # Two dimensions for the matmul: over four, XLA's CPU backend transposes its gradient into a second buffer.
+        logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+class Transducer(nnx.Module):
+    """Encoder, predictor and joint. `classes` includes blank, the last one."""
+
+    def __init__(self, features, classes, *, width=128, strides=((2, 2), (2, 2)), channels=(16, 32), blocks=(1, 2, 4), rngs):
+        self.blank = classes - 1
+        self.reduction = math.prod(time for time, _ in strides)
+        self.encoder = Encoder(features, width, strides, channels, blocks, rngs=rngs)
+        self.predictor = Predictor(classes, width, rngs=rngs)
+        self.joint = Joint(width, width, width, classes, rngs=rngs)
+
+    def lengths(self, feature_lengths):
+        """Encoder frames of an input of so many frames."""
+        return -(-feature_lengths // self.reduction)
+
+    def __call__(self, features, targets):
+        """Logits [B, N, U1, V] of all lattice nodes; column u has read the first u targets."""
+        history = jnp.pad(targets, ((0, 0), (2, 0)), constant_values=self.blank)
+        contexts = jnp.stack([history[:, :-1], history[:, 1:]], -1)  # the two labels before each column
+        return self.joint(self.encoder(features), self.predictor(contexts))
+
+
+def greedy_decode(model, features, feature_lengths, max_labels, max_per_frame=3):
+    """Most likely class at each node, followed from (0, 0): labels [B, max_labels] and their number [B].
+
+    All utterances advance at once, each at its own frame: a blank moves it to the next frame, a label is written and
+    becomes context. At most `max_per_frame` labels leave a frame, so every utterance ends.
+    """
+    frames, lengths = model.encoder(features), model.lengths(feature_lengths)
+    rows = jnp.arange(len(features))
+
+    def running(state):
+        return jnp.any(state[0] < lengths)
+
+    def step(state):
+        frame, emitted, labels, count, context = state
+        here = frames[rows, jnp.minimum(frame, frames.shape[1] - 1)]
+        logits = model.joint(here[:, None], model.predictor(context)[:, None])[:, 0, 0]
+        best = jnp.argmax(logits, -1).astype(labels.dtype)
+        emit = (best != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
+        labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(best, mode="drop")
+        context = jnp.where(emit[:, None], jnp.stack([context[:, 1], best], -1), context)
+        return frame + ~emit, jnp.where(emit, emitted + 1, 0), labels, count + emit, context
+
+    zeros = jnp.zeros(len(features), jnp.int32)
+    labels = jnp.zeros((len(features), max_labels), jnp.int32)
+    start = jnp.full((len(features), 2), model.blank, jnp.int32)
+    _, _, labels, count, _ = jax.lax.while_loop(running, step, (zeros, zeros, labels, zeros, start))
+    return labels, count

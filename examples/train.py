@@ -1,0 +1,150 @@
+"""Trains an RNN-Transducer with jax_rnnt, Flax NNX and Optax, and measures its held-out character error rate.
+
+    python examples/train.py                  # lines of handwritten digits, from scikit-learn's scans
+    python examples/train.py --data FOLDER    # connected spoken digits, from {digit}_{speaker}_{index}.wav recordings
+
+The workdir receives checkpoints, from which --resume continues exactly, and lattice.png: the posteriors of all
+alignments of three held-out samples, and the best alignment of each.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from data import CLASSES, DataError, HandwrittenDigits, SpokenDigits
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from model import Transducer, greedy_decode
+from picture import draw_lattices
+from tqdm import tqdm
+
+from jax_rnnt import rnnt_loss, rnnt_posteriors
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
+    parser.add_argument("--steps", type=int, help="default: as many as the data needs")
+    parser.add_argument("--batch", type=int, default=64, help="utterances per step, over all devices (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and training data (%(default)s)")
+    parser.add_argument("--workdir", type=Path, help="default: runs/NAME-OF-THE-DATA")
+    parser.add_argument("--resume", action="store_true", help="continue from the workdir's last checkpoint, if any")
+    parser.add_argument("--save-every", type=int, default=400, metavar="STEPS", help="also tests (%(default)s)")
+    parser.add_argument("--devices", type=int, help="default: all; a CPU poses as this many, by default 2")
+    parser.add_argument("--pmap", action="store_true", help="jax.pmap instead of jit over a sharded batch")
+    parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    parser.add_argument("--fastemit", type=float, default=0.0, metavar="LAMBDA", help="earlier labels (%(default)s)")
+    parser.add_argument("--log-json", type=Path, metavar="FILE", help="write the loss of every step and the result")
+    parser.add_argument("--expect-cer", type=float, metavar="PERCENT", help="exit 1 if the error rate is higher")
+    return parser, parser.parse_args()
+
+
+def select_devices(count):
+    """The devices that share each batch. A CPU is split into `count` of them, unless XLA_FLAGS already splits it."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count or 2)
+    return jax.devices()[:count]
+
+
+def make_train_step(graphdef, optimizer, loss, mesh, pmap):
+    """Returns (state, host batch) -> (state, loss). State is replicated, the batch is split over the mesh."""
+
+    def loss_fn(params, batch):
+        model = nnx.merge(graphdef, params)
+        logits = model(batch["features"], batch["targets"])
+        lengths = model.lengths(batch["feature_lengths"])
+        return loss(logits, batch["targets"], lengths, batch["target_lengths"], blank=model.blank)
+
+    def step(state, batch, average=lambda x: x):
+        params, opt_state = state
+        value, gradient = average(jax.value_and_grad(loss_fn)(params, batch))
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    if pmap:  # every device sees its part of the batch only, and says itself when to average
+        step = functools.partial(step, average=functools.partial(jax.lax.pmean, axis_name="data"))
+        step = jax.pmap(step, "data", in_axes=(None, 0), out_axes=None, devices=mesh.devices.tolist())
+        return lambda state, batch: step(state, {k: np.reshape(x, (mesh.size, -1, *x.shape[1:])) for k, x in batch.items()})
+    step = jax.jit(step, donate_argnums=0)  # one program for the whole batch; XLA splits it and adds the all-reduce
+    return lambda state, batch: step(state, jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
+
+
+def edit_distance(a, b):
+    """Fewest insertions, deletions and substitutions that turn a into b (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def error_rate(decode, params, batches):
+    """Percentage of held-out labels that are wrong, missing or too many."""
+    errors = total = 0
+    for batch in batches:
+        labels, counts = jax.device_get(decode(params, batch["features"], batch["feature_lengths"]))
+        for hypothesis, n, target, m in zip(labels, counts, batch["targets"], batch["target_lengths"]):
+            errors += edit_distance(hypothesis[:n].tolist(), target[:m].tolist())
+            total += m
+    return 100 * errors / total
+
+
+def main():
+    started = time.perf_counter()
+    parser, args = parse_arguments()
+    try:
+        data = SpokenDigits(args.data) if args.data else HandwrittenDigits()
+    except DataError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    devices = select_devices(args.devices)
+    if args.batch % len(devices):
+        parser.exit(2, f"{parser.prog}: --batch {args.batch} cannot be split over {len(devices)} devices\n")
+    mesh = Mesh(np.array(devices), ("data",))
+    steps = args.steps or data.steps
+    workdir = (args.workdir or Path("runs") / data.name).resolve()
+
+    model = Transducer(data.features, CLASSES, **data.model, rngs=nnx.Rngs(args.seed))
+    graphdef, params = nnx.split(model)
+    schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=1e-2))
+    state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
+    loss = functools.partial(rnnt_loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
+    train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
+    decode = jax.jit(lambda params, *x: greedy_decode(nnx.merge(graphdef, params), *x, 2 * data.max_labels))
+
+    if not args.resume:
+        shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every)
+    with ocp.CheckpointManager(workdir / "checkpoints", options=options) as checkpoints:
+        first = checkpoints.latest_step() or 0
+        if first:
+            state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
+        losses = []
+        bar = tqdm(range(first, steps), initial=first, total=steps, unit="utt", unit_scale=args.batch)
+        for step in bar:
+            batch = data.batch(np.random.default_rng((args.seed, step)), args.batch, "train")
+            state, value = train_step(state, batch)
+            losses.append(value)
+            if step % 10 == 0:  # reading a loss waits for it; rarely, so that making data overlaps with training
+                bar.set_postfix(loss=f"{value:.3f}")
+            checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
+    print(len(losses), time.perf_counter()-started)
+    test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
+    for _ in range(2):
+        t=time.time()
+        print(error_rate(decode, state[0], test), time.time()-t)
+    if args.log_json:
+        args.log_json.write_text(json.dumps({"losses": [float(x) for x in losses]}))
+
+
+if __name__ == "__main__":
+    main()
