@@ -44,7 +44,7 @@ def _normalize(m, e):
     uint, mantissa, bias = _float_layout(m.dtype)
     bits = lax.bitcast_convert_type(lax.stop_gradient(m), uint)
     k = lax.shift_right_logical(bits, jnp.full_like(bits, mantissa)).astype(jnp.int32) - bias
-    k = jnp.where(jnp.abs(k) > 2, 0, k)  # zero and NaN stay what they are
+    k = jnp.where(jnp.abs(k) > 64, 0, k)  # zero and NaN stay what they are
     return m * _pow2(-k, m.dtype), jnp.where(m == 0, _LOWEST, e + k)
 
 
@@ -72,7 +72,7 @@ def _add(a, b):
 
 def _multiply(a, b):
     (m, i), (n, j) = a, b
-    return _normalize(m * n, jnp.maximum(i + j, _LOWEST))
+    return m * n, jnp.maximum(i + j, _LOWEST)
 
 
 def _skew(x):
@@ -133,12 +133,13 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     used = [inside(num_frames, num_labels - a.du, frames, columns) for a in topology]
     bad = [jnp.any(i & (jnp.isnan(x) | (x == jnp.inf)), axis=(-1, -2)) for i, x in zip(used, planes)]
     poison = jnp.where(functools.reduce(jnp.logical_or, bad), jnp.nan, 0).astype(planes[0].dtype)
-    diagonals = [_skew(jnp.where(i, x + poison[..., None, None], -jnp.inf)) for i, x in zip(used, planes)]
+    masked = [jnp.where(i, x + poison[..., None, None], -jnp.inf) for i, x in zip(used, planes)]
+    diagonals = [_from_log(_skew(x)) for x in masked]
 
     depth = max(a.dt + a.du for a in topology)
     column = lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (columns,), num_frames.ndim)
     last = num_frames + num_labels  # the diagonal of the terminal node
-    first = diagonals[0][0]
+    first = diagonals[0][0][0]
     zero = jnp.zeros_like(first), jnp.full_like(first, _LOWEST, dtype=jnp.int32)
     start = jnp.where(column == 0, 1, zero[0]), jnp.where(column == 0, 0, zero[1])
     at_once = last == 0
@@ -150,15 +151,16 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     def step(carry, xs):
         (alpha, *coming), end = carry  # coming[k]: what already entered diagonal n + 1 + k
         n, weights = xs
+        alpha = _normalize(*alpha)  # once a step: a sum of products stays far inside the range of floats
         coming = [*coming, zero]
         for arc, weight in zip(topology, weights):
-            m, e = _multiply(alpha, _from_log(weight))
+            m, e = _multiply(alpha, weight)
             k = arc.dt + arc.du
-            coming[k - 1] = _normalize(*_add(coming[k - 1], (shift(m, arc.du, 0), shift(e, arc.du, _LOWEST))))
+            coming[k - 1] = _add(coming[k - 1], (shift(m, arc.du, 0), shift(e, arc.du, _LOWEST)))
             if arc.may_end:
                 ends = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
                 final = jnp.sum(jnp.where(ends, m, 0), -1), jnp.max(jnp.where(ends, e, _LOWEST), -1)
-                end = _normalize(*_add(end, final))
+                end = _add(end, final)
         return (tuple(coming), end), None
 
     steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
