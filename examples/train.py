@@ -33,7 +33,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
     parser.add_argument("--steps", type=int, help="default: as many as the data needs")
-    parser.add_argument("--batch", type=int, default=64, help="utterances per step, over all devices (%(default)s)")
+    parser.add_argument("--batch", type=int, help="utterances per step, over all devices; default: what the data needs")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training data (%(default)s)")
     parser.add_argument("--workdir", type=Path, help="default: runs/NAME-OF-THE-DATA")
     parser.add_argument("--resume", action="store_true", help="continue from the workdir's last checkpoint, if any")
@@ -98,6 +98,19 @@ def error_rate(decode, params, batches):
     return 100 * errors / total
 
 
+def draw_samples(model, batch, file):
+    """Picture of the alignments of the batch's first three utterances."""
+    batch = {name: x[:3] for name, x in batch.items()}
+    logits = model(batch["features"], batch["targets"])
+    lengths = model.lengths(batch["feature_lengths"])
+    arcs = rnnt_posteriors(logits, batch["targets"], lengths, batch["target_lengths"], blank=model.blank)
+    samples = []
+    for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
+        blank, label = (np.asarray(x[i, :frames, : count + 1]) for x in arcs)
+        samples.append((batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count], blank, label))
+    draw_lattices(file, samples, model.reduction)
+
+
 def main():
     started = time.perf_counter()
     parser, args = parse_arguments()
@@ -105,45 +118,60 @@ def main():
         data = SpokenDigits(args.data) if args.data else HandwrittenDigits()
     except DataError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    devices = select_devices(args.devices)
-    if args.batch % len(devices):
-        parser.exit(2, f"{parser.prog}: --batch {args.batch} cannot be split over {len(devices)} devices\n")
-    mesh = Mesh(np.array(devices), ("data",))
-    steps = args.steps or data.steps
+    mesh = Mesh(np.array(select_devices(args.devices)), ("data",))
+    steps, batch_size = args.steps or data.steps, args.batch or data.batch_size
+    if batch_size % mesh.size:
+        parser.exit(2, f"{parser.prog}: a batch of {batch_size} does not split over {mesh.size} devices\n")
     workdir = (args.workdir or Path("runs") / data.name).resolve()
 
     model = Transducer(data.features, CLASSES, **data.model, rngs=nnx.Rngs(args.seed))
     graphdef, params = nnx.split(model)
     schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=1e-2))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.2))
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
     loss = functools.partial(rnnt_loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
     train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
-    decode = jax.jit(lambda params, *x: greedy_decode(nnx.merge(graphdef, params), *x, 2 * data.max_labels))
 
+    @jax.jit
+    def decode(params, features, lengths):
+        return greedy_decode(nnx.merge(graphdef, params), features, lengths, 2 * data.max_labels)
+
+    test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
     if not args.resume:
         shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(workdir / "checkpoints", options=options) as checkpoints:
         first = checkpoints.latest_step() or 0
         if first:
             state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
-        losses = []
-        bar = tqdm(range(first, steps), initial=first, total=steps, unit="utt", unit_scale=args.batch)
-        for step in bar:
-            batch = data.batch(np.random.default_rng((args.seed, step)), args.batch, "train")
-            state, value = train_step(state, batch)
-            losses.append(value)
-            if step % 10 == 0:  # reading a loss waits for it; rarely, so that making data overlaps with training
-                bar.set_postfix(loss=f"{value:.3f}")
-            checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
-    print(len(losses), time.perf_counter()-started)
-    test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
-    for _ in range(2):
-        t=time.time()
-        print(error_rate(decode, state[0], test), time.time()-t)
+        losses, speed = [], 0.0
+        with tqdm(total=steps * batch_size, initial=first * batch_size, unit="utt") as bar:
+            for step in range(first, steps):
+                # Each batch depends on seed and step alone: a resumed run sees what an uninterrupted one would.
+                batch = data.batch(np.random.default_rng((args.seed, step)), batch_size, "train")
+                state, value = train_step(state, batch)
+                losses.append(value)
+                if step == first:
+                    value.block_until_ready()
+                    compiled = time.perf_counter()
+                if step % 10 == 0:  # reading a loss waits for it; rarely, so that making data overlaps with training
+                    bar.set_postfix(loss=f"{value:.3f}", refresh=False)
+                bar.update(batch_size)
+                if (step + 1) % args.save_every == 0 or step + 1 == steps:
+                    checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
+                    if step + 1 < steps:
+                        tqdm.write(f"step {step + 1}: held-out CER {error_rate(decode, state[0], test):.1f}%")
+        losses = [float(x) for x in losses]
+        speed = max(0, len(losses) - 1) * batch_size / (time.perf_counter() - compiled) if losses else 0.0
+
+    cer = error_rate(decode, state[0], test)
+    draw_samples(nnx.merge(graphdef, state[0]), test[0], workdir / "lattice.png")
+    seconds = time.perf_counter() - started
     if args.log_json:
-        args.log_json.write_text(json.dumps({"losses": [float(x) for x in losses]}))
+        args.log_json.write_text(json.dumps(dict(first_step=first, losses=losses, cer=cer, seconds=seconds)))
+    print(f"held-out CER {cer:.1f}% ({steps} steps, {seconds:.0f} seconds, {speed:.0f} utterances/s)")
+    if args.expect_cer is not None and not cer <= args.expect_cer:
+        raise SystemExit(f"{parser.prog}: expected at most {args.expect_cer}%")
 
 
 if __name__ == "__main__":

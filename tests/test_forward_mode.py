@@ -1,6 +1,5 @@
 """Which derivatives exist beyond the plain gradient, and are they right?"""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,11 +43,6 @@ def test_reference_forward_mode(loss, small):
     np.testing.assert_allclose(jax.jvp(call, (x,), (tangent,))[1], (expected * tangent).sum(), rtol=1e-12)
     np.testing.assert_allclose(jax.linearize(call, x)[1](tangent), (expected * tangent).sum(), rtol=1e-12)
     np.testing.assert_allclose(jax.jacfwd(call)(x), expected, atol=1e-13)
-
-
-def test_reference_slopes_of_second_order(loss, small):
-    call = total(loss, small, "reference")
-    chex.assert_numerical_grads(call, (small.logits,), order=2, rtol=1e-5, atol=1e-6)
 
 
 def test_hessian(implementation):

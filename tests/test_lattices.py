@@ -103,30 +103,31 @@ def test_batch_dimensions(topology, batch):
 
 
 def test_derivatives_of_both_orders_and_modes(topology):
-    """Slopes of value and gradient, forward, reverse and mixed."""
-    arcs = arcs_of(topology[1], (2, 4, 3), seed=4)
-    slots = list(arcs)
-    lengths = np.array([4, 3], np.int32), np.array([2, 1], np.int32)
-    call = jax.jit(lambda arcs: lattices.log_likelihood(topology[0], dict(zip(slots, arcs)), *lengths).sum())
-    chex.assert_numerical_grads(call, (np.stack(list(arcs.values())),), order=2, rtol=1e-5, atol=1e-7)
-
-
-def test_hessian_is_the_covariance_of_arcs():
-    """d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
-    arcs = arcs_of(truth.STANDARD, (3, 3), seed=6)
-    flat = lambda x: lattices.log_likelihood(lattices.STANDARD, dict(zip(arcs, x)), np.int32(3), np.int32(2))
-    hessian = jax.jit(jax.hessian(flat))(np.stack(list(arcs.values()))).reshape(18, 18)
-    slots = list(arcs)
-    paths = truth.enumerate_paths(truth.STANDARD, 3, 2)
-    visits = np.zeros((len(paths), 2, 3, 3))
+    """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
+    frames, labels = 4, 2
+    arcs = arcs_of(topology[1], (frames, labels + 1), seed=6)
+    slots, scores = list(arcs), np.stack(list(arcs.values()))
+    paths = truth.enumerate_paths(topology[1], frames, labels)
+    visits = np.zeros((len(paths), *scores.shape))
     for i, path in enumerate(paths):
         for slot, t, u in path:
             visits[i, slots.index(slot), t, u] = 1
-    weights = np.exp([sum(arcs[slot][t, u] for slot, t, u in path) for path in paths])
-    visits, weights = visits.reshape(len(paths), 18), weights / weights.sum()
+    visits = visits.reshape(len(paths), -1)
+    weights = np.exp(visits @ scores.ravel())
+    weights /= weights.sum()
     mean = weights @ visits
-    expected = (visits * weights[:, None]).T @ visits - np.outer(mean, mean)
-    np.testing.assert_allclose(hessian, expected, atol=1e-13)
+    covariance = (visits * weights[:, None]).T @ visits - np.outer(mean, mean)
+
+    def value(x):
+        arcs = dict(zip(slots, x.reshape(scores.shape)))
+        return lattices.log_likelihood(topology[0], arcs, np.int32(frames), np.int32(labels))
+
+    np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
+    orders = [jax.hessian]
+    if topology[1] == truth.STANDARD:
+        orders += [lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
+    for second in orders:
+        np.testing.assert_allclose(jax.jit(second(value))(scores.ravel()), covariance, atol=1e-13)
 
 
 def test_second_derivative_with_forbidden_arcs_and_no_path():

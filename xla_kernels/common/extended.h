@@ -11,6 +11,12 @@
 // least every 16 steps, then neither a mantissa nor the product of two comes near the ends of the float range.
 #pragma once
 
+#if defined(__CUDACC__)
+#define JAX_RNNT_HOST_DEVICE __host__ __device__
+#else
+#define JAX_RNNT_HOST_DEVICE
+#endif
+
 namespace jax_rnnt {
 
 // Zero is m = 0, e = S::kZero. No sum of three exponents between S::kZero and -S::kZero overflows.
@@ -21,23 +27,23 @@ struct Extended {
 };
 
 template <class S>
-inline Extended<S> Zero() {
+JAX_RNNT_HOST_DEVICE inline Extended<S> Zero() {
   return {typename S::F{}, typename S::I{} + S::kZero};
 }
 
 // 2^e, or 0 for an e below the range of F. e must not be above it.
 template <class S>
-inline typename S::F PowerOfTwo(typename S::I e) {
+JAX_RNNT_HOST_DEVICE inline typename S::F PowerOfTwo(typename S::I e) {
   return S::AsFloat((S::Max(e, typename S::I{} - S::kExponentBias) + S::kExponentBias) << S::kMantissaBits);
 }
 
 template <class S>
-inline Extended<S> operator*(Extended<S> a, Extended<S> b) {
+JAX_RNNT_HOST_DEVICE inline Extended<S> operator*(Extended<S> a, Extended<S> b) {
   return {a.m * b.m, a.e + b.e};
 }
 
 template <class S>
-inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
+JAX_RNNT_HOST_DEVICE inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
   const typename S::I e = S::Max(S::Max(a.e, b.e), typename S::I{} + S::kZero);
   const auto scaled = [&](Extended<S> x) {  // x.m * 2^(x.e - e); PowerOfTwo with one operation less, since e is shared
     return x.m * S::AsFloat(S::Max(x.e - (e - S::kExponentBias), typename S::I{}) << S::kMantissaBits);
@@ -47,7 +53,7 @@ inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
 
 // Mantissa to [1, 2), or exact zero.
 template <class S>
-inline Extended<S> Normalize(Extended<S> a) {
+JAX_RNNT_HOST_DEVICE inline Extended<S> Normalize(Extended<S> a) {
   using I = typename S::I;
   constexpr auto kOne = decltype(S::kZero){S::kExponentBias} << S::kMantissaBits;
   constexpr auto kExponentMask = 2 * kOne + (decltype(S::kZero){1} << S::kMantissaBits);

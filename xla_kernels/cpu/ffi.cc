@@ -84,6 +84,7 @@ ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, 
     return Invalid("label must be [..., T|1, U1]");
   if (shape->batch * shape->frames * shape->columns * shape->classes != static_cast<int64_t>(logits.element_count()))
     return Invalid("logits and num_frames must have the same batch dimensions");
+  if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return Invalid("there must be 1 to 63 blank classes");
   for (int64_t blank : blanks)
     if (blank < 0 || blank >= shape->classes) return Invalid("blank must lie in [0, V)");
   return ffi::Error::Success();

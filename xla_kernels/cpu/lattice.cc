@@ -1,3 +1,25 @@
+// Lattice of one sequence: alpha, beta, and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
+//
+// A strip of kWidth frames is swept as a wavefront: at step s, lane i is at node (t + i, s - i). A blank arc moves a
+// value to the next lane, a label arc leaves it in its lane for the next step (monotonic: moves it to the next lane,
+// for the step after the next), so one step is two shuffles and a multiply-add on the critical path. Log-probabilities
+// get into that skewed order by transposing square blocks in registers, 8 shuffles per step with AVX-512, and
+// posteriors get out of it the same way. What leaves the last lane is the row that enters the next strip.
+//
+// No plane of alphas is stored. A first sweep keeps the rows that enter every eighth frame, or every strip where that
+// is longer, in the workspace. Then the strips are taken from the last to the first: alpha once more, kept for this
+// strip with the arcs' probabilities in thread-local scratch, and beta with the posteriors. A log-probability is read
+// before its gradient is written, so the gradients may overwrite them.
+//
+// Measured on one core of a Zen 4 at 3.6 GHz, T = 400, U = 100, in ns per node, loss with gradient | loss only:
+//               AVX-512        AVX2          SSE2
+//    float    3.1 | 1.0     3.8 | 1.4    10.1 |  4.0
+//    double   6.5 | 2.4     9.3 | 3.5    32   | 11
+// At T + U = 4000, posteriors in float are off by 1e-6 to 6e-6 where -log Z is 4e3 to 2e4.
+//
+// Tried and left out: copying the rows of a strip between margins of -inf instead of masking at the edges, and
+// splitting the log-probabilities once more in beta's sweep instead of keeping the probabilities: 4.2 ns instead
+// of 3.1.
 #include "xla_kernels/cpu/lattice.h"
 
 #include <math.h>

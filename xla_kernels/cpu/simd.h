@@ -6,6 +6,10 @@
 // can be linked into another.
 #pragma once
 
+#ifndef JAX_RNNT_TARGET
+#error "JAX_RNNT_TARGET must be the target's name: portable, avx2 or avx512"
+#endif
+
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -297,7 +301,11 @@ template <class V>
 inline V Exp(V x) {
   using A = std::decay_t<decltype(x[0])>;
   constexpr A kLowest = Simd<A>::kExponentBias * A(-0.6931471805599453);
-  const SplitExp<A> split(Max(Broadcast(kLowest), x));
+  V lowest = Broadcast(kLowest);
+#if defined(__GNUC__) && !defined(__clang__) && defined(__SSE2__)
+  __asm__("" : "+v"(lowest));  // GCC 12 makes two instructions of a maximum with a constant: hide that it is one
+#endif
+  const SplitExp<A> split(Max(lowest, x));
   return split.m * split.PowerOfTwo();
 }
 

@@ -1,3 +1,23 @@
+// Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
+// logits.
+//
+// Each pass reads every logit from memory once, and computes one exp for it. The forward pass takes the maximum of a
+// block first, which brings the block into the L1 cache, and then the exponentials. All that is per row (log, the arcs'
+// own classes, the choice of special values) is done for a group of kWidth rows at once, one row per lane. Nothing
+// depends on how the rows are grouped, so a range of rows may be split anywhere without changing a bit.
+//
+// Measured on one core of a Zen 4 at 3.6 GHz, GCC 12, AVX-512, float32, in ns per row, forward + backward in place;
+// beside it a flat loop with the same exp that reads twice and writes once and knows no rows:
+//       V       32    500   1024   4096
+//    here       29    254    490   1825
+//    loop       12    193    394   1579
+// AVX2 takes 1.3 times as long, SSE2 3 to 5 times. At V = 32 more than half of the time is what surrounds the two
+// vectors of a row.
+//
+// Tried and left out, as changes of the forward pass:
+//   maxima of 2 ... 8 blocks before their exponentials      +11% at V = 500: the loads come in bursts
+//   four running maxima instead of one                      -2% to -5% at V >= 500, +3% at V = 32
+//   rows of V <= 1024 in groups, as those of V <= 256       +11% at V = 500 and 1024
 #include "xla_kernels/cpu/softmax_emission.h"
 
 #include "xla_kernels/cpu/simd.h"
@@ -12,7 +32,8 @@ constexpr A kInfinity = A(__builtin_inf());
 template <class A>
 constexpr A kNaN = A(__builtin_nan(""));
 
-// Elements whose maximum is taken before their exponentials: few enough to be still in the L1 cache.
+// Elements whose maximum is taken before their exponentials: few enough to be still in the L1 cache. Longer rows are
+// scaled to the new maximum from block to block.
 constexpr int64_t kBlock = 1024;
 
 // Walks over the rows in order.
@@ -70,7 +91,7 @@ inline auto LoadLast(const T* x, int64_t n) {
   return LanesBetween<A>((kWidth - n % kWidth) % kWidth, kWidth) ? Load(x + n - kWidth) : Broadcast(-kInfinity<A>);
 }
 
-// max, over the n elements of a row and `max` itself.
+// Maximum, lane by lane, of n elements and `max`; sum of exp(x - shift) of n elements and `sum`.
 template <class T, class F>
 inline F RowMax(const T* x, int64_t n, F max) {
   for (int64_t i = 0; i < n; i += Width<F>()) max = Max(max, Load(x + i));
@@ -78,9 +99,9 @@ inline F RowMax(const T* x, int64_t n, F max) {
 }
 
 template <class T, class F>
-inline F RowSumExp(const T* x, int64_t n, F shift, F sum) {
+inline F RowSumExp(const T* x, int64_t n, F shift, F sum, int64_t ahead) {
   for (int64_t i = 0; i < n; i += Width<F>()) {
-    __builtin_prefetch(x + i + 2 * kBlock);
+    __builtin_prefetch(x + i + ahead);
     sum += Exp(Load(x + i) - shift);
   }
   return sum;
@@ -112,6 +133,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   constexpr int kWidth = S::kWidth;
   const EmissionShape& shape = args.shape;
   const int64_t n = shape.classes < kWidth ? kWidth : shape.classes, n_whole = (n - 1) / kWidth * kWidth;
+  const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
 
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
@@ -148,7 +170,8 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       for (int lane = 0; lane < kWidth; ++lane) {
         const T* const row = x + lane * n;
         const F s = Broadcast(shift[lane]);
-        part[lane] = labels[lane] == kOutside ? F{} : RowSumExp(row, n_whole, s, Exp(LoadLast(row, n) - s));
+        __builtin_prefetch(row + n - 1 + ahead);
+        part[lane] = labels[lane] == kOutside ? F{} : RowSumExp(row, n_whole, s, Exp(LoadLast(row, n) - s), ahead);
       }
       sum = ReduceRows(part, [](F a, F b) { return a + b; });
     } else {
@@ -163,7 +186,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
           const F whole_max = RowMax(row + i, size, m), tail = last ? LoadLast(row, n) : m;
           const F new_max = Broadcast(MaxOfLanes(Max(whole_max, tail)));
           const F shift = Shift(new_max);
-          const F block = RowSumExp(row + i, size, shift, last ? Exp(tail - shift) : F{});
+          const F block = RowSumExp(row + i, size, shift, last ? Exp(tail - shift) : F{}, ahead);
           total = i > 0 ? total * Exp(m - shift) + block : block;
           m = new_max;
         }
@@ -178,7 +201,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
     const auto dead = sum == A(0);
     const auto log_prob = [&](F x) {
       const F y = x - shift - log_sum;
-      return dead & (x == x) ? Broadcast(-kInfinity<A>) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
+      return (dead & (x == x)) ? Broadcast(-kInfinity<A>) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
     };
     T picked[kWidth] = {};
     for (int i = 0; i < shape.num_blanks; ++i) {
@@ -197,18 +220,24 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x.
+// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x. The second vector begins where dx is aligned, the
+// last one ends with the row: both may overlap the one before, so each is read before the one before it is written.
 template <class T, class Function>
-inline void MapRow(const T* x, int64_t n, T* dx, Function f) {
+inline void MapRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
   constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
-  int64_t i = 0;
-  for (; i + 2 * kWidth <= n; i += kWidth) {
-    __builtin_prefetch(x + i + 2 * kBlock);
-    Store(f(Load(x + i)), dx + i);
+  constexpr int64_t kBytes = kWidth * sizeof(T);
+  const int64_t head = n < 8 * kWidth ? kWidth : kWidth - int64_t(reinterpret_cast<uintptr_t>(dx) % kBytes / sizeof(T));
+  int64_t at = 0;
+  auto v = Load(x);
+  for (int64_t next = head; next < n; next += kWidth) {
+    if (next > n - kWidth) next = n - kWidth;
+    __builtin_prefetch(x + next + ahead);
+    const auto next_v = Load(x + next);
+    Store(f(v), dx + at);
+    v = next_v;
+    at = next;
   }
-  const auto first = f(Load(x + i)), last = f(Load(x + n - kWidth));  // they overlap: read both before writing
-  Store(first, dx + i);
-  Store(last, dx + n - kWidth);
+  Store(f(v), dx + at);
 }
 
 template <class T, class F>
@@ -225,6 +254,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   constexpr int kWidth = S::kWidth;
   const EmissionShape& shape = args.shape;
   const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
+  const int64_t ahead = n <= kBlock ? kWidth * n : 2 * kBlock;
   const int num_blanks = shape.num_blanks;
 
   if (begin >= end) return;
@@ -305,9 +335,9 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       if (!shape.normalize) {
         FillRow(clip(minus_sum == minus_sum ? F{} : minus_sum, limit) * scale, n, row_dx);
       } else if (limits[lane] == kInfinity<A>) {
-        MapRow(row, n, row_dx, [&](F v) { return Exp(v - row_lse) * factor; });
+        MapRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
       } else {
-        MapRow(row, n, row_dx, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
+        MapRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
       }
       for (int arc = 0; arc < num_blanks; ++arc) row_dx[shape.blanks[arc]] = arc_dx[arc][lane];
       if (0 <= labels[lane] && labels[lane] < shape.classes) row_dx[labels[lane]] = arc_dx[num_blanks][lane];
