@@ -129,7 +129,8 @@ ffi::Error EmissionBackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, 
   EmissionBackwardArgs args{};
   if (auto error = ReadShape(logits, label, num_frames, blanks, normalize, &dtype, &args.shape); error.failure())
     return error;
-  if (cotangents.size() != blanks.size() + 1) return Invalid("emission backward takes a plane per blank and one of labels");
+  if (cotangents.size() != blanks.size() + 1)
+    return Invalid("emission backward takes a plane per blank and one of labels");
   std::vector<const void*> in;
   for (size_t i = 0; i < cotangents.size(); ++i) in.push_back(cotangents.get<ffi::AnyBuffer>(i)->untyped_data());
   args.logits = logits.untyped_data();
