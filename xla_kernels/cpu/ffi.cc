@@ -5,7 +5,9 @@
 // jax_rnnt/_ffi.py, not of the user.
 #include "xla_kernels/cpu/ffi.h"
 
+#if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
