@@ -1,6 +1,6 @@
 """A small transducer in Flax NNX: convolutional encoder, stateless predictor, additive joint, greedy decoding.
 
-B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V classes. Blank is the last class.
+B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V classes, the last one blank.
 """
 
 import math
@@ -24,7 +24,7 @@ class Block(nnx.Module):
 class Encoder(nnx.Module):
     """Strided convolutions over time and height, then residual ones over time: [B, T, F] -> [B, N, E]."""
 
-    def __init__(self, features, width, strides, channels, blocks, *, rngs):
+    def __init__(self, features, width, strides, channels, *, rngs):
         sizes = (1, *channels)
         convs = []
         for i, stride in enumerate(strides):
@@ -32,7 +32,7 @@ class Encoder(nnx.Module):
             features = -(-features // stride[1])
         self.subsample = nnx.Sequential(*convs)
         self.project = nnx.Linear(features * sizes[-1], width, rngs=rngs)
-        self.blocks = nnx.Sequential(*[Block(width, d, rngs=rngs) for d in blocks])
+        self.blocks = nnx.Sequential(*[Block(width, dilation, rngs=rngs) for dilation in (1, 2, 4)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
 
     def __call__(self, x):
@@ -41,14 +41,14 @@ class Encoder(nnx.Module):
 
 
 class Predictor(nnx.Module):
-    """Stateless predictor (Ghodsi et al. 2020): a function of the last two labels only, [..., 2] -> [..., P]."""
+    """Stateless predictor (Ghodsi et al. 2020): a function of the last `history` labels, [..., history] -> [..., P]."""
 
-    def __init__(self, classes, width, *, rngs):
-        self.embed = nnx.Embed(2 * classes, width, rngs=rngs)
-        self.offset = classes
+    def __init__(self, classes, width, history, *, rngs):
+        self.offsets = tuple(classes * i for i in range(history))  # a label has one embedding for each distance
+        self.embed = nnx.Embed(classes * history, width, rngs=rngs)
 
-    def __call__(self, context):
-        return nnx.relu(self.embed(context + jnp.arange(2) * self.offset).sum(-2))
+    def __call__(self, labels):
+        return nnx.relu(self.embed(labels + jnp.array(self.offsets)).sum(-2))
 
 
 class Joint(nnx.Module):
@@ -69,11 +69,13 @@ class Joint(nnx.Module):
 class Transducer(nnx.Module):
     """Encoder, predictor and joint. `classes` includes blank, the last one."""
 
-    def __init__(self, features, classes, *, width=128, strides=((2, 2), (2, 2)), channels=(16, 32), blocks=(1, 2, 4), rngs):
+    history = 4  # labels that the predictor sees; with fewer than a digit's repeats, it cannot count them
+
+    def __init__(self, features, classes, width, strides, channels, *, rngs):
         self.blank = classes - 1
         self.reduction = math.prod(time for time, _ in strides)
-        self.encoder = Encoder(features, width, strides, channels, blocks, rngs=rngs)
-        self.predictor = Predictor(classes, width, rngs=rngs)
+        self.encoder = Encoder(features, width, strides, channels, rngs=rngs)
+        self.predictor = Predictor(classes, width, self.history, rngs=rngs)
         self.joint = Joint(width, width, width, classes, rngs=rngs)
 
     def lengths(self, feature_lengths):
@@ -82,9 +84,10 @@ class Transducer(nnx.Module):
 
     def __call__(self, features, targets):
         """Logits [B, N, U1, V] of all lattice nodes; column u has read the first u targets."""
-        history = jnp.pad(targets, ((0, 0), (2, 0)), constant_values=self.blank)
-        contexts = jnp.stack([history[:, :-1], history[:, 1:]], -1)  # the two labels before each column
-        return self.joint(self.encoder(features), self.predictor(contexts))
+        columns = targets.shape[1] + 1
+        past = jnp.pad(targets, ((0, 0), (self.history, 0)), constant_values=self.blank)
+        past = jnp.stack([past[:, i : i + columns] for i in range(self.history)], -1)  # what precedes each column
+        return self.joint(self.encoder(features), self.predictor(past))
 
 
 def greedy_decode(model, features, feature_lengths, max_labels, max_per_frame=3):
@@ -100,17 +103,17 @@ def greedy_decode(model, features, feature_lengths, max_labels, max_per_frame=3)
         return jnp.any(state[0] < lengths)
 
     def step(state):
-        frame, emitted, labels, count, context = state
+        frame, emitted, labels, count, past = state
         here = frames[rows, jnp.minimum(frame, frames.shape[1] - 1)]
-        logits = model.joint(here[:, None], model.predictor(context)[:, None])[:, 0, 0]
+        logits = model.joint(here[:, None], model.predictor(past)[:, None])[:, 0, 0]
         best = jnp.argmax(logits, -1).astype(labels.dtype)
         emit = (best != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
         labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(best, mode="drop")
-        context = jnp.where(emit[:, None], jnp.stack([context[:, 1], best], -1), context)
-        return frame + ~emit, jnp.where(emit, emitted + 1, 0), labels, count + emit, context
+        past = jnp.where(emit[:, None], jnp.column_stack([past[:, 1:], best]), past)
+        return frame + ~emit, jnp.where(emit, emitted + 1, 0), labels, count + emit, past
 
     zeros = jnp.zeros(len(features), jnp.int32)
     labels = jnp.zeros((len(features), max_labels), jnp.int32)
-    start = jnp.full((len(features), 2), model.blank, jnp.int32)
+    start = jnp.full((len(features), model.history), model.blank, jnp.int32)
     _, _, labels, count, _ = jax.lax.while_loop(running, step, (zeros, zeros, labels, zeros, start))
     return labels, count

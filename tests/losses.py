@@ -126,7 +126,7 @@ def eps(dtype):
 
 
 def tolerance(dtype, path_length):
-    """Absolute error of a posterior: at most the contract's 1e-5 (float64: 1e-10), less where that follows from rounding.
+    """Absolute error of a posterior: at most the contract's 1e-5 (float64: 1e-10), less if that follows from rounding.
 
     Arc scores of these problems are below 16 in size (log V plus a logit) and each is rounded in float32 or better; a
     path adds `path_length` of them.

@@ -131,13 +131,10 @@ def test_slope(loss, implementation, fused):
     """The gradient is the slope of the value, delay penalty and windows included (FastEmit and clamp are no slopes)."""
     p = losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
     windows = np.array([[[0, 1], [1, 2]], [[0, 2], [7, 7]]], np.int32)
-    for options in ({}, {"delay_penalty": 0.3, "label_windows": windows}):
-        call = jax.jit(
-            lambda x, options=options: loss(
-                x, *p[1:], fused_log_softmax=fused, reduction="sum", implementation=implementation, **options
-            )
-        )
-        chex.assert_numerical_grads(call, (p.logits,), order=1, modes=("rev",), rtol=1e-6, atol=1e-6)
+    options = {} if fused else {"delay_penalty": 0.3, "label_windows": windows}
+    options |= {"fused_log_softmax": fused, "implementation": implementation}
+    call = jax.jit(lambda x: loss(x, *p[1:], reduction="sum", **options))
+    chex.assert_numerical_grads(call, (p.logits,), order=1, modes=("rev",), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_value", [True, False], ids=["value_and_grad", "grad"])

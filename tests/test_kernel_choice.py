@@ -87,14 +87,20 @@ def test_selftest(kernel, capsys):
 
 
 def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch):
-    """A self-test that cannot fail is none: feed it a reference that is off by one part in a hundred."""
-    from jax_rnnt.lattices import lattice
+    """A self-test that cannot fail is none: every kernel off by one part in a hundred."""
+    from jax_rnnt import _selftest
 
-    right = lattice.loss
+    right = _selftest._results
 
-    monkeypatch.setattr(lattice, "loss", lambda *a, **k: right(*a, **k) * 1.01)
-    with pytest.raises(RuntimeError, match="jax_rnnt_lattice_loss"):
+    def wrong(*problem):
+        return {k: ([x * x.dtype.type(1.01) for x in got], expected) for k, (got, expected) in right(*problem).items()}
+
+    monkeypatch.setattr(_selftest, "_results", wrong)
+    monkeypatch.setattr(_selftest, "_DTYPES", ("float32",))
+    with pytest.raises(RuntimeError) as caught:
         jax_rnnt.selftest()
+    for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls:
+        assert target in str(caught.value)
 
 
 WITHOUT_EXTENSION = """

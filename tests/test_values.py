@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import cases
 import jax_rnnt
 import losses
 import reference_numpy as truth

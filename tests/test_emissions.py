@@ -1,0 +1,107 @@
+"""Does the softmax stage alone do what the losses to come need: several blanks, labels by frame, scale and clamp?"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+from jax_rnnt.emissions import softmax
+
+B, T, U1 = 3, 5, 4
+FRAMES = np.array([5, 3, 0], np.int32)
+BLANKS = {"one": (3,), "two": (0, 8), "four": (8, 7, 6, 5), "twice_the_same": (2, 2)}
+NO_LABEL, OUTSIDE = softmax.NO_LABEL, softmax.OUTSIDE
+
+
+def label_map(classes, by_frame, blanks):
+    """Random labels, some of them blanks, some absent, and a column outside."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(-1, classes, (B, T if by_frame else 1, U1)).astype(np.int32)
+    label[0, 0, 0], label[1, :, -1] = blanks[0], OUTSIDE
+    return label
+
+
+def logits_of(classes, dtype, label):
+    rng = np.random.default_rng(1)
+    x = rng.normal(0, 2, (B, T, U1, classes))
+    x[rng.random(x.shape) < 0.1] = -np.inf
+    inside = (np.arange(T)[:, None] < FRAMES[:, None, None]) & (label != OUTSIDE)
+    return np.where(inside[..., None], x, np.nan).astype(dtype), np.broadcast_to(inside, (B, T, U1))
+
+
+def expected(x, label, inside, blanks, normalize, cotangents=None, scale=None, clamp=None):
+    """log-probs of each blank and of the label, and dx, row by row."""
+    label = np.broadcast_to(label, inside.shape)
+    outputs, dx = np.full((len(blanks) + 1, *inside.shape), -np.inf), np.zeros(x.shape)
+    for b, t, u in zip(*np.nonzero(inside)):
+        row = x[b, t, u].astype(np.float64)
+        log_probs = truth.log_softmax(row) if normalize else row
+        for arc, k in enumerate((*blanks, label[b, t, u])):
+            if k >= 0:
+                outputs[arc, b, t, u] = log_probs[k]
+                if cotangents is not None:
+                    dx[b, t, u, k] += cotangents[arc][b, t, u]
+        if cotangents is not None:
+            if normalize:
+                dx[b, t, u] -= np.exp(log_probs) * sum(c[b, t, u] for c in cotangents)
+            dx[b, t, u] = np.clip(dx[b, t, u], -clamp[b], clamp[b]) if clamp[b] > 0 else dx[b, t, u]
+            dx[b, t, u] *= scale[b]
+    return outputs, dx
+
+
+@functools.cache
+def stages(implementation, blanks, normalize):
+    options = dict(blanks=blanks, normalize=normalize)
+    if implementation == "kernel":
+        return (
+            jax.jit(lambda *a: softmax.forward(*a, strict=True, **options)),
+            jax.jit(lambda x, label, n, lse, scale, clamp, *c: softmax.backward(
+                x, label, n, lse, c, scale, clamp, strict=True, alias=False, **options)),
+        )  # fmt: skip
+    return (
+        jax.jit(lambda *a: softmax.softmax_emission(*a, **options)),
+        jax.jit(lambda *a: softmax.backward_reference(*a, **options)[0]),
+    )
+
+
+@pytest.mark.parametrize("blanks", BLANKS.values(), ids=BLANKS)
+@pytest.mark.parametrize("normalize", [True, False], ids=["logits", "log_probs"])
+def test_both_stages(implementation, blanks, normalize):
+    """Forward, and backward with a scale and a clamp for each sequence."""
+    for by_frame, dtype, classes in ((False, np.float64, 9), (True, np.float32, 37)):
+        label = label_map(classes, by_frame, blanks)
+        x, inside = logits_of(classes, dtype, label)
+        rng = np.random.default_rng(2)
+        # An arc that does not exist has no cotangent, as the lattice gives none.
+        cotangents = rng.normal(size=(len(blanks) + 1, B, T, U1)).astype(dtype) * inside
+        cotangents[-1] *= np.broadcast_to(label >= 0, inside.shape)
+        scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
+        outputs, dx = expected(x, label, inside, blanks, normalize, cotangents, scale, clamp)
+        forward, backward = stages(implementation, blanks, normalize)
+        *got, lse = forward(x, label, FRAMES)
+        limit = 64 * losses.eps(dtype)
+        np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
+        got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
+        np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
+        assert not got[~inside].any()
+
+
+@pytest.mark.parametrize("classes", [1, 2, 1023, 1024, 1025, 2047, 2048, 4097])
+def test_long_rows(kernel, classes):
+    """Around the blocks in which a long row is read, with its largest value at the end or in the middle."""
+    label = np.full((1, 1, 3), NO_LABEL, np.int32)
+    rng = np.random.default_rng(0)
+    for dtype in ("bfloat16", "float32", "float64"):
+        x = rng.normal(0, 1, (1, 2, 3, classes))
+        x[0, 0, 0, -1] = x[0, 0, 1, classes // 2] = 60
+        x[0, 1, 0, : classes // 2] = -np.inf
+        x = losses.Problem(x, 0, 0, 0).astype(dtype).logits
+        forward, _ = stages("kernel", (classes - 1,), True)
+        log_blank, _, lse = forward(x, label, np.array([2], np.int32))
+        wide = x.astype(np.float64)
+        limit = 64 * losses.eps("float64" if dtype == "float64" else "float32")
+        np.testing.assert_allclose(log_blank, truth.log_softmax(wide)[..., -1], rtol=limit, atol=limit)
+        np.testing.assert_allclose(lse, wide.max(-1) - truth.log_softmax(wide).max(-1), rtol=limit, atol=limit)
