@@ -48,7 +48,8 @@ inline V Min(V a, V b) {
   return a < b ? a : b;
 }
 
-// Simd<A>: F is a vector of A, I a vector of signed integers of the same size, kWidth the number of lanes of both.
+// Simd<A>: F is a vector of A, I a vector of signed integers of the same size, kWidth the number of lanes of both;
+// Int32s has as many.
 template <class A>
 struct Simd;
 
@@ -57,6 +58,7 @@ struct Simd<float> {
   using Exponent = int32_t;
   typedef float F __attribute__((vector_size(kVectorBytes)));
   typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  typedef I Int32s;
   typedef uint16_t Bits16 __attribute__((vector_size(kVectorBytes / 2)));
   static constexpr int kWidth = kVectorBytes / sizeof(float);
   static constexpr int kMantissaBits = 23;
@@ -77,6 +79,7 @@ struct Simd<double> {
   using Exponent = int64_t;
   typedef double F __attribute__((vector_size(kVectorBytes)));
   typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Int32s __attribute__((vector_size(kVectorBytes / 2)));
   static constexpr int kWidth = kVectorBytes / sizeof(double);
   static constexpr int kMantissaBits = 52;
   static constexpr int kExponentBias = 1023;
@@ -296,22 +299,81 @@ struct SplitExp {
   typename S::F PowerOfTwo() const { return (typename S::F)(biased << S::kMantissaBits); }  // for e >= -bias
 };
 
+#if defined(__AVX512F__)
+inline Simd<float>::F Lookup(Simd<float>::F table, Simd<float>::I index) {
+  return (Simd<float>::F)_mm512_maskz_permutexvar_ps(-1, (__m512i)index, (__m512)table);
+}
+#elif defined(__AVX2__)
+inline Simd<float>::F Lookup(Simd<float>::F table, Simd<float>::I index) {
+  return (Simd<float>::F)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index);
+}
+#endif
+
+// A constant in a register. GCC 12 would take it from memory at every use, and makes two instructions of a maximum with
+// it.
+template <class V>
+inline V InRegister(V constant) {
+#if defined(__GNUC__) && !defined(__clang__) && defined(__SSE2__)
+  __asm__("" : "+v"(constant));
+#endif
+  return constant;
+}
+
+#if defined(__AVX2__)
+// 2^(i / kWidth) less i / kWidth in the exponent's place, where Exp adds it back.
+template <int... lane>
+inline Simd<float>::I RootsOfTwo(std::integer_sequence<int, lane...>) {
+  constexpr int kWidth = Simd<float>::kWidth;
+  constexpr int32_t kRoots[] = {0x3f800000, 0x3f85aac3, 0x3f8b95c2, 0x3f91c3d3, 0x3f9837f0, 0x3f9ef532,
+                                0x3fa5fed7, 0x3fad583f, 0x3fb504f3, 0x3fbd08a4, 0x3fc5672a, 0x3fce248c,
+                                0x3fd744fd, 0x3fe0ccdf, 0x3feac0c7, 0x3ff5257d};
+  return Simd<float>::I{kRoots[lane * (16 / kWidth)] - lane * ((1 << 23) / kWidth)...};
+}
+#endif
+
 // exp(x) for x <= 0 within 2 ulp: exp(0) is exactly 1, exp(-inf) and what is below 2^-bias exactly 0, exp(NaN) NaN.
 template <class V>
 inline V Exp(V x) {
   using A = std::decay_t<decltype(x[0])>;
   constexpr A kLowest = Simd<A>::kExponentBias * A(-0.6931471805599453);
-  V lowest = Broadcast(kLowest);
-#if defined(__GNUC__) && !defined(__clang__) && defined(__SSE2__)
-  __asm__("" : "+v"(lowest));  // GCC 12 makes two instructions of a maximum with a constant: hide that it is one
+  x = Max(InRegister(Broadcast(kLowest)), x);
+#if defined(__AVX2__)
+  if constexpr (sizeof(A) == 4) {
+    // exp(x) = 2^(n / kWidth) * exp(r): with the fractions of the power from a register, a cubic is enough.
+    using S = Simd<A>;
+    constexpr int kWidth = S::kWidth;
+    constexpr A kRound = A(3 << (S::kMantissaBits - 1)) / kWidth;
+    constexpr A kReach = A(0.34657359) / kWidth;  // |r| at most
+    const V rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
+    const V r = x - n * S::kLn2High - n * S::kLn2Low;
+    const typename S::I roots = RootsOfTwo(std::make_integer_sequence<int, kWidth>{});
+    const V power = (V)((typename S::I)Lookup((V)roots, (typename S::I)rounded) +
+                        ((typename S::I)rounded << (kWidth == 16 ? 19 : 20)));
+    const V series = (r * A(1. / 6) + (A(0.5) + A(0.0345) * kReach * kReach)) * r + A(1);
+    return series * (power * r) + power;
+  }
 #endif
-  const SplitExp<A> split(Max(lowest, x));
+  const SplitExp<A> split(x);
   return split.m * split.PowerOfTwo();
 }
 
-// log(x) for normal x > 0 within 2 ulp: log(1) is exactly 0, log(NaN) NaN.
+// exp(x) as above, for any x: where it would be 2^bias / 2 or more, anything from there on (or NaN for infinity).
 template <class V>
-inline V Log(V x) {
+inline V ExpOfAny(V x) {
+  using A = std::decay_t<decltype(x[0])>;
+  constexpr A kHighest = (Simd<A>::kExponentBias - 1) * A(0.6931471805599453);
+  return Exp(Min(InRegister(Broadcast(kHighest)), x));
+}
+
+// log(x) in two parts: `high` is exact, a multiple of ln 2 rounded to few bits, and |low| < 0.36.
+template <class V>
+struct SplitLog {
+  V high, low;
+};
+
+// log(x) for normal x > 0, high + low within 2 ulp of it: log(1) is exactly 0, log(NaN) NaN.
+template <class V>
+inline SplitLog<V> Log(V x) {
   using A = std::decay_t<decltype(x[0])>;
   using S = Simd<A>;
   using I = typename S::I;
@@ -323,7 +385,7 @@ inline V Log(V x) {
   const V s = (m - A(1)) / (m + A(1)), s2 = s * s;
   V series = Broadcast(A(0));
   for (int i = kTerms; i > 0; --i) series = (series + A(2) / A(2 * i + 1)) * s2;
-  return n * S::kLn2High + (n * S::kLn2Low + (s * series + (s + s))) + (x - x);
+  return {n * S::kLn2High, (n * S::kLn2Low + (s * series + (s + s))) + (x - x)};
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

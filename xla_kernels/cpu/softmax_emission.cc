@@ -1,23 +1,27 @@
 // Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
 // logits.
 //
-// Each pass reads every logit from memory once, and computes one exp for it. The forward pass takes the maximum of a
-// block first, which brings the block into the L1 cache, and then the exponentials. All that is per row (log, the arcs'
-// own classes, the choice of special values) is done for a group of kWidth rows at once, one row per lane. Nothing
-// depends on how the rows are grouped, so a range of rows may be split anywhere without changing a bit.
+// Each pass reads every logit once, and computes one exp for it. The forward pass does not look for the maximum first:
+// it subtracts the logit of the first blank, which makes the sum of the exponentials at least 1 and a blank's
+// probability near 1 as exact as the maximum would. A row whose sum then is above 2^30 or NaN is summed again with its
+// maximum. All that is per row (log, the arcs' own classes, the choice of special values) is done for a group of kWidth
+// rows at once, one row per lane. Nothing depends on how the rows are grouped, so a range of rows may be split anywhere
+// without changing a bit.
 //
 // Measured on one core of a Zen 4 at 3.6 GHz, GCC 12, AVX-512, float32, in ns per row, forward + backward in place;
-// beside it a flat loop with the same exp that reads twice and writes once and knows no rows:
+// beside it a flat loop that reads twice and writes once and knows no rows, with a polynomial alone for exp:
 //       V       32    500   1024   4096
-//    here       29    254    490   1825
-//    loop       12    193    394   1579
-// AVX2 takes 1.3 times as long, SSE2 3 to 5 times. At V = 32 more than half of the time is what surrounds the two
-// vectors of a row.
+//    here       23    214    407   1581
+//    loop       12    195    399   1586
+// AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 more than half of the time is what surrounds the two vectors of
+// a row: about a sixth of the backward pass is the gradients of the arcs' own classes.
 //
-// Tried and left out, as changes of the forward pass:
-//   maxima of 2 ... 8 blocks before their exponentials      +11% at V = 500: the loads come in bursts
-//   four running maxima instead of one                      -2% to -5% at V >= 500, +3% at V = 32
-//   rows of V <= 1024 in groups, as those of V <= 256       +11% at V = 500 and 1024
+// Tried and left out:
+//   the maximum of each row, or of its blocks, first         forward +13% at V = 500, +19% at V = 1024
+//   the arcs' own classes of a group before its rows         forward +37%: 16 streams defeat the hardware's prefetching
+//   no prefetching in software                               forward +60%, backward +35% at V = 500
+//   prefetching rows of up to four vectors                   +2% to +14%
+//   one memset for each run of rows of zeros                 backward of padded batches +80% at V = 32, none at V = 500
 #include "xla_kernels/cpu/softmax_emission.h"
 
 #include "xla_kernels/cpu/simd.h"
@@ -32,8 +36,8 @@ constexpr A kInfinity = A(__builtin_inf());
 template <class A>
 constexpr A kNaN = A(__builtin_nan(""));
 
-// Elements whose maximum is taken before their exponentials: few enough to be still in the L1 cache. Longer rows are
-// scaled to the new maximum from block to block.
+// Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
+// is scaled to the new maximum from block to block.
 constexpr int64_t kBlock = 1024;
 
 // Walks over the rows in order.
@@ -47,20 +51,40 @@ class RowCursor {
         t_(row / shape.columns % shape.frames),
         b_(row / shape.columns / shape.frames) {}
 
-  int64_t sequence() const { return b_; }
-  int32_t label() const {
-    if (t_ >= num_frames_[b_]) return kOutside;
-    return label_[(shape_.label_frames == 1 ? b_ : b_ * shape_.frames + t_) * shape_.columns + u_];
+  // Stores the labels of the next `count` rows, and kOutside up to kWidth. Calls visit(sequence, first, last) for each
+  // run of rows [first, last) of one frame.
+  template <class A, class Visit>
+  void Next(int count, typename Simd<A>::Exponent* labels, Visit visit) {
+    constexpr int kWidth = Simd<A>::kWidth;
+    for (int lane = 0; lane < count;) {
+      const int64_t left = shape_.columns - u_;
+      const int last = left < count - lane ? lane + int(left) : count;
+      const bool inside = t_ < num_frames_[b_];
+      const int32_t* const from =
+          label_ + (shape_.label_frames == 1 ? b_ : b_ * shape_.frames + t_) * shape_.columns + u_ - lane;
+      visit(b_, lane, last);
+      u_ += last - lane;
+      if (!inside) {
+        for (; lane < last; ++lane) labels[lane] = kOutside;
+      } else if (last - lane == kWidth) {
+        Store(__builtin_convertvector(LoadAs<typename Simd<A>::Int32s>(from), typename Simd<A>::I), labels);
+        lane = last;
+      } else {
+        for (; lane < last; ++lane) labels[lane] = from[lane];
+      }
+      if (u_ == shape_.columns) NextFrame();
+    }
+    for (int lane = count; lane < kWidth; ++lane) labels[lane] = kOutside;
   }
-  void Advance() {
-    if (++u_ < shape_.columns) return;
+
+ private:
+  void NextFrame() {
     u_ = 0;
     if (++t_ < shape_.frames) return;
     t_ = 0;
     ++b_;
   }
 
- private:
   const EmissionShape& shape_;
   const int32_t* const label_;
   const int32_t* const num_frames_;
@@ -83,13 +107,33 @@ inline void StoreLanes(typename Simd<A>::F v, A* x, int count) {
   for (int lane = 0; lane < count; ++lane) x[lane] = v[lane];
 }
 
-// The elements [(n - 1) / kWidth * kWidth, n) of a row of n >= kWidth elements, behind lanes of -inf.
+// *x in all lanes.
 template <class T>
-inline auto LoadLast(const T* x, int64_t n) {
-  using A = Accumulator<T>;
-  constexpr int kWidth = Simd<A>::kWidth;
-  return LanesBetween<A>((kWidth - n % kWidth) % kWidth, kWidth) ? Load(x + n - kWidth) : Broadcast(-kInfinity<A>);
+inline auto LoadAll(const T* x) {
+  T lanes[Simd<Accumulator<T>>::kWidth];
+  for (T& lane : lanes) lane = *x;
+  return Load(lanes);
 }
+
+// A row of n >= kWidth elements in vectors: the last one overlaps the one before, and its lanes that belong to both are
+// taken as -inf.
+template <class T>
+class RowReader {
+ public:
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  static constexpr int kWidth = Simd<A>::kWidth;
+
+  explicit RowReader(int64_t n)
+      : n_(n), whole_((n - 1) / kWidth * kWidth), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
+
+  int64_t whole() const { return whole_; }  // elements before the last vector
+  F Last(const T* x) const { return own_ ? Load(x + n_ - kWidth) : Broadcast(-kInfinity<A>); }
+
+ private:
+  const int64_t n_, whole_;
+  const typename Simd<A>::I own_;
+};
 
 // Maximum, lane by lane, of n elements and `max`; sum of exp(x - shift) of n elements and `sum`.
 template <class T, class F>
@@ -99,11 +143,8 @@ inline F RowMax(const T* x, int64_t n, F max) {
 }
 
 template <class T, class F>
-inline F RowSumExp(const T* x, int64_t n, F shift, F sum, int64_t ahead) {
-  for (int64_t i = 0; i < n; i += Width<F>()) {
-    __builtin_prefetch(x + i + ahead);
-    sum += Exp(Load(x + i) - shift);
-  }
+inline F RowSumExp(const T* x, int64_t n, F shift, F sum) {
+  for (int64_t i = 0; i < n; i += Width<F>()) sum += Exp(Load(x + i) - shift);
   return sum;
 }
 
@@ -112,6 +153,80 @@ template <class F>
 inline F Shift(F max) {
   using A = std::decay_t<decltype(max[0])>;
   return max == -kInfinity<A> ? Broadcast(A(0)) : max;
+}
+
+// shift + log_sum, rounded once.
+template <class F>
+inline F Sum(F shift, SplitLog<F> log_sum) {
+  const F sum = shift + log_sum.high, part = sum - shift;
+  return sum + (((shift - (sum - part)) + (log_sum.high - part)) + log_sum.low);
+}
+
+template <class A>
+struct MaxSum {
+  A max, sum;
+};
+
+// Maximum of a row and sum of exp(x - maximum).
+template <class T>
+[[gnu::noinline]] MaxSum<Accumulator<T>> SafeSumExp(const RowReader<T>& reader, const T* x) {
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  F max = Broadcast(-kInfinity<A>), total = {};
+  for (int64_t i = 0; i <= reader.whole(); i += kBlock) {
+    const bool last = reader.whole() - i < kBlock;
+    const int64_t size = last ? reader.whole() - i : kBlock;
+    const F tail = last ? reader.Last(x) : max;
+    const F new_max = Broadcast(MaxOfLanes(Max(RowMax(x + i, size, max), tail)));
+    const F shift = Shift(new_max);
+    const F block = RowSumExp(x + i, size, shift, last ? Exp(tail - shift) : F{});
+    total = i > 0 ? total * Exp(max - shift) + block : block;
+    max = new_max;
+  }
+  return {max[0], SumOfLanes(total)};
+}
+
+// Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors have no loop; long ones are summed in blocks, so
+// that no single element is added to the sum of very many.
+template <int kWhole, class T, class F>
+inline F ShortSumExp(const RowReader<T>& reader, const T* x, F shift) {
+  F sum = ExpOfAny(reader.Last(x) - shift);
+  for (int i = 0; i < kWhole; ++i) sum += ExpOfAny(Load(x + i * Width<F>()) - shift);
+  return sum;
+}
+
+template <class T, class F>
+inline F LongSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ahead) {
+  constexpr int kWidth = Width<F>();
+  F total = ExpOfAny(reader.Last(x) - shift);
+  for (int64_t i = 0; i < reader.whole();) {
+    const int64_t end = reader.whole() - i < kBlock ? reader.whole() : i + kBlock;
+    F even = {}, odd = {};
+    for (; i + kWidth < end; i += 2 * kWidth) {
+      __builtin_prefetch(x + i + ahead);
+      __builtin_prefetch(x + i + kWidth + ahead);
+      even += ExpOfAny(Load(x + i) - shift);
+      odd += ExpOfAny(Load(x + i + kWidth) - shift);
+    }
+    if (i < end) even += ExpOfAny(Load(x + i) - shift), i += kWidth;
+    total += even + odd;
+  }
+  return total;
+}
+
+template <class T, class F>
+inline F QuickSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ahead) {
+  switch (reader.whole() / Width<F>()) {
+    case 0:
+      return ShortSumExp<0>(reader, x, shift);
+    case 1:
+      return ShortSumExp<1>(reader, x, shift);
+    case 2:
+      return ShortSumExp<2>(reader, x, shift);
+    case 3:
+      return ShortSumExp<3>(reader, x, shift);
+  }
+  return LongSumExp(reader, x, shift, ahead);
 }
 
 // A group of rows of n < kWidth elements as rows of kWidth elements. `inside`: != kOutside where the row may be read.
@@ -131,21 +246,19 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   using S = Simd<A>;
   using F = typename S::F;
   constexpr int kWidth = S::kWidth;
+  // Up to here a logit less the shift is rounded no more than one less the row's maximum usually is.
+  constexpr A kTrusted = A(1 << 30);
   const EmissionShape& shape = args.shape;
-  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes, n_whole = (n - 1) / kWidth * kWidth;
+  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
   const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
+  const RowReader<T> reader(n);
 
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
   for (int64_t r = begin; r < end; r += kWidth) {
     const int count = end - r < kWidth ? end - r : kWidth;
     typename S::Exponent labels[kWidth];
-    for (int lane = 0; lane < kWidth; ++lane) {
-      labels[lane] = kOutside;
-      if (lane >= count) continue;
-      labels[lane] = cursor.label();
-      cursor.Advance();
-    }
+    cursor.template Next<A>(count, labels, [](int64_t, int, int) {});
     const auto label = Load(labels);
     const T* x = static_cast<const T*>(args.logits) + r * shape.classes;
     T padded[kWidth * kWidth];
@@ -154,54 +267,46 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       x = padded;
     }
 
-    // Maximum and sum of exp(x - maximum) of each row. Outside rows: 0 and 0.
-    F max = {}, sum = {};
+    // log-sum-exp of each row is shift + log(sum); the largest logit is -inf where the sum is 0. Outside rows: 0, 0.
+    F shift = {}, sum = {}, max = {};
     if (!shape.normalize) {
       sum = label == kOutside ? F{} : Broadcast(A(1));
-    } else if (n * kWidth <= 4 * kBlock) {
-      F part[kWidth];
-      A shift[kWidth];
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const T* const row = x + lane * n;
-        part[lane] = labels[lane] == kOutside ? F{} : Max(RowMax(row, n_whole, F{} - kInfinity<A>), LoadLast(row, n));
-      }
-      max = ReduceRows(part, [](F a, F b) { return Max(a, b); });
-      Store(Shift(max), shift);
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const T* const row = x + lane * n;
-        const F s = Broadcast(shift[lane]);
-        __builtin_prefetch(row + n - 1 + ahead);
-        part[lane] = labels[lane] == kOutside ? F{} : RowSumExp(row, n_whole, s, Exp(LoadLast(row, n) - s), ahead);
-      }
-      sum = ReduceRows(part, [](F a, F b) { return a + b; });
     } else {
-      A row_max[kWidth] = {}, row_sum[kWidth] = {};
+      A shifts[kWidth] = {}, sums[kWidth];
+      F part[kWidth];
       for (int lane = 0; lane < kWidth; ++lane) {
-        if (labels[lane] == kOutside) continue;
         const T* const row = x + lane * n;
-        F m = Broadcast(-kInfinity<A>), total = {};
-        for (int64_t i = 0; i < n; i += kBlock) {
-          const bool last = n - i <= kBlock;
-          const int64_t size = last ? n_whole - i : kBlock;
-          const F whole_max = RowMax(row + i, size, m), tail = last ? LoadLast(row, n) : m;
-          const F new_max = Broadcast(MaxOfLanes(Max(whole_max, tail)));
-          const F shift = Shift(new_max);
-          const F block = RowSumExp(row + i, size, shift, last ? Exp(tail - shift) : F{}, ahead);
-          total = i > 0 ? total * Exp(m - shift) + block : block;
-          m = new_max;
-        }
-        row_max[lane] = m[0];
-        row_sum[lane] = SumOfLanes(total);
+        part[lane] = F{};
+        if (labels[lane] == kOutside) continue;
+        const F row_shift = LoadAll(row + shape.blanks[0]);
+        shifts[lane] = row_shift[0];
+        part[lane] = QuickSumExp(reader, row, row_shift, ahead);
       }
-      max = Load(row_max);
-      sum = Load(row_sum);
+      shift = Load(shifts);
+      sum = ReduceRows(part, [](F a, F b) { return a + b; });
+      const auto redo = !(sum <= kTrusted);
+      if (MaxOfLanes(redo ? Broadcast(A(1)) : F{}) > 0) {
+        A maxima[kWidth];
+        Store(sum, sums);
+        Store(shift, maxima);
+        for (int lane = 0; lane < kWidth; ++lane) {
+          if (sums[lane] <= kTrusted) continue;
+          const auto safe = SafeSumExp(reader, x + lane * n);
+          maxima[lane] = safe.max;
+          sums[lane] = safe.sum;
+        }
+        sum = Load(sums);
+        max = Load(maxima);
+        shift = Shift(max);
+      }
     }
 
-    const F shift = Shift(max), log_sum = Log(sum);
+    const auto log_sum = Log(sum);
     const auto dead = sum == A(0);
     const auto log_prob = [&](F x) {
-      const F y = x - shift - log_sum;
-      return (dead & (x == x)) ? Broadcast(-kInfinity<A>) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
+      const F y = x - shift - log_sum.high - log_sum.low;
+      const F capped = shape.normalize ? Min(Broadcast(A(0)), y) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
+      return (dead & (x == x)) ? Broadcast(-kInfinity<A>) : capped;
     };
     T picked[kWidth] = {};
     for (int i = 0; i < shape.num_blanks; ++i) {
@@ -216,14 +321,24 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
     const auto invalid = (label < kOutside) | (label >= typename S::Exponent(shape.classes));
     const F picked_label = label == kNoLabel ? Broadcast(-kInfinity<A>) : Load(picked);
     StoreLanes(log_prob(invalid ? Broadcast(kNaN<A>) : picked_label), static_cast<A*>(args.log_label) + r, count);
-    StoreLanes(dead ? max : shift + log_sum, static_cast<A*>(args.lse) + r, count);
+    StoreLanes(dead ? max : Sum(shift, log_sum), static_cast<A*>(args.lse) + r, count);
   }
 }
 
-// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x. The second vector begins where dx is aligned, the
-// last one ends with the row: both may overlap the one before, so each is read before the one before it is written.
+// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x. The last vector ends with the row and may overlap
+// the one before, so each is read before the one before it is written. In long rows the second vector begins where dx
+// is aligned; rows of up to four vectors have no loop.
+template <int kVectors, class T, class Function>
+inline void MapShortRow(const T* x, int64_t n, T* dx, Function f) {
+  constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
+  const auto begin = [n](int i) { return i + 1 < kVectors ? i * kWidth : n - kWidth; };
+  typename Simd<Accumulator<T>>::F v[kVectors];
+  for (int i = 0; i < kVectors; ++i) v[i] = f(Load(x + begin(i)));
+  for (int i = 0; i < kVectors; ++i) Store(v[i], dx + begin(i));
+}
+
 template <class T, class Function>
-inline void MapRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
+inline void MapLongRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
   constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
   constexpr int64_t kBytes = kWidth * sizeof(T);
   const int64_t head = n < 8 * kWidth ? kWidth : kWidth - int64_t(reinterpret_cast<uintptr_t>(dx) % kBytes / sizeof(T));
@@ -238,6 +353,21 @@ inline void MapRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
     at = next;
   }
   Store(f(v), dx + at);
+}
+
+template <class T, class Function>
+inline void MapRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
+  switch ((n - 1) / Simd<Accumulator<T>>::kWidth) {
+    case 0:
+      return MapShortRow<1>(x, n, dx, f);
+    case 1:
+      return MapShortRow<2>(x, n, dx, f);
+    case 2:
+      return MapShortRow<3>(x, n, dx, f);
+    case 3:
+      return MapShortRow<4>(x, n, dx, f);
+  }
+  return MapLongRow(x, n, dx, ahead, f);
 }
 
 template <class T, class F>
@@ -263,15 +393,14 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     const int count = end - r < kWidth ? end - r : kWidth;
     typename S::Exponent labels[kWidth];
     A scales[kWidth] = {}, limits[kWidth] = {};
-    for (int lane = 0; lane < kWidth; ++lane) {
-      labels[lane] = kOutside;
-      if (lane >= count) continue;
-      const A clamp = static_cast<const A*>(args.clamp)[cursor.sequence()];
-      labels[lane] = cursor.label();
-      limits[lane] = clamp > 0 ? clamp : kInfinity<A>;
-      scales[lane] = static_cast<const A*>(args.scale)[cursor.sequence()];
-      cursor.Advance();
-    }
+    cursor.template Next<A>(count, labels, [&](int64_t sequence, int first, int last) {
+      const A scale = static_cast<const A*>(args.scale)[sequence];
+      const A clamp = static_cast<const A*>(args.clamp)[sequence];
+      for (int lane = first; lane < last; ++lane) {
+        scales[lane] = scale;
+        limits[lane] = clamp > 0 ? clamp : kInfinity<A>;
+      }
+    });
     const auto label = Load(labels);
     const F scale = Load(scales), limit = Load(limits);
 
@@ -297,8 +426,32 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
 
     const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
 
-    // Classes with arcs, before their logits are overwritten.
-    T arc_dx[kMaxBlanks + 1][kWidth];
+    A lses[kWidth], minus_sums[kWidth], factors[kWidth];
+    Store(lse, lses);
+    Store(-sum, minus_sums);
+    Store(-sum * scale, factors);
+    T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
+    for (int arc = 0; arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
+    for (int lane = 0; lane < count; ++lane) {
+      const T* const row = x + lane * n;
+      T* const row_dx = dx + lane * n;
+      if (labels[lane] == kOutside) {
+        FillRow(F{}, n, row_dx);
+        continue;
+      }
+      for (int arc = 0; arc < num_blanks; ++arc) arc_dx[arc][lane] = row[shape.blanks[arc]];
+      if (0 <= labels[lane] && labels[lane] < shape.classes) arc_dx[num_blanks][lane] = row[labels[lane]];
+      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
+      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
+      if (!shape.normalize) {
+        FillRow(clip(minus_sum == minus_sum ? F{} : minus_sum, limit) * scale, n, row_dx);
+      } else if (limits[lane] == kInfinity<A>) {
+        MapRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
+      } else {
+        MapRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
+      }
+    }
+
     for (int arc = 0; arc <= num_blanks; ++arc) {
       F arc_ct = {};
       for (int other = 0; other <= num_blanks; ++other) {
@@ -311,36 +464,15 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
           arc_ct += label == blank ? ct(other) : F{};
         }
       }
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const int64_t k = arc < num_blanks ? shape.blanks[arc] : labels[lane];
-        arc_dx[arc][lane] = labels[lane] != kOutside && 0 <= k && k < shape.classes ? x[lane * n + k] : T{};
-      }
       const F softmax = shape.normalize ? Exp(Load(arc_dx[arc]) - lse) : F{};
       Store(clip(arc_ct - softmax * sum, limit) * scale, arc_dx[arc]);
+      if (arc == num_blanks) break;
+      for (int lane = 0; lane < count; ++lane) {
+        if (labels[lane] != kOutside) dx[lane * n + shape.blanks[arc]] = arc_dx[arc][lane];
+      }
     }
-
-    A lses[kWidth], minus_sums[kWidth], factors[kWidth];
-    Store(lse, lses);
-    Store(-sum, minus_sums);
-    Store(-sum * scale, factors);
     for (int lane = 0; lane < count; ++lane) {
-      const T* const row = x + lane * n;
-      T* const row_dx = dx + lane * n;
-      if (labels[lane] == kOutside) {
-        FillRow(F{}, n, row_dx);
-        continue;
-      }
-      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
-      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
-      if (!shape.normalize) {
-        FillRow(clip(minus_sum == minus_sum ? F{} : minus_sum, limit) * scale, n, row_dx);
-      } else if (limits[lane] == kInfinity<A>) {
-        MapRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
-      } else {
-        MapRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
-      }
-      for (int arc = 0; arc < num_blanks; ++arc) row_dx[shape.blanks[arc]] = arc_dx[arc][lane];
-      if (0 <= labels[lane] && labels[lane] < shape.classes) row_dx[labels[lane]] = arc_dx[num_blanks][lane];
+      if (0 <= labels[lane] && labels[lane] < shape.classes) dx[lane * n + labels[lane]] = arc_dx[num_blanks][lane];
     }
     if (shape.classes < kWidth) {
       T* const to = static_cast<T*>(args.dlogits) + r * shape.classes;
