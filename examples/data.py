@@ -12,8 +12,7 @@ import numpy as np
 from scipy.fft import rfft
 from scipy.ndimage import map_coordinates
 
-BLANK = 10  # class d is digit d
-CLASSES = 11
+CLASSES = 11  # class d is digit d, the last one blank
 
 
 class DataError(Exception):
@@ -59,7 +58,7 @@ class HandwrittenDigits:
         counts = rng.integers(self.min_labels, self.max_labels + 1, size)
         chosen = rng.integers(len(scans), size=counts.sum())
         widths = rng.integers(8, self.max_width + 1, len(chosen))
-        glyphs = self.draw(rng, scans[chosen], widths, 1.5 if split == "train" else 1)
+        glyphs = self.draw(rng, scans[chosen], widths)
         lines, labels = [], []
         for row in np.split(np.arange(len(chosen)), np.cumsum(counts)[:-1]):
             gaps = rng.integers(1, self.max_gap + 1, size=len(row) + 1)
@@ -67,14 +66,14 @@ class HandwrittenDigits:
             line = np.zeros((gaps.sum() + widths[row].sum(), self.height))
             for i, start in zip(row, starts):
                 line[start : start + widths[i]] = glyphs[i, : widths[i]]
-            lines.append(line + rng.normal(0, 0.06, line.shape))
+            lines.append(line + rng.normal(0, 0.05, line.shape))
             labels.append(digits[chosen[row]])
         return collate(lines, labels, self.max_frames, self.max_labels)
 
-    def draw(self, rng, scans, widths, spread):
+    def draw(self, rng, scans, widths):
         """Scans [n, 8, 8] -> glyphs [n, max_width, height] by one random affine map each, columns first."""
         column, row = np.mgrid[: self.max_width, : self.height].astype(np.float32)
-        scale, shift, slant = rng.normal(0, spread, (3, len(scans), 1, 1)) * np.reshape((0.08, 0.3, 0.07), (3, 1, 1, 1))
+        scale, shift, slant = rng.normal(0, 1, (3, len(scans), 1, 1)) * np.reshape((0.05, 0.25, 0.05), (3, 1, 1, 1))
         y = 3.5 - (row - (self.height - 1) / 2 - shift) / (1 + scale)  # upwards, as spectra are
         x = (column + 0.5) * 8 / widths[:, None, None] - 0.5 + slant * (y - 3.5)
         index = np.broadcast_to(np.arange(len(scans))[:, None, None], x.shape)

@@ -69,7 +69,7 @@ class Joint(nnx.Module):
 class Transducer(nnx.Module):
     """Encoder, predictor and joint. `classes` includes blank, the last one."""
 
-    history = 4  # labels that the predictor sees; with fewer than a digit's repeats, it cannot count them
+    history = 4  # labels that the predictor sees: what it needs to count the repeats of a digit
 
     def __init__(self, features, classes, width, strides, channels, *, rngs):
         self.blank = classes - 1
