@@ -40,7 +40,7 @@ sanitize:
 	  -Cbuild-dir=build/sanitize-objects -Cinstall.strip=false
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  build/sanitize/bin/pytest -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
+	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py $(ARGS)
