@@ -1,6 +1,10 @@
 """Does anything outside the lengths, the size of the padding or the neighbours in the batch change a single bit?"""
 
 import functools
+import os
+import platform
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -124,3 +128,35 @@ def test_posteriors_outside_the_lengths_are_zero(implementation):
     ):
         losses.assert_same_bits(x, expected)
         assert not np.asarray(x)[~losses.inside(p)].any()
+
+
+DIRTY = """
+import numpy as np
+import jax, jax_rnnt, losses
+jax.config.update("jax_enable_x64", True)
+assert np.empty(5000, np.uint8).any(), "memory is not dirty"
+for T, U in ((7, 4), (19, 33)):
+    for dtype in (np.float32, np.float64):
+        p = losses.problem(6, T, U, 9, dtype=dtype)
+        for x in jax_rnnt.rnnt_posteriors(*p, implementation="kernel"):
+            assert not np.asarray(x)[~losses.inside(p)].any(), "posteriors"
+        for loss in losses.LOSSES:
+            p = losses.poisoned(losses.problem(6, T, U, 9, loss=loss, dtype=dtype))
+            for options in ({}, {"fused_log_softmax": False}):
+                got = losses.evaluate(loss, p, "kernel", **options)
+                losses.assert_matches(got, loss.expected(p, **options), dtype, T + U)
+                assert not got[1][~losses.inside(p)].any(), "gradient"
+print("ok")
+"""
+
+
+def test_results_do_not_depend_on_what_memory_held(kernel):
+    """glibc fills what malloc gives with a pattern: whatever a kernel forgets to write shows."""
+    if platform.libc_ver()[0] != "glibc" or losses.platform() != "cpu":
+        pytest.skip("MALLOC_PERTURB_ is glibc's")
+    command = [sys.executable, "-c", DIRTY]
+    environment = {**os.environ, "MALLOC_PERTURB_": "85"}
+    done = subprocess.run(
+        command, cwd=losses.HERE, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stderr
