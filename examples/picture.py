@@ -15,6 +15,7 @@ def best_path(blank, label):
     score = np.full((frames + 1, columns), -np.inf)
     score[0, 0] = 0
     by_label = np.zeros(score.shape, bool)
+    by_label[0] = True  # nothing comes before the first frame
     for n in range(frames + 1):
         for u in range(columns):
             if n:
@@ -58,9 +59,9 @@ def draw_lattices(file, samples, reduction):
         for frame, digit in zip(written, targets):
             x = (frame + 0.5) * reduction
             for ax in (lattice, image):
-                ax.axvline(x, color="tab:cyan", lw=0.8, ls=":")
+                ax.axvline(x, color="tab:blue", lw=1, ls=":")
             image.annotate(
-                str(digit), (x, 0), (0, -2), textcoords="offset points", ha="center", va="top", color="tab:cyan"
+                str(digit), (x, 1), (0, 2), textcoords="offset points", ha="center", color="tab:blue", weight="bold"
             )
         image.set(yticks=[], xlabel="input frame", xlim=(0, frames * reduction))
     axes[0, 0].set_ylabel("labels written")
