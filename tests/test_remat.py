@@ -51,7 +51,6 @@ def test_checkpoint_in_a_scan_over_microbatches(loss, implementation):
     np.testing.assert_allclose(gradient, np.einsum("btuh,btuv->hv", p.logits, per_logit), rtol=1e-10, atol=1e-10)
 
 
-
 def test_checkpoint_under_vmap(loss, implementation):
     p = losses.problem(loss=loss)
     one = lambda *p: loss(*p, reduction="none", implementation=implementation)
