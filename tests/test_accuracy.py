@@ -103,3 +103,29 @@ def test_improbable_beginning(implementation):
     value, _, worst = float64_gradient_error(p, gradient)
     np.testing.assert_allclose(values[0], value, rtol=1e-6)
     assert worst <= 4 * 200 * losses.eps(np.float32) * np.sqrt(80)
+
+
+@pytest.mark.parametrize(("T", "U"), [(20, 900), (900, 20), (300, 300)], ids=str)
+@pytest.mark.parametrize("classes", [2, 3, 1024])
+def test_equal_paths(implementation, T, U, classes):
+    """Scores all alike: sums that double at every step, in the mantissa alone if nobody looks."""
+    scores = np.full((1, T, U + 1, 2), -np.log(classes), np.float32)
+    p = losses.Problem(scores, np.zeros((1, U), np.int32), np.array([T], np.int32), np.array([U], np.int32))
+    values, gradient = losses.evaluate(losses.RNNT, p, implementation, fused_log_softmax=False)
+    np.testing.assert_allclose(values[0], truth.uniform_loss(T, U, classes), rtol=1e-6)
+    arcs = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
+    _, posteriors = truth.posteriors(truth.STANDARD, arcs, T, U)
+    assert np.abs(gradient[0, ..., 1] + posteriors["blank"]).max() <= BOUND
+    assert np.abs(gradient[0, :, :U, 0] + posteriors["label"][:, :U]).max() <= BOUND
+
+
+@pytest.mark.parametrize("score", [-0.3465735, -0.6931472, -0.3, -1.04], ids=str)
+def test_single_path(implementation, score):
+    """One path of equal arcs, every product of which loses or gains the same part of a binary digit."""
+    T, U = 400, 400
+    scores = np.full((1, T, U + 1, 2), -np.inf, np.float32)
+    scores[0, 0, :U, 0] = scores[0, :, U, 1] = score
+    p = losses.Problem(scores, np.zeros((1, U), np.int32), np.array([T], np.int32), np.array([U], np.int32))
+    values, gradient = losses.evaluate(losses.RNNT, p, implementation, fused_log_softmax=False)
+    np.testing.assert_allclose(values[0], -score * (T + U), rtol=1e-6)
+    np.testing.assert_allclose(gradient, -1.0 * np.isfinite(scores), atol=BOUND)

@@ -11,7 +11,7 @@ import losses
 
 
 def test_repeated_calls(loss, implementation):
-    p = losses.problem(16, 20, 9, 33, loss=loss, dtype="float32")
+    p = losses.problem(16, 100, 60, 9, loss=loss, dtype="float32")
     first = losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25)
     for _ in range(10):
         for a, b in zip(losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25), first, strict=True):
@@ -24,7 +24,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 import losses
 for loss in losses.LOSSES:
     for dtype in ("bfloat16", "float32"):
-        p = losses.problem(13, 30, 21, 65, loss=loss, dtype=dtype)
+        p = losses.problem(13, 100, 60, 33, loss=loss, dtype=dtype)
         digest = hashlib.sha256(b"".join(x.tobytes() for x in losses.evaluate(loss, p, "kernel", clamp=0.5)))
         print(loss.name, dtype, digest.hexdigest())
 """
@@ -47,7 +47,7 @@ def test_calls_from_many_threads(loss, kernel):
     """A server calls from its own threads; nobody shares scratch memory."""
     from concurrent.futures import ThreadPoolExecutor
 
-    problems = [losses.problem(8, 20, 9, 33, loss=loss, dtype="float32", seed=seed) for seed in range(8)]
+    problems = [losses.problem(8, 100, 60, 9, loss=loss, dtype="float32", seed=seed) for seed in range(8)]
     alone = [losses.evaluate(loss, p, kernel) for p in problems]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda p: losses.evaluate(loss, p, kernel), problems * 4))
@@ -60,7 +60,7 @@ def test_devices_at_once(loss, kernel, devices):
     """Eight devices share one pool of threads; none waits for another."""
     import jax
 
-    p = losses.problem(8, 20, 9, 33, loss=loss, dtype="float32")
+    p = losses.problem(8, 100, 60, 9, loss=loss, dtype="float32")
     expected = losses.evaluate(loss, p, kernel)
     run = losses._compiled(loss, kernel, ())
     scheduled = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}

@@ -82,7 +82,7 @@ def test_both_stages(implementation, blanks, normalize):
         outputs, dx = expected(x, label, inside, blanks, normalize, cotangents, scale, clamp)
         forward, backward = stages(implementation, blanks, normalize)
         *got, lse = forward(x, label, FRAMES)
-        limit = 64 * losses.eps(dtype)
+        limit = 8 * losses.eps(dtype)  # scores are below 8 in size and rounded a few times
         np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
         got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
         np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
@@ -102,6 +102,6 @@ def test_long_rows(kernel, classes):
         forward, _ = stages("kernel", (classes - 1,), True)
         log_blank, _, lse = forward(x, label, np.array([2], np.int32))
         wide = x.astype(np.float64)
-        limit = 64 * losses.eps("float64" if dtype == "float64" else "float32")
+        limit = 4 * losses.eps("float64" if dtype == "float64" else "float32")
         np.testing.assert_allclose(log_blank, truth.log_softmax(wide)[..., -1], rtol=limit, atol=limit)
         np.testing.assert_allclose(lse, wide.max(-1) - truth.log_softmax(wide).max(-1), rtol=limit, atol=limit)

@@ -99,7 +99,7 @@ def test_batch_order_changes_no_bit(loss, implementation):
 
 def test_batch_size_changes_no_bit(loss, kernel):
     """One by one, in pairs or all at once: how the work is split over threads is not visible."""
-    p = losses.problem(16, 20, 9, 33, loss=loss, dtype=np.float32)
+    p = losses.problem(16, 100, 60, 9, loss=loss, dtype=np.float32)
     values, gradient = losses.evaluate(loss, p, kernel)
     for size in (1, 2):
         for b in range(0, 16, size):
