@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_rnnt import seam
 from jax_rnnt._reduce import reduce
@@ -94,6 +95,8 @@ def _fused_fwd(spec, logits, label, num_frames, num_labels, clamp, options):
     operands = arcs["blank"], arcs["label"], num_frames, num_labels
     loss, grad_blank, grad_label = lattice.grad(*operands, topology=spec.topology, strict=spec.strict)
     (cotangents,) = pullback({"blank": grad_blank, "label": grad_label})
+    # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
+    loss, lse, cotangents = checkpoint_name((loss, lse, cotangents), "rnnt_residuals")
     return loss, (spec, logits, label, num_frames, lse, cotangents, clamp)
 
 

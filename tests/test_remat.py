@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_rnnt
 import losses
 
 POLICIES = {
@@ -56,3 +57,26 @@ def test_checkpoint_under_vmap(loss, implementation):
     one = lambda *p: loss(*p, reduction="none", implementation=implementation)
     gradient = jax.jit(jax.vmap(jax.grad(jax.checkpoint(one))))(*p)
     np.testing.assert_allclose(gradient, loss.expected(p)[1], atol=1e-13)
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("names", 1), ("nothing", 2)])
+def test_saved_residuals_spare_the_second_run(kernel, policy, runs):
+    """By its name a policy keeps the planes, never the logits: only the joint runs again, not emission or lattice."""
+    p = losses.problem(dtype=np.float32)
+    size, classes = p.logits.size, p.logits.shape[-1]
+    weight = np.random.default_rng(2).normal(size=(classes, classes)).astype(np.float32)
+
+    @functools.partial(jax.checkpoint, policy=POLICIES[policy])
+    def call(w):
+        return jax_rnnt.rnnt_loss(p.logits @ w, *p[1:], implementation=kernel)
+
+    found = losses.custom_calls(jax.jit(jax.value_and_grad(call)).lower(weight).compile().as_text())
+    assert found == {
+        "jax_rnnt_softmax_emission_fwd": runs,
+        "jax_rnnt_lattice_grad": runs,
+        "jax_rnnt_softmax_emission_bwd": 1,
+    }
+    residuals = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(call, w)[1], weight))
+    assert sum(x.size == size // classes for x in residuals) == (3 if policy == "names" else 0)
+    logits = [x for x in residuals if x.size == size]
+    assert len(logits) == 1, "the problem's own logits, the joint's input, and not its output"
