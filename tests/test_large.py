@@ -1,0 +1,50 @@
+"""Are offsets 64-bit everywhere? More than 2^31 logits, against one sequence at a time.
+
+Takes about 10 GB and a minute: only where JAX_RNNT_LARGE=1 is set.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+
+B, T, U, V = 33, 256, 64, 4096
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("JAX_RNNT_LARGE") != "1", reason="takes 10 GB: set JAX_RNNT_LARGE=1")
+def test_more_than_2_to_the_31_logits(kernel):
+    """Value and gradient, in place, have the bits that each sequence has alone."""
+    assert B * T * (U + 1) * V > 2**31
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V - 1, (B, U), np.int32)
+    logit_lengths, target_lengths = rng.integers(T // 2, T + 1, B, np.int32), rng.integers(U // 2, U + 1, B, np.int32)
+    logit_lengths[-1], target_lengths[-1] = T, U  # the last sequence lies beyond 2^31, to its end
+
+    # Every sequence is a different stretch of the same numbers.
+    rows = T * (U + 1)
+    numbers = rng.standard_normal((rows + B, V), np.float32).astype(jnp.bfloat16)
+    one = lambda b: numbers[b : b + rows].reshape(T, U + 1, V)
+    logits = np.empty((B, T, U + 1, V), jnp.bfloat16)
+    for b in range(B):
+        logits[b] = one(b)
+
+    def loss(*p):
+        values = jax_rnnt.rnnt_loss(*p, implementation=kernel, reduction="none")
+        return values.sum(), values
+
+    step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=0)
+    on_device = jax.device_put(logits)
+    del logits
+    gradient, values = step(on_device, targets, logit_lengths, target_lengths)
+    assert gradient.size > 2**31
+    gradient, values = np.asarray(gradient), np.asarray(values)
+    for b in range(B):
+        expected = step(jnp.array(one(b)), targets[b], logit_lengths[b], target_lengths[b])
+        losses.assert_same_bits(values[b], expected[1])
+        losses.assert_same_bits(gradient[b], expected[0])
