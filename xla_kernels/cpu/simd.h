@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -273,6 +273,36 @@ inline void Store(Simd<float>::F v, Half* p) {  // to nearest, ties to even
   StoreAs(__builtin_convertvector(half | ((bits >> 16) & 0x8000), S::Bits16), p);
 }
 #endif
+
+// n zeros (as bits), their whole cache lines past the caches: they are not read first. Fence() makes them visible to
+// other threads.
+template <class T>
+inline void StreamZeros(T* p, int64_t n) {
+  char* at = reinterpret_cast<char*>(p);
+  char* const end = at + n * sizeof(T);
+#if defined(__SSE2__)
+  char* const first = at + (-reinterpret_cast<uintptr_t>(at) & 63);
+  if (end - first >= 64) {
+    __builtin_memset(at, 0, first - at);
+    for (at = first; end - at >= 64; at += 64) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(at), _mm512_setzero_si512());
+#elif defined(__AVX2__)
+      for (int i = 0; i < 64; i += 32) _mm256_stream_si256(reinterpret_cast<__m256i*>(at + i), _mm256_setzero_si256());
+#else
+      for (int i = 0; i < 64; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(at + i), _mm_setzero_si128());
+#endif
+    }
+  }
+#endif
+  __builtin_memset(at, 0, end - at);
+}
+
+inline void Fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
 
 // ---- exp ----
 

@@ -16,6 +16,9 @@
 // AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 more than half of the time is what surrounds the two vectors of
 // a row: about a sixth of the backward pass is the gradients of the arcs' own classes.
 //
+// Long rows of zeros (padding) are streamed past the caches, not read first: value and gradient of ragged batches, 52% to
+// 61% of whose nodes are valid, then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16: 1%).
+//
 // Tried and left out:
 //   the maximum of each row, or of its blocks, first         forward +13% at V = 500, +19% at V = 1024
 //   the arcs' own classes of a group before its rows         forward +37%: 16 streams defeat the hardware's prefetching
@@ -39,6 +42,9 @@ constexpr A kNaN = A(__builtin_nan(""));
 // Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
 // is scaled to the new maximum from block to block.
 constexpr int64_t kBlock = 1024;
+
+// Rows of zeros of this size are written past the caches.
+constexpr int64_t kStreamedBytes = 1024;
 
 // Walks over the rows in order.
 class RowCursor {
@@ -386,6 +392,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
   const int64_t ahead = n <= kBlock ? kWidth * n : 2 * kBlock;
   const int num_blanks = shape.num_blanks;
+  const bool stream = n * int64_t(sizeof(T)) >= kStreamedBytes;
 
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
@@ -436,7 +443,14 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const T* const row = x + lane * n;
       T* const row_dx = dx + lane * n;
       if (labels[lane] == kOutside) {
-        FillRow(F{}, n, row_dx);
+        if (!stream) {
+          FillRow(F{}, n, row_dx);
+          continue;
+        }
+        int last = lane;
+        while (last + 1 < count && labels[last + 1] == kOutside) ++last;
+        StreamZeros(row_dx, (last + 1 - lane) * n);
+        lane = last;
         continue;
       }
       for (int arc = 0; arc < num_blanks; ++arc) arc_dx[arc][lane] = row[shape.blanks[arc]];
@@ -481,6 +495,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       }
     }
   }
+  if (stream) Fence();
 }
 
 void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end) {
