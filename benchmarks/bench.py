@@ -197,7 +197,8 @@ def gradient_contestants(case, inputs, args, torch):
         start("ours, not in place", loss=functools.partial(rnnt_loss, inplace=False)),
         start("ours, reference", loss=reference, donate=True),
         start("two-stage JAX", loss=rivals.two_stage, donate=True),
-        start("plain JAX", loss=rivals.plain, donate=True),
+        start("plain JAX", loss=rivals.plain),
+        start("plain JAX, donated", loss=rivals.plain, donate=True),
         *(torch.contestant(peer, case, args.seed) for peer in (torch.peers if torch else ())),
     ]
     verify(case, contestants)
