@@ -16,8 +16,9 @@
 // AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 more than half of the time is what surrounds the two vectors of
 // a row: about a sixth of the backward pass is the gradients of the arcs' own classes.
 //
-// Long rows of zeros (padding) are streamed past the caches, not read first: value and gradient of ragged batches, 52% to
-// 61% of whose nodes are valid, then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16: 1%).
+// Long rows of zeros (padding) are streamed past the caches, not read first: value and gradient of ragged batches, 52%
+// to 61% of whose nodes are valid, then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16:
+// 1%).
 //
 // Tried and left out:
 //   the maximum of each row, or of its blocks, first         forward +13% at V = 500, +19% at V = 1024
