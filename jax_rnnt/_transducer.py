@@ -96,7 +96,8 @@ def _fused_fwd(spec, logits, label, num_frames, num_labels, clamp, options):
     loss, grad_blank, grad_label = lattice.grad(*operands, topology=spec.topology, strict=spec.strict)
     (cotangents,) = pullback({"blank": grad_blank, "label": grad_label})
     # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
-    loss, lse, cotangents = checkpoint_name((loss, lse, cotangents), "rnnt_residuals")
+    name = functools.partial(checkpoint_name, name="rnnt_residuals")
+    loss, lse, cotangents = jax.tree.map(name, (loss, lse, cotangents))  # jax 0.6 names single arrays only
     return loss, (spec, logits, label, num_frames, lse, cotangents, clamp)
 
 
