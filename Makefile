@@ -36,7 +36,7 @@ test-matrix:
 # The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
 sanitize:
 	test -x build/sanitize/bin/python || $(PYTHON) -m venv build/sanitize
-	build/sanitize/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=address,undefined \
+	build/sanitize/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=address,undefined -Ccmake.define.JAX_RNNT_CUDA=off \
 	  -Cbuild-dir=build/sanitize-objects -Cinstall.strip=false
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \

@@ -47,9 +47,13 @@ def _runtime_api() -> tuple[int, int] | None:
     return (int(numbers["MAJOR"]), int(numbers["MINOR"])) if len(numbers) == 2 else None
 
 
-def _load() -> dict[str, str]:
-    """Registers the handlers of every extension module that is here and fits; returns why a platform has none."""
-    missing = {}
+def _load() -> tuple[dict[str, str], dict[str, str]]:
+    """Registers the handlers of every extension module that is here and fits.
+
+    Returns whose kernels each platform has, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform), and
+    why the others have none.
+    """
+    kernels, missing = {}, {}
     runtime = _runtime_api()
     for platform, registry, name in PLATFORMS:
         try:
@@ -64,12 +68,13 @@ def _load() -> dict[str, str]:
             continue
         for target, handler in module.registrations().items():
             jax.ffi.register_ffi_target(target, handler, platform=registry)
+        kernels[platform] = module.kernels
     for target in TARGETS:
         jax.ffi.register_ffi_target_as_batch_partitionable(target)
-    return missing
+    return kernels, missing
 
 
-MISSING = _load()
+KERNELS, MISSING = _load()
 if "cpu" in MISSING:
     warnings.warn(f"jax_rnnt runs on its pure-JAX reference: {MISSING['cpu']}.", RuntimeWarning, stacklevel=2)
 
@@ -155,7 +160,12 @@ def _row_major(x):
 
 
 def define(
-    target: str, *, reference: Callable[..., Sequence[jax.Array]], results: Callable, inplace: bool = False
+    target: str,
+    *,
+    reference: Callable[..., Sequence[jax.Array]],
+    results: Callable,
+    aliases: dict[int, int] | None = None,
+    workspace: dict[str, Callable] | None = None,
 ) -> Callable[..., Sequence[jax.Array]]:
     """A function that calls the kernel `target`, or `reference` where the platform has no kernel.
 
@@ -167,16 +177,20 @@ def define(
         ``reference(*operands, **attributes) -> results`` in plain JAX; all leading dimensions are batch.
     results : callable
         ``results(*operands, **attributes) -> [(trailing shape, dtype), ...]`` from the operands' avals.
-    inplace : bool
-        The first result has the shape of the first operand and the kernel can write it over that operand.
+    aliases : dict, optional
+        ``{operand: result}`` of the same shape, where the kernel can write the result over the operand.
+    workspace : dict, optional
+        ``{"cpu" | "cuda": f}`` with ``f(*operands) -> elements`` of the first operand's dtype that the kernels of that
+        device want for each batch element, from the operands' avals: one more result of the custom call.
 
     Returns
     -------
     callable
         ``call(*operands, num_batch_dims, strict=False, **attributes)``. Every operand has `num_batch_dims` leading
-        batch dimensions. `strict` refuses to lower to the reference. Where `inplace` is set, the keyword `alias`
-        allows the result to take the operand's memory.
+        batch dimensions. `strict` refuses to lower to the reference. The keyword `alias` allows the results to take
+        the memory of the operands in `aliases`.
     """
+    aliases = aliases or {}
     primitive = Primitive(target)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -195,28 +209,40 @@ def define(
     def encode(attributes):
         return {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
 
-    def lower_in_place(ctx, *operands, num_batch_dims, strict, alias, **attributes):
-        rule = jax.ffi.ffi_lowering(target, operand_output_aliases={0: 0})
-        return rule(ctx, *operands, **encode(attributes))
+    def custom_call(ctx, operands, platform, num_batch_dims, attributes, **lowering):
+        first, extended = ctx.avals_in[0], ctx
+        elements = workspace[KERNELS[platform]](*ctx.avals_in) if workspace else 0
+        if not (isinstance(elements, int) and elements == 0):
+            space = _result_aval(first, (*first.shape[:num_batch_dims], elements), first.dtype, num_batch_dims)
+            extended = ctx.replace(avals_out=[*ctx.avals_out, space])
+        if "extra_attributes" in lowering:
+            avals = [*extended.avals_in, *extended.avals_out]
+            if all(isinstance(d, int) for aval in avals for d in aval.shape):  # not where a dimension is symbolic
+                text = _sharding_rule(num_batch_dims, extended.avals_in, extended.avals_out)
+                lowering["extra_attributes"]["sdy.sharding_rule"] = ir.Attribute.parse(text)
+        rule = jax.ffi.ffi_lowering(target, **lowering)
+        return rule(extended, *operands, **encode(attributes))[: len(ctx.avals_out)]
 
-    def lower(ctx, *operands, num_batch_dims, strict, alias, **attributes):
+    def lower_in_place(ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
+        return custom_call(ctx, operands, platform, num_batch_dims, attributes, operand_output_aliases=aliases)
+
+    def lower(ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
         exporting = ctx.module_context.lowering_parameters.for_export
-        if alias and _unpartitioned(ctx) and not exporting:
+        if alias and platform == "cpu" and _unpartitioned(ctx) and not exporting:
             # XLA's CPU layout assignment copies an aliased operand unless its layout is fixed beforehand; the
             # constraint itself gathers sharded operands under the partitioner of jax <= 0.10 (hence _unpartitioned).
-            def in_place(x, *others):
+            def in_place(*operands):
                 params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
-                return aliased.bind(_row_major(x), *others, **params)
+                fixed = [_row_major(x) if i in aliases else x for i, x in enumerate(operands)]
+                return aliased.bind(*fixed, **params)
 
             return mlir.lower_fun(in_place, multiple_results=True)(ctx, *operands)
         extra: dict[str, ir.Attribute] = {
             "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})
         }
-        avals = [*ctx.avals_in, *ctx.avals_out]
-        if all(isinstance(d, int) for aval in avals for d in aval.shape):  # not where a dimension is symbolic
-            rule = _sharding_rule(num_batch_dims, ctx.avals_in, ctx.avals_out)
-            extra["sdy.sharding_rule"] = ir.Attribute.parse(rule)
-        return jax.ffi.ffi_lowering(target, extra_attributes=extra)(ctx, *operands, **encode(attributes))
+        # Elsewhere XLA inserts the copy itself, where there must be one.
+        allowed = {"operand_output_aliases": aliases} if alias and platform != "cpu" else {}
+        return custom_call(ctx, operands, platform, num_batch_dims, attributes, extra_attributes=extra, **allowed)
 
     def lower_reference(ctx, *operands, num_batch_dims, strict, alias, **attributes):
         platforms = tuple(ctx.module_context.platforms)
@@ -230,10 +256,9 @@ def define(
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     mlir.register_lowering(primitive, lower_reference)
-    for platform, _, _ in PLATFORMS:
-        if platform not in MISSING:
-            mlir.register_lowering(primitive, lower, platform=platform)
-            mlir.register_lowering(aliased, lower_in_place, platform=platform)
+    for platform in KERNELS:
+        for bound, rule in ((primitive, lower), (aliased, lower_in_place)):
+            mlir.register_lowering(bound, functools.partial(rule, platform=platform), platform=platform)
 
     def batch(operands, axes, *, num_batch_dims, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
@@ -258,7 +283,7 @@ def define(
     ad.primitive_jvps[primitive] = jvp
 
     def call(*operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
-        params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias and inplace, **attributes)
+        params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias and bool(aliases), **attributes)
         return primitive.bind(*vary_together(*operands), **params)
 
     return call

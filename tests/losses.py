@@ -18,6 +18,7 @@ import numpy as np
 
 import jax_rnnt
 import reference_numpy as truth
+from jax_rnnt import _ffi
 
 HERE = pathlib.Path(__file__).parent
 
@@ -178,6 +179,11 @@ def collectives(text):
 
 def once(targets):
     return dict.fromkeys(targets, 1)
+
+
+def emulated():
+    """Whether the kernels of the CPU platform are those of CUDA, run by the emulation (`make emulation`)."""
+    return _ffi.KERNELS.get("cpu") == "cuda"
 
 
 def platform():

@@ -122,7 +122,7 @@ _backward_kernel = _ffi.define(
     "jax_rnnt_softmax_emission_bwd",
     reference=backward_reference,
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
-    inplace=True,
+    aliases={0: 0},
 )
 
 

@@ -33,18 +33,26 @@ def _loss_reference(*operands, topology):
 
 
 def _grad_reference(*operands, topology):
-    workspace = jnp.zeros_like(operands[0], shape=(*operands[0].shape[:-2], _workspace(operands[0])))
-    return [*lattice_grad(*operands, topology=_TOPOLOGIES[topology]), workspace]
+    return lattice_grad(*operands, topology=_TOPOLOGIES[topology])
 
 
-def _workspace(log_blank) -> int:
-    """Elements per sequence: mantissa and exponent of alpha in every eighth frame, from which beta's sweep restarts."""
+def _cpu_workspace(log_blank, *_):
+    """Mantissa and exponent of alpha in every eighth frame, from which beta's sweep restarts."""
     frames, columns = log_blank.shape[-2:]
     return 2 * -(-frames // 8) * columns
 
 
+def _cuda_workspace(log_blank, *_):
+    """Both planes in the order of diagonals, running values of the sweeps, flags."""
+    frames, columns = log_blank.shape[-2:]
+    return 2 * frames * columns + 12 * columns + 2
+
+
 _loss_kernel = _ffi.define(
-    "jax_rnnt_lattice_loss", reference=_loss_reference, results=lambda log_blank, *_, **__: [((), log_blank.dtype)]
+    "jax_rnnt_lattice_loss",
+    reference=_loss_reference,
+    results=lambda log_blank, *_, **__: [((), log_blank.dtype)],
+    workspace={"cpu": lambda *_: 0, "cuda": _cuda_workspace},
 )
 _grad_kernel = _ffi.define(
     "jax_rnnt_lattice_grad",
@@ -53,8 +61,9 @@ _grad_kernel = _ffi.define(
         ((), log_blank.dtype),
         (log_blank.shape[-2:], log_blank.dtype),
         (log_blank.shape[-2:], log_blank.dtype),
-        ((_workspace(log_blank),), log_blank.dtype),
     ],
+    aliases={0: 1, 1: 2},
+    workspace={"cpu": _cpu_workspace, "cuda": _cuda_workspace},
 )
 
 
@@ -69,4 +78,5 @@ def grad(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD, str
     """`lattice_grad` by the kernel."""
     operands = log_blank, log_label, num_frames, num_labels
     index = _TOPOLOGIES.index(topology)
-    return tuple(_grad_kernel(*operands, num_batch_dims=log_blank.ndim - 2, strict=strict, topology=index)[:3])
+    params = dict(num_batch_dims=log_blank.ndim - 2, strict=strict, alias=True, topology=index)
+    return tuple(_grad_kernel(*operands, **params))

@@ -5,16 +5,17 @@
 #include <string>
 #include <vector>
 
+#include "xla_kernels/common/registration.h"
 #include "xla_kernels/cpu/dispatch.h"
-#include "xla_kernels/cpu/ffi.h"
 
 PYBIND11_MODULE(_cpu, m) {
   namespace cpu = jax_rnnt::cpu;
   namespace py = pybind11;
-  m.def("api_version", &cpu::ApiVersion);
+  m.attr("kernels") = "cpu";
+  m.def("api_version", &jax_rnnt::ApiVersion);
   m.def("registrations", [] {
     py::dict handlers;
-    for (const auto& [target, handler] : cpu::Registrations()) handlers[target] = py::capsule(handler);
+    for (const auto& [target, handler] : jax_rnnt::Registrations()) handlers[target] = py::capsule(handler);
     return handlers;
   });
   m.def(

@@ -1,10 +1,10 @@
-// What the Python module needs of ffi.cc, without XLA's headers.
+// What a Python module needs of its handlers, without XLA's headers.
 #pragma once
 
 #include <utility>
 #include <vector>
 
-namespace jax_rnnt::cpu {
+namespace jax_rnnt {
 
 struct Registration {
   const char* target;
@@ -14,4 +14,4 @@ struct Registration {
 std::vector<Registration> Registrations();
 std::pair<int, int> ApiVersion();  // (major, minor) of the XLA FFI headers this was built with
 
-}  // namespace jax_rnnt::cpu
+}  // namespace jax_rnnt

@@ -1,0 +1,219 @@
+// What the XLA handlers of every device share: buffers to the structs of shape.h, checks of ranks and types, bindings.
+//
+// All leading dimensions are batch. Handlers never fail on data: an error on one device of several would stall the
+// others' all-reduce, and XLA calls handlers on padding rows too. What is checked here are mistakes of the caller in
+// jax_rnnt/_ffi.py, not of the user.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+#include "xla_kernels/common/shape.h"
+
+namespace jax_rnnt {
+
+namespace ffi = xla::ffi;
+
+inline ffi::Error Invalid(const std::string& message) { return ffi::Error::InvalidArgument("jax_rnnt: " + message); }
+
+inline bool ToDType(ffi::DataType from, DType* to) {
+  switch (from) {
+    case ffi::DataType::F16:
+      *to = DType::kF16;
+      return true;
+    case ffi::DataType::BF16:
+      *to = DType::kBF16;
+      return true;
+    case ffi::DataType::F32:
+      *to = DType::kF32;
+      return true;
+    case ffi::DataType::F64:
+      *to = DType::kF64;
+      return true;
+    default:
+      return false;
+  }
+}
+
+// logits [..., T, U1, V], label [..., 1 or T, U1], num_frames [...]
+inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
+                            ffi::Span<const int64_t> blanks, int64_t normalize, DType* dtype, EmissionShape* shape) {
+  const auto x = logits.dimensions(), y = label.dimensions();
+  if (x.size() < 3 || y.size() + 1 != x.size()) return Invalid("logits must be [..., T, U1, V], label [..., T|1, U1]");
+  if (!ToDType(logits.element_type(), dtype)) return Invalid("logits must be float16, bfloat16, float32 or float64");
+  if (label.element_type() != ffi::DataType::S32 || num_frames.element_type() != ffi::DataType::S32)
+    return Invalid("label and num_frames must be int32");
+  const size_t n = x.size();
+  *shape = {static_cast<int64_t>(num_frames.element_count()),
+            x[n - 3],
+            x[n - 2],
+            x[n - 1],
+            y[n - 3],
+            normalize != 0,
+            static_cast<int>(blanks.size()),
+            blanks.begin()};
+  if (y[n - 2] != shape->columns || (shape->label_frames != 1 && shape->label_frames != shape->frames))
+    return Invalid("label must be [..., T|1, U1]");
+  if (shape->batch * shape->frames * shape->columns * shape->classes != static_cast<int64_t>(logits.element_count()))
+    return Invalid("logits and num_frames must have the same batch dimensions");
+  if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return Invalid("there must be 1 to 63 blank classes");
+  for (int64_t blank : blanks)
+    if (blank < 0 || blank >= shape->classes) return Invalid("blank must lie in [0, V)");
+  return ffi::Error::Success();
+}
+
+struct EmissionForwardCall {
+  DType dtype;
+  EmissionForwardArgs args{};
+  std::vector<void*> planes;  // what args.log_blank points to
+};
+
+inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
+                       const ffi::RemainingRets& planes, ffi::Span<const int64_t> blanks, int64_t normalize,
+                       EmissionForwardCall* call) {
+  EmissionForwardArgs& args = call->args;
+  if (auto error = ReadShape(logits, label, num_frames, blanks, normalize, &call->dtype, &args.shape); error.failure())
+    return error;
+  if (planes.size() != blanks.size() + 2) return Invalid("emission forward gives a plane per blank, log_label and lse");
+  for (size_t i = 0; i < planes.size(); ++i) call->planes.push_back((*planes.get<ffi::AnyBuffer>(i))->untyped_data());
+  args.logits = logits.untyped_data();
+  args.label = static_cast<const int32_t*>(label.untyped_data());
+  args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
+  args.log_blank = call->planes.data();
+  args.log_label = call->planes[blanks.size()];
+  args.lse = call->planes[blanks.size() + 1];
+  return ffi::Error::Success();
+}
+
+struct EmissionBackwardCall {
+  DType dtype;
+  EmissionBackwardArgs args{};
+  std::vector<const void*> planes;  // what args.ct_blank points to
+};
+
+inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
+                       const ffi::AnyBuffer& lse, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& clamp,
+                       const ffi::RemainingArgs& cotangents, ffi::Result<ffi::AnyBuffer>& dlogits,
+                       ffi::Span<const int64_t> blanks, int64_t normalize, EmissionBackwardCall* call) {
+  EmissionBackwardArgs& args = call->args;
+  if (auto error = ReadShape(logits, label, num_frames, blanks, normalize, &call->dtype, &args.shape); error.failure())
+    return error;
+  if (cotangents.size() != blanks.size() + 1)
+    return Invalid("emission backward takes a plane per blank and one of labels");
+  for (size_t i = 0; i < cotangents.size(); ++i)
+    call->planes.push_back(cotangents.get<ffi::AnyBuffer>(i)->untyped_data());
+  args.logits = logits.untyped_data();
+  args.label = static_cast<const int32_t*>(label.untyped_data());
+  args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
+  args.lse = lse.untyped_data();
+  args.ct_blank = call->planes.data();
+  args.ct_label = call->planes[blanks.size()];
+  args.scale = scale.untyped_data();
+  args.clamp = clamp.untyped_data();
+  args.dlogits = dlogits->untyped_data();
+  return ffi::Error::Success();
+}
+
+struct LatticeCall {
+  bool is_double;
+  LatticeArgs args{};
+};
+
+inline ffi::Error Read(const ffi::AnyBuffer& log_blank, const ffi::AnyBuffer& log_label,
+                       const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels, int64_t topology,
+                       LatticeCall* call) {
+  LatticeArgs& args = call->args;
+  const auto x = log_blank.dimensions();
+  call->is_double = log_blank.element_type() == ffi::DataType::F64;
+  if (x.size() < 2 || log_label.element_count() != log_blank.element_count())
+    return Invalid("log_blank and log_label must both be [..., T, U1]");
+  if (!call->is_double && log_blank.element_type() != ffi::DataType::F32)
+    return Invalid("arcs must be float32 or float64");
+  if (num_frames.element_type() != ffi::DataType::S32 || num_labels.element_type() != ffi::DataType::S32)
+    return Invalid("lengths must be int32");
+  if (topology != 0 && topology != 1) return Invalid("topology must be 0 (standard) or 1 (monotonic)");
+  args.topology = static_cast<Topology>(topology);
+  args.batch = num_frames.element_count();
+  args.frames = x[x.size() - 2];
+  args.columns = x[x.size() - 1];
+  args.log_blank = log_blank.untyped_data();
+  args.log_label = log_label.untyped_data();
+  args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
+  args.num_labels = static_cast<const int32_t*>(num_labels.untyped_data());
+  if (args.batch * args.frames * args.columns != static_cast<int64_t>(log_blank.element_count()))
+    return Invalid("arcs and lengths must have the same batch dimensions");
+  return ffi::Error::Success();
+}
+
+// The workspace is the last result, where a kernel needs one of `elements` per sequence.
+inline ffi::Error ReadWorkspace(const ffi::RemainingRets& workspace, int64_t elements, LatticeCall* call) {
+  if (elements == 0) return ffi::Error::Success();
+  if (workspace.size() != 1) return Invalid("there must be one workspace");
+  ffi::Result<ffi::AnyBuffer> buffer = *workspace.get<ffi::AnyBuffer>(0);
+  if (static_cast<int64_t>(buffer->element_count()) < call->args.batch * elements)
+    return Invalid("workspace is too small");
+  call->args.workspace = buffer->untyped_data();
+  return ffi::Error::Success();
+}
+
+// Operands, results and attributes of the custom calls. Context: what the device's handlers run on.
+
+template <class Context>
+auto BindEmissionForward() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V]  f16 | bf16 | f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]   s32
+      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]            s32
+      .RemainingRets()                 // log_blank x K, log_label, lse  [..., T, U1]  f32 (f64 for f64)
+      .template Attr<ffi::Span<const int64_t>>("blanks")
+      .template Attr<int64_t>("normalize");
+}
+
+template <class Context>
+auto BindEmissionBackward() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V]
+      .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]
+      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]
+      .template Arg<ffi::AnyBuffer>()  // lse         [..., T, U1]
+      .template Arg<ffi::AnyBuffer>()  // scale       [...]
+      .template Arg<ffi::AnyBuffer>()  // clamp       [...]
+      .RemainingArgs()                 // cotangents of log_blank x K, log_label  [..., T, U1]
+      .template Ret<ffi::AnyBuffer>()  // dlogits     [..., T, U1, V]
+      .template Attr<ffi::Span<const int64_t>>("blanks")
+      .template Attr<int64_t>("normalize");
+}
+
+template <class Context>
+auto BindLatticeLoss() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // log_blank   [..., T, U1]  f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // log_label   [..., T, U1]
+      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]         s32
+      .template Arg<ffi::AnyBuffer>()  // num_labels  [...]         s32
+      .template Ret<ffi::AnyBuffer>()  // loss        [...]
+      .RemainingRets()                 // workspace   [..., elements], or none
+      .template Attr<int64_t>("topology");
+}
+
+template <class Context>
+auto BindLatticeGradient() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // log_blank   [..., T, U1]  f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // log_label   [..., T, U1]
+      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]         s32
+      .template Arg<ffi::AnyBuffer>()  // num_labels  [...]         s32
+      .template Ret<ffi::AnyBuffer>()  // loss        [...]
+      .template Ret<ffi::AnyBuffer>()  // grad_blank  [..., T, U1]
+      .template Ret<ffi::AnyBuffer>()  // grad_label  [..., T, U1]
+      .RemainingRets()                 // workspace   [..., elements], or none
+      .template Attr<int64_t>("topology");
+}
+
+}  // namespace jax_rnnt

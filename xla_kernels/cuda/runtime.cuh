@@ -1,0 +1,232 @@
+// The one include of kernel sources, under nvcc the CUDA toolkit, under any other compiler its emulation on the CPU,
+// and what kernels need beyond the common subset of the two. The only file with inline PTX: each piece has a host body.
+//
+// Rules that let one text run on both: shared memory is declared by the macros below, kernels are started by Launch,
+// and no block waits for another.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+
+// A static shared array, T* name. Bytes rather than T[n]: a shared variable must not have a constructor that does
+// anything, and T's default member initialisers are one.
+#define JAX_RNNT_SHARED_ARRAY(T, name, n)                                     \
+  __shared__ __align__(16) unsigned char jax_rnnt_##name##_[sizeof(T) * (n)]; \
+  T* const name = reinterpret_cast<T*>(jax_rnnt_##name##_)
+// The dynamic shared memory of the launch, T* name.
+#define JAX_RNNT_DYNAMIC_SHARED(T, name)                             \
+  extern __shared__ __align__(16) unsigned char jax_rnnt_dynamic_[]; \
+  T* const name = reinterpret_cast<T*>(jax_rnnt_dynamic_)
+#else
+#include <math.h>
+#include <string.h>
+
+#include "xla_kernels/emulation/cuda_emulation.h"
+
+#define JAX_RNNT_SHARED_ARRAY(T, name, n) T* const name = ::jax_rnnt::emulation::SharedArray<T, (n)>([] {})
+#define JAX_RNNT_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jax_rnnt::emulation::DynamicShared())
+#endif
+
+namespace jax_rnnt::cuda {
+
+// Starts kernel(args...). The error is that of this launch only: work that fails later is reported by the stream.
+template <class... P, class... A>
+cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A... args) {
+#if defined(__CUDACC__)
+  constexpr size_t kWithoutOptIn = 48 << 10;
+  if (shared_bytes > kWithoutOptIn) {
+    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, P(args)...);
+#else
+  (void)stream;
+  return emulation::Run(grid, block, shared_bytes, [&] { kernel(P(args)...); });
+#endif
+}
+
+// ---- bits
+// ------------------------------------------------------------------------------------------------------------
+
+#if defined(__CUDACC__)
+__device__ __forceinline__ int32_t AsInt(float x) { return __float_as_int(x); }
+__device__ __forceinline__ float AsFloat(int32_t x) { return __int_as_float(x); }
+__device__ __forceinline__ int64_t AsInt(double x) { return __double_as_longlong(x); }
+__device__ __forceinline__ double AsFloat(int64_t x) { return __longlong_as_double(x); }
+#else
+template <class To, class From>
+inline To Bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline int32_t AsInt(float x) { return Bits<int32_t>(x); }
+inline float AsFloat(int32_t x) { return Bits<float>(x); }
+inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
+inline double AsFloat(int64_t x) { return Bits<double>(x); }
+#endif
+
+// ---- functions
+// -------------------------------------------------------------------------------------------------------
+
+// 2^x. In float within 2 ulp, subnormal results are 0.
+__device__ __forceinline__ float Exp2(float x) {
+#if defined(__CUDACC__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+__device__ __forceinline__ double Exp2(double x) { return exp2(x); }
+
+// Fast: an absolute error of 2^-22 near 1.
+__device__ __forceinline__ float Log2(float x) {
+#if defined(__CUDACC__)
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return log2f(x);
+#endif
+}
+
+// Natural logarithm, accurate: for use once per row.
+__device__ __forceinline__ float Log(float x) { return logf(x); }
+__device__ __forceinline__ double Log(double x) { return log(x); }
+
+// ---- element types
+// ---------------------------------------------------------------------------------------------------
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ double Widen(double x) { return x; }
+__device__ __forceinline__ float Widen(float x) { return x; }
+__device__ __forceinline__ float Widen(BFloat16 x) { return AsFloat(int32_t(uint32_t(x.bits) << 16)); }
+__device__ __forceinline__ float Widen(Half x) {
+#if defined(__CUDACC__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return AsFloat(int32_t(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13));
+  // As a float of the same fields the value is too small by 2^(127 - 15), subnormals included.
+  return AsFloat(int32_t(sign | magnitude << 13)) * 0x1p112f;
+#endif
+}
+
+// Rounds to the nearest, ties to even; overflow gives infinity, NaN stays NaN.
+template <class T, class A>
+__device__ __forceinline__ T Narrow(A x) {
+  static_assert(sizeof(T) == sizeof(A), "float and double are not narrowed; 16-bit types are narrowed from float");
+  return x;
+}
+template <>
+__device__ __forceinline__ BFloat16 Narrow<BFloat16, float>(float x) {
+  BFloat16 y;
+#if defined(__CUDACC__)
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  const uint32_t bits = uint32_t(AsInt(x));
+  y.bits = x != x ? 0x7fff : uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+#endif
+  return y;
+}
+template <>
+__device__ __forceinline__ Half Narrow<Half, float>(float x) {
+  Half y;
+#if defined(__CUDACC__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  const uint32_t bits = uint32_t(AsInt(x)), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t result;
+  if (x != x) {
+    y.bits = 0x7fff;
+    return y;
+  }
+  if (magnitude >= 0x477ff000u) {  // 65520 and above
+    result = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves multiples of 2^-24, rounded, in the low bits
+    result = uint32_t(AsInt(AsFloat(int32_t(magnitude)) + 0.5f)) - 0x3f000000u;
+  } else {
+    result = (magnitude + 0xfffu + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+  }
+  y.bits = uint16_t(sign | result);
+#endif
+  return y;
+}
+
+// ---- 16-byte accesses
+// ------------------------------------------------------------------------------------------------
+
+template <class T>
+struct alignas(16) Vector16 {
+  T x[16 / sizeof(T)];
+};
+
+// One access each. `from` and `to` must be aligned to 16 bytes. Plain loads, no __ldg: a gradient may be written over
+// what it is computed from.
+template <class T>
+__device__ __forceinline__ Vector16<T> Load16(const T* from) {
+#if defined(__CUDACC__)
+  union {
+    uint4 bits;
+    Vector16<T> v;
+  } u;
+  u.bits = *reinterpret_cast<const uint4*>(from);
+  return u.v;
+#else
+  return *reinterpret_cast<const Vector16<T>*>(from);
+#endif
+}
+template <class T>
+__device__ __forceinline__ void Store16(T* to, Vector16<T> v) {
+#if defined(__CUDACC__)
+  union {
+    Vector16<T> v;
+    uint4 bits;
+  } u;
+  u.v = v;
+  *reinterpret_cast<uint4*>(to) = u.bits;
+#else
+  *reinterpret_cast<Vector16<T>*>(to) = v;
+#endif
+}
+
+// 16 bytes that begin at element `offset` of `low`, a vector that `high` follows. 0 < offset < elements of a vector.
+template <class T>
+__device__ __forceinline__ Vector16<T> Window(const Vector16<T>& low, const Vector16<T>& high, int offset) {
+  union {
+    uint32_t words[8];
+    Vector16<T> v[2];
+  } u;
+  u.v[0] = low;
+  u.v[1] = high;
+  const int bytes = offset * int(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < 6; ++i) u.words[i] = bytes & 8 ? u.words[i + 2] : u.words[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) u.words[i] = bytes & 4 ? u.words[i + 1] : u.words[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) u.words[i] = bytes & 2 ? u.words[i] >> 16 | u.words[i + 1] << 16 : u.words[i];
+  return u.v[0];
+}
+
+}  // namespace jax_rnnt::cuda

@@ -1,0 +1,450 @@
+// Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
+// logits.
+//
+// Each pass is bound by memory: forward reads every logit inside the lengths once, backward reads it once and writes
+// its gradient once, over the same memory if asked to. Rows outside the lengths are not read; backward writes zeros
+// there. A row belongs to a group of kLanes threads: 8 for rows of up to 512 bytes, so that every lane of a warp has
+// work; a warp up to 16 KiB; a block above. Accesses are of 16 bytes, two or four in flight per thread, whatever V and
+// the alignment of the row.
+//
+// Forward keeps a running maximum and a running sum per lane, rescaled once per 16 bytes: no second read. Backward
+// treats the few vectors that hold an arc's class apart. One exp2 per element and pass: on an H200 the special-function
+// units need a quarter of the time that the memory needs for float32, half for 16-bit types.
+//
+// Offsets: 64 bits from the beginning, 32 bits inside a sequence's rows (T * U1 < 2^31) and inside a row.
+#include "xla_kernels/cuda/softmax_emission.h"
+
+#include <algorithm>
+
+namespace jax_rnnt::cuda {
+namespace {
+
+#ifndef JAX_RNNT_EMISSION_THREADS
+#define JAX_RNNT_EMISSION_THREADS 256
+#endif
+constexpr int kThreads = JAX_RNNT_EMISSION_THREADS;
+constexpr int kShortRow = 512, kLongRow = 16384;  // bytes; see above
+// 16-byte accesses per thread at a time: with four, the eight elements of each in 16-bit types, or the exp2 of float64,
+// would take more registers than there are.
+template <class T>
+constexpr int kInFlight = sizeof(T) == 4 ? 4 : 2;
+// Blocks of a multiprocessor, at least: so many leave 64 to 128 registers per thread, and 24 to 64 KiB in flight.
+template <class T>
+constexpr int kBlocks = sizeof(T) == 8   ? 2
+                        : sizeof(T) == 4 ? 4
+                                         : 3;
+constexpr unsigned kMaxGridY = 65535;
+
+template <class T>
+struct AccumulatorOf {
+  using Type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using Type = double;
+};
+template <class T>
+using Accumulator = typename AccumulatorOf<T>::Type;
+
+template <class A>
+constexpr A kInfinity = A(__builtin_huge_val());
+template <class A>
+constexpr A kLowest = sizeof(A) == 8 ? A(-1.7976931348623157e308) : A(-3.4028234663852886e38);
+template <class A>
+constexpr A kLog2E = A(1.4426950408889634074);
+
+template <class A>
+__device__ __forceinline__ A NaN() {
+  return kInfinity<A> - kInfinity<A>;
+}
+
+// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994).
+class Divider {
+ public:
+  explicit Divider(uint32_t divisor) {
+    while ((uint64_t{1} << shift_) < divisor) ++shift_;
+    factor_ = uint32_t((((uint64_t{1} << shift_) - divisor) << 32) / divisor + 1);
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
+    return uint32_t(((uint64_t(n) * factor_) >> 32) + n) >> shift_;
+  }
+
+ private:
+  uint32_t factor_ = 0, shift_ = 0;
+};
+
+// EmissionShape with everything that a thread needs by value: kernel arguments lie in constant memory.
+struct Shape {
+  explicit Shape(const EmissionShape& shape)
+      : batch(int(shape.batch)),
+        frames(int(shape.frames)),
+        columns(int(shape.columns)),
+        classes(int(shape.classes)),
+        by_columns(uint32_t(shape.columns)),
+        one_label_row(shape.label_frames == 1),
+        normalize(shape.normalize),
+        num_blanks(shape.num_blanks) {
+    std::copy(shape.blanks, shape.blanks + shape.num_blanks, blanks);
+  }
+  int batch, frames, columns, classes;
+  Divider by_columns;
+  bool one_label_row, normalize;
+  int num_blanks;
+  int blanks[kMaxBlanks];
+};
+
+// The row of a group of threads.
+struct Row {
+  int64_t index;  // in [0, B T U1)
+  int label;      // kOutside: never read
+};
+
+__device__ __forceinline__ Row FindRow(const Shape& shape, const int32_t* labels, const int32_t* num_frames, int b,
+                                       int row) {
+  const int t = int(shape.by_columns(uint32_t(row))), u = row - t * shape.columns;
+  const int64_t label_row = shape.one_label_row ? b : int64_t(b) * shape.frames + t;
+  return {int64_t(b) * shape.frames * shape.columns + row,
+          t < num_frames[b] ? labels[label_row * shape.columns + u] : kOutside};
+}
+
+// Elements since the last 16-byte boundary.
+template <class T>
+__device__ __forceinline__ int Misaligned(const T* x) {
+  return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
+}
+
+// Where the 16-byte accesses of a row of n elements begin, to read x and write `other`, and how many there are: none
+// where the two are not aligned alike.
+template <class T>
+struct Vectors {
+  static constexpr int kElements = 16 / sizeof(T);
+  __device__ __forceinline__ Vectors(const T* x, int n, const T* other) : head(0), count(0), rest(n) {
+    if (Misaligned(x) != Misaligned(other)) return;
+    head = (kElements - Misaligned(x)) % kElements;
+    if (head > n) head = n;
+    count = (n - head) / kElements;
+    rest = n - count * kElements;
+  }
+  // Position of element i of those outside the vectors.
+  __device__ __forceinline__ int Rest(int i) const { return i < head ? i : i + count * kElements; }
+
+  int head, count, rest;
+};
+
+// exp(x[i]) summed: sum * exp(max).
+template <class A>
+struct LogSumExp {
+  A max = kLowest<A>, sum = 0;  // finite, so that -inf less the maximum is no NaN
+
+  template <int kCount>
+  __device__ __forceinline__ void Add(const A (&x)[kCount]) {
+    A new_max = max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) new_max = x[i] > new_max ? x[i] : new_max;
+    sum *= Exp2((max - new_max) * kLog2E<A>);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum += Exp2((x[i] - new_max) * kLog2E<A>);
+    max = new_max;
+  }
+  __device__ __forceinline__ void Merge(A other_max, A other_sum) {
+    const A new_max = other_max > max ? other_max : max;
+    sum = sum * Exp2((max - new_max) * kLog2E<A>) + other_sum * Exp2((other_max - new_max) * kLog2E<A>);
+    max = new_max;
+  }
+};
+
+// Elements i ... i + kElements - 1 of a row of n. Where the row is not aligned they are cut out of two vectors, of
+// which the second is the first of the next lane and comes from the L1 cache; not where those would reach outside the
+// row.
+template <class T>
+__device__ __forceinline__ Vector16<T> LoadPart(const T* x, int n, int misaligned, int i) {
+  constexpr int kElements = Vectors<T>::kElements;
+  if (misaligned == 0) return Load16(x + i);
+  const int first = i - misaligned;
+  if (first >= 0 && first + 2 * kElements <= n) {
+    return Window(Load16(x + first), Load16(x + first + kElements), misaligned);
+  }
+  Vector16<T> v;
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) v.x[e] = x[i + e];
+  return v;
+}
+
+// Which lane adds which elements does not depend on where the row lies: the same row gives the same bits in any batch
+// and padding.
+template <class T, int kLanes>
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, int lane) {
+  using A = Accumulator<T>;
+  constexpr int kElements = Vectors<T>::kElements;
+  const int misaligned = Misaligned(x), count = n / kElements;
+  LogSumExp<A> total;
+  for (int i = lane; i < count; i += kInFlight<T> * kLanes) {
+    Vector16<T> v[kInFlight<T>];
+#pragma unroll
+    for (int j = 0; j < kInFlight<T>; ++j) {
+      const int k = i + j * kLanes;
+      if (k < count) v[j] = LoadPart(x, n, misaligned, k * kElements);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight<T>; ++j) {
+      if (i + j * kLanes >= count) break;
+      A wide[kElements];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) wide[e] = Widen(v[j].x[e]);
+      total.Add(wide);
+    }
+  }
+  for (int i = count * kElements + lane; i < n; i += kLanes) {
+    const A one[1] = {Widen(x[i])};
+    total.Add(one);
+  }
+  return total;
+}
+
+// The total of a group of threads, in all of them. `mask`: the group's lanes of the warp.
+template <int kLanes, class A>
+__device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total, unsigned mask) {
+  constexpr int kInWarp = kLanes < 32 ? kLanes : 32;
+#pragma unroll
+  for (int step = kInWarp / 2; step > 0; step /= 2) {
+    const A max = __shfl_xor_sync(mask, total.max, step), sum = __shfl_xor_sync(mask, total.sum, step);
+    total.Merge(max, sum);
+  }
+  if (kLanes > 32) {
+    JAX_RNNT_SHARED_ARRAY(LogSumExp<A>, parts, kThreads / 32);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = total;
+    __syncthreads();
+    total = parts[0];
+#pragma unroll
+    for (int i = 1; i < kThreads / 32; ++i) total.Merge(parts[i].max, parts[i].sum);
+    __syncthreads();
+  }
+  return total;
+}
+
+template <int kLanes>
+__device__ __forceinline__ unsigned GroupMask() {
+  return kLanes >= 32 ? 0xffffffffu : ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+}
+
+template <class A>
+struct ForwardPointers {
+  const void* logits;
+  const int32_t *label, *num_frames;
+  A* log_arc[kMaxBlanks + 1];  // K blanks, then the label
+  A* lse;
+};
+
+// Grid: (groups of rows of a sequence, sequences).
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+    ForwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
+  using A = Accumulator<T>;
+  const int lane = int(threadIdx.x) % kLanes, num_blanks = shape.num_blanks;
+  const int64_t row = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  if (row >= int64_t(shape.frames) * shape.columns) return;
+  for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
+    const Row at = FindRow(shape, args.label, args.num_frames, b, int(row));
+    if (at.label == kOutside) {
+      for (int arc = lane; arc <= num_blanks; arc += kLanes) args.log_arc[arc][at.index] = -kInfinity<A>;
+      if (lane == 0) args.lse[at.index] = 0;
+      continue;
+    }
+    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.classes;
+    LogSumExp<A> total;
+    total.max = 0;
+    total.sum = 1;
+    if (shape.normalize) total = SumGroup<kLanes>(SumRow<T, kLanes>(x, shape.classes, lane), GroupMask<kLanes>());
+    const A log_sum = Log(total.sum);
+    const bool dead = total.sum == 0;
+    for (int arc = lane; arc <= num_blanks; arc += kLanes) {
+      const int k = arc < num_blanks ? shape.blanks[arc] : at.label;
+      A log_prob;
+      if (unsigned(k) < unsigned(shape.classes)) {
+        const A logit = Widen(x[k]), y = logit - total.max - log_sum;
+        // Rounding must not make a probability exceed 1.
+        log_prob = shape.normalize ? (y > 0 ? A(0) : y) : y == kInfinity<A> ? NaN<A>() : y;
+        if (dead && logit == logit) log_prob = -kInfinity<A>;
+      } else {
+        log_prob = k == kNoLabel ? -kInfinity<A> : NaN<A>();
+      }
+      args.log_arc[arc][at.index] = log_prob;
+    }
+    if (lane == 0) args.lse[at.index] = dead ? -kInfinity<A> : total.max + log_sum;
+  }
+}
+
+template <class A>
+struct BackwardPointers {
+  const void* logits;
+  void* dlogits;
+  const int32_t *label, *num_frames;
+  const A* ct_arc[kMaxBlanks + 1];  // K blanks, then the label
+  const A *lse, *scale, *clamp;
+};
+
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+    BackwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ BackwardPointers<Accumulator<T>> args) {
+  using A = Accumulator<T>;
+  constexpr int kElements = Vectors<T>::kElements;
+  const int lane = int(threadIdx.x) % kLanes, num_blanks = shape.num_blanks;
+  const int64_t row = int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  if (row >= int64_t(shape.frames) * shape.columns) return;
+  for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
+    const Row at = FindRow(shape, args.label, args.num_frames, b, int(row));
+    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.classes;
+    T* const dx = static_cast<T*>(args.dlogits) + at.index * shape.classes;
+    const Vectors<T> vectors(x, shape.classes, dx);
+
+    A sum = 0;
+    bool used = false;
+    if (at.label != kOutside) {
+      for (int arc = 0; arc <= num_blanks; ++arc) {
+        const A ct = args.ct_arc[arc][at.index];
+        sum += ct;
+        used |= ct != 0;
+      }
+    }
+    if (!used) {
+      Vector16<T> zeros;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) zeros.x[e] = Narrow<T>(A(0));
+      for (int i = lane; i < vectors.count; i += kLanes) Store16(dx + vectors.head + i * kElements, zeros);
+      for (int i = lane; i < vectors.rest; i += kLanes) dx[vectors.Rest(i)] = Narrow<T>(A(0));
+      continue;
+    }
+
+    const A row_lse = args.lse[at.index], lse = row_lse == -kInfinity<A> ? A(0) : row_lse;
+    const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
+    const A minus_sum = shape.normalize || sum != sum ? -sum : A(0);
+    // Comparisons with NaN are false: NaN stays.
+    const auto clip = [&](A v) { return (v > limit ? limit : v < -limit ? -limit : v) * scale; };
+    const auto others = [&](A v) { return shape.normalize ? Exp2((v - lse) * kLog2E<A>) * minus_sum : minus_sum; };
+    const auto own = [&](int k) {  // cotangents of the arcs whose class is k
+      A ct = k == at.label ? args.ct_arc[num_blanks][at.index] : A(0);
+      for (int i = 0; i < num_blanks; ++i) ct += k == shape.blanks[i] ? args.ct_arc[i][at.index] : A(0);
+      return ct;
+    };
+
+    // Vectors that hold the class of an arc are left for last, so that all others are spared the comparisons. Bit s:
+    // such a vector may be this lane's vector number s, s + 32, ...
+    uint32_t with_arc = 0;
+    for (int arc = 0; arc <= num_blanks; ++arc) {
+      const int k = (arc < num_blanks ? shape.blanks[arc] : at.label) - vectors.head, vector = k / kElements;
+      if (k >= 0 && vector < vectors.count && vector % kLanes == lane) with_arc |= 1u << (vector / kLanes % 32);
+    }
+    int number = 0;
+    for (int i = lane; i < vectors.count; i += kInFlight<T> * kLanes, number += kInFlight<T>) {
+      Vector16<T> v[kInFlight<T>];
+#pragma unroll
+      for (int j = 0; j < kInFlight<T>; ++j) {
+        const int k = i + j * kLanes;
+        if (k < vectors.count) v[j] = Load16(x + vectors.head + k * kElements);
+      }
+#pragma unroll
+      for (int j = 0; j < kInFlight<T>; ++j) {
+        const int k = i + j * kLanes;
+        if (k >= vectors.count || (with_arc >> ((number + j) % 32) & 1) != 0) continue;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) v[j].x[e] = Narrow<T>(clip(others(Widen(v[j].x[e]))));
+        Store16(dx + vectors.head + k * kElements, v[j]);
+      }
+    }
+    for (; with_arc != 0; with_arc &= with_arc - 1) {
+      for (int i = (__ffs(int(with_arc)) - 1) * kLanes + lane; i < vectors.count; i += 32 * kLanes) {
+        const int first = vectors.head + i * kElements;
+        // One by one: unrolled, the comparisons would take more registers than all the rest.
+#pragma unroll 1
+        for (int k = first; k < first + kElements; ++k) dx[k] = Narrow<T>(clip(own(k) + others(Widen(x[k]))));
+      }
+    }
+    for (int i = lane; i < vectors.rest; i += kLanes) {
+      const int k = vectors.Rest(i);
+      dx[k] = Narrow<T>(clip(own(k) + others(Widen(x[k]))));
+    }
+  }
+}
+
+// Chooses the group of threads for a row, and launches kernel<T, kLanes>(shape, args).
+template <class T, template <class, int> class Kernel, class Pointers>
+cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
+  const int64_t rows = shape.frames * shape.columns, bytes = shape.classes * int64_t(sizeof(T));
+  if (shape.batch * rows == 0) return cudaSuccess;
+  if (rows > INT32_MAX || shape.classes > INT32_MAX / 8 || shape.batch > INT32_MAX) return cudaErrorInvalidValue;
+  const auto launch = [&](auto kernel, int lanes) {
+    const int rows_per_block = kThreads / lanes;
+    const dim3 grid(unsigned((rows + rows_per_block - 1) / rows_per_block),
+                    unsigned(std::min<int64_t>(shape.batch, kMaxGridY)));
+    return Launch(kernel, grid, dim3(kThreads), 0, stream, Shape(shape), pointers);
+  };
+  if (bytes <= kShortRow) return launch(Kernel<T, 8>::function, 8);
+  if (bytes <= kLongRow) return launch(Kernel<T, 32>::function, 32);
+  return launch(Kernel<T, kThreads>::function, kThreads);
+}
+
+template <class T, int kLanes>
+struct ForwardFunction {
+  static constexpr auto function = &ForwardKernel<T, kLanes>;
+};
+template <class T, int kLanes>
+struct BackwardFunction {
+  static constexpr auto function = &BackwardKernel<T, kLanes>;
+};
+
+template <class T>
+cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
+  using A = Accumulator<T>;
+  ForwardPointers<A> pointers{args.logits, args.label, args.num_frames, {}, static_cast<A*>(args.lse)};
+  for (int i = 0; i < args.shape.num_blanks; ++i) pointers.log_arc[i] = static_cast<A*>(args.log_blank[i]);
+  pointers.log_arc[args.shape.num_blanks] = static_cast<A*>(args.log_label);
+  return LaunchRows<T, ForwardFunction>(args.shape, pointers, stream);
+}
+
+template <class T>
+cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
+  using A = Accumulator<T>;
+  BackwardPointers<A> pointers{args.logits,
+                               args.dlogits,
+                               args.label,
+                               args.num_frames,
+                               {},
+                               static_cast<const A*>(args.lse),
+                               static_cast<const A*>(args.scale),
+                               static_cast<const A*>(args.clamp)};
+  for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);
+  pointers.ct_arc[args.shape.num_blanks] = static_cast<const A*>(args.ct_label);
+  return LaunchRows<T, BackwardFunction>(args.shape, pointers, stream);
+}
+
+}  // namespace
+
+cudaError_t EmissionForward(DType dtype, const EmissionForwardArgs& args, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kF16:
+      return Forward<Half>(args, stream);
+    case DType::kBF16:
+      return Forward<BFloat16>(args, stream);
+    case DType::kF32:
+      return Forward<float>(args, stream);
+    case DType::kF64:
+      return Forward<double>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t EmissionBackward(DType dtype, const EmissionBackwardArgs& args, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kF16:
+      return Backward<Half>(args, stream);
+    case DType::kBF16:
+      return Backward<BFloat16>(args, stream);
+    case DType::kF32:
+      return Backward<float>(args, stream);
+    case DType::kF64:
+      return Backward<double>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_rnnt::cuda
