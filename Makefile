@@ -8,7 +8,7 @@ CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h')
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo test test-matrix sanitize bench bench-peers lint format clean
+.PHONY: setup demo test test-matrix sanitize emulation cuda-check bench bench-peers lint format clean
 
 setup: $(VENV)/.installed
 
@@ -41,6 +41,18 @@ sanitize:
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
+
+# The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What only concerns the reference is left out.
+emulation:
+	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
+	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
+	  -Cbuild-dir=build/emulation-objects
+	JAX_RNNT_REQUIRE=cpu build/emulation/bin/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
+	  --ignore tests/test_example.py $(ARGS)
+
+# Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
+cuda-check:
+	$(PYTHON) xla_kernels/cuda/resources.py --check
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -43,9 +43,10 @@ def _cpu_workspace(log_blank, *_):
 
 
 def _cuda_workspace(log_blank, *_):
-    """Both planes in the order of diagonals, running values of the sweeps, flags."""
+    """Both planes in the order of diagonals, running values of the sweeps, a flag per tile of 32 by 32 nodes."""
     frames, columns = log_blank.shape[-2:]
-    return 2 * frames * columns + 12 * columns + 2
+    elements = 2 * frames * columns + 12 * columns + -(-frames // 32) * -(-columns // 32)
+    return (elements + 1) // 2 * 2
 
 
 _loss_kernel = _ffi.define(

@@ -82,15 +82,15 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x), of which adding `round` leaves the nearest exponent in the low bits of a float.
+// exp(x), x < kLimit. Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x) {
   using S = Scalar<A>;
-  if (!(x > -kLimit<A> && x < kLimit<A>)) return Zero<S>();
   constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
   const A rounded = x * kLog2E + kRound, n = rounded - kRound;
   const A r = (x - n * S::kLn2High) - n * S::kLn2Low;
-  return {Exp2(r * kLog2E), S::AsInt(rounded) - S::AsInt(kRound)};
+  const bool possible = x > -kLimit<A>;
+  return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
 }
 
 template <class A>
@@ -102,13 +102,10 @@ __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
 }
 
-// Values as two planes of A: mantissas, and the bits of exponents.
+// Log-probabilities of the arcs that leave a node, or minus their posteriors: one access.
 template <class A>
-struct ValuePlanes {
-  using S = Scalar<A>;
-  A *m, *e;
-  __device__ __forceinline__ Value<A> Get(int64_t i) const { return {m[i], S::AsInt(e[i])}; }
-  __device__ __forceinline__ void Set(int64_t i, Value<A> v) const { m[i] = v.m, e[i] = S::AsFloat(v.e); }
+struct alignas(2 * sizeof(A)) Arcs {
+  A blank, label;
 };
 
 template <class A>
@@ -118,23 +115,39 @@ struct Arguments {
         frames(int(args.frames)),
         columns(int(args.columns)),
         skew(args.topology == Topology::kStandard),
+        by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
-        arcs{static_cast<const A*>(args.log_blank), static_cast<const A*>(args.log_label)},
-        grads{static_cast<A*>(args.grad_blank), static_cast<A*>(args.grad_label)},
+        log_blank(static_cast<const A*>(args.log_blank)),
+        log_label(static_cast<const A*>(args.log_label)),
+        grad_blank(static_cast<A*>(args.grad_blank)),
+        grad_label(static_cast<A*>(args.grad_label)),
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args.frames, args.columns)),
         loss(static_cast<A*>(args.loss)) {}
 
   int batch, frames, columns;
-  int skew;  // diagonal of node (t, u): t + skew * u
+  int skew;           // diagonal of node (t, u): t + skew * u
+  Divider by_frames;  // diagonals to rows
   const int32_t *num_frames, *num_labels;
-  const A* arcs[2];  // log-probabilities of blank and label, in frame order
-  A* grads[2];       // between the sweeps: alpha or beta in diagonal order. At last: minus posteriors, in frame order
+  const A *log_blank, *log_label;  // in frame order
+  // Between the sweeps: mantissa and exponent of alpha or beta, in diagonal order. At last, in frame order, the
+  // results.
+  A *grad_blank, *grad_label;
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
 };
+
+// Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
+//
+// Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
+//   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
+//   2:    beta of the diagonal reached
+constexpr int kTile = 32, kSkewRows = 8;
+constexpr int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
+constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
+constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
 
 // One sequence, as all kernels see it.
 template <class A>
@@ -144,42 +157,36 @@ struct Sequence {
         labels(max(0, min(args.num_labels[b], args.columns - 1))),
         diagonals(frames + args.skew * labels),
         middle(diagonals / 2),
-        tiles(labels / 32 + 1),
-        plane(int64_t(args.frames) * args.columns),
-        arcs{args.workspace + b * args.stride, args.workspace + b * args.stride + plane},
-        values{nullptr, nullptr} {
-    if (args.grads[0] != nullptr) values = {args.grads[0] + b * plane, args.grads[1] + b * plane};
-  }
-  // Behind the two planes in the workspace: running values, [2 sweeps][3][columns], then two flags.
-  //   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
-  //   2:    beta of the diagonal reached
-  __device__ __forceinline__ ValuePlanes<A> Running(const Arguments<A>& args, int sweep, int which) const {
-    A* const m = arcs[0] + 2 * plane + int64_t(sweep * 3 + which) * 2 * args.columns;
-    return {m, m + args.columns};
-  }
-  __device__ __forceinline__ A* Flags(const Arguments<A>& args) const {
-    return arcs[0] + 2 * plane + int64_t(12) * args.columns;
+        tiles(labels / kTile + 1),
+        plane(args.frames * args.columns),
+        arcs(reinterpret_cast<Arcs<A>*>(args.workspace + b * args.stride)),
+        running(
+            reinterpret_cast<Value<A>*>(args.workspace + b * args.stride + RunningOffset(args.frames, args.columns))),
+        flags(args.workspace + b * args.stride + FlagsOffset(args.frames, args.columns)) {}
+
+  __device__ __forceinline__ Value<A>* Running(const Arguments<A>& args, int sweep, int which) const {
+    return running + (sweep * 3 + which) * args.columns;
   }
 
   int frames, labels;     // T_b, U_b
   int diagonals, middle;  // nodes lie on diagonals 0 ... diagonals - 1; the sweeps meet behind `middle`
-  int tiles;
-  int64_t plane;
-  A* arcs[2];             // in diagonal order: log-probabilities, then minus posteriors
-  ValuePlanes<A> values;  // in diagonal order: alpha up to the middle, beta behind it
+  int tiles, plane;
+  Arcs<A>* arcs;
+  Value<A>* running;
+  A* flags;
 };
 
 // ---- Frame order <-> diagonal order
 // ----------------------------------------------------------------------------------
 
-constexpr int kTile = 32, kSkewRows = 8;
-
-// Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8). kBack: from the workspace to the gradients, with
-// zeros outside the lengths and where there is no path, NaN where the loss is NaN.
+// Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
+//
+// Forth: arcs that cannot be taken become -inf, and a flag tells whether the tile holds a NaN or +inf. Back: from the
+// workspace to the gradients, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
 template <class A, bool kBack>
-__global__ void __launch_bounds__(kTile* kSkewRows) Skew(const __grid_constant__ Arguments<A> args) {
-  JAX_RNNT_SHARED_ARRAY(A, tile, 2 * kTile * (kTile + 1));
-  const int tiles_of_columns = (args.columns + kTile - 1) / kTile;
+__global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * (kTile + 1));
+  const int tiles_of_columns = int(Tiles(args.columns));
   const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
   const int lane = int(threadIdx.x), u = first_u + lane;
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
@@ -188,77 +195,76 @@ __global__ void __launch_bounds__(kTile* kSkewRows) Skew(const __grid_constant__
     if (!kBack && empty) continue;
     const A loss = kBack ? args.loss[b] : A(0);
     const bool dead = loss == kInfinity<A>;
-    const auto slot = [&](int arc, int t) { return (arc * kTile + t - first_t) * (kTile + 1) + lane; };
+    const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
     const auto used = [&](int t) { return t < sequence.frames && u <= sequence.labels; };
 
     const auto by_frames = [&](auto visit) {
       for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-        if (u < args.columns) visit(t, int64_t(b) * sequence.plane + int64_t(t) * args.columns + u);
+        if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
       }
     };
     const auto by_diagonals = [&](auto visit) {
       for (int d = int(threadIdx.y); d < kTile + args.skew * (kTile - 1); d += kSkewRows) {
-        const int t = first_t + d - args.skew * lane;
-        const int row = (first_t + d + args.skew * first_u) % args.frames;
-        if (t >= first_t && t < first_t + kTile && used(t)) visit(t, int64_t(row) * args.columns + u);
+        const int t = first_t + d - args.skew * lane, n = first_t + d + args.skew * first_u;
+        const int row = n - int(args.by_frames(uint32_t(n))) * args.frames;
+        if (t >= first_t && t < first_t + kTile && used(t)) visit(t, row * args.columns + u);
       }
     };
 
     if (kBack) {
-      if (!empty && !dead) {
-        by_diagonals([&](int t, int64_t i) {
-          for (int arc = 0; arc < 2; ++arc) tile[slot(arc, t)] = sequence.arcs[arc][i];
-        });
-      }
+      if (!empty && !dead) by_diagonals([&](int t, int i) { tile[slot(t)] = sequence.arcs[i]; });
       __syncthreads();
       by_frames([&](int t, int64_t i) {
-        for (int arc = 0; arc < 2; ++arc) {
-          args.grads[arc][i] = !used(t) || dead ? A(0) : loss != loss ? loss : tile[slot(arc, t)];
-        }
+        const bool zero = !used(t) || dead;
+        args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : tile[slot(t)].blank;
+        args.grad_label[i] = zero ? A(0) : loss != loss ? loss : tile[slot(t)].label;
       });
+      __syncthreads();
     } else {
+      bool bad = false;
+      const auto check = [&](A x) {
+        bad |= !(x < kLimit<A>);
+        return x > -kLimit<A> && x < kLimit<A> ? x : -kInfinity<A>;
+      };
       by_frames([&](int t, int64_t i) {
-        for (int arc = 0; arc < 2; ++arc) tile[slot(arc, t)] = args.arcs[arc][i];
+        if (!used(t)) return;
+        tile[slot(t)].blank = check(args.log_blank[i]);
+        tile[slot(t)].label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
       });
+      const int any = __syncthreads_or(bad);
+      by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
+      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(any);
       __syncthreads();
-      by_diagonals([&](int t, int64_t i) {
-        for (int arc = 0; arc < 2; ++arc) sequence.arcs[arc][i] = tile[slot(arc, t)];
-      });
     }
-    __syncthreads();
   }
 }
 
 // ---- Sweeps
 // ----------------------------------------------------------------------------------------------------------
 
-// Shared memory of a sweep: for each tile, what crosses to its neighbour in the last two chunks, and what has crossed
-// from it when a phase begins. First used for the sum over the tiles.
-template <class A>
-struct Crossings {
-  Value<A>* values;
-  __device__ __forceinline__ Value<A>& At(int tile, int chunk, int step) const {
-    return values[(tile * 2 + (chunk & 1)) * kChunk<A> + step];
-  }
-};
+// Shared memory of a sweep: for each tile, what crosses to its neighbour in the last two chunks, and what had crossed
+// to it before. First used for the sum over the tiles.
 template <class A>
 size_t SharedBytes(int tiles) {
   return size_t(tiles) * (2 * kChunk<A> + 1) * sizeof(Value<A>);
 }
 
-// Likelihood, from the arcs that lead from the middle diagonal to the next. A tile's sum does not depend on the number
-// of warps, and tiles are added in order, so neither padding nor batch change a bit. `sums`: shared, one per tile.
+// The loss, and the likelihood: the sum over the arcs that lead from the middle diagonal to the next. A tile's sum does
+// not depend on the number of warps, and tiles are added in order, so neither padding nor batch change a bit. `sums`:
+// shared, one per tile.
 template <class A>
-__device__ __forceinline__ Value<A> Likelihood(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums) {
+__device__ __forceinline__ A Loss(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums,
+                                  Value<A>* likelihood) {
   using S = Scalar<A>;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
-  const auto blank = sequence.Running(args, 0, 0), label = sequence.Running(args, 0, 1);
-  const auto beta = sequence.Running(args, 0, 2);
+  const Value<A>* const blank = sequence.Running(args, 0, 0);
+  const Value<A>* const label = sequence.Running(args, 0, 1);
+  const Value<A>* const beta = sequence.Running(args, 0, 2);
   for (int tile = warp; tile < sequence.tiles; tile += warps) {
-    const int u = tile * 32 + lane;
+    const int u = tile * kTile + lane;
     Value<A> sum = Zero<S>();
-    if (u <= sequence.labels) sum = Normalize(blank.Get(u) * beta.Get(u));
-    if (u < sequence.labels) sum = Normalize(sum + label.Get(u) * beta.Get(u + 1));
+    if (u <= sequence.labels) sum = Normalize(blank[u] * beta[u]);
+    if (u < sequence.labels) sum = Normalize(sum + label[u] * beta[u + 1]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       const Value<A> other = {__shfl_xor_sync(kAll, sum.m, step), __shfl_xor_sync(kAll, sum.e, step)};
@@ -266,19 +272,18 @@ __device__ __forceinline__ Value<A> Likelihood(const Arguments<A>& args, const S
     }
     if (lane == 0) sums[tile] = sum;
   }
+  bool bad = false;
+  const int tiles_of_columns = int(Tiles(args.columns));
+  for (int row = warp; row < int(Tiles(sequence.frames)); row += warps) {
+    for (int tile = lane; tile < sequence.tiles; tile += 32) bad |= sequence.flags[row * tiles_of_columns + tile] != 0;
+  }
+  bad = __syncthreads_or(bad) != 0;
+  *likelihood = sums[0];
+  for (int tile = 1; tile < sequence.tiles; ++tile) *likelihood = Normalize(*likelihood + sums[tile]);
   __syncthreads();
-  Value<A> total = sums[0];
-  for (int tile = 1; tile < sequence.tiles; ++tile) total = Normalize(total + sums[tile]);
-  __syncthreads();
-  return total;
-}
-
-template <class A>
-__device__ __forceinline__ A LossOf(const Arguments<A>& args, const Sequence<A>& sequence, Value<A> likelihood) {
-  const A* const flags = sequence.Flags(args);
-  if (flags[0] != 0 || flags[1] != 0) return kInfinity<A> - kInfinity<A>;
-  if (likelihood.m == 0) return kInfinity<A>;
-  return A(0 - (Log(double(likelihood.m)) + double(likelihood.e) * 0.69314718055994530942));
+  if (bad) return kInfinity<A> - kInfinity<A>;
+  if (likelihood->m == 0) return kInfinity<A>;
+  return A(0 - (Log(double(likelihood->m)) + double(likelihood->e) * 0.69314718055994530942));
 }
 
 // No frame: the empty path, if there is no label.
@@ -288,197 +293,208 @@ __device__ __forceinline__ A LossOfNoFrames(const Sequence<A>& sequence) {
 }
 
 // What a lane loads for a chunk: its column of kChunk diagonals.
-template <class A>
+template <class A, int kSweep>
 struct Loads {
-  A blank[kChunk<A>], label[kChunk<A>];
-  Value<A> other[kChunk<A>];  // second sweep: of the other direction, alpha of the node or beta of the next diagonal
-  Value<A> beyond;            // second sweep upwards, lanes below kChunk: that beta right of the tile, a step per lane
+  Arcs<A> arcs[kChunk<A>];
+  // Second sweep, of the other direction: alpha of the node or, upwards, beta of the next diagonal.
+  Value<A> other[kSweep == 2 ? kChunk<A> : 1];
+  Value<A> beyond;  // second sweep upwards, lanes below kChunk: that beta right of the tile, a step per lane
 };
 
-// Grid: (upwards and downwards, sequences); a block of up to kMaxWarps warps. kSweep 1: alpha over diagonals 0 ...
-// middle or beta over diagonals - 1 ... middle + 1. kSweep 2: the rest, and posteriors.
-template <class A, int kSweep>
-__global__ void __launch_bounds__(32 * kMaxWarps) Sweep(const __grid_constant__ Arguments<A> args) {
+// kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the rest, and
+// posteriors.
+template <class A, int kSweep, bool kUp>
+__device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
-  constexpr int C = kChunk<A>;
-  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
-  const bool up = blockIdx.x == 0;
+  constexpr int C = kChunk<A>, kStep = kUp ? 1 : -1;
+  constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry;  // lanes where values cross from and to the next tiles
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
-  const int entry = up ? 0 : 31, exit = 31 - entry;  // lanes at which values cross from and to the neighbouring tiles
+  const Sequence<A> sequence(args, b);
+  const int last = sequence.diagonals, tiles = sequence.tiles;
+  if (sequence.frames == 0) {
+    if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames(sequence);
+    return;
+  }
+  A *const m = args.grad_blank + int64_t(b) * sequence.plane, *const e = args.grad_label + int64_t(b) * sequence.plane;
+  const bool keep = args.grad_blank != nullptr;
 
-  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
-    const Sequence<A> sequence(args, b);
-    const int last = sequence.diagonals, tiles = sequence.tiles, columns = args.columns;
-    if (sequence.frames == 0) {
-      if (kSweep == 2 && up && threadIdx.x == 0) args.loss[b] = LossOfNoFrames(sequence);
-      continue;
-    }
-    const auto inside = [&](int n, int u) {
-      const int t = n - args.skew * u;
-      return u <= sequence.labels && 0 <= t && t < sequence.frames;
+  Value<A> minus_inverse = Zero<S>();
+  if (kSweep == 2) {
+    Value<A> likelihood;
+    const A loss = Loss(args, sequence, shared, &likelihood);
+    if (kUp && threadIdx.x == 0) args.loss[b] = loss;
+    if (!(loss < kInfinity<A>)) return;
+    minus_inverse = {A(-1) / likelihood.m, -likelihood.e};
+  }
+
+  // Running values of all columns, as this sweep finds them. Before the first diagonal upwards, a blank arc of
+  // probability 1 leads to node (0, 0).
+  Value<A>* const blanks = sequence.Running(args, kSweep - 1, 0);
+  Value<A>* const labels = sequence.Running(args, kSweep - 1, 1);
+  Value<A>* const betas = sequence.Running(args, kSweep - 1, 2);
+  Value<A>* const carries = shared + tiles * 2 * C;
+  const auto crossing = [&](int tile, int chunk, int j) -> Value<A>& {
+    return shared[(tile * 2 + (chunk & 1)) * C + j];
+  };
+  for (int tile = warp; tile < tiles; tile += warps) {
+    const int u = tile * kTile + lane;
+    if (u > sequence.labels) continue;
+    const auto first = [&](int which, int v) {
+      if (kSweep == 2) return sequence.Running(args, 0, which)[v];
+      return v == (which == 2 ? sequence.labels : 0) && which != 1 ? One<A>() : Zero<S>();
     };
-    const auto terminal = [&](int n, int u) { return n == last && u == sequence.labels; };
-
-    Value<A> minus_inverse = Zero<S>();
-    if (kSweep == 2) {
-      const Value<A> likelihood = Likelihood(args, sequence, shared);
-      const A loss = LossOf(args, sequence, likelihood);
-      if (up && threadIdx.x == 0) args.loss[b] = loss;
-      if (!(loss < kInfinity<A>)) continue;
-      minus_inverse = {A(-1) / likelihood.m, -likelihood.e};
+    if (kUp) {
+      blanks[u] = first(0, u);
+      labels[u] = first(1, u);
+      if (lane == kEntry && u > 0) carries[tile] = first(1, u - 1);
+    } else {
+      betas[u] = first(2, u);
+      if (lane == kEntry && u < sequence.labels) carries[tile] = first(2, u + 1);
     }
+  }
 
-    // Running values of all columns, as this sweep finds them.
-    const ValuePlanes<A> blanks = sequence.Running(args, kSweep - 1, 0), labels = sequence.Running(args, kSweep - 1, 1);
-    const ValuePlanes<A> betas = sequence.Running(args, kSweep - 1, 2);
-    const Crossings<A> crossings = {shared};
-    Value<A>* const carries = shared + tiles * 2 * C;
-    for (int tile = warp; tile < tiles; tile += warps) {
-      const int u = tile * 32 + lane;
-      if (u > sequence.labels) continue;
-      const auto first = [&](int which, int v) {
-        if (kSweep == 2) return sequence.Running(args, 0, which).Get(v);
-        return which == 2 && v == sequence.labels ? One<A>() : Zero<S>();
-      };
-      if (up) {
-        blanks.Set(u, first(0, u));
-        labels.Set(u, first(1, u));
-        if (lane == entry && u > 0) carries[tile] = first(1, u - 1);
-      } else {
-        betas.Set(u, first(2, u));
-        if (lane == entry && u < sequence.labels) carries[tile] = first(2, u + 1);
+  const int begin = kUp ? (kSweep == 1 ? 0 : sequence.middle + 1) : (kSweep == 1 ? last - 1 : sequence.middle);
+  const int end = kUp ? (kSweep == 1 ? sequence.middle + 1 : last) : (kSweep == 1 ? sequence.middle : -1);
+  const int length = (end - begin) * kStep, chunks = (length + C - 1) / C;
+  const bool several = tiles > warps;  // tiles per warp
+  const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
+  // Position in a plane of the node of column u on diagonal n, and of the one on the next diagonal of the sweep.
+  // Unsigned: an address then is one instruction.
+  const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
+  const auto position = [&](int n, int u) {
+    return (unsigned(n) - args.by_frames(unsigned(n)) * unsigned(args.frames)) * columns + unsigned(u);
+  };
+  const auto next = [&](unsigned at) {
+    if (kUp) return at + columns >= plane ? at + columns - plane : at + columns;
+    return at < columns ? at + plane - columns : at - columns;
+  };
+  const auto inside = [&](int t) { return unsigned(t) < unsigned(sequence.frames); };
+  const auto frame = [&](int n, int u) { return u <= sequence.labels ? n - args.skew * u : -(1 << 30); };
+
+  const auto load = [&](int round, int tile) {
+    Loads<A, kSweep> loads;
+    const int chunk = chunk_of(round, tile), u = tile * kTile + lane, n = begin + chunk * C * kStep;
+    const bool any = tile < tiles && chunk >= 0 && chunk < chunks;
+    const int steps = any ? min(C, length - chunk * C) : 0, t = frame(n, u);
+    unsigned at = any ? position(n, u) : 0;
+#pragma unroll
+    for (int j = 0; j < C; ++j) {
+      loads.arcs[j] = {-kInfinity<A>, -kInfinity<A>};
+      if (j < steps && inside(t + j * kStep)) loads.arcs[j] = sequence.arcs[at];
+      if (kSweep == 2 && kUp) at = next(at);
+      if (kSweep == 2) {
+        const int t_other = t + j * kStep + (kUp ? 1 : 0);
+        loads.other[j] = Zero<S>();
+        if (j < steps && inside(t_other)) loads.other[j] = {m[at], S::AsInt(e[at])};
+        if (kUp && t_other == sequence.frames && u == sequence.labels) loads.other[j] = One<A>();
+      }
+      if (!(kSweep == 2 && kUp)) at = next(at);
+    }
+    if (kSweep == 2 && kUp) {
+      const int v = (tile + 1) * kTile, t_beyond = frame(n + lane + 1, v);
+      loads.beyond = Zero<S>();
+      if (lane < steps && v <= sequence.labels) {
+        const unsigned i = position(n + lane + 1, v);
+        if (inside(t_beyond)) loads.beyond = {m[i], S::AsInt(e[i])};
+        if (t_beyond == sequence.frames && v == sequence.labels) loads.beyond = One<A>();
       }
     }
+    return loads;
+  };
 
-    const int begin = up ? (kSweep == 1 ? 0 : sequence.middle + 1) : (kSweep == 1 ? last - 1 : sequence.middle);
-    const int end = up ? (kSweep == 1 ? sequence.middle + 1 : last) : (kSweep == 1 ? sequence.middle : -1);
-    const int length = up ? end - begin : begin - end, chunks = (length + C - 1) / C;
-    const bool several = tiles > warps;  // tiles per warp
-    const auto chunk_of = [&](int round, int tile) { return round - (up ? tile : tiles - 1 - tile); };
+  Loads<A, kSweep> loads = load(0, warp);
+  Value<A> self = Zero<S>(), out = Zero<S>(), carry = Zero<S>();
+  for (int round = 0; round < chunks + tiles - 1; ++round) {
+    __syncthreads();
+    for (int tile = warp; tile < tiles; tile += warps) {
+      const Loads<A, kSweep> now = loads;
+      const bool last_tile = tile + warps >= tiles;
+      loads = load(last_tile ? round + 1 : round, last_tile ? warp : tile + warps);
+      const int chunk = chunk_of(round, tile), u = tile * kTile + lane;
+      if (chunk < 0 || chunk >= chunks) continue;
 
-    const auto load = [&](int round, int tile) {
-      Loads<A> loads;
-      const int chunk = chunk_of(round, tile), u = tile * 32 + lane;
-      const int first = up ? begin + chunk * C : begin - chunk * C;
-      const bool any = tile < tiles && chunk >= 0 && chunk < chunks;
-      const int next = any ? (first + (up && kSweep == 2)) % args.frames : 0;  // row of `other`
-      int row = any ? first % args.frames : 0, other_row = next;
+      const bool mine = u <= sequence.labels;
+      const bool enters = kUp ? tile > 0 : tile < tiles - 1, leaves = kUp ? tile < tiles - 1 : tile > 0;
+      if (several || chunk == 0) {
+        self = out = carry = Zero<S>();
+        if (mine) self = kUp ? blanks[u] : betas[u];
+        if (mine && kUp) out = labels[u];
+        if (lane == kEntry && enters) carry = carries[tile];
+      }
+      const int n = begin + chunk * C * kStep, steps = min(C, length - chunk * C), t = frame(n, u);
+      unsigned at = position(n, u);
 #pragma unroll
       for (int j = 0; j < C; ++j) {
-        const int n = up ? first + j : first - j;
-        const bool own = any && (up ? n < end : n > end) && inside(n, u);
-        loads.blank[j] = own ? sequence.arcs[0][row * columns + u] : -kInfinity<A>;
-        loads.label[j] = own && u < sequence.labels ? sequence.arcs[1][row * columns + u] : -kInfinity<A>;
+        if (j >= steps) break;
+        const bool own = inside(t + j * kStep);
+        const Value<A> p_blank = Probability(now.arcs[j].blank), p_label = Probability(now.arcs[j].label);
+        Value<A> in = kUp ? ShuffleUp(out) : ShuffleDown(self), blank, label;
+        if (lane == kEntry) in = carry;
+        if (kUp) {
+          const Value<A> sum = self + in, alpha = own ? sum : Zero<S>();
+          self = blank = alpha * p_blank;
+          out = label = alpha * p_label;
+          if (kSweep == 1 && keep && own) m[at] = alpha.m, e[at] = S::AsFloat(alpha.e);
+        } else {
+          blank = self * p_blank;
+          label = in * p_label;
+          const Value<A> sum = blank + label;
+          self = own ? sum : Zero<S>();
+          if (kSweep == 1 && keep && own) m[at] = self.m, e[at] = S::AsFloat(self.e);
+        }
         if (kSweep == 2) {
-          const int m = n + (up ? 1 : 0);
-          loads.other[j] = up && terminal(m, u)  ? One<A>()
-                           : any && inside(m, u) ? sequence.values.Get(other_row * columns + u)
-                                                 : Zero<S>();
-          other_row = up ? (other_row + 1 == args.frames ? 0 : other_row + 1)
-                         : (other_row == 0 ? args.frames - 1 : other_row - 1);
-        }
-        row = up ? (row + 1 == args.frames ? 0 : row + 1) : (row == 0 ? args.frames - 1 : row - 1);
-      }
-      if (kSweep == 2) {
-        const int m = first + lane + 1, v = tile * 32 + 32;
-        loads.beyond = Zero<S>();
-        if (up && any && lane < C) {
-          if (terminal(m, v))
-            loads.beyond = One<A>();
-          else if (inside(m, v))
-            loads.beyond = sequence.values.Get(m % args.frames * columns + v);
-        }
-      }
-      return loads;
-    };
-
-    Loads<A> loads = load(0, warp);
-    Value<A> self = Zero<S>(), out = Zero<S>(), carry = Zero<S>();
-    bool bad = false;
-    for (int round = 0; round < chunks + tiles - 1; ++round) {
-      __syncthreads();
-      for (int tile = warp; tile < tiles; tile += warps) {
-        const Loads<A> now = loads;
-        const bool last_tile = tile + warps >= tiles;
-        loads = load(last_tile ? round + 1 : round, last_tile ? warp : tile + warps);
-        const int chunk = chunk_of(round, tile), u = tile * 32 + lane;
-        if (chunk < 0 || chunk >= chunks) continue;
-
-        const bool mine = u <= sequence.labels;
-        const bool enters = up ? tile > 0 : tile < tiles - 1, leaves = up ? tile < tiles - 1 : tile > 0;
-        if (several || chunk == 0) {
-          self = out = carry = Zero<S>();
-          if (mine) self = up ? blanks.Get(u) : betas.Get(u);
-          if (mine && up) out = labels.Get(u);
-          if (lane == entry && enters) carry = carries[tile];
-        }
-        int row = (up ? begin + chunk * C : begin - chunk * C) % args.frames;
-#pragma unroll
-        for (int j = 0; j < C; ++j) {
-          const int n = up ? begin + chunk * C + j : begin - chunk * C - j;
-          if (up ? n >= end : n <= end) break;
-          const bool own = inside(n, u);
-          const Value<A> p_blank = Probability(now.blank[j]), p_label = Probability(now.label[j]);
-          Value<A> in = up ? ShuffleUp(out) : ShuffleDown(self), blank, label;
-          if (lane == entry) in = carry;
-          if (up) {
-            Value<A> alpha = self + in;
-            if (kSweep == 1 && n == 0 && u == 0) alpha = One<A>();
-            if (!own) alpha = Zero<S>();
-            self = blank = alpha * p_blank;
-            out = label = alpha * p_label;
-            if (kSweep == 1 && own && sequence.values.m != nullptr) sequence.values.Set(row * columns + u, alpha);
-          } else {
-            blank = self * p_blank;
-            label = in * p_label;
-            self = own ? blank + label : Zero<S>();
-            if (kSweep == 1 && own && sequence.values.m != nullptr) sequence.values.Set(row * columns + u, self);
-          }
-          if (kSweep == 1) {
-            bad |= own && (!(now.blank[j] < kLimit<A>) || (u < sequence.labels && !(now.label[j] < kLimit<A>)));
-          } else {
-            const Value<A> x = now.other[j];
-            Value<A> y = x;
-            if (up) {
-              y = ShuffleDown(x);
+          const Value<A> x = now.other[j];
+          Value<A> y = x;
+          if (kUp) {
+            y = ShuffleDown(x);
+            if (leaves) {
               const Value<A> beyond = {__shfl_sync(kAll, now.beyond.m, j), __shfl_sync(kAll, now.beyond.e, j)};
               if (lane == 31) y = beyond;
             }
-            const auto posterior = [&](Value<A> v, Value<A> other) {
-              const auto e = S::Max(v.e, S::kZero) + (other.e + minus_inverse.e);
-              return v.m * (other.m * minus_inverse.m) * PowerOfTwo<S>(e);
-            };
-            if (own) {
-              sequence.arcs[0][row * columns + u] = posterior(blank, x);
-              sequence.arcs[1][row * columns + u] = posterior(label, y);
-            }
           }
-          if (lane == entry && enters) carry = crossings.At(up ? tile - 1 : tile + 1, chunk, j);
-          if (lane == exit && leaves) crossings.At(tile, chunk, j) = up ? out : self;
-          row = up ? (row + 1 == args.frames ? 0 : row + 1) : (row == 0 ? args.frames - 1 : row - 1);
+          const auto posterior = [&](Value<A> v, Value<A> other) {
+            const auto exponent = S::Max(v.e, S::kZero) + (other.e + minus_inverse.e);
+            return v.m * (other.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
+          };
+          if (own) sequence.arcs[at] = {posterior(blank, x), posterior(label, y)};
         }
-        self = Normalize(self);
-        out = Normalize(out);
-        if (several || (kSweep == 1 && chunk == chunks - 1)) {
-          if (mine) (up ? blanks : betas).Set(u, self);
-          if (mine && up) labels.Set(u, out);
-          if (lane == entry && enters) carries[tile] = carry;
-        }
+        if (enters && lane == kEntry) carry = crossing(tile - kStep, chunk, j);
+        if (leaves && lane == kExit) crossing(tile, chunk, j) = kUp ? out : self;
+        at = next(at);
+      }
+      self = Normalize(self);
+      out = Normalize(out);
+      if (several || (kSweep == 1 && chunk == chunks - 1)) {
+        if (mine) (kUp ? blanks : betas)[u] = self;
+        if (mine && kUp) labels[u] = out;
+        if (lane == kEntry && enters) carries[tile] = carry;
       }
     }
-    const int flag = __syncthreads_or(bad);
-    if (kSweep == 1 && threadIdx.x == 0) sequence.Flags(args)[up ? 0 : 1] = A(flag);
+  }
+}
+
+// Grid: (upwards and downwards, sequences); a block of up to kMaxWarps warps.
+template <class A, int kSweep>
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    if (blockIdx.x == 0) {
+      SweepSequence<A, kSweep, true>(args, b, shared);
+    } else {
+      SweepSequence<A, kSweep, false>(args, b, shared);
+    }
+    __syncthreads();
   }
 }
 
 // After Sweep 1, where only the loss is asked for. Grid: sequences.
 template <class A>
-__global__ void __launch_bounds__(32 * kMaxWarps) Total(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
-    A loss = LossOfNoFrames(sequence);
-    if (sequence.frames > 0) loss = LossOf(args, sequence, Likelihood(args, sequence, shared));
+    Value<A> likelihood;
+    const A loss = sequence.frames > 0 ? Loss(args, sequence, shared, &likelihood) : LossOfNoFrames(sequence);
     if (threadIdx.x == 0) args.loss[b] = loss;
   }
 }
@@ -486,14 +502,15 @@ __global__ void __launch_bounds__(32 * kMaxWarps) Total(const __grid_constant__ 
 template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
-  if (args.frames * args.columns > INT32_MAX || args.frames + args.columns > INT32_MAX / 2 || args.batch > INT32_MAX)
+  if (args.frames * args.columns > INT32_MAX / 2 || args.frames + args.columns > INT32_MAX / 4 ||
+      args.batch > INT32_MAX)
     return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
   const bool gradient = args.grad_blank != nullptr;
-  const int tiles = int((args.columns + 31) / 32), warps = std::min(tiles, kMaxWarps);
+  const int tiles = int(Tiles(args.columns)), warps = std::min(tiles, kMaxWarps);
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
-  const dim3 skew_grid(unsigned((args.frames + kTile - 1) / kTile) * unsigned(tiles), sequences);
-  const dim3 skew_block(kTile, kSkewRows), grid(2, sequences), block(32 * warps);
+  const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
+  const dim3 grid(2, sequences), block(32 * warps);
   const size_t bytes = SharedBytes<A>(tiles);
 
   cudaError_t error = cudaSuccess;
@@ -513,7 +530,10 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t LatticeWorkspace(int64_t frames, int64_t columns) { return 2 * frames * columns + 12 * columns + 2; }
+// Even, so that pairs are aligned in every sequence.
+int64_t LatticeWorkspace(int64_t frames, int64_t columns) {
+  return (FlagsOffset(frames, columns) + Tiles(frames) * Tiles(columns) + 1) / 2 * 2;
+}
 
 cudaError_t LatticeLoss(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
   LatticeArgs loss_only = args;

@@ -54,8 +54,7 @@ cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
 #endif
 }
 
-// ---- bits
-// ------------------------------------------------------------------------------------------------------------
+// ---- bits ----
 
 #if defined(__CUDACC__)
 __device__ __forceinline__ int32_t AsInt(float x) { return __float_as_int(x); }
@@ -76,8 +75,7 @@ inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
 inline double AsFloat(int64_t x) { return Bits<double>(x); }
 #endif
 
-// ---- functions
-// -------------------------------------------------------------------------------------------------------
+// ---- functions ----
 
 // 2^x. In float within 2 ulp, subnormal results are 0.
 __device__ __forceinline__ float Exp2(float x) {
@@ -106,8 +104,22 @@ __device__ __forceinline__ float Log2(float x) {
 __device__ __forceinline__ float Log(float x) { return logf(x); }
 __device__ __forceinline__ double Log(double x) { return log(x); }
 
-// ---- element types
-// ---------------------------------------------------------------------------------------------------
+// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994).
+class Divider {
+ public:
+  explicit Divider(uint32_t divisor) {
+    while ((uint64_t{1} << shift_) < divisor) ++shift_;
+    factor_ = uint32_t((((uint64_t{1} << shift_) - divisor) << 32) / divisor + 1);
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
+    return uint32_t(((uint64_t(n) * factor_) >> 32) + n) >> shift_;
+  }
+
+ private:
+  uint32_t factor_ = 0, shift_ = 0;
+};
+
+// ---- element types ----
 
 struct Half {
   uint16_t bits;
@@ -173,8 +185,7 @@ __device__ __forceinline__ Half Narrow<Half, float>(float x) {
   return y;
 }
 
-// ---- 16-byte accesses
-// ------------------------------------------------------------------------------------------------
+// ---- 16-byte accesses ----
 
 template <class T>
 struct alignas(16) Vector16 {

@@ -58,21 +58,6 @@ __device__ __forceinline__ A NaN() {
   return kInfinity<A> - kInfinity<A>;
 }
 
-// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994).
-class Divider {
- public:
-  explicit Divider(uint32_t divisor) {
-    while ((uint64_t{1} << shift_) < divisor) ++shift_;
-    factor_ = uint32_t((((uint64_t{1} << shift_) - divisor) << 32) / divisor + 1);
-  }
-  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
-    return uint32_t(((uint64_t(n) * factor_) >> 32) + n) >> shift_;
-  }
-
- private:
-  uint32_t factor_ = 0, shift_ = 0;
-};
-
 // EmissionShape with everything that a thread needs by value: kernel arguments lie in constant memory.
 struct Shape {
   explicit Shape(const EmissionShape& shape)
