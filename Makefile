@@ -77,3 +77,21 @@ format: $(VENV)/.lint
 
 clean:
 	rm -rf $(VENV) build dist
+
+# ---- CUDA kernels without a GPU ----
+.PHONY: emulation-check test-gpu-compile
+
+# The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Then
+# typical bugs are put into a copy, each of which some check must find. Needs a C++ compiler only.
+emulation-check:
+	$(PYTHON) xla_kernels/emulation/checks.py
+	$(PYTHON) xla_kernels/emulation/mutations.py
+
+# Compiles a sharded training step for eight GPUs. XLA only asks for the kernels' names: the CPU's stand in.
+test-gpu-compile:
+	test -x build/gpu-compile/bin/python || $(PYTHON) -m venv build/gpu-compile
+	build/gpu-compile/bin/pip install --quiet '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_CUDA=off \
+	  -Cbuild-dir=build/gpu-compile-objects
+	printf 'from jax_rnnt._cpu import *\n\nkernels = "cuda"\n' > \
+	  "$$(build/gpu-compile/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_rnnt/_cuda.py"
+	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/test_gpu_compile.py $(ARGS)

@@ -1,0 +1,114 @@
+"""What XLA makes of a sharded training step on GPUs: compiled for eight H100s, on a machine that has none.
+
+Compiling needs jax's CUDA plugin and the extension module with the CUDA kernels, of which only the names matter, but
+neither driver nor GPU. `make test-gpu-compile` sets both up; without them these tests are skipped.
+"""
+
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_rnnt
+import losses
+from jax_rnnt import _ffi
+
+DEVICES = 8
+# As large as real ones: what is independent of the batch must not count.
+B, T, U, V, H = 4 * DEVICES, 128, 63, 1024, 256
+NODES = B * T * (U + 1)
+HERE = pathlib.Path(__file__).parent
+CALLS = losses.once(
+    ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad", "jax_rnnt_softmax_emission_bwd"),
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "gpu-compile" else pytest.skip
+    if "cuda" in _ffi.MISSING:
+        missing(_ffi.MISSING["cuda"])
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=(HERE / "h100.txtpb").read_text(), topology=f"1x1x{DEVICES}"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        missing(f"this jax cannot compile for CUDA: {error}")
+    return topologies.make_mesh(topology, (DEVICES,), ("data",))
+
+
+@pytest.fixture(scope="module", params=[np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request):
+    return np.dtype(request.param)
+
+
+def loss(weight, hidden, targets, *lengths):
+    """Loss of a joint network's last matmul, [N, H] @ [H, V]."""
+    logits = (hidden @ weight).reshape(len(targets), T, U + 1, V)
+    return jax_rnnt.rnnt_loss(logits, targets, *lengths, blank=0, implementation="kernel")
+
+
+def step_of(kind, mesh):
+    """(weight, hidden, targets, logit lengths, target lengths) -> mean loss and gradients of weight and hidden."""
+    if kind == "auto":
+        return jax.value_and_grad(loss, (0, 1))
+
+    def shard(weight, hidden, *rest):
+        return jax.lax.pmean(loss(weight, hidden, *rest), "data")
+
+    specs = (P(), P("data"), P("data"), P("data"), P("data"))
+    return jax.value_and_grad(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P()), (0, 1))
+
+
+@pytest.fixture(scope="module", params=["auto", "shard_map"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def compiled(kind, mesh, dtype):
+    def spec(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    shapes = (
+        spec((H, V), dtype),
+        spec((NODES, H), dtype, "data"),
+        spec((B, U), np.int32, "data"),
+        spec((B,), np.int32, "data"),
+        spec((B,), np.int32, "data"),
+    )
+    # Measuring candidates for matmuls would need a GPU.
+    return jax.jit(step_of(kind, mesh)).lower(*shapes).compile({"xla_gpu_autotune_level": 0})
+
+
+def test_collectives(compiled):
+    """The mean and the gradient of the replicated weight are all that devices exchange."""
+    assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
+
+
+def test_one_call_per_stage(compiled):
+    assert losses.custom_calls(compiled.as_text()) == CALLS
+
+
+def test_no_copy_of_the_logits(compiled, kind, dtype):
+    """Nothing moves a buffer of their size; under shard_map the gradient takes their memory."""
+    text = compiled.as_text()
+    elements = NODES // DEVICES * V
+    for shape in re.findall(r"= \w+\[([\d,]*)\][^=]* (?:copy|copy-start|transpose)\(", text):
+        assert np.prod([int(d) for d in shape.split(",") if d], dtype=np.int64) < elements
+    aliased = re.search(r"custom-call\([^\n]*jax_rnnt_softmax_emission_bwd[^\n]*output_to_operand_aliasing", text)
+    assert (aliased is not None) == (kind == "shard_map")
+
+
+def test_temporaries(compiled, kind, dtype):
+    """In units of the logits of a device: them alone where the gradient takes their memory, else twice them."""
+    logits = NODES // DEVICES * V * dtype.itemsize
+    used = compiled.memory_analysis().temp_size_in_bytes / logits
+    assert used <= {"shard_map": 1.2, "auto": 2.1}[kind], f"{used:.3f} logits"

@@ -1,0 +1,578 @@
+// Checks the CUDA kernels, emulated on the CPU, through their host entry points: small problems of every kind against
+// double precision, stage by stage. Needs neither Python nor JAX. Prints what is wrong, "N passed, M failed", and a
+// checksum of all results: it must not depend on the order in which blocks and threads run. --first: ends with the
+// first failure.
+//
+// Every buffer is an allocation of its own of the exact size, for AddressSanitizer; results and all inputs that must
+// not be read hold NaN.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "xla_kernels/cuda/lattice.h"
+#include "xla_kernels/cuda/runtime.cuh"
+#include "xla_kernels/cuda/softmax_emission.h"
+
+namespace jax_rnnt::cuda {
+namespace {
+
+#ifndef JAX_RNNT_LATTICE_WARPS
+#define JAX_RNNT_LATTICE_WARPS 16
+#endif
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+int num_passed = 0, num_failed = 0;
+uint64_t checksum = 0;
+bool stop_at_first = false;
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+  uint64_t Bits() {  // splitmix64
+    uint64_t z = state_ += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+  }
+  int Below(int n) { return int(Bits() % uint64_t(n)); }
+  double Uniform(double low, double high) { return low + (high - low) * double(Bits() >> 11) * 0x1p-53; }
+
+ private:
+  uint64_t state_;
+};
+
+// n elements of T, `offset` elements behind a 16-byte boundary, at first all bits set: NaN.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n, int offset = 0) : n_(n), offset_(offset) {
+    data_ = static_cast<T*>(malloc(size_t(n + offset) * sizeof(T)));
+    memset(static_cast<void*>(data_), 0xff, size_t(n + offset) * sizeof(T));
+  }
+  Buffer(const Buffer& other) : Buffer(other.n_, other.offset_) {
+    memcpy(static_cast<void*>(data()), other.data(), size_t(n_) * sizeof(T));
+  }
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { free(data_); }
+  T* data() { return data_ + offset_; }
+  const T* data() const { return data_ + offset_; }
+  T& operator[](int64_t i) { return data()[i]; }
+  const T& operator[](int64_t i) const { return data()[i]; }
+  int64_t size() const { return n_; }
+  bool SameBits(const Buffer& other) const {
+    return n_ == other.n_ && memcmp(data(), other.data(), size_t(n_) * sizeof(T)) == 0;
+  }
+
+ private:
+  T* data_;
+  int64_t n_;
+  int offset_;
+};
+
+enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, kNoPath };
+
+struct Options {
+  int batch = 2, frames = 5, labels = 3, classes = 7;
+  Topology topology = Topology::kStandard;
+  bool ragged = true, in_place = true, normalize = true, label_per_frame = false;
+  int num_blanks = 1, offset = 0;
+  double clamp = 0, spread = 4;  // of the logits
+  Fault fault = Fault::kNone;
+  std::vector<int> num_frames, num_labels;  // where not empty: instead of random ones
+};
+
+template <class T>
+struct Traits;
+template <>
+struct Traits<Half> {
+  using A = float;
+  static constexpr DType kDType = DType::kF16;
+  static constexpr double kEpsilon = 0x1p-11;
+};
+template <>
+struct Traits<BFloat16> {
+  using A = float;
+  static constexpr DType kDType = DType::kBF16;
+  static constexpr double kEpsilon = 0x1p-8;
+};
+template <>
+struct Traits<float> {
+  using A = float;
+  static constexpr DType kDType = DType::kF32;
+  static constexpr double kEpsilon = 0x1p-24;
+};
+template <>
+struct Traits<double> {
+  using A = double;
+  static constexpr DType kDType = DType::kF64;
+  static constexpr double kEpsilon = 0x1p-53;
+};
+
+double LogAdd(double a, double b) {
+  if (a == -kInfinity) return b;
+  if (b == -kInfinity) return a;
+  return std::fmax(a, b) + std::log1p(std::exp(-std::fabs(a - b)));
+}
+
+// The terminal node included, T_b * (U_b + 1) nodes: log-likelihood, and log alpha and log beta of each node.
+struct Lattice {
+  Lattice(Topology topology, int frames, int labels, const std::function<double(int, int, int)>& arc)
+      : frames(frames), labels(labels), alpha(size_t(frames + 1) * (labels + 1), -kInfinity), beta(alpha) {
+    const int step = topology == Topology::kStandard ? 0 : 1;  // frames that a label arc takes
+    const auto allowed = [&](int t, int u) { return u <= labels && (t < frames || (t == frames && u == labels)); };
+    At(alpha, 0, 0) = At(beta, frames, labels) = 0;
+    for (int t = 0; t < frames; ++t) {
+      for (int u = 0; u <= labels; ++u) {
+        const double here = At(alpha, t, u);
+        if (allowed(t + 1, u)) Add(At(alpha, t + 1, u), here + arc(0, t, u));
+        if (allowed(t + step, u + 1)) Add(At(alpha, t + step, u + 1), here + arc(1, t, u));
+      }
+    }
+    for (int t = frames - 1; t >= 0; --t) {
+      for (int u = labels; u >= 0; --u) {
+        for (int which = 0; which < 2; ++which) {
+          if (!Ends(which, step, t, u)) continue;
+          Add(At(beta, t, u), arc(which, t, u) + At(beta, t + (which == 0 ? 1 : step), u + which));
+        }
+      }
+    }
+    log_likelihood = At(alpha, frames, labels);
+    posterior = [this, arc, step](int which, int t, int u) {
+      if (!Ends(which, step, t, u)) return 0.0;
+      const double after = At(beta, t + (which == 0 ? 1 : step), u + which);
+      return std::exp(At(alpha, t, u) + arc(which, t, u) + after - log_likelihood);
+    };
+  }
+  bool Ends(int which, int step, int t, int u) const {  // whether the arc ends at a node
+    const int to_t = t + (which == 0 ? 1 : step), to_u = u + which;
+    return to_u <= labels && (to_t < frames || to_u == labels);
+  }
+  double& At(std::vector<double>& plane, int t, int u) const { return plane[size_t(t) * (labels + 1) + u]; }
+  double At(const std::vector<double>& plane, int t, int u) const { return plane[size_t(t) * (labels + 1) + u]; }
+  static void Add(double& sum, double term) { sum = LogAdd(sum, term); }
+
+  int frames, labels;
+  std::vector<double> alpha, beta;
+  double log_likelihood;
+  std::function<double(int, int, int)> posterior;  // (arc, t, u)
+};
+
+template <class T>
+class Problem {
+  using A = typename Traits<T>::A;
+
+ public:
+  Problem(const char* name, const Options& options, uint64_t seed)
+      : name_(name),
+        options_(options),
+        B(options.batch),
+        frames_(options.frames),
+        columns_(options.labels + 1),
+        V(options.classes),
+        nodes_(int64_t(B) * frames_ * columns_),
+        label_frames_(options.label_per_frame ? frames_ : 1),
+        logits_(nodes_ * V, options.offset),
+        label_(int64_t(B) * label_frames_ * columns_),
+        num_frames_(B),
+        num_labels_(B),
+        scale_(B),
+        clamp_(B) {
+    Random random(seed);
+    for (int i = 0; i < options.num_blanks; ++i) blanks_.push_back((i * 3 + random.Below(V)) % V);
+    for (int b = 0; b < B; ++b) {
+      const bool whole = !options.ragged || b == 0;
+      num_frames_[b] = !options.num_frames.empty() ? options.num_frames[b]
+                       : whole                     ? frames_
+                                                   : random.Below(frames_ + 1);
+      num_labels_[b] = !options.num_labels.empty() ? options.num_labels[b]
+                       : whole                     ? columns_ - 1
+                                                   : random.Below(columns_);
+      scale_[b] = A(random.Uniform(-2, 2));
+      clamp_[b] = A(options.clamp);
+    }
+    for (int64_t i = 0; i < label_.size(); ++i) {
+      const int b = int(i / (label_frames_ * columns_)), u = int(i % columns_);
+      label_[i] = u < num_labels_[b] ? random.Below(V) : u == num_labels_[b] ? kNoLabel : kOutside;
+    }
+    for (int64_t i = 0; i < nodes_; ++i) {
+      for (int k = 0; k < V; ++k) {
+        const double x = random.Uniform(-options.spread, options.spread);
+        if (LabelAt(i) != kOutside) logits_[i * V + k] = NarrowLogit(options.normalize ? x : -std::fabs(x));
+      }
+    }
+    const auto inside = [&](double share) { return num_frames_[0] > 0 ? random.Uniform(0, 1) < share : false; };
+    for (int64_t i = 0; i < nodes_; ++i) {
+      if (LabelAt(i) == kOutside) continue;
+      const auto fill = [&](double x) {
+        for (int k = 0; k < V; ++k) logits_[i * V + k] = NarrowLogit(x);
+      };
+      if (options.fault == Fault::kMinusInfinity && inside(0.5))
+        logits_[i * V + random.Below(V)] = NarrowLogit(-kInfinity);
+      if (options.fault == Fault::kDeadRow && inside(0.1)) fill(-kInfinity);
+    }
+    if (options.fault == Fault::kNaN) logits_[V + V / 2] = NarrowLogit(kNaN);  // in the first sequence only
+    if (options.fault == Fault::kInfinity) logits_[V + V / 2] = NarrowLogit(kInfinity);
+    if (options.fault == Fault::kBadLabel) label_[0] = V, label_[label_.size() > columns_ ? columns_ : 0] = V + 5;
+    if (options.fault == Fault::kNoPath) {
+      for (int k = 0; k < V; ++k) logits_[k] = NarrowLogit(-kInfinity);
+    }
+  }
+
+  // Sequence b of another problem alone, without padding.
+  Problem(const Problem& whole, int b)
+      : Problem(whole.name_, Cut(whole.options_, whole.num_frames_[b], whole.num_labels_[b]), 1) {
+    blanks_ = whole.blanks_;
+    scale_[0] = whole.scale_[b];
+    clamp_[0] = whole.clamp_[b];
+    for (int u = 0; u < columns_; ++u) label_[u] = whole.label_[b * whole.columns_ + u];
+    for (int64_t i = 0; i < nodes_ * V; ++i) logits_[i] = whole.logits_[whole.RowOf(b, *this, i / V) * V + i % V];
+  }
+
+  // Runs the three stages and compares each with double precision on that stage's own inputs. `alone`: and compares
+  // with each sequence on its own, bit by bit.
+  void Check(bool alone) {
+    Run();
+    for (int b = 0; alone && b < B && problem_.empty(); ++b) {
+      if (num_frames_[b] == 0) continue;
+      Problem other(*this, b);
+      other.Run();
+      if (!other.problem_.empty()) problem_ = "alone: " + other.problem_;
+      CompareBits("loss of a sequence alone", other.loss_[0], loss_[b]);
+      for (int64_t row = 0; row < other.nodes_; ++row) {
+        const int64_t here = RowOf(b, other, row);
+        CompareBits("lse of a sequence alone", other.lse_[row], lse_[here]);
+        for (int which = 0; which < 2; ++which)
+          CompareBits("arc's gradient of a sequence alone", other.grads_[which][row], grads_[which][here]);
+        for (int k = 0; k < V; ++k) {
+          CompareBits("dlogits of a sequence alone", Widen(other.dlogits_[row * V + k]), Widen(dlogits_[here * V + k]));
+        }
+      }
+    }
+    const bool passed = problem_.empty();
+    ++(passed ? num_passed : num_failed);
+    if (passed) return;
+    fprintf(stderr, "FAILED: %s: %s\n", name_, problem_.c_str());
+    if (stop_at_first) exit(1);
+  }
+
+ private:
+  void Run() {
+    CheckForward();
+    CheckLattice();
+    CheckBackward();
+  }
+
+  static Options Cut(Options options, int frames, int labels) {
+    options.batch = 1;
+    options.frames = frames;
+    options.labels = labels;
+    options.ragged = false;
+    return options;
+  }
+  // The row of sequence b here that is row `row` of that sequence alone.
+  int64_t RowOf(int b, const Problem& alone, int64_t row) const {
+    return (b * frames_ + row / alone.columns_) * columns_ + row % alone.columns_;
+  }
+  template <class Element>
+  void CompareBits(const char* what, Element is, Element should) {
+    if (memcmp(&is, &should, sizeof is) != 0) Wrong(what, 0, double(is), double(should));
+  }
+
+  static T NarrowLogit(double x) { return Narrow<T>(A(x)); }
+
+  int LabelAt(int64_t row) const {
+    const int b = int(row / (frames_ * columns_)), t = int(row / columns_ % frames_), u = int(row % columns_);
+    return t < num_frames_[b] ? label_[(int64_t(b) * label_frames_ + (label_frames_ > 1 ? t : 0)) * columns_ + u]
+                              : kOutside;
+  }
+
+  EmissionShape Shape() {
+    return {B, frames_, columns_, V, label_frames_, options_.normalize, int(blanks_.size()), blanks_.data()};
+  }
+
+  void Wrong(const char* what, int64_t where, double is, double should) {
+    if (!problem_.empty()) return;  // the first tells most
+    char text[200];
+    snprintf(text, sizeof text, "%s [%lld] is %.9g, should be %.9g", what, static_cast<long long>(where), is, should);
+    problem_ = text;
+  }
+  void Compare(const char* what, int64_t where, double is, double should, double tolerance) {
+    if (is != is && should != should) return;
+    if (is == should || std::fabs(is - should) <= tolerance) return;  // not for NaN, nor for infinities of two signs
+    Wrong(what, where, is, should);
+  }
+  bool Succeeded(const char* what, cudaError_t error) {
+    if (error != cudaSuccess && problem_.empty()) problem_ = std::string(what) + ": " + cudaGetErrorString(error);
+    return error == cudaSuccess;
+  }
+  template <class Element>
+  static void Sum(const Buffer<Element>& buffer) {
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.data());
+    for (size_t i = 0; i < size_t(buffer.size()) * sizeof(Element); ++i)
+      checksum = (checksum ^ bytes[i]) * 0x100000001b3;
+  }
+
+  void CheckForward() {
+    for (size_t i = 0; i <= blanks_.size(); ++i) arcs_.emplace_back(nodes_);
+    std::vector<void*> log_blank;
+    for (size_t i = 0; i < blanks_.size(); ++i) log_blank.push_back(arcs_[i].data());
+    const Buffer<T> before = logits_;
+    const EmissionForwardArgs args = {Shape(),          logits_.data(),      label_.data(), num_frames_.data(),
+                                      log_blank.data(), arcs_.back().data(), lse_.data()};
+    if (!Succeeded("EmissionForward", EmissionForward(Traits<T>::kDType, args, nullptr))) return;
+    if (!logits_.SameBits(before)) problem_ = "EmissionForward has written to the logits";
+    for (int64_t i = 0; i < nodes_; ++i) {
+      const int label = LabelAt(i);
+      const double lse = label == kOutside || !options_.normalize ? 0 : LogSumExp(i);
+      Compare("lse", i, lse_[i], lse, tolerance_ * (1 + std::fabs(lse)));
+      for (size_t arc = 0; arc < arcs_.size(); ++arc) {
+        const int64_t k = arc < blanks_.size() ? blanks_[arc] : label;
+        double log_prob = kNaN;  // of labels out of range
+        if (label == kOutside || k == kNoLabel) {
+          log_prob = -kInfinity;
+        } else if (0 <= k && k < V) {
+          const double x = double(Widen(logits_[i * V + k]));
+          log_prob = lse == -kInfinity ? -kInfinity : !options_.normalize && x == kInfinity ? kNaN : x - lse;
+        }
+        Compare("log_arc", i, arcs_[arc][i], log_prob, tolerance_ * (1 + std::fabs(log_prob)));
+      }
+    }
+    Sum(lse_);
+    for (const auto& arc : arcs_) Sum(arc);
+  }
+
+  double LogSumExp(int64_t row) const {
+    double max = -kInfinity, sum = 0;
+    for (int k = 0; k < V; ++k) {
+      const double x = double(Widen(logits_[row * V + k]));
+      if (x != x || x == kInfinity) return kNaN;
+      max = std::fmax(max, x);
+    }
+    if (max == -kInfinity) return -kInfinity;
+    for (int k = 0; k < V; ++k) sum += std::exp(double(Widen(logits_[row * V + k])) - max);
+    return max + std::log(sum);
+  }
+
+  void CheckLattice() {
+    const Buffer<A>&blank = arcs_.front(), &label = arcs_.back();
+    const int64_t size = B * LatticeWorkspace(frames_, columns_);
+    Buffer<A> loss_only(B), workspace(size), other_workspace(size);
+    Buffer<A> in[2] = {blank, label}, in_again[2] = {blank, label};
+    LatticeArgs args = {options_.topology,
+                        B,
+                        frames_,
+                        columns_,
+                        in[0].data(),
+                        in[1].data(),
+                        num_frames_.data(),
+                        num_labels_.data(),
+                        loss_.data(),
+                        (options_.in_place ? in[0] : grads_[0]).data(),
+                        (options_.in_place ? in[1] : grads_[1]).data(),
+                        workspace.data()};
+    const bool is_double = sizeof(A) == 8;
+    if (!Succeeded("LatticeGradient", LatticeGradient(is_double, args, nullptr))) return;
+    if (options_.in_place) {
+      for (int arc = 0; arc < 2; ++arc) memcpy(grads_[arc].data(), in[arc].data(), size_t(nodes_) * sizeof(A));
+    } else if (!in[0].SameBits(blank) || !in[1].SameBits(label)) {
+      problem_ = "LatticeGradient has written to its arcs";
+    }
+    args.log_blank = in_again[0].data();
+    args.log_label = in_again[1].data();
+    args.loss = loss_only.data();
+    args.grad_blank = args.grad_label = nullptr;
+    args.workspace = other_workspace.data();
+    if (!Succeeded("LatticeLoss", LatticeLoss(is_double, args, nullptr))) return;
+
+    for (int b = 0; b < B; ++b) {
+      const int T_b = std::max(0, std::min(int(num_frames_[b]), int(frames_)));
+      const int U_b = std::max(0, std::min(int(num_labels_[b]), int(columns_) - 1));
+      const auto row = [&](int t, int u) { return (int64_t(b) * frames_ + t) * columns_ + u; };
+      const auto arc = [&](int which, int t, int u) {
+        return which == 1 && u == U_b ? -kInfinity : double((which == 0 ? blank : label)[row(t, u)]);
+      };
+      bool bad = false;
+      for (int t = 0; t < T_b; ++t) {
+        for (int u = 0; u <= U_b; ++u) bad |= !(arc(0, t, u) < kInfinity) || !(arc(1, t, u) < kInfinity);
+      }
+      const Lattice lattice(options_.topology, T_b, U_b, arc);
+      const double should = bad ? kNaN : -lattice.log_likelihood;
+      // The reference subtracts logarithms of the size of the loss.
+      const double reference_error = std::isfinite(should) ? 8e-16 * (T_b + U_b + std::fabs(should)) : 0;
+      Compare("loss", b, loss_[b], should, 4 * tolerance_ * (1 + std::fabs(should)));
+      if (memcmp(&loss_[b], &loss_only[b], sizeof(A)) != 0 && loss_[b] == loss_[b])
+        Wrong("loss without gradient", b, loss_only[b], loss_[b]);
+      for (int which = 0; which < 2; ++which) {
+        for (int t = 0; t < frames_; ++t) {
+          for (int u = 0; u < columns_; ++u) {
+            const bool used = t < T_b && u <= U_b;
+            const double posterior = !used || should == kInfinity ? 0 : bad ? kNaN : -lattice.posterior(which, t, u);
+            Compare(which == 0 ? "grad_blank" : "grad_label", row(t, u), grads_[which][row(t, u)], posterior,
+                    10 * tolerance_ + reference_error);
+            if (posterior == 0 && !used && grads_[which][row(t, u)] != 0)
+              Wrong("gradient of padding", row(t, u), grads_[which][row(t, u)], 0);
+          }
+        }
+      }
+    }
+    Sum(loss_);
+    Sum(grads_[0]);
+    Sum(grads_[1]);
+  }
+
+  void CheckBackward() {
+    if (!problem_.empty()) return;
+    std::vector<Buffer<A>> ct;
+    Random random(99);
+    for (size_t i = 0; i < blanks_.size(); ++i) {
+      ct.push_back(grads_[0]);
+      if (i == 0) continue;
+      for (int64_t row = 0; row < nodes_; ++row) ct[i][row] *= A(random.Uniform(-1, 1));
+    }
+    ct.push_back(grads_[1]);
+    std::vector<const void*> ct_blank;
+    for (size_t i = 0; i < blanks_.size(); ++i) ct_blank.push_back(ct[i].data());
+    Buffer<T> x = logits_, apart(nodes_ * V, options_.offset);
+    Buffer<T>& dx = options_.in_place ? x : apart;
+    const EmissionBackwardArgs args = {Shape(),       x.data(),        label_.data(),    num_frames_.data(),
+                                       lse_.data(),   ct_blank.data(), ct.back().data(), scale_.data(),
+                                       clamp_.data(), dx.data()};
+    if (!Succeeded("EmissionBackward", EmissionBackward(Traits<T>::kDType, args, nullptr))) return;
+    if (!options_.in_place && !x.SameBits(logits_)) problem_ = "EmissionBackward has written to the logits";
+    for (int64_t i = 0; i < nodes_; ++i) {
+      const int label = LabelAt(i);
+      const double scale = scale_[i / (frames_ * columns_)], clamp = clamp_[i / (frames_ * columns_)];
+      double sum = 0;
+      bool used = false;
+      for (const auto& arc : ct) {
+        sum += double(arc[i]);
+        used |= arc[i] != 0;
+      }
+      used &= label != kOutside;
+      const double lse = lse_[i] == -kInfinity ? 0 : double(lse_[i]);
+      for (int k = 0; k < V; ++k) {
+        double unit = 0, size = 0;
+        if (used) {
+          for (size_t arc = 0; arc < ct.size(); ++arc) {
+            if (k == (arc < blanks_.size() ? blanks_[arc] : label)) unit += double(ct[arc][i]);
+            size += std::fabs(double(ct[arc][i]));
+          }
+          if (options_.normalize) unit -= std::exp(double(Widen(logits_[i * V + k])) - lse) * sum;
+          if (sum != sum) unit = kNaN;
+          if (clamp > 0) unit = unit > clamp ? clamp : unit < -clamp ? -clamp : unit;
+        }
+        const double should = unit * scale, is = double(Widen(dx[i * V + k]));
+        const double smallest = sizeof(T) == 2 && Traits<T>::kEpsilon < 0x1p-9 ? 0x1p-25 : 0;
+        Compare("dlogits", i * V + k, is, should,
+                1.01 * Traits<T>::kEpsilon * std::fabs(should) + 4 * tolerance_ * size * std::fabs(scale) + smallest);
+        if (!used && is != 0) Wrong("dlogits of a row without cotangent", i * V + k, is, 0);
+      }
+    }
+    Sum(dx);
+    memcpy(static_cast<void*>(dlogits_.data()), dx.data(), size_t(nodes_ * V) * sizeof(T));
+  }
+
+  const char* name_;
+  const Options options_;
+  const int64_t B, frames_, columns_, V, nodes_, label_frames_;
+  const double tolerance_ = sizeof(A) == 8 ? 1e-14 : 2e-6;
+  std::vector<int64_t> blanks_;
+  Buffer<T> logits_;
+  Buffer<int32_t> label_, num_frames_, num_labels_;
+  Buffer<A> scale_, clamp_;
+  std::vector<Buffer<A>> arcs_;  // K blanks, then the label
+  Buffer<A> lse_{nodes_};
+  Buffer<A> loss_{B};
+  Buffer<A> grads_[2] = {Buffer<A>(nodes_), Buffer<A>(nodes_)};
+  Buffer<T> dlogits_{nodes_ * V};
+  std::string problem_;
+};
+
+template <class T>
+void Check(const char* name, const Options& options, bool alone = false) {
+  static uint64_t seed = 0;
+  Problem<T>(name, options, ++seed).Check(alone);
+}
+
+void CheckAll() {
+  const auto with = [](auto change) {
+    Options options;
+    change(options);
+    return options;
+  };
+  // clang-format off: a table
+  using O = Options&;
+  Check<float>("float32", {});
+  Check<double>("float64", {});
+  Check<Half>("float16", {});
+  Check<BFloat16>("bfloat16", {});
+  Check<float>("monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.labels = 4; }));
+  Check<double>("monotonic, float64", with([](O o) { o.topology = Topology::kMonotonic; o.batch = 3; }));
+  Check<float>("one frame", with([](O o) { o.frames = 1; o.ragged = false; }));
+  Check<float>("no label", with([](O o) { o.labels = 0; }));
+  Check<float>("one node", with([](O o) { o.labels = 0; o.frames = 1; o.batch = 1; }));
+  Check<float>("two classes", with([](O o) { o.classes = 2; }));
+  Check<float>("one class", with([](O o) { o.classes = 1; }));
+  Check<float>("no frames", with([](O o) { o.num_frames = {0, 0}; o.num_labels = {0, 2}; }));
+  Check<float>("an axis of no frames", with([](O o) { o.frames = 0; o.num_frames = {0, 0}; o.num_labels = {0, 2}; }));
+  Check<float>("no sequence", with([](O o) { o.batch = 0; }));
+  Check<float>("lengths out of range", with([](O o) { o.num_frames = {9, -3}; o.num_labels = {3, 3}; }));
+  Check<float>("more labels than frames", with([](O o) { o.frames = 3; o.labels = 12; o.batch = 3; }));
+  Check<float>("monotonic without a path", with([](O o) { o.topology = Topology::kMonotonic; o.frames = 3; o.labels = 5; o.ragged = false; }));
+  Check<float>("-inf logits", with([](O o) { o.fault = Fault::kMinusInfinity; }));
+  Check<double>("rows of -inf", with([](O o) { o.fault = Fault::kDeadRow; o.batch = 3; o.frames = 9; }));
+  Check<float>("NaN logit", with([](O o) { o.fault = Fault::kNaN; }));
+  Check<BFloat16>("+inf logit", with([](O o) { o.fault = Fault::kInfinity; }));
+  Check<float>("label out of range", with([](O o) { o.fault = Fault::kBadLabel; }));
+  Check<float>("no path", with([](O o) { o.fault = Fault::kNoPath; }));
+  Check<float>("+inf log-probability", with([](O o) { o.fault = Fault::kInfinity; o.normalize = false; }));
+  Check<float>("log-probabilities", with([](O o) { o.normalize = false; o.classes = 9; }));
+  Check<float>("not in place", with([](O o) { o.in_place = false; }));
+  Check<double>("not in place, float64", with([](O o) { o.in_place = false; o.topology = Topology::kMonotonic; }));
+  Check<float>("three blanks", with([](O o) { o.num_blanks = 3; o.classes = 40; }));
+  Check<BFloat16>("63 blanks", with([](O o) { o.num_blanks = 63; o.classes = 70; o.in_place = false; }));
+  Check<float>("clamp", with([](O o) { o.clamp = 0.01; o.classes = 33; }));
+  Check<Half>("clamp, float16", with([](O o) { o.clamp = 0.05; o.label_per_frame = true; }));
+  Check<float>("labels per frame", with([](O o) { o.label_per_frame = true; }));
+  Check<Half>("misaligned, float16", with([](O o) { o.classes = 41; o.offset = 3; }));
+  Check<BFloat16>("misaligned, aligned rows", with([](O o) { o.classes = 48; o.offset = 1; o.in_place = false; }));
+  Check<float>("misaligned, float32", with([](O o) { o.classes = 131; o.offset = 1; o.frames = 3; }));
+  Check<double>("misaligned, float64", with([](O o) { o.classes = 67; o.offset = 1; o.frames = 3; }));
+  Check<float>("large logits", with([](O o) { o.spread = 80; o.frames = 30; o.labels = 20; o.batch = 1; }));
+  Check<float>("a warp per row", with([](O o) { o.classes = 300; o.frames = 4; }));
+  Check<Half>("a warp per row, float16", with([](O o) { o.classes = 777; o.frames = 2; }));
+  Check<float>("a block per row", with([](O o) { o.classes = 4133; o.frames = 2; o.labels = 1; }));
+  Check<BFloat16>("a block per row, bfloat16", with([](O o) { o.classes = 8221; o.frames = 2; o.labels = 1; o.in_place = false; }));
+  Check<float>("tiles", with([](O o) { o.frames = 40; o.labels = 69; o.classes = 3; o.batch = 3; }));
+  Check<float>("tiles, many frames", with([](O o) { o.frames = 150; o.labels = 40; o.classes = 3; o.batch = 1; }));
+  Check<double>("tiles, float64", with([](O o) { o.frames = 19; o.labels = 95; o.classes = 2; }));
+  Check<float>("tiles, monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.frames = 90, o.labels = 64, o.classes = 3; }));
+  // Neither the batch nor padding changes a bit, where rows are multiples of 16 bytes.
+  Check<float>("alone", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 36; }), true);
+  Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 304; }), true);
+  Check<float>("alone, tiles", with([](O o) { o.frames = 14; o.labels = 130; o.batch = 3; o.classes = 3; }), true);
+  // More tiles than warps.
+  constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
+  Check<float>("warps with several tiles", with([](O o) { o.frames = 11; o.labels = kMany + 40; o.classes = 2; }));
+  Check<double>("warps with several tiles, monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
+  // clang-format on
+}
+
+}  // namespace
+}  // namespace jax_rnnt::cuda
+
+int main(int argc, char** argv) {
+  using namespace jax_rnnt::cuda;
+  stop_at_first = argc > 1 && strcmp(argv[1], "--first") == 0;
+  CheckAll();
+  printf("%d passed, %d failed, checksum %016llx\n", num_passed, num_failed, static_cast<unsigned long long>(checksum));
+  return num_failed != 0;
+}

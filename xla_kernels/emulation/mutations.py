@@ -1,0 +1,167 @@
+"""Whether the checks of the emulation find what they are for: typical CUDA bugs, each put into a copy of the kernels.
+
+Prints a table of bugs and of what found each: EMU a report of the emulation, ASAN, UBSAN or RACE one of a sanitizer,
+NaN or value a wrong result; "-" nothing. Every bug must be found by one run at least, and no run may object to the
+sources as they are: exit code 1 otherwise.
+"""
+
+import concurrent.futures
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+
+import checks
+
+LATTICE, EMISSION = "xla_kernels/cuda/lattice.cu", "xla_kernels/cuda/softmax_emission.cu"
+RUNS = (
+    ("plain", "forward"),
+    ("plain", "reverse"),
+    ("plain", "random:1"),
+    ("asan", "forward"),
+    ("tsan", "forward"),
+)
+# What is wrong; the file; text in it; what it is replaced by, wherever it stands.
+MUTATIONS = (
+    (
+        "missing __syncthreads: block reduction",
+        EMISSION,
+        "parts[threadIdx.x / 32] = total;\n    __syncthreads();",
+        "parts[threadIdx.x / 32] = total;",
+    ),
+    ("missing __syncthreads: transposed tile", LATTICE, "any = __syncthreads_or(bad);", "any = bad;"),
+    (
+        "missing __syncthreads: hand-over between warps",
+        LATTICE,
+        "++round) {\n    __syncthreads();",
+        "++round) {",
+    ),
+    (
+        "divergent __syncthreads",
+        LATTICE,
+        "++round) {\n    __syncthreads();",
+        "++round) {\n    if (round >= warp) __syncthreads();",
+    ),
+    (
+        "shuffle in a divergent branch",
+        LATTICE,
+        "Value<A> in = kUp ? ShuffleUp(out) : ShuffleDown(self), blank, label;",
+        "Value<A> in = Zero<S>(), blank, label;\n        if (own) in = kUp ? ShuffleUp(out) : ShuffleDown(self);",
+    ),
+    ("mask names exited lanes", EMISSION, "kLanes >= 32 ? 0xffffffffu", "kLanes >= 8 ? 0xffffffffu"),
+    (
+        "shuffle reads beyond the group",
+        EMISSION,
+        "__shfl_xor_sync(mask, total.max, step)",
+        "__shfl_xor_sync(mask, total.max, step * 2)",
+    ),
+    ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
+    ("wrong slot of a double buffer", LATTICE, "(tile - kStep, chunk, j)", "(tile - kStep, chunk + 1, j)"),
+    ("one buffer instead of two", LATTICE, "(chunk & 1)) * C", "0) * C"),
+    ("too little shared memory", LATTICE, "(2 * kChunk<A> + 1)", "(2 * kChunk<A>)"),
+    ("shared memory read before it is written", LATTICE, "if (lane == 0) sums", "if (lane == 0 && tile < warps) sums"),
+    (
+        "missing bound of rows",
+        EMISSION,
+        "if (row >= int64_t(shape.frames) * shape.columns) return;",
+        "",
+    ),
+    ("missing bound of a vector", EMISSION, "if (k < vectors.count) v[j] = Load16(x + ", "v[j] = Load16(x + "),
+    ("misaligned 16-byte access", EMISSION, "head = (kElements - misaligned(x)) % kElements;", "head = 0;"),
+    (
+        "nodes read that nobody wrote",
+        LATTICE,
+        "unsigned(t) < unsigned(sequence.frames)",
+        "unsigned(t) < unsigned(args.frames)",
+    ),
+    (
+        "race between blocks: running values",
+        LATTICE,
+        "sequence.Running(args, kSweep - 1, 2)",
+        "sequence.Running(args, 0, 2)",
+    ),
+    (
+        "diagonals: one too few",
+        LATTICE,
+        "(kSweep == 1 ? sequence.middle + 1 : last)",
+        "(kSweep == 1 ? sequence.middle + 1 : last - 1)",
+    ),
+    ("labels read beyond the last column", LATTICE, "v <= sequence.labels)", "v <= sequence.labels + 1)"),
+)
+SIGNS = (
+    ("jax_rnnt emulation:", "EMU"),
+    ("ERROR: AddressSanitizer", "ASAN"),
+    ("runtime error:", "UBSAN"),
+    ("ThreadSanitizer: data race", "RACE"),
+    ("is nan", "NaN"),
+    ("is -nan", "NaN"),
+    ("FAILED:", "value"),
+)
+
+
+def verdict(code: int | None, output: str) -> str:
+    if code == 0:
+        return "-"
+    if code is None:
+        return "timeout"
+    return next((name for sign, name in SIGNS if sign in output), f"exit {code}")
+
+
+def try_mutation(mutation, objects) -> list[str]:
+    """Verdicts of all runs on the mutated kernels."""
+    _, source, old, new = mutation
+    text = (checks.ROOT / source).read_text()
+    if old not in text:
+        raise LookupError(f"{source} has changed, and this bug with it: no {old!r}")
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="mutation-", dir=checks.BUILD) as folder:
+        root = pathlib.Path(folder)
+        (root / source).parent.mkdir(parents=True)
+        (root / source).write_text(text.replace(old, new))
+        programs = {}
+        for mode in checks.MODES:
+            mutated = checks.compile_object(source, mode, root, root)
+            others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s != source]
+            programs[mode.name] = checks.link([mutated, *others], mode, root / mode.name / "check")
+        for mode_name, order in RUNS:
+            verdicts.append(verdict(*checks.run(programs[mode_name], order, "--first", timeout=60)))
+        shutil.rmtree(root / "xla_kernels")
+    return verdicts
+
+
+def main() -> int:
+    start = time.monotonic()
+    width = max(len(name) for name, *_ in MUTATIONS)
+
+    def row(name, cells):
+        print(f"{name:{width}}  " + "  ".join(f"{cell:14}" for cell in cells), flush=True)
+
+    row("", [f"{mode} {order}" for mode, order in RUNS])
+    survivors = []
+    with concurrent.futures.ThreadPoolExecutor(checks.WORKERS) as pool:
+        objects = checks.build_all(pool)
+        clean = []
+        for mode in checks.MODES:
+            parts = [objects[mode.name][source] for source in (*checks.KERNELS, *checks.OTHERS)]
+            checks.link(parts, mode, checks.BUILD / mode.name / "check")
+        for job in [pool.submit(checks.run, checks.BUILD / mode / "check", order) for mode, order in RUNS]:
+            clean.append(verdict(*job.result()))
+        row("(none)", clean)
+        jobs = [pool.submit(try_mutation, mutation, objects) for mutation in MUTATIONS]
+        for (name, *_), job in zip(MUTATIONS, jobs, strict=True):
+            verdicts = job.result()
+            row(name, verdicts)
+            if set(verdicts) == {"-"}:
+                survivors.append(name)
+    false_alarm = set(clean) != {"-"}
+    if false_alarm:
+        print("there are objections to the sources as they are")
+    for name in survivors:
+        print(f"not found: {name}")
+    print(f"{len(MUTATIONS) - len(survivors)} of {len(MUTATIONS)} found in {time.monotonic() - start:.0f} s")
+    return int(false_alarm or bool(survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
