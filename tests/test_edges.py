@@ -239,3 +239,15 @@ def test_posteriors_of_bad_sequences(implementation):
             losses.assert_same_bits(np.asarray(x)[[0, 2, 3]], np.asarray(expected)[[0, 2, 3]])
             if not np.isnan(value).any():
                 assert not np.asarray(x)[1].any()
+
+
+def test_more_sequences_than_a_grid_is_high(implementation):
+    """65,535 blocks is the most that CUDA starts in one dimension."""
+    batch = 65_600
+    logits = np.random.default_rng(0).standard_normal((batch, 1, 1, 2), np.float32)
+    lengths = np.ones(batch, np.int32)
+    p = losses.Problem(logits, np.zeros((batch, 0), np.int32), lengths, np.zeros(batch, np.int32))
+    values, gradient = losses.evaluate(losses.RNNT, p, implementation)
+    log_probs = truth.log_softmax(logits[:, 0, 0].astype(np.float64))
+    np.testing.assert_allclose(values, -log_probs[:, 1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient[:, 0, 0, 1], np.exp(log_probs[:, 1]) - 1, atol=1e-6)

@@ -89,7 +89,7 @@ def test_both_stages(implementation, blanks, normalize):
         assert not got[~inside].any()
 
 
-@pytest.mark.parametrize("classes", [1, 2, 1023, 1024, 1025, 2047, 2048, 4097])
+@pytest.mark.parametrize("classes", [1, 2, 1023, 1024, 1025, 2047, 2048, 4097, 131072])
 def test_long_rows(kernel, classes):
     """Around the blocks in which a long row is read, with its largest value at the end or in the middle."""
     label = np.full((1, 1, 3), NO_LABEL, np.int32)
