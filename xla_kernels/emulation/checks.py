@@ -51,16 +51,16 @@ ENVIRONMENT = {
 }
 
 
-def compile_object(source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD) -> pathlib.Path:
-    """The object of one source file, compiled unless it is newer than the source and all headers."""
+def compile_object(
+    source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
+) -> pathlib.Path:
+    """The object of root / source, compiled unless it is newer than the source and all headers."""
     target = build / mode.name / (pathlib.Path(source).name + ".o")
     newest = max(path.stat().st_mtime for path in [root / source, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(parents=True, exist_ok=True)
-        include = [f"-I{root}"] if root == ROOT else [f"-I{root}", f"-I{ROOT}"]
-        subprocess.run(
-            [*CXX, *WARNINGS, *mode.flags, *include, "-x", "c++", "-c", root / source, "-o", target], check=True
-        )
+        flags = [*warnings, *mode.flags, f"-I{ROOT}", "-x", "c++"]
+        subprocess.run([*CXX, *flags, "-c", root / source, "-o", target], check=True)
     return target
 
 
