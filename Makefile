@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt xla_kernels -name '*.py' -o -name '*.cc' -o -name '*.h')
-CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h')
+CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 

@@ -166,6 +166,7 @@ def define(
     results: Callable,
     aliases: dict[int, int] | None = None,
     workspace: dict[str, Callable] | None = None,
+    supported: Callable[..., bool] = lambda kernels, **attributes: True,
 ) -> Callable[..., Sequence[jax.Array]]:
     """A function that calls the kernel `target`, or `reference` where the platform has no kernel.
 
@@ -178,10 +179,13 @@ def define(
     results : callable
         ``results(*operands, **attributes) -> [(trailing shape, dtype), ...]`` from the operands' avals.
     aliases : dict, optional
-        ``{operand: result}`` of the same shape, where the kernel can write the result over the operand.
+        ``{operand: result}`` of the same shape, where the kernel can write the result over the operand. Operands that
+        a call does not have are left out.
     workspace : dict, optional
-        ``{"cpu" | "cuda": f}`` with ``f(*operands) -> elements`` of the first operand's dtype that the kernels of that
-        device want for each batch element, from the operands' avals: one more result of the custom call.
+        ``{"cpu" | "cuda": f}`` with ``f(*operands, **attributes) -> elements`` of the first operand's dtype that the
+        kernels of that device want for each batch element, from the operands' avals: one more result of the call.
+    supported : callable, optional
+        ``supported("cpu" | "cuda", **attributes)``: whether that device's kernels know these attributes.
 
     Returns
     -------
@@ -190,7 +194,6 @@ def define(
         batch dimensions. `strict` refuses to lower to the reference. The keyword `alias` allows the results to take
         the memory of the operands in `aliases`.
     """
-    aliases = aliases or {}
     primitive = Primitive(target)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -209,9 +212,12 @@ def define(
     def encode(attributes):
         return {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
 
+    def aliases_of(operands):
+        return {i: result for i, result in (aliases or {}).items() if i < len(operands)}
+
     def custom_call(ctx, operands, platform, num_batch_dims, attributes, **lowering):
         first, extended = ctx.avals_in[0], ctx
-        elements = workspace[KERNELS[platform]](*ctx.avals_in) if workspace else 0
+        elements = workspace[KERNELS[platform]](*ctx.avals_in, **attributes) if workspace else 0
         if not (isinstance(elements, int) and elements == 0):
             space = _result_aval(first, (*first.shape[:num_batch_dims], elements), first.dtype, num_batch_dims)
             extended = ctx.replace(avals_out=[*ctx.avals_out, space])
@@ -224,16 +230,20 @@ def define(
         return rule(extended, *operands, **encode(attributes))[: len(ctx.avals_out)]
 
     def lower_in_place(ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
-        return custom_call(ctx, operands, platform, num_batch_dims, attributes, operand_output_aliases=aliases)
+        in_place = aliases_of(operands)
+        return custom_call(ctx, operands, platform, num_batch_dims, attributes, operand_output_aliases=in_place)
 
     def lower(ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
+        if not supported(KERNELS[platform], **attributes):
+            params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias)
+            return lower_reference(ctx, *operands, **params, **attributes)
         exporting = ctx.module_context.lowering_parameters.for_export
         if alias and platform == "cpu" and _unpartitioned(ctx) and not exporting:
             # XLA's CPU layout assignment copies an aliased operand unless its layout is fixed beforehand; the
             # constraint itself gathers sharded operands under the partitioner of jax <= 0.10 (hence _unpartitioned).
             def in_place(*operands):
                 params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
-                fixed = [_row_major(x) if i in aliases else x for i, x in enumerate(operands)]
+                fixed = [_row_major(x) if i in aliases_of(operands) else x for i, x in enumerate(operands)]
                 return aliased.bind(*fixed, **params)
 
             return mlir.lower_fun(in_place, multiple_results=True)(ctx, *operands)
@@ -241,7 +251,7 @@ def define(
             "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})
         }
         # Elsewhere XLA inserts the copy itself, where there must be one.
-        allowed = {"operand_output_aliases": aliases} if alias and platform != "cpu" else {}
+        allowed = {"operand_output_aliases": aliases_of(operands)} if alias and platform != "cpu" else {}
         return custom_call(ctx, operands, platform, num_batch_dims, attributes, extra_attributes=extra, **allowed)
 
     def lower_reference(ctx, *operands, num_batch_dims, strict, alias, **attributes):

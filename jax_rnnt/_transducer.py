@@ -18,6 +18,7 @@ from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
 from jax_rnnt.emissions import softmax
 from jax_rnnt.lattices import lattice
+from jax_rnnt.lattices.reference import log_likelihood
 from jax_rnnt.lattices.topology import STANDARD, Topology
 
 
@@ -51,7 +52,7 @@ def _reference(spec, logits, label, num_frames, num_labels, options):
     """Losses [...] in plain JAX."""
     arcs, _ = _arcs(softmax.softmax_emission(logits, label, num_frames, **spec.emission))
     arcs = seam.modify(arcs, num_frames, options)
-    return lattice.lattice_loss(arcs["blank"], arcs["label"], num_frames, num_labels, topology=spec.topology)
+    return -log_likelihood(spec.topology, arcs, num_frames, num_labels)
 
 
 @jax.custom_vjp
@@ -84,17 +85,14 @@ def _fused(spec, logits, label, num_frames, num_labels, clamp, options):
     """Losses [...] by kernel: reads the logits once."""
     arcs, _ = _emit(spec, logits, label, num_frames)
     arcs = seam.modify(arcs, num_frames, options)
-    return lattice.loss(
-        arcs["blank"], arcs["label"], num_frames, num_labels, topology=spec.topology, strict=spec.strict
-    )
+    return lattice.value(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
 
 
 def _fused_fwd(spec, logits, label, num_frames, num_labels, clamp, options):
     arcs, lse = _emit(spec, logits, label, num_frames)
     arcs, pullback = jax.vjp(lambda a: seam.modify(a, num_frames, options), arcs)
-    operands = arcs["blank"], arcs["label"], num_frames, num_labels
-    loss, grad_blank, grad_label = lattice.grad(*operands, topology=spec.topology, strict=spec.strict)
-    (cotangents,) = pullback({"blank": grad_blank, "label": grad_label})
+    loss, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
+    (cotangents,) = pullback(gradients)
     # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
     name = functools.partial(checkpoint_name, name="rnnt_residuals")
     loss, lse, cotangents = jax.tree.map(name, (loss, lse, cotangents))  # jax 0.6 names single arrays only
@@ -168,10 +166,10 @@ def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, optio
     logits, label, num_frames, num_labels = vary_together(logits, label, num_frames, num_labels)
     if spec.implementation == "reference":
         arcs, _ = _arcs(softmax.softmax_emission(logits, label, num_frames, **spec.emission))
-        grad = lattice.lattice_grad
+        grad = lattice.reference_grad
     else:
         arcs, _ = _emit(spec, logits, label, num_frames)
-        grad = functools.partial(lattice.grad, strict=spec.strict)
+        grad = functools.partial(lattice.value_and_grad, strict=spec.strict)
     arcs = seam.modify(arcs, num_frames, options)
-    _, *gradients = grad(arcs["blank"], arcs["label"], num_frames, num_labels, topology=spec.topology)
-    return tuple(jnp.where(bad[..., None, None], jnp.nan, 0 - g) for g in gradients)
+    _, gradients = grad(spec.topology, arcs, num_frames, num_labels)
+    return tuple(jnp.where(bad[..., None, None], jnp.nan, 0 - gradients[slot]) for slot in ("blank", "label"))

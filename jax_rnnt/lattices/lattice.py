@@ -1,83 +1,123 @@
-"""The unit-step lattices by kernel: arc log-probabilities -> loss and its gradient, minus the arc posteriors."""
+"""Lattices by kernel: arc log-probabilities -> loss and its gradient, minus the arc posteriors. Any topology.
+
+There are two kernels behind one pair of custom calls: one for unit steps (standard, monotonic), one for arcs that skip
+frames (multi-blank, token and duration).
+"""
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.lattices.reference import inside, log_likelihood
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology
 
-_TOPOLOGIES = (STANDARD, MONOTONIC)  # in the order of the kernels' enum
-
-
-def lattice_loss(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD):
-    """-log likelihood [...] in plain JAX, differentiable any number of times in both modes."""
-    return -log_likelihood(topology, {"blank": log_blank, "label": log_label}, num_frames, num_labels)
+_MOST_ARCS = 64  # kMaxArcs of the kernels
 
 
-def lattice_grad(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD):
-    """(loss [...], dloss/dlog_blank, dloss/dlog_label [..., T, U1]) in plain JAX."""
+def reference_grad(topology: Topology, arcs, num_frames, num_labels):
+    """(-log likelihood [...], {slot: its gradient [..., T, U1]}) in plain JAX."""
 
-    def total(blank, label):
-        loss = lattice_loss(blank, label, num_frames, num_labels, topology=topology)
+    def total(arcs):
+        loss = -log_likelihood(topology, arcs, num_frames, num_labels)
         return jnp.sum(loss), loss
 
-    gradients, loss = jax.grad(total, (0, 1), has_aux=True)(log_blank, log_label)
-    used = inside(num_frames, num_labels, *log_blank.shape[-2:])
+    gradients, loss = jax.grad(total, has_aux=True)(arcs)
+    first, *_ = arcs.values()
+    used = inside(num_frames, num_labels, *first.shape[-2:])
     nan = jnp.isnan(loss)[..., None, None]
-    return loss, *(jnp.where(used, jnp.where(nan, jnp.nan, g), 0) for g in gradients)
+    return loss, {slot: jnp.where(used, jnp.where(nan, jnp.nan, g), 0) for slot, g in gradients.items()}
 
 
-def _loss_reference(*operands, topology):
-    return [lattice_loss(*operands, topology=_TOPOLOGIES[topology])]
+# Operands of the kernels: a plane for each arc, with the lengths behind the first; attributes: the table of arcs.
 
 
-def _grad_reference(*operands, topology):
-    return lattice_grad(*operands, topology=_TOPOLOGIES[topology])
+def _operands(topology, arcs, num_frames, num_labels):
+    first, *others = (arcs[arc.slot] for arc in topology)
+    return first, num_frames, num_labels, *others
 
 
-def _cpu_workspace(log_blank, *_):
-    """Mantissa and exponent of alpha in every eighth frame, from which beta's sweep restarts."""
-    frames, columns = log_blank.shape[-2:]
-    return 2 * -(-frames // 8) * columns
+def _attributes(topology):
+    dt, du, may_end = zip(*((arc.dt, arc.du, int(arc.may_end)) for arc in topology))
+    return dict(dt=dt, du=du, may_end=may_end)
 
 
-def _cuda_workspace(log_blank, *_):
+def _problem(first, num_frames, num_labels, *others, dt, du, may_end):
+    """What `log_likelihood` takes, from operands and attributes."""
+    topology = tuple(Arc(str(k), *arc) for k, arc in enumerate(zip(dt, du, map(bool, may_end))))
+    return topology, {str(k): plane for k, plane in enumerate((first, *others))}, num_frames, num_labels
+
+
+def _loss_reference(*operands, **attributes):
+    return [-log_likelihood(*_problem(*operands, **attributes))]
+
+
+def _grad_reference(*operands, **attributes):
+    loss, gradients = reference_grad(*_problem(*operands, **attributes))
+    return [loss, *gradients.values()]
+
+
+def _is_unit_step(**attributes):
+    return any(attributes == _attributes(topology) for topology in (STANDARD, MONOTONIC))
+
+
+def _cpu_loss_workspace(first, *_, **attributes):
+    return 0 if _is_unit_step(**attributes) else _cpu_grad_workspace(first, **attributes)
+
+
+def _cpu_grad_workspace(first, *_, **attributes):
+    """Mantissa and exponent of alpha: unit steps, in every eighth frame, from which beta's sweep restarts."""
+    frames, columns = first.shape[-2:]
+    return 2 * -(-frames // 8) * columns if _is_unit_step(**attributes) else 2 * frames * (columns + 32)
+
+
+def _cuda_workspace(first, *_, **__):
     """Both planes in the order of diagonals, running values of the sweeps, a flag per tile of 32 by 32 nodes."""
-    frames, columns = log_blank.shape[-2:]
+    frames, columns = first.shape[-2:]
     elements = 2 * frames * columns + 12 * columns + -(-frames // 32) * -(-columns // 32)
     return (elements + 1) // 2 * 2
+
+
+def _supported(kernels, *, dt, du, may_end):
+    if kernels == "cuda":
+        return _is_unit_step(dt=dt, du=du, may_end=may_end)
+    return len(dt) <= _MOST_ARCS and set(du) <= {0, 1}
 
 
 _loss_kernel = _ffi.define(
     "jax_rnnt_lattice_loss",
     reference=_loss_reference,
-    results=lambda log_blank, *_, **__: [((), log_blank.dtype)],
-    workspace={"cpu": lambda *_: 0, "cuda": _cuda_workspace},
+    results=lambda first, *_, **__: [((), first.dtype)],
+    workspace={"cpu": _cpu_loss_workspace, "cuda": _cuda_workspace},
+    supported=_supported,
 )
 _grad_kernel = _ffi.define(
     "jax_rnnt_lattice_grad",
     reference=_grad_reference,
-    results=lambda log_blank, *_, **__: [
-        ((), log_blank.dtype),
-        (log_blank.shape[-2:], log_blank.dtype),
-        (log_blank.shape[-2:], log_blank.dtype),
-    ],
-    aliases={0: 1, 1: 2},
-    workspace={"cpu": _cpu_workspace, "cuda": _cuda_workspace},
+    results=lambda first, *others, **__: [((), first.dtype)] + [(first.shape[-2:], first.dtype)] * (len(others) - 1),
+    aliases={0: 1} | {k + 2: k + 1 for k in range(1, _MOST_ARCS)},
+    workspace={"cpu": _cpu_grad_workspace, "cuda": _cuda_workspace},
+    supported=_supported,
 )
 
 
-def loss(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD, strict=False):
-    """`lattice_loss` by the kernel."""
-    operands = log_blank, log_label, num_frames, num_labels
-    index = _TOPOLOGIES.index(topology)
-    return _loss_kernel(*operands, num_batch_dims=log_blank.ndim - 2, strict=strict, topology=index)[0]
+def supported(topology: Topology, platform: str) -> bool:
+    """Whether a platform ("cpu" or "cuda") has a kernel for this topology."""
+    kernels = _ffi.KERNELS.get(platform)
+    return kernels is not None and _supported(kernels, **_attributes(topology))
 
 
-def grad(log_blank, log_label, num_frames, num_labels, *, topology=STANDARD, strict=False):
-    """`lattice_grad` by the kernel."""
-    operands = log_blank, log_label, num_frames, num_labels
-    index = _TOPOLOGIES.index(topology)
-    params = dict(num_batch_dims=log_blank.ndim - 2, strict=strict, alias=True, topology=index)
-    return tuple(_grad_kernel(*operands, **params))
+def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
+    """-log likelihood [...] by the kernel; `arcs` as for `log_likelihood`."""
+    operands = _operands(topology, arcs, num_frames, num_labels)
+    return _loss_kernel(*operands, num_batch_dims=num_frames.ndim, strict=strict, **_attributes(topology))[0]
+
+
+def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
+    """(`value`, {slot: its gradient, minus the posterior of the slot's arcs [..., T, U1]})."""
+    operands = _operands(topology, arcs, num_frames, num_labels)
+    params = dict(num_batch_dims=num_frames.ndim, strict=strict, alias=True, **_attributes(topology))
+    loss, *planes = _grad_kernel(*operands, **params)
+    gradients: dict[str, jax.Array] = {}
+    for arc, plane in zip(topology, planes):
+        gradients[arc.slot] = gradients[arc.slot] + plane if arc.slot in gradients else plane
+    return loss, gradients

@@ -11,6 +11,9 @@
 // least every 16 steps, then neither a mantissa nor the product of two comes near the ends of the float range.
 #pragma once
 
+#include <stdint.h>
+#include <string.h>
+
 #if defined(__CUDACC__)
 #define JAX_RNNT_HOST_DEVICE __host__ __device__
 #else
@@ -62,5 +65,39 @@ JAX_RNNT_HOST_DEVICE inline Extended<S> Normalize(Extended<S> a) {
                               a.e + (exponent >> S::kMantissaBits) - S::kExponentBias};
   return {exponent == 0 ? typename S::F{} : normal.m, exponent == 0 ? I{} + S::kZero : normal.e};
 }
+
+// A single lane.
+template <class A>
+struct Scalar;
+
+namespace internal {
+template <class To, class From>
+JAX_RNNT_HOST_DEVICE inline To Bits(From from) {
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+}  // namespace internal
+
+template <>
+struct Scalar<float> {
+  using F = float;
+  using I = int32_t;
+  static constexpr int kMantissaBits = 23, kExponentBias = 127;
+  static constexpr I kZero = -700'000'000;
+  static JAX_RNNT_HOST_DEVICE I Max(I a, I b) { return a > b ? a : b; }
+  static JAX_RNNT_HOST_DEVICE F AsFloat(I x) { return internal::Bits<F>(x); }
+  static JAX_RNNT_HOST_DEVICE I AsInt(F x) { return internal::Bits<I>(x); }
+};
+template <>
+struct Scalar<double> {
+  using F = double;
+  using I = int64_t;
+  static constexpr int kMantissaBits = 52, kExponentBias = 1023;
+  static constexpr I kZero = -700'000'000'000'000;
+  static JAX_RNNT_HOST_DEVICE I Max(I a, I b) { return a > b ? a : b; }
+  static JAX_RNNT_HOST_DEVICE F AsFloat(I x) { return internal::Bits<F>(x); }
+  static JAX_RNNT_HOST_DEVICE I AsInt(F x) { return internal::Bits<I>(x); }
+};
 
 }  // namespace jax_rnnt

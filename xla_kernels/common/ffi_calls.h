@@ -119,42 +119,67 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
 struct LatticeCall {
   bool is_double;
   LatticeArgs args{};
+  std::vector<const void*> log_arcs;  // what args.log_arc points to
+  std::vector<void*> grad_arcs;       // what args.grad_arc points to
 };
 
-inline ffi::Error Read(const ffi::AnyBuffer& log_blank, const ffi::AnyBuffer& log_label,
-                       const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels, int64_t topology,
+// The attributes of a topology.
+struct Arcs {
+  ffi::Span<const int64_t> dt, du, may_end;
+};
+
+inline ffi::Error Read(const ffi::AnyBuffer& first_arc, const ffi::AnyBuffer& num_frames,
+                       const ffi::AnyBuffer& num_labels, const ffi::RemainingArgs& other_arcs, const Arcs& arcs,
                        LatticeCall* call) {
   LatticeArgs& args = call->args;
-  const auto x = log_blank.dimensions();
-  call->is_double = log_blank.element_type() == ffi::DataType::F64;
-  if (x.size() < 2 || log_label.element_count() != log_blank.element_count())
-    return Invalid("log_blank and log_label must both be [..., T, U1]");
-  if (!call->is_double && log_blank.element_type() != ffi::DataType::F32)
+  const auto x = first_arc.dimensions();
+  call->is_double = first_arc.element_type() == ffi::DataType::F64;
+  if (x.size() < 2) return Invalid("arcs must be [..., T, U1]");
+  if (!call->is_double && first_arc.element_type() != ffi::DataType::F32)
     return Invalid("arcs must be float32 or float64");
   if (num_frames.element_type() != ffi::DataType::S32 || num_labels.element_type() != ffi::DataType::S32)
     return Invalid("lengths must be int32");
-  if (topology != 0 && topology != 1) return Invalid("topology must be 0 (standard) or 1 (monotonic)");
-  args.topology = static_cast<Topology>(topology);
+  const size_t n = other_arcs.size() + 1;
+  if (arcs.dt.size() != n || arcs.du.size() != n || arcs.may_end.size() != n || n > kMaxArcs)
+    return Invalid("there must be an entry of dt, du and may_end for each of 1 to 64 arcs");
+  for (size_t k = 0; k < n; ++k) {
+    const int64_t dt = arcs.dt.begin()[k], du = arcs.du.begin()[k];
+    if (dt < 0 || du < 0 || du > 1 || dt + du < 1) return Invalid("every arc must move, by at most one label");
+  }
+  call->log_arcs.push_back(first_arc.untyped_data());
+  for (size_t k = 0; k + 1 < n; ++k) {
+    const ffi::AnyBuffer arc = *other_arcs.get<ffi::AnyBuffer>(k);
+    if (arc.element_count() != first_arc.element_count() || arc.element_type() != first_arc.element_type())
+      return Invalid("arcs must have one shape and type");
+    call->log_arcs.push_back(arc.untyped_data());
+  }
+  args.topology = {static_cast<int>(n), arcs.dt.begin(), arcs.du.begin(), arcs.may_end.begin()};
   args.batch = num_frames.element_count();
   args.frames = x[x.size() - 2];
   args.columns = x[x.size() - 1];
-  args.log_blank = log_blank.untyped_data();
-  args.log_label = log_label.untyped_data();
+  args.log_arc = call->log_arcs.data();
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
   args.num_labels = static_cast<const int32_t*>(num_labels.untyped_data());
-  if (args.batch * args.frames * args.columns != static_cast<int64_t>(log_blank.element_count()))
+  if (args.batch * args.frames * args.columns != static_cast<int64_t>(first_arc.element_count()))
     return Invalid("arcs and lengths must have the same batch dimensions");
   return ffi::Error::Success();
 }
 
-// The workspace is the last result, where a kernel needs one of `elements` per sequence.
-inline ffi::Error ReadWorkspace(const ffi::RemainingRets& workspace, int64_t elements, LatticeCall* call) {
-  if (elements == 0) return ffi::Error::Success();
-  if (workspace.size() != 1) return Invalid("there must be one workspace");
-  ffi::Result<ffi::AnyBuffer> buffer = *workspace.get<ffi::AnyBuffer>(0);
-  if (static_cast<int64_t>(buffer->element_count()) < call->args.batch * elements)
-    return Invalid("workspace is too small");
-  call->args.workspace = buffer->untyped_data();
+// Results: loss; with a gradient a plane for each arc; the workspace, where a kernel needs `elements` per sequence.
+inline ffi::Error ReadResults(ffi::Result<ffi::AnyBuffer>& loss, const ffi::RemainingRets& others, bool gradient,
+                              int64_t elements, LatticeCall* call) {
+  LatticeArgs& args = call->args;
+  const size_t grads = gradient ? args.topology.num_arcs : 0;
+  if (others.size() != grads + (elements > 0)) return Invalid("the lattice has a wrong number of results");
+  args.loss = loss->untyped_data();
+  for (size_t k = 0; k < grads; ++k) call->grad_arcs.push_back((*others.get<ffi::AnyBuffer>(k))->untyped_data());
+  if (gradient) args.grad_arc = call->grad_arcs.data();
+  if (elements > 0) {
+    ffi::Result<ffi::AnyBuffer> workspace = *others.get<ffi::AnyBuffer>(grads);
+    if (static_cast<int64_t>(workspace->element_count()) < args.batch * elements)
+      return Invalid("workspace is too small");
+    args.workspace = workspace->untyped_data();
+  }
   return ffi::Error::Success();
 }
 
@@ -188,32 +213,20 @@ auto BindEmissionBackward() {
       .template Attr<int64_t>("normalize");
 }
 
+// Loss and gradient are calls of the same form.
 template <class Context>
-auto BindLatticeLoss() {
+auto BindLattice() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // log_blank   [..., T, U1]  f32 | f64
-      .template Arg<ffi::AnyBuffer>()  // log_label   [..., T, U1]
-      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]         s32
-      .template Arg<ffi::AnyBuffer>()  // num_labels  [...]         s32
+      .template Arg<ffi::AnyBuffer>()  // log-probabilities of the first arc  [..., T, U1]  f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]  s32
+      .template Arg<ffi::AnyBuffer>()  // num_labels  [...]  s32
+      .RemainingArgs()                 // log-probabilities of the other arcs  [..., T, U1]
       .template Ret<ffi::AnyBuffer>()  // loss        [...]
-      .RemainingRets()                 // workspace   [..., elements], or none
-      .template Attr<int64_t>("topology");
-}
-
-template <class Context>
-auto BindLatticeGradient() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // log_blank   [..., T, U1]  f32 | f64
-      .template Arg<ffi::AnyBuffer>()  // log_label   [..., T, U1]
-      .template Arg<ffi::AnyBuffer>()  // num_frames  [...]         s32
-      .template Arg<ffi::AnyBuffer>()  // num_labels  [...]         s32
-      .template Ret<ffi::AnyBuffer>()  // loss        [...]
-      .template Ret<ffi::AnyBuffer>()  // grad_blank  [..., T, U1]
-      .template Ret<ffi::AnyBuffer>()  // grad_label  [..., T, U1]
-      .RemainingRets()                 // workspace   [..., elements], or none
-      .template Attr<int64_t>("topology");
+      .RemainingRets()                 // gradient: of each arc [..., T, U1]; workspace [..., elements], or none
+      .template Attr<ffi::Span<const int64_t>>("dt")
+      .template Attr<ffi::Span<const int64_t>>("du")
+      .template Attr<ffi::Span<const int64_t>>("may_end");
 }
 
 }  // namespace jax_rnnt

@@ -53,20 +53,33 @@ struct EmissionBackwardArgs {
   void* dlogits;                // [B, T, U1, V]
 };
 
-enum class Topology { kStandard, kMonotonic };  // label arc (0, 1) | label arc (1, 1)
+// The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1.
+constexpr int kMaxArcs = 64;
+struct Topology {
+  int num_arcs;
+  const int64_t *dt, *du;
+  const int64_t* may_end;  // whether the arc may enter the terminal node (T_b, U_b)
+};
+
+// Two arcs, blank (1, 0) and label (0, 1) or, monotonic, (1, 1): what the kernels for unit steps take.
+inline bool IsUnitStep(const Topology& topology) {
+  const auto is = [&](int k, int64_t dt, int64_t du) {
+    return topology.dt[k] == dt && topology.du[k] == du && topology.may_end[k] != 0;
+  };
+  return topology.num_arcs == 2 && is(0, 1, 0) && (is(1, 0, 1) || is(1, 1, 1));
+}
+inline bool IsMonotonic(const Topology& topology) { return topology.dt[1] == 1; }
 
 // Arc log-probabilities -> loss and its gradient (minus the arc posteriors).
 struct LatticeArgs {
   Topology topology;
   int64_t batch, frames, columns;  // B, T, U1
-  const void* log_blank;           // plane of A
-  const void* log_label;           // plane of A
+  const void* const* log_arc;      // a plane of A for each arc
   const int32_t* num_frames;       // [B], clamped to [0, T] by the kernel
   const int32_t* num_labels;       // [B], clamped to [0, U1 - 1] by the kernel
   void* loss;                      // [B] of A
-  void* grad_blank;                // plane of A; may be the same memory as log_blank. Null: loss only
-  void* grad_label;                // plane of A; may be the same memory as log_label. Null: loss only
-  void* workspace;                 // [B, LatticeWorkspace(...)] of A; null for loss only
+  void* const* grad_arc;           // a plane of A for each arc; may be the same memory as log_arc. Null: loss only
+  void* workspace;                 // [B, LatticeWorkspace(...)] of A
 };
 
 }  // namespace jax_rnnt

@@ -16,8 +16,8 @@ struct Target {
   bool (*supported)();
   decltype(&EmissionForward) emission_forward;
   decltype(&EmissionBackward) emission_backward;
-  decltype(&LatticeLoss) lattice_loss;
-  decltype(&LatticeGradient) lattice_gradient;
+  decltype(&Lattice) unit_lattice;
+  decltype(&Lattice) skip_lattice;
 };
 
 }  // namespace
@@ -27,16 +27,16 @@ struct Target {
   namespace target {                                                                                \
   void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end);   \
   void EmissionBackward(DType dtype, const EmissionBackwardArgs& args, int64_t begin, int64_t end); \
-  void LatticeLoss(bool is_double, const LatticeArgs& args, int64_t sequence);                      \
-  void LatticeGradient(bool is_double, const LatticeArgs& args, int64_t sequence);                  \
+  void UnitLattice(bool is_double, const LatticeArgs& args, int64_t sequence);                      \
+  void SkipLattice(bool is_double, const LatticeArgs& args, int64_t sequence);                      \
   }
 #define JAX_RNNT_TARGET_ENTRY(target, supported) \
   {#target,                                      \
    [] { return bool(supported); },               \
    &target::EmissionForward,                     \
    &target::EmissionBackward,                    \
-   &target::LatticeLoss,                         \
-   &target::LatticeGradient}
+   &target::UnitLattice,                         \
+   &target::SkipLattice}
 
 #if defined(__x86_64__)
 JAX_RNNT_DECLARE_TARGET(avx512)
@@ -100,12 +100,9 @@ void EmissionBackward(DType dtype, const EmissionBackwardArgs& args, int64_t beg
   Current().load()->emission_backward(dtype, args, begin, end);
 }
 
-void LatticeLoss(bool is_double, const LatticeArgs& args, int64_t sequence) {
-  Current().load()->lattice_loss(is_double, args, sequence);
-}
-
-void LatticeGradient(bool is_double, const LatticeArgs& args, int64_t sequence) {
-  Current().load()->lattice_gradient(is_double, args, sequence);
+void Lattice(bool is_double, const LatticeArgs& args, int64_t sequence) {
+  const Target& target = *Current().load();
+  (IsUnitStep(args.topology) ? target.unit_lattice : target.skip_lattice)(is_double, args, sequence);
 }
 
 void* ThreadScratch(size_t bytes) {
@@ -125,6 +122,13 @@ void* ThreadScratch(size_t bytes) {
   return buffer.data;
 }
 
-int64_t LatticeWorkspace(int64_t frames, int64_t columns) { return 2 * ((frames + 7) / 8) * columns; }
+int64_t UnitLatticeWorkspace(int64_t frames, int64_t columns) { return 2 * ((frames + 7) / 8) * columns; }
+
+int64_t SkipLatticeWorkspace(int64_t frames, int64_t columns) { return 2 * frames * (columns + 32); }
+
+int64_t LatticeWorkspace(const LatticeArgs& args, bool gradient) {
+  if (!IsUnitStep(args.topology)) return SkipLatticeWorkspace(args.frames, args.columns);
+  return gradient ? UnitLatticeWorkspace(args.frames, args.columns) : 0;
+}
 
 }  // namespace jax_rnnt::cpu

@@ -81,36 +81,37 @@ void ForSequences(ffi::ThreadPool& pool, const LatticeArgs& args, Sequence seque
   }
 }
 
-ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer log_blank, ffi::AnyBuffer log_label,
-                              ffi::AnyBuffer num_frames, ffi::AnyBuffer num_labels, ffi::Result<ffi::AnyBuffer> loss,
-                              ffi::RemainingRets, int64_t topology) {
+ffi::Error LatticeHandler(ffi::ThreadPool& pool, bool gradient, const ffi::AnyBuffer& first_arc,
+                          const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels,
+                          const ffi::RemainingArgs& other_arcs, ffi::Result<ffi::AnyBuffer>& loss,
+                          const ffi::RemainingRets& others, const Arcs& arcs) {
   LatticeCall call;
-  if (auto error = Read(log_blank, log_label, num_frames, num_labels, topology, &call); error.failure()) return error;
-  call.args.loss = loss->untyped_data();
-  ForSequences(pool, call.args, [&](int64_t b) { LatticeLoss(call.is_double, call.args, b); });
+  if (auto error = Read(first_arc, num_frames, num_labels, other_arcs, arcs, &call); error.failure()) return error;
+  const int64_t elements = LatticeWorkspace(call.args, gradient);
+  if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
+  ForSequences(pool, call.args, [&](int64_t b) { Lattice(call.is_double, call.args, b); });
   return ffi::Error::Success();
 }
 
-ffi::Error LatticeGradientHandler(ffi::ThreadPool pool, ffi::AnyBuffer log_blank, ffi::AnyBuffer log_label,
-                                  ffi::AnyBuffer num_frames, ffi::AnyBuffer num_labels,
-                                  ffi::Result<ffi::AnyBuffer> loss, ffi::Result<ffi::AnyBuffer> grad_blank,
-                                  ffi::Result<ffi::AnyBuffer> grad_label, ffi::RemainingRets workspace,
-                                  int64_t topology) {
-  LatticeCall call;
-  if (auto error = Read(log_blank, log_label, num_frames, num_labels, topology, &call); error.failure()) return error;
-  const int64_t elements = LatticeWorkspace(call.args.frames, call.args.columns);
-  if (auto error = ReadWorkspace(workspace, elements, &call); error.failure()) return error;
-  call.args.loss = loss->untyped_data();
-  call.args.grad_blank = grad_blank->untyped_data();
-  call.args.grad_label = grad_label->untyped_data();
-  ForSequences(pool, call.args, [&](int64_t b) { LatticeGradient(call.is_double, call.args, b); });
-  return ffi::Error::Success();
+ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
+                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+                              ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
+                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end) {
+  return LatticeHandler(pool, false, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
+}
+
+ffi::Error LatticeGradientHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
+                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+                                  ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others,
+                                  ffi::Span<const int64_t> dt, ffi::Span<const int64_t> du,
+                                  ffi::Span<const int64_t> may_end) {
+  return LatticeHandler(pool, true, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
 }
 
 XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(kEmissionBackward, EmissionBackwardHandler, BindEmissionBackward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLatticeLoss<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLatticeGradient<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLattice<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLattice<ffi::ThreadPool>());
 
 }  // namespace
 }  // namespace cpu

@@ -22,56 +22,34 @@
 // of 3.1.
 #include "xla_kernels/cpu/lattice.h"
 
-#include <math.h>
-#include <string.h>
-
-#include "xla_kernels/common/extended.h"
+#include "xla_kernels/cpu/lattice_planes.h"
 #include "xla_kernels/cpu/scratch.h"
-#include "xla_kernels/cpu/simd.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
 
-inline int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
 // The lattice of one sequence.
-template <class A, Topology kTopology>
-class Lattice {
-  using S = Simd<A>;
-  using F = typename S::F;
-  using I = typename S::I;
-  using Exponent = typename S::Exponent;
-  using Value = Extended<S>;
+template <class A, bool kStandard>
+class UnitLatticeOfSequence : SequencePlanes<A> {
+  using Base = SequencePlanes<A>;
+  using S = typename Base::S;
+  using F = typename Base::F;
+  using Exponent = typename Base::Exponent;
+  using Value = typename Base::Value;
+  using Row = typename Base::Row;  // here with a margin of kWidth zeros on either side
+  using Base::args_, Base::frames_, Base::kInfinity, Base::kLimit, Base::kWidth, Base::labels_, Base::sequence_;
 
-  static constexpr int kWidth = S::kWidth;                     // frames of a strip, one per lane
   static constexpr int kStrips = kWidth < 8 ? 8 / kWidth : 1;  // strips from one checkpoint to the next
-  static constexpr bool kStandard = kTopology == Topology::kStandard;
-  static constexpr A kInfinity = A(__builtin_inf()), kNaN = A(__builtin_nan(""));
-  // Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
-  static constexpr A kLimit = A(1 << 21);
 
-  // Values of one frame, by column, with a margin of kWidth zeros on either side.
-  struct Row {
-    A* m;
-    Exponent* e;
-    Value Get(int64_t u) const { return {Load(m + u), Load(e + u)}; }  // columns u ... u + kWidth - 1
-    void Set(int64_t u, Value v, int lane) const { m[u] = v.m[lane], e[u] = v.e[lane]; }
-  };
   struct Node {
     Value alpha, blank, label;  // alpha, and the probabilities of the arcs that leave
   };
 
  public:
-  Lattice(const LatticeArgs& args, int64_t sequence)
-      : args_(args),
-        sequence_(sequence),
-        frames_(Clamp(args.num_frames[sequence], 0, args.frames)),
-        labels_(Clamp(args.num_labels[sequence], 0, args.columns - 1)),
+  UnitLatticeOfSequence(const LatticeArgs& args, int64_t sequence)
+      : Base(args, sequence),
         steps_(labels_ + kWidth),
-        size_(args.frames * args.columns),
-        log_blank_(static_cast<const A*>(args.log_blank) + sequence * size_),
-        log_label_(static_cast<const A*>(args.log_label) + sequence * size_),
-        grad_blank_(static_cast<A*>(args.grad_blank) + sequence * size_),
-        grad_label_(static_cast<A*>(args.grad_label) + sequence * size_),
+        log_blank_(Base::LogArc(0)),
+        log_label_(Base::LogArc(1)),
         row_size_((labels_ + 4 * kWidth) / kWidth * kWidth) {
     const size_t kept_bytes = kStrips * steps_ * sizeof(Node);
     char* const memory = static_cast<char*>(ThreadScratch(kept_bytes + 4 * row_size_ * sizeof(A)));
@@ -81,7 +59,8 @@ class Lattice {
     beta_row_ = {rows + 2 * row_size_, reinterpret_cast<Exponent*>(rows + 3 * row_size_)};
   }
 
-  void Run(bool gradient) {
+  void Run() {
+    const bool gradient = args_.grad_arc != nullptr;
     const int64_t strips = (frames_ + kWidth - 1) / kWidth;
     Start(alpha_row_, 0, 1, 0);
     for (int64_t strip = 0; strip < strips; ++strip) {
@@ -91,31 +70,17 @@ class Lattice {
 
     const A z = alpha_row_.m[labels_];
     const Exponent z_exponent = alpha_row_.e[labels_];
-    bool bad = false;
-    for (int lane = 0; lane < kWidth; ++lane) bad |= bad_[lane] != 0;
-    static_cast<A*>(args_.loss)[sequence_] =
-        bad      ? kNaN
-        : z == 0 ? kInfinity
-                 : A(0 - (log(double(z)) + double(z_exponent) * 0.69314718055994530942));
+    const bool alive = Base::StoreLoss(z, z_exponent);
     if (!gradient) return;
-
-    const bool dead = bad || z == 0;
     // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
-    if (!dead) Start(beta_row_, labels_, -1 / z, -z_exponent);
-    for (int64_t end = dead ? 0 : strips; end > 0;) {
+    if (alive) Start(beta_row_, labels_, -1 / z, -z_exponent);
+    for (int64_t end = alive ? strips : 0; end > 0;) {
       const int64_t begin = (end - 1) / kStrips * kStrips;
       Checkpoint(begin / kStrips, false);
       for (int64_t strip = begin; strip < end; ++strip) SweepAlpha<true>(strip);
       while (end > begin) SweepBeta(--end);
     }
-    for (A* grad : {grad_blank_, grad_label_}) {
-      for (int64_t t = 0; t < frames_; ++t) {
-        A* const row = grad + t * args_.columns;
-        for (int64_t u = 0; dead && u <= labels_; ++u) row[u] = bad ? kNaN : 0;
-        for (int64_t u = labels_ + 1; u < args_.columns; ++u) row[u] = 0;
-      }
-      memset(grad + frames_ * args_.columns, 0, (size_ - frames_ * args_.columns) * sizeof(A));
-    }
+    Base::FinishGradient(alive);
   }
 
  private:
@@ -135,7 +100,7 @@ class Lattice {
 
   // Keeps the row of alphas in the workspace, or fetches it.
   void Checkpoint(int64_t number, bool keep) {
-    const int64_t plane = LatticeWorkspace(args_.frames, args_.columns) / 2;
+    const int64_t plane = UnitLatticeWorkspace(args_.frames, args_.columns) / 2;
     A* const m = static_cast<A*>(args_.workspace) + sequence_ * 2 * plane + number * args_.columns;
     void* const e = m + plane;
     const size_t bytes = (labels_ + 1) * sizeof(A);
@@ -143,55 +108,24 @@ class Lattice {
     keep ? memcpy(e, alpha_row_.e, bytes) : memcpy(alpha_row_.e, e, bytes);
   }
 
-  static Value Probability(F x) {
-    const SplitExp<A> split(x);
-    const auto positive = x > -kLimit;
-    return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
-  }
-
-  // Columns u ... u + kWidth - 1 of frame t; -inf outside [0, n).
-  F LoadColumns(const A* plane, int64_t t, int64_t u, int64_t n) {
-    const int64_t at = t * args_.columns + u;
-    if (u >= 0 && u + kWidth <= n) return Load(plane + at);
-    A padded[kWidth] = {};
-    const bool readable = at >= 0 && at + kWidth <= size_;
-    for (int lane = 0; !readable && lane < kWidth; ++lane) {
-      if (0 <= u + lane && u + lane < n) padded[lane] = plane[at + lane];
-    }
-    return LanesBetween<A>(-u, n - u) ? Load(readable ? plane + at : padded) : Broadcast(-kInfinity);
-  }
-
-  void StoreColumns(F v, A* plane, int64_t t, int64_t u) const {
-    const int64_t at = t * args_.columns + u;
-    if (u >= 0 && u + kWidth <= labels_ + 1) return Store(v, plane + at);
-    if (at >= 0 && at + kWidth <= size_) {
-      return Store(LanesBetween<A>(-u, labels_ + 1 - u) ? v : Load(plane + at), plane + at);
-    }
-    for (int lane = 0; lane < kWidth; ++lane) {
-      if (0 <= u + lane && u + lane <= labels_) plane[at + lane] = v[lane];
-    }
-  }
-
   // Element j, lane i: column step + j - i of frame t + i. Frames behind the last pass everything on by their blank
   // arcs.
   void Skew(const A* plane, int64_t t, int64_t step, int64_t n, A behind, F* skewed) {
-    I good = Broadcast(A(0)) == A(0);
     for (int i = 0; i < kWidth; ++i) {
       const int64_t u = step - i;
       if (t + i < frames_) {
-        skewed[i] = LoadColumns(plane, t + i, u, n);
-        good &= skewed[i] < kLimit;
+        skewed[i] = Base::LoadColumns(plane, t + i, u, n);
+        Base::Check(skewed[i]);
       } else {
         skewed[i] = LanesBetween<A>(-u, n - u) ? Broadcast(behind) : Broadcast(-kInfinity);
       }
     }
-    bad_ |= ~good;
     Transpose(skewed);
   }
 
   void Unskew(F* skewed, A* plane, int64_t t, int64_t step) const {
     Transpose(skewed);
-    for (int i = 0; i < kWidth && t + i < frames_; ++i) StoreColumns(skewed[i], plane, t + i, step - i);
+    for (int i = 0; i < kWidth && t + i < frames_; ++i) Base::StoreColumns(skewed[i], plane, t + i, step - i);
   }
 
   template <bool kKeep>
@@ -205,7 +139,8 @@ class Lattice {
       Skew(log_label_, strip * kWidth, block, labels_, -kInfinity, log_label);
       alpha = Normalize(alpha);
       for (int64_t step = block; step < Clamp(block + kWidth, 0, steps_); ++step) {
-        const Value p_blank = Probability(log_blank[step - block]), p_label = Probability(log_label[step - block]);
+        const Value p_blank = Base::Probability(log_blank[step - block]);
+        const Value p_label = Base::Probability(log_label[step - block]);
         if (kKeep) kept[step] = {alpha, p_blank, p_label};
         const Value blank = alpha * p_blank, label = alpha * p_label;
         const Value down = kStandard ? blank : blank + last_label;
@@ -238,40 +173,27 @@ class Lattice {
         last_below = below;
         beta_row_.Set(step, beta, 0);
       }
-      Unskew(grad_blank, grad_blank_, strip * kWidth, block);
-      Unskew(grad_label, grad_label_, strip * kWidth, block);
+      Unskew(grad_blank, Base::GradArc(0), strip * kWidth, block);
+      Unskew(grad_label, Base::GradArc(1), strip * kWidth, block);
     }
     NormalizeRow(beta_row_);
   }
 
-  const LatticeArgs& args_;
-  const int64_t sequence_;
-  const int64_t frames_, labels_, steps_;  // T_b, U_b, steps of a sweep over a strip
-  const int64_t size_;                     // of a sequence's plane
+  const int64_t steps_;  // of a sweep over a strip
   const A *const log_blank_, *const log_label_;
-  A *const grad_blank_, *const grad_label_;
   const int64_t row_size_;
   Row alpha_row_, beta_row_;  // what enters the strip from the frame above it; beta of the frame below it
   Node* kept_;                // [kStrips, steps_] skewed nodes from a checkpoint to the next
-  I bad_ = {};                // nonzero where a NaN or +inf was read
 };
 
 template <class A>
-void RunLattice(const LatticeArgs& args, int64_t sequence, bool gradient) {
-  switch (args.topology) {
-    case Topology::kStandard:
-      return Lattice<A, Topology::kStandard>(args, sequence).Run(gradient);
-    case Topology::kMonotonic:
-      return Lattice<A, Topology::kMonotonic>(args, sequence).Run(gradient);
-  }
+void Run(const LatticeArgs& args, int64_t sequence) {
+  IsMonotonic(args.topology) ? UnitLatticeOfSequence<A, false>(args, sequence).Run()
+                             : UnitLatticeOfSequence<A, true>(args, sequence).Run();
 }
 
-void LatticeLoss(bool is_double, const LatticeArgs& args, int64_t sequence) {
-  is_double ? RunLattice<double>(args, sequence, false) : RunLattice<float>(args, sequence, false);
-}
-
-void LatticeGradient(bool is_double, const LatticeArgs& args, int64_t sequence) {
-  is_double ? RunLattice<double>(args, sequence, true) : RunLattice<float>(args, sequence, true);
+void UnitLattice(bool is_double, const LatticeArgs& args, int64_t sequence) {
+  is_double ? Run<double>(args, sequence) : Run<float>(args, sequence);
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

@@ -479,7 +479,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
           arc_ct += label == blank ? ct(other) : F{};
         }
       }
-      const F softmax = shape.normalize ? Exp(Load(arc_dx[arc]) - lse) : F{};
+      // Of any: lanes without this arc hold no logit of their row.
+      const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - lse) : F{};
       Store(clip(arc_ct - softmax * sum, limit) * scale, arc_dx[arc]);
       if (arc == num_blanks) break;
       for (int lane = 0; lane < count; ++lane) {

@@ -49,36 +49,36 @@ ffi::Error EmissionBackwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::An
   return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");
 }
 
-ffi::Error LatticeLossHandler(Stream stream, ffi::AnyBuffer log_blank, ffi::AnyBuffer log_label,
-                              ffi::AnyBuffer num_frames, ffi::AnyBuffer num_labels, ffi::Result<ffi::AnyBuffer> loss,
-                              ffi::RemainingRets workspace, int64_t topology) {
+ffi::Error LatticeHandler(const Stream& stream, bool gradient, const ffi::AnyBuffer& first_arc,
+                          const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels,
+                          const ffi::RemainingArgs& other_arcs, ffi::Result<ffi::AnyBuffer>& loss,
+                          const ffi::RemainingRets& others, const Arcs& arcs) {
   LatticeCall call;
-  if (auto error = Read(log_blank, log_label, num_frames, num_labels, topology, &call); error.failure()) return error;
-  const int64_t elements = LatticeWorkspace(call.args.frames, call.args.columns);
-  if (auto error = ReadWorkspace(workspace, elements, &call); error.failure()) return error;
-  call.args.loss = loss->untyped_data();
-  return Status(LatticeLoss(call.is_double, call.args, CudaStream(stream)), "lattice");
+  if (auto error = Read(first_arc, num_frames, num_labels, other_arcs, arcs, &call); error.failure()) return error;
+  const int64_t elements = LatticeWorkspace(call.args, gradient);
+  if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
+  return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
 }
 
-ffi::Error LatticeGradientHandler(Stream stream, ffi::AnyBuffer log_blank, ffi::AnyBuffer log_label,
-                                  ffi::AnyBuffer num_frames, ffi::AnyBuffer num_labels,
-                                  ffi::Result<ffi::AnyBuffer> loss, ffi::Result<ffi::AnyBuffer> grad_blank,
-                                  ffi::Result<ffi::AnyBuffer> grad_label, ffi::RemainingRets workspace,
-                                  int64_t topology) {
-  LatticeCall call;
-  if (auto error = Read(log_blank, log_label, num_frames, num_labels, topology, &call); error.failure()) return error;
-  const int64_t elements = LatticeWorkspace(call.args.frames, call.args.columns);
-  if (auto error = ReadWorkspace(workspace, elements, &call); error.failure()) return error;
-  call.args.loss = loss->untyped_data();
-  call.args.grad_blank = grad_blank->untyped_data();
-  call.args.grad_label = grad_label->untyped_data();
-  return Status(LatticeGradient(call.is_double, call.args, CudaStream(stream)), "lattice");
+ffi::Error LatticeLossHandler(Stream stream, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
+                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+                              ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
+                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end) {
+  return LatticeHandler(stream, false, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
+}
+
+ffi::Error LatticeGradientHandler(Stream stream, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
+                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+                                  ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others,
+                                  ffi::Span<const int64_t> dt, ffi::Span<const int64_t> du,
+                                  ffi::Span<const int64_t> may_end) {
+  return LatticeHandler(stream, true, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
 }
 
 XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kEmissionBackward, EmissionBackwardHandler, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLatticeLoss<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLatticeGradient<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLattice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLattice<Context>(), JAX_RNNT_TRAITS);
 
 }  // namespace
 }  // namespace cuda

@@ -40,31 +40,6 @@ constexpr int kMaxWarps = JAX_RNNT_LATTICE_WARPS;
 constexpr unsigned kMaxGridY = 65535;
 constexpr unsigned kAll = 0xffffffffu;
 
-// The lane of a thread, for common/extended.h.
-template <class A>
-struct Scalar;
-template <>
-struct Scalar<float> {
-  using F = float;
-  using I = int32_t;
-  static constexpr int kMantissaBits = 23, kExponentBias = 127;
-  static constexpr I kZero = -700'000'000;
-  static constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;
-  static __device__ __forceinline__ I Max(I a, I b) { return a > b ? a : b; }
-  static __device__ __forceinline__ F AsFloat(I x) { return cuda::AsFloat(x); }
-  static __device__ __forceinline__ I AsInt(F x) { return cuda::AsInt(x); }
-};
-template <>
-struct Scalar<double> {
-  using F = double;
-  using I = int64_t;
-  static constexpr int kMantissaBits = 52, kExponentBias = 1023;
-  static constexpr I kZero = -700'000'000'000'000;
-  static constexpr double kLn2High = 0.693147180369123816490, kLn2Low = 1.90821492927058770002e-10;
-  static __device__ __forceinline__ I Max(I a, I b) { return a > b ? a : b; }
-  static __device__ __forceinline__ F AsFloat(I x) { return cuda::AsFloat(x); }
-  static __device__ __forceinline__ I AsInt(F x) { return cuda::AsInt(x); }
-};
 template <class A>
 using Value = Extended<Scalar<A>>;
 
@@ -86,9 +61,12 @@ __device__ __forceinline__ Value<A> One() {
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x) {
   using S = Scalar<A>;
+  // ln 2 in two parts.
+  constexpr A kLn2High = sizeof(A) == 4 ? A(0.693145752f) : A(0.693147180369123816490);
+  constexpr A kLn2Low = sizeof(A) == 4 ? A(1.42860677e-6f) : A(1.90821492927058770002e-10);
   constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
   const A rounded = x * kLog2E + kRound, n = rounded - kRound;
-  const A r = (x - n * S::kLn2High) - n * S::kLn2Low;
+  const A r = (x - n * kLn2High) - n * kLn2Low;
   const bool possible = x > -kLimit<A>;
   return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
 }
@@ -108,22 +86,36 @@ struct alignas(2 * sizeof(A)) Arcs {
   A blank, label;
 };
 
+// Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
+//
+// Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
+//   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
+//   2:    beta of the diagonal reached
+constexpr int kTile = 32, kSkewRows = 8;
+constexpr int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
+constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
+constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
+// Even, so that pairs are aligned in every sequence.
+constexpr int64_t Elements(int64_t frames, int64_t columns) {
+  return (FlagsOffset(frames, columns) + Tiles(frames) * Tiles(columns) + 1) / 2 * 2;
+}
+
 template <class A>
 struct Arguments {
   explicit Arguments(const LatticeArgs& args)
       : batch(int(args.batch)),
         frames(int(args.frames)),
         columns(int(args.columns)),
-        skew(args.topology == Topology::kStandard),
+        skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
-        log_blank(static_cast<const A*>(args.log_blank)),
-        log_label(static_cast<const A*>(args.log_label)),
-        grad_blank(static_cast<A*>(args.grad_blank)),
-        grad_label(static_cast<A*>(args.grad_label)),
+        log_blank(static_cast<const A*>(args.log_arc[0])),
+        log_label(static_cast<const A*>(args.log_arc[1])),
+        grad_blank(args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[0]) : nullptr),
+        grad_label(args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
-        stride(LatticeWorkspace(args.frames, args.columns)),
+        stride(Elements(args.frames, args.columns)),
         loss(static_cast<A*>(args.loss)) {}
 
   int batch, frames, columns;
@@ -138,16 +130,6 @@ struct Arguments {
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
 };
-
-// Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
-//
-// Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
-//   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
-//   2:    beta of the diagonal reached
-constexpr int kTile = 32, kSkewRows = 8;
-constexpr int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
-constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
-constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
 
 // One sequence, as all kernels see it.
 template <class A>
@@ -506,7 +488,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
       args.batch > INT32_MAX)
     return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
-  const bool gradient = args.grad_blank != nullptr;
+  const bool gradient = args.grad_arc != nullptr;
   const int tiles = int(Tiles(args.columns)), warps = std::min(tiles, kMaxWarps);
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
@@ -530,18 +512,10 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-// Even, so that pairs are aligned in every sequence.
-int64_t LatticeWorkspace(int64_t frames, int64_t columns) {
-  return (FlagsOffset(frames, columns) + Tiles(frames) * Tiles(columns) + 1) / 2 * 2;
-}
+int64_t LatticeWorkspace(const LatticeArgs& args, bool) { return Elements(args.frames, args.columns); }
 
-cudaError_t LatticeLoss(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
-  LatticeArgs loss_only = args;
-  loss_only.grad_blank = loss_only.grad_label = nullptr;
-  return is_double ? Run<double>(loss_only, stream) : Run<float>(loss_only, stream);
-}
-
-cudaError_t LatticeGradient(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
+cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
+  if (!IsUnitStep(args.topology)) return cudaErrorInvalidValue;
   return is_double ? Run<double>(args, stream) : Run<float>(args, stream);
 }
 

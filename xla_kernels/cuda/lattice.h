@@ -6,11 +6,10 @@
 
 namespace jax_rnnt::cuda {
 
-// Elements of A per sequence that LatticeArgs::workspace must have; here the loss alone needs it too.
-int64_t LatticeWorkspace(int64_t frames, int64_t columns);
+// Elements of A per sequence that LatticeArgs::workspace must have.
+int64_t LatticeWorkspace(const LatticeArgs& args, bool gradient);
 
-// Enqueue the work on the stream; the error is that of the launch.
-cudaError_t LatticeLoss(bool is_double, const LatticeArgs& args, cudaStream_t stream);
-cudaError_t LatticeGradient(bool is_double, const LatticeArgs& args, cudaStream_t stream);
+// Enqueues the work on the stream, with a gradient where args.grad_arc is not null; the error is that of the launches.
+cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream);
 
 }  // namespace jax_rnnt::cuda

@@ -81,7 +81,7 @@ enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, 
 
 struct Options {
   int batch = 2, frames = 5, labels = 3, classes = 7;
-  Topology topology = Topology::kStandard;
+  bool monotonic = false;
   bool ragged = true, in_place = true, normalize = true, label_per_frame = false;
   int num_blanks = 1, offset = 0;
   double clamp = 0, spread = 4;  // of the logits
@@ -123,10 +123,10 @@ double LogAdd(double a, double b) {
 }
 
 // The terminal node included, T_b * (U_b + 1) nodes: log-likelihood, and log alpha and log beta of each node.
-struct Lattice {
-  Lattice(Topology topology, int frames, int labels, const std::function<double(int, int, int)>& arc)
+struct PathSums {
+  PathSums(bool monotonic, int frames, int labels, const std::function<double(int, int, int)>& arc)
       : frames(frames), labels(labels), alpha(size_t(frames + 1) * (labels + 1), -kInfinity), beta(alpha) {
-    const int step = topology == Topology::kStandard ? 0 : 1;  // frames that a label arc takes
+    const int step = monotonic ? 1 : 0;  // frames that a label arc takes
     const auto allowed = [&](int t, int u) { return u <= labels && (t < frames || (t == frames && u == labels)); };
     At(alpha, 0, 0) = At(beta, frames, labels) = 0;
     for (int t = 0; t < frames; ++t) {
@@ -363,34 +363,30 @@ class Problem {
 
   void CheckLattice() {
     const Buffer<A>&blank = arcs_.front(), &label = arcs_.back();
-    const int64_t size = B * LatticeWorkspace(frames_, columns_);
-    Buffer<A> loss_only(B), workspace(size), other_workspace(size);
+    const int64_t dt[2] = {1, options_.monotonic ? 1 : 0}, du[2] = {0, 1}, may_end[2] = {1, 1};
     Buffer<A> in[2] = {blank, label}, in_again[2] = {blank, label};
-    LatticeArgs args = {options_.topology,
-                        B,
-                        frames_,
-                        columns_,
-                        in[0].data(),
-                        in[1].data(),
-                        num_frames_.data(),
-                        num_labels_.data(),
-                        loss_.data(),
-                        (options_.in_place ? in[0] : grads_[0]).data(),
-                        (options_.in_place ? in[1] : grads_[1]).data(),
-                        workspace.data()};
+    const void* log_arc[2] = {in[0].data(), in[1].data()};
+    void* grad_arc[2] = {(options_.in_place ? in[0] : grads_[0]).data(),
+                         (options_.in_place ? in[1] : grads_[1]).data()};
+    LatticeArgs args = {
+        {2, dt, du, may_end}, B,        frames_, columns_, log_arc, num_frames_.data(), num_labels_.data(),
+        loss_.data(),         grad_arc, nullptr};
+    const int64_t size = B * LatticeWorkspace(args, true);
+    Buffer<A> loss_only(B), workspace(size), other_workspace(size);
+    args.workspace = workspace.data();
     const bool is_double = sizeof(A) == 8;
-    if (!Succeeded("LatticeGradient", LatticeGradient(is_double, args, nullptr))) return;
+    if (!Succeeded("Lattice with gradient", Lattice(is_double, args, nullptr))) return;
     if (options_.in_place) {
       for (int arc = 0; arc < 2; ++arc) memcpy(grads_[arc].data(), in[arc].data(), size_t(nodes_) * sizeof(A));
     } else if (!in[0].SameBits(blank) || !in[1].SameBits(label)) {
-      problem_ = "LatticeGradient has written to its arcs";
+      problem_ = "Lattice with gradient has written to its arcs";
     }
-    args.log_blank = in_again[0].data();
-    args.log_label = in_again[1].data();
+    log_arc[0] = in_again[0].data();
+    log_arc[1] = in_again[1].data();
     args.loss = loss_only.data();
-    args.grad_blank = args.grad_label = nullptr;
+    args.grad_arc = nullptr;
     args.workspace = other_workspace.data();
-    if (!Succeeded("LatticeLoss", LatticeLoss(is_double, args, nullptr))) return;
+    if (!Succeeded("Lattice", Lattice(is_double, args, nullptr))) return;
 
     for (int b = 0; b < B; ++b) {
       const int T_b = std::max(0, std::min(int(num_frames_[b]), int(frames_)));
@@ -403,7 +399,7 @@ class Problem {
       for (int t = 0; t < T_b; ++t) {
         for (int u = 0; u <= U_b; ++u) bad |= !(arc(0, t, u) < kInfinity) || !(arc(1, t, u) < kInfinity);
       }
-      const Lattice lattice(options_.topology, T_b, U_b, arc);
+      const PathSums lattice(options_.monotonic, T_b, U_b, arc);
       const double should = bad ? kNaN : -lattice.log_likelihood;
       // The reference subtracts logarithms of the size of the loss.
       const double reference_error = std::isfinite(should) ? 8e-16 * (T_b + U_b + std::fabs(should)) : 0;
@@ -514,8 +510,8 @@ void CheckAll() {
   Check<double>("float64", {});
   Check<Half>("float16", {});
   Check<BFloat16>("bfloat16", {});
-  Check<float>("monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.labels = 4; }));
-  Check<double>("monotonic, float64", with([](O o) { o.topology = Topology::kMonotonic; o.batch = 3; }));
+  Check<float>("monotonic", with([](O o) { o.monotonic = true; o.labels = 4; }));
+  Check<double>("monotonic, float64", with([](O o) { o.monotonic = true; o.batch = 3; }));
   Check<float>("one frame", with([](O o) { o.frames = 1; o.ragged = false; }));
   Check<float>("no label", with([](O o) { o.labels = 0; }));
   Check<float>("one node", with([](O o) { o.labels = 0; o.frames = 1; o.batch = 1; }));
@@ -526,7 +522,7 @@ void CheckAll() {
   Check<float>("no sequence", with([](O o) { o.batch = 0; }));
   Check<float>("lengths out of range", with([](O o) { o.num_frames = {9, -3}; o.num_labels = {3, 3}; }));
   Check<float>("more labels than frames", with([](O o) { o.frames = 3; o.labels = 12; o.batch = 3; }));
-  Check<float>("monotonic without a path", with([](O o) { o.topology = Topology::kMonotonic; o.frames = 3; o.labels = 5; o.ragged = false; }));
+  Check<float>("monotonic without a path", with([](O o) { o.monotonic = true; o.frames = 3; o.labels = 5; o.ragged = false; }));
   Check<float>("-inf logits", with([](O o) { o.fault = Fault::kMinusInfinity; }));
   Check<double>("rows of -inf", with([](O o) { o.fault = Fault::kDeadRow; o.batch = 3; o.frames = 9; }));
   Check<float>("NaN logit", with([](O o) { o.fault = Fault::kNaN; }));
@@ -536,7 +532,7 @@ void CheckAll() {
   Check<float>("+inf log-probability", with([](O o) { o.fault = Fault::kInfinity; o.normalize = false; }));
   Check<float>("log-probabilities", with([](O o) { o.normalize = false; o.classes = 9; }));
   Check<float>("not in place", with([](O o) { o.in_place = false; }));
-  Check<double>("not in place, float64", with([](O o) { o.in_place = false; o.topology = Topology::kMonotonic; }));
+  Check<double>("not in place, float64", with([](O o) { o.in_place = false; o.monotonic = true; }));
   Check<float>("three blanks", with([](O o) { o.num_blanks = 3; o.classes = 40; }));
   Check<BFloat16>("63 blanks", with([](O o) { o.num_blanks = 63; o.classes = 70; o.in_place = false; }));
   Check<float>("clamp", with([](O o) { o.clamp = 0.01; o.classes = 33; }));
@@ -554,7 +550,7 @@ void CheckAll() {
   Check<float>("tiles", with([](O o) { o.frames = 40; o.labels = 69; o.classes = 3; o.batch = 3; }));
   Check<float>("tiles, many frames", with([](O o) { o.frames = 150; o.labels = 40; o.classes = 3; o.batch = 1; }));
   Check<double>("tiles, float64", with([](O o) { o.frames = 19; o.labels = 95; o.classes = 2; }));
-  Check<float>("tiles, monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.frames = 90, o.labels = 64, o.classes = 3; }));
+  Check<float>("tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = 90, o.labels = 64, o.classes = 3; }));
   // Neither the batch nor padding changes a bit, whatever the alignment of a row.
   Check<float>("alone", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 37; }), true);
   Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 301; }), true);
@@ -562,7 +558,7 @@ void CheckAll() {
   // More tiles than warps.
   constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
   Check<float>("warps with several tiles", with([](O o) { o.frames = 11; o.labels = kMany + 40; o.classes = 2; }));
-  Check<double>("warps with several tiles, monotonic", with([](O o) { o.topology = Topology::kMonotonic; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
+  Check<double>("warps with several tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
   // clang-format on
 }
 

@@ -1,0 +1,117 @@
+// What both lattice kernels need of a sequence: its lengths, its planes by rows of vectors, and the loss.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "xla_kernels/common/extended.h"
+#include "xla_kernels/common/shape.h"
+#include "xla_kernels/cpu/simd.h"
+
+namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
+
+inline int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+template <class A>
+class SequencePlanes {
+ public:
+  using S = Simd<A>;
+  using F = typename S::F;
+  using I = typename S::I;
+  using Exponent = typename S::Exponent;
+  using Value = Extended<S>;
+
+  static constexpr int kWidth = S::kWidth;
+  static constexpr A kInfinity = A(__builtin_inf()), kNaN = A(__builtin_nan(""));
+  // Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
+  static constexpr A kLimit = A(1 << 21);
+
+  // Values of one frame, by column.
+  struct Row {
+    A* m;
+    Exponent* e;
+    Value Get(int64_t u) const { return {Load(m + u), Load(e + u)}; }  // columns u ... u + kWidth - 1
+    void Set(int64_t u, Value v) const { Store(v.m, m + u), Store(v.e, e + u); }
+    void Set(int64_t u, Value v, int lane) const { m[u] = v.m[lane], e[u] = v.e[lane]; }
+  };
+
+  SequencePlanes(const LatticeArgs& args, int64_t sequence)
+      : args_(args),
+        sequence_(sequence),
+        frames_(Clamp(args.num_frames[sequence], 0, args.frames)),
+        labels_(Clamp(args.num_labels[sequence], 0, args.columns - 1)),
+        size_(args.frames * args.columns) {}
+
+ protected:
+  const A* LogArc(int k) const { return static_cast<const A*>(args_.log_arc[k]) + sequence_ * size_; }
+  A* GradArc(int k) const { return static_cast<A*>(args_.grad_arc[k]) + sequence_ * size_; }
+
+  static Value Probability(F x) {
+    const SplitExp<A> split(x);
+    const auto positive = x > -kLimit;
+    return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
+  }
+
+  // Columns u ... u + kWidth - 1 of frame t; -inf outside [0, n).
+  F LoadColumns(const A* plane, int64_t t, int64_t u, int64_t n) const {
+    const int64_t at = t * args_.columns + u;
+    if (u >= 0 && u + kWidth <= n) return Load(plane + at);
+    A padded[kWidth] = {};
+    const bool readable = at >= 0 && at + kWidth <= size_;
+    for (int lane = 0; !readable && lane < kWidth; ++lane) {
+      if (0 <= u + lane && u + lane < n) padded[lane] = plane[at + lane];
+    }
+    return LanesBetween<A>(-u, n - u) ? Load(readable ? plane + at : padded) : Broadcast(-kInfinity);
+  }
+
+  void StoreColumns(F v, A* plane, int64_t t, int64_t u) const {
+    const int64_t at = t * args_.columns + u;
+    if (u >= 0 && u + kWidth <= labels_ + 1) return Store(v, plane + at);
+    if (at >= 0 && at + kWidth <= size_) {
+      return Store(LanesBetween<A>(-u, labels_ + 1 - u) ? v : Load(plane + at), plane + at);
+    }
+    for (int lane = 0; lane < kWidth; ++lane) {
+      if (0 <= u + lane && u + lane <= labels_) plane[at + lane] = v[lane];
+    }
+  }
+
+  // Notes whether arcs hold a NaN or +inf.
+  void Check(F log_arcs) { bad_ |= ~(log_arcs < kLimit); }
+  bool IsBad() const {
+    bool bad = false;
+    for (int lane = 0; lane < kWidth; ++lane) bad |= bad_[lane] != 0;
+    return bad;
+  }
+
+  // From the likelihood m * 2^e. Says whether there is anything to differentiate.
+  bool StoreLoss(A m, Exponent e) const {
+    const bool bad = IsBad();
+    static_cast<A*>(args_.loss)[sequence_] = bad      ? kNaN
+                                             : m == 0 ? kInfinity
+                                                      : A(0 - (log(double(m)) + double(e) * 0.69314718055994530942));
+    return !bad && m != 0;
+  }
+
+  // Zeros outside the lengths and, unless `alive`, inside too: NaN for a bad sequence.
+  void FinishGradient(bool alive) const {
+    for (int k = 0; k < args_.topology.num_arcs; ++k) {
+      A* const grad = GradArc(k);
+      for (int64_t t = 0; t < frames_; ++t) {
+        A* const row = grad + t * args_.columns;
+        for (int64_t u = 0; !alive && u <= labels_; ++u) row[u] = IsBad() ? kNaN : 0;
+        for (int64_t u = labels_ + 1; u < args_.columns; ++u) row[u] = 0;
+      }
+      memset(grad + frames_ * args_.columns, 0, (size_ - frames_ * args_.columns) * sizeof(A));
+    }
+  }
+
+  const LatticeArgs& args_;
+  const int64_t sequence_;
+  const int64_t frames_, labels_;  // T_b, U_b
+  const int64_t size_;             // of a sequence's plane
+
+ private:
+  I bad_ = {};  // nonzero where a NaN or +inf was read
+};
+
+}  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

@@ -1,0 +1,176 @@
+// Lattice of one sequence with arcs that skip frames: any table of arcs (multi-blank, token and duration). Alpha, beta,
+// and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
+//
+// Frames are taken one by one, and all columns of a frame at once, a vector of them at a time: what comes from earlier
+// frames needs nothing of the frame itself. Arcs that stay in the frame (0, 1) are then added from column to column,
+// the only serial part: two dozen cycles per column. All alphas are kept, in the workspace; betas of as many frames as
+// the longest arc spans, in thread-local scratch. A log-probability is read for the last time before its gradient is
+// written, so the gradients may overwrite them.
+//
+// Why not the unit-step kernel's wavefront: it keeps one frame per lane, and here each lane would need the values of
+// as many frames before it as the longest arc spans.
+#include "xla_kernels/cpu/lattice.h"
+#include "xla_kernels/cpu/lattice_planes.h"
+#include "xla_kernels/cpu/scratch.h"
+
+namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
+
+template <class A>
+class SkipLatticeOfSequence : SequencePlanes<A> {
+  using Base = SequencePlanes<A>;
+  using S = typename Base::S;
+  using F = typename Base::F;
+  using I = typename Base::I;
+  using Exponent = typename Base::Exponent;
+  using Value = typename Base::Value;
+  using Row = typename Base::Row;
+  using One = Extended<Scalar<A>>;  // the value of one column
+  using Base::args_, Base::frames_, Base::kWidth, Base::labels_, Base::sequence_;
+
+  // Zeros on either side of a row, so that vectors may begin a column early and end late.
+  static constexpr int64_t kMargin = 16;
+  static_assert(kWidth <= kMargin);
+
+ public:
+  SkipLatticeOfSequence(const LatticeArgs& args, int64_t sequence)
+      : Base(args, sequence), topology_(args.topology), row_size_(args.columns + 2 * kMargin) {
+    for (int k = 0; k < topology_.num_arcs; ++k) {
+      if (topology_.dt[k] > longest_) longest_ = topology_.dt[k];
+      stays_ |= topology_.dt[k] == 0;
+    }
+    const int64_t rows = longest_ + 3;  // betas of frames t ... t + longest_, end_, within_
+    char* const memory = static_cast<char*>(ThreadScratch(rows * 2 * row_size_ * sizeof(A)));
+    betas_ = reinterpret_cast<A*>(memory);
+    end_ = RowAt(betas_, longest_ + 1);
+    within_ = RowAt(betas_, longest_ + 2);
+    Clear(within_);
+  }
+
+  void Run() {
+    for (int64_t t = 0; t < frames_; ++t) AlphaOfFrame(t);
+    One z = Likelihood();
+    const bool alive = Base::StoreLoss(z.m, z.e);
+    if (args_.grad_arc == nullptr) return;
+    if (alive) {
+      // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
+      Clear(end_);
+      end_.m[labels_] = -1 / z.m;
+      end_.e[labels_] = -z.e;
+      for (int64_t t = frames_; t-- > 0;) BetaOfFrame(t);
+    }
+    Base::FinishGradient(alive);
+  }
+
+ private:
+  Row RowAt(A* rows, int64_t number) const {
+    A* const m = rows + number * 2 * row_size_ + kMargin;
+    return {m, reinterpret_cast<Exponent*>(m + row_size_)};
+  }
+  Row Alpha(int64_t t) const {
+    return RowAt(static_cast<A*>(args_.workspace) + sequence_ * SkipLatticeWorkspace(args_.frames, args_.columns), t);
+  }
+  Row Beta(int64_t t) const { return RowAt(betas_, t % (longest_ + 1)); }
+
+  void Clear(const Row& row) const {
+    for (int64_t u = -kMargin; u < row_size_ - kMargin; ++u) row.m[u] = 0, row.e[u] = S::kZero;
+  }
+  // The margins that a row's vectors do not write.
+  void ClearMargins(const Row& row) const {
+    for (int64_t u = -kMargin; u < 0; ++u) row.m[u] = 0, row.e[u] = S::kZero;
+    for (int64_t u = (labels_ / kWidth + 1) * kWidth; u < row_size_ - kMargin; ++u) row.m[u] = 0, row.e[u] = S::kZero;
+  }
+
+  // Log-probabilities of arc k that leave frame t in columns u ...; -inf where it would leave the last column.
+  F LogArcs(int k, int64_t t, int64_t u) const {
+    return Base::LoadColumns(Base::LogArc(k), t, u, labels_ + 1 - topology_.du[k]);
+  }
+
+  static One Get(const Row& row, int64_t u) { return {row.m[u], row.e[u]}; }
+  static void Set(const Row& row, int64_t u, One v) { row.m[u] = v.m, row.e[u] = v.e; }
+
+  void AlphaOfFrame(int64_t t) {
+    const Row alpha = Alpha(t);
+    ClearMargins(alpha);
+    for (int64_t u = 0; u <= labels_; u += kWidth) {
+      Value sum = Zero<S>(), within = Zero<S>();
+      if (t == 0 && u == 0) sum.m[0] = 1, sum.e[0] = 0;
+      for (int k = 0; k < topology_.num_arcs; ++k) {
+        const int64_t dt = topology_.dt[k], du = topology_.du[k];
+        if (t + dt >= frames_ || dt == 0) {
+          const F log_arcs = LogArcs(k, t, u);
+          Base::Check(log_arcs);
+          if (dt == 0) within = within + Base::Probability(log_arcs);
+        }
+        if (dt == 0 || dt > t) continue;
+        const F log_arcs = LogArcs(k, t - dt, u - du);
+        Base::Check(log_arcs);
+        sum = sum + Alpha(t - dt).Get(u - du) * Base::Probability(log_arcs);
+      }
+      alpha.Set(u, Normalize(sum));
+      within_.Set(u, within);
+    }
+    for (int64_t u = 1; stays_ && u <= labels_; ++u) {
+      Set(alpha, u, Normalize(Get(alpha, u) + Get(alpha, u - 1) * Get(within_, u - 1)));
+    }
+  }
+
+  One Likelihood() const {
+    if (frames_ == 0) return labels_ == 0 ? One{A(1), 0} : Zero<Scalar<A>>();
+    One z = Zero<Scalar<A>>();
+    for (int k = 0; k < topology_.num_arcs; ++k) {
+      const int64_t t = frames_ - topology_.dt[k], u = labels_ - topology_.du[k];
+      if (!topology_.may_end[k] || t < 0 || t == frames_ || u < 0) continue;
+      const Value arc = Base::Probability(Broadcast(Base::LogArc(k)[t * args_.columns + u]));
+      z = Normalize(z + Get(Alpha(t), u) * One{arc.m[0], arc.e[0]});
+    }
+    return z;
+  }
+
+  void BetaOfFrame(int64_t t) {
+    const Row alpha = Alpha(t), beta = Beta(t);
+    ClearMargins(beta);
+    const auto posterior = [](Value a, Value b) { return a.m * b.m * PowerOfTwo<S>(a.e + b.e); };
+    for (int64_t u = 0; u <= labels_; u += kWidth) {
+      Value sum = Zero<S>(), within = Zero<S>();
+      for (int k = 0; k < topology_.num_arcs; ++k) {
+        const int64_t dt = topology_.dt[k], to = t + dt;
+        if (dt == 0) {
+          within = within + Base::Probability(LogArcs(k, t, u));
+        } else if (to > frames_ || (to == frames_ && !topology_.may_end[k])) {
+          Base::StoreColumns(F{}, Base::GradArc(k), t, u);
+        } else {
+          const Row& next = to == frames_ ? end_ : Beta(to);
+          const Value through = Base::Probability(LogArcs(k, t, u)) * next.Get(u + topology_.du[k]);
+          Base::StoreColumns(posterior(alpha.Get(u), through), Base::GradArc(k), t, u);
+          sum = sum + through;
+        }
+      }
+      beta.Set(u, Normalize(sum));
+      within_.Set(u, within);
+    }
+    if (!stays_) return;
+    for (int64_t u = labels_; u-- > 0;) {
+      Set(beta, u, Normalize(Get(beta, u) + Get(within_, u) * Get(beta, u + 1)));
+    }
+    for (int k = 0; k < topology_.num_arcs; ++k) {
+      for (int64_t u = 0; topology_.dt[k] == 0 && u <= labels_; u += kWidth) {
+        const Value through = Base::Probability(LogArcs(k, t, u)) * beta.Get(u + 1);
+        Base::StoreColumns(posterior(alpha.Get(u), through), Base::GradArc(k), t, u);
+      }
+    }
+  }
+
+  const Topology& topology_;
+  const int64_t row_size_;
+  int64_t longest_ = 0;  // frames that the longest arc spans
+  bool stays_ = false;   // whether an arc stays in its frame
+  A* betas_;             // betas of longest_ + 1 frames, frame t in row t mod (longest_ + 1)
+  Row end_;              // beta of the terminal node
+  Row within_;           // probability to go on to the next column within the frame
+};
+
+void SkipLattice(bool is_double, const LatticeArgs& args, int64_t sequence) {
+  is_double ? SkipLatticeOfSequence<double>(args, sequence).Run() : SkipLatticeOfSequence<float>(args, sequence).Run();
+}
+
+}  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET
