@@ -70,16 +70,16 @@ def _cpu_grad_workspace(first, *_, **attributes):
     return 2 * -(-frames // 8) * columns if _is_unit_step(**attributes) else 2 * frames * (columns + 32)
 
 
-def _cuda_workspace(first, *_, **__):
-    """Both planes in the order of diagonals, running values of the sweeps, a flag per tile of 32 by 32 nodes."""
+def _cuda_workspace(first, *_, **attributes):
+    """Unit steps: both planes in the order of diagonals, running values of the sweeps; else all planes, alpha and beta.
+    A flag per tile of 32 by 32 nodes."""
     frames, columns = first.shape[-2:]
-    elements = 2 * frames * columns + 12 * columns + -(-frames // 32) * -(-columns // 32)
+    nodes, tiles, arcs = frames * columns, -(-frames // 32) * -(-columns // 32), len(attributes["dt"])
+    elements = 2 * nodes + 12 * columns + tiles if _is_unit_step(**attributes) else (4 + arcs) * nodes + arcs * tiles
     return (elements + 1) // 2 * 2
 
 
 def _supported(kernels, *, dt, du, may_end):
-    if kernels == "cuda":
-        return _is_unit_step(dt=dt, du=du, may_end=may_end)
     return len(dt) <= _MOST_ARCS and set(du) <= {0, 1}
 
 

@@ -27,7 +27,7 @@
 
 #include <algorithm>
 
-#include "xla_kernels/common/extended.h"
+#include "xla_kernels/cuda/lattice_values.cuh"
 
 namespace jax_rnnt::cuda {
 namespace {
@@ -37,39 +37,11 @@ namespace {
 #endif
 // Four warps keep the four schedulers of a multiprocessor busy; more than eight would leave too few registers.
 constexpr int kMaxWarps = JAX_RNNT_LATTICE_WARPS;
-constexpr unsigned kMaxGridY = 65535;
 constexpr unsigned kAll = 0xffffffffu;
 
-template <class A>
-using Value = Extended<Scalar<A>>;
-
-template <class A>
-constexpr A kInfinity = A(__builtin_huge_val());
-// Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
-template <class A>
-constexpr A kLimit = A(1 << 21);
 // Diagonals of a chunk: as many as registers hold twice, once being computed and once being loaded.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-
-template <class A>
-__device__ __forceinline__ Value<A> One() {
-  return {A(1), 0};
-}
-
-// exp(x), x < kLimit. Adding kRound leaves the nearest exponent in the low bits.
-template <class A>
-__device__ __forceinline__ Value<A> Probability(A x) {
-  using S = Scalar<A>;
-  // ln 2 in two parts.
-  constexpr A kLn2High = sizeof(A) == 4 ? A(0.693145752f) : A(0.693147180369123816490);
-  constexpr A kLn2Low = sizeof(A) == 4 ? A(1.42860677e-6f) : A(1.90821492927058770002e-10);
-  constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
-  const A rounded = x * kLog2E + kRound, n = rounded - kRound;
-  const A r = (x - n * kLn2High) - n * kLn2Low;
-  const bool possible = x > -kLimit<A>;
-  return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
-}
 
 template <class A>
 __device__ __forceinline__ Value<A> ShuffleUp(Value<A> v) {
@@ -91,8 +63,6 @@ struct alignas(2 * sizeof(A)) Arcs {
 // Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
 //   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
 //   2:    beta of the diagonal reached
-constexpr int kTile = 32, kSkewRows = 8;
-constexpr int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
 constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
 constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
 // Even, so that pairs are aligned in every sequence.
@@ -206,7 +176,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       bool bad = false;
       const auto check = [&](A x) {
         bad |= !(x < kLimit<A>);
-        return x > -kLimit<A> && x < kLimit<A> ? x : -kInfinity<A>;
+        return Checked(x);
       };
       by_frames([&](int t, int64_t i) {
         if (!used(t)) return;
@@ -263,15 +233,7 @@ __device__ __forceinline__ A Loss(const Arguments<A>& args, const Sequence<A>& s
   *likelihood = sums[0];
   for (int tile = 1; tile < sequence.tiles; ++tile) *likelihood = Normalize(*likelihood + sums[tile]);
   __syncthreads();
-  if (bad) return kInfinity<A> - kInfinity<A>;
-  if (likelihood->m == 0) return kInfinity<A>;
-  return A(0 - (Log(double(likelihood->m)) + double(likelihood->e) * 0.69314718055994530942));
-}
-
-// No frame: the empty path, if there is no label.
-template <class A>
-__device__ __forceinline__ A LossOfNoFrames(const Sequence<A>& sequence) {
-  return sequence.labels == 0 ? A(0) : kInfinity<A>;
+  return LossOf(bad, *likelihood);
 }
 
 // What a lane loads for a chunk: its column of kChunk diagonals.
@@ -294,7 +256,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const Sequence<A> sequence(args, b);
   const int last = sequence.diagonals, tiles = sequence.tiles;
   if (sequence.frames == 0) {
-    if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames(sequence);
+    if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
   }
   A *const m = args.grad_blank + int64_t(b) * sequence.plane, *const e = args.grad_label + int64_t(b) * sequence.plane;
@@ -476,7 +438,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
     Value<A> likelihood;
-    const A loss = sequence.frames > 0 ? Loss(args, sequence, shared, &likelihood) : LossOfNoFrames(sequence);
+    const A loss = sequence.frames > 0 ? Loss(args, sequence, shared, &likelihood) : LossOfNoFrames<A>(sequence.labels);
     if (threadIdx.x == 0) args.loss[b] = loss;
   }
 }
@@ -512,10 +474,12 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t LatticeWorkspace(const LatticeArgs& args, bool) { return Elements(args.frames, args.columns); }
+int64_t LatticeWorkspace(const LatticeArgs& args, bool) {
+  return IsUnitStep(args.topology) ? Elements(args.frames, args.columns) : SkipLatticeWorkspace(args);
+}
 
 cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
-  if (!IsUnitStep(args.topology)) return cudaErrorInvalidValue;
+  if (!IsUnitStep(args.topology)) return SkipLattice(is_double, args, stream);
   return is_double ? Run<double>(args, stream) : Run<float>(args, stream);
 }
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = ("softmax_emission", "lattice")
+SOURCES = ("softmax_emission", "lattice", "skip_lattice")
 OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", f"-I{ROOT}"]
 
 

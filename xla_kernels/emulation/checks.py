@@ -16,7 +16,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
-KERNELS = ("xla_kernels/cuda/softmax_emission.cu", "xla_kernels/cuda/lattice.cu")
+KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice"))
 OTHERS = ("xla_kernels/emulation/cuda_emulation.cc", "xla_kernels/emulation/check.cc")
 TEST = "xla_kernels/emulation/cuda_emulation_test.cc"
 HEADERS = [
@@ -26,7 +26,7 @@ HEADERS = [
 ]
 CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1", "-g"]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-SMALL_BLOCKS = ["-DJAX_RNNT_EMISSION_THREADS=64", "-DJAX_RNNT_LATTICE_WARPS=2"]
+SMALL_BLOCKS = ["-DJAX_RNNT_EMISSION_THREADS=64", "-DJAX_RNNT_LATTICE_WARPS=2", "-DJAX_RNNT_SKIP_THREADS=64"]
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))
 
 

@@ -1,0 +1,235 @@
+// Lattice with arcs that skip frames: any table of arcs (multi-blank, token and duration). Alpha, beta, and minus the
+// arc posteriors, as numbers m * 2^e (common/extended.h).
+//
+// Nodes are taken by diagonals n = t + u: every arc leads to a later one. Three launches, and as in lattice.cu no block
+// waits for another and nothing is atomic:
+//
+//   Skew   all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
+//   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need): a thread takes
+//          the columns u, u + blockDim, ..., and the block meets once per diagonal
+//   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
+//
+// Unlike the kernel for unit steps it reads what came before from memory, that is from the L1 cache, and not from a
+// register or a shuffle: arcs reach as many diagonals back as the longest one spans. So a diagonal costs a few hundred
+// cycles. What it moves per node in float32: 16 K + 36 K bytes for K arcs, beside 3 V * 4 for the logits.
+#include <algorithm>
+
+#include "xla_kernels/cuda/lattice.h"
+#include "xla_kernels/cuda/lattice_values.cuh"
+
+namespace jax_rnnt::cuda {
+namespace {
+
+#ifndef JAX_RNNT_SKIP_THREADS
+#define JAX_RNNT_SKIP_THREADS 256
+#endif
+constexpr int kMaxThreads = JAX_RNNT_SKIP_THREADS;
+
+template <class A>
+struct Arguments {
+  explicit Arguments(const LatticeArgs& args)
+      : batch(int(args.batch)),
+        frames(int(args.frames)),
+        columns(int(args.columns)),
+        num_arcs(args.topology.num_arcs),
+        by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
+        num_frames(args.num_frames),
+        num_labels(args.num_labels),
+        workspace(static_cast<A*>(args.workspace)),
+        stride(SkipLatticeWorkspace(args)),
+        loss(static_cast<A*>(args.loss)) {
+    for (int k = 0; k < num_arcs; ++k) {
+      dt[k] = int(args.topology.dt[k]);
+      du[k] = int(args.topology.du[k]);
+      may_end[k] = args.topology.may_end[k] != 0;
+      log_arc[k] = static_cast<const A*>(args.log_arc[k]);
+      grad_arc[k] = args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[k]) : nullptr;
+    }
+  }
+
+  int batch, frames, columns, num_arcs;
+  Divider by_frames;  // diagonals to rows
+  const int32_t *num_frames, *num_labels;
+  A* workspace;
+  int64_t stride;  // of the workspace, from a sequence to the next
+  A* loss;
+  const A* log_arc[kMaxArcs];
+  A* grad_arc[kMaxArcs];
+  int dt[kMaxArcs], du[kMaxArcs];
+  bool may_end[kMaxArcs];
+};
+
+// One sequence, as all kernels see it. Its workspace: alpha, beta, the arcs, all in diagonal order; a flag per arc and
+// tile.
+template <class A>
+struct Sequence {
+  __device__ __forceinline__ Sequence(const Arguments<A>& args, int b)
+      : frames(max(0, min(args.num_frames[b], args.frames))),
+        labels(max(0, min(args.num_labels[b], args.columns - 1))),
+        plane(int64_t(args.frames) * args.columns),
+        alpha(reinterpret_cast<Value<A>*>(args.workspace + b * args.stride)),
+        beta(alpha + plane),
+        arcs(args.workspace + b * args.stride + 4 * plane),
+        flags(arcs + args.num_arcs * plane) {}
+
+  __device__ __forceinline__ bool Inside(int t, int u) const { return 0 <= t && t < frames && 0 <= u && u <= labels; }
+  __device__ __forceinline__ static int Position(const Arguments<A>& args, int n, int u) {
+    return (n - int(args.by_frames(uint32_t(n))) * args.frames) * args.columns + u;
+  }
+  // Beta of the node that arc k of node (t, u) leads to, zero where there is none.
+  __device__ __forceinline__ Value<A> Beyond(const Arguments<A>& args, int k, int t, int u) const {
+    const int to_t = t + args.dt[k], to_u = u + args.du[k];
+    if (Inside(to_t, to_u)) return beta[Position(args, to_t + to_u, to_u)];
+    return to_t == frames && to_u == labels && args.may_end[k] ? One<A>() : Zero<Scalar<A>>();
+  }
+
+  int frames, labels;  // T_b, U_b
+  int64_t plane;
+  Value<A>*alpha, *beta;
+  A *arcs, *flags;
+};
+
+// Grid: (tiles of 32 frames x 32 columns, sequences, arcs); block (32, 8). Forth: arcs that cannot be taken become
+// -inf, and a flag tells whether the tile holds a NaN or +inf. Back: minus posteriors, with zeros outside the lengths
+// and where there is no path, NaN where the loss is NaN.
+template <class A, bool kBack>
+__global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
+  using S = Scalar<A>;
+  JAX_RNNT_SHARED_ARRAY(A, tile, kTile * (kTile + 1));
+  const int tiles_of_columns = int(Tiles(args.columns)), k = int(blockIdx.z), lane = int(threadIdx.x);
+  const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
+  const int u = first_u + lane;
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    const Sequence<A> sequence(args, b);
+    const bool empty = first_t >= sequence.frames || first_u > sequence.labels;
+    if (!kBack && empty) continue;
+    A* const arc = sequence.arcs + k * sequence.plane;
+    const A loss = kBack ? args.loss[b] : A(0);
+    const bool finite = loss < kInfinity<A>;
+    const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
+
+    const auto by_frames = [&](auto visit) {
+      for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
+        if (u < args.columns) visit(t, int64_t(b) * sequence.plane + int64_t(t) * args.columns + u);
+      }
+    };
+    const auto by_diagonals = [&](auto visit) {
+      for (int d = int(threadIdx.y); d < 2 * kTile - 1; d += kSkewRows) {
+        const int t = first_t + d - lane;
+        if (t < first_t || t >= first_t + kTile || !sequence.Inside(t, u)) continue;
+        visit(t, Sequence<A>::Position(args, t + u, u));
+      }
+    };
+
+    if (kBack) {
+      if (!empty && finite) {
+        Value<A> minus_inverse = sequence.beta[0];
+        minus_inverse = {A(-1) / minus_inverse.m, -minus_inverse.e};
+        by_diagonals([&](int t, int i) {
+          const Value<A> alpha = sequence.alpha[i], through = Probability(arc[i]) * sequence.Beyond(args, k, t, u);
+          const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
+          tile[slot(t)] = through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
+        });
+      }
+      __syncthreads();
+      by_frames([&](int t, int64_t i) {
+        const bool used = sequence.Inside(t, u);
+        args.grad_arc[k][i] = used && finite ? tile[slot(t)] : used && loss != loss ? loss : A(0);
+      });
+      __syncthreads();
+    } else {
+      bool bad = false;
+      by_frames([&](int t, int64_t i) {
+        if (!sequence.Inside(t, u)) return;
+        const A x = u + args.du[k] <= sequence.labels ? args.log_arc[k][i] : -kInfinity<A>;
+        bad |= !(x < kLimit<A>);
+        tile[slot(t)] = Checked(x);
+      });
+      const int any = __syncthreads_or(bad);
+      by_diagonals([&](int t, int i) { arc[i] = tile[slot(t)]; });
+      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(any);
+      __syncthreads();
+    }
+  }
+}
+
+// Grid: (beta and, for a gradient, alpha; sequences).
+template <class A>
+__global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
+  using S = Scalar<A>;
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    const Sequence<A> sequence(args, b);
+    if (sequence.frames == 0) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
+      continue;
+    }
+    const int diagonals = sequence.frames + sequence.labels;
+    for (int step = 0; step < diagonals; ++step) {
+      const int n = blockIdx.x == 0 ? diagonals - 1 - step : step;
+      for (int u = int(threadIdx.x); u <= sequence.labels; u += int(blockDim.x)) {
+        const int t = n - u;
+        if (!sequence.Inside(t, u)) continue;
+        const int at = Sequence<A>::Position(args, n, u);
+        Value<A> sum = blockIdx.x != 0 && n == 0 ? One<A>() : Zero<S>();
+        for (int k = 0; k < args.num_arcs; ++k) {
+          const A* const arc = sequence.arcs + k * sequence.plane;
+          if (blockIdx.x == 0) {
+            sum = sum + Probability(arc[at]) * sequence.Beyond(args, k, t, u);
+          } else if (sequence.Inside(t - args.dt[k], u - args.du[k])) {
+            const int from = Sequence<A>::Position(args, n - args.dt[k] - args.du[k], u - args.du[k]);
+            sum = sum + Probability(arc[from]) * sequence.alpha[from];
+          }
+        }
+        (blockIdx.x == 0 ? sequence.beta : sequence.alpha)[at] = Normalize(sum);
+      }
+      __syncthreads();
+    }
+    if (blockIdx.x != 0) continue;
+    bool bad = false;
+    const int tiles_of_columns = int(Tiles(args.columns)), tiles = int(Tiles(args.frames)) * tiles_of_columns;
+    for (int tile = int(threadIdx.x); tile < tiles; tile += int(blockDim.x)) {
+      if (tile / tiles_of_columns * kTile >= sequence.frames) break;
+      if (tile % tiles_of_columns * kTile > sequence.labels) continue;
+      for (int k = 0; k < args.num_arcs; ++k) bad |= sequence.flags[k * tiles + tile] != 0;
+    }
+    bad = __syncthreads_or(bad) != 0;
+    if (threadIdx.x == 0) args.loss[b] = LossOf(bad, sequence.beta[0]);
+  }
+}
+
+template <class A>
+cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
+  if (args.batch == 0) return cudaSuccess;
+  if (args.frames * args.columns > INT32_MAX / 2 || args.frames + args.columns > INT32_MAX / 4 ||
+      args.batch > INT32_MAX || args.topology.num_arcs > kMaxArcs)
+    return cudaErrorInvalidValue;
+  const Arguments<A> arguments(args);
+  const bool gradient = args.grad_arc != nullptr;
+  const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
+  const dim3 skew_grid(unsigned(Tiles(args.frames) * Tiles(args.columns)), sequences, unsigned(arguments.num_arcs));
+  const dim3 skew_block(kTile, kSkewRows);
+  const int threads = int(std::min<int64_t>(kMaxThreads, Tiles(args.columns) * 32));
+
+  cudaError_t error = cudaSuccess;
+  const auto then = [&](auto kernel, dim3 grid, dim3 block) {
+    if (error == cudaSuccess) error = Launch(kernel, grid, block, 0, stream, arguments);
+  };
+  if (args.frames > 0) then(&SkipSkew<A, false>, skew_grid, skew_block);
+  then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), dim3(threads));
+  if (gradient && args.frames > 0) then(&SkipSkew<A, true>, skew_grid, skew_block);
+  return error;
+}
+
+}  // namespace
+
+// Even, so that values are aligned in every sequence.
+int64_t SkipLatticeWorkspace(const LatticeArgs& args) {
+  const int64_t arcs = args.topology.num_arcs, flags = arcs * Tiles(args.frames) * Tiles(args.columns);
+  return ((4 + arcs) * args.frames * args.columns + flags + 1) / 2 * 2;
+}
+
+cudaError_t SkipLattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
+  return is_double ? Run<double>(args, stream) : Run<float>(args, stream);
+}
+
+}  // namespace jax_rnnt::cuda
