@@ -498,6 +498,130 @@ void Check(const char* name, const Options& options, bool alone = false) {
   Problem<T>(name, options, ++seed).Check(alone);
 }
 
+// ---- arcs that skip frames
+// -------------------------------------------------------------------------------------------
+
+struct Table {
+  std::vector<int64_t> dt, du, may_end;
+};
+
+// Padding and the label arcs of the last column hold NaN.
+template <class A>
+class SkipProblem {
+ public:
+  SkipProblem(const char* name, const Table& table, int batch, int frames, int labels, double forbidden = 0.1)
+      : name_(name), table_(table), B(batch), T(frames), U1(labels + 1), num_frames_(B), num_labels_(B) {
+    Random random(B * 1000 + frames);
+    for (int b = 0; b < B; ++b) {
+      num_frames_[b] = b == 0 ? T : int(random.Uniform(0, T + 1));
+      num_labels_[b] = b == 0 ? U1 - 1 : int(random.Uniform(0, U1));
+    }
+    for (size_t k = 0; k < table.dt.size(); ++k) {
+      arcs_.emplace_back(B * T * U1);
+      for (int b = 0; b < B; ++b) {
+        for (int t = 0; t < T; ++t) {
+          for (int u = 0; u < U1; ++u) {
+            const bool used = t < num_frames_[b] && u + table.du[k] <= num_labels_[b];
+            arcs_[k][Row(b, t, u)] = !used                              ? A(kNaN)
+                                     : random.Uniform(0, 1) < forbidden ? A(-kInfinity)
+                                                                        : A(random.Uniform(-4, 0));
+          }
+        }
+      }
+    }
+  }
+
+  void Check(bool in_place) {
+    const size_t K = arcs_.size();
+    std::vector<Buffer<A>> in(arcs_), apart(arcs_);
+    std::vector<const void*> log_arc;
+    std::vector<void*> grad_arc;
+    for (size_t k = 0; k < K; ++k) {
+      log_arc.push_back(in[k].data());
+      grad_arc.push_back((in_place ? in : apart)[k].data());
+    }
+    Buffer<A> loss(B), loss_only(B);
+    LatticeArgs args = {{int(K), table_.dt.data(), table_.du.data(), table_.may_end.data()},
+                        B,
+                        T,
+                        U1,
+                        log_arc.data(),
+                        num_frames_.data(),
+                        num_labels_.data(),
+                        loss_only.data(),
+                        nullptr,
+                        nullptr};
+    Buffer<A> workspace(B * LatticeWorkspace(args, true)), other_workspace(workspace);
+    args.workspace = workspace.data();
+    const bool is_double = sizeof(A) == 8;
+    bool passed = Lattice(is_double, args, nullptr) == cudaSuccess;
+    args.loss = loss.data();
+    args.grad_arc = grad_arc.data();
+    args.workspace = other_workspace.data();
+    passed = passed && Lattice(is_double, args, nullptr) == cudaSuccess && loss.SameBits(loss_only);
+    for (int b = 0; b < B; ++b) passed = passed && CheckSequence(b, loss[b], in_place ? in : apart);
+    ++(passed ? num_passed : num_failed);
+    if (!passed) fprintf(stderr, "FAILED: %s\n", name_);
+    if (!passed && stop_at_first) exit(1);
+  }
+
+ private:
+  int64_t Row(int b, int t, int u) const { return (int64_t(b) * T + t) * U1 + u; }
+
+  bool CheckSequence(int b, A loss, const std::vector<Buffer<A>>& grads) const {
+    const int frames = num_frames_[b], labels = num_labels_[b];
+    const auto node = [&](int t, int u) { return size_t(t) * (labels + 1) + u; };
+    std::vector<double> alpha(size_t(frames + 1) * (labels + 1), -kInfinity), beta(alpha);
+    const auto to = [&](size_t k, int t, int u, int* to_t, int* to_u) {  // whether the arc ends at a node
+      *to_t = t + int(table_.dt[k]), *to_u = u + int(table_.du[k]);
+      return *to_u <= labels && (*to_t < frames || (*to_t == frames && *to_u == labels && table_.may_end[k] != 0));
+    };
+    int v, w;
+    alpha[node(0, 0)] = beta[node(frames, labels)] = 0;
+    if (frames == 0 && labels > 0) beta[node(0, 0)] = -kInfinity;
+    const auto arc = [&](size_t k, int t, int u) { return double(arcs_[k][Row(b, t, u)]); };
+    for (int t = 0; t < frames; ++t) {
+      for (int u = 0; u <= labels; ++u) {
+        for (size_t k = 0; k < arcs_.size(); ++k) {
+          if (to(k, t, u, &v, &w)) alpha[node(v, w)] = LogAdd(alpha[node(v, w)], alpha[node(t, u)] + arc(k, t, u));
+        }
+      }
+    }
+    for (int t = frames - 1; t >= 0; --t) {
+      for (int u = labels; u >= 0; --u) {
+        for (size_t k = 0; k < arcs_.size(); ++k) {
+          if (to(k, t, u, &v, &w)) beta[node(t, u)] = LogAdd(beta[node(t, u)], beta[node(v, w)] + arc(k, t, u));
+        }
+      }
+    }
+    const double z = beta[node(0, 0)], tolerance = sizeof(A) == 8 ? 1e-12 : 1e-5;
+    bool good = -z == double(loss) || std::fabs(-z - double(loss)) <= tolerance * (1 + std::fabs(z));
+    for (size_t k = 0; k < arcs_.size(); ++k) {
+      for (int t = 0; t < T; ++t) {
+        for (int u = 0; u < U1; ++u) {
+          double should = 0;
+          if (t < frames && u <= labels && z > -kInfinity && to(k, t, u, &v, &w))
+            should = -std::exp(alpha[node(t, u)] + arc(k, t, u) + beta[node(v, w)] - z);
+          const double is = double(grads[k][Row(b, t, u)]);
+          good = good && (is == should || std::fabs(is - should) <= tolerance);
+        }
+      }
+    }
+    return good;
+  }
+
+  const char* name_;
+  const Table table_;
+  const int64_t B, T, U1;
+  Buffer<int32_t> num_frames_, num_labels_;
+  std::vector<Buffer<A>> arcs_;
+};
+
+template <class A>
+void CheckSkip(const char* name, const Table& table, int batch, int frames, int labels, bool in_place = true) {
+  SkipProblem<A>(name, table, batch, frames, labels).Check(in_place);
+}
+
 void CheckAll() {
   const auto with = [](auto change) {
     Options options;
@@ -559,6 +683,14 @@ void CheckAll() {
   constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
   Check<float>("warps with several tiles", with([](O o) { o.frames = 11; o.labels = kMany + 40; o.classes = 2; }));
   Check<double>("warps with several tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
+  const Table multi_blank = {{1, 0, 2, 4}, {0, 1, 0, 0}, {1, 1, 1, 1}};
+  const Table durations = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}};
+  CheckSkip<float>("multi-blank", multi_blank, 4, 9, 5);
+  CheckSkip<double>("multi-blank, float64", multi_blank, 3, 7, 0, false);
+  CheckSkip<float>("durations", durations, 4, 12, 6);
+  CheckSkip<double>("durations, tiles", durations, 2, 40, 37);
+  CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false);
+  CheckSkip<float>("multi-blank, more diagonals than a tile", multi_blank, 2, 75, 3);
   // clang-format on
 }
 

@@ -14,7 +14,7 @@ import time
 
 import checks
 
-LATTICE, EMISSION = "xla_kernels/cuda/lattice.cu", "xla_kernels/cuda/softmax_emission.cu"
+LATTICE, EMISSION, SKIP = (f"xla_kernels/cuda/{name}.cu" for name in ("lattice", "softmax_emission", "skip_lattice"))
 RUNS = (
     ("plain", "forward"),
     ("plain", "reverse"),
@@ -99,6 +99,14 @@ MUTATIONS = (
         "u <= sequence.labels ? n - args.skew * u",
         "u <= sequence.labels + 1 ? n - args.skew * u",
     ),
+    (
+        "missing __syncthreads: diagonals",
+        SKIP,
+        "= Normalize(sum);\n      }\n      __syncthreads();",
+        "= Normalize(sum);\n      }",
+    ),
+    ("skipping arcs: wrong row", SKIP, "n - args.dt[k] - args.du[k], u", "n - args.dt[k], u"),
+    ("skipping arcs: bound of labels", SKIP, "0 <= u && u <= labels", "0 <= u && u <= labels + 1"),
 )
 SIGNS = (
     ("jax_rnnt emulation:", "EMU"),
