@@ -47,6 +47,25 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: st
     return jnp.asarray(x, jnp.int32)
 
 
+def arrays(function: str, logits, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
+    """The four arrays that a loss takes: logits [..., T, U1, V], targets [..., U] and two lengths [...]."""
+    logits = floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
+    batch, columns, classes = logits.shape[:-3], logits.shape[-2], logits.shape[-1]
+    if columns < 1 or classes < 1:
+        expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
+        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
+    return logits, *sequences(function, targets, logit_lengths, target_lengths, batch, columns - 1)
+
+
+def sequences(function: str, targets, logit_lengths, target_lengths, batch, labels) -> tuple[jax.Array, ...]:
+    """targets [..., U] and both lengths [...]."""
+    return (
+        integers(function, "targets", targets, (*batch, labels), "[..., U]"),
+        integers(function, "logit_lengths", logit_lengths, batch, "[...]"),
+        integers(function, "target_lengths", target_lengths, batch, "[...]"),
+    )
+
+
 def scalar(function: str, name: str, x):
     """A real number or a floating/integer scalar array, traced or not."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
@@ -87,3 +106,17 @@ def class_index(function: str, name: str, x, classes: int) -> int:
     if not -classes <= x < classes:
         raise ValueError(f"{function}: {name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
     return int(x) % classes
+
+
+def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
+    """A tuple of distinct integers, each at least `smallest`, at least one of them."""
+    try:
+        values = tuple(x)
+    except TypeError:
+        values = None
+    if values is None or not all(isinstance(d, (int, np.integer)) and not isinstance(d, bool) for d in values):
+        raise TypeError(f"{function}: {name} must be a sequence of integers known at trace time, got {x!r}.")
+    values = tuple(int(d) for d in values)
+    if len(set(values)) != len(values) or min(values, default=smallest - 1) < smallest:
+        raise ValueError(f"{function}: {name} must be distinct integers >= {smallest}, at least one, got {values}.")
+    return values

@@ -6,37 +6,7 @@ from typing import Any
 import jax
 
 from jax_rnnt import _checks, _transducer
-from jax_rnnt._transducer import Spec
-
-
-def _arguments(function, logits, targets, logit_lengths, target_lengths):
-    """The four arrays every loss takes, checked."""
-    logits = _checks.floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
-    batch, columns, classes = logits.shape[:-3], logits.shape[-2], logits.shape[-1]
-    if columns < 1 or classes < 1:
-        expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
-        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
-    targets = _checks.integers(function, "targets", targets, (*batch, columns - 1), "[..., U]")
-    logit_lengths = _checks.integers(function, "logit_lengths", logit_lengths, batch, "[...]")
-    target_lengths = _checks.integers(function, "target_lengths", target_lengths, batch, "[...]")
-    return logits, targets, logit_lengths, target_lengths
-
-
-def _options(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, label_windows=None):
-    """Operands of the seam; a number known to be 0 is left out."""
-    options = {"fastemit_lambda": fastemit_lambda, "delay_penalty": delay_penalty}
-    options = {name: _checks.scalar(function, name, x) for name, x in options.items()}
-    options = {name: x for name, x in options.items() if not _checks.is_zero(x)}
-    if label_windows is not None:
-        shape = (*targets.shape, 2)
-        options["label_windows"] = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
-    return options
-
-
-def _clamp(function, clamp):
-    """The bound, or None where it is known to be off."""
-    clamp = _checks.scalar(function, "clamp", clamp)
-    return None if isinstance(clamp, float) and clamp <= 0 else clamp
+from jax_rnnt.emissions import softmax
 
 
 def rnnt_loss(
@@ -137,95 +107,12 @@ def rnnt_loss(
     6.347
     """
     name = "rnnt_loss"
-    logits, *rest = _arguments(name, logits, targets, logit_lengths, target_lengths)
-    spec = Spec(
-        blank=_checks.class_index(name, "blank", blank, logits.shape[-1]),
-        normalize=_checks.boolean(name, "fused_log_softmax", fused_log_softmax),
-        reduction=_checks.choice(name, "reduction", reduction, _checks.REDUCTIONS),
-        implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
-        inplace=_checks.boolean(name, "inplace", inplace),
-    )
-    options = _options(
-        name, rest[0], fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows
-    )
-    return _transducer.loss(spec, logits, *rest, _clamp(name, clamp), options)
-
-
-def rnnt_posteriors(
-    logits: jax.Array,
-    targets: jax.Array,
-    logit_lengths: jax.Array,
-    target_lengths: jax.Array,
-    blank: int = -1,
-    fused_log_softmax: bool = True,
-    *,
-    delay_penalty: float | jax.Array = 0.0,
-    label_windows: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Posterior probability of every arc of the RNN-T lattice, given the targets.
-
-    T frames, U labels, V classes; `...` is any number of batch dimensions. The posterior of an arc is the probability
-    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b).
-
-    Parameters
-    ----------
-    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
-        Output of the joint network.
-    targets : Array, integer [..., U]
-        Labels; those from `target_lengths` on are never read.
-    logit_lengths, target_lengths : Array, integer [...]
-        T_b and U_b of each sequence.
-    blank : int, default -1
-        The blank class; a negative one counts from the end.
-    fused_log_softmax : bool, default True
-        False: `logits` already are log-probabilities and are used as they are.
-    delay_penalty : float or scalar Array, default 0.0
-        As for `rnnt_loss`.
-    label_windows : Array, integer [..., U, 2], optional
-        As for `rnnt_loss`.
-    implementation : {None, "kernel", "reference"}
-        As for `rnnt_loss`.
-
-    Returns
-    -------
-    blank : Array, float32 (float64 for float64 logits) [..., T, U + 1]
-        Posterior of the blank arc that leaves node (t, u).
-    label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
-        Posterior of the label arc that leaves node (t, u). In every frame t < T_b the blanks sum to 1
-        over u; every label u < U_b sums to 1 over t; 0 outside the lengths and where no path exists; NaN for a sequence
-        whose lengths or labels are out of range.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As for `rnnt_loss`.
-
-    See Also
-    --------
-    rnnt_loss : The loss, whose gradient with respect to an arc is minus its posterior.
-
-    References
-    ----------
-    Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import rnnt_posteriors
-    >>> blank, label = rnnt_posteriors(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
-    >>> [round(float(p), 3) for p in label[:, 0]]
-    [0.333, 0.333, 0.333]
-    """
-    name = "rnnt_posteriors"
-    logits, *rest = _arguments(name, logits, targets, logit_lengths, target_lengths)
-    spec = Spec(
-        blank=_checks.class_index(name, "blank", blank, logits.shape[-1]),
-        normalize=_checks.boolean(name, "fused_log_softmax", fused_log_softmax),
-        implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
-    )
-    options = _options(name, rest[0], delay_penalty=delay_penalty, label_windows=label_windows)
-    return _transducer.posteriors(spec, logits, *rest, options)
+    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
+    return _transducer.evaluate(
+        name, arrays, softmax.checked(name, arrays[0], blank, fused_log_softmax),
+        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,97 +13,92 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_rnnt import seam
+from jax_rnnt import _checks, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
-from jax_rnnt.emissions import softmax
+from jax_rnnt.emissions.emission import Emission
 from jax_rnnt.lattices import lattice
 from jax_rnnt.lattices.reference import log_likelihood
 from jax_rnnt.lattices.topology import STANDARD, Topology
+from jax_rnnt.lattices.viterbi import best_path
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is known when a loss is traced. Numbers that people schedule are operands instead: they retrace nothing."""
+    """What is known when a loss is traced. Numbers that people schedule are operands instead: they retrace nothing.
 
-    blank: int
-    normalize: bool = True
+    `bounded` tells that the likelihood is a probability, so that the loss cannot be negative.
+    """
+
+    emission: Emission
     topology: Topology = STANDARD
+    steps: tuple[seam.Step, ...] = ()
+    bounded: bool = True
     reduction: str = "mean"
     implementation: str | None = None
     inplace: bool = True
 
     @property
-    def emission(self) -> dict[str, Any]:
-        return dict(blanks=(self.blank,), normalize=self.normalize)
-
-    @property
     def strict(self) -> bool:
         return self.implementation == "kernel"
 
+    def modify(self, planes, num_frames, operands):
+        """The arcs of the topology, from the planes of the emission."""
+        return seam.modify(planes, num_frames, operands, self.steps)
 
-def _arcs(outputs):
-    log_blank, log_label, lse = outputs
-    return {"blank": log_blank, "label": log_label}, lse
 
-
-def _reference(spec, logits, label, num_frames, num_labels, options):
+def _reference(spec, logits, nodes, num_frames, num_labels, operands):
     """Losses [...] in plain JAX."""
-    arcs, _ = _arcs(softmax.softmax_emission(logits, label, num_frames, **spec.emission))
-    arcs = seam.modify(arcs, num_frames, options)
+    arcs = spec.modify(spec.emission.reference(logits, nodes), num_frames, operands)
     return -log_likelihood(spec.topology, arcs, num_frames, num_labels)
 
 
 @jax.custom_vjp
-def _reference_clamped(spec, logits, label, num_frames, num_labels, clamp, options):
-    return _reference(spec, logits, label, num_frames, num_labels, options)
+def _reference_clamped(spec, logits, nodes, num_frames, num_labels, clamp, operands):
+    return _reference(spec, logits, nodes, num_frames, num_labels, operands)
 
 
-def _reference_clamped_fwd(spec, logits, label, num_frames, num_labels, clamp, options):
-    loss, vjp = jax.vjp(lambda x: _reference(spec, x, label, num_frames, num_labels, options), logits)
-    return loss, (vjp, loss, clamp)
+def _reference_clamped_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
+    loss, vjp = jax.vjp(lambda x: _reference(spec, x, nodes, num_frames, num_labels, operands), logits)
+    return loss, (spec, nodes, vjp, loss, clamp)
 
 
 def _reference_clamped_bwd(residuals, cotangent):
-    vjp, loss, clamp = residuals
+    spec, nodes, vjp, loss, clamp = residuals
     (gradient,) = vjp(vary_together(jnp.ones_like(loss), cotangent)[0])
-    bound = jnp.asarray(clamp, gradient.dtype)
-    gradient = jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient)
-    return None, gradient * cotangent[..., None, None, None].astype(gradient.dtype), *[None] * 5
+    clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
+    return None, spec.emission.finish(gradient, nodes, cotangent, clamp), *[None] * 5
 
 
 _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 
 
-def _emit(spec, logits, label, num_frames):
-    return _arcs(softmax.forward(logits, label, num_frames, strict=spec.strict, **spec.emission))
-
-
 @jax.custom_vjp
-def _fused(spec, logits, label, num_frames, num_labels, clamp, options):
+def _fused(spec, logits, nodes, num_frames, num_labels, clamp, operands):
     """Losses [...] by kernel: reads the logits once."""
-    arcs, _ = _emit(spec, logits, label, num_frames)
-    arcs = seam.modify(arcs, num_frames, options)
+    planes, _ = spec.emission.forward(logits, nodes, strict=spec.strict)
+    arcs = spec.modify(planes, num_frames, operands)
     return lattice.value(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
 
 
-def _fused_fwd(spec, logits, label, num_frames, num_labels, clamp, options):
-    arcs, lse = _emit(spec, logits, label, num_frames)
-    arcs, pullback = jax.vjp(lambda a: seam.modify(a, num_frames, options), arcs)
+def _fused_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
+    planes, saved = spec.emission.forward(logits, nodes, strict=spec.strict)
+    arcs, pullback = jax.vjp(lambda planes: spec.modify(planes, num_frames, operands), planes)
     loss, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
     (cotangents,) = pullback(gradients)
     # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
     name = functools.partial(checkpoint_name, name="rnnt_residuals")
-    loss, lse, cotangents = jax.tree.map(name, (loss, lse, cotangents))  # jax 0.6 names single arrays only
-    return loss, (spec, logits, label, num_frames, lse, cotangents, clamp)
+    loss, saved, cotangents = jax.tree.map(name, (loss, saved, cotangents))  # jax 0.6 names single arrays only
+    return loss, (spec, logits, nodes, saved, cotangents, clamp)
 
 
 def _fused_bwd(residuals, cotangent):
-    spec, logits, label, num_frames, lse, arcs, clamp = residuals
-    cotangents, clamp = (arcs["blank"], arcs["label"]), jnp.broadcast_to(jnp.asarray(clamp, lse.dtype), cotangent.shape)
-    operands = logits, label, num_frames, lse, cotangents, cotangent, clamp
-    return None, softmax.backward(*operands, strict=spec.strict, alias=spec.inplace, **spec.emission), *[None] * 5
+    spec, logits, nodes, saved, cotangents, clamp = residuals
+    clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
+    operands = logits, nodes, saved, cotangents, cotangent, clamp
+    gradient = spec.emission.backward(*operands, strict=spec.strict, alias=spec.inplace)
+    return None, gradient, *[None] * 5
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
@@ -115,61 +110,127 @@ def _used(targets, target_lengths):
     return column < target_lengths[..., None]
 
 
-def _nonnegative(losses, targets, target_lengths, blank):
+def _nonnegative(losses, targets, target_lengths, blanks):
     """The losses, at least 0 with an unchanged gradient: rounding must not make a likelihood of 1 a negative loss.
 
-    A label that equals blank counts twice, so that the likelihood of its sequence may truly exceed 1.
+    A label that equals a blank counts twice, so that the likelihood of its sequence may truly exceed 1.
     """
-    twice = jnp.any(_used(targets, target_lengths) & (targets == blank), -1)
+    is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in blanks))
+    twice = jnp.any(_used(targets, target_lengths) & is_blank, -1)
     below = jax.lax.stop_gradient(jnp.where(twice | ~(losses < 0), 0, losses))
     return losses - below
 
 
-def prepare(targets, logit_lengths, target_lengths, frames, classes):
-    """(label map, num_frames, num_labels, bad [...]): a sequence whose lengths or labels are out of range is emptied.
+def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> tuple[Any, jax.Array]:
+    """((logits, nodes, num_frames, num_labels), bad [...]): a sequence with lengths or labels out of range is emptied.
 
     Such a sequence becomes T_b = U_b = 0, so that nothing of it is read and its gradient is zero, and is marked bad.
     """
+    frames, classes = spec.emission.dimensions(logits)
     labels = targets.shape[-1]
     bad = jnp.any(_used(targets, target_lengths) & ((targets < 0) | (targets >= classes)), -1)
     bad |= (logit_lengths < 0) | (logit_lengths > frames) | (target_lengths < 0) | (target_lengths > labels)
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
-    return softmax.label_map(targets, num_labels), num_frames, num_labels, bad
+    nodes = spec.emission.nodes(logits, targets, num_frames, num_labels, operands)
+    # Logits first: its sharding and varying axes are those of the result.
+    leaves, structure = jax.tree.flatten((logits, nodes, num_frames, num_labels))
+    return jax.tree.unflatten(structure, vary_together(*leaves)), bad
 
 
 @jax.jit
-def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, options):
-    """The reduced loss. `clamp` is None where it is known to be off; `options` are the operands of `seam.modify`."""
-    label, num_frames, num_labels, bad = prepare(
-        targets, logit_lengths, target_lengths, logits.shape[-3], logits.shape[-1]
-    )
-    # Logits first: its sharding and varying axes are those of the result.
-    logits, label, num_frames, num_labels = vary_together(logits, label, num_frames, num_labels)
-    operands = spec, logits, label, num_frames, num_labels
+def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, operands):
+    """The reduced loss. `clamp` is None where it is known to be off; `operands` are those of the seam."""
+    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     if spec.implementation == "reference" and clamp is None:
-        losses = _reference(*operands, options)
+        logits, nodes, num_frames, num_labels = arrays
+        losses = _reference(spec, logits, nodes, num_frames, num_labels, operands)
     else:
         function = _reference_clamped if spec.implementation == "reference" else _fused
-        losses = function(*operands, jnp.asarray(-1.0 if clamp is None else clamp), options)
-    if spec.normalize and "delay_penalty" not in options:
-        losses = _nonnegative(losses, targets, target_lengths, spec.blank)
+        losses = function(spec, *arrays, jnp.asarray(-1.0 if clamp is None else clamp), operands)
+    if spec.bounded and spec.emission.normalize and not {"delay_penalty", "sigma"} & set(operands):
+        losses = _nonnegative(losses, targets, target_lengths, spec.emission.blanks)
     losses = jnp.where(bad, jnp.nan, losses)
     return reduce(losses, target_lengths, spec.reduction)
 
 
-@jax.jit
-def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, options):
-    """(blank, label) arc posteriors [..., T, U1]; NaN for a sequence whose lengths or labels are out of range."""
-    label, num_frames, num_labels, bad = prepare(
-        targets, logit_lengths, target_lengths, logits.shape[-3], logits.shape[-1]
-    )
-    logits, label, num_frames, num_labels = vary_together(logits, label, num_frames, num_labels)
+def _arcs(spec, arrays, operands):
+    """The arcs by slot, without the fused gradient."""
+    logits, nodes, num_frames, _ = arrays
     if spec.implementation == "reference":
-        arcs, _ = _arcs(softmax.softmax_emission(logits, label, num_frames, **spec.emission))
-        grad = lattice.reference_grad
+        planes = spec.emission.reference(logits, nodes)
     else:
-        arcs, _ = _emit(spec, logits, label, num_frames)
-        grad = functools.partial(lattice.value_and_grad, strict=spec.strict)
-    arcs = seam.modify(arcs, num_frames, options)
-    _, gradients = grad(spec.topology, arcs, num_frames, num_labels)
-    return tuple(jnp.where(bad[..., None, None], jnp.nan, 0 - gradients[slot]) for slot in ("blank", "label"))
+        planes, _ = spec.emission.forward(logits, nodes, strict=spec.strict)
+    return spec.modify(planes, num_frames, operands)
+
+
+@jax.jit
+def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
+    """{slot: arc posteriors [..., T, U1]}; NaN for a sequence whose lengths or labels are out of range."""
+    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
+    *_, num_frames, num_labels = arrays
+    arcs = _arcs(spec, arrays, operands)
+    if spec.implementation == "reference":
+        _, gradients = lattice.reference_grad(spec.topology, arcs, num_frames, num_labels)
+    else:
+        _, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
+    return {slot: jnp.where(bad[..., None, None], jnp.nan, 0 - g) for slot, g in gradients.items()}
+
+
+@jax.jit
+def align(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
+    """(score [...], frames [..., U]) of the best path."""
+    if spec.strict:
+        message = "implementation='kernel': jax_rnnt has no kernel for the best path; "
+        raise NotImplementedError(message + "use implementation=None or 'reference'.")
+    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
+    arcs = _arcs(spec, arrays, operands)
+    score, frames = best_path(spec.topology, arcs, *arrays[2:])
+    return jnp.where(bad, jnp.nan, score), frames
+
+
+# ---------------------------------------------------------------------------------------------- for the public losses
+
+
+def seam_operands(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, label_windows=None, sigma=0.0):
+    """Operands of the seam, checked; a number known to be 0 is left out."""
+    scalars = {"fastemit_lambda": fastemit_lambda, "delay_penalty": delay_penalty, "sigma": sigma}
+    scalars = {name: _checks.scalar(function, name, x) for name, x in scalars.items()}
+    operands = {name: x for name, x in scalars.items() if not _checks.is_zero(x)}
+    if label_windows is not None:
+        shape = (*targets.shape, 2)
+        operands["label_windows"] = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
+    return operands
+
+
+def evaluate(
+    function: str,
+    arrays,
+    emission: Emission,
+    topology: Topology = STANDARD,
+    *,
+    steps: tuple[seam.Step, ...] = (),
+    bounded: bool = True,
+    clamp=-1.0,
+    reduction="mean",
+    implementation=None,
+    inplace=True,
+    operands=None,
+    **options,
+) -> jax.Array:
+    """The loss that these parts make: all that is left for a public function to do once its own arguments are checked.
+
+    `arrays` are (logits, targets, logit_lengths, target_lengths) from `_checks`; `options` are those of
+    `seam_operands`; `operands` are arrays for the steps. Errors name `function`.
+    """
+    spec = Spec(
+        emission,
+        topology,
+        steps,
+        bounded,
+        reduction=_checks.choice(function, "reduction", reduction, _checks.REDUCTIONS),
+        implementation=_checks.choice(function, "implementation", implementation, _checks.IMPLEMENTATIONS),
+        inplace=_checks.boolean(function, "inplace", inplace),
+    )
+    clamp = _checks.scalar(function, "clamp", clamp)
+    clamp = None if isinstance(clamp, float) and clamp <= 0 else clamp
+    return loss(spec, *arrays, clamp, {**seam_operands(function, arrays[1], **options), **(operands or {})})

@@ -6,7 +6,6 @@ import numpy as np
 from jax.experimental import checkify
 
 from jax_rnnt import _checks
-from jax_rnnt._rnnt import _arguments
 
 
 def validate_inputs(
@@ -49,7 +48,8 @@ def validate_inputs(
     ValueError: validate_inputs: targets[0, 1] must lie in [0, 5), got 9.
     """
     name = "validate_inputs"
-    logits, targets, logit_lengths, target_lengths = _arguments(name, logits, targets, logit_lengths, target_lengths)
+    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
+    logits, targets, logit_lengths, target_lengths = arrays
     frames, labels, classes = logits.shape[-3], logits.shape[-2] - 1, logits.shape[-1]
     _checks.class_index(name, "blank", blank, classes)
     column = jax.lax.broadcasted_iota(jnp.int32, targets.shape, targets.ndim - 1)

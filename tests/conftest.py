@@ -26,7 +26,27 @@ def require_kernel():
     (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
 
 
-@pytest.fixture(params=["kernel", "reference"])
+def pytest_generate_tests(metafunc):
+    """A test that takes `loss` runs on the RNN-T loss; marked `family` on every loss of the table, too.
+
+    Of the variants it then takes the path with kernels alone, unless the mark says "reference".
+    """
+    names = set(metafunc.fixturenames) & {"loss", "implementation"}
+    mark = metafunc.definition.get_closest_marker("family")
+    rows = []
+    for loss in losses.LOSSES if mark else losses.LOSSES[:1]:
+        implementations = ("kernel", "reference") if loss is losses.RNNT or "reference" in mark.args else ("kernel",)
+        rows += [(loss, i) for i in (implementations if "implementation" in names else (None,))]
+    if names == {"loss", "implementation"}:
+        ids = [f"{loss.name}-{implementation}" for loss, implementation in rows]
+        metafunc.parametrize(("loss", "implementation"), rows, ids=ids, indirect=True)
+    elif names == {"loss"}:
+        metafunc.parametrize("loss", [x for x, _ in rows], ids=[x.name for x, _ in rows], indirect=True)
+    elif names:
+        metafunc.parametrize("implementation", ["kernel", "reference"], indirect=True)
+
+
+@pytest.fixture
 def implementation(request):
     if request.param == "kernel":
         require_kernel()
@@ -40,7 +60,7 @@ def kernel():
     return "kernel"
 
 
-@pytest.fixture(params=losses.LOSSES, ids=lambda loss: loss.name)
+@pytest.fixture
 def loss(request):
     return request.param
 

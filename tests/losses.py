@@ -1,7 +1,7 @@
 """The table of losses that the tests run over, problems to run them on, and what counts as equal.
 
 A new loss of the family is one more entry in LOSSES: its public function, how it differs from the RNN-T loss in the
-float64 truth, and the custom calls that one compiled call of it may contain.
+float64 truth, and which of its stages have kernels.
 """
 
 import collections
@@ -18,7 +18,8 @@ import numpy as np
 
 import jax_rnnt
 import reference_numpy as truth
-from jax_rnnt import _ffi
+from jax_rnnt import _ffi, lattices
+from jax_rnnt.lattices import lattice
 
 HERE = pathlib.Path(__file__).parent
 
@@ -45,18 +46,81 @@ class Loss:
     truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
     options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
     extra_classes: int = 0  # logits beyond the V classes
-    value_calls: tuple = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_loss")
-    gradient_calls: tuple = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad", "jax_rnnt_softmax_emission_bwd")
+    first_blank: int = 0  # the smallest class that the blank can be
+    emission_kernel: bool = True  # whether the emission has one
+    topology: tuple = lattices.STANDARD  # the library's
 
-    def __call__(self, *args, **kwargs):
-        return self.function(*args, **self.options, **kwargs)
+    def __call__(self, *args, implementation=None, **kwargs):
+        """`implementation="kernel"` where only one of the stages has a kernel means the path with that one."""
+        if implementation == "kernel" and not (self.emission_kernel and self.lattice_kernel):
+            implementation = None
+        return self.function(*args, **self.options, implementation=implementation, **kwargs)
 
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""
         return truth.loss_and_gradient(*problem, **self.truth, **options)
 
+    def blank(self, index):
+        """This blank, or the first that is possible."""
+        return max(index, self.first_blank) if index >= 0 else index
 
-LOSSES = (Loss("rnnt", jax_rnnt.rnnt_loss),)
+    @property
+    def lattice_kernel(self):
+        return lattice.supported(self.topology, platform())
+
+    @property
+    def value_calls(self):
+        emission = ("jax_rnnt_softmax_emission_fwd",) if self.emission_kernel else ()
+        return (*emission, *(("jax_rnnt_lattice_loss",) if self.lattice_kernel else ()))
+
+    @property
+    def gradient_calls(self):
+        forward, backward = "jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"
+        emission = (forward, backward) if self.emission_kernel else ()
+        return (*emission, *(("jax_rnnt_lattice_grad",) if self.lattice_kernel else ()))
+
+
+BIG, DURATIONS = (3, 2), (2, 0, 1)
+LOSSES = (
+    Loss("rnnt", jax_rnnt.rnnt_loss),
+    Loss("monotonic", jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}, topology=lattices.MONOTONIC),
+    Loss(
+        "monotonic_final_blank",
+        jax_rnnt.monotonic_rnnt_loss,
+        {"topology": truth.MONOTONIC_FINAL_BLANK},
+        {"final_blank": True},
+        topology=lattices.MONOTONIC,
+    ),
+    Loss(
+        "constrained",
+        jax_rnnt.constrained_rnnt_loss,
+        {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
+        topology=lattices.MONOTONIC,
+    ),
+    Loss(
+        "multiblank",
+        jax_rnnt.multiblank_rnnt_loss,
+        {"topology": truth.multi_blank(BIG), "emission": truth.multi_blank_emission, "durations": BIG},
+        {"big_blank_durations": BIG},
+        first_blank=2,
+        topology=lattices.multi_blank(BIG),
+    ),
+    Loss(
+        "tdt",
+        jax_rnnt.tdt_loss,
+        {
+            "topology": truth.token_durations(DURATIONS),
+            "emission": truth.duration_emission,
+            "durations": DURATIONS,
+            "extra_classes": 3,
+        },
+        {"durations": DURATIONS},
+        extra_classes=3,
+        emission_kernel=False,
+        topology=lattices.durations(DURATIONS),
+    ),
+    Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}, emission_kernel=False),
+)
 RNNT = LOSSES[0]
 
 

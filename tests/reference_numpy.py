@@ -228,10 +228,17 @@ def constrained_emission(logits, labels, *, blank, fused=True):
     return {"blank": blanks, "label": head[labels] + after}, pullback
 
 
-def duration_emission(logits, labels, *, blank, durations, sigma=0.0):
+def multi_blank_emission(logits, labels, *, blank, durations, fused=True, sigma=0.0):
+    """Big blank i is class blank - 1 - i and reads durations[i] frames; every arc pays sigma."""
+    big = {f"blank+{d}": blank - 1 - i for i, d in enumerate(durations)}
+    arcs, pullback = softmax_emission(logits, labels, blank=blank, fused=fused, blanks=big)
+    return {slot: arc - sigma for slot, arc in arcs.items()}, pullback
+
+
+def duration_emission(logits, labels, *, blank, durations, fused=True, sigma=0.0):
     """Token and duration heads in one tensor, durations last (TDT)."""
     split = logits.shape[-1] - len(durations)
-    tokens, lengths = _Head(logits[..., :split], True), _Head(logits[..., split:], True)
+    tokens, lengths = _Head(logits[..., :split], fused), _Head(logits[..., split:], fused)
     arcs = {}
     for i, d in enumerate(durations):
         if d:
@@ -245,6 +252,34 @@ def duration_emission(logits, labels, *, blank, durations, sigma=0.0):
                     tokens.add(classes, gradients[f"{name}+{d}"])
                     lengths.add(i, gradients[f"{name}+{d}"])
         return np.concatenate([tokens.pull(), lengths.pull()], -1)
+
+    return arcs, pullback
+
+
+def _log_sigmoid(x):
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(x < 0, x - np.log1p(np.exp(np.minimum(x, 0))), -np.log1p(np.exp(-np.maximum(x, 0))))
+
+
+def hat_emission(logits, labels, *, blank, fused=True):
+    """A Bernoulli blank, and a softmax over the classes that are left; a label that is the blank class is a blank."""
+    if not fused:
+        return softmax_emission(logits, labels, blank=blank, fused=False)
+    bernoulli = np.asarray(logits[..., blank], np.float64)
+    rest = _Head(np.delete(logits, blank, -1), True)
+    place = np.where(labels > blank, labels - 1, labels)  # in the rest
+    place = np.where((labels == blank) | (labels < 0), -1, place)
+    blanks = np.where(bernoulli == np.inf, np.nan, _log_sigmoid(bernoulli))
+    blanks = np.where(np.isnan(rest.log_probs).any(-1), np.nan, blanks)
+    arcs = {"blank": blanks, "label": np.where(labels == blank, blanks, rest[place] + _log_sigmoid(-bernoulli))}
+
+    def pullback(gradients):
+        to_blank = gradients["blank"] + np.where(labels == blank, gradients["label"], 0.0)
+        to_label = np.where(labels == blank, 0.0, gradients["label"])
+        rest.add(place, to_label)
+        blank_probability = np.exp(_log_sigmoid(bernoulli))
+        own = to_blank * np.exp(_log_sigmoid(-bernoulli)) - to_label * blank_probability
+        return np.insert(rest.pull(), blank, own, -1)
 
     return arcs, pullback
 
@@ -265,7 +300,7 @@ def loss_and_gradient(
     *,
     topology=STANDARD,
     emission=softmax_emission,
-    num_classes=None,
+    extra_classes=0,
     blank=-1,
     clamp=-1.0,
     fused_log_softmax=True,
@@ -280,11 +315,10 @@ def loss_and_gradient(
     """
     logits, targets = np.asarray(logits), np.asarray(targets)
     B, T, U1, _ = logits.shape
-    V = logits.shape[-1] if num_classes is None else num_classes
+    V = logits.shape[-1] - extra_classes  # tokens
     blank = blank + V if blank < 0 else blank
     losses, gradient = np.zeros(B), np.zeros(logits.shape)
-    if emission is softmax_emission:
-        emission_options["fused"] = fused_log_softmax
+    emission_options["fused"] = fused_log_softmax
     for b in range(B):
         n, m = int(logit_lengths[b]), int(target_lengths[b])
         labels = targets[b, : max(m, 0)]

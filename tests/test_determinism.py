@@ -23,7 +23,7 @@ import hashlib, os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 import losses
 for loss in losses.LOSSES:
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "float32") if loss is losses.RNNT else ("float32",):
         p = losses.problem(13, 100, 60, 33, loss=loss, dtype=dtype)
         digest = hashlib.sha256(b"".join(x.tobytes() for x in losses.evaluate(loss, p, "kernel", clamp=0.5)))
         print(loss.name, dtype, digest.hexdigest())

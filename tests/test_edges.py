@@ -48,6 +48,7 @@ BAD = {
 }
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_bad_sequence_hurts_only_itself(loss, implementation, bad, dtype):
@@ -57,10 +58,14 @@ def test_bad_sequence_hurts_only_itself(loss, implementation, bad, dtype):
     values, gradient = losses.evaluate(loss, p, implementation, **options)
     changed = with_value(p, name, index, value)
     got_values, got = losses.evaluate(loss, changed, implementation, **options)
+    if loss is not losses.RNNT and name == "logits" and np.isneginf(value):  # another lattice may have a way around
+        true_values, true_gradient = loss.expected(changed, **options)
+        losses.assert_matches((got_values[1], got[1]), (true_values[1], true_gradient[1]), dtype, 11, scale=1.5)
+        expected_loss, expected_gradient = got_values[1], got[1][losses.inside(p)[1]]
     np.testing.assert_array_equal(got_values[1], expected_loss)
     in_lengths = losses.inside(changed)[1] & losses.inside(p)[1]
-    np.testing.assert_array_equal(got[1][in_lengths], np.full_like(got[1][in_lengths], expected_gradient))
-    if expected_gradient == 0:
+    np.testing.assert_array_equal(got[1][in_lengths], np.broadcast_to(expected_gradient, got[1][in_lengths].shape))
+    if np.all(expected_gradient == 0):
         assert not got[1].any()
     assert not got[1][~losses.inside(p)[1]].any()
     others = [0, 2, 3]
@@ -68,13 +73,16 @@ def test_bad_sequence_hurts_only_itself(loss, implementation, bad, dtype):
     losses.assert_same_bits(got[others], gradient[others])
 
 
+@pytest.mark.family
 def test_windows_that_exclude_every_path(loss, implementation):
     p = losses.problem(loss=loss)
     open_ = np.tile(np.array([0, 6], np.int32), (4, 4, 1))
     shut = open_.copy()
     shut[0, 2] = [4, 3]  # empty
-    shut[1, 1] = [5, 9]  # after the last frame
+    shut[1, 1] = [7, 9]  # after the last frame
     shut[3, :2] = [[3, 3], [0, 2]]  # label 1 before label 0
+    if loss is not losses.RNNT:
+        p = p._replace(logit_lengths=np.full(4, 7, np.int32))  # a path for every lattice while windows are open
     values, gradient = losses.evaluate(loss, p, implementation, label_windows=open_)
     got_values, got = losses.evaluate(loss, p, implementation, label_windows=shut)
     np.testing.assert_array_equal(got_values[[0, 1, 3]], np.inf)
@@ -83,6 +91,7 @@ def test_windows_that_exclude_every_path(loss, implementation):
     losses.assert_same_bits(got[2], gradient[2])
 
 
+@pytest.mark.family
 def test_empty_sequences(loss, implementation):
     """T_b = 0: loss 0 without labels, inf with; U_b = 0: the blanks alone."""
     p = losses.problem(loss=loss, lengths=([0, 0, 1, 7], [0, 2, 0, 0]))
@@ -105,6 +114,7 @@ def test_empty_dimensions(loss, implementation, shape):
             np.testing.assert_allclose(value, truth.reduce(got[0], p.target_lengths, reduction)[0], rtol=1e-14)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 def test_minus_infinity_with_a_path(loss, implementation, fused):
     """Forbidden classes and whole forbidden rows off the path: finite loss, gradient 0 there, never NaN."""
@@ -119,7 +129,7 @@ def test_minus_infinity_with_a_path(loss, implementation, fused):
     p = p._replace(logits=logits)
     values, gradient = losses.evaluate(loss, p, implementation, fused_log_softmax=fused)
     expected = loss.expected(p, fused_log_softmax=fused)
-    assert np.isfinite(expected[0]).all()
+    assert np.isfinite(expected[0]).all() or loss is not losses.RNNT  # the path above is the standard lattice's
     losses.assert_matches((values, gradient), expected, np.float64, 11)
     assert not gradient[np.isneginf(logits)].any()
 
@@ -150,12 +160,15 @@ def test_large_finite_logits(loss, implementation, dtype):
     np.testing.assert_allclose(gradient.astype(np.float64), expected[1], atol=limit)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_never_negative(loss, implementation, dtype):
     """Targets that are all but certain: the loss is 0 or above, to the last bit."""
     rng = np.random.default_rng(2)
     for scale in (0.0, 5.0, 30.0):
         p = losses.problem(64, 6, 3, 4, loss=loss, scale=1.0, lengths=(rng.integers(1, 7, 64), rng.integers(0, 4, 64)))
+        if loss.first_blank:  # a label that is a big blank counts twice
+            p = p._replace(targets=np.zeros_like(p.targets))
         logits = p.logits.copy()
         for b in range(64):
             frames = np.sort(rng.integers(0, p.logit_lengths[b], p.target_lengths[b]))
@@ -208,6 +221,7 @@ def test_infinite_loss_under_mean(loss, implementation):
     np.testing.assert_allclose(gradient, loss.expected(p)[1] / 4, atol=1e-13)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("magnitude", [1e30, 3e38])
 def test_absurd_logits_hurt_only_themselves(loss, implementation, magnitude):
     """Beyond every promise about the value: no crash, and the neighbours keep their bits."""

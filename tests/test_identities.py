@@ -185,6 +185,7 @@ def test_fastemit_is_the_paper_s_gradient(implementation, p):
     np.testing.assert_allclose(scaled - plain, 0.75 * label[..., None] * (softmax - one_hot), atol=EXACT)
 
 
+@pytest.mark.family
 def test_clamp_is_a_clip(loss, implementation):
     p = losses.problem(loss=loss)
     _, plain = losses.evaluate(loss, p, implementation)
@@ -206,6 +207,7 @@ def test_renaming_classes_changes_nothing(loss, implementation):
     )
 
 
+@pytest.mark.family
 def test_batch_is_independent(loss, implementation):
     p = losses.problem(loss=loss)
     order = [2, 0, 3, 1]

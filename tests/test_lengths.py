@@ -22,6 +22,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_padding_content_changes_no_bit(loss, implementation, garbage, fused):
@@ -140,9 +141,9 @@ for T, U in ((7, 4), (19, 33)):
         p = losses.problem(6, T, U, 9, dtype=dtype)
         for x in jax_rnnt.rnnt_posteriors(*p, implementation="kernel"):
             assert not np.asarray(x)[~losses.inside(p)].any(), "posteriors"
-        for loss in losses.LOSSES:
+        for loss in losses.LOSSES if dtype == np.float32 else losses.LOSSES[:1]:
             p = losses.poisoned(losses.problem(6, T, U, 9, loss=loss, dtype=dtype))
-            for options in ({}, {"fused_log_softmax": False}):
+            for options in ({}, {"fused_log_softmax": False}) if loss is losses.RNNT else ({},):
                 got = losses.evaluate(loss, p, "kernel", **options)
                 losses.assert_matches(got, loss.expected(p, **options), dtype, T + U)
                 assert not got[1][~losses.inside(p)].any(), "gradient"

@@ -61,6 +61,7 @@ def run(f, p, loss, expected, *, kernel, only=("all-reduce",)):
     return got
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_batch_sharded(loss, implementation, batch, devices, kind):
     p, expected = batch
@@ -153,6 +154,7 @@ def test_uneven_batch(loss, kernel, devices):
     check(got, loss.expected(p))
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("replicated", [False, True], ids=["lengths_sharded", "lengths_replicated"])
 def test_shard_map(loss, implementation, batch, devices, check_vma, replicated):

@@ -38,13 +38,19 @@ def test_number_of_paths():
 EMISSIONS = {
     "softmax": {},
     "log_probs": {"fused_log_softmax": False},
-    "multi_blank": {"topology": truth.multi_blank((2, 3)), "blanks": {"blank+2": 5, "blank+3": 4}},
+    "multi_blank": {
+        "topology": truth.multi_blank((2, 3)),
+        "emission": truth.multi_blank_emission,
+        "durations": (2, 3),
+        "sigma": 0.05,
+    },
+    "hat": {"emission": truth.hat_emission, "blank": 2},
     "constrained": {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
     "durations": {
         "topology": truth.token_durations((0, 2, 1)),
         "emission": truth.duration_emission,
         "durations": (0, 2, 1),
-        "num_classes": 4,
+        "extra_classes": 3,
         "sigma": 0.05,
     },
 }

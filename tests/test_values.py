@@ -10,10 +10,11 @@ import losses
 import reference_numpy as truth
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("blank", [0, 3, -1])
 def test_value_and_gradient(loss, implementation, blank, dtype):
-    p = losses.problem(loss=loss, dtype=dtype)
+    p, blank = losses.problem(loss=loss, dtype=dtype), loss.blank(blank)
     got = losses.evaluate(loss, p, implementation, blank=blank)
     losses.assert_matches(got, loss.expected(p, blank=blank), dtype, 11)
 
@@ -91,6 +92,7 @@ def test_any_number_of_batch_dimensions(loss, implementation, batch):
         np.testing.assert_allclose(reduced, expected, rtol=1e-13)
 
 
+@pytest.mark.family
 def test_log_probs_mode(loss, implementation):
     """fused_log_softmax=False takes the numbers as they are, normalised or not."""
     p = losses.problem(loss=loss)
@@ -98,6 +100,7 @@ def test_log_probs_mode(loss, implementation):
     losses.assert_matches(got, loss.expected(p, fused_log_softmax=False), np.float64, 11)
 
 
+@pytest.mark.family
 def test_value_alone_equals_value_with_gradient(loss, implementation):
     """The loss without a gradient is another kernel; both must say the same."""
     for dtype in (np.float32, np.float64):
@@ -113,6 +116,7 @@ def test_eager_equals_jit(loss, implementation):
     np.testing.assert_allclose(eager, losses.evaluate(loss, p, implementation)[0], rtol=1e-14)
 
 
+@pytest.mark.family
 def test_default_implementation_is_one_of_the_two(loss):
     p = losses.problem(loss=loss)
     np.testing.assert_allclose(loss(*p, reduction="none"), loss.expected(p)[0], rtol=1e-13)

@@ -23,6 +23,7 @@ def batch(loss):
     return p, loss.expected(p)
 
 
+@pytest.mark.family
 def test_vmap_equals_batch(loss, implementation, batch):
     p, expected = batch
     got = jax.jit(jax.vmap(value_and_gradient(loss, implementation)))(*p)
@@ -40,6 +41,7 @@ def test_grad_of_vmap(loss, implementation, batch):
     losses.assert_matches((values, gradient), expected, np.float64, 11)
 
 
+@pytest.mark.family
 def test_nested_vmap(loss, implementation, batch):
     """vmap of vmap of a batch of one."""
     p, expected = batch
@@ -130,7 +132,10 @@ def test_one_custom_call_and_no_loop(loss, kernel, depth):
     assert " while(" not in text
 
 
+@pytest.mark.family
 def test_one_custom_call_under_vmap_of_grad(loss, kernel):
+    if not loss.lattice_kernel:
+        pytest.skip("no kernel for this lattice on this platform")
     p = losses.problem(loss=loss, dtype=np.float32)
     text = jax.jit(jax.vmap(value_and_gradient(loss, kernel))).lower(*p).compile().as_text()
     assert losses.custom_calls(text) == losses.once(loss.gradient_calls)

@@ -1,0 +1,299 @@
+"""What is known about the alignment of targets and frames: posteriors, the best path, expected frames."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _transducer
+from jax_rnnt._reduce import reduce
+from jax_rnnt._topologies import by_name
+from jax_rnnt._transducer import Spec
+from jax_rnnt.emissions import softmax
+
+
+def _prepared(name, arrays, blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation):
+    """(spec, arrays, operands of the seam), checked."""
+    arrays = _checks.arrays(name, *arrays)
+    arcs, steps = by_name(name, topology)
+    implementation = _checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS)
+    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
+    operands = _transducer.seam_operands(name, arrays[1], delay_penalty=delay_penalty, label_windows=label_windows)
+    return Spec(emission, arcs, steps, implementation=implementation), arrays, operands
+
+
+def rnnt_posteriors(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    fused_log_softmax: bool = True,
+    *,
+    topology: str = "standard",
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Posterior probability of every arc of the lattice, given the targets.
+
+    T frames, U labels, V classes; `...` is any number of batch dimensions. The posterior of an arc is the probability
+    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b).
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    fused_log_softmax : bool, default True
+        False: `logits` already are log-probabilities and are used as they are.
+    topology : {"standard", "monotonic", "constrained"}
+        The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
+    delay_penalty : float or scalar Array, default 0.0
+        As for `rnnt_loss`.
+    label_windows : Array, integer [..., U, 2], optional
+        As for `rnnt_loss`.
+    implementation : {None, "kernel", "reference"}
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    blank : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+        Posterior of the blank arc that leaves node (t, u).
+    label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+        Posterior of the label arc that leaves node (t, u). Every label u < U_b sums to 1 over t; on the standard
+        lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no path exists; NaN
+        for a sequence whose lengths or labels are out of range.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    See Also
+    --------
+    rnnt_loss : The loss, whose gradient with respect to an arc is minus its posterior.
+
+    References
+    ----------
+    Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import rnnt_posteriors
+    >>> blank, label = rnnt_posteriors(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+    >>> [round(float(p), 3) for p in label[:, 0]]
+    [0.333, 0.333, 0.333]
+    """
+    arrays = logits, targets, logit_lengths, target_lengths
+    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+    spec, arrays, operands = _prepared("rnnt_posteriors", arrays, *options)
+    arcs = _transducer.posteriors(spec, *arrays, operands)
+    return arcs["blank"], arcs["label"]
+
+
+def expected_emission_frames(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    fused_log_softmax: bool = True,
+    *,
+    topology: str = "standard",
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Expected frame of every label, over all alignments of the targets.
+
+    T frames, U labels, V classes; `...` is any number of batch dimensions. With the label posteriors of
+    `rnnt_posteriors`::
+
+        frame(u) = sum over t of t * label(t, u)
+
+    in which frames count from 0.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+        As for `rnnt_posteriors`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [..., U]
+        0 past U_b and where no path exists; NaN for a sequence whose lengths or labels are out of range. It has a
+        gradient, by way of the reference.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    See Also
+    --------
+    rnnt_align : Frames of the best alignment alone.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import expected_emission_frames
+    >>> frames = expected_emission_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+    >>> [round(float(t), 3) for t in frames]
+    [1.0]
+    """
+    arrays = logits, targets, logit_lengths, target_lengths
+    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+    spec, arrays, operands = _prepared("expected_emission_frames", arrays, *options)
+    label = _transducer.posteriors(spec, *arrays, operands)["label"][..., :-1]
+    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
+    return jnp.sum(frame.astype(label.dtype) * label, -2)
+
+
+def minimum_latency(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    topology: str = "standard",
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Expected latency of the labels (Shinohara and Watanabe 2022), to be added to a loss.
+
+    T frames, U labels, V classes; `...` is any number of batch dimensions. With the label posteriors of
+    `rnnt_posteriors`::
+
+        latency = sum over u < U_b, t < T_b of (t + 1) * label(t, u) / max(U_b, 1)
+
+    Unlike FastEmit it is a function with a gradient of its own: that of all posteriors, by way of the reference, which
+    takes several times as long as the loss.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank, fused_log_softmax, topology, label_windows, implementation
+        As for `rnnt_posteriors`.
+    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+        In frames, counted from 1. 0 without labels, and with a zero gradient where no path exists; NaN for a sequence
+        whose lengths or labels are out of range.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    References
+    ----------
+    Shinohara and Watanabe, "Minimum latency training of sequence transducers for streaming end-to-end speech
+    recognition", Interspeech 2022.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import minimum_latency, rnnt_loss
+    >>> batch = jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1)
+    >>> loss = rnnt_loss(*batch) + 0.1 * minimum_latency(*batch)
+    >>> round(float(minimum_latency(*batch)), 3)
+    2.0
+    """
+    name = "minimum_latency"
+    arrays = logits, targets, logit_lengths, target_lengths
+    options = blank, fused_log_softmax, topology, 0.0, label_windows, implementation
+    spec, arrays, operands = _prepared(name, arrays, *options)
+    reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
+    label = _transducer.posteriors(spec, *arrays, operands)["label"]
+    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
+    total = jnp.sum((frame + 1).astype(label.dtype) * label, (-1, -2))
+    num_labels = arrays[3]
+    return reduce(total / jnp.maximum(num_labels, 1).astype(total.dtype), num_labels, reduction)
+
+
+def rnnt_align(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    fused_log_softmax: bool = True,
+    *,
+    topology: str = "standard",
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
+
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With log-probabilities l::
+
+        best(0, 0) = 0
+        best(t, u) = max(best(t - 1, u) + l[t - 1, u, blank], best(t, u - 1) + l[t, u - 1, targets[u - 1]])
+        score      = best(T_b, U_b)
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+        As for `rnnt_posteriors`.
+
+    Returns
+    -------
+    score : Array, float32 (float64 for float64 logits) [...]
+        Log-probability of the path, delay penalty included; 0 for T_b = U_b = 0, -inf where no path exists, NaN where a
+        length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient is that of the
+        path's own arcs.
+    frames : Array, int32 [..., U]
+        The frame of label u, counted from 0 and never decreasing; -1 past U_b and where there is no path. Of two ways
+        into a node that are equally good the blank is taken, so labels come early: deterministic, whatever the batch.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`; the search itself has no kernel.
+
+    See Also
+    --------
+    rnnt_posteriors, expected_emission_frames : Over all alignments and not the best alone.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from jax_rnnt import rnnt_align
+    >>> logits = jax.nn.one_hot(jnp.array([[4, 4], [1, 4], [4, 4]]), 5) * 9.0  # label 1 in frame 1, else blank
+    >>> score, frames = rnnt_align(logits, jnp.array([1]), jnp.array(3), jnp.array(1))
+    >>> frames.tolist()
+    [1]
+    """
+    arrays = logits, targets, logit_lengths, target_lengths
+    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+    spec, arrays, operands = _prepared("rnnt_align", arrays, *options)
+    return _transducer.align(spec, *arrays, operands)

@@ -1,0 +1,169 @@
+"""monotonic_rnnt_loss and constrained_rnnt_loss: at most one label a frame."""
+
+import jax
+
+from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt.emissions import softmax
+from jax_rnnt.lattices.topology import MONOTONIC
+
+
+def monotonic_rnnt_loss(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    clamp: float | jax.Array = -1.0,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    final_blank: bool = False,
+    fastemit_lambda: float | jax.Array = 0.0,
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+    inplace: bool = True,
+) -> jax.Array:
+    """Monotonic RNN-T loss (Tripathi et al. 2019): every frame emits one symbol, a label or a blank.
+
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. Node (t, u): t frames read,
+    u labels written. With log-probabilities l of the softmax over V::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t - 1, u - 1) exp l[t - 1, u - 1, targets[u - 1]]
+        loss        = -log alpha(T_b, U_b)
+
+    There is a path where U_b <= T_b. This is k2's rnnt_type="modified".
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network, unnormalised unless `fused_log_softmax` is False.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    final_blank : bool, default False
+        True: the last frame emits a blank, so that U_b <= T_b - 1 (optimized_transducer's one_sym_per_frame; TDT with
+        the duration 1 alone).
+    clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+        In nats; +inf with a zero gradient where U_b > T_b, or U_b >= T_b with `final_blank`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    See Also
+    --------
+    rnnt_loss : Meaning of the common options, and the rules for odd sequences.
+
+    References
+    ----------
+    Tripathi, Lu, Sak and Soltau, "Monotonic Recurrent Neural Network Transducer and Decoding Strategies", 2019.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import monotonic_rnnt_loss
+    >>> logits, targets = jnp.zeros((4, 3, 5)), jnp.array([1, 2])
+    >>> loss = monotonic_rnnt_loss(logits, targets, jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)  # 4 log 5 - log 6: six ways to put two labels into four frames
+    4.646
+    """
+    name = "monotonic_rnnt_loss"
+    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
+    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
+    steps = (seam.final_blank,) if _checks.boolean(name, "final_blank", final_blank) else ()
+    return _transducer.evaluate(
+        name, arrays, emission, MONOTONIC, steps=steps,
+        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    )  # fmt: skip
+
+
+def constrained_rnnt_loss(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    clamp: float | jax.Array = -1.0,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    fastemit_lambda: float | jax.Array = 0.0,
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+    inplace: bool = True,
+) -> jax.Array:
+    """Constrained RNN-T loss (k2): every frame emits a blank, and at most one label before it.
+
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. Node (t, u): t frames read,
+    u labels written. With log-probabilities l of the softmax over V and y = targets::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank]
+                      + alpha(t - 1, u - 1) exp(l[t - 1, u - 1, y[u - 1]] + l[t - 1, u, blank])
+        loss        = -log alpha(T_b, U_b)
+
+    which are the paths of the RNN-T with at most one label a frame; there is one where U_b <= T_b.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network, unnormalised unless `fused_log_softmax` is False.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+        In nats; +inf with a zero gradient where U_b > T_b.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    See Also
+    --------
+    rnnt_loss : Meaning of the common options, and the rules for odd sequences. FastEmit scales the gradient of the
+        whole label arc, its blank included.
+
+    References
+    ----------
+    Kuang et al., "Pruned RNN-T for fast, memory-efficient ASR training", 2022, arXiv:2206.13236, and k2's
+    rnnt_type="constrained".
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import constrained_rnnt_loss
+    >>> logits, targets = jnp.zeros((4, 3, 5)), jnp.array([1, 2])
+    >>> loss = constrained_rnnt_loss(logits, targets, jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)  # 6 log 5 - log 6
+    7.865
+    """
+    name = "constrained_rnnt_loss"
+    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
+    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
+    return _transducer.evaluate(
+        name, arrays, emission, MONOTONIC, steps=(seam.pay_next_blank,),
+        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""multiblank_rnnt_loss: softmax emission with several blanks o lattice with blanks of several frames."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt.emissions.softmax import Softmax
+from jax_rnnt.lattices import topology
+
+
+def multiblank_rnnt_loss(
+    logits: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    big_blank_durations: Sequence[int],
+    blank: int = -1,
+    clamp: float | jax.Array = -1.0,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    sigma: float | jax.Array = 0.0,
+    fastemit_lambda: float | jax.Array = 0.0,
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+    inplace: bool = True,
+) -> jax.Array:
+    """Multi-blank transducer loss (Xu et al. 2022): big blanks read several frames at once.
+
+    T frames, U labels, V classes (all blanks included), big blank i reads d_i frames; `...` is any number of batch
+    dimensions. Node (t, u): t frames read, u labels written. With log-probabilities l of the softmax over V::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) exp(l[t - 1, u, blank] - sigma)
+                      + sum over i of alpha(t - d_i, u) exp(l[t - d_i, u, blank - 1 - i] - sigma)
+                      + alpha(t, u - 1) exp(l[t, u - 1, targets[u - 1]] - sigma)
+        loss        = -log alpha(T_b, U_b)
+
+    where (T_b, U_b) is entered by a blank of any size; no blank reads beyond it.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+        Output of the joint network, unnormalised unless `fused_log_softmax` is False.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    big_blank_durations : sequence of int
+        Frames that each big blank reads, 2 or more, no two alike, in any order. Big blank i is class blank - 1 - i.
+    blank : int, default -1
+        The blank class of one frame; a negative one counts from the end.
+    sigma : float or scalar Array, default 0.0
+        Logit under-normalisation: every arc pays sigma once, which favours paths with fewer, bigger steps. The returned
+        loss includes it.
+    clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+        In nats; as for `rnnt_loss`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`; ValueError also where a big blank is no class.
+
+    See Also
+    --------
+    rnnt_loss : Meaning of the common options, and the rules for odd sequences.
+
+    References
+    ----------
+    Xu, Jia, Majumdar, Watanabe and Ginsburg, "Multi-blank Transducers for Speech Recognition", 2022, arXiv:2211.03541.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import multiblank_rnnt_loss
+    >>> logits, targets = jnp.zeros((4, 3, 6)), jnp.array([1, 2])
+    >>> loss = multiblank_rnnt_loss(logits, targets, jnp.array(4), jnp.array(2), [2, 3], sigma=0.05)
+    >>> round(float(loss), 3)
+    4.873
+    """
+    name = "multiblank_rnnt_loss"
+    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
+    durations = _checks.durations(name, "big_blank_durations", big_blank_durations, 2)
+    classes = arrays[0].shape[-1]
+    blank = _checks.class_index(name, "blank", blank, classes)
+    if blank < len(durations):
+        expected = f"at least {len(durations)}, as big blank i is class blank - 1 - i"
+        raise ValueError(f"{name}: blank must be {expected}, got {blank} of {classes} classes.")
+    blanks = tuple(range(blank, blank - 1 - len(durations), -1))
+    normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
+    emission = Softmax(blanks, normalize, ("blank", *(f"blank+{d}" for d in durations)))
+    return _transducer.evaluate(
+        name, arrays, emission, topology.multi_blank(durations), steps=(seam.under_normalize,), sigma=sigma,
+        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    )  # fmt: skip

@@ -1,0 +1,330 @@
+"""Is each loss of the family itself: its own arguments, the numbers of other libraries, its reductions to others?"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+import reference_numpy as truth
+from jax_rnnt import _checks, _transducer, lattices
+from jax_rnnt.emissions import softmax
+from test_vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, X, t, u
+
+EXACT = 1e-12
+DURATION_LOGITS = np.cos(2 + 3 * t + 2 * u + 5 * np.arange(3))
+BOTH_HEADS = np.concatenate([X, DURATION_LOGITS], -1)
+TOPOLOGIES = ("standard", "monotonic", "constrained")
+BY_TOPOLOGY = {
+    "standard": jax_rnnt.rnnt_loss,
+    "monotonic": jax_rnnt.monotonic_rnnt_loss,
+    "constrained": jax_rnnt.constrained_rnnt_loss,
+}
+IN_TRUTH = {
+    "standard": {},
+    "monotonic": {"topology": truth.MONOTONIC},
+    "constrained": {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
+}
+
+
+def fused(implementation):
+    """The path with kernels, also where a stage has none."""
+    return None if implementation == "kernel" else implementation
+
+
+# ------------------------------------------------------------------------------------------------------- vectors
+
+VECTORS = {
+    # name: (function, logits, labels, options, loss, check of the gradient of the tokens, of the durations)
+    "monotonic": (jax_rnnt.monotonic_rnnt_loss, X, LABELS, {"blank": 0}, 5.069890840, 1.187062517),  # fast_rnnt
+    "final_blank": (  # optimized_transducer
+        jax_rnnt.monotonic_rnnt_loss, X, LABELS, {"blank": 0, "final_blank": True}, 5.178358055, 1.087357062,
+    ),
+    "constrained": (jax_rnnt.constrained_rnnt_loss, X, LABELS, {"blank": 0}, 15.341724887, 1.512987188),  # fast_rnnt
+    "multiblank": (  # NeMo, as the four below
+        jax_rnnt.multiblank_rnnt_loss, X, BLANK_AMONG_LABELS, {"big_blank_durations": [2, 3]}, 6.081578563, 0.158461885,
+    ),
+    "multiblank_sigma": (
+        jax_rnnt.multiblank_rnnt_loss, X, BLANK_AMONG_LABELS, {"big_blank_durations": [2, 3], "sigma": 0.05},
+        6.342662180, 0.159294526,
+    ),
+    "tdt": (
+        jax_rnnt.tdt_loss, BOTH_HEADS, BLANK_AMONG_LABELS, {"durations": [0, 1, 2]},
+        8.052819877, 0.168474524, 1.140951660,
+    ),
+    "tdt_sigma": (
+        jax_rnnt.tdt_loss, BOTH_HEADS, BLANK_AMONG_LABELS, {"durations": [0, 1, 2], "sigma": 0.05},
+        8.274350104, 0.172450515, 1.141180559,
+    ),
+    "tdt_fastemit": (  # tokens as NeMo; durations scaled with them
+        jax_rnnt.tdt_loss, BOTH_HEADS, BLANK_AMONG_LABELS,
+        {"durations": [0, 1, 2], "sigma": 0.05, "fastemit_lambda": 0.1}, 8.274350104, 0.246719295, 1.234320538,
+    ),
+    "hat": (jax_rnnt.hat_loss, X, LABELS, {"blank": 0}, 8.630254897, 0.682359906),  # k2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(implementation, name):
+    function, logits, labels, options, value, *checks = VECTORS[name]
+    call = lambda x: function(x, labels, *LENGTHS, implementation=fused(implementation), **options)
+    got, gradient = jax.value_and_grad(call)(logits)
+    np.testing.assert_allclose(got, value, rtol=1e-9)
+    np.testing.assert_allclose((gradient[..., :6] * WEIGHTS).sum(), checks[0], atol=1e-8)
+    if len(checks) > 1:
+        np.testing.assert_allclose((gradient[..., 6:] * WEIGHTS[..., :3]).sum(), checks[1], atol=1e-8)
+
+
+# --------------------------------------------------------------------------------------------- own options and rules
+
+
+@pytest.mark.family("reference")
+def test_all_options_at_once(loss, implementation):
+    """FastEmit, delay penalty, clamp and windows act on every label arc; NaN in the padding."""
+    windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
+    p = losses.poisoned(losses.problem(loss=loss))
+    options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "label_windows": windows}
+    got = losses.evaluate(loss, p, implementation, **options)
+    losses.assert_matches(got, loss.expected(p, **options), np.float64, 11, scale=1.5)
+
+
+@pytest.mark.parametrize("name", ["multiblank", "tdt"])
+def test_sigma(implementation, name):
+    loss = next(x for x in losses.LOSSES if x.name == name)
+    p = losses.problem(loss=loss)
+    got = losses.evaluate(loss, p, implementation, sigma=0.3)
+    losses.assert_matches(got, loss.expected(p, sigma=0.3), np.float64, 11)
+    call = jax.jit(lambda s: loss(*p, reduction="none", sigma=s, implementation=implementation))
+    np.testing.assert_allclose(call(np.float64(0.3)), got[0], rtol=EXACT)  # a number that may be scheduled
+
+
+@pytest.mark.parametrize("durations", [(3, 1), (2, 3), (1,), (0, 4, 2, 1, 3), (5,), (0, 9)], ids=str)
+def test_any_durations(durations):
+    """In any order, without 0, without 1, beyond T."""
+    p = losses.problem()
+    logits = np.random.default_rng(0).normal(0, 2, (*p.logits.shape[:-1], 9 + len(durations)))
+    p = losses.poisoned(p._replace(logits=logits))
+    expected = truth.loss_and_gradient(
+        *p, topology=truth.token_durations(durations), emission=truth.duration_emission, durations=durations,
+        extra_classes=len(durations), clamp=0.5,
+    )  # fmt: skip
+    call = lambda x: (lambda v: (v.sum(), v))(jax_rnnt.tdt_loss(x, *p[1:], durations, clamp=0.5, reduction="none"))
+    gradient, values = jax.jit(jax.grad(call, has_aux=True))(p.logits)
+    losses.assert_matches((values, gradient), expected, np.float64, 11)
+
+
+def test_sampled_tdt():
+    """omega=1 is the RNN-T loss of the tokens, omega=0 never; between them a coin of the key; no sigma on heads."""
+    p = losses.problem(loss=next(x for x in losses.LOSSES if x.name == "tdt"))
+    tokens = p._replace(logits=p.logits[..., :9])
+    for durations in ((2, 0, 1), (4, 2, 3)):
+        call = jax.jit(
+            lambda x, omega, key, d=durations: jax_rnnt.tdt_loss(x, *p[1:], d, sigma=0.2, omega=omega, key=key)
+        )
+        both = {
+            1.0: losses.RNNT.expected(tokens)[0].mean(),
+            0.0: jax_rnnt.tdt_loss(*p, durations, sigma=0.2),
+        }
+        for omega, value in both.items():
+            np.testing.assert_allclose(call(p.logits, omega, jax.random.key(0)), value, rtol=EXACT)
+        drawn = [float(call(p.logits, 0.5, jax.random.key(k))) for k in range(20)]
+        assert len(set(drawn)) == 2
+        gradient = jax.grad(call)(p.logits, 1.0, jax.random.key(0))
+        np.testing.assert_allclose(gradient[..., :9] * 4, losses.RNNT.expected(tokens)[1], atol=1e-13)
+        assert not np.asarray(gradient[..., 9:]).any()
+    with pytest.raises(ValueError, match=r"tdt_loss: key .* got None"):
+        jax_rnnt.tdt_loss(*p, (0, 1, 2), omega=0.1)
+
+
+def test_no_path_with_more_labels_than_frames():
+    p = losses.problem(3, 3, 4, 5, lengths=([3, 3, 2], [4, 3, 2]))
+    for options, finite in (({}, [False, True, True]), ({"final_blank": True}, [False, False, False])):
+        call = lambda x, o=options: jax_rnnt.monotonic_rnnt_loss(x, *p[1:], reduction="none", **o)
+        values, pull = jax.vjp(call, jnp.asarray(p.logits))
+        np.testing.assert_array_equal(np.isfinite(values), finite)
+        assert (np.asarray(values)[~np.array(finite)] == np.inf).all()
+        gradient = np.asarray(pull(jnp.ones(3))[0])
+        np.testing.assert_array_equal(gradient.any((1, 2, 3)), finite)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_hat_topologies(topology):
+    p = losses.poisoned(losses.problem())
+    options = dict(IN_TRUTH[topology])
+    expected = []
+    log_probs = p.logits.copy()
+    for b in range(4):
+        n, m = p.logit_lengths[b], p.target_lengths[b] + 1
+        arcs = [truth.hat_emission(p.logits[b, :n, :m], np.full(m, k), blank=3)[0]["label"] for k in range(9)]
+        log_probs[b, :n, :m] = np.stack(arcs, -1)
+    expected = truth.loss_and_gradient(log_probs, *p[1:], blank=3, fused_log_softmax=False, **options)[0]
+    got = jax_rnnt.hat_loss(*p, 3, reduction="none", topology=topology)
+    np.testing.assert_allclose(got, expected, rtol=EXACT)
+    as_they_are = jax_rnnt.hat_loss(
+        log_probs, *p[1:], 3, reduction="none", topology=topology, fused_log_softmax=False, implementation="reference"
+    )
+    np.testing.assert_allclose(as_they_are, expected, rtol=EXACT)
+
+
+def test_hat_of_certain_blanks():
+    """Bernoulli logits beyond the range of exp: no overflow, no floor."""
+    p = losses.problem(1, 4, 1, 5, lengths=([4], [1]), dtype=np.float32)
+    for size in (30.0, 200.0, 1e4):
+        logits = p.logits.copy()
+        logits[..., -1] = np.where(np.arange(4)[:, None] % 2, size, -size)
+        q = p._replace(logits=logits)
+        loss = losses.LOSSES[-1]
+        losses.assert_matches(losses.evaluate(loss, q, None), loss.expected(q), np.float32, 5)
+
+
+# ------------------------------------------------------------------------------------------------------- identities
+
+
+def value_and_gradient(function, logits, *rest, **options):
+    call = lambda x: (lambda v: (jnp.where(jnp.isfinite(v), v, 0).sum(), v))(
+        function(x, *rest, reduction="none", **options)
+    )
+    gradient, values = jax.jit(jax.grad(call, has_aux=True))(logits)
+    return np.asarray(values), np.asarray(gradient)
+
+
+def assert_same(a, b):
+    np.testing.assert_allclose(a[0], b[0], rtol=EXACT, atol=EXACT)
+    np.testing.assert_allclose(a[1], b[1], atol=EXACT)
+
+
+def test_tdt_of_one_duration_is_monotonic_with_final_blank():
+    p = losses.problem()
+    logits = np.concatenate([p.logits, np.full((*p.logits.shape[:-1], 1), 7.0)], -1)
+    values, gradient = value_and_gradient(jax_rnnt.tdt_loss, logits, *p[1:], durations=[1])
+    expected = value_and_gradient(jax_rnnt.monotonic_rnnt_loss, *p, final_blank=True)
+    assert_same((values, gradient[..., :-1]), expected)
+    assert not gradient[..., -1].any()
+
+
+def test_multiblank_without_its_big_blanks_is_rnnt():
+    p = losses.problem()
+    logits = p.logits.copy()
+    logits[..., 6:8] = -np.inf
+    p = p._replace(logits=logits, targets=p.targets % 6)
+    got = value_and_gradient(jax_rnnt.multiblank_rnnt_loss, *p, big_blank_durations=[2, 3])
+    assert_same(got, value_and_gradient(jax_rnnt.rnnt_loss, *p))
+
+
+def test_constrained_with_free_blanks_is_monotonic():
+    p = losses.problem()
+    logits = p.logits.copy()
+    logits[..., -1] = 0.0
+    p = p._replace(logits=logits)
+    got, expected = (
+        value_and_gradient(f, *p, fused_log_softmax=False)
+        for f in (jax_rnnt.constrained_rnnt_loss, jax_rnnt.monotonic_rnnt_loss)
+    )
+    np.testing.assert_allclose(got[0], expected[0], rtol=EXACT)
+
+
+def test_constrained_is_rnnt_where_no_frame_can_hold_two_labels():
+    """Windows of disjoint frames leave the same paths to both."""
+    p = losses.problem(1, lengths=([7], [4]))
+    windows = np.array([[[0, 0], [1, 3], [4, 4], [5, 6]]], np.int32)
+    got, expected = (
+        value_and_gradient(f, *p, label_windows=windows) for f in (jax_rnnt.constrained_rnnt_loss, jax_rnnt.rnnt_loss)
+    )
+    assert_same(got, expected)
+
+
+def test_hat_is_rnnt_of_its_log_probs():
+    p = losses.problem()
+
+    def log_probs(x):
+        labels = jax.nn.log_softmax(x[..., :-1]) + jax.nn.log_sigmoid(-x[..., -1:])
+        return jnp.concatenate([labels, jax.nn.log_sigmoid(x[..., -1:])], -1)
+
+    composed = lambda x, *rest, **o: jax_rnnt.rnnt_loss(log_probs(x), *rest, **o)
+    assert_same(value_and_gradient(jax_rnnt.hat_loss, *p), value_and_gradient(composed, *p))
+
+
+# ------------------------------------------------------------------------------------------------ errors and kernels
+
+DURATIONS_NEEDED = {"multiblank": "big_blank_durations", "tdt": "durations"}
+
+
+@pytest.mark.family
+def test_messages(loss):
+    """The common mistakes by name, as for `rnnt_loss` (test_errors.py has all of them)."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    wrong = {
+        "targets": np.zeros((4, 5), np.int32),
+        "logit_lengths": np.zeros(3, np.int32),
+        "logits": np.zeros((4, 7, 5, 9), np.int32),
+    }
+    for name, value in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=rf"{loss.function.__name__}: {name} "):
+            loss(*p._replace(**{name: value}))
+    for name, value in {"blank": 99, "reduction": "avg", "clamp": "1", "implementation": "xla"}.items():
+        with pytest.raises((ValueError, TypeError), match=name):
+            loss(*p, **{name: value})
+
+
+@pytest.mark.parametrize("name", DURATIONS_NEEDED)
+def test_durations_are_checked(name):
+    function, argument = getattr(jax_rnnt, f"{name}_rnnt_loss" if name == "multiblank" else "tdt_loss"), None
+    argument = DURATIONS_NEEDED[name]
+    p = losses.problem(dtype=np.float32)
+    for value in ([], [2, 2], [-1, 2], 3, None, [1.5], ["2"], [True]):
+        with pytest.raises((ValueError, TypeError), match=rf"{function.__name__}: {argument} "):
+            function(*p, value)
+    assert list(inspect.signature(function).parameters)[4] == argument
+
+
+def test_big_blanks_must_be_classes():
+    p = losses.problem(dtype=np.float32)
+    with pytest.raises(ValueError, match=r"multiblank_rnnt_loss: blank .* got 1"):
+        jax_rnnt.multiblank_rnnt_loss(*p, [2, 3], 1)
+    with pytest.raises(ValueError, match="big_blank_durations"):
+        jax_rnnt.multiblank_rnnt_loss(*p, [1])
+    with pytest.raises(ValueError, match="tdt_loss: durations"):
+        jax_rnnt.tdt_loss(*p, [0])
+    with pytest.raises(ValueError, match="topology"):
+        jax_rnnt.hat_loss(*p, topology="ctc")
+
+
+@pytest.mark.family
+def test_kernel_or_an_error(loss, kernel):
+    """By name: every stage by kernel, or NotImplementedError. Not by name: what there is."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    call = jax.jit(jax.value_and_grad(lambda *p: loss.function(*p, **loss.options, implementation=kernel)))
+    if loss.emission_kernel and loss.lattice_kernel:
+        assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
+    else:
+        with pytest.raises(NotImplementedError, match="implementation='kernel'"):
+            call.lower(*p)
+    call = jax.jit(jax.value_and_grad(lambda *p: loss.function(*p, **loss.options)))
+    assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
+
+
+# ------------------------------------------------------------------------------------------ a variant in one place
+
+TWO_STEP = (lattices.Arc("blank", 1, 0), lattices.Arc("blank", 2, 0), lattices.Arc("label", 0, 1))
+
+
+def two_step_loss(logits, targets, logit_lengths, target_lengths, blank=-1, fused_log_softmax=True, **common):
+    """RNN-T whose one blank reads one frame or two."""
+    arrays = _checks.arrays("two_step_loss", logits, targets, logit_lengths, target_lengths)
+    emission = softmax.checked("two_step_loss", arrays[0], blank, fused_log_softmax)
+    return _transducer.evaluate("two_step_loss", arrays, emission, TWO_STEP, bounded=False, **common)
+
+
+def test_a_new_variant(implementation):
+    """docs/losses.md, "How to add a variant": the lines above are one, with every option and every rule."""
+    arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
+    loss = losses.Loss("two_step", two_step_loss, {"topology": arcs}, topology=TWO_STEP)
+    p = losses.poisoned(losses.problem(loss=loss))
+    for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "blank": 0}):
+        got = losses.evaluate(loss, p, implementation, **options)
+        np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
+    source = inspect.getsource(two_step_loss)
+    assert len(source.splitlines()) < 30
