@@ -9,6 +9,10 @@ from jax_rnnt._hat import hat_loss as hat_loss
 from jax_rnnt._monotonic import constrained_rnnt_loss as constrained_rnnt_loss
 from jax_rnnt._monotonic import monotonic_rnnt_loss as monotonic_rnnt_loss
 from jax_rnnt._multiblank import multiblank_rnnt_loss as multiblank_rnnt_loss
+from jax_rnnt._pruned import prune_inputs as prune_inputs
+from jax_rnnt._pruned import prune_ranges as prune_ranges
+from jax_rnnt._pruned import pruned_rnnt_loss as pruned_rnnt_loss
+from jax_rnnt._pruned import simple_rnnt_loss as simple_rnnt_loss
 from jax_rnnt._rnnt import RNNTLoss as RNNTLoss
 from jax_rnnt._rnnt import rnnt_loss as rnnt_loss
 from jax_rnnt._selftest import selftest as selftest
@@ -25,10 +29,14 @@ __all__ = [
     "minimum_latency",
     "monotonic_rnnt_loss",
     "multiblank_rnnt_loss",
+    "prune_inputs",
+    "prune_ranges",
+    "pruned_rnnt_loss",
     "rnnt_align",
     "rnnt_loss",
     "rnnt_posteriors",
     "selftest",
+    "simple_rnnt_loss",
     "tdt_loss",
     "validate_inputs",
 ]

@@ -1,0 +1,370 @@
+"""simple_rnnt_loss, prune_ranges, prune_inputs, pruned_rnnt_loss: pruned RNN-T in four steps (Kuang et al. 2022)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt._topologies import by_name
+from jax_rnnt._transducer import Spec
+from jax_rnnt.emissions import softmax
+from jax_rnnt.emissions.additive import Additive
+from jax_rnnt.emissions.emission import Emission
+from jax_rnnt.emissions.hat import HAT
+
+
+def simple_rnnt_loss(
+    am: jax.Array,
+    lm: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    reduction: str = "mean",
+    *,
+    lm_only_scale: float | jax.Array = 0.0,
+    am_only_scale: float | jax.Array = 0.0,
+    unigram: jax.Array | None = None,
+    topology: str = "standard",
+    delay_penalty: float | jax.Array = 0.0,
+    return_posteriors: bool = False,
+    implementation: str | None = None,
+):
+    """RNN-T loss of the additive joint am + lm, which is never formed: time and memory of a matrix product.
+
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. The logits are
+    am[t, v] + lm[u, v], and the recursion is that of `rnnt_loss`. With smoothing, log-probabilities of either network
+    alone are mixed in, p[v] being the mean over u of softmax(lm)[u, v] of the same sequence::
+
+        log_x(t, u) = (1 - l - a) log_softmax(am[t] + lm[u])[x] + l log_softmax(lm[u])[x]
+                      + a (am[t, x] + log p[x] - log sum over v of exp(am[t, v]) p[v])
+
+    Parameters
+    ----------
+    am : Array, float16 | bfloat16 | float32 | float64 [..., T, V]
+        Scores of the encoder ("acoustic model").
+    lm : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, V]
+        Scores of the predictor ("language model").
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
+        As for `rnnt_loss`.
+    lm_only_scale, am_only_scale : float or scalar Array, default 0.0
+        l and a above. k2's recipes use 0.25 and 0.0.
+    unigram : Array, floating [..., V], optional
+        p above, instead of the sequence's own: k2 takes the mean over the whole batch, padding included.
+    topology : {"standard", "monotonic", "constrained"}
+        The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
+    delay_penalty : float or scalar Array, default 0.0
+        As for `rnnt_loss`.
+    return_posteriors : bool, default False
+        Also returns what `prune_ranges` wants.
+    implementation : {None, "kernel", "reference"}
+        As for `rnnt_loss`; the matrix products are plain JAX in any case, so there is no "kernel".
+
+    Returns
+    -------
+    loss : Array, float32 (float64 for float64 scores) [...] for reduction "none", else []
+        In nats, with the rules of `rnnt_loss` for odd sequences.
+    posteriors : tuple of Array [..., T, U + 1]
+        (blank, label) as `rnnt_posteriors` gives them, without a gradient; only with `return_posteriors`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    Notes
+    -----
+    The product is taken of exponentials, each relative to the largest of its row. Where a frame and a column have no
+    class in common that both give exp(-87) or more (float32), the log-probabilities of that node are only bounds.
+
+    References
+    ----------
+    Kuang et al., "Pruned RNN-T for fast, memory-efficient ASR training", 2022, arXiv:2206.13236.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import simple_rnnt_loss
+    >>> loss = simple_rnnt_loss(jnp.zeros((4, 5)), jnp.zeros((3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    7.354
+    """
+    name = "simple_rnnt_loss"
+    am = _checks.floating(name, "am", am, 2, "[..., T, V]")
+    lm = _checks.floating(name, "lm", lm, 2, "[..., U + 1, V]")
+    batch, classes = am.shape[:-2], am.shape[-1]
+    if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
+        expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
+        raise ValueError(f"{name}: lm must have {expected}, got {tuple(lm.shape)}.")
+    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
+    arcs, steps = by_name(name, topology)
+    operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
+    for scale, x in (("lm_only_scale", lm_only_scale), ("am_only_scale", am_only_scale)):
+        x = _checks.scalar(name, scale, x)
+        if not _checks.is_zero(x):
+            operands[scale] = jnp.asarray(x)
+    smoothed = bool({"lm_only_scale", "am_only_scale"} & set(operands))
+    if unigram is not None:
+        operands["unigram"] = _checks.floating(name, "unigram", unigram, 1, "[..., V]")
+        if operands["unigram"].shape not in ((classes,), (*batch, classes)):
+            expected = f"shape {(classes,)} or {(*batch, classes)}"
+            raise ValueError(f"{name}: unigram must have {expected}, got {operands['unigram'].shape}.")
+        operands["unigram"] = jnp.broadcast_to(operands["unigram"], (*batch, classes))
+    spec = Spec(
+        Additive((_checks.class_index(name, "blank", blank, classes),)),
+        arcs,
+        steps,
+        bounded=not smoothed,
+        reduction=_checks.choice(name, "reduction", reduction, _checks.REDUCTIONS),
+        implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
+    )
+    loss = _transducer.loss(spec, (am, lm), *rest, None, operands)
+    if not _checks.boolean(name, "return_posteriors", return_posteriors):
+        return loss
+    scores = jax.lax.stop_gradient((am, lm))
+    found = _transducer.posteriors(spec, scores, *rest, operands)
+    return loss, (found["blank"], found["label"])
+
+
+def prune_ranges(
+    blank_posteriors: jax.Array,
+    label_posteriors: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    width: int,
+    *,
+    topology: str = "standard",
+) -> jax.Array:
+    """First column of the band of `width` columns that is kept in every frame: k2's rule.
+
+    T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. In each frame the columns first, ...,
+    first + width - 1 are those that hold most blank posterior, less the label posterior that enters them from outside;
+    then the bound is made monotonic, starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a
+    frame (at most 1 where a frame emits at most one label).
+
+    Parameters
+    ----------
+    blank_posteriors, label_posteriors : Array, floating [..., T, U1]
+        From `simple_rnnt_loss` with `return_posteriors`, or `rnnt_posteriors`.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    width : int
+        S, the columns that are kept: 2 or more on the standard lattice, else 1 or more. There is a path in the band
+        where (width - 1) * (T_b - 1) + width > U_b; k2 widens it for the batch, which a static shape does not allow.
+    topology : {"standard", "monotonic", "constrained"}
+        Of the loss that the posteriors come from.
+
+    Returns
+    -------
+    Array, int32 [..., T]
+        For `prune_inputs` and `pruned_rnnt_loss`. It has no gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a static mistake in an argument, named in the message.
+
+    References
+    ----------
+    Kuang et al., "Pruned RNN-T for fast, memory-efficient ASR training", 2022, arXiv:2206.13236, and k2's
+    get_rnnt_prune_ranges.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import prune_ranges, rnnt_posteriors
+    >>> lengths = jnp.array(4), jnp.array(3)
+    >>> blank, label = rnnt_posteriors(jnp.zeros((4, 4, 5)), jnp.array([1, 2, 3]), *lengths)
+    >>> prune_ranges(blank, label, *lengths, width=2).tolist()
+    [0, 1, 2, 2]
+    """
+    name = "prune_ranges"
+    blank = _checks.floating(name, "blank_posteriors", blank_posteriors, 2, "[..., T, U + 1]")
+    label = _checks.floating(name, "label_posteriors", label_posteriors, 2, "[..., T, U + 1]")
+    if blank.shape != label.shape or blank.shape[-1] < 1:
+        expected = f"the shape of blank_posteriors, {tuple(blank.shape)}, with U + 1 >= 1"
+        raise ValueError(f"{name}: label_posteriors must have {expected}, got {tuple(label.shape)}.")
+    batch = blank.shape[:-2]
+    num_frames = _checks.integers(name, "logit_lengths", logit_lengths, batch, "[...]")
+    num_labels = _checks.integers(name, "target_lengths", target_lengths, batch, "[...]")
+    by_name(name, topology)
+    smallest = 2 if topology == "standard" else 1
+    if not isinstance(width, (int, np.integer)) or isinstance(width, bool):
+        raise TypeError(f"{name}: width must be an integer known at trace time, got {width!r}.")
+    if width < smallest:
+        raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
+    return _prune_ranges(blank, label, num_frames, num_labels, int(width), topology == "standard")
+
+
+def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
+    frames, columns = blank.shape[-2:]
+    blank, label = jax.lax.stop_gradient((blank, label))
+    kept = min(width, columns)
+    places = columns - kept + 1
+    within = sum(blank[..., j : j + places] for j in range(kept))
+    enters = jnp.pad(label, [(0, 0)] * (label.ndim - 1) + [(1, 0)])[..., :places]
+    first = jnp.argmax(within - enters, -1).astype(jnp.int32)
+    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames,), num_frames.ndim)
+    last = jnp.clip(num_labels - kept + 1, 0, places - 1)[..., None]
+    first = jnp.where(frame >= num_frames[..., None] - 1, last, first)
+    first = jax.lax.cummin(first, first.ndim - 1, reverse=True)
+    steepest = frame * (max(kept, 2) - 1 if standard else 1)
+    slack = jax.lax.cummin(steepest - first, first.ndim - 1, reverse=True)
+    return steepest - jnp.maximum(slack, 0)
+
+
+def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Array, width: int):
+    """Rows of encoder and predictor for every node of the band, for a joint network of any kind.
+
+    T frames, U labels, S = width columns in the band; `...` is any number of batch dimensions. Place (t, s) of the
+    results is node (t, first[t] + s).
+
+    Parameters
+    ----------
+    encoder_out : Array [..., T, E]
+        Output of the encoder.
+    predictor_out : Array [..., U + 1, P]
+        Output of the predictor.
+    first : Array, integer [..., T]
+        From `prune_ranges`.
+    width : int
+        S; the same as for `prune_ranges`.
+
+    Returns
+    -------
+    encoder : Array [..., T, S, E]
+        The encoder's rows, repeated.
+    predictor : Array [..., T, S, P]
+        The predictor's rows; the last one where the band leaves the columns.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a static mistake in an argument, named in the message.
+
+    See Also
+    --------
+    pruned_rnnt_loss : Loss of the logits that the joint makes of them.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import prune_inputs
+    >>> first = jnp.array([0, 1])
+    >>> encoder, predictor = prune_inputs(jnp.zeros((2, 8)), jnp.arange(3.0)[:, None], first, 2)
+    >>> encoder.shape, predictor[..., 0].tolist()
+    ((2, 2, 8), [[0.0, 1.0], [1.0, 2.0]])
+    """
+    name = "prune_inputs"
+    encoder_out = _checks.floating(name, "encoder_out", encoder_out, 2, "[..., T, E]")
+    batch, frames = encoder_out.shape[:-2], encoder_out.shape[-2]
+    predictor_out = _checks.floating(name, "predictor_out", predictor_out, 2, "[..., U + 1, P]")
+    if predictor_out.shape[:-2] != batch or predictor_out.shape[-2] < 1:
+        expected = f"shape [..., U + 1, P] with the batch dimensions of encoder_out, {batch}"
+        raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
+    first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
+    if not isinstance(width, (int, np.integer)) or isinstance(width, bool):
+        raise TypeError(f"{name}: width must be an integer known at trace time, got {width!r}.")
+    if width < 1:
+        raise ValueError(f"{name}: width must be 1 or more, got {width}.")
+    column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, int(width)), first.ndim)
+    column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)
+    rows = column.reshape(*batch, frames * int(width), 1)
+    predictor = jnp.take_along_axis(predictor_out, rows, -2).reshape(*column.shape, predictor_out.shape[-1])
+    return jnp.broadcast_to(encoder_out[..., None, :], (*column.shape, encoder_out.shape[-1])), predictor
+
+
+def pruned_rnnt_loss(
+    logits: jax.Array,
+    first: jax.Array,
+    targets: jax.Array,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    blank: int = -1,
+    clamp: float | jax.Array = -1.0,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    topology: str = "standard",
+    hat: bool = False,
+    fastemit_lambda: float | jax.Array = 0.0,
+    delay_penalty: float | jax.Array = 0.0,
+    label_windows: jax.Array | None = None,
+    implementation: str | None = None,
+    inplace: bool = True,
+) -> jax.Array:
+    """RNN-T loss over a band of the lattice (Kuang et al. 2022): S columns in every frame, the others forbidden.
+
+    T frames, U labels, V classes (blank included), S columns; `...` is any number of batch dimensions. Place (t, s) of
+    the logits is node (t, first[t] + s); the recursion is that of `rnnt_loss` over these nodes. With S = U + 1 and
+    first = 0 it is the whole lattice.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, S, V]
+        Output of the joint network at the nodes of the band.
+    first : Array, integer [..., T]
+        First column of each frame's band: that of `prune_ranges`, or any other.
+    targets : Array, integer [..., U]
+        Labels; those from `target_lengths` on are never read.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    topology : {"standard", "monotonic", "constrained"}
+        The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
+    hat : bool, default False
+        True: the logits are those of `hat_loss`.
+    clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
+        As for `rnnt_loss`.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+        In nats; +inf with a zero gradient where no path stays in the band.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `rnnt_loss`.
+
+    See Also
+    --------
+    rnnt_loss : Meaning of the common options, and the rules for odd sequences.
+
+    References
+    ----------
+    Kuang et al., "Pruned RNN-T for fast, memory-efficient ASR training", 2022, arXiv:2206.13236.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import pruned_rnnt_loss
+    >>> first = jnp.array([0, 0, 1, 1])
+    >>> loss = pruned_rnnt_loss(jnp.zeros((4, 2, 5)), first, jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)  # 6 log 5 - log 4
+    8.27
+    """
+    name = "pruned_rnnt_loss"
+    logits = _checks.floating(name, "logits", logits, 3, "[..., T, S, V]")
+    batch, (frames, width, classes) = logits.shape[:-3], logits.shape[-3:]
+    if width < 1 or classes < 1:
+        raise ValueError(f"{name}: logits must have shape [..., T, S, V] with S >= 1 and V >= 1, got {logits.shape}.")
+    first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
+    labels = np.shape(targets)[-1] if np.ndim(targets) else 0
+    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, labels)
+    arcs, steps = by_name(name, topology)
+    emission: Emission = softmax.checked(name, logits, blank, fused_log_softmax)
+    if _checks.boolean(name, "hat", hat) and emission.normalize:
+        emission = HAT(emission.blanks)
+    return _transducer.evaluate(
+        name, (logits, *rest), emission, arcs, steps=(seam.Unband(labels + 1), *steps), operands={"first": first},
+        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Additive emission: logits am[t, v] + lm[u, v] that never exist, normalised by one matrix product (Kuang et al. 2022).
+
+    lse[t, u]   = log sum over v of exp(am[t, v]) exp(lm[u, v])
+    log_blank   = am[t, blank] + lm[u, blank] - lse            log_label = am[t, y[u]] + lm[u, y[u]] - lse
+
+Smoothing mixes in log-probabilities of either network alone, with p[v] the mean over u of softmax(lm)[u, v]:
+
+    log_x = (1 - l - a) log_x + l (lm[u, x] - log sum exp lm[u]) + a (am[t, x] + log p[x] - log sum over v of exp am p)
+
+In plain JAX: matrix products do the work, and the gradient through them is another three.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, label_map
+from jax_rnnt.emissions.softmax import accumulation_dtype, log_sum_exp, one_hot
+
+
+class Nodes(typing.NamedTuple):
+    label: jax.Array  # [..., 1, U1]
+    num_frames: jax.Array
+    lm_only: jax.Array | None  # weights of smoothing
+    am_only: jax.Array | None
+    unigram: jax.Array | None  # [..., V]
+
+
+def _product(x, y):
+    """[..., T, U1] = x [..., T, V] times y [..., U1, V] transposed, in full precision on every device."""
+    return jnp.einsum("...tv,...uv->...tu", x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _weighted(weight, x):
+    """weight * x, 0 where the weight is 0 and x infinite."""
+    return jnp.where(weight == 0, 0, weight * x)
+
+
+def _exp(x):
+    """(exp(x - peak), peak [..., 1]); a row of -inf has peak 0."""
+    peak = jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
+    peak = jnp.where(jnp.isneginf(peak), 0, peak)
+    return jnp.exp(x - peak), peak
+
+
+@dataclasses.dataclass(frozen=True)
+class Additive(Emission):
+    """Of `(am, lm)`, [..., T, V] and [..., U1, V]."""
+
+    def dimensions(self, logits):
+        return logits[0].shape[-2:]
+
+    def nodes(self, logits, targets, num_frames, num_labels, operands):
+        smoothing = (operands.get(name) for name in ("lm_only_scale", "am_only_scale", "unigram"))
+        return Nodes(label_map(targets, num_labels), num_frames, *smoothing)
+
+    def reference(self, logits, nodes):
+        am, lm = logits
+        label = nodes.label
+        dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
+        frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * nodes.num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
+        rows, columns = frame < nodes.num_frames[..., None], label[..., 0, :] != OUTSIDE
+        am = jnp.where(rows[..., None], am, 0).astype(dtype)
+        lm = jnp.where(columns[..., None], lm, 0).astype(dtype)
+
+        (exp_am, peak_am), (exp_lm, peak_lm) = _exp(am), _exp(lm)
+        total = _product(exp_am, exp_lm)
+        peaks = peak_am + jnp.swapaxes(peak_lm, -1, -2)
+
+        # Picked by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
+        hot = one_hot(label[..., 0, :], lm)
+        forbidden = jnp.isneginf(am)
+        am_label = _product(jnp.where(forbidden, 0, am), hot.astype(dtype))
+        am_label = jnp.where(_product(forbidden.astype(dtype), hot.astype(dtype)) > 0, -jnp.inf, am_label)
+        lm_label = jnp.sum(jnp.where(hot, lm, 0), -1)[..., None, :]
+        blank = self.blanks[0]
+        am_blank, lm_blank = am[..., blank, None], lm[..., blank][..., None, :]
+
+        scores = {"blank": am_blank + lm_blank, "label": am_label + lm_label}
+        # Below the range of floats: no class is likely on both sides. What is left is a bound, which keeps p <= 1.
+        tiny = jnp.finfo(dtype).tiny
+        low = jnp.maximum(jnp.maximum(scores["blank"], jnp.where(label < 0, -jnp.inf, scores["label"])) - peaks, -1e30)
+        log_total = jnp.where(total > tiny, jnp.log(jnp.where(total > tiny, total, 1)), low)
+        bad = jnp.isnan(total) | jnp.isposinf(total)
+        lse = jnp.where(bad, jnp.nan, log_total + peaks)
+
+        planes = {slot: x - lse for slot, x in scores.items()}
+        if nodes.lm_only is not None or nodes.am_only is not None:
+            weights = [jnp.asarray(0 if w is None else w, dtype) for w in (nodes.lm_only, nodes.am_only)]
+            norm_lm, *_ = log_sum_exp(lm)
+            if nodes.unigram is None:
+                softmax_lm = jnp.where(columns[..., None], jnp.exp(lm - norm_lm[..., None]), 0)
+                count = jnp.maximum(jnp.sum(columns, -1, dtype=jnp.int32), 1).astype(dtype)
+                unigram = jnp.sum(softmax_lm, -2) / count[..., None]
+            else:
+                unigram = nodes.unigram.astype(dtype)
+            log_unigram = jnp.log(unigram + tiny)
+            unigram_label = jnp.sum(jnp.where(hot, log_unigram[..., None, :], 0), -1)[..., None, :]
+            norm_am = peak_am + jnp.log(jnp.sum(exp_am * unigram[..., None, :], -1, keepdims=True) + tiny)
+            alone = {
+                "blank": (lm_blank, am_blank + log_unigram[..., blank][..., None, None]),
+                "label": (lm_label, am_label + unigram_label),
+            }
+            for slot, (of_lm, of_am) in alone.items():
+                mixed = _weighted(1 - weights[0] - weights[1], planes[slot])
+                mixed = mixed + _weighted(weights[0], of_lm - norm_lm[..., None, :])
+                planes[slot] = mixed + _weighted(weights[1], of_am - norm_am)
+        planes["label"] = jnp.where(label == NO_LABEL, -jnp.inf, planes["label"])
+        inside = rows[..., None] & columns[..., None, :]
+        return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}

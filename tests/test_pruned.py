@@ -1,0 +1,307 @@
+"""Is the additive loss that of its joint, are the ranges k2's, and is the pruned loss that of its band?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+import reference_numpy as truth
+from test_family import BY_TOPOLOGY, IN_TRUTH, TOPOLOGIES
+from test_vectors import LABELS, LENGTHS
+
+EXACT = 1e-12
+t, u, v = np.arange(5)[:, None], np.arange(4)[:, None], np.arange(6)
+AM, LM = 2 * np.sin(1 + 3 * t + 7 * v), 2 * np.cos(2 + 5 * u + 3 * v)
+
+
+def simple_problem(B=4, dtype=np.float64, scale=2.0):
+    """am, lm and the problem whose logits are their sum."""
+    p = losses.problem(B)
+    rng = np.random.default_rng(5)
+    am, lm = rng.normal(0, scale, (B, 7, 9)).astype(dtype), rng.normal(0, scale, (B, 5, 9)).astype(dtype)
+    return am, lm, p._replace(logits=am[:, :, None].astype(np.float64) + lm[:, None].astype(np.float64))
+
+
+def poisoned_heads(am, lm, p):
+    am = np.where(np.arange(7)[:, None] < p.logit_lengths[:, None, None], am, np.nan)
+    return am, np.where(np.arange(5)[:, None] <= p.target_lengths[:, None, None], lm, np.nan)
+
+
+# --------------------------------------------------------------------------------------------------------- vectors
+
+
+def test_vectors_of_the_simple_loss():
+    """fast_rnnt."""
+    call = lambda am, lm, **o: jax_rnnt.simple_rnnt_loss(am, lm, LABELS, *LENGTHS, blank=0, **o)
+    value, gradients = jax.value_and_grad(call, (0, 1))(AM, LM)
+    np.testing.assert_allclose(value, 13.946255752, rtol=1e-9)
+    np.testing.assert_allclose([np.abs(g).sum() for g in gradients], [8.882651222, 8.983783374], rtol=1e-9)
+    np.testing.assert_allclose(call(AM, LM, topology="monotonic"), 8.533267626, rtol=1e-9)
+    np.testing.assert_allclose(call(AM, LM, delay_penalty=0.1), 13.874540574, rtol=1e-9)
+    for scales, expected, wanted in (
+        ((0.1, 0.1), 13.875060464, 7.953364928),
+        ((0.25, 0.15), 13.720407677, 6.609245613),
+    ):
+        smoothed = lambda am, s=scales: call(am, LM, lm_only_scale=s[0], am_only_scale=s[1])
+        value, gradient = jax.value_and_grad(smoothed)(AM)
+        np.testing.assert_allclose(value, expected, rtol=1e-9)
+        np.testing.assert_allclose(np.abs(gradient).sum(), wanted, rtol=1e-9)
+
+
+RANGES = {  # width -> (first, pruned loss)
+    "standard": {
+        2: ([0, 1, 1, 1, 2], 14.470983214),
+        3: ([0, 0, 0, 1, 1], 13.950161025),
+        4: ([0] * 5, 13.946255752),
+        7: ([0] * 5, 13.946255752),
+    },
+    "monotonic": {2: ([0, 0, 1, 1, 2], 8.544806275), 3: ([0, 0, 0, 1, 1], 8.533267626)},
+}
+
+
+@pytest.mark.parametrize("topology", RANGES)
+def test_vectors_of_ranges(implementation, topology):
+    """fast_rnnt."""
+    call = lambda **o: jax_rnnt.simple_rnnt_loss(AM, LM, LABELS, *LENGTHS, blank=0, topology=topology, **o)
+    _, posteriors = call(return_posteriors=True)
+    for width, (expected, value) in RANGES[topology].items():
+        first = jax_rnnt.prune_ranges(*posteriors, *LENGTHS, width, topology=topology)
+        assert first.dtype == jnp.int32 and first.tolist() == expected
+        am, lm = jax_rnnt.prune_inputs(AM, LM, first, width)
+        got = jax_rnnt.pruned_rnnt_loss(
+            am + lm, first, LABELS, *LENGTHS, blank=0, topology=topology, implementation=implementation
+        )
+        np.testing.assert_allclose(got, value, rtol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ simple loss
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_simple_is_the_loss_of_the_sum(topology):
+    am, lm, p = simple_problem()
+
+    def call(am, lm):
+        loss, posteriors = jax_rnnt.simple_rnnt_loss(
+            am, lm, *p[1:], reduction="none", topology=topology, return_posteriors=True
+        )
+        return loss.sum(), (loss, posteriors)
+
+    gradients, (values, posteriors) = jax.jit(jax.grad(call, (0, 1), has_aux=True))(*poisoned_heads(am, lm, p))
+    expected, gradient = truth.loss_and_gradient(*p, **IN_TRUTH[topology])
+    np.testing.assert_allclose(values, expected, rtol=EXACT)
+    np.testing.assert_allclose(gradients[0], gradient.sum(2), atol=EXACT)
+    np.testing.assert_allclose(gradients[1], gradient.sum(1), atol=EXACT)
+    for got, wanted in zip(posteriors, jax_rnnt.rnnt_posteriors(*p, topology=topology), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=EXACT)
+    reference = jax_rnnt.simple_rnnt_loss(
+        am, lm, *p[1:], topology=topology, reduction="none", implementation="reference"
+    )
+    np.testing.assert_allclose(reference, expected, rtol=EXACT)
+
+
+def smoothed_truth(am, lm, labels, lm_only, am_only, blank):
+    """Arcs of one sequence by the formula of Kuang et al., one element at a time."""
+    joint = truth.log_softmax(am[:, None] + lm[None])
+    lm_alone = truth.log_softmax(lm)
+    unigram = np.exp(lm_alone).mean(0)
+    am_alone = am + np.log(unigram) - np.log((np.exp(am) * unigram).sum(-1, keepdims=True))
+    mixed = (1 - lm_only - am_only) * joint + lm_only * lm_alone[None] + am_only * am_alone[:, None]
+    label = np.full(mixed.shape[:2], -np.inf)
+    for u, k in enumerate(labels):
+        label[:, u] = mixed[:, u, k]
+    return {"blank": mixed[..., blank], "label": label}
+
+
+def test_smoothing_of_a_batch():
+    """Each sequence by itself: its own unigram, nothing of its padding."""
+    am, lm, p = simple_problem()
+    values = jax_rnnt.simple_rnnt_loss(
+        *poisoned_heads(am, lm, p), *p[1:], reduction="none", lm_only_scale=0.25, am_only_scale=0.1
+    )
+    for b in range(4):
+        n, m = p.logit_lengths[b], p.target_lengths[b]
+        arcs = smoothed_truth(am[b, :n], lm[b, : m + 1], p.targets[b, :m], 0.25, 0.1, 8)
+        np.testing.assert_allclose(values[b], -truth.log_likelihood(truth.STANDARD, arcs, n, m), rtol=EXACT)
+
+
+def test_unigram_of_the_batch():
+    """k2's: the mean over the batch, given by the caller."""
+    am, lm, p = simple_problem()
+    unigram = np.exp(truth.log_softmax(lm)).mean((0, 1))
+    call = lambda **o: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], am_only_scale=0.2, reduction="none", **o)
+    np.testing.assert_allclose(call(unigram=unigram), call(unigram=np.tile(unigram, (4, 1))), rtol=EXACT)
+    assert not np.allclose(call(unigram=unigram), call())
+
+
+def test_simple_loss_slope():
+    am, lm, p = simple_problem(2)
+    options = {"lm_only_scale": 0.25, "am_only_scale": 0.1, "delay_penalty": 0.1}
+    call = jax.jit(lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], **options))
+    gradients = jax.grad(call, (0, 1))(am, lm)
+    rng = np.random.default_rng(0)
+    steps = rng.normal(size=am.shape), rng.normal(size=lm.shape)
+    up, down = (call(am + h * steps[0], lm + h * steps[1]) for h in (1e-5, -1e-5))
+    slope = sum((g * s).sum() for g, s in zip(gradients, steps))
+    np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-7)
+
+
+def test_simple_loss_in_float32():
+    am, lm, p = simple_problem(dtype=np.float32, scale=4.0)
+    call = lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="sum")
+    value, gradients = jax.value_and_grad(call, (0, 1))(am, lm)
+    expected, gradient = truth.loss_and_gradient(*p)
+    np.testing.assert_allclose(value, expected.sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradients[0], gradient.sum(2), atol=1e-5)
+    np.testing.assert_allclose(gradients[1], gradient.sum(1), atol=1e-5)
+
+
+def test_simple_loss_of_odd_sequences():
+    """-inf with a path and without, NaN, lengths out of range: every sequence by itself; peaks that share no class."""
+    am, lm, p = simple_problem(8)
+    p = p._replace(
+        logit_lengths=np.array([7, 7, 7, 7, 0, 0, 8, 5], np.int32),
+        target_lengths=np.array([4, 4, 2, 2, 0, 1, 2, 2], np.int32),
+    )
+    clean = jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="none")
+    am[1, :, 3], lm[1, 2, 8] = -np.inf, -np.inf
+    am[2, 3] = -np.inf
+    am[3, 2, 1] = np.nan
+    call = lambda am, lm: (lambda v: (v.sum(), v))(jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="none"))
+    gradients, values = jax.grad(call, (0, 1), has_aux=True)(am, lm)
+    expected = truth.loss_and_gradient(am[:, :, None] + lm[:, None], *p[1:])[0]
+    np.testing.assert_allclose(values, expected, rtol=EXACT)
+    losses.assert_same_bits(np.asarray(values)[[0, 7]], np.asarray(clean)[[0, 7]])
+    for g in gradients:
+        assert np.isfinite(np.delete(np.asarray(g), 3, 0)).all() and not np.asarray(g)[[2, 4, 5, 6]].any()
+    far = np.float32(1e4) * np.eye(9, dtype=np.float32)
+    am, lm = far[np.arange(7) % 3], far[3 + np.arange(5) % 3]
+    call = lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, p.targets[0], np.int32(7), np.int32(4))
+    value, gradients = jax.value_and_grad(call, (0, 1))(am, lm)
+    assert np.isfinite(value) and value >= 0 and all(np.isfinite(g).all() for g in gradients)
+
+
+# ----------------------------------------------------------------------------------------------------- pruned loss
+
+
+def banded(p, first, width):
+    """Logits [B, T, S, V] of the band; NaN where it leaves the columns."""
+    out = np.full((*p.logits.shape[:2], width, p.logits.shape[-1]), np.nan)
+    for b, n, s in np.ndindex(out.shape[:3]):
+        if 0 <= first[b, n] + s < p.logits.shape[2]:
+            out[b, n, s] = p.logits[b, n, first[b, n] + s]
+    return out
+
+
+@pytest.mark.parametrize("hat", [False, True], ids=["softmax", "hat"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_pruned_is_the_loss_with_other_nodes_forbidden(topology, hat):
+    """Any band, also one that no path stays in: the truth with -inf at all classes of the other nodes."""
+    p = losses.problem()
+    rng = np.random.default_rng(0)
+    first = np.sort(rng.integers(-1, 3, (4, 7)), 1).astype(np.int32)
+    first[:, 0] = np.minimum(first[:, 0], 0)
+    first[1, 2:] = 4  # leaves (T_b, U_b) out
+    width = 3
+    emission = {"emission": truth.hat_emission} if hat else {}
+    if hat and topology == "constrained":
+        pytest.skip("the truth has no constrained HAT")
+    column = np.arange(5)
+    inside = (column >= first[..., None]) & (column < first[..., None] + width)
+    logits = np.where(inside[..., None], p.logits, -np.inf)
+    expected, gradient = truth.loss_and_gradient(
+        logits, *p[1:], clamp=0.5, fastemit_lambda=0.25, **(IN_TRUTH[topology] | emission)
+    )
+    call = lambda x, i: jax_rnnt.pruned_rnnt_loss(
+        x, first, *p[1:], clamp=0.5, fastemit_lambda=0.25, topology=topology, hat=hat, reduction="none",
+        implementation=i,
+    )  # fmt: skip
+    for implementation in (None, "reference"):
+        run = jax.jit(jax.grad(lambda x, i=implementation: (lambda v: (v.sum(), v))(call(x, i)), has_aux=True))
+        got, values = run(banded(p, first, width))
+        np.testing.assert_allclose(values, expected, rtol=EXACT)
+        assert np.isposinf(expected[1])
+        back = np.zeros_like(gradient)
+        for b, n, s in np.ndindex(got.shape[:3]):
+            if 0 <= first[b, n] + s < 5:
+                back[b, n, first[b, n] + s] = got[b, n, s]
+            else:
+                assert not np.asarray(got)[b, n, s].any()
+        np.testing.assert_allclose(back, gradient, atol=EXACT)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_full_band_is_the_whole_lattice(kernel, topology):
+    p = losses.poisoned(losses.problem())
+    windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
+    options = {"delay_penalty": 0.3, "label_windows": windows, "reduction": "none", "implementation": kernel}
+    first = np.zeros((4, 7), np.int32)
+    got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], topology=topology, **options)
+    np.testing.assert_allclose(got, BY_TOPOLOGY[topology](*p, **options), rtol=EXACT)
+
+
+def test_ranges_of_a_ragged_batch():
+    """Non-decreasing, from 0, in steps below the width, over (T_b, U_b) where it can be reached; batch-free."""
+    am, lm, p = simple_problem()
+    p = p._replace(target_lengths=np.array([4, 2, 0, 3], np.int32))
+    _, posteriors = jax_rnnt.simple_rnnt_loss(*poisoned_heads(am, lm, p), *p[1:], return_posteriors=True)
+    for topology, steps in (("standard", 1), ("constrained", 1)):
+        for width in (2, 3):
+            lengths = p.logit_lengths, p.target_lengths
+            first = np.asarray(jax_rnnt.prune_ranges(*posteriors, *lengths, width, topology=topology))
+            most = width - 1 if topology == "standard" else steps
+            assert (first[:, 0] == 0).all() and (np.diff(first) >= 0).all() and (np.diff(first) <= most).all()
+            for b in range(4):
+                assert first[b, p.logit_lengths[b] - 1] == max(p.target_lengths[b] - width + 1, 0)
+                row = jax_rnnt.prune_ranges(
+                    *(x[b] for x in posteriors), *(x[b] for x in lengths), width, topology=topology
+                )
+                np.testing.assert_array_equal(row, first[b])
+
+
+def test_pruned_training_step(devices):
+    """Both losses of a step under shard_map and vmap, with a joint in between: the same numbers."""
+    am, lm, p = simple_problem(16, np.float32)
+
+    def step(am, lm, *rest):
+        simple, posteriors = jax_rnnt.simple_rnnt_loss(am, lm, *rest, reduction="none", return_posteriors=True)
+        first = jax_rnnt.prune_ranges(*posteriors, *rest[1:], 3)
+        a, b = jax_rnnt.prune_inputs(am, lm, first, 3)
+        return simple + jax_rnnt.pruned_rnnt_loss(jnp.tanh(a + b), first, *rest, reduction="none")
+
+    arguments = am, lm, *p[1:]
+    expected = jax.jit(step)(*arguments)
+    assert np.isfinite(expected).all()
+    gradient = jax.jit(jax.grad(lambda am, *rest: step(am, *rest).sum()))(*arguments)
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(step, mesh=jax.sharding.Mesh(np.array(devices), ("data",)), in_specs=spec, out_specs=spec)
+    for other in (jax.vmap(step), mapped):
+        np.testing.assert_allclose(jax.jit(other)(*arguments), expected, rtol=1e-5)
+        got = jax.jit(jax.grad(lambda am, *rest, f=other: f(am, *rest).sum()))(*arguments)
+        np.testing.assert_allclose(got, gradient, atol=1e-5)
+
+
+def test_messages():
+    am, lm, p = simple_problem()
+    first = np.zeros((4, 7), np.int32)
+    plane = np.zeros((4, 7, 5))
+    cases = (
+        (jax_rnnt.simple_rnnt_loss, (am, lm[:, :, :8], *p[1:]), {}, "lm"),
+        (jax_rnnt.simple_rnnt_loss, (am[0, 0], lm, *p[1:]), {}, "am"),
+        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"topology": "ctc"}, "topology"),
+        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"unigram": np.zeros(3)}, "unigram"),
+        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"lm_only_scale": "1"}, "lm_only_scale"),
+        (jax_rnnt.pruned_rnnt_loss, (p.logits, first[:, 1:], *p[1:]), {}, "first"),
+        (jax_rnnt.pruned_rnnt_loss, (p.logits, first.astype(float), *p[1:]), {}, "first"),
+        (jax_rnnt.pruned_rnnt_loss, (p.logits, first, *p[1:]), {"hat": 1}, "hat"),
+        (jax_rnnt.prune_ranges, (plane, plane[:, 1:], *p[2:], 2), {}, "label_posteriors"),
+        (jax_rnnt.prune_ranges, (plane, plane, *p[2:], 1), {}, "width"),
+        (jax_rnnt.prune_ranges, (plane, plane, *p[2:], 2.0), {}, "width"),
+        (jax_rnnt.prune_inputs, (am, lm[1:], first, 2), {}, "predictor_out"),
+        (jax_rnnt.prune_inputs, (am, lm, first, 0), {}, "width"),
+    )
+    for function, arguments, options, name in cases:
+        with pytest.raises((ValueError, TypeError), match=rf"{function.__name__}: {name} must"):
+            function(*arguments, **options)
