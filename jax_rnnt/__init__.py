@@ -9,6 +9,7 @@ from jax_rnnt._hat import hat_loss as hat_loss
 from jax_rnnt._monotonic import constrained_rnnt_loss as constrained_rnnt_loss
 from jax_rnnt._monotonic import monotonic_rnnt_loss as monotonic_rnnt_loss
 from jax_rnnt._multiblank import multiblank_rnnt_loss as multiblank_rnnt_loss
+from jax_rnnt._packed import rnnt_loss_packed as rnnt_loss_packed
 from jax_rnnt._pruned import prune_inputs as prune_inputs
 from jax_rnnt._pruned import prune_ranges as prune_ranges
 from jax_rnnt._pruned import pruned_rnnt_loss as pruned_rnnt_loss
@@ -34,6 +35,7 @@ __all__ = [
     "pruned_rnnt_loss",
     "rnnt_align",
     "rnnt_loss",
+    "rnnt_loss_packed",
     "rnnt_posteriors",
     "selftest",
     "simple_rnnt_loss",
