@@ -42,13 +42,14 @@ sanitize:
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
-# The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What only concerns the reference is left out.
+# The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
+NO_KERNEL = example errors public truth distributed forward_mode align pruned gpu_compile
 emulation:
 	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
 	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
 	  -Cbuild-dir=build/emulation-objects
 	JAX_RNNT_REQUIRE=cpu build/emulation/bin/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
-	  --ignore tests/test_example.py $(ARGS)
+	  $(NO_KERNEL:%=--ignore tests/test_%.py) $(ARGS)
 
 # Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
 cuda-check:

@@ -1,8 +1,9 @@
 """Whether the checks of the emulation find what they are for: typical CUDA bugs, each put into a copy of the kernels.
 
 Prints a table of bugs and of what found each: EMU a report of the emulation, ASAN, UBSAN or RACE one of a sanitizer,
-NaN or value a wrong result; "-" nothing. Every bug must be found by one run at least, and no run may object to the
-sources as they are: exit code 1 otherwise. With an argument: only bugs whose names contain it.
+NaN or value a wrong result; "-" nothing. A bug is left at the first run that finds it, unless --all is given. Every bug
+must be found by one run at least, and no run may object to the sources as they are: exit code 1 otherwise. With other
+arguments: only bugs whose names contain them.
 """
 
 import concurrent.futures
@@ -127,8 +128,8 @@ def verdict(code: int | None, output: str) -> str:
     return next((name for sign, name in SIGNS if sign in output), f"exit {code}")
 
 
-def try_mutation(mutation, objects) -> list[str]:
-    """Verdicts of all runs on the mutated kernels."""
+def try_mutation(mutation, objects, every_run) -> list[str]:
+    """Verdicts of the runs on the mutated kernels, up to the first that finds the bug or of all of them."""
     _, source, old, new = mutation
     text = (checks.ROOT / source).read_text()
     if old not in text:
@@ -139,19 +140,23 @@ def try_mutation(mutation, objects) -> list[str]:
         (root / source).parent.mkdir(parents=True)
         (root / source).write_text(text.replace(old, new))
         programs = {}
-        for mode in checks.MODES:
-            mutated = checks.compile_object(source, mode, root, root, warnings=["-w"])
-            others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s != source]
-            programs[mode.name] = checks.link([mutated, *others], mode, root / mode.name / "check")
         for mode_name, order in RUNS:
+            if mode_name not in programs:
+                mode = next(mode for mode in checks.MODES if mode.name == mode_name)
+                mutated = checks.compile_object(source, mode, root, root, warnings=["-w"])
+                others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s != source]
+                programs[mode.name] = checks.link([mutated, *others], mode, root / mode.name / "check")
             verdicts.append(verdict(*checks.run(programs[mode_name], order, "--first", timeout=60)))
+            if verdicts[-1] != "-" and not every_run:
+                break
         shutil.rmtree(root / "xla_kernels")
     return verdicts
 
 
 def main() -> int:
     start = time.monotonic()
-    mutations = [mutation for mutation in MUTATIONS if all(word in mutation[0] for word in sys.argv[1:])]
+    every_run, words = "--all" in sys.argv, [word for word in sys.argv[1:] if word != "--all"]
+    mutations = [mutation for mutation in MUTATIONS if all(word in mutation[0] for word in words)]
     width = max(len(name) for name, *_ in MUTATIONS)
 
     def row(name, cells):
@@ -168,7 +173,7 @@ def main() -> int:
         for job in [pool.submit(checks.run, checks.BUILD / mode / "check", order) for mode, order in RUNS]:
             clean.append(verdict(*job.result()))
         row("(none)", clean)
-        jobs = [pool.submit(try_mutation, mutation, objects) for mutation in mutations]
+        jobs = [pool.submit(try_mutation, mutation, objects, every_run) for mutation in mutations]
         for (name, *_), job in zip(mutations, jobs, strict=True):
             verdicts = job.result()
             row(name, verdicts)
