@@ -20,6 +20,12 @@ def _prepared(name, arrays, blank, fused_log_softmax, topology, delay_penalty, l
     return Spec(emission, arcs, steps, implementation=implementation), arrays, operands
 
 
+def _frame(plane):
+    """Number of the frame of each node, [..., T, 1] up to broadcasting, in the dtype of the plane."""
+    axis = plane.ndim - 2
+    return jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (plane.shape[axis], 1), axis).astype(plane.dtype)
+
+
 def rnnt_posteriors(
     logits: jax.Array,
     targets: jax.Array,
@@ -156,8 +162,7 @@ def expected_emission_frames(
     options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
     spec, arrays, operands = _prepared("expected_emission_frames", arrays, *options)
     label = _transducer.posteriors(spec, *arrays, operands)["label"][..., :-1]
-    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
-    return jnp.sum(frame.astype(label.dtype) * label, -2)
+    return jnp.sum(_frame(label) * label, -2)
 
 
 def minimum_latency(
@@ -227,8 +232,7 @@ def minimum_latency(
     spec, arrays, operands = _prepared(name, arrays, *options)
     reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
     label = _transducer.posteriors(spec, *arrays, operands)["label"]
-    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
-    total = jnp.sum((frame + 1).astype(label.dtype) * label, (-1, -2))
+    total = jnp.sum((_frame(label) + 1) * label, (-1, -2))
     num_labels = arrays[3]
     return reduce(total / jnp.maximum(num_labels, 1).astype(total.dtype), num_labels, reduction)
 

@@ -23,7 +23,7 @@ namespace jax_rnnt::cuda {
 namespace {
 
 #ifndef JAX_RNNT_LATTICE_WARPS
-#define JAX_RNNT_LATTICE_WARPS 16
+#define JAX_RNNT_LATTICE_WARPS 8  // as in lattice.cu
 #endif
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
