@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks, _transducer
+from jax_rnnt import _checks, _transducer, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._topologies import by_name
 from jax_rnnt._transducer import Spec
@@ -18,12 +18,6 @@ def _prepared(name, arrays, blank, fused_log_softmax, topology, delay_penalty, l
     emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
     operands = _transducer.seam_operands(name, arrays[1], delay_penalty=delay_penalty, label_windows=label_windows)
     return Spec(emission, arcs, steps, implementation=implementation), arrays, operands
-
-
-def _frame(plane):
-    """Number of the frame of each node, [..., T, 1] up to broadcasting, in the dtype of the plane."""
-    axis = plane.ndim - 2
-    return jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (plane.shape[axis], 1), axis).astype(plane.dtype)
 
 
 def rnnt_posteriors(
@@ -162,7 +156,7 @@ def expected_emission_frames(
     options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
     spec, arrays, operands = _prepared("expected_emission_frames", arrays, *options)
     label = _transducer.posteriors(spec, *arrays, operands)["label"][..., :-1]
-    return jnp.sum(_frame(label) * label, -2)
+    return jnp.sum(seam.frame(label).astype(label.dtype) * label, -2)
 
 
 def minimum_latency(
@@ -232,7 +226,7 @@ def minimum_latency(
     spec, arrays, operands = _prepared(name, arrays, *options)
     reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
     label = _transducer.posteriors(spec, *arrays, operands)["label"]
-    total = jnp.sum((_frame(label) + 1) * label, (-1, -2))
+    total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
     num_labels = arrays[3]
     return reduce(total / jnp.maximum(num_labels, 1).astype(total.dtype), num_labels, reduction)
 

@@ -25,7 +25,8 @@ def _(primals, tangents):
     return x, tangents[0] * scale
 
 
-def _frame(label):
+def frame(label):
+    """int32, [..., T, 1] up to broadcasting: the frame of each node of a plane."""
     return lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
 
 
@@ -37,15 +38,15 @@ def fastemit(label, fastemit_lambda):
 def delay_penalty(label, num_frames, penalty):
     """k2's delay penalty: label arcs of frame t gain penalty * ((T_b - 1) / 2 - t)."""
     middle = (num_frames[..., None, None] - 1).astype(label.dtype) / 2
-    return label + penalty * (middle - _frame(label).astype(label.dtype))
+    return label + penalty * (middle - frame(label).astype(label.dtype))
 
 
 def label_windows(label, windows):
     """Label u may only be emitted in frames windows[..., u, 0] <= t <= windows[..., u, 1]."""
     # The last column has no label arc; any window will do there.
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 2) + [(0, 1), (0, 0)])[..., None, :, :]
-    first, last, frame = padded[..., 0], padded[..., 1], _frame(label)
-    return jnp.where((first <= frame) & (frame <= last), label, -jnp.inf)
+    first, last, t = padded[..., 0], padded[..., 1], frame(label)
+    return jnp.where((first <= t) & (t <= last), label, -jnp.inf)
 
 
 def label_slots(arcs) -> list[str]:
@@ -66,7 +67,7 @@ def pay_next_blank(arcs, num_frames, operands):
 
 def final_blank(arcs, num_frames, operands):
     """No label in the last frame, so that a path of one symbol a frame ends with a blank."""
-    last = _frame(arcs["label"]) == num_frames[..., None, None] - 1
+    last = frame(arcs["label"]) == num_frames[..., None, None] - 1
     return {**arcs, "label": jnp.where(last, -jnp.inf, arcs["label"])}
 
 
