@@ -4,8 +4,6 @@ import jax
 
 from jax_rnnt import _checks, _transducer
 from jax_rnnt._topologies import by_name
-from jax_rnnt.emissions.emission import Emission
-from jax_rnnt.emissions.hat import HAT
 from jax_rnnt.emissions.softmax import Softmax
 
 
@@ -84,7 +82,7 @@ def hat_loss(
     blank = _checks.class_index(name, "blank", blank, arrays[0].shape[-1])
     arcs, steps = by_name(name, topology)
     normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
-    emission: Emission = HAT((blank,)) if normalize else Softmax((blank,), False)
+    emission = Softmax((blank,), normalize, bernoulli=normalize)
     return _transducer.evaluate(
         name, arrays, emission, arcs, steps=steps,
         clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,

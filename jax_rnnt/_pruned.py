@@ -1,5 +1,7 @@
 """simple_rnnt_loss, prune_ranges, prune_inputs, pruned_rnnt_loss: pruned RNN-T in four steps (Kuang et al. 2022)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,6 @@ from jax_rnnt._topologies import by_name
 from jax_rnnt._transducer import Spec
 from jax_rnnt.emissions import softmax
 from jax_rnnt.emissions.additive import Additive
-from jax_rnnt.emissions.emission import Emission
-from jax_rnnt.emissions.hat import HAT
 
 
 def simple_rnnt_loss(
@@ -360,9 +360,8 @@ def pruned_rnnt_loss(
     labels = np.shape(targets)[-1] if np.ndim(targets) else 0
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, labels)
     arcs, steps = by_name(name, topology)
-    emission: Emission = softmax.checked(name, logits, blank, fused_log_softmax)
-    if _checks.boolean(name, "hat", hat) and emission.normalize:
-        emission = HAT(emission.blanks)
+    emission = softmax.checked(name, logits, blank, fused_log_softmax)
+    emission = dataclasses.replace(emission, bernoulli=_checks.boolean(name, "hat", hat) and emission.normalize)
     return _transducer.evaluate(
         name, (logits, *rest), emission, arcs, steps=(seam.Unband(labels + 1), *steps), operands={"first": first},
         clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,

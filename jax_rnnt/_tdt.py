@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from jax_rnnt import _checks, _transducer, seam
-from jax_rnnt.emissions.durations import TokenAndDuration
+from jax_rnnt.emissions.softmax import Softmax
 from jax_rnnt.lattices import topology
 
 
@@ -113,7 +113,7 @@ def tdt_loss(
         operands["sampled"] = jax.random.uniform(key) < omega
         arcs = topology.durations(durations + tuple(d for d in (0, 1) if d not in durations))
     return _transducer.evaluate(
-        name, arrays, TokenAndDuration((blank,), normalize, len(durations)), arcs,
+        name, arrays, Softmax((blank,), normalize, durations=len(durations)), arcs,
         steps=(seam.Durations(durations),), operands=operands, sigma=sigma,
         clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,

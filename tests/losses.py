@@ -1,7 +1,7 @@
 """The table of losses that the tests run over, problems to run them on, and what counts as equal.
 
 A new loss of the family is one more entry in LOSSES: its public function, how it differs from the RNN-T loss in the
-float64 truth, and which of its stages have kernels.
+float64 truth.
 """
 
 import collections
@@ -18,8 +18,7 @@ import numpy as np
 
 import jax_rnnt
 import reference_numpy as truth
-from jax_rnnt import _ffi, lattices
-from jax_rnnt.lattices import lattice
+from jax_rnnt import _ffi
 
 HERE = pathlib.Path(__file__).parent
 
@@ -47,13 +46,8 @@ class Loss:
     options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
     extra_classes: int = 0  # logits beyond the V classes
     first_blank: int = 0  # the smallest class that the blank can be
-    emission_kernel: bool = True  # whether the emission has one
-    topology: tuple = lattices.STANDARD  # the library's
 
     def __call__(self, *args, implementation=None, **kwargs):
-        """`implementation="kernel"` where only one of the stages has a kernel means the path with that one."""
-        if implementation == "kernel" and not (self.emission_kernel and self.lattice_kernel):
-            implementation = None
         return self.function(*args, **self.options, implementation=implementation, **kwargs)
 
     def expected(self, problem, **options):
@@ -64,38 +58,24 @@ class Loss:
         """This blank, or the first that is possible."""
         return max(index, self.first_blank) if index >= 0 else index
 
-    @property
-    def lattice_kernel(self):
-        return lattice.supported(self.topology, platform())
-
-    @property
-    def value_calls(self):
-        emission = ("jax_rnnt_softmax_emission_fwd",) if self.emission_kernel else ()
-        return (*emission, *(("jax_rnnt_lattice_loss",) if self.lattice_kernel else ()))
-
-    @property
-    def gradient_calls(self):
-        forward, backward = "jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"
-        emission = (forward, backward) if self.emission_kernel else ()
-        return (*emission, *(("jax_rnnt_lattice_grad",) if self.lattice_kernel else ()))
+    value_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_loss")
+    gradient_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd", "jax_rnnt_lattice_grad")
 
 
 BIG, DURATIONS = (3, 2), (2, 0, 1)
 LOSSES = (
     Loss("rnnt", jax_rnnt.rnnt_loss),
-    Loss("monotonic", jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}, topology=lattices.MONOTONIC),
+    Loss("monotonic", jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
     Loss(
         "monotonic_final_blank",
         jax_rnnt.monotonic_rnnt_loss,
         {"topology": truth.MONOTONIC_FINAL_BLANK},
         {"final_blank": True},
-        topology=lattices.MONOTONIC,
     ),
     Loss(
         "constrained",
         jax_rnnt.constrained_rnnt_loss,
         {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
-        topology=lattices.MONOTONIC,
     ),
     Loss(
         "multiblank",
@@ -103,7 +83,6 @@ LOSSES = (
         {"topology": truth.multi_blank(BIG), "emission": truth.multi_blank_emission, "durations": BIG},
         {"big_blank_durations": BIG},
         first_blank=2,
-        topology=lattices.multi_blank(BIG),
     ),
     Loss(
         "tdt",
@@ -116,10 +95,8 @@ LOSSES = (
         },
         {"durations": DURATIONS},
         extra_classes=3,
-        emission_kernel=False,
-        topology=lattices.durations(DURATIONS),
     ),
-    Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}, emission_kernel=False),
+    Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
 )
 RNNT = LOSSES[0]
 

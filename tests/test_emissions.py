@@ -53,8 +53,8 @@ def expected(x, label, inside, blanks, normalize, cotangents=None, scale=None, c
 
 
 @functools.cache
-def stages(implementation, blanks, normalize):
-    options = dict(blanks=blanks, normalize=normalize)
+def stages(implementation, blanks, normalize, **head):
+    options = dict(blanks=blanks, normalize=normalize, **head)
     if implementation == "kernel":
         return (
             jax.jit(lambda *a: softmax.forward(*a, strict=True, **options)),
@@ -87,6 +87,95 @@ def test_both_stages(implementation, blanks, normalize):
         got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
         np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
         assert not got[~inside].any()
+
+
+HEADS = {"durations": dict(durations=4), "one_duration": dict(durations=1), "bernoulli": dict(bernoulli=True)}
+
+
+def expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp, *, durations=0, bernoulli=False):
+    """What `expected` gives, row by row from the float64 emissions of the family; every duration is an arc too."""
+    label = np.broadcast_to(label, inside.shape)
+    outputs, dx = np.full((2 + durations, *inside.shape), -np.inf), np.zeros(x.shape)
+    for b, t, u in zip(*np.nonzero(inside)):
+        row, k, ct = x[b, t, u].astype(np.float64), label[b, t, u, None], cotangents[:, b, t, u, None, None]
+        split = row.size - durations
+        emission = truth.hat_emission if bernoulli else functools.partial(truth.softmax_emission, fused=normalize)
+        arcs, pullback = emission(row[None, None, :split], k, blank=blank)
+        lengths = truth.log_softmax(row[split:]) if normalize and durations else row[split:]
+        outputs[:, b, t, u] = arcs["blank"][0, 0], arcs["label"][0, 0], *lengths
+        of_lengths = ct[2:, 0, 0] - (np.exp(lengths) * ct[2:].sum() if normalize else 0)
+        unit = np.concatenate([pullback({"blank": ct[0], "label": ct[1]})[0, 0], of_lengths])
+        dx[b, t, u] = np.clip(unit, -clamp[b], clamp[b]) if clamp[b] > 0 else unit
+        dx[b, t, u] *= scale[b]
+    return outputs, dx
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_heads(implementation, head):
+    """A second softmax behind the first, or a Bernoulli blank: rows of every kernel path, both input modes."""
+    more = head.get("durations", 0)
+    for by_frame, dtype, classes, blank in (
+        (False, np.float64, 9, 0),
+        (True, np.float32, 37, 5),
+        (False, np.float32, 5, 4),
+        (True, np.float32, 301, 300),
+        (False, np.float64, 70, 33),
+    ):
+        for normalize in (True, False) if more else (True,):
+            label = label_map(classes, by_frame, (blank,))
+            x, inside = logits_of(classes + more, dtype, label)
+            cotangents = np.random.default_rng(2).normal(size=(2 + more, B, T, U1)).astype(dtype) * inside
+            cotangents[1] *= np.broadcast_to(label >= 0, inside.shape)
+            cotangents[:, 0, 1, 1] = 0  # a row that is left out
+            scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
+            outputs, dx = expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp, **head)
+            forward, backward = stages(implementation, (blank,), normalize, **head)
+            *got, lse = forward(x, label, FRAMES)
+            limit = 8 * losses.eps(dtype)
+            np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
+            got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
+            np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
+            assert not got[~inside].any()
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_odd_rows(implementation, head):
+    """A NaN or +inf anywhere in a row is NaN in all its planes; the other rows have the bits that they have without."""
+    more, classes, blank = head.get("durations", 0), 21, 20
+    label = np.full((1, 1, 3), 2, np.int32)
+    x = np.random.default_rng(0).normal(0, 2, (1, 4, 3, classes + more)).astype(np.float32)
+    forward, _ = stages(implementation, (blank,), True, **head)
+    clean = np.stack(forward(x, label, np.array([4], np.int32)))
+    assert np.isfinite(clean).all()
+    for place, value in ((blank, np.inf), (7, np.nan), (classes + more - 1, np.nan), (classes + more - 1, np.inf)):
+        odd = x.copy()
+        odd[0, 1, 2, place] = value
+        got = np.stack(forward(odd, label, np.array([4], np.int32)))[:-1]
+        assert np.isnan(got[:, 0, 1, 2]).all()
+        got[:, 0, 1, 2] = clean[:-1, 0, 1, 2]
+        losses.assert_same_bits(got, clean[:-1])
+
+
+def test_bernoulli_extremes(implementation):
+    """log sigmoid to the last digits far from 0, and a blank that is certain or impossible."""
+    z = np.array([-np.inf, -1e4, -100, -30, -1e-3, 0, 1e-3, 8, 20, 88, 1e4], np.float64)
+    x = np.zeros((1, z.size, 1, 3))
+    x[0, :, 0, 1] = z
+    label = np.zeros((1, 1, 1), np.int32)
+    for dtype in (np.float32, np.float64):
+        forward, backward = stages(implementation, (1,), True, bernoulli=True)
+        frames = np.array([z.size], np.int32)
+        log_blank, log_label, lse = map(np.asarray, forward(x.astype(dtype), label, frames))
+        with np.errstate(over="ignore"):
+            rounded = z.astype(dtype).astype(np.float64)
+            blank, other = -np.logaddexp(0, -rounded), -np.logaddexp(0, rounded)
+        limit = 4 * losses.eps(dtype)
+        np.testing.assert_allclose(log_blank[0, :, 0], blank, rtol=limit, atol=1e-38)
+        np.testing.assert_allclose(log_label[0, :, 0], other - np.log(2), rtol=limit, atol=limit)
+        one, none = np.ones((1, z.size, 1), dtype), np.zeros((1, z.size, 1), dtype)
+        scale, clamp = np.ones(1, dtype), -np.ones(1, dtype)
+        dz = np.asarray(backward(x.astype(dtype), label, frames, lse, scale, clamp, one, none))[0, :, 0, 1]
+        np.testing.assert_allclose(dz, np.exp(other), rtol=limit, atol=1e-37)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 1023, 1024, 1025, 2047, 2048, 4097, 131072])

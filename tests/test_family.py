@@ -1,5 +1,6 @@
 """Is each loss of the family itself: its own arguments, the numbers of other libraries, its reductions to others?"""
 
+import functools
 import inspect
 
 import jax
@@ -293,17 +294,12 @@ def test_big_blanks_must_be_classes():
 
 
 @pytest.mark.family
-def test_kernel_or_an_error(loss, kernel):
-    """By name: every stage by kernel, or NotImplementedError. Not by name: what there is."""
+def test_every_stage_by_kernel(loss, kernel):
     p = losses.problem(loss=loss, dtype=np.float32)
-    call = jax.jit(jax.value_and_grad(lambda *p: loss.function(*p, **loss.options, implementation=kernel)))
-    if loss.emission_kernel and loss.lattice_kernel:
-        assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
-    else:
-        with pytest.raises(NotImplementedError, match="implementation='kernel'"):
-            call.lower(*p)
-    call = jax.jit(jax.value_and_grad(lambda *p: loss.function(*p, **loss.options)))
-    assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
+    for implementation in (kernel, None):
+        call = jax.value_and_grad(functools.partial(loss, implementation=implementation))
+        text = jax.jit(call).lower(*p).compile().as_text()
+        assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
 
 
 # ------------------------------------------------------------------------------------------ a variant in one place
@@ -321,7 +317,7 @@ def two_step_loss(logits, targets, logit_lengths, target_lengths, blank=-1, fuse
 def test_a_new_variant(implementation):
     """docs/losses.md, "How to add a variant": the lines above are one, with every option and every rule."""
     arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
-    loss = losses.Loss("two_step", two_step_loss, {"topology": arcs}, topology=TWO_STEP)
+    loss = losses.Loss("two_step", two_step_loss, {"topology": arcs})
     p = losses.poisoned(losses.problem(loss=loss))
     for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "blank": 0}):
         got = losses.evaluate(loss, p, implementation, **options)

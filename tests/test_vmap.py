@@ -134,8 +134,6 @@ def test_one_custom_call_and_no_loop(loss, kernel, depth):
 
 @pytest.mark.family
 def test_one_custom_call_under_vmap_of_grad(loss, kernel):
-    if not loss.lattice_kernel:
-        pytest.skip("no kernel for this lattice on this platform")
     p = losses.problem(loss=loss, dtype=np.float32)
     text = jax.jit(jax.vmap(value_and_gradient(loss, kernel))).lower(*p).compile().as_text()
     assert losses.custom_calls(text) == losses.once(loss.gradient_calls)

@@ -37,11 +37,19 @@ inline bool ToDType(ffi::DataType from, DType* to) {
   }
 }
 
-// logits [..., T, U1, V], label [..., 1 or T, U1], num_frames [...]
+// The attributes of an emission.
+struct EmissionKind {
+  ffi::Span<const int64_t> blanks;
+  int64_t normalize, durations, bernoulli;
+};
+
+// logits [..., T, U1, V + D], label [..., 1 or T, U1], num_frames [...]
 inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
-                            ffi::Span<const int64_t> blanks, int64_t normalize, DType* dtype, EmissionShape* shape) {
+                            const EmissionKind& kind, DType* dtype, EmissionShape* shape) {
+  const auto blanks = kind.blanks;
   const auto x = logits.dimensions(), y = label.dimensions();
-  if (x.size() < 3 || y.size() + 1 != x.size()) return Invalid("logits must be [..., T, U1, V], label [..., T|1, U1]");
+  if (x.size() < 3 || y.size() + 1 != x.size())
+    return Invalid("logits must be [..., T, U1, V + D], label [..., T|1, U1]");
   if (!ToDType(logits.element_type(), dtype)) return Invalid("logits must be float16, bfloat16, float32 or float64");
   if (label.element_type() != ffi::DataType::S32 || num_frames.element_type() != ffi::DataType::S32)
     return Invalid("label and num_frames must be int32");
@@ -49,16 +57,22 @@ inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& 
   *shape = {static_cast<int64_t>(num_frames.element_count()),
             x[n - 3],
             x[n - 2],
-            x[n - 1],
+            x[n - 1] - kind.durations,
+            kind.durations,
             y[n - 3],
-            normalize != 0,
+            kind.normalize != 0,
+            kind.bernoulli != 0,
             static_cast<int>(blanks.size()),
             blanks.begin()};
   if (y[n - 2] != shape->columns || (shape->label_frames != 1 && shape->label_frames != shape->frames))
     return Invalid("label must be [..., T|1, U1]");
-  if (shape->batch * shape->frames * shape->columns * shape->classes != static_cast<int64_t>(logits.element_count()))
+  if (shape->batch * shape->frames * shape->columns * x[n - 1] != static_cast<int64_t>(logits.element_count()))
     return Invalid("logits and num_frames must have the same batch dimensions");
   if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return Invalid("there must be 1 to 63 blank classes");
+  if (kind.durations < 0 || kind.durations > kMaxDurations) return Invalid("there must be 0 to 63 durations");
+  if (x[n - 1] > kMaxRow) return Invalid("a row may have 2^26 logits at most");
+  if (shape->bernoulli && (blanks.size() != 1 || !shape->normalize))
+    return Invalid("a Bernoulli blank is the only one, of logits");
   for (int64_t blank : blanks)
     if (blank < 0 || blank >= shape->classes) return Invalid("blank must lie in [0, V)");
   return ffi::Error::Success();
@@ -71,19 +85,20 @@ struct EmissionForwardCall {
 };
 
 inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
-                       const ffi::RemainingRets& planes, ffi::Span<const int64_t> blanks, int64_t normalize,
-                       EmissionForwardCall* call) {
+                       const ffi::RemainingRets& planes, const EmissionKind& kind, EmissionForwardCall* call) {
   EmissionForwardArgs& args = call->args;
-  if (auto error = ReadShape(logits, label, num_frames, blanks, normalize, &call->dtype, &args.shape); error.failure())
-    return error;
-  if (planes.size() != blanks.size() + 2) return Invalid("emission forward gives a plane per blank, log_label and lse");
+  if (auto error = ReadShape(logits, label, num_frames, kind, &call->dtype, &args.shape); error.failure()) return error;
+  const size_t blanks = kind.blanks.size(), durations = kind.durations;
+  if (planes.size() != blanks + durations + 2)
+    return Invalid("emission forward gives a plane per blank, log_label, a plane per duration, and lse");
   for (size_t i = 0; i < planes.size(); ++i) call->planes.push_back((*planes.get<ffi::AnyBuffer>(i))->untyped_data());
   args.logits = logits.untyped_data();
   args.label = static_cast<const int32_t*>(label.untyped_data());
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
   args.log_blank = call->planes.data();
-  args.log_label = call->planes[blanks.size()];
-  args.lse = call->planes[blanks.size() + 1];
+  args.log_label = call->planes[blanks];
+  args.log_duration = call->planes.data() + blanks + 1;
+  args.lse = call->planes.back();
   return ffi::Error::Success();
 }
 
@@ -96,12 +111,12 @@ struct EmissionBackwardCall {
 inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
                        const ffi::AnyBuffer& lse, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& clamp,
                        const ffi::RemainingArgs& cotangents, ffi::Result<ffi::AnyBuffer>& dlogits,
-                       ffi::Span<const int64_t> blanks, int64_t normalize, EmissionBackwardCall* call) {
+                       const EmissionKind& kind, EmissionBackwardCall* call) {
   EmissionBackwardArgs& args = call->args;
-  if (auto error = ReadShape(logits, label, num_frames, blanks, normalize, &call->dtype, &args.shape); error.failure())
-    return error;
-  if (cotangents.size() != blanks.size() + 1)
-    return Invalid("emission backward takes a plane per blank and one of labels");
+  if (auto error = ReadShape(logits, label, num_frames, kind, &call->dtype, &args.shape); error.failure()) return error;
+  const size_t blanks = kind.blanks.size();
+  if (cotangents.size() != blanks + kind.durations + 1)
+    return Invalid("emission backward takes a plane per blank, one of labels, and a plane per duration");
   for (size_t i = 0; i < cotangents.size(); ++i)
     call->planes.push_back(cotangents.get<ffi::AnyBuffer>(i)->untyped_data());
   args.logits = logits.untyped_data();
@@ -109,7 +124,8 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
   args.lse = lse.untyped_data();
   args.ct_blank = call->planes.data();
-  args.ct_label = call->planes[blanks.size()];
+  args.ct_label = call->planes[blanks];
+  args.ct_duration = call->planes.data() + blanks + 1;
   args.scale = scale.untyped_data();
   args.clamp = clamp.untyped_data();
   args.dlogits = dlogits->untyped_data();
@@ -189,28 +205,32 @@ template <class Context>
 auto BindEmissionForward() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V]  f16 | bf16 | f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V + D]  f16 | bf16 | f32 | f64
       .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]   s32
       .template Arg<ffi::AnyBuffer>()  // num_frames  [...]            s32
-      .RemainingRets()                 // log_blank x K, log_label, lse  [..., T, U1]  f32 (f64 for f64)
+      .RemainingRets()  // log_blank x K, log_label, log_duration x D, lse  [..., T, U1]  f32 (f64 for f64)
       .template Attr<ffi::Span<const int64_t>>("blanks")
-      .template Attr<int64_t>("normalize");
+      .template Attr<int64_t>("normalize")
+      .template Attr<int64_t>("durations")
+      .template Attr<int64_t>("bernoulli");
 }
 
 template <class Context>
 auto BindEmissionBackward() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V]
+      .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V + D]
       .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]
       .template Arg<ffi::AnyBuffer>()  // num_frames  [...]
       .template Arg<ffi::AnyBuffer>()  // lse         [..., T, U1]
       .template Arg<ffi::AnyBuffer>()  // scale       [...]
       .template Arg<ffi::AnyBuffer>()  // clamp       [...]
-      .RemainingArgs()                 // cotangents of log_blank x K, log_label  [..., T, U1]
-      .template Ret<ffi::AnyBuffer>()  // dlogits     [..., T, U1, V]
+      .RemainingArgs()                 // cotangents of log_blank x K, log_label, log_duration x D  [..., T, U1]
+      .template Ret<ffi::AnyBuffer>()  // dlogits     [..., T, U1, V + D]
       .template Attr<ffi::Span<const int64_t>>("blanks")
-      .template Attr<int64_t>("normalize");
+      .template Attr<int64_t>("normalize")
+      .template Attr<int64_t>("durations")
+      .template Attr<int64_t>("bernoulli");
 }
 
 // Loss and gradient are calls of the same form.

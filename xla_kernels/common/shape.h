@@ -1,8 +1,8 @@
 // Shapes and arguments of the two stages: plain structs of raw pointers, free of any framework header.
 //
-// Legend: B sequences, T frames, U1 = (labels + 1) columns, V classes, K blank classes. Node (t, u): t frames read, u
-// labels written. Every plane is row-major [B, T, U1]; "A" is the accumulation type, double for float64 logits and
-// float for all others.
+// Legend: B sequences, T frames, U1 = (labels + 1) columns, V classes, K blank classes, D durations. Node (t, u): t
+// frames read, u labels written. Every plane is row-major [B, T, U1]; "A" is the accumulation type, double for float64
+// logits and float for all others.
 #pragma once
 
 #include <cstdint>
@@ -13,44 +13,59 @@ namespace jax_rnnt {
 constexpr int32_t kNoLabel = -1;  // no label arc leaves this node (the last column of a sequence)
 constexpr int32_t kOutside = -2;  // the node lies outside the sequence: its row of logits is never read
 
-constexpr int kMaxBlanks = 63;  // most blank classes of one emission
+constexpr int kMaxBlanks = 63;        // most blank classes of one emission
+constexpr int kMaxDurations = 63;     // most durations of one emission
+constexpr int64_t kMaxRow = 1 << 26;  // most logits of one row
 
 enum class DType { kF16, kBF16, kF32, kF64 };
 
+// A row of logits has one or two heads: V classes, and behind them D durations with a softmax of their own.
 struct EmissionShape {
   int64_t batch, frames, columns, classes;  // B, T, U1, V
+  int64_t durations;                        // D, 0 <= D <= kMaxDurations
   int64_t label_frames;                     // extent of the label map's frame axis: 1 (same labels in all frames) or T
-  bool normalize;                           // log-softmax over V; false: the input already is log-probabilities
-  int num_blanks;                           // K, 1 <= K <= kMaxBlanks
+  bool normalize;                           // log-softmax of each head; false: the input already is log-probabilities
+  bool bernoulli;                           // of the one blank, which is no part of the classes' softmax; see below
+  int num_blanks;                           // K, 1 <= K <= kMaxBlanks; 1 where bernoulli
   const int64_t* blanks;                    // [K], 0 <= blank < V
+
+  int64_t row_size() const { return classes + durations; }
 };
 
-// logits -> log-probability of the arcs that leave each node.
+// logits -> log-probabilities of what leaves each node: with lse the log-sum-exp of the classes,
+//   log_blank_i = x[blank_i] - lse      log_label = x[label] - lse      log_duration_i = x[V + i] - lse of theirs
+// and with a Bernoulli blank, whose logit z = x[blank] lse leaves out,
+//   log_blank = log sigmoid(z)          log_label = log sigmoid(-z) + x[label] - lse, or log_blank if label == blank
 struct EmissionForwardArgs {
   EmissionShape shape;
-  const void* logits;         // [B, T, U1, V]
+  const void* logits;         // [B, T, U1, V + D]
   const int32_t* label;       // [B, label_frames, U1]
   const int32_t* num_frames;  // [B]; rows t >= num_frames[b] are outside
   void* const* log_blank;     // K planes of A
   void* log_label;            // plane of A
-  void* lse;                  // plane of A: log-sum-exp of the row (0 where normalize is false)
+  void* const* log_duration;  // D planes of A
+  void* lse;                  // plane of A (0 where normalize is false)
 };
 
-// Cotangents of the arcs -> gradient of the logits:
-//   unit  = c_k [k == blank_i] (summed over i) + c_label [k == label] - softmax_k * (sum of the c's)
-//   dlogits = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping)
-// without the softmax term where normalize is false.
+// Cotangents c of the planes -> gradient of the logits:
+//   unit_k       = c_blank_i [k == blank_i] (summed over i) + c_label [k == label] - softmax_k * (sum of these c's)
+//   unit_(V + i) = c_duration_i - duration_softmax_i * (sum of the c_duration's)
+//   dlogits      = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping)
+// without the softmax terms where normalize is false. With a Bernoulli blank softmax_k multiplies c_label alone, 0
+// where label == blank, and
+//   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), where label == blank: (c_blank + c_label) sigmoid(-z)
 struct EmissionBackwardArgs {
   EmissionShape shape;
-  const void* logits;           // [B, T, U1, V]; may be the same memory as dlogits
-  const int32_t* label;         // [B, label_frames, U1]
-  const int32_t* num_frames;    // [B]
-  const void* lse;              // plane of A
-  const void* const* ct_blank;  // K planes of A
-  const void* ct_label;         // plane of A
-  const void* scale;            // [B] of A
-  const void* clamp;            // [B] of A
-  void* dlogits;                // [B, T, U1, V]
+  const void* logits;              // [B, T, U1, V + D]; may be the same memory as dlogits
+  const int32_t* label;            // [B, label_frames, U1]
+  const int32_t* num_frames;       // [B]
+  const void* lse;                 // plane of A
+  const void* const* ct_blank;     // K planes of A
+  const void* ct_label;            // plane of A
+  const void* const* ct_duration;  // D planes of A
+  const void* scale;               // [B] of A
+  const void* clamp;               // [B] of A
+  void* dlogits;                   // [B, T, U1, V + D]
 };
 
 // The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1.

@@ -49,9 +49,11 @@ void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Row
 
 ffi::Error EmissionForwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer label,
                                   ffi::AnyBuffer num_frames, ffi::RemainingRets planes, ffi::Span<const int64_t> blanks,
-                                  int64_t normalize) {
+                                  int64_t normalize, int64_t durations, int64_t bernoulli) {
   EmissionForwardCall call;
-  if (auto error = Read(logits, label, num_frames, planes, blanks, normalize, &call); error.failure()) return error;
+  if (auto error = Read(logits, label, num_frames, planes, {blanks, normalize, durations, bernoulli}, &call);
+      error.failure())
+    return error;
   ForRows(pool, call.args.shape, call.dtype,
           [&](int64_t begin, int64_t end) { EmissionForward(call.dtype, call.args, begin, end); });
   return ffi::Error::Success();
@@ -61,9 +63,10 @@ ffi::Error EmissionBackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, 
                                    ffi::AnyBuffer num_frames, ffi::AnyBuffer lse, ffi::AnyBuffer scale,
                                    ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
                                    ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
-                                   int64_t normalize) {
+                                   int64_t normalize, int64_t durations, int64_t bernoulli) {
   EmissionBackwardCall call;
-  if (auto error = Read(logits, label, num_frames, lse, scale, clamp, cotangents, dlogits, blanks, normalize, &call);
+  if (auto error = Read(logits, label, num_frames, lse, scale, clamp, cotangents, dlogits,
+                        {blanks, normalize, durations, bernoulli}, &call);
       error.failure())
     return error;
   if (call.args.dlogits != call.args.logits) AdviseHugePages(call.args.dlogits, dlogits->size_bytes());

@@ -77,11 +77,7 @@ class SequencePlanes {
 
   // Notes whether arcs hold a NaN or +inf.
   void Check(F log_arcs) { bad_ |= ~(log_arcs < kLimit); }
-  bool IsBad() const {
-    bool bad = false;
-    for (int lane = 0; lane < kWidth; ++lane) bad |= bad_[lane] != 0;
-    return bad;
-  }
+  bool IsBad() const { return Any(bad_); }
 
   // From the likelihood m * 2^e. Says whether there is anything to differentiate.
   bool StoreLoss(A m, Exponent e) const {

@@ -115,6 +115,13 @@ inline auto LanesBetween(int64_t begin, int64_t end) {
   return (lane >= Lane(begin)) & (lane < Lane(end));
 }
 
+// Lane `number` is true, if there is one.
+template <class A>
+inline auto IsLane(int64_t number) {
+  using Lane = typename Simd<A>::Exponent;
+  return LaneNumbers<A>(std::make_integer_sequence<int, Simd<A>::kWidth>{}) == Lane(number);
+}
+
 template <class V>
 constexpr int Width() {
   return sizeof(V) / sizeof(V{}[0]);
@@ -166,6 +173,22 @@ inline auto MaxOfLanes(V v) {
 template <class V>
 inline auto SumOfLanes(V v) {
   return Reduce<Width<V>() / 2>(v, [](V a, V b) { return a + b; });
+}
+
+// Whether a comparison holds in any lane.
+template <class I>
+inline bool Any(I mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)mask) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8((__m128i)mask) != 0;
+#else
+  bool any = false;
+  for (int lane = 0; lane < Width<I>(); ++lane) any |= mask[lane] != 0;
+  return any;
+#endif
 }
 
 // Lanes of a and b with and without a bit in their number, exchanged: one step of a transposition.
@@ -362,8 +385,9 @@ inline Simd<float>::I RootsOfTwo(std::integer_sequence<int, lane...>) {
 #endif
 
 // exp(x) for x <= 0 within 2 ulp: exp(0) is exactly 1, exp(-inf) and what is below 2^-bias exactly 0, exp(NaN) NaN.
+// Forced inline: in large functions GCC would rather call it, and save all registers.
 template <class V>
-inline V Exp(V x) {
+[[gnu::always_inline]] inline V Exp(V x) {
   using A = std::decay_t<decltype(x[0])>;
   constexpr A kLowest = Simd<A>::kExponentBias * A(-0.6931471805599453);
   x = Max(InRegister(Broadcast(kLowest)), x);
@@ -389,7 +413,7 @@ inline V Exp(V x) {
 
 // exp(x) as above, for any x: where it would be 2^bias / 2 or more, anything from there on (or NaN for infinity).
 template <class V>
-inline V ExpOfAny(V x) {
+[[gnu::always_inline]] inline V ExpOfAny(V x) {
   using A = std::decay_t<decltype(x[0])>;
   constexpr A kHighest = (Simd<A>::kExponentBias - 1) * A(0.6931471805599453);
   return Exp(Min(InRegister(Broadcast(kHighest)), x));

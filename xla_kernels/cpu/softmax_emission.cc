@@ -123,37 +123,29 @@ inline auto LoadAll(const T* x) {
 }
 
 // A row of n >= kWidth elements in vectors: the last one overlaps the one before, and its lanes that belong to both are
-// taken as -inf.
-template <class T>
+// taken as -inf. With kSkip so is element `skip` of the row.
+template <class T, bool kSkip>
 class RowReader {
  public:
   using A = Accumulator<T>;
   using F = typename Simd<A>::F;
   static constexpr int kWidth = Simd<A>::kWidth;
 
-  explicit RowReader(int64_t n)
-      : n_(n), whole_((n - 1) / kWidth * kWidth), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
+  RowReader(int64_t n, int64_t skip)
+      : n_(n), whole_((n - 1) / kWidth * kWidth), skip_(skip), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
 
   int64_t whole() const { return whole_; }  // elements before the last vector
-  F Last(const T* x) const { return own_ ? Load(x + n_ - kWidth) : Broadcast(-kInfinity<A>); }
+  F At(const T* x, int64_t i) const {
+    const F v = Load(x + i);
+    if constexpr (kSkip) return IsLane<A>(skip_ - i) ? Broadcast(-kInfinity<A>) : v;
+    return v;
+  }
+  F Last(const T* x) const { return own_ ? At(x, n_ - kWidth) : Broadcast(-kInfinity<A>); }
 
  private:
-  const int64_t n_, whole_;
+  const int64_t n_, whole_, skip_;
   const typename Simd<A>::I own_;
 };
-
-// Maximum, lane by lane, of n elements and `max`; sum of exp(x - shift) of n elements and `sum`.
-template <class T, class F>
-inline F RowMax(const T* x, int64_t n, F max) {
-  for (int64_t i = 0; i < n; i += Width<F>()) max = Max(max, Load(x + i));
-  return max;
-}
-
-template <class T, class F>
-inline F RowSumExp(const T* x, int64_t n, F shift, F sum) {
-  for (int64_t i = 0; i < n; i += Width<F>()) sum += Exp(Load(x + i) - shift);
-  return sum;
-}
 
 // What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.
 template <class F>
@@ -175,19 +167,23 @@ struct MaxSum {
 };
 
 // Maximum of a row and sum of exp(x - maximum).
-template <class T>
-[[gnu::noinline]] MaxSum<Accumulator<T>> SafeSumExp(const RowReader<T>& reader, const T* x) {
+template <class T, bool kSkip>
+[[gnu::noinline]] MaxSum<Accumulator<T>> SafeSumExp(const RowReader<T, kSkip>& reader, const T* x) {
   using A = Accumulator<T>;
   using F = typename Simd<A>::F;
+  constexpr int kWidth = Simd<A>::kWidth;
   F max = Broadcast(-kInfinity<A>), total = {};
-  for (int64_t i = 0; i <= reader.whole(); i += kBlock) {
-    const bool last = reader.whole() - i < kBlock;
-    const int64_t size = last ? reader.whole() - i : kBlock;
+  for (int64_t begin = 0; begin <= reader.whole(); begin += kBlock) {
+    const bool last = reader.whole() - begin < kBlock;
+    const int64_t end = last ? reader.whole() : begin + kBlock;
     const F tail = last ? reader.Last(x) : max;
-    const F new_max = Broadcast(MaxOfLanes(Max(RowMax(x + i, size, max), tail)));
+    F new_max = Max(max, tail);
+    for (int64_t i = begin; i < end; i += kWidth) new_max = Max(new_max, reader.At(x, i));
+    new_max = Broadcast(MaxOfLanes(new_max));
     const F shift = Shift(new_max);
-    const F block = RowSumExp(x + i, size, shift, last ? Exp(tail - shift) : F{});
-    total = i > 0 ? total * Exp(max - shift) + block : block;
+    F block = last ? Exp(tail - shift) : F{};
+    for (int64_t i = begin; i < end; i += kWidth) block += Exp(reader.At(x, i) - shift);
+    total = begin > 0 ? total * Exp(max - shift) + block : block;
     max = new_max;
   }
   return {max[0], SumOfLanes(total)};
@@ -195,15 +191,15 @@ template <class T>
 
 // Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors have no loop; long ones are summed in blocks, so
 // that no single element is added to the sum of very many.
-template <int kWhole, class T, class F>
-inline F ShortSumExp(const RowReader<T>& reader, const T* x, F shift) {
+template <int kWhole, class T, bool kSkip, class F>
+inline F ShortSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift) {
   F sum = ExpOfAny(reader.Last(x) - shift);
-  for (int i = 0; i < kWhole; ++i) sum += ExpOfAny(Load(x + i * Width<F>()) - shift);
+  for (int i = 0; i < kWhole; ++i) sum += ExpOfAny(reader.At(x, i * Width<F>()) - shift);
   return sum;
 }
 
-template <class T, class F>
-inline F LongSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ahead) {
+template <class T, bool kSkip, class F>
+inline F LongSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
   constexpr int kWidth = Width<F>();
   F total = ExpOfAny(reader.Last(x) - shift);
   for (int64_t i = 0; i < reader.whole();) {
@@ -212,17 +208,17 @@ inline F LongSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ahe
     for (; i + kWidth < end; i += 2 * kWidth) {
       __builtin_prefetch(x + i + ahead);
       __builtin_prefetch(x + i + kWidth + ahead);
-      even += ExpOfAny(Load(x + i) - shift);
-      odd += ExpOfAny(Load(x + i + kWidth) - shift);
+      even += ExpOfAny(reader.At(x, i) - shift);
+      odd += ExpOfAny(reader.At(x, i + kWidth) - shift);
     }
-    if (i < end) even += ExpOfAny(Load(x + i) - shift), i += kWidth;
+    if (i < end) even += ExpOfAny(reader.At(x, i) - shift), i += kWidth;
     total += even + odd;
   }
   return total;
 }
 
-template <class T, class F>
-inline F QuickSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ahead) {
+template <class T, bool kSkip, class F>
+inline F QuickSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
   switch (reader.whole() / Width<F>()) {
     case 0:
       return ShortSumExp<0>(reader, x, shift);
@@ -236,69 +232,142 @@ inline F QuickSumExp(const RowReader<T>& reader, const T* x, F shift, int64_t ah
   return LongSumExp(reader, x, shift, ahead);
 }
 
-// A group of rows of n < kWidth elements as rows of kWidth elements. `inside`: != kOutside where the row may be read.
-template <class T, class Label>
-inline void PadRows(const T* x, int64_t n, const Label* inside, T* padded) {
+// The first n < kWidth elements of a group of rows as rows of kWidth elements; with kSkip -inf is in place of `skip`.
+// `inside`: != kOutside where the row may be read.
+template <bool kSkip, class T, class Label>
+inline void PadRows(const T* x, int64_t n, int64_t row_size, int64_t skip, const Label* inside, T* padded) {
   using A = Accumulator<T>;
   constexpr int kWidth = Simd<A>::kWidth;
   for (int row = 0; row < kWidth; ++row) {
     Store(Broadcast(-kInfinity<A>), padded + row * kWidth);
-    for (int64_t k = 0; inside[row] != kOutside && k < n; ++k) padded[row * kWidth + k] = x[row * n + k];
+    for (int64_t k = 0; inside[row] != kOutside && k < n; ++k) {
+      if (!kSkip || k != skip) padded[row * kWidth + k] = x[row * row_size + k];
+    }
   }
 }
 
+// x[at], lane by lane.
+template <class T, class I>
+inline auto Pick(const T* x, I at) {
+  constexpr int kWidth = Width<I>();
+  typename Simd<Accumulator<T>>::Exponent index[kWidth];
+  T picked[kWidth];
+  Store(at, index);
+  for (int lane = 0; lane < kWidth; ++lane) picked[lane] = x[index[lane]];
+  return Load(picked);
+}
+
+// A softmax over few logits of each row of a group, which lie far apart: one row per lane.
 template <class T>
+class DurationHead {
+ public:
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  using I = typename Simd<A>::I;
+
+  // `first`: where that of each row begins in x.
+  DurationHead(const T* x, I first, int count, bool normalize) : count_(count), normalize_(normalize) {
+    F max = Broadcast(-kInfinity<A>);
+    for (int i = 0; i < count; ++i) {
+      logits_[i] = Pick(x, first + i);
+      max = Max(max, logits_[i]);
+    }
+    if (!normalize) {
+      sum_ = Broadcast(A(1));
+      return;
+    }
+    shift_ = Shift(max);
+    for (int i = 0; i < count; ++i) sum_ += Exp(logits_[i] - shift_);
+    log_sum_ = Log(sum_);
+  }
+  F logit(int i) const { return logits_[i]; }
+  F shift() const { return shift_; }
+  F sum() const { return sum_; }
+  SplitLog<F> log_sum() const { return log_sum_; }
+  F Softmax(int i) const { return normalize_ && sum_ != A(0) ? Exp(logits_[i] - shift_) / sum_ : F{}; }
+
+ private:
+  const int count_;
+  const bool normalize_;
+  F logits_[kMaxDurations], shift_ = {}, sum_ = {};
+  SplitLog<F> log_sum_ = {};
+};
+
+// log sigmoid(x), and the sigmoids of x and -x; for x = +inf and NaN: NaN.
+template <class F>
+inline F LogSigmoid(F x) {
+  using A = std::decay_t<decltype(x[0])>;
+  const F e = Exp(Min(x, -x)), w = e + A(1);
+  const SplitLog<F> log = Log(w);
+  const F log1p = log.high + (log.low - ((w - A(1)) - e) / w);  // what w lost of e
+  return x == kInfinity<A> ? Broadcast(kNaN<A>) : Min(Broadcast(A(0)), x) - log1p;
+}
+template <class F>
+inline std::pair<F, F> Sigmoids(F x) {
+  using A = std::decay_t<decltype(x[0])>;
+  const F e = Exp(Min(x, -x)), large = A(1) / (e + A(1)), small = e * large;
+  return {x > A(0) ? large : small, x > A(0) ? small : large};
+}
+
+template <class T, bool kBernoulli>
 void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
   using S = Simd<A>;
   using F = typename S::F;
+  using I = typename S::I;
+  using Exponent = typename S::Exponent;
   constexpr int kWidth = S::kWidth;
   // Up to here a logit less the shift is rounded no more than one less the row's maximum usually is.
   constexpr A kTrusted = A(1 << 30);
   const EmissionShape& shape = args.shape;
-  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
+  const bool padding = shape.classes < kWidth;
+  const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
+  const int64_t stride = padding ? kWidth : row_size;  // of the rows that are summed
   const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
-  const RowReader<T> reader(n);
+  const int64_t blank = shape.blanks[0], anchor = !kBernoulli ? blank : blank == 0;  // the class that is the shift
+  const RowReader<T, kBernoulli> reader(n, padding ? -1 : blank);
+  const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
 
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
   for (int64_t r = begin; r < end; r += kWidth) {
     const int count = end - r < kWidth ? end - r : kWidth;
-    typename S::Exponent labels[kWidth];
+    Exponent labels[kWidth];
     cursor.template Next<A>(count, labels, [](int64_t, int, int) {});
-    const auto label = Load(labels);
-    const T* x = static_cast<const T*>(args.logits) + r * shape.classes;
+    const I label = Load(labels);
+    const auto outside = label == kOutside;
+    const T* const logits = static_cast<const T*>(args.logits) + r * row_size;
+    const T* x = logits;
     T padded[kWidth * kWidth];
-    if (shape.classes < kWidth) {
-      PadRows(x, shape.classes, labels, padded);
+    if (padding) {
+      PadRows<kBernoulli>(x, shape.classes, row_size, blank, labels, padded);
       x = padded;
     }
 
     // log-sum-exp of each row is shift + log(sum); the largest logit is -inf where the sum is 0. Outside rows: 0, 0.
-    F shift = {}, sum = {}, max = {};
+    F shift = {}, sum = {}, max = {}, first = {};
     if (!shape.normalize) {
-      sum = label == kOutside ? F{} : Broadcast(A(1));
+      sum = outside ? F{} : Broadcast(A(1));
     } else {
       A shifts[kWidth] = {}, sums[kWidth];
       F part[kWidth];
       for (int lane = 0; lane < kWidth; ++lane) {
-        const T* const row = x + lane * n;
+        const T* const row = x + lane * stride;
         part[lane] = F{};
         if (labels[lane] == kOutside) continue;
-        const F row_shift = LoadAll(row + shape.blanks[0]);
+        const F row_shift = LoadAll(row + anchor);
         shifts[lane] = row_shift[0];
         part[lane] = QuickSumExp(reader, row, row_shift, ahead);
       }
-      shift = Load(shifts);
+      first = shift = Load(shifts);
       sum = ReduceRows(part, [](F a, F b) { return a + b; });
-      const auto redo = !(sum <= kTrusted);
-      if (MaxOfLanes(redo ? Broadcast(A(1)) : F{}) > 0) {
+      if (Any(~(sum <= kTrusted))) {
         A maxima[kWidth];
         Store(sum, sums);
         Store(shift, maxima);
         for (int lane = 0; lane < kWidth; ++lane) {
           if (sums[lane] <= kTrusted) continue;
-          const auto safe = SafeSumExp(reader, x + lane * n);
+          const auto safe = SafeSumExp(reader, x + lane * stride);
           maxima[lane] = safe.max;
           sums[lane] = safe.sum;
         }
@@ -308,42 +377,98 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       }
     }
 
-    const auto log_sum = Log(sum);
-    const auto dead = sum == A(0);
-    const auto log_prob = [&](F x) {
+    // A NaN of one head is one of both.
+    F poison = sum - sum;
+    const auto log_prob = [&](F x, F shift, F sum, SplitLog<F> log_sum) {
       const F y = x - shift - log_sum.high - log_sum.low;
       const F capped = shape.normalize ? Min(Broadcast(A(0)), y) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
-      return (dead & (x == x)) ? Broadcast(-kInfinity<A>) : capped;
+      return ((sum == A(0)) & (x == x) ? Broadcast(-kInfinity<A>) : capped) + poison;
     };
-    T picked[kWidth] = {};
-    for (int i = 0; i < shape.num_blanks; ++i) {
-      for (int lane = 0; lane < kWidth; ++lane) {
-        if (labels[lane] != kOutside) picked[lane] = x[lane * n + shape.blanks[i]];
+    if (shape.durations > 0) {
+      const I at = outside ? I{} : lane_number * Exponent(row_size) + Exponent(shape.classes);
+      const DurationHead<T> head(logits, at, shape.durations, shape.normalize);
+      poison += outside ? F{} : head.sum() - head.sum();
+      for (int i = 0; i < shape.durations; ++i) {
+        const F y =
+            outside ? Broadcast(-kInfinity<A>) : log_prob(head.logit(i), head.shift(), head.sum(), head.log_sum());
+        StoreLanes(y, static_cast<A*>(args.log_duration[i]) + r, count);
       }
-      StoreLanes(log_prob(Load(picked)), static_cast<A*>(args.log_blank[i]) + r, count);
     }
-    for (int lane = 0; lane < kWidth; ++lane) {
-      if (0 <= labels[lane] && labels[lane] < shape.classes) picked[lane] = x[lane * n + labels[lane]];
+    const SplitLog<F> log_sum = Log(sum);
+    const auto of_class = [&](I k) {  // its logit
+      const auto known = ~outside & (k >= 0) & (k < Exponent(shape.classes));
+      return known ? Pick(logits, known ? lane_number * Exponent(row_size) + k : I{}) : F{};
+    };
+    const auto invalid = (label < kOutside) | (label >= Exponent(shape.classes));
+    F picked = of_class(label);
+    picked = label == kNoLabel ? Broadcast(-kInfinity<A>) : invalid ? Broadcast(kNaN<A>) : picked;
+    F log_label = log_prob(picked, shift, sum, log_sum);
+    if constexpr (kBernoulli) {
+      const F z = of_class(I{} + Exponent(blank)), log_blank = (outside ? Broadcast(-kInfinity<A>) : LogSigmoid(z));
+      poison += outside ? F{} : log_blank == -kInfinity<A> ? F{} : log_blank - log_blank;
+      const F other = z == -kInfinity<A> ? F{} : LogSigmoid(-z);
+      log_label = (label == Exponent(blank) ? log_blank : log_label + other) + poison;
+      StoreLanes(log_blank + poison, static_cast<A*>(args.log_blank[0]) + r, count);
+    } else {
+      for (int i = 0; i < shape.num_blanks; ++i) {
+        const bool same = shape.normalize && shape.blanks[i] == anchor;
+        const F picked = same ? first : of_class(I{} + Exponent(shape.blanks[i]));
+        StoreLanes(log_prob(picked, shift, sum, log_sum), static_cast<A*>(args.log_blank[i]) + r, count);
+      }
     }
-    const auto invalid = (label < kOutside) | (label >= typename S::Exponent(shape.classes));
-    const F picked_label = label == kNoLabel ? Broadcast(-kInfinity<A>) : Load(picked);
-    StoreLanes(log_prob(invalid ? Broadcast(kNaN<A>) : picked_label), static_cast<A*>(args.log_label) + r, count);
-    StoreLanes(dead ? max : Sum(shift, log_sum), static_cast<A*>(args.lse) + r, count);
+    StoreLanes(log_label, static_cast<A*>(args.log_label) + r, count);
+    StoreLanes(sum == A(0) ? max : Sum(shift, log_sum), static_cast<A*>(args.lse) + r, count);
   }
 }
 
-// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x. The last vector ends with the row and may overlap
-// the one before, so each is read before the one before it is written. In long rows the second vector begins where dx
-// is aligned; rows of up to four vectors have no loop.
-template <int kVectors, class T, class Function>
-inline void MapShortRow(const T* x, int64_t n, T* dx, Function f) {
-  constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
-  const auto begin = [n](int i) { return i + 1 < kVectors ? i * kWidth : n - kWidth; };
-  typename Simd<Accumulator<T>>::F v[kVectors];
-  for (int i = 0; i < kVectors; ++i) v[i] = f(Load(x + begin(i)));
-  for (int i = 0; i < kVectors; ++i) Store(v[i], dx + begin(i));
+// A row of n >= kWidth elements in few registers. The last vector ends with the row and may overlap the one before.
+constexpr int kShortRow = 4;  // vectors, at most
+
+template <class T, int kVectors>
+class ShortRow {
+ public:
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+
+  [[gnu::always_inline]] ShortRow(const T* x, int64_t n) : n_(n) {
+    for (int i = 0; i < kVectors; ++i) v_[i] = Load(x + Begin(i));
+  }
+  template <class Function>
+  [[gnu::always_inline]] void Map(Function f) {
+    for (int i = 0; i < kVectors; ++i) v_[i] = f(v_[i]);
+  }
+  [[gnu::always_inline]] void Add(int64_t k, A x) {  // to element k, if there is one
+    for (int i = 0; i < kVectors; ++i) v_[i] += IsLane<A>(k - Begin(i)) ? Broadcast(x) : F{};
+  }
+  [[gnu::always_inline]] void Set(int64_t k, A x) {
+    for (int i = 0; i < kVectors; ++i) v_[i] = IsLane<A>(k - Begin(i)) ? Broadcast(x) : v_[i];
+  }
+  [[gnu::always_inline]] void StoreTo(T* dx) const {
+    for (int i = 0; i < kVectors; ++i) Store(v_[i], dx + Begin(i));
+  }
+
+ private:
+  int64_t Begin(int i) const { return i + 1 < kVectors ? i * Simd<A>::kWidth : n_ - Simd<A>::kWidth; }
+
+  const int64_t n_;
+  F v_[kVectors];
+};
+
+template <class T, class Function>
+[[gnu::always_inline]] inline void WithShortRow(const T* x, int64_t n, Function f) {
+  switch ((n - 1) / Simd<Accumulator<T>>::kWidth) {
+    case 0:
+      return f(ShortRow<T, 1>(x, n));
+    case 1:
+      return f(ShortRow<T, 2>(x, n));
+    case 2:
+      return f(ShortRow<T, 3>(x, n));
+  }
+  f(ShortRow<T, kShortRow>(x, n));
 }
 
+// dx[k] = f(x[k]) for the n >= kWidth elements of a row; dx may be x. The last vector ends with the row and may overlap
+// the one before, so each is read before the one before it is written. The second begins where dx is aligned.
 template <class T, class Function>
 inline void MapLongRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
   constexpr int kWidth = Simd<Accumulator<T>>::kWidth;
@@ -362,44 +487,36 @@ inline void MapLongRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) 
   Store(f(v), dx + at);
 }
 
-template <class T, class Function>
-inline void MapRow(const T* x, int64_t n, T* dx, int64_t ahead, Function f) {
-  switch ((n - 1) / Simd<Accumulator<T>>::kWidth) {
-    case 0:
-      return MapShortRow<1>(x, n, dx, f);
-    case 1:
-      return MapShortRow<2>(x, n, dx, f);
-    case 2:
-      return MapShortRow<3>(x, n, dx, f);
-    case 3:
-      return MapShortRow<4>(x, n, dx, f);
-  }
-  return MapLongRow(x, n, dx, ahead, f);
-}
-
 template <class T, class F>
 inline void FillRow(F value, int64_t n, T* dx) {
   for (int64_t i = 0; i < n - Width<F>(); i += Width<F>()) Store(value, dx + i);
   Store(value, dx + n - Width<F>());
 }
 
-template <class T>
+template <class T, bool kBernoulli>
 void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   using A = Accumulator<T>;
   using S = Simd<A>;
   using F = typename S::F;
+  using I = typename S::I;
+  using Exponent = typename S::Exponent;
   constexpr int kWidth = S::kWidth;
   const EmissionShape& shape = args.shape;
-  const int64_t n = shape.classes < kWidth ? kWidth : shape.classes;
+  const bool padding = shape.classes < kWidth;
+  const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
+  const int64_t stride = padding ? kWidth : row_size;
   const int64_t ahead = n <= kBlock ? kWidth * n : 2 * kBlock;
   const int num_blanks = shape.num_blanks;
-  const bool stream = n * int64_t(sizeof(T)) >= kStreamedBytes;
+  const bool is_short = n <= kShortRow * kWidth, stream = row_size * int64_t(sizeof(T)) >= kStreamedBytes;
+  const Exponent blank = shape.blanks[0];
+  const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
+  const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
 
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
   for (int64_t r = begin; r < end; r += kWidth) {
     const int count = end - r < kWidth ? end - r : kWidth;
-    typename S::Exponent labels[kWidth];
+    Exponent labels[kWidth];
     A scales[kWidth] = {}, limits[kWidth] = {};
     cursor.template Next<A>(count, labels, [&](int64_t sequence, int first, int last) {
       const A scale = static_cast<const A*>(args.scale)[sequence];
@@ -409,31 +526,56 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         limits[lane] = clamp > 0 ? clamp : kInfinity<A>;
       }
     });
-    const auto label = Load(labels);
+    const I label = Load(labels);
     const F scale = Load(scales), limit = Load(limits);
 
     const auto ct = [&](int arc) {
       return LoadLanes(static_cast<const A*>(arc < num_blanks ? args.ct_blank[arc] : args.ct_label) + r, count);
     };
+    const auto ct_duration = [&](int i) { return LoadLanes(static_cast<const A*>(args.ct_duration[i]) + r, count); };
     F sum = {};
     auto zero = sum == sum;
     for (int arc = 0; arc <= num_blanks; ++arc) {
       sum += ct(arc);
       zero &= ct(arc) == A(0);
     }
+    for (int i = 0; i < shape.durations; ++i) zero &= ct_duration(i) == A(0);
     // From here on rows of zeros count as outside: they are not read.
-    Store(zero ? decltype(label){} + kOutside : label, labels);
-    const T* x = static_cast<const T*>(args.logits) + r * shape.classes;
-    T* dx = static_cast<T*>(args.dlogits) + r * shape.classes;
+    const I used_label = zero ? I{} + kOutside : label;
+    const auto outside = used_label == kOutside;
+    Store(used_label, labels);
+    const T* const logits = static_cast<const T*>(args.logits) + r * row_size;
+    T* const dlogits = static_cast<T*>(args.dlogits) + r * row_size;
+
+    A of_blank[kWidth];  // gradient of a Bernoulli blank
+    if constexpr (kBernoulli) {
+      const auto same = label == blank;
+      const F z = Pick(logits, outside ? I{} : lane_number * Exponent(row_size) + blank);
+      const F ct_other = same ? ct(1) - ct(1) : ct(1), ct_blank = same ? sum : ct(0);
+      const auto [yes, no] = Sigmoids(z);
+      sum = ct_other;
+      Store(clip(ct_blank * no - ct_other * yes, limit) * scale, of_blank);
+    }
+    T durations[kMaxDurations + 1][kWidth];
+    if (shape.durations > 0) {
+      const I at = outside ? I{} : lane_number * Exponent(row_size) + Exponent(shape.classes);
+      const DurationHead<T> head(logits, at, shape.durations, shape.normalize);
+      F total = {};
+      for (int i = 0; i < shape.durations; ++i) total += ct_duration(i);
+      for (int i = 0; i < shape.durations; ++i) {
+        const F gradient = clip(ct_duration(i) - head.Softmax(i) * total, limit) * scale;
+        Store(outside ? F{} : gradient, durations[i]);
+      }
+    }
+
+    const T* x = logits;
+    T* dx = dlogits;
     T padded[kWidth * kWidth];
-    if (shape.classes < kWidth) {
-      PadRows(x, shape.classes, labels, padded);
+    if (padding) {
+      PadRows<false>(x, shape.classes, row_size, 0, labels, padded);
       x = dx = padded;
     }
     const F row_lse = LoadLanes(static_cast<const A*>(args.lse) + r, count), lse = Shift(row_lse);
-
-    const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
-
     A lses[kWidth], minus_sums[kWidth], factors[kWidth];
     Store(lse, lses);
     Store(-sum, minus_sums);
@@ -441,8 +583,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
     for (int arc = 0; arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
     for (int lane = 0; lane < count; ++lane) {
-      const T* const row = x + lane * n;
-      T* const row_dx = dx + lane * n;
+      const T* const row = x + lane * stride;
+      T* const row_dx = dx + lane * stride;
       if (labels[lane] == kOutside) {
         if (!stream) {
           FillRow(F{}, n, row_dx);
@@ -450,24 +592,39 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         }
         int last = lane;
         while (last + 1 < count && labels[last + 1] == kOutside) ++last;
-        StreamZeros(row_dx, (last + 1 - lane) * n);
+        StreamZeros(row_dx, (last + 1 - lane) * row_size);
         lane = last;
+        continue;
+      }
+      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
+      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
+      const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax
+      if (is_short) {
+        WithShortRow(row, n, [&](auto g) [[gnu::always_inline]] {
+          g.Map([&](F v) { return shape.normalize ? Exp(v - row_lse) * minus_sum : others; });
+          g.Add(labels[lane], static_cast<const A*>(args.ct_label)[r + lane]);
+          for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {
+            g.Add(shape.blanks[arc], static_cast<const A*>(args.ct_blank[arc])[r + lane]);
+          }
+          if (limits[lane] != kInfinity<A>) g.Map([&](F v) { return clip(v, limit); });
+          g.Map([&](F v) { return v * scale; });
+          if (kBernoulli) g.Set(blank, of_blank[lane]);
+          g.StoreTo(row_dx);
+        });
         continue;
       }
       for (int arc = 0; arc < num_blanks; ++arc) arc_dx[arc][lane] = row[shape.blanks[arc]];
       if (0 <= labels[lane] && labels[lane] < shape.classes) arc_dx[num_blanks][lane] = row[labels[lane]];
-      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
-      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
       if (!shape.normalize) {
-        FillRow(clip(minus_sum == minus_sum ? F{} : minus_sum, limit) * scale, n, row_dx);
+        FillRow(clip(others, limit) * scale, n, row_dx);
       } else if (limits[lane] == kInfinity<A>) {
-        MapRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
       } else {
-        MapRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
       }
     }
 
-    for (int arc = 0; arc <= num_blanks; ++arc) {
+    for (int arc = 0; !is_short && arc <= num_blanks; ++arc) {
       F arc_ct = {};
       for (int other = 0; other <= num_blanks; ++other) {
         if (arc < num_blanks && other < num_blanks) {
@@ -475,29 +632,39 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         } else if (arc == other) {
           arc_ct += ct(other);
         } else {
-          const auto blank = typename S::Exponent(shape.blanks[arc < num_blanks ? arc : other]);
+          const Exponent blank = shape.blanks[arc < num_blanks ? arc : other];
           arc_ct += label == blank ? ct(other) : F{};
         }
       }
       // Of any: lanes without this arc hold no logit of their row.
       const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - lse) : F{};
-      Store(clip(arc_ct - softmax * sum, limit) * scale, arc_dx[arc]);
-      if (arc == num_blanks) break;
+      F gradient = clip(arc_ct - softmax * sum, limit) * scale;
+      if constexpr (kBernoulli) gradient = arc == 0 || label == blank ? Load(of_blank) : gradient;
+      Store(gradient, arc_dx[arc]);
       for (int lane = 0; lane < count; ++lane) {
-        if (labels[lane] != kOutside) dx[lane * n + shape.blanks[arc]] = arc_dx[arc][lane];
+        const int64_t k = labels[lane] == kOutside ? -1 : arc < num_blanks ? shape.blanks[arc] : labels[lane];
+        if (0 <= k && k < shape.classes) dx[lane * stride + k] = arc_dx[arc][lane];
       }
     }
-    for (int lane = 0; lane < count; ++lane) {
-      if (0 <= labels[lane] && labels[lane] < shape.classes) dx[lane * n + labels[lane]] = arc_dx[num_blanks][lane];
+    for (int lane = 0; padding && lane < count; ++lane) {
+      for (int64_t k = 0; k < shape.classes; ++k) dlogits[lane * row_size + k] = padded[lane * kWidth + k];
     }
-    if (shape.classes < kWidth) {
-      T* const to = static_cast<T*>(args.dlogits) + r * shape.classes;
-      for (int lane = 0; lane < count; ++lane) {
-        for (int64_t k = 0; k < shape.classes; ++k) to[lane * shape.classes + k] = padded[lane * kWidth + k];
-      }
+    for (int lane = 0; shape.durations > 0 && lane < count; ++lane) {
+      if (stream && labels[lane] == kOutside) continue;
+      for (int i = 0; i < shape.durations; ++i) dlogits[lane * row_size + shape.classes + i] = durations[i][lane];
     }
   }
   if (stream) Fence();
+}
+
+template <class T>
+void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
+  (args.shape.bernoulli ? Forward<T, true> : Forward<T, false>)(args, begin, end);
+}
+
+template <class T>
+void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
+  (args.shape.bernoulli ? Backward<T, true> : Backward<T, false>)(args, begin, end);
 }
 
 void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end) {

@@ -31,9 +31,12 @@ ffi::Error Status(cudaError_t error, const char* what) {
 }
 
 ffi::Error EmissionForwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label, ffi::AnyBuffer num_frames,
-                                  ffi::RemainingRets planes, ffi::Span<const int64_t> blanks, int64_t normalize) {
+                                  ffi::RemainingRets planes, ffi::Span<const int64_t> blanks, int64_t normalize,
+                                  int64_t durations, int64_t bernoulli) {
   EmissionForwardCall call;
-  if (auto error = Read(logits, label, num_frames, planes, blanks, normalize, &call); error.failure()) return error;
+  if (auto error = Read(logits, label, num_frames, planes, {blanks, normalize, durations, bernoulli}, &call);
+      error.failure())
+    return error;
   return Status(EmissionForward(call.dtype, call.args, CudaStream(stream)), "emission forward");
 }
 
@@ -41,9 +44,10 @@ ffi::Error EmissionBackwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::An
                                    ffi::AnyBuffer num_frames, ffi::AnyBuffer lse, ffi::AnyBuffer scale,
                                    ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
                                    ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
-                                   int64_t normalize) {
+                                   int64_t normalize, int64_t durations, int64_t bernoulli) {
   EmissionBackwardCall call;
-  if (auto error = Read(logits, label, num_frames, lse, scale, clamp, cotangents, dlogits, blanks, normalize, &call);
+  if (auto error = Read(logits, label, num_frames, lse, scale, clamp, cotangents, dlogits,
+                        {blanks, normalize, durations, bernoulli}, &call);
       error.failure())
     return error;
   return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");

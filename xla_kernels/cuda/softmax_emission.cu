@@ -65,15 +65,19 @@ struct Shape {
         frames(int(shape.frames)),
         columns(int(shape.columns)),
         classes(int(shape.classes)),
+        durations(int(shape.durations)),
         by_columns(uint32_t(shape.columns)),
         one_label_row(shape.label_frames == 1),
         normalize(shape.normalize),
+        bernoulli(shape.bernoulli),
         num_blanks(shape.num_blanks) {
     std::copy(shape.blanks, shape.blanks + shape.num_blanks, blanks);
   }
-  int batch, frames, columns, classes;
+  __device__ __forceinline__ int row_size() const { return classes + durations; }
+
+  int batch, frames, columns, classes, durations;
   Divider by_columns;
-  bool one_label_row, normalize;
+  bool one_label_row, normalize, bernoulli;
   int num_blanks;
   int blanks[kMaxBlanks];
 };
@@ -155,10 +159,10 @@ __device__ __forceinline__ Vector16<T> LoadPart(const T* x, int n, int misaligne
   return v;
 }
 
-// Which lane adds which elements does not depend on where the row lies: the same row gives the same bits in any batch
-// and padding.
+// Of all elements but `skip`. Which lane adds which elements does not depend on where the row lies: the same row gives
+// the same bits in any batch and padding.
 template <class T, int kLanes>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, int lane) {
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, int skip, int lane) {
   using A = Accumulator<T>;
   constexpr int kElements = Vectors<T>::kElements;
   const int misaligned = Misaligned(x), count = n / kElements;
@@ -175,12 +179,14 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, i
       if (i + j * kLanes >= count) break;
       A wide[kElements];
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) wide[e] = Widen(v[j].x[e]);
+      for (int e = 0; e < kElements; ++e) {
+        wide[e] = (i + j * kLanes) * kElements + e == skip ? -kInfinity<A> : Widen(v[j].x[e]);
+      }
       total.Add(wide);
     }
   }
   for (int i = count * kElements + lane; i < n; i += kLanes) {
-    const A one[1] = {Widen(x[i])};
+    const A one[1] = {i == skip ? -kInfinity<A> : Widen(x[i])};
     total.Add(one);
   }
   return total;
@@ -207,9 +213,48 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total, unsigned ma
   return total;
 }
 
+// A head of few logits; every lane goes through all of them.
+template <class T>
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumDurations(const T* x, int n) {
+  LogSumExp<Accumulator<T>> total;
+  for (int i = 0; i < n; ++i) {
+    const Accumulator<T> one[1] = {Widen(x[i])};
+    total.Add(one);
+  }
+  return total;
+}
+
+template <class A>
+__device__ __forceinline__ A Lse(const LogSumExp<A>& total) {
+  return total.sum == 0 ? -kInfinity<A> : total.max + Log(total.sum);
+}
+
+// For x = +inf and NaN: NaN.
+template <class A>
+__device__ __forceinline__ A LogSigmoid(A x) {
+  const A e = Exp2((x > 0 ? -x : x) * kLog2E<A>), w = 1 + e;
+  const A log1p = Log(w) - ((w - 1) - e) / w;  // what w lost of e
+  return x == kInfinity<A> ? NaN<A>() : (x > 0 ? A(0) : x) - log1p;
+}
+template <class A>
+__device__ __forceinline__ A Sigmoid(A x) {
+  const A e = Exp2((x > 0 ? -x : x) * kLog2E<A>);
+  return (x > 0 ? A(1) : e) / (1 + e);
+}
+
 template <int kLanes>
 __device__ __forceinline__ unsigned GroupMask() {
   return kLanes >= 32 ? 0xffffffffu : ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+}
+
+// What other lanes of the group have read may be written after it.
+template <int kLanes>
+__device__ __forceinline__ void SyncGroup() {
+  if (kLanes > 32) {
+    __syncthreads();
+  } else {
+    __syncwarp(GroupMask<kLanes>());
+  }
 }
 
 template <class A>
@@ -217,6 +262,7 @@ struct ForwardPointers {
   const void* logits;
   const int32_t *label, *num_frames;
   A* log_arc[kMaxBlanks + 1];  // K blanks, then the label
+  A* log_duration[kMaxDurations];
   A* lse;
 };
 
@@ -232,30 +278,50 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     const Row at = FindRow(shape, args.label, args.num_frames, b, int(row));
     if (at.label == kOutside) {
       for (int arc = lane; arc <= num_blanks; arc += kLanes) args.log_arc[arc][at.index] = -kInfinity<A>;
+      for (int i = lane; i < shape.durations; i += kLanes) args.log_duration[i][at.index] = -kInfinity<A>;
       if (lane == 0) args.lse[at.index] = 0;
       continue;
     }
-    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.classes;
+    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.row_size();
     LogSumExp<A> total;
     total.max = 0;
     total.sum = 1;
-    if (shape.normalize) total = SumGroup<kLanes>(SumRow<T, kLanes>(x, shape.classes, lane), GroupMask<kLanes>());
+    LogSumExp<A> of_durations = total;
+    if (shape.normalize) {
+      const int skip = shape.bernoulli ? shape.blanks[0] : -1;
+      total = SumGroup<kLanes>(SumRow<T, kLanes>(x, shape.classes, skip, lane), GroupMask<kLanes>());
+      if (shape.durations > 0) of_durations = SumDurations(x + shape.classes, shape.durations);
+    }
+    // Rounding must not make a probability exceed 1.
+    const auto log_prob = [&](A logit, const LogSumExp<A>& total, A log_sum) {
+      const A y = logit - total.max - log_sum;
+      if (total.sum == 0 && logit == logit) return -kInfinity<A>;
+      return shape.normalize ? (y > 0 ? A(0) : y) : y == kInfinity<A> ? NaN<A>() : y;
+    };
+    A z = 0, poison = (total.sum - total.sum) + (of_durations.sum - of_durations.sum);  // a NaN anywhere is one of all
+    if (shape.bernoulli) {
+      z = Widen(x[shape.blanks[0]]);
+      poison += z < kInfinity<A> ? A(0) : NaN<A>();
+    }
     const A log_sum = Log(total.sum);
-    const bool dead = total.sum == 0;
     for (int arc = lane; arc <= num_blanks; arc += kLanes) {
       const int k = arc < num_blanks ? shape.blanks[arc] : at.label;
-      A log_prob;
-      if (unsigned(k) < unsigned(shape.classes)) {
-        const A logit = Widen(x[k]), y = logit - total.max - log_sum;
-        // Rounding must not make a probability exceed 1.
-        log_prob = shape.normalize ? (y > 0 ? A(0) : y) : y == kInfinity<A> ? NaN<A>() : y;
-        if (dead && logit == logit) log_prob = -kInfinity<A>;
+      A value;
+      if (shape.bernoulli && k == shape.blanks[0]) {
+        value = LogSigmoid(z);
+      } else if (unsigned(k) < unsigned(shape.classes)) {
+        value = log_prob(Widen(x[k]), total, log_sum);
+        if (shape.bernoulli && z != -kInfinity<A>) value += LogSigmoid(-z);
       } else {
-        log_prob = k == kNoLabel ? -kInfinity<A> : NaN<A>();
+        value = k == kNoLabel ? -kInfinity<A> : NaN<A>();
       }
-      args.log_arc[arc][at.index] = log_prob;
+      args.log_arc[arc][at.index] = value + poison;
     }
-    if (lane == 0) args.lse[at.index] = dead ? -kInfinity<A> : total.max + log_sum;
+    const A log_duration_sum = Log(of_durations.sum);
+    for (int i = lane; i < shape.durations; i += kLanes) {
+      args.log_duration[i][at.index] = log_prob(Widen(x[shape.classes + i]), of_durations, log_duration_sum) + poison;
+    }
+    if (lane == 0) args.lse[at.index] = Lse(total);
   }
 }
 
@@ -265,6 +331,7 @@ struct BackwardPointers {
   void* dlogits;
   const int32_t *label, *num_frames;
   const A* ct_arc[kMaxBlanks + 1];  // K blanks, then the label
+  const A* ct_duration[kMaxDurations];
   const A *lse, *scale, *clamp;
 };
 
@@ -278,11 +345,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   if (row >= int64_t(shape.frames) * shape.columns) return;
   for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
     const Row at = FindRow(shape, args.label, args.num_frames, b, int(row));
-    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.classes;
-    T* const dx = static_cast<T*>(args.dlogits) + at.index * shape.classes;
-    const Vectors<T> vectors(x, shape.classes, dx);
+    const T* const x = static_cast<const T*>(args.logits) + at.index * shape.row_size();
+    T* const dx = static_cast<T*>(args.dlogits) + at.index * shape.row_size();
 
-    A sum = 0;
+    A sum = 0, duration_sum = 0;
     bool used = false;
     if (at.label != kOutside) {
       for (int arc = 0; arc <= num_blanks; ++arc) {
@@ -290,8 +356,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
         sum += ct;
         used |= ct != 0;
       }
+      for (int i = 0; i < shape.durations; ++i) {
+        const A ct = args.ct_duration[i][at.index];
+        duration_sum += ct;
+        used |= ct != 0;
+      }
     }
     if (!used) {
+      const Vectors<T> vectors(x, shape.row_size(), dx);
       Vector16<T> zeros;
 #pragma unroll
       for (int e = 0; e < kElements; ++e) zeros.x[e] = Narrow<T>(A(0));
@@ -302,6 +374,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 
     const A row_lse = args.lse[at.index], lse = row_lse == -kInfinity<A> ? A(0) : row_lse;
     const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
+    const int bernoulli = shape.bernoulli ? shape.blanks[0] : -1;
+    A ct_blank = 0, ct_label = 0;  // of a Bernoulli blank, and of labels that are none
+    if (bernoulli >= 0) {
+      ct_label = args.ct_arc[1][at.index];
+      if (at.label == bernoulli) ct_label -= ct_label;  // 0, but NaN stays
+      ct_blank = at.label == bernoulli ? sum : args.ct_arc[0][at.index];
+      sum = ct_label;
+    }
     const A minus_sum = shape.normalize || sum != sum ? -sum : A(0);
     // Comparisons with NaN are false: NaN stays.
     const auto clip = [&](A v) { return (v > limit ? limit : v < -limit ? -limit : v) * scale; };
@@ -311,6 +391,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       for (int i = 0; i < num_blanks; ++i) ct += k == shape.blanks[i] ? args.ct_arc[i][at.index] : A(0);
       return ct;
     };
+    const auto gradient = [&](int k) {
+      const A v = Widen(x[k]);
+      return clip(k == bernoulli ? ct_blank * Sigmoid(-v) - ct_label * Sigmoid(v) : own(k) + others(v));
+    };
+    if (shape.durations > 0) {
+      const LogSumExp<A> total = SumDurations(x + shape.classes, shape.durations);
+      const A lse = Lse(total), minus_sum = !shape.normalize || total.sum == 0 ? A(0) : -duration_sum;
+      SyncGroup<kLanes>();
+      for (int i = lane; i < shape.durations; i += kLanes) {
+        const A softmax = minus_sum == 0 ? A(0) : Exp2((Widen(x[shape.classes + i]) - lse) * kLog2E<A>);
+        dx[shape.classes + i] = Narrow<T>(clip(args.ct_duration[i][at.index] + softmax * minus_sum));
+      }
+    }
+    const Vectors<T> vectors(x, shape.classes, dx);
 
     // Vectors that hold the class of an arc are left for last, so that all others are spared the comparisons. Bit s:
     // such a vector may be this lane's vector number s, s + 32, ...
@@ -341,12 +435,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
         const int first = vectors.head + i * kElements;
         // One by one: unrolled, the comparisons would take more registers than all the rest.
 #pragma unroll 1
-        for (int k = first; k < first + kElements; ++k) dx[k] = Narrow<T>(clip(own(k) + others(Widen(x[k]))));
+        for (int k = first; k < first + kElements; ++k) dx[k] = Narrow<T>(gradient(k));
       }
     }
     for (int i = lane; i < vectors.rest; i += kLanes) {
       const int k = vectors.Rest(i);
-      dx[k] = Narrow<T>(clip(own(k) + others(Widen(x[k]))));
+      dx[k] = Narrow<T>(gradient(k));
     }
   }
 }
@@ -354,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 // Chooses the group of threads for a row, and launches kernel<T, kLanes>(shape, args).
 template <class T, template <class, int> class Kernel, class Pointers>
 cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
-  const int64_t rows = shape.frames * shape.columns, bytes = shape.classes * int64_t(sizeof(T));
+  const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
   if (shape.batch * rows == 0) return cudaSuccess;
   if (rows > INT32_MAX || shape.classes > INT32_MAX / 8 || shape.batch > INT32_MAX) return cudaErrorInvalidValue;
   const auto launch = [&](auto kernel, int lanes) {
@@ -380,9 +474,10 @@ struct BackwardFunction {
 template <class T>
 cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
   using A = Accumulator<T>;
-  ForwardPointers<A> pointers{args.logits, args.label, args.num_frames, {}, static_cast<A*>(args.lse)};
+  ForwardPointers<A> pointers{args.logits, args.label, args.num_frames, {}, {}, static_cast<A*>(args.lse)};
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.log_arc[i] = static_cast<A*>(args.log_blank[i]);
   pointers.log_arc[args.shape.num_blanks] = static_cast<A*>(args.log_label);
+  for (int i = 0; i < args.shape.durations; ++i) pointers.log_duration[i] = static_cast<A*>(args.log_duration[i]);
   return LaunchRows<T, ForwardFunction>(args.shape, pointers, stream);
 }
 
@@ -394,11 +489,13 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
                                args.label,
                                args.num_frames,
                                {},
+                               {},
                                static_cast<const A*>(args.lse),
                                static_cast<const A*>(args.scale),
                                static_cast<const A*>(args.clamp)};
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);
   pointers.ct_arc[args.shape.num_blanks] = static_cast<const A*>(args.ct_label);
+  for (int i = 0; i < args.shape.durations; ++i) pointers.ct_duration[i] = static_cast<const A*>(args.ct_duration[i]);
   return LaunchRows<T, BackwardFunction>(args.shape, pointers, stream);
 }
 

@@ -83,7 +83,8 @@ struct Options {
   int batch = 2, frames = 5, labels = 3, classes = 7;
   bool monotonic = false;
   bool ragged = true, in_place = true, normalize = true, label_per_frame = false;
-  int num_blanks = 1, offset = 0;
+  bool bernoulli = false;
+  int num_blanks = 1, durations = 0, offset = 0;
   double clamp = 0, spread = 4;  // of the logits
   Fault fault = Fault::kNone;
   std::vector<int> num_frames, num_labels;  // where not empty: instead of random ones
@@ -177,9 +178,10 @@ class Problem {
         frames_(options.frames),
         columns_(options.labels + 1),
         V(options.classes),
+        R(options.classes + options.durations),
         nodes_(int64_t(B) * frames_ * columns_),
         label_frames_(options.label_per_frame ? frames_ : 1),
-        logits_(nodes_ * V, options.offset),
+        logits_(nodes_ * R, options.offset),
         label_(int64_t(B) * label_frames_ * columns_),
         num_frames_(B),
         num_labels_(B),
@@ -203,26 +205,27 @@ class Problem {
       label_[i] = u < num_labels_[b] ? random.Below(V) : u == num_labels_[b] ? kNoLabel : kOutside;
     }
     for (int64_t i = 0; i < nodes_; ++i) {
-      for (int k = 0; k < V; ++k) {
+      for (int k = 0; k < R; ++k) {
         const double x = random.Uniform(-options.spread, options.spread);
-        if (LabelAt(i) != kOutside) logits_[i * V + k] = NarrowLogit(options.normalize ? x : -std::fabs(x));
+        if (LabelAt(i) != kOutside) logits_[i * R + k] = NarrowLogit(options.normalize ? x : -std::fabs(x));
       }
     }
     const auto inside = [&](double share) { return num_frames_[0] > 0 ? random.Uniform(0, 1) < share : false; };
     for (int64_t i = 0; i < nodes_; ++i) {
       if (LabelAt(i) == kOutside) continue;
       const auto fill = [&](double x) {
-        for (int k = 0; k < V; ++k) logits_[i * V + k] = NarrowLogit(x);
+        for (int k = 0; k < R; ++k) logits_[i * R + k] = NarrowLogit(x);
       };
       if (options.fault == Fault::kMinusInfinity && inside(0.5))
-        logits_[i * V + random.Below(V)] = NarrowLogit(-kInfinity);
+        logits_[i * R + random.Below(R)] = NarrowLogit(-kInfinity);
       if (options.fault == Fault::kDeadRow && inside(0.1)) fill(-kInfinity);
     }
-    if (options.fault == Fault::kNaN) logits_[V + V / 2] = NarrowLogit(kNaN);  // in the first sequence only
-    if (options.fault == Fault::kInfinity) logits_[V + V / 2] = NarrowLogit(kInfinity);
+    const int64_t odd = R + (options.durations > 0 ? V : V / 2);  // in the first sequence only
+    if (options.fault == Fault::kNaN) logits_[odd] = NarrowLogit(kNaN);
+    if (options.fault == Fault::kInfinity) logits_[odd] = NarrowLogit(kInfinity);
     if (options.fault == Fault::kBadLabel) label_[0] = V, label_[label_.size() > columns_ ? columns_ : 0] = V + 5;
     if (options.fault == Fault::kNoPath) {
-      for (int k = 0; k < V; ++k) logits_[k] = NarrowLogit(-kInfinity);
+      for (int k = 0; k < R; ++k) logits_[k] = NarrowLogit(-kInfinity);
     }
   }
 
@@ -233,7 +236,7 @@ class Problem {
     scale_[0] = whole.scale_[b];
     clamp_[0] = whole.clamp_[b];
     for (int u = 0; u < columns_; ++u) label_[u] = whole.label_[b * whole.columns_ + u];
-    for (int64_t i = 0; i < nodes_ * V; ++i) logits_[i] = whole.logits_[whole.RowOf(b, *this, i / V) * V + i % V];
+    for (int64_t i = 0; i < nodes_ * R; ++i) logits_[i] = whole.logits_[whole.RowOf(b, *this, i / R) * R + i % R];
   }
 
   // Runs the three stages and compares each with double precision on that stage's own inputs. `alone`: and compares
@@ -251,8 +254,8 @@ class Problem {
         CompareBits("lse of a sequence alone", other.lse_[row], lse_[here]);
         for (int which = 0; which < 2; ++which)
           CompareBits("arc's gradient of a sequence alone", other.grads_[which][row], grads_[which][here]);
-        for (int k = 0; k < V; ++k) {
-          CompareBits("dlogits of a sequence alone", Widen(other.dlogits_[row * V + k]), Widen(dlogits_[here * V + k]));
+        for (int k = 0; k < R; ++k) {
+          CompareBits("dlogits of a sequence alone", Widen(other.dlogits_[row * R + k]), Widen(dlogits_[here * R + k]));
         }
       }
     }
@@ -295,7 +298,16 @@ class Problem {
   }
 
   EmissionShape Shape() {
-    return {B, frames_, columns_, V, label_frames_, options_.normalize, int(blanks_.size()), blanks_.data()};
+    return {B,
+            frames_,
+            columns_,
+            V,
+            options_.durations,
+            label_frames_,
+            options_.normalize,
+            options_.bernoulli,
+            int(blanks_.size()),
+            blanks_.data()};
   }
 
   void Wrong(const char* what, int64_t where, double is, double should) {
@@ -324,40 +336,66 @@ class Problem {
     for (size_t i = 0; i <= blanks_.size(); ++i) arcs_.emplace_back(nodes_);
     std::vector<void*> log_blank;
     for (size_t i = 0; i < blanks_.size(); ++i) log_blank.push_back(arcs_[i].data());
+    std::vector<void*> log_duration;
+    for (int i = 0; i < options_.durations; ++i) durations_.emplace_back(nodes_);
+    for (auto& plane : durations_) log_duration.push_back(plane.data());
     const Buffer<T> before = logits_;
-    const EmissionForwardArgs args = {Shape(),          logits_.data(),      label_.data(), num_frames_.data(),
-                                      log_blank.data(), arcs_.back().data(), lse_.data()};
+    const EmissionForwardArgs args = {Shape(),          logits_.data(),      label_.data(),       num_frames_.data(),
+                                      log_blank.data(), arcs_.back().data(), log_duration.data(), lse_.data()};
     if (!Succeeded("EmissionForward", EmissionForward(Traits<T>::kDType, args, nullptr))) return;
     if (!logits_.SameBits(before)) problem_ = "EmissionForward has written to the logits";
     for (int64_t i = 0; i < nodes_; ++i) {
       const int label = LabelAt(i);
-      const double lse = label == kOutside || !options_.normalize ? 0 : LogSumExp(i);
+      const bool outside = label == kOutside;
+      const double lse = outside || !options_.normalize ? 0 : LogSumExp(i, 0, V);
+      const double duration_lse = outside || !options_.normalize ? 0 : LogSumExp(i, V, R);
+      const double z = options_.bernoulli ? Logit(i, int(blanks_[0])) : 0;
+      const bool bad = lse != lse || duration_lse != duration_lse || !(z < kInfinity);
+      const auto log_prob = [&](int64_t k, double lse) {
+        const double x = Logit(i, int(k));
+        return lse == -kInfinity ? -kInfinity : !options_.normalize && x == kInfinity ? kNaN : x - lse;
+      };
+      const auto compare = [&](const char* what, double is, double should) {
+        if (outside) should = -kInfinity;
+        Compare(what, i, is, should, tolerance_ * (1 + std::fabs(should)));
+      };
       Compare("lse", i, lse_[i], lse, tolerance_ * (1 + std::fabs(lse)));
       for (size_t arc = 0; arc < arcs_.size(); ++arc) {
         const int64_t k = arc < blanks_.size() ? blanks_[arc] : label;
-        double log_prob = kNaN;  // of labels out of range
-        if (label == kOutside || k == kNoLabel) {
-          log_prob = -kInfinity;
+        double value = kNaN;  // of labels out of range
+        if (k == kNoLabel) {
+          value = bad ? kNaN : -kInfinity;
         } else if (0 <= k && k < V) {
-          const double x = double(Widen(logits_[i * V + k]));
-          log_prob = lse == -kInfinity ? -kInfinity : !options_.normalize && x == kInfinity ? kNaN : x - lse;
+          value = bad                                     ? kNaN
+                  : options_.bernoulli && k == blanks_[0] ? LogSigmoid(z)
+                  : options_.bernoulli                    ? log_prob(k, lse) + LogSigmoid(-z)
+                                                          : log_prob(k, lse);
         }
-        Compare("log_arc", i, arcs_[arc][i], log_prob, tolerance_ * (1 + std::fabs(log_prob)));
+        compare("log_arc", arcs_[arc][i], value);
+      }
+      for (int d = 0; d < options_.durations; ++d) {
+        compare("log_duration", durations_[d][i], outside ? 0 : bad ? kNaN : log_prob(V + d, duration_lse));
       }
     }
     Sum(lse_);
     for (const auto& arc : arcs_) Sum(arc);
+    for (const auto& plane : durations_) Sum(plane);
   }
 
-  double LogSumExp(int64_t row) const {
+  double Logit(int64_t row, int k) const { return double(Widen(logits_[row * R + k])); }
+  static double LogSigmoid(double x) { return x < 0 ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x)); }
+
+  // Of the logits [begin, end) of a row, a Bernoulli blank left out.
+  double LogSumExp(int64_t row, int begin, int end) const {
     double max = -kInfinity, sum = 0;
-    for (int k = 0; k < V; ++k) {
-      const double x = double(Widen(logits_[row * V + k]));
-      if (x != x || x == kInfinity) return kNaN;
-      max = std::fmax(max, x);
+    const auto counts = [&](int k) { return !options_.bernoulli || k != blanks_[0]; };
+    for (int k = begin; k < end; ++k) {
+      const double x = Logit(row, k);
+      if (counts(k) && (x != x || x == kInfinity)) return kNaN;
+      if (counts(k)) max = std::fmax(max, x);
     }
     if (max == -kInfinity) return -kInfinity;
-    for (int k = 0; k < V; ++k) sum += std::exp(double(Widen(logits_[row * V + k])) - max);
+    for (int k = begin; k < end; ++k) sum += counts(k) ? std::exp(Logit(row, k) - max) : 0;
     return max + std::log(sum);
   }
 
@@ -434,61 +472,81 @@ class Problem {
       for (int64_t row = 0; row < nodes_; ++row) ct[i][row] *= A(random.Uniform(-1, 1));
     }
     ct.push_back(grads_[1]);
-    std::vector<const void*> ct_blank;
+    std::vector<Buffer<A>> ct_durations(options_.durations, grads_[0]);
+    for (int i = 0; i < options_.durations; ++i) {  // the same for a sequence alone
+      for (int64_t row = 0; row < nodes_; ++row) ct_durations[i][row] *= A((i % 2 ? 0.5 : -1) / (i + 1));
+    }
+    std::vector<const void*> ct_blank, ct_duration;
+    for (const auto& plane : ct_durations) ct_duration.push_back(plane.data());
     for (size_t i = 0; i < blanks_.size(); ++i) ct_blank.push_back(ct[i].data());
-    Buffer<T> x = logits_, apart(nodes_ * V, options_.offset);
+    Buffer<T> x = logits_, apart(nodes_ * R, options_.offset);
     Buffer<T>& dx = options_.in_place ? x : apart;
     const EmissionBackwardArgs args = {Shape(),       x.data(),        label_.data(),    num_frames_.data(),
-                                       lse_.data(),   ct_blank.data(), ct.back().data(), scale_.data(),
-                                       clamp_.data(), dx.data()};
+                                       lse_.data(),   ct_blank.data(), ct.back().data(), ct_duration.data(),
+                                       scale_.data(), clamp_.data(),   dx.data()};
     if (!Succeeded("EmissionBackward", EmissionBackward(Traits<T>::kDType, args, nullptr))) return;
     if (!options_.in_place && !x.SameBits(logits_)) problem_ = "EmissionBackward has written to the logits";
     for (int64_t i = 0; i < nodes_; ++i) {
       const int label = LabelAt(i);
       const double scale = scale_[i / (frames_ * columns_)], clamp = clamp_[i / (frames_ * columns_)];
-      double sum = 0;
+      double sum = 0, duration_sum = 0, size = 0;
       bool used = false;
-      for (const auto& arc : ct) {
-        sum += double(arc[i]);
-        used |= arc[i] != 0;
+      for (const auto* planes : {&ct, &ct_durations}) {
+        for (const auto& plane : *planes) {
+          (planes == &ct ? sum : duration_sum) += double(plane[i]);
+          size += std::fabs(double(plane[i]));
+          used |= plane[i] != 0;
+        }
       }
       used &= label != kOutside;
       const double lse = lse_[i] == -kInfinity ? 0 : double(lse_[i]);
-      for (int k = 0; k < V; ++k) {
-        double unit = 0, size = 0;
+      const double duration_lse = used && options_.durations > 0 ? LogSumExp(i, V, R) : 0;
+      const bool same = options_.bernoulli && label == blanks_[0];
+      const double ct_label = same && sum == sum ? 0 : double(ct.back()[i]), ct_blank = same ? sum : double(ct[0][i]);
+      for (int k = 0; k < R; ++k) {
+        double unit = 0;
         if (used) {
           for (size_t arc = 0; arc < ct.size(); ++arc) {
             if (k == (arc < blanks_.size() ? blanks_[arc] : label)) unit += double(ct[arc][i]);
-            size += std::fabs(double(ct[arc][i]));
           }
-          if (options_.normalize) unit -= std::exp(double(Widen(logits_[i * V + k])) - lse) * sum;
+          const double x = Logit(i, k);
+          if (k >= V) {
+            unit = double(ct_durations[k - V][i]);
+            if (options_.normalize && duration_lse > -kInfinity) unit -= std::exp(x - duration_lse) * duration_sum;
+          } else if (options_.bernoulli) {
+            unit = k == blanks_[0] ? ct_blank / (1 + std::exp(x)) - ct_label / (1 + std::exp(-x))
+                                   : unit - std::exp(x - lse) * ct_label;
+          } else if (options_.normalize) {
+            unit -= std::exp(x - lse) * sum;
+          }
           if (sum != sum) unit = kNaN;
           if (clamp > 0) unit = unit > clamp ? clamp : unit < -clamp ? -clamp : unit;
         }
-        const double should = unit * scale, is = double(Widen(dx[i * V + k]));
+        const double should = unit * scale, is = double(Widen(dx[i * R + k]));
         const double smallest = sizeof(T) == 2 && Traits<T>::kEpsilon < 0x1p-9 ? 0x1p-25 : 0;
-        Compare("dlogits", i * V + k, is, should,
+        Compare("dlogits", i * R + k, is, should,
                 1.01 * Traits<T>::kEpsilon * std::fabs(should) + 4 * tolerance_ * size * std::fabs(scale) + smallest);
-        if (!used && is != 0) Wrong("dlogits of a row without cotangent", i * V + k, is, 0);
+        if (!used && is != 0) Wrong("dlogits of a row without cotangent", i * R + k, is, 0);
       }
     }
     Sum(dx);
-    memcpy(static_cast<void*>(dlogits_.data()), dx.data(), size_t(nodes_ * V) * sizeof(T));
+    memcpy(static_cast<void*>(dlogits_.data()), dx.data(), size_t(nodes_ * R) * sizeof(T));
   }
 
   const char* name_;
   const Options options_;
-  const int64_t B, frames_, columns_, V, nodes_, label_frames_;
+  const int64_t B, frames_, columns_, V, R, nodes_, label_frames_;  // R: logits of a row
   const double tolerance_ = sizeof(A) == 8 ? 1e-14 : 2e-6;
   std::vector<int64_t> blanks_;
   Buffer<T> logits_;
   Buffer<int32_t> label_, num_frames_, num_labels_;
   Buffer<A> scale_, clamp_;
   std::vector<Buffer<A>> arcs_;  // K blanks, then the label
+  std::vector<Buffer<A>> durations_;
   Buffer<A> lse_{nodes_};
   Buffer<A> loss_{B};
   Buffer<A> grads_[2] = {Buffer<A>(nodes_), Buffer<A>(nodes_)};
-  Buffer<T> dlogits_{nodes_ * V};
+  Buffer<T> dlogits_{nodes_ * R};
   std::string problem_;
 };
 
@@ -675,9 +733,26 @@ void CheckAll() {
   Check<float>("tiles, many frames", with([](O o) { o.frames = 150; o.labels = 40; o.classes = 3; o.batch = 1; }));
   Check<double>("tiles, float64", with([](O o) { o.frames = 19; o.labels = 95; o.classes = 2; }));
   Check<float>("tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = 90, o.labels = 64, o.classes = 3; }));
+  Check<float>("durations", with([](O o) { o.durations = 5; o.batch = 3; }));
+  Check<double>("durations, float64, not in place", with([](O o) { o.durations = 1; o.in_place = false; }));
+  Check<BFloat16>("durations, a warp per row", with([](O o) { o.durations = 40; o.classes = 400; o.frames = 3; o.clamp = 0.02; }));
+  Check<float>("durations, a block per row", with([](O o) { o.durations = 4; o.classes = 4133; o.frames = 2; o.labels = 1; o.offset = 1; }));
+  Check<Half>("durations, log-probabilities", with([](O o) { o.durations = 3; o.normalize = false; o.num_blanks = 2; }));
+  Check<float>("durations, NaN", with([](O o) { o.durations = 3; o.fault = Fault::kNaN; }));
+  Check<float>("durations, -inf", with([](O o) { o.durations = 3; o.fault = Fault::kMinusInfinity; o.frames = 9; }));
+  Check<double>("durations, rows of -inf", with([](O o) { o.durations = 2; o.fault = Fault::kDeadRow; o.frames = 9; }));
+  Check<float>("Bernoulli blank", with([](O o) { o.bernoulli = true; o.batch = 4; }));
+  Check<double>("Bernoulli blank, float64", with([](O o) { o.bernoulli = true; o.classes = 3; o.in_place = false; }));
+  Check<BFloat16>("Bernoulli blank, a warp per row", with([](O o) { o.bernoulli = true; o.classes = 300; o.frames = 3; o.clamp = 0.1; }));
+  Check<float>("Bernoulli blank, a block per row", with([](O o) { o.bernoulli = true; o.classes = 4133; o.frames = 2; o.labels = 1; }));
+  Check<float>("Bernoulli blank, large logits", with([](O o) { o.bernoulli = true; o.spread = 80; o.frames = 12; }));
+  Check<float>("Bernoulli blank, -inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; }));
+  Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
+  Check<float>("Bernoulli blank alone", with([](O o) { o.bernoulli = true; o.classes = 1; }));
   // Neither the batch nor padding changes a bit, whatever the alignment of a row.
   Check<float>("alone", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 37; }), true);
   Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 301; }), true);
+  Check<float>("alone, durations", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 33; o.durations = 4; }), true);
   Check<float>("alone, tiles", with([](O o) { o.frames = 14; o.labels = 130; o.batch = 3; o.classes = 3; }), true);
   // More tiles than warps.
   constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
