@@ -56,12 +56,13 @@ class SequencePlanes {
   F LoadColumns(const A* plane, int64_t t, int64_t u, int64_t n) const {
     const int64_t at = t * args_.columns + u;
     if (u >= 0 && u + kWidth <= n) return Load(plane + at);
+    const auto within = LanesBetween<A>(-u, n - u);
+    if (at >= 0 && at + kWidth <= size_) return within ? Load(plane + at) : Broadcast(-kInfinity);
     A padded[kWidth] = {};
-    const bool readable = at >= 0 && at + kWidth <= size_;
-    for (int lane = 0; !readable && lane < kWidth; ++lane) {
+    for (int lane = 0; lane < kWidth; ++lane) {
       if (0 <= u + lane && u + lane < n) padded[lane] = plane[at + lane];
     }
-    return LanesBetween<A>(-u, n - u) ? Load(readable ? plane + at : padded) : Broadcast(-kInfinity);
+    return within ? Load(padded) : Broadcast(-kInfinity);
   }
 
   void StoreColumns(F v, A* plane, int64_t t, int64_t u) const {

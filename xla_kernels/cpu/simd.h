@@ -156,6 +156,15 @@ inline V ShiftDown(V v, V in) {
   return Permute(v, in, [](int lane) { return lane + 1; });
 }
 
+// By kBy lanes, up or down; what moves in is `in`, the same in all lanes.
+template <int kBy, bool kDown, class V>
+inline V ShiftBy(V v, V in) {
+  return Permute(v, in, [](int lane) {
+    const int from = kDown ? lane + kBy : lane - kBy;
+    return 0 <= from && from < Width<V>() ? from : Width<V>() + lane;
+  });
+}
+
 template <int kStride, class V, class Combine>
 inline auto Reduce(V v, Combine combine) {
   if constexpr (kStride == 0) {
@@ -296,6 +305,19 @@ inline void Store(Simd<float>::F v, Half* p) {  // to nearest, ties to even
   StoreAs(__builtin_convertvector(half | ((bits >> 16) & 0x8000), S::Bits16), p);
 }
 #endif
+
+// The last n lanes of v to the n elements before `end`.
+template <class V, class T>
+inline void StoreLast(V v, int n, T* end) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    return _mm512_mask_storeu_ps(end - 16, __mmask16(0xffffu << (16 - n)), (__m512)v);
+  }
+#endif
+  T lanes[Width<V>()];
+  Store(v, lanes);
+  for (int i = 0; i < n; ++i) end[i - n] = lanes[Width<V>() - n + i];
+}
 
 // n zeros (as bits), their whole cache lines past the caches: they are not read first. Fence() makes them visible to
 // other threads.

@@ -2,10 +2,10 @@
 // and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
 //
 // Frames are taken one by one, and all columns of a frame at once, a vector of them at a time: what comes from earlier
-// frames needs nothing of the frame itself. Arcs that stay in the frame (0, 1) are then added from column to column,
-// the only serial part: two dozen cycles per column. All alphas are kept, in the workspace; betas of as many frames as
-// the longest arc spans, in thread-local scratch. A log-probability is read for the last time before its gradient is
-// written, so the gradients may overwrite them.
+// frames needs nothing of the frame itself. Arcs that stay in the frame (0, 1) are then added by a scan over the
+// columns, in the logarithm of the vector's width steps for each vector. All alphas are kept, in the workspace; betas
+// of as many frames as the longest arc spans, in thread-local scratch. A log-probability is read for the last time
+// before its gradient is written, so the gradients may overwrite them.
 //
 // Why not the unit-step kernel's wavefront: it keeps one frame per lane, and here each lane would need the values of
 // as many frames before it as the longest arc spans.
@@ -86,7 +86,30 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   }
 
   static One Get(const Row& row, int64_t u) { return {row.m[u], row.e[u]}; }
-  static void Set(const Row& row, int64_t u, One v) { row.m[u] = v.m, row.e[u] = v.e; }
+
+  // y[i] = x[i] + arc[i] y[i - 1], or from the last lane down y[i] = x[i] + arc[i] y[i + 1]. What lies before the first
+  // lane is *before, in all lanes; it becomes what lies before the next vector.
+  template <bool kDown>
+  static Value Scan(Value x, Value arc, Value* before) {
+    ScanSteps<1, kDown>(&x, &arc);
+    const Value y = Normalize(x + arc * *before);
+    constexpr int kLast = kDown ? 0 : kWidth - 1;
+    *before = {Broadcast(y.m[kLast]), I{} + y.e[kLast]};
+    return y;
+  }
+  // x: sums over paths of the last kBy lanes; arc: products over as many arcs.
+  template <int kBy, bool kDown>
+  static void ScanSteps(Value* x, Value* arc) {
+    if constexpr (kBy < kWidth) {
+      const auto shift = [](Value v, Value in) {
+        return Value{ShiftBy<kBy, kDown>(v.m, in.m), ShiftBy<kBy, kDown>(v.e, in.e)};
+      };
+      *x = *x + *arc * shift(*x, Zero<S>());
+      *arc = *arc * shift(*arc, {Broadcast(A(1)), I{}});
+      arc->e = S::Max(arc->e, I{} + S::kZero);  // zeros times zeros
+      ScanSteps<2 * kBy, kDown>(x, arc);
+    }
+  }
 
   void AlphaOfFrame(int64_t t) {
     const Row alpha = Alpha(t);
@@ -107,11 +130,11 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
         sum = sum + Alpha(t - dt).Get(u - du) * Base::Probability(log_arcs);
       }
       alpha.Set(u, Normalize(sum));
-      within_.Set(u, within);
+      within_.Set(u, Normalize(within));
     }
-    for (int64_t u = 1; stays_ && u <= labels_; ++u) {
-      Set(alpha, u, Normalize(Get(alpha, u) + Get(alpha, u - 1) * Get(within_, u - 1)));
-    }
+    if (!stays_) return;
+    Value last = Zero<S>();  // of the vector before
+    for (int64_t u = 0; u <= labels_; u += kWidth) alpha.Set(u, Scan<false>(alpha.Get(u), within_.Get(u - 1), &last));
   }
 
   One Likelihood() const {
@@ -146,11 +169,12 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
         }
       }
       beta.Set(u, Normalize(sum));
-      within_.Set(u, within);
+      within_.Set(u, Normalize(within));
     }
     if (!stays_) return;
-    for (int64_t u = labels_; u-- > 0;) {
-      Set(beta, u, Normalize(Get(beta, u) + Get(within_, u) * Get(beta, u + 1)));
+    Value next = Zero<S>();
+    for (int64_t u = labels_ / kWidth * kWidth; u >= 0; u -= kWidth) {
+      beta.Set(u, Scan<true>(beta.Get(u), within_.Get(u), &next));
     }
     for (int k = 0; k < topology_.num_arcs; ++k) {
       for (int64_t u = 0; topology_.dt[k] == 0 && u <= labels_; u += kWidth) {

@@ -257,40 +257,52 @@ inline auto Pick(const T* x, I at) {
   return Load(picked);
 }
 
-// A softmax over few logits of each row of a group, which lie far apart: one row per lane.
+// The last `count` logits of each row of a group, a head of its own: one row per lane.
 template <class T>
 class DurationHead {
  public:
   using A = Accumulator<T>;
   using F = typename Simd<A>::F;
   using I = typename Simd<A>::I;
+  static constexpr int kWidth = Simd<A>::kWidth;
 
-  // `first`: where that of each row begins in x.
-  DurationHead(const T* x, I first, int count, bool normalize) : count_(count), normalize_(normalize) {
+  // Whether the head is read and written as the end of a vector of each row.
+  static bool IsShort(int64_t row_size, int count) { return count <= kWidth && kWidth <= row_size; }
+
+  // The end of a row as a vector: to be read while the rest of the row is, since one row after the other is what the
+  // hardware can prefetch.
+  static F End(const T* row, int64_t row_size) { return Load(row + row_size - kWidth); }
+
+  // `ends`: End of each row, where IsShort. Rows whose label is kOutside are not read; their logits are anything.
+  DurationHead(const T* x, int64_t row_size, const typename Simd<A>::Exponent* labels, F* ends, int count,
+               bool normalize)
+      : normalize_(normalize) {
     F max = Broadcast(-kInfinity<A>);
-    for (int i = 0; i < count; ++i) {
-      logits_[i] = Pick(x, first + i);
-      max = Max(max, logits_[i]);
+    if (IsShort(row_size, count)) {
+      Transpose(ends);
+      for (int i = 0; i < count; ++i) logits_[i] = ends[kWidth - count + i];
+    } else {
+      const I at = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{}) * int(row_size) + int(row_size - count);
+      const I readable = Load(labels) == kOutside ? I{} : at;
+      for (int i = 0; i < count; ++i) logits_[i] = Pick(x, readable + i);
     }
     if (!normalize) {
       sum_ = Broadcast(A(1));
       return;
     }
+    for (int i = 0; i < count; ++i) max = Max(max, logits_[i]);
     shift_ = Shift(max);
-    for (int i = 0; i < count; ++i) sum_ += Exp(logits_[i] - shift_);
-    log_sum_ = Log(sum_);
+    for (int i = 0; i < count; ++i) sum_ += exps_[i] = Exp(logits_[i] - shift_);
   }
   F logit(int i) const { return logits_[i]; }
   F shift() const { return shift_; }
   F sum() const { return sum_; }
-  SplitLog<F> log_sum() const { return log_sum_; }
-  F Softmax(int i) const { return normalize_ && sum_ != A(0) ? Exp(logits_[i] - shift_) / sum_ : F{}; }
+  // exp(logit - shift) of logit i, unless the input already is log-probabilities: the softmax is this / sum().
+  F exp(int i) const { return normalize_ ? exps_[i] : F{}; }
 
  private:
-  const int count_;
   const bool normalize_;
-  F logits_[kMaxDurations], shift_ = {}, sum_ = {};
-  SplitLog<F> log_sum_ = {};
+  F logits_[kMaxDurations], exps_[kMaxDurations], shift_ = {}, sum_ = {};
 };
 
 // log sigmoid(x), and the sigmoids of x and -x; for x = +inf and NaN: NaN.
@@ -328,6 +340,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   const RowReader<T, kBernoulli> reader(n, padding ? -1 : blank);
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
 
+  const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
   for (int64_t r = begin; r < end; r += kWidth) {
@@ -346,8 +359,12 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
 
     // log-sum-exp of each row is shift + log(sum); the largest logit is -inf where the sum is 0. Outside rows: 0, 0.
     F shift = {}, sum = {}, max = {}, first = {};
+    F ends[kWidth] = {};
     if (!shape.normalize) {
       sum = outside ? F{} : Broadcast(A(1));
+      for (int lane = 0; has_ends && lane < kWidth; ++lane) {
+        if (labels[lane] != kOutside) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
+      }
     } else {
       A shifts[kWidth] = {}, sums[kWidth];
       F part[kWidth];
@@ -358,6 +375,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
         const F row_shift = LoadAll(row + anchor);
         shifts[lane] = row_shift[0];
         part[lane] = QuickSumExp(reader, row, row_shift, ahead);
+        if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
       }
       first = shift = Load(shifts);
       sum = ReduceRows(part, [](F a, F b) { return a + b; });
@@ -385,12 +403,11 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       return ((sum == A(0)) & (x == x) ? Broadcast(-kInfinity<A>) : capped) + poison;
     };
     if (shape.durations > 0) {
-      const I at = outside ? I{} : lane_number * Exponent(row_size) + Exponent(shape.classes);
-      const DurationHead<T> head(logits, at, shape.durations, shape.normalize);
+      const DurationHead<T> head(logits, row_size, labels, ends, shape.durations, shape.normalize);
+      const SplitLog<F> log_sum = Log(head.sum());
       poison += outside ? F{} : head.sum() - head.sum();
       for (int i = 0; i < shape.durations; ++i) {
-        const F y =
-            outside ? Broadcast(-kInfinity<A>) : log_prob(head.logit(i), head.shift(), head.sum(), head.log_sum());
+        const F y = outside ? Broadcast(-kInfinity<A>) : log_prob(head.logit(i), head.shift(), head.sum(), log_sum);
         StoreLanes(y, static_cast<A*>(args.log_duration[i]) + r, count);
       }
     }
@@ -512,6 +529,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
   const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
 
+  const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
   if (begin >= end) return;
   RowCursor cursor(shape, args.label, args.num_frames, begin);
   for (int64_t r = begin; r < end; r += kWidth) {
@@ -556,18 +574,6 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       sum = ct_other;
       Store(clip(ct_blank * no - ct_other * yes, limit) * scale, of_blank);
     }
-    T durations[kMaxDurations + 1][kWidth];
-    if (shape.durations > 0) {
-      const I at = outside ? I{} : lane_number * Exponent(row_size) + Exponent(shape.classes);
-      const DurationHead<T> head(logits, at, shape.durations, shape.normalize);
-      F total = {};
-      for (int i = 0; i < shape.durations; ++i) total += ct_duration(i);
-      for (int i = 0; i < shape.durations; ++i) {
-        const F gradient = clip(ct_duration(i) - head.Softmax(i) * total, limit) * scale;
-        Store(outside ? F{} : gradient, durations[i]);
-      }
-    }
-
     const T* x = logits;
     T* dx = dlogits;
     T padded[kWidth * kWidth];
@@ -582,6 +588,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     Store(-sum * scale, factors);
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
     for (int arc = 0; arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
+    F ends[kWidth] = {};
     for (int lane = 0; lane < count; ++lane) {
       const T* const row = x + lane * stride;
       T* const row_dx = dx + lane * stride;
@@ -596,6 +603,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         lane = last;
         continue;
       }
+      if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
       const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
       const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
       const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax
@@ -649,9 +657,34 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     for (int lane = 0; padding && lane < count; ++lane) {
       for (int64_t k = 0; k < shape.classes; ++k) dlogits[lane * row_size + k] = padded[lane * kWidth + k];
     }
-    for (int lane = 0; shape.durations > 0 && lane < count; ++lane) {
-      if (stream && labels[lane] == kOutside) continue;
-      for (int i = 0; i < shape.durations; ++i) dlogits[lane * row_size + shape.classes + i] = durations[i][lane];
+    if (shape.durations > 0) {
+      F durations[kMaxDurations];  // their gradients
+      const DurationHead<T> head(logits, row_size, labels, ends, shape.durations, shape.normalize);
+      F total = {};
+      for (int i = 0; i < shape.durations; ++i) total += ct_duration(i);
+      total = head.sum() == A(0) ? F{} : total / head.sum();
+      for (int i = 0; i < shape.durations; ++i) {
+        const F gradient = clip(ct_duration(i) - head.exp(i) * total, limit) * scale;
+        durations[i] = outside ? F{} : gradient;
+      }
+      const auto each_row = [&](auto write) {
+        for (int lane = 0; lane < count; ++lane) {
+          if (!stream || labels[lane] != kOutside) write(lane, dlogits + (lane + 1) * row_size);
+        }
+      };
+      const int last = shape.durations;
+      if (has_ends) {
+        F rows[kWidth] = {};
+        for (int i = 0; i < last; ++i) rows[kWidth - last + i] = durations[i];
+        Transpose(rows);
+        each_row([&](int lane, T* end) { StoreLast(rows[lane], last, end); });
+      } else {
+        for (int i = 0; i < last; ++i) {
+          T lanes[kWidth];
+          Store(durations[i], lanes);
+          each_row([&](int lane, T* end) { end[i - last] = lanes[lane]; });
+        }
+      }
     }
   }
   if (stream) Fence();
