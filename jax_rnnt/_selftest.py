@@ -10,7 +10,7 @@ import numpy as np
 from jax_rnnt import _ffi
 from jax_rnnt.emissions import softmax
 from jax_rnnt.lattices import lattice
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, durations
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, durations, products, slots
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -52,10 +52,10 @@ def _results(platform, logits, label, num_frames, num_labels):
     # Of the kernels, of the reference.
     values: tuple[list, list] = [], []
     gradients: tuple[list, list] = [], []
-    for topology in (STANDARD, MONOTONIC, durations((2, 0, 1))):
+    for topology in (STANDARD, MONOTONIC, durations((2, 0, 1)), products((2, 0, 1))):
         if not lattice.supported(topology, platform):
             continue
-        operands = topology, {arc.slot: arcs["label" in arc.slot] for arc in topology}, num_frames, num_labels
+        operands = topology, {slot: arcs["label" in slot] for slot in slots(topology)}, num_frames, num_labels
         got, expected = lattice.value_and_grad(*operands, strict=True), lattice.reference_grad(*operands)
         values[0].append(lattice.value(*operands, strict=True))
         values[1].append(expected[0])

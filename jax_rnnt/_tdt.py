@@ -105,8 +105,12 @@ def tdt_loss(
     blank = _checks.class_index(name, "blank", blank, classes)
     normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
     omega = _checks.scalar(name, "omega", omega)
+    fastemit_lambda = _checks.scalar(name, "fastemit_lambda", fastemit_lambda)
     operands = {}
-    arcs = topology.durations(durations)
+    arcs, step = topology.products(durations), seam.under_normalize_tokens
+    if not _checks.is_zero(fastemit_lambda) or not _checks.is_zero(omega):
+        # FastEmit scales both heads of label arcs alone, and the RNN-T has arcs without a duration.
+        arcs, step = topology.durations(durations), seam.Durations(durations)
     if not _checks.is_zero(omega):
         if key is None:
             raise ValueError(f"{name}: key must be a JAX random key where omega is not 0, got None.")
@@ -114,7 +118,7 @@ def tdt_loss(
         arcs = topology.durations(durations + tuple(d for d in (0, 1) if d not in durations))
     return _transducer.evaluate(
         name, arrays, Softmax((blank,), normalize, durations=len(durations)), arcs,
-        steps=(seam.Durations(durations),), operands=operands, sigma=sigma,
+        steps=(step,), operands=operands, sigma=sigma,
         clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
     )  # fmt: skip

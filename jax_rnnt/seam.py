@@ -80,9 +80,14 @@ def under_normalize(arcs, num_frames, operands):
     return {slot: x - _sigma(x, operands) for slot, x in arcs.items()}
 
 
+def under_normalize_tokens(arcs, num_frames, operands):
+    """Every arc of a token and a duration pays sigma once: with the token."""
+    return arcs | {slot: arcs[slot] - _sigma(arcs[slot], operands) for slot in ("blank", "label")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Durations:
-    """Token times duration: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d" of the i-th d.
+    """Token times duration, arc by arc: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d".
 
     Where `operands["sampled"]` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no
     durations, no sigma.

@@ -227,3 +227,27 @@ def test_kernels_with_forbidden_arcs(with_kernel, frames, labels):
 def test_error_of_the_kernels_does_not_grow(with_kernel):
     arcs = arcs_of(with_kernel[1], (1, 3000, 801), dtype=np.float32, seed=9)
     check_kernels(with_kernel, arcs, np.array([3000]), np.array([800]), 1e-5)
+
+
+@pytest.mark.parametrize("durations", [(0, 1, 2, 4), (3, 0, 2)], ids=str)
+def test_products(implementation, durations):
+    """Arcs that are sums of two planes: a plane's gradient is that of all its arcs."""
+    topology, arcs = lattices.products(durations), truth.token_durations(durations)
+    rng = np.random.default_rng(8)
+    names = ("blank", "label", *(f"duration+{i}" for i in range(len(durations))))
+    planes = {name: rng.normal(-1, 1, SHAPE) for name in names}
+    planes["duration+1"][rng.random(SHAPE) < 0.2] = -np.inf
+    parts = {arc.slot: (arc.slot.split("+")[0], f"duration+{durations.index(arc.dt)}") for arc in arcs}
+    frames, labels = np.array(EVERY, np.int32).T
+    if implementation == "kernel":
+        call = functools.partial(lattice.value_and_grad, topology, strict=True)
+    else:
+        call = functools.partial(lattice.reference_grad, topology)
+    loss, gradient = jax.jit(call)(planes, frames, labels)
+    for b, (n, m) in enumerate(EVERY):
+        sums = {slot: planes[token][b] + planes[duration][b] for slot, (token, duration) in parts.items()}
+        expected, posteriors = truth.enumerate_log_likelihood(arcs, sums, n, m)
+        np.testing.assert_allclose(loss[b], -expected, rtol=1e-13, atol=1e-13, err_msg=f"T={n}, U={m}")
+        for name in names:
+            total = sum(posteriors[slot] for slot, pair in parts.items() if name in pair)
+            np.testing.assert_allclose(gradient[name][b], -total, atol=1e-13, err_msg=f"T={n}, U={m}, {name}")

@@ -256,9 +256,10 @@ class Softmax(Emission):
         return dict(zip(self._names(), planes)), lse
 
     def backward(self, logits, nodes, lse, cotangents, scale, clamp, *, strict=False, alias=True):
+        label, num_frames = nodes
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
-        return backward(logits, *nodes, lse, cotangents, scale, clamp, **params)
+        return backward(logits, label, num_frames, lse, cotangents, scale, clamp, **params)
 
 
 def checked(function: str, logits, blank, fused_log_softmax) -> Softmax:

@@ -6,3 +6,4 @@ from jax_rnnt.lattices.topology import STANDARD as STANDARD
 from jax_rnnt.lattices.topology import Arc as Arc
 from jax_rnnt.lattices.topology import durations as durations
 from jax_rnnt.lattices.topology import multi_blank as multi_blank
+from jax_rnnt.lattices.topology import products as products

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.lattices.reference import inside, log_likelihood
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, slots
 
-_MOST_ARCS = 64  # kMaxArcs of the kernels
+_MOST_ARCS = 64  # and planes: kMaxArcs of the kernels
 
 
 def reference_grad(topology: Topology, arcs, num_frames, num_labels):
@@ -28,23 +28,25 @@ def reference_grad(topology: Topology, arcs, num_frames, num_labels):
     return loss, {slot: jnp.where(used, jnp.where(nan, jnp.nan, g), 0) for slot, g in gradients.items()}
 
 
-# Operands of the kernels: a plane for each arc, with the lengths behind the first; attributes: the table of arcs.
+# Operands of the kernels: a plane for each slot, with the lengths behind the first; attributes: the table of arcs.
 
 
 def _operands(topology, arcs, num_frames, num_labels):
-    first, *others = (arcs[arc.slot] for arc in topology)
+    first, *others = (arcs[slot] for slot in slots(topology))
     return first, num_frames, num_labels, *others
 
 
 def _attributes(topology):
-    dt, du, may_end = zip(*((arc.dt, arc.du, int(arc.may_end)) for arc in topology))
-    return dict(dt=dt, du=du, may_end=may_end)
+    index = {slot: i for i, slot in enumerate(slots(topology))} | {None: -1}
+    table = ((arc.dt, arc.du, int(arc.may_end), index[arc.slot], index[arc.other]) for arc in topology)
+    return dict(zip(("dt", "du", "may_end", "plane", "other"), zip(*table)))
 
 
-def _problem(first, num_frames, num_labels, *others, dt, du, may_end):
+def _problem(first, num_frames, num_labels, *others, dt, du, may_end, plane, other):
     """What `log_likelihood` takes, from operands and attributes."""
-    topology = tuple(Arc(str(k), *arc) for k, arc in enumerate(zip(dt, du, map(bool, may_end))))
-    return topology, {str(k): plane for k, plane in enumerate((first, *others))}, num_frames, num_labels
+    table = zip(plane, dt, du, map(bool, may_end), (None if p < 0 else str(p) for p in other))
+    topology = tuple(Arc(str(p), *arc) for p, *arc in table)
+    return topology, {str(p): x for p, x in enumerate((first, *others))}, num_frames, num_labels
 
 
 def _loss_reference(*operands, **attributes):
@@ -71,7 +73,7 @@ def _cpu_grad_workspace(first, *_, **attributes):
 
 
 def _cuda_workspace(first, *_, **attributes):
-    """Unit steps: both planes in the order of diagonals, running values of the sweeps; else all planes, alpha and beta.
+    """Unit steps: both planes in the order of diagonals, running values of the sweeps; else all arcs, alpha and beta.
     A flag per tile of 32 by 32 nodes."""
     frames, columns = first.shape[-2:]
     nodes, tiles, arcs = frames * columns, -(-frames // 32) * -(-columns // 32), len(attributes["dt"])
@@ -79,8 +81,8 @@ def _cuda_workspace(first, *_, **attributes):
     return (elements + 1) // 2 * 2
 
 
-def _supported(kernels, *, dt, du, may_end):
-    return len(dt) <= _MOST_ARCS and set(du) <= {0, 1}
+def _supported(kernels, *, dt, du, plane, other, **_):
+    return len(dt) <= _MOST_ARCS and max(*plane, *other) < _MOST_ARCS and set(du) <= {0, 1}
 
 
 _loss_kernel = _ffi.define(
@@ -117,7 +119,4 @@ def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=F
     operands = _operands(topology, arcs, num_frames, num_labels)
     params = dict(num_batch_dims=num_frames.ndim, strict=strict, alias=True, **_attributes(topology))
     loss, *planes = _grad_kernel(*operands, **params)
-    gradients: dict[str, jax.Array] = {}
-    for arc, plane in zip(topology, planes):
-        gradients[arc.slot] = gradients[arc.slot] + plane if arc.slot in gradients else plane
-    return loss, gradients
+    return loss, dict(zip(slots(topology), planes))

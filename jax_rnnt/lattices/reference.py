@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._vma import vary_together
-from jax_rnnt.lattices.topology import Topology
+from jax_rnnt.lattices.topology import Topology, slots
 
 # An exponent that stands for log 0. The sum of two still fits an int32; far below any path of finite arcs.
 _LOWEST = -(1 << 30)
@@ -108,7 +108,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     topology : tuple of Arc
         The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `durations(...)` or your own.
     arcs : dict of str to Array, float32 or float64 [..., T, U1]
-        Log-probability of each slot's arc leaving each node, in nats; -inf forbids the arc.
+        Log-probability of each slot's arcs leaving each node, in nats; -inf forbids them.
     num_frames, num_labels : Array, int32 [...]
         Lengths T_b <= T and U_b <= U of each sequence.
 
@@ -122,9 +122,9 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     shapes = {slot: x.shape for slot, x in arcs.items()}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"log_likelihood: arcs must all have one shape [..., T, U1], got {shapes}.")
-    if missing := {a.slot for a in topology} - set(arcs):
+    if missing := set(slots(topology)) - set(arcs):
         raise ValueError(f"log_likelihood: arcs must hold every slot of the topology; missing: {sorted(missing)}.")
-    num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(arcs[a.slot] for a in topology))
+    num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in topology))
     frames, columns = planes[0].shape[-2:]
     if frames == 0:
         planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]

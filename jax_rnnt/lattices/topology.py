@@ -5,18 +5,30 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Arc:
-    """A transition out of node (t, u): to (t + dt, u + du), weighted by the arc log-probability called `slot`.
+    """A transition out of node (t, u): to (t + dt, u + du), weighted by the log-probability called `slot`.
 
-    `may_end` tells whether the arc may enter the terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
+    Where `other` is given, the log-probability is the sum of the two so called; arcs may share either. `may_end` tells
+    whether the arc may enter the terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
     """
 
     slot: str
     dt: int
     du: int
     may_end: bool = True
+    other: str | None = None
+
+    def of(self, planes):
+        """The log-probability of this arc from those by slot."""
+        return planes[self.slot] if self.other is None else planes[self.slot] + planes[self.other]
 
 
 Topology = tuple[Arc, ...]
+
+
+def slots(topology: Topology) -> tuple[str, ...]:
+    """All slots of a topology, each once."""
+    return tuple(dict.fromkeys(s for arc in topology for s in (arc.slot, arc.other) if s is not None))
+
 
 STANDARD: Topology = (Arc("blank", 1, 0), Arc("label", 0, 1))
 """Graves (2012): a blank reads a frame, a label stays on it."""
@@ -34,3 +46,9 @@ def durations(durations: tuple[int, ...]) -> Topology:
     """Token-and-duration transducer (Xu et al. 2023): any arc reads d frames; a path ends with a blank."""
     blanks = tuple(Arc(f"blank+{d}", d, 0) for d in durations if d)
     return blanks + tuple(Arc(f"label+{d}", d, 1, may_end=False) for d in durations)
+
+
+def products(durations: tuple[int, ...]) -> Topology:
+    """The same of independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
+    blanks = tuple(Arc("blank", d, 0, other=f"duration+{i}") for i, d in enumerate(durations) if d)
+    return blanks + tuple(Arc("label", d, 1, False, f"duration+{i}") for i, d in enumerate(durations))

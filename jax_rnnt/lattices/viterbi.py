@@ -44,7 +44,7 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
         The frame t from which the arc of label u leaves; -1 past U_b and where there is no path.
     """
     ranked = sorted(topology, key=lambda a: a.du)  # stable: blanks first
-    num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(arcs[a.slot] for a in ranked))
+    num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in ranked))
     frames, columns = planes[0].shape[-2:]
     if frames == 0:
         planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]

@@ -135,61 +135,66 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
 struct LatticeCall {
   bool is_double;
   LatticeArgs args{};
-  std::vector<const void*> log_arcs;  // what args.log_arc points to
-  std::vector<void*> grad_arcs;       // what args.grad_arc points to
+  std::vector<const void*> log_planes;  // what args.log_plane points to
+  std::vector<void*> grad_planes;       // what args.grad_plane points to
 };
 
 // The attributes of a topology.
 struct Arcs {
-  ffi::Span<const int64_t> dt, du, may_end;
+  ffi::Span<const int64_t> dt, du, may_end, plane, other;
 };
 
-inline ffi::Error Read(const ffi::AnyBuffer& first_arc, const ffi::AnyBuffer& num_frames,
-                       const ffi::AnyBuffer& num_labels, const ffi::RemainingArgs& other_arcs, const Arcs& arcs,
+inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& num_frames,
+                       const ffi::AnyBuffer& num_labels, const ffi::RemainingArgs& other_planes, const Arcs& arcs,
                        LatticeCall* call) {
   LatticeArgs& args = call->args;
-  const auto x = first_arc.dimensions();
-  call->is_double = first_arc.element_type() == ffi::DataType::F64;
+  const auto x = first_plane.dimensions();
+  call->is_double = first_plane.element_type() == ffi::DataType::F64;
   if (x.size() < 2) return Invalid("arcs must be [..., T, U1]");
-  if (!call->is_double && first_arc.element_type() != ffi::DataType::F32)
+  if (!call->is_double && first_plane.element_type() != ffi::DataType::F32)
     return Invalid("arcs must be float32 or float64");
   if (num_frames.element_type() != ffi::DataType::S32 || num_labels.element_type() != ffi::DataType::S32)
     return Invalid("lengths must be int32");
-  const size_t n = other_arcs.size() + 1;
-  if (arcs.dt.size() != n || arcs.du.size() != n || arcs.may_end.size() != n || n > kMaxArcs)
-    return Invalid("there must be an entry of dt, du and may_end for each of 1 to 64 arcs");
+  const size_t n = arcs.dt.size(), planes = other_planes.size() + 1;
+  if (arcs.du.size() != n || arcs.may_end.size() != n || arcs.plane.size() != n || arcs.other.size() != n || n < 1 ||
+      n > kMaxArcs || planes > kMaxArcs)
+    return Invalid("there must be an entry of dt, du, may_end, plane and other for each of 1 to 64 arcs");
   for (size_t k = 0; k < n; ++k) {
     const int64_t dt = arcs.dt.begin()[k], du = arcs.du.begin()[k];
     if (dt < 0 || du < 0 || du > 1 || dt + du < 1) return Invalid("every arc must move, by at most one label");
+    const int64_t plane = arcs.plane.begin()[k], other = arcs.other.begin()[k];
+    if (plane < 0 || plane >= int64_t(planes) || other >= int64_t(planes)) return Invalid("there is no such plane");
   }
-  call->log_arcs.push_back(first_arc.untyped_data());
-  for (size_t k = 0; k + 1 < n; ++k) {
-    const ffi::AnyBuffer arc = *other_arcs.get<ffi::AnyBuffer>(k);
-    if (arc.element_count() != first_arc.element_count() || arc.element_type() != first_arc.element_type())
+  call->log_planes.push_back(first_plane.untyped_data());
+  for (size_t k = 0; k + 1 < planes; ++k) {
+    const ffi::AnyBuffer plane = *other_planes.get<ffi::AnyBuffer>(k);
+    if (plane.element_count() != first_plane.element_count() || plane.element_type() != first_plane.element_type())
       return Invalid("arcs must have one shape and type");
-    call->log_arcs.push_back(arc.untyped_data());
+    call->log_planes.push_back(plane.untyped_data());
   }
-  args.topology = {static_cast<int>(n), arcs.dt.begin(), arcs.du.begin(), arcs.may_end.begin()};
+  args.topology = {static_cast<int>(n),  static_cast<int>(planes), arcs.dt.begin(),   arcs.du.begin(),
+                   arcs.may_end.begin(), arcs.plane.begin(),       arcs.other.begin()};
   args.batch = num_frames.element_count();
   args.frames = x[x.size() - 2];
   args.columns = x[x.size() - 1];
-  args.log_arc = call->log_arcs.data();
+  args.log_plane = call->log_planes.data();
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
   args.num_labels = static_cast<const int32_t*>(num_labels.untyped_data());
-  if (args.batch * args.frames * args.columns != static_cast<int64_t>(first_arc.element_count()))
+  if (args.batch * args.frames * args.columns != static_cast<int64_t>(first_plane.element_count()))
     return Invalid("arcs and lengths must have the same batch dimensions");
   return ffi::Error::Success();
 }
 
-// Results: loss; with a gradient a plane for each arc; the workspace, where a kernel needs `elements` per sequence.
+// Results: loss; with a gradient as many planes as were given; the workspace, where a kernel needs `elements` per
+// sequence.
 inline ffi::Error ReadResults(ffi::Result<ffi::AnyBuffer>& loss, const ffi::RemainingRets& others, bool gradient,
                               int64_t elements, LatticeCall* call) {
   LatticeArgs& args = call->args;
-  const size_t grads = gradient ? args.topology.num_arcs : 0;
+  const size_t grads = gradient ? args.topology.num_planes : 0;
   if (others.size() != grads + (elements > 0)) return Invalid("the lattice has a wrong number of results");
   args.loss = loss->untyped_data();
-  for (size_t k = 0; k < grads; ++k) call->grad_arcs.push_back((*others.get<ffi::AnyBuffer>(k))->untyped_data());
-  if (gradient) args.grad_arc = call->grad_arcs.data();
+  for (size_t k = 0; k < grads; ++k) call->grad_planes.push_back((*others.get<ffi::AnyBuffer>(k))->untyped_data());
+  if (gradient) args.grad_plane = call->grad_planes.data();
   if (elements > 0) {
     ffi::Result<ffi::AnyBuffer> workspace = *others.get<ffi::AnyBuffer>(grads);
     if (static_cast<int64_t>(workspace->element_count()) < args.batch * elements)
@@ -238,15 +243,17 @@ template <class Context>
 auto BindLattice() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // log-probabilities of the first arc  [..., T, U1]  f32 | f64
+      .template Arg<ffi::AnyBuffer>()  // log-probabilities, the first plane  [..., T, U1]  f32 | f64
       .template Arg<ffi::AnyBuffer>()  // num_frames  [...]  s32
       .template Arg<ffi::AnyBuffer>()  // num_labels  [...]  s32
-      .RemainingArgs()                 // log-probabilities of the other arcs  [..., T, U1]
+      .RemainingArgs()                 // the other planes  [..., T, U1]
       .template Ret<ffi::AnyBuffer>()  // loss        [...]
-      .RemainingRets()                 // gradient: of each arc [..., T, U1]; workspace [..., elements], or none
+      .RemainingRets()                 // gradient: of each plane [..., T, U1]; workspace [..., elements], or none
       .template Attr<ffi::Span<const int64_t>>("dt")
       .template Attr<ffi::Span<const int64_t>>("du")
-      .template Attr<ffi::Span<const int64_t>>("may_end");
+      .template Attr<ffi::Span<const int64_t>>("may_end")
+      .template Attr<ffi::Span<const int64_t>>("plane")
+      .template Attr<ffi::Span<const int64_t>>("other");
 }
 
 }  // namespace jax_rnnt

@@ -68,32 +68,35 @@ struct EmissionBackwardArgs {
   void* dlogits;                   // [B, T, U1, V + D]
 };
 
-// The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1.
-constexpr int kMaxArcs = 64;
+// The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1. Its
+// log-probability is that of one plane, or the sum of two.
+constexpr int kMaxArcs = 64;  // and planes
 struct Topology {
-  int num_arcs;
+  int num_arcs, num_planes;
   const int64_t *dt, *du;
-  const int64_t* may_end;  // whether the arc may enter the terminal node (T_b, U_b)
+  const int64_t* may_end;        // whether the arc may enter the terminal node (T_b, U_b)
+  const int64_t *plane, *other;  // other[k] < 0: none
 };
 
 // Two arcs, blank (1, 0) and label (0, 1) or, monotonic, (1, 1): what the kernels for unit steps take.
 inline bool IsUnitStep(const Topology& topology) {
   const auto is = [&](int k, int64_t dt, int64_t du) {
-    return topology.dt[k] == dt && topology.du[k] == du && topology.may_end[k] != 0;
+    return topology.dt[k] == dt && topology.du[k] == du && topology.may_end[k] != 0 && topology.plane[k] == k &&
+           topology.other[k] < 0;
   };
-  return topology.num_arcs == 2 && is(0, 1, 0) && (is(1, 0, 1) || is(1, 1, 1));
+  return topology.num_arcs == 2 && topology.num_planes == 2 && is(0, 1, 0) && (is(1, 0, 1) || is(1, 1, 1));
 }
 inline bool IsMonotonic(const Topology& topology) { return topology.dt[1] == 1; }
 
-// Arc log-probabilities -> loss and its gradient (minus the arc posteriors).
+// Arc log-probabilities -> loss and its gradient (minus the posteriors of a plane's arcs, summed).
 struct LatticeArgs {
   Topology topology;
   int64_t batch, frames, columns;  // B, T, U1
-  const void* const* log_arc;      // a plane of A for each arc
+  const void* const* log_plane;    // planes of A
   const int32_t* num_frames;       // [B], clamped to [0, T] by the kernel
   const int32_t* num_labels;       // [B], clamped to [0, U1 - 1] by the kernel
   void* loss;                      // [B] of A
-  void* const* grad_arc;           // a plane of A for each arc; may be the same memory as log_arc. Null: loss only
+  void* const* grad_plane;         // planes of A; may be the same memory as log_plane. Null: loss only
   void* workspace;                 // [B, LatticeWorkspace(...)] of A
 };
 

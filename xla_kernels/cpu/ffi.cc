@@ -84,31 +84,35 @@ void ForSequences(ffi::ThreadPool& pool, const LatticeArgs& args, Sequence seque
   }
 }
 
-ffi::Error LatticeHandler(ffi::ThreadPool& pool, bool gradient, const ffi::AnyBuffer& first_arc,
+ffi::Error LatticeHandler(ffi::ThreadPool& pool, bool gradient, const ffi::AnyBuffer& first_plane,
                           const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels,
-                          const ffi::RemainingArgs& other_arcs, ffi::Result<ffi::AnyBuffer>& loss,
+                          const ffi::RemainingArgs& other_planes, ffi::Result<ffi::AnyBuffer>& loss,
                           const ffi::RemainingRets& others, const Arcs& arcs) {
   LatticeCall call;
-  if (auto error = Read(first_arc, num_frames, num_labels, other_arcs, arcs, &call); error.failure()) return error;
+  if (auto error = Read(first_plane, num_frames, num_labels, other_planes, arcs, &call); error.failure()) return error;
   const int64_t elements = LatticeWorkspace(call.args, gradient);
   if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
   ForSequences(pool, call.args, [&](int64_t b) { Lattice(call.is_double, call.args, b); });
   return ffi::Error::Success();
 }
 
-ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
-                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
+                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
                               ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
-                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end) {
-  return LatticeHandler(pool, false, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
+                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end,
+                              ffi::Span<const int64_t> plane, ffi::Span<const int64_t> other) {
+  return LatticeHandler(pool, false, first_plane, num_frames, num_labels, other_planes, loss, others,
+                        {dt, du, may_end, plane, other});
 }
 
-ffi::Error LatticeGradientHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_arc, ffi::AnyBuffer num_frames,
-                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_arcs,
+ffi::Error LatticeGradientHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
+                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
                                   ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others,
                                   ffi::Span<const int64_t> dt, ffi::Span<const int64_t> du,
-                                  ffi::Span<const int64_t> may_end) {
-  return LatticeHandler(pool, true, first_arc, num_frames, num_labels, other_arcs, loss, others, {dt, du, may_end});
+                                  ffi::Span<const int64_t> may_end, ffi::Span<const int64_t> plane,
+                                  ffi::Span<const int64_t> other) {
+  return LatticeHandler(pool, true, first_plane, num_frames, num_labels, other_planes, loss, others,
+                        {dt, du, may_end, plane, other});
 }
 
 XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<ffi::ThreadPool>());

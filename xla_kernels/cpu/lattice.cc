@@ -48,8 +48,8 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   UnitLatticeOfSequence(const LatticeArgs& args, int64_t sequence)
       : Base(args, sequence),
         steps_(labels_ + kWidth),
-        log_blank_(Base::LogArc(0)),
-        log_label_(Base::LogArc(1)),
+        log_blank_(Base::LogPlane(0)),
+        log_label_(Base::LogPlane(1)),
         row_size_((labels_ + 4 * kWidth) / kWidth * kWidth) {
     const size_t kept_bytes = kStrips * steps_ * sizeof(Node);
     char* const memory = static_cast<char*>(ThreadScratch(kept_bytes + 4 * row_size_ * sizeof(A)));
@@ -60,7 +60,7 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   }
 
   void Run() {
-    const bool gradient = args_.grad_arc != nullptr;
+    const bool gradient = args_.grad_plane != nullptr;
     const int64_t strips = (frames_ + kWidth - 1) / kWidth;
     Start(alpha_row_, 0, 1, 0);
     for (int64_t strip = 0; strip < strips; ++strip) {
@@ -173,8 +173,8 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
         last_below = below;
         beta_row_.Set(step, beta, 0);
       }
-      Unskew(grad_blank, Base::GradArc(0), strip * kWidth, block);
-      Unskew(grad_label, Base::GradArc(1), strip * kWidth, block);
+      Unskew(grad_blank, Base::GradPlane(0), strip * kWidth, block);
+      Unskew(grad_label, Base::GradPlane(1), strip * kWidth, block);
     }
     NormalizeRow(beta_row_);
   }

@@ -10,7 +10,7 @@ int64_t LatticeWorkspace(const LatticeArgs& args, bool gradient);
 int64_t UnitLatticeWorkspace(int64_t frames, int64_t columns);
 int64_t SkipLatticeWorkspace(int64_t frames, int64_t columns);
 
-// One sequence; with a gradient where args.grad_arc is not null. `is_double`: A is double.
+// One sequence; with a gradient where args.grad_plane is not null. `is_double`: A is double.
 void Lattice(bool is_double, const LatticeArgs& args, int64_t sequence);
 
 }  // namespace jax_rnnt::cpu

@@ -43,8 +43,8 @@ class SequencePlanes {
         size_(args.frames * args.columns) {}
 
  protected:
-  const A* LogArc(int k) const { return static_cast<const A*>(args_.log_arc[k]) + sequence_ * size_; }
-  A* GradArc(int k) const { return static_cast<A*>(args_.grad_arc[k]) + sequence_ * size_; }
+  const A* LogPlane(int k) const { return static_cast<const A*>(args_.log_plane[k]) + sequence_ * size_; }
+  A* GradPlane(int k) const { return static_cast<A*>(args_.grad_plane[k]) + sequence_ * size_; }
 
   static Value Probability(F x) {
     const SplitExp<A> split(x);
@@ -91,8 +91,8 @@ class SequencePlanes {
 
   // Zeros outside the lengths and, unless `alive`, inside too: NaN for a bad sequence.
   void FinishGradient(bool alive) const {
-    for (int k = 0; k < args_.topology.num_arcs; ++k) {
-      A* const grad = GradArc(k);
+    for (int k = 0; k < args_.topology.num_planes; ++k) {
+      A* const grad = GradPlane(k);
       for (int64_t t = 0; t < frames_; ++t) {
         A* const row = grad + t * args_.columns;
         for (int64_t u = 0; !alive && u <= labels_; ++u) row[u] = IsBad() ? kNaN : 0;

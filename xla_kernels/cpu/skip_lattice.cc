@@ -39,8 +39,8 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
       stays_ |= topology_.dt[k] == 0;
     }
     const int64_t rows = longest_ + 3;  // betas of frames t ... t + longest_, end_, within_
-    char* const memory = static_cast<char*>(ThreadScratch(rows * 2 * row_size_ * sizeof(A)));
-    betas_ = reinterpret_cast<A*>(memory);
+    betas_ = static_cast<A*>(ThreadScratch((2 * rows + topology_.num_planes) * row_size_ * sizeof(A)));
+    grads_ = betas_ + 2 * rows * row_size_;
     end_ = RowAt(betas_, longest_ + 1);
     within_ = RowAt(betas_, longest_ + 2);
     Clear(within_);
@@ -50,7 +50,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
     for (int64_t t = 0; t < frames_; ++t) AlphaOfFrame(t);
     One z = Likelihood();
     const bool alive = Base::StoreLoss(z.m, z.e);
-    if (args_.grad_arc == nullptr) return;
+    if (args_.grad_plane == nullptr) return;
     if (alive) {
       // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
       Clear(end_);
@@ -69,6 +69,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   Row Alpha(int64_t t) const {
     return RowAt(static_cast<A*>(args_.workspace) + sequence_ * SkipLatticeWorkspace(args_.frames, args_.columns), t);
   }
+  A* GradRow(int64_t plane) const { return grads_ + plane * row_size_; }
   Row Beta(int64_t t) const { return RowAt(betas_, t % (longest_ + 1)); }
 
   void Clear(const Row& row) const {
@@ -82,7 +83,9 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
 
   // Log-probabilities of arc k that leave frame t in columns u ...; -inf where it would leave the last column.
   F LogArcs(int k, int64_t t, int64_t u) const {
-    return Base::LoadColumns(Base::LogArc(k), t, u, labels_ + 1 - topology_.du[k]);
+    const int64_t n = labels_ + 1 - topology_.du[k];
+    const F x = Base::LoadColumns(Base::LogPlane(topology_.plane[k]), t, u, n);
+    return topology_.other[k] < 0 ? x : x + Base::LoadColumns(Base::LogPlane(topology_.other[k]), t, u, n);
   }
 
   static One Get(const Row& row, int64_t u) { return {row.m[u], row.e[u]}; }
@@ -143,7 +146,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
     for (int k = 0; k < topology_.num_arcs; ++k) {
       const int64_t t = frames_ - topology_.dt[k], u = labels_ - topology_.du[k];
       if (!topology_.may_end[k] || t < 0 || t == frames_ || u < 0) continue;
-      const Value arc = Base::Probability(Broadcast(Base::LogArc(k)[t * args_.columns + u]));
+      const Value arc = Base::Probability(LogArcs(k, t, u));
       z = Normalize(z + Get(Alpha(t), u) * One{arc.m[0], arc.e[0]});
     }
     return z;
@@ -152,35 +155,43 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   void BetaOfFrame(int64_t t) {
     const Row alpha = Alpha(t), beta = Beta(t);
     ClearMargins(beta);
-    const auto posterior = [](Value a, Value b) { return a.m * b.m * PowerOfTwo<S>(a.e + b.e); };
+    for (int p = 0; p < topology_.num_planes; ++p) {
+      for (int64_t u = 0; u <= labels_; u += kWidth) Store(F{}, GradRow(p) + u);
+    }
+    const auto add_posterior = [&](int k, int64_t u, Value through) {
+      const Value a = alpha.Get(u);
+      const F minus_posterior = a.m * through.m * PowerOfTwo<S>(a.e + through.e);
+      for (const int64_t p : {topology_.plane[k], topology_.other[k]}) {
+        if (p >= 0) Store(Load(GradRow(p) + u) + minus_posterior, GradRow(p) + u);
+      }
+    };
     for (int64_t u = 0; u <= labels_; u += kWidth) {
       Value sum = Zero<S>(), within = Zero<S>();
       for (int k = 0; k < topology_.num_arcs; ++k) {
         const int64_t dt = topology_.dt[k], to = t + dt;
         if (dt == 0) {
           within = within + Base::Probability(LogArcs(k, t, u));
-        } else if (to > frames_ || (to == frames_ && !topology_.may_end[k])) {
-          Base::StoreColumns(F{}, Base::GradArc(k), t, u);
-        } else {
+        } else if (to < frames_ || (to == frames_ && topology_.may_end[k])) {
           const Row& next = to == frames_ ? end_ : Beta(to);
           const Value through = Base::Probability(LogArcs(k, t, u)) * next.Get(u + topology_.du[k]);
-          Base::StoreColumns(posterior(alpha.Get(u), through), Base::GradArc(k), t, u);
+          add_posterior(k, u, through);
           sum = sum + through;
         }
       }
       beta.Set(u, Normalize(sum));
       within_.Set(u, Normalize(within));
     }
-    if (!stays_) return;
     Value next = Zero<S>();
-    for (int64_t u = labels_ / kWidth * kWidth; u >= 0; u -= kWidth) {
+    for (int64_t u = labels_ / kWidth * kWidth; stays_ && u >= 0; u -= kWidth) {
       beta.Set(u, Scan<true>(beta.Get(u), within_.Get(u), &next));
     }
     for (int k = 0; k < topology_.num_arcs; ++k) {
       for (int64_t u = 0; topology_.dt[k] == 0 && u <= labels_; u += kWidth) {
-        const Value through = Base::Probability(LogArcs(k, t, u)) * beta.Get(u + 1);
-        Base::StoreColumns(posterior(alpha.Get(u), through), Base::GradArc(k), t, u);
+        add_posterior(k, u, Base::Probability(LogArcs(k, t, u)) * beta.Get(u + 1));
       }
+    }
+    for (int p = 0; p < topology_.num_planes; ++p) {
+      for (int64_t u = 0; u <= labels_; u += kWidth) Base::StoreColumns(Load(GradRow(p) + u), Base::GradPlane(p), t, u);
     }
   }
 
@@ -189,6 +200,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   int64_t longest_ = 0;  // frames that the longest arc spans
   bool stays_ = false;   // whether an arc stays in its frame
   A* betas_;             // betas of longest_ + 1 frames, frame t in row t mod (longest_ + 1)
+  A* grads_;             // gradient of one frame, a row for each plane
   Row end_;              // beta of the terminal node
   Row within_;           // probability to go on to the next column within the frame
 };

@@ -80,10 +80,10 @@ struct Arguments {
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
-        log_blank(static_cast<const A*>(args.log_arc[0])),
-        log_label(static_cast<const A*>(args.log_arc[1])),
-        grad_blank(args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[0]) : nullptr),
-        grad_label(args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[1]) : nullptr),
+        log_blank(static_cast<const A*>(args.log_plane[0])),
+        log_label(static_cast<const A*>(args.log_plane[1])),
+        grad_blank(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[0]) : nullptr),
+        grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
         stride(Elements(args.frames, args.columns)),
         loss(static_cast<A*>(args.loss)) {}
@@ -450,7 +450,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
       args.batch > INT32_MAX)
     return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
-  const bool gradient = args.grad_arc != nullptr;
+  const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns)), warps = std::min(tiles, kMaxWarps);
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);

@@ -32,6 +32,7 @@ struct Arguments {
         frames(int(args.frames)),
         columns(int(args.columns)),
         num_arcs(args.topology.num_arcs),
+        num_planes(args.topology.num_planes),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
@@ -42,20 +43,24 @@ struct Arguments {
       dt[k] = int(args.topology.dt[k]);
       du[k] = int(args.topology.du[k]);
       may_end[k] = args.topology.may_end[k] != 0;
-      log_arc[k] = static_cast<const A*>(args.log_arc[k]);
-      grad_arc[k] = args.grad_arc != nullptr ? static_cast<A*>(args.grad_arc[k]) : nullptr;
+      plane[k] = int(args.topology.plane[k]);
+      other[k] = int(args.topology.other[k]);
+    }
+    for (int p = 0; p < num_planes; ++p) {
+      log_plane[p] = static_cast<const A*>(args.log_plane[p]);
+      grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
     }
   }
 
-  int batch, frames, columns, num_arcs;
+  int batch, frames, columns, num_arcs, num_planes;
   Divider by_frames;  // diagonals to rows
   const int32_t *num_frames, *num_labels;
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
-  const A* log_arc[kMaxArcs];
-  A* grad_arc[kMaxArcs];
-  int dt[kMaxArcs], du[kMaxArcs];
+  const A* log_plane[kMaxArcs];
+  A* grad_plane[kMaxArcs];
+  int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
   bool may_end[kMaxArcs];
 };
 
@@ -89,9 +94,9 @@ struct Sequence {
   A *arcs, *flags;
 };
 
-// Grid: (tiles of 32 frames x 32 columns, sequences, arcs); block (32, 8). Forth: arcs that cannot be taken become
-// -inf, and a flag tells whether the tile holds a NaN or +inf. Back: minus posteriors, with zeros outside the lengths
-// and where there is no path, NaN where the loss is NaN.
+// Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that cannot be
+// taken become -inf, and a flag tells whether the tile holds a NaN or +inf. Back: minus the posteriors of a plane's
+// arcs, summed, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
@@ -103,7 +108,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
     const Sequence<A> sequence(args, b);
     const bool empty = first_t >= sequence.frames || first_u > sequence.labels;
     if (!kBack && empty) continue;
-    A* const arc = sequence.arcs + k * sequence.plane;
+    const auto arc = [&](int k) { return sequence.arcs + k * sequence.plane; };
     const A loss = kBack ? args.loss[b] : A(0);
     const bool finite = loss < kInfinity<A>;
     const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
@@ -126,27 +131,37 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
         Value<A> minus_inverse = sequence.beta[0];
         minus_inverse = {A(-1) / minus_inverse.m, -minus_inverse.e};
         by_diagonals([&](int t, int i) {
-          const Value<A> alpha = sequence.alpha[i], through = Probability(arc[i]) * sequence.Beyond(args, k, t, u);
-          const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
-          tile[slot(t)] = through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
+          const Value<A> alpha = sequence.alpha[i];
+          A sum = 0;
+          for (int j = 0; j < args.num_arcs; ++j) {
+            if (args.plane[j] != k && args.other[j] != k) continue;
+            const Value<A> through = Probability(arc(j)[i]) * sequence.Beyond(args, j, t, u);
+            const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
+            sum += through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
+          }
+          tile[slot(t)] = sum;
         });
       }
       __syncthreads();
       by_frames([&](int t, int64_t i) {
         const bool used = sequence.Inside(t, u);
-        args.grad_arc[k][i] = used && finite ? tile[slot(t)] : used && loss != loss ? loss : A(0);
+        args.grad_plane[k][i] = used && finite ? tile[slot(t)] : used && loss != loss ? loss : A(0);
       });
       __syncthreads();
     } else {
       bool bad = false;
       by_frames([&](int t, int64_t i) {
         if (!sequence.Inside(t, u)) return;
-        const A x = u + args.du[k] <= sequence.labels ? args.log_arc[k][i] : -kInfinity<A>;
+        A x = -kInfinity<A>;
+        if (u + args.du[k] <= sequence.labels) {
+          x = args.log_plane[args.plane[k]][i];
+          if (args.other[k] >= 0) x += args.log_plane[args.other[k]][i];
+        }
         bad |= !(x < kLimit<A>);
         tile[slot(t)] = Checked(x);
       });
       const int any = __syncthreads_or(bad);
-      by_diagonals([&](int t, int i) { arc[i] = tile[slot(t)]; });
+      by_diagonals([&](int t, int i) { arc(k)[i] = tile[slot(t)]; });
       if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(any);
       __syncthreads();
     }
@@ -201,12 +216,14 @@ template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (args.frames * args.columns > INT32_MAX / 2 || args.frames + args.columns > INT32_MAX / 4 ||
-      args.batch > INT32_MAX || args.topology.num_arcs > kMaxArcs)
+      args.batch > INT32_MAX || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
     return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
-  const bool gradient = args.grad_arc != nullptr;
+  const bool gradient = args.grad_plane != nullptr;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
-  const dim3 skew_grid(unsigned(Tiles(args.frames) * Tiles(args.columns)), sequences, unsigned(arguments.num_arcs));
+  const unsigned tiles = unsigned(Tiles(args.frames) * Tiles(args.columns));
+  const dim3 forth(tiles, sequences, unsigned(arguments.num_arcs)),
+      back(tiles, sequences, unsigned(arguments.num_planes));
   const dim3 skew_block(kTile, kSkewRows);
   const int threads = int(std::min<int64_t>(kMaxThreads, Tiles(args.columns) * 32));
 
@@ -214,9 +231,9 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   const auto then = [&](auto kernel, dim3 grid, dim3 block) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, 0, stream, arguments);
   };
-  if (args.frames > 0) then(&SkipSkew<A, false>, skew_grid, skew_block);
+  if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
   then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), dim3(threads));
-  if (gradient && args.frames > 0) then(&SkipSkew<A, true>, skew_grid, skew_block);
+  if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
   return error;
 }
 

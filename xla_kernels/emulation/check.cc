@@ -5,6 +5,7 @@
 //
 // Every buffer is an allocation of its own of the exact size, for AddressSanitizer; results and all inputs that must
 // not be read hold NaN.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -402,13 +403,21 @@ class Problem {
   void CheckLattice() {
     const Buffer<A>&blank = arcs_.front(), &label = arcs_.back();
     const int64_t dt[2] = {1, options_.monotonic ? 1 : 0}, du[2] = {0, 1}, may_end[2] = {1, 1};
+    const int64_t plane[2] = {0, 1}, other[2] = {-1, -1};
     Buffer<A> in[2] = {blank, label}, in_again[2] = {blank, label};
     const void* log_arc[2] = {in[0].data(), in[1].data()};
     void* grad_arc[2] = {(options_.in_place ? in[0] : grads_[0]).data(),
                          (options_.in_place ? in[1] : grads_[1]).data()};
-    LatticeArgs args = {
-        {2, dt, du, may_end}, B,        frames_, columns_, log_arc, num_frames_.data(), num_labels_.data(),
-        loss_.data(),         grad_arc, nullptr};
+    LatticeArgs args = {{2, 2, dt, du, may_end, plane, other},
+                        B,
+                        frames_,
+                        columns_,
+                        log_arc,
+                        num_frames_.data(),
+                        num_labels_.data(),
+                        loss_.data(),
+                        grad_arc,
+                        nullptr};
     const int64_t size = B * LatticeWorkspace(args, true);
     Buffer<A> loss_only(B), workspace(size), other_workspace(size);
     args.workspace = workspace.data();
@@ -422,7 +431,7 @@ class Problem {
     log_arc[0] = in_again[0].data();
     log_arc[1] = in_again[1].data();
     args.loss = loss_only.data();
-    args.grad_arc = nullptr;
+    args.grad_plane = nullptr;
     args.workspace = other_workspace.data();
     if (!Succeeded("Lattice", Lattice(is_double, args, nullptr))) return;
 
@@ -560,7 +569,8 @@ void Check(const char* name, const Options& options, bool alone = false) {
 // -------------------------------------------------------------------------------------------
 
 struct Table {
-  std::vector<int64_t> dt, du, may_end;
+  std::vector<int64_t> dt, du, may_end, plane, other;  // other: none where empty
+  int64_t Other(size_t k) const { return other.empty() ? -1 : other[k]; }
 };
 
 // Padding and the label arcs of the last column hold NaN.
@@ -574,15 +584,20 @@ class SkipProblem {
       num_frames_[b] = b == 0 ? T : int(random.Uniform(0, T + 1));
       num_labels_[b] = b == 0 ? U1 - 1 : int(random.Uniform(0, U1));
     }
-    for (size_t k = 0; k < table.dt.size(); ++k) {
-      arcs_.emplace_back(B * T * U1);
+    int64_t planes = 0;
+    for (size_t k = 0; k < table.dt.size(); ++k) planes = std::max({planes, table.plane[k] + 1, table.Other(k) + 1});
+    for (int64_t p = 0; p < planes; ++p) {
+      bool labels_only = true;  // then the last column has none of these arcs
+      for (size_t k = 0; k < table.dt.size(); ++k)
+        labels_only &= (table.plane[k] != p && table.Other(k) != p) || table.du[k] > 0;
+      planes_.emplace_back(B * T * U1);
       for (int b = 0; b < B; ++b) {
         for (int t = 0; t < T; ++t) {
           for (int u = 0; u < U1; ++u) {
-            const bool used = t < num_frames_[b] && u + table.du[k] <= num_labels_[b];
-            arcs_[k][Row(b, t, u)] = !used                              ? A(kNaN)
-                                     : random.Uniform(0, 1) < forbidden ? A(-kInfinity)
-                                                                        : A(random.Uniform(-4, 0));
+            const bool used = t < num_frames_[b] && u + labels_only <= num_labels_[b];
+            planes_[p][Row(b, t, u)] = !used                              ? A(kNaN)
+                                       : random.Uniform(0, 1) < forbidden ? A(-kInfinity)
+                                                                          : A(random.Uniform(-4, 0));
           }
         }
       }
@@ -590,20 +605,21 @@ class SkipProblem {
   }
 
   void Check(bool in_place) {
-    const size_t K = arcs_.size();
-    std::vector<Buffer<A>> in(arcs_), apart(arcs_);
-    std::vector<const void*> log_arc;
-    std::vector<void*> grad_arc;
-    for (size_t k = 0; k < K; ++k) {
-      log_arc.push_back(in[k].data());
-      grad_arc.push_back((in_place ? in : apart)[k].data());
+    std::vector<Buffer<A>> in(planes_), apart(planes_);
+    std::vector<const void*> log_plane;
+    std::vector<void*> grad_plane;
+    for (size_t p = 0; p < in.size(); ++p) {
+      log_plane.push_back(in[p].data());
+      grad_plane.push_back((in_place ? in : apart)[p].data());
     }
+    const std::vector<int64_t> other = table_.other.empty() ? std::vector<int64_t>(table_.dt.size(), -1) : table_.other;
     Buffer<A> loss(B), loss_only(B);
-    LatticeArgs args = {{int(K), table_.dt.data(), table_.du.data(), table_.may_end.data()},
+    LatticeArgs args = {{int(table_.dt.size()), int(in.size()), table_.dt.data(), table_.du.data(),
+                         table_.may_end.data(), table_.plane.data(), other.data()},
                         B,
                         T,
                         U1,
-                        log_arc.data(),
+                        log_plane.data(),
                         num_frames_.data(),
                         num_labels_.data(),
                         loss_only.data(),
@@ -614,7 +630,7 @@ class SkipProblem {
     const bool is_double = sizeof(A) == 8;
     bool passed = Lattice(is_double, args, nullptr) == cudaSuccess;
     args.loss = loss.data();
-    args.grad_arc = grad_arc.data();
+    args.grad_plane = grad_plane.data();
     args.workspace = other_workspace.data();
     passed = passed && Lattice(is_double, args, nullptr) == cudaSuccess && loss.SameBits(loss_only);
     for (int b = 0; b < B; ++b) passed = passed && CheckSequence(b, loss[b], in_place ? in : apart);
@@ -637,30 +653,36 @@ class SkipProblem {
     int v, w;
     alpha[node(0, 0)] = beta[node(frames, labels)] = 0;
     if (frames == 0 && labels > 0) beta[node(0, 0)] = -kInfinity;
-    const auto arc = [&](size_t k, int t, int u) { return double(arcs_[k][Row(b, t, u)]); };
+    const auto arc = [&](size_t k, int t, int u) {
+      const int64_t row = Row(b, t, u), other = table_.Other(k);
+      return double(planes_[table_.plane[k]][row]) + (other < 0 ? 0 : double(planes_[other][row]));
+    };
+    const size_t num_arcs = table_.dt.size();
     for (int t = 0; t < frames; ++t) {
       for (int u = 0; u <= labels; ++u) {
-        for (size_t k = 0; k < arcs_.size(); ++k) {
+        for (size_t k = 0; k < num_arcs; ++k) {
           if (to(k, t, u, &v, &w)) alpha[node(v, w)] = LogAdd(alpha[node(v, w)], alpha[node(t, u)] + arc(k, t, u));
         }
       }
     }
     for (int t = frames - 1; t >= 0; --t) {
       for (int u = labels; u >= 0; --u) {
-        for (size_t k = 0; k < arcs_.size(); ++k) {
+        for (size_t k = 0; k < num_arcs; ++k) {
           if (to(k, t, u, &v, &w)) beta[node(t, u)] = LogAdd(beta[node(t, u)], beta[node(v, w)] + arc(k, t, u));
         }
       }
     }
     const double z = beta[node(0, 0)], tolerance = sizeof(A) == 8 ? 1e-12 : 1e-5;
     bool good = -z == double(loss) || std::fabs(-z - double(loss)) <= tolerance * (1 + std::fabs(z));
-    for (size_t k = 0; k < arcs_.size(); ++k) {
+    for (size_t p = 0; p < grads.size(); ++p) {
       for (int t = 0; t < T; ++t) {
         for (int u = 0; u < U1; ++u) {
           double should = 0;
-          if (t < frames && u <= labels && z > -kInfinity && to(k, t, u, &v, &w))
-            should = -std::exp(alpha[node(t, u)] + arc(k, t, u) + beta[node(v, w)] - z);
-          const double is = double(grads[k][Row(b, t, u)]);
+          for (size_t k = 0; t < frames && u <= labels && z > -kInfinity && k < num_arcs; ++k) {
+            const bool has = table_.plane[k] == int64_t(p) || table_.Other(k) == int64_t(p);
+            if (has && to(k, t, u, &v, &w)) should -= std::exp(alpha[node(t, u)] + arc(k, t, u) + beta[node(v, w)] - z);
+          }
+          const double is = double(grads[p][Row(b, t, u)]);
           good = good && (is == should || std::fabs(is - should) <= tolerance);
         }
       }
@@ -672,7 +694,7 @@ class SkipProblem {
   const Table table_;
   const int64_t B, T, U1;
   Buffer<int32_t> num_frames_, num_labels_;
-  std::vector<Buffer<A>> arcs_;
+  std::vector<Buffer<A>> planes_;
 };
 
 template <class A>
@@ -758,13 +780,17 @@ void CheckAll() {
   constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
   Check<float>("warps with several tiles", with([](O o) { o.frames = 11; o.labels = kMany + 40; o.classes = 2; }));
   Check<double>("warps with several tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
-  const Table multi_blank = {{1, 0, 2, 4}, {0, 1, 0, 0}, {1, 1, 1, 1}};
-  const Table durations = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}};
+  const Table multi_blank = {{1, 0, 2, 4}, {0, 1, 0, 0}, {1, 1, 1, 1}, {0, 1, 2, 3}, {}};
+  const Table durations = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 1, 2, 3, 4}, {}};
+  // Token and duration: two arcs share a plane, and every arc has two.
+  const Table products = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 0, 1, 1, 1}, {2, 4, 2, 3, 4}};
   CheckSkip<float>("multi-blank", multi_blank, 4, 9, 5);
   CheckSkip<double>("multi-blank, float64", multi_blank, 3, 7, 0, false);
   CheckSkip<float>("durations", durations, 4, 12, 6);
   CheckSkip<double>("durations, tiles", durations, 2, 40, 37);
   CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false);
+  CheckSkip<float>("products", products, 4, 12, 6);
+  CheckSkip<double>("products, tiles", products, 2, 37, 40, false);
   CheckSkip<float>("multi-blank, more diagonals than a tile", multi_blank, 2, 75, 3);
   // clang-format on
 }
