@@ -1,7 +1,7 @@
 """What needs a large device: long lattices, large vocabularies, many runs, captured launches.
 
-Every test also runs on a small problem wherever there are kernels, so that its text is known to work. The large ones are
-skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
+Every test also runs on a small problem wherever there are kernels, so that its text is known to work. The large ones
+are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
 """
 
 import os
@@ -98,8 +98,8 @@ import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_enable_x64", True)
 import losses
 digest = hashlib.sha256()
-B, T, U, V = map(int, sys.argv[1:])
-for loss in losses.LOSSES:
+B, T, U, V, count = map(int, sys.argv[1:])
+for loss in losses.LOSSES[:count]:
     p = losses.problem(B, T, U, V, loss=loss, dtype="float32")
     expected = loss.expected(p)
     kept = []
@@ -120,9 +120,14 @@ print(jax.default_backend(), digest.hexdigest())
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 
 
-@pytest.mark.parametrize("size", sizes((4, 7, 4, 9), [(8, 200, 70, 300)]), indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(losses.LOSSES))]), indirect=True, ids=str
+)
 def test_captured_launches(size):
-    """XLA replays calls as a CUDA graph, or starts each by itself: the same bits, within rounding of the truth."""
+    """XLA replays calls as a CUDA graph, or starts each by itself: the same bits, within rounding of the truth.
+
+    (B, T, U, V, losses of the table).
+    """
     outputs = {}
     for commands in ("", COMMANDS):
         flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
