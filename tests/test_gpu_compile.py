@@ -112,3 +112,22 @@ def test_temporaries(compiled, kind, dtype):
     logits = NODES // DEVICES * V * dtype.itemsize
     used = compiled.memory_analysis().temp_size_in_bytes / logits
     assert used <= {"shard_map": 1.2, "auto": 2.1}[kind], f"{used:.3f} logits"
+
+
+@pytest.mark.parametrize(
+    ("inplace", "gradient", "planes"), [(False, True, 3), (True, True, 5), (False, False, 4)], ids=str
+)
+def test_planes_of_the_loss_alone(mesh, inplace, gradient, planes):
+    """Temporaries beside logits and gradient, in float32 planes [B, T, U + 1], and a little for each column."""
+
+    def spec(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+
+    def loss(*p):
+        return jax_rnnt.rnnt_loss(*p, implementation="kernel", inplace=inplace)
+
+    step = jax.jit(jax.value_and_grad(loss) if gradient else loss, donate_argnums=(0,) if inplace else ())
+    shapes = spec((B, T, U + 1, V), np.float32), spec((B, U), np.int32), spec((B,), np.int32), spec((B,), np.int32)
+    memory = step.lower(*shapes).compile({"xla_gpu_autotune_level": 0}).memory_analysis()
+    assert memory.temp_size_in_bytes / (4 * NODES / DEVICES) == pytest.approx(planes, abs=0.2)
+    assert memory.alias_size_in_bytes == (4 * NODES // DEVICES * V if inplace else 0)
