@@ -96,3 +96,10 @@ test-gpu-compile:
 	printf 'from jax_rnnt._cpu import *\n\nkernels = "cuda"\n' > \
 	  "$$(build/gpu-compile/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_rnnt/_cuda.py"
 	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/test_gpu_compile.py $(ARGS)
+
+# ---- CUDA kernels on a GPU ----
+.PHONY: gpu
+
+# Everything that needs one, in under ten minutes, with what is installed: docs/cuda.md. ARGS=--dry-run: without one.
+gpu:
+	PYTHON="$(PYTHON)" benchmarks/gpu.sh $(ARGS)

@@ -30,18 +30,22 @@ CALLS = losses.once(
 )
 
 
-@pytest.fixture(scope="module")
-def mesh():
+def mesh_of(devices):
     missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "gpu-compile" else pytest.skip
     if "cuda" in _ffi.MISSING:
         missing(_ffi.MISSING["cuda"])
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=(HERE / "h100.txtpb").read_text(), topology=f"1x1x{DEVICES}"
+            platform="cuda", target_config=(HERE / "h100.txtpb").read_text(), topology=f"1x1x{devices}"
         )
     except (NotImplementedError, RuntimeError) as error:
         missing(f"this jax cannot compile for CUDA: {error}")
-    return topologies.make_mesh(topology, (DEVICES,), ("data",))
+    return topologies.make_mesh(topology, (devices,), ("data",))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(DEVICES)
 
 
 @pytest.fixture(scope="module", params=[np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -112,3 +116,24 @@ def test_temporaries(compiled, kind, dtype):
     logits = NODES // DEVICES * V * dtype.itemsize
     used = compiled.memory_analysis().temp_size_in_bytes / logits
     assert used <= {"shard_map": 1.2, "auto": 2.1}[kind], f"{used:.3f} logits"
+
+
+@pytest.mark.parametrize(
+    ("inplace", "gradient", "planes"), [(False, True, 3), (True, True, 5), (False, False, 4)], ids=str
+)
+def test_planes_of_the_loss_alone(inplace, gradient, planes):
+    """Temporaries beside logits and gradient, in float32 planes [B, T, U + 1], and a little for each column."""
+
+    sharding = NamedSharding(mesh_of(1), P())
+
+    def spec(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def loss(*p):
+        return jax_rnnt.rnnt_loss(*p, implementation="kernel", inplace=inplace)
+
+    step = jax.jit(jax.value_and_grad(loss) if gradient else loss, donate_argnums=(0,) if inplace else ())
+    shapes = spec((B, T, U + 1, V), np.float32), spec((B, U), np.int32), spec((B,), np.int32), spec((B,), np.int32)
+    memory = step.lower(*shapes).compile({"xla_gpu_autotune_level": 0}).memory_analysis()
+    assert memory.temp_size_in_bytes / (4 * NODES) == pytest.approx(planes, abs=0.2)
+    assert memory.alias_size_in_bytes == (4 * NODES * V if inplace else 0)

@@ -1,7 +1,7 @@
-// Checks the CUDA kernels, emulated on the CPU, through their host entry points: small problems of every kind against
-// double precision, stage by stage. Needs neither Python nor JAX. Prints what is wrong, "N passed, M failed", and a
-// checksum of all results: it must not depend on the order in which blocks and threads run. --first: ends with the
-// first failure.
+// Checks the CUDA kernels through their host entry points: small problems of every kind against double precision, stage
+// by stage. Needs neither Python nor JAX. Compiled by a host compiler it runs them emulated on the CPU (checks.py), by
+// nvcc on the GPU (benchmarks/gpu.sh). Prints what is wrong, "N passed, M failed", and a checksum of all results: it
+// must not depend on the order in which blocks and threads run. --first: ends with the first failure.
 //
 // Every buffer is an allocation of its own of the exact size, for AddressSanitizer; results and all inputs that must
 // not be read hold NaN.
@@ -19,6 +19,7 @@
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/runtime.cuh"
 #include "xla_kernels/cuda/softmax_emission.h"
+#include "xla_kernels/emulation/check_device.h"
 
 namespace jax_rnnt::cuda {
 namespace {
@@ -32,6 +33,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 int num_passed = 0, num_failed = 0;
 uint64_t checksum = 0;
+double worst = 0;  // error in units of its tolerance, where no rounding to 16 bits is part of both
 bool stop_at_first = false;
 
 class Random {
@@ -50,32 +52,30 @@ class Random {
   uint64_t state_;
 };
 
-// n elements of T, `offset` elements behind a 16-byte boundary, at first all bits set: NaN.
+// n elements of T, `offset` elements behind a 16-byte boundary, at first all bits set: NaN. data() is for kernels.
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t n, int offset = 0) : n_(n), offset_(offset) {
-    data_ = static_cast<T*>(malloc(size_t(n + offset) * sizeof(T)));
-    memset(static_cast<void*>(data_), 0xff, size_t(n + offset) * sizeof(T));
-  }
+  explicit Buffer(int64_t n, int offset = 0) : n_(n), offset_(offset), memory_(size_t(n + offset) * sizeof(T)) {}
   Buffer(const Buffer& other) : Buffer(other.n_, other.offset_) {
-    memcpy(static_cast<void*>(data()), other.data(), size_t(n_) * sizeof(T));
+    memcpy(static_cast<void*>(host()), other.host(), size_t(n_) * sizeof(T));
   }
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { free(data_); }
-  T* data() { return data_ + offset_; }
-  const T* data() const { return data_ + offset_; }
-  T& operator[](int64_t i) { return data()[i]; }
-  const T& operator[](int64_t i) const { return data()[i]; }
+  T* data() { return static_cast<T*>(memory_.device()) + offset_; }
+  const T* data() const { return static_cast<const T*>(memory_.device()) + offset_; }
+  T* host() { return static_cast<T*>(memory_.host()) + offset_; }
+  const T* host() const { return static_cast<const T*>(memory_.host()) + offset_; }
+  T& operator[](int64_t i) { return host()[i]; }
+  const T& operator[](int64_t i) const { return host()[i]; }
   int64_t size() const { return n_; }
   bool SameBits(const Buffer& other) const {
-    return n_ == other.n_ && memcmp(data(), other.data(), size_t(n_) * sizeof(T)) == 0;
+    return n_ == other.n_ && memcmp(host(), other.host(), size_t(n_) * sizeof(T)) == 0;
   }
 
  private:
-  T* data_;
   int64_t n_;
   int offset_;
+  Memory memory_;
 };
 
 enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, kNoPath };
@@ -319,7 +319,11 @@ class Problem {
   }
   void Compare(const char* what, int64_t where, double is, double should, double tolerance) {
     if (is != is && should != should) return;
-    if (is == should || std::fabs(is - should) <= tolerance) return;  // not for NaN, nor for infinities of two signs
+    const double error = std::fabs(is - should);
+    if (is == should || error <= tolerance) {  // not for NaN, nor for infinities of two signs
+      if (is != should && sizeof(T) > 2) worst = std::fmax(worst, error / tolerance);
+      return;
+    }
     Wrong(what, where, is, should);
   }
   bool Succeeded(const char* what, cudaError_t error) {
@@ -328,7 +332,7 @@ class Problem {
   }
   template <class Element>
   static void Sum(const Buffer<Element>& buffer) {
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.data());
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.host());
     for (size_t i = 0; i < size_t(buffer.size()) * sizeof(Element); ++i)
       checksum = (checksum ^ bytes[i]) * 0x100000001b3;
   }
@@ -343,7 +347,8 @@ class Problem {
     const Buffer<T> before = logits_;
     const EmissionForwardArgs args = {Shape(),          logits_.data(),      label_.data(),       num_frames_.data(),
                                       log_blank.data(), arcs_.back().data(), log_duration.data(), lse_.data()};
-    if (!Succeeded("EmissionForward", EmissionForward(Traits<T>::kDType, args, nullptr))) return;
+    if (!Succeeded("EmissionForward", OnDevice([&] { return EmissionForward(Traits<T>::kDType, args, nullptr); })))
+      return;
     if (!logits_.SameBits(before)) problem_ = "EmissionForward has written to the logits";
     for (int64_t i = 0; i < nodes_; ++i) {
       const int label = LabelAt(i);
@@ -422,9 +427,9 @@ class Problem {
     Buffer<A> loss_only(B), workspace(size), other_workspace(size);
     args.workspace = workspace.data();
     const bool is_double = sizeof(A) == 8;
-    if (!Succeeded("Lattice with gradient", Lattice(is_double, args, nullptr))) return;
+    if (!Succeeded("Lattice with gradient", OnDevice([&] { return Lattice(is_double, args, nullptr); }))) return;
     if (options_.in_place) {
-      for (int arc = 0; arc < 2; ++arc) memcpy(grads_[arc].data(), in[arc].data(), size_t(nodes_) * sizeof(A));
+      for (int arc = 0; arc < 2; ++arc) memcpy(grads_[arc].host(), in[arc].host(), size_t(nodes_) * sizeof(A));
     } else if (!in[0].SameBits(blank) || !in[1].SameBits(label)) {
       problem_ = "Lattice with gradient has written to its arcs";
     }
@@ -433,7 +438,7 @@ class Problem {
     args.loss = loss_only.data();
     args.grad_plane = nullptr;
     args.workspace = other_workspace.data();
-    if (!Succeeded("Lattice", Lattice(is_double, args, nullptr))) return;
+    if (!Succeeded("Lattice", OnDevice([&] { return Lattice(is_double, args, nullptr); }))) return;
 
     for (int b = 0; b < B; ++b) {
       const int T_b = std::max(0, std::min(int(num_frames_[b]), int(frames_)));
@@ -493,7 +498,8 @@ class Problem {
     const EmissionBackwardArgs args = {Shape(),       x.data(),        label_.data(),    num_frames_.data(),
                                        lse_.data(),   ct_blank.data(), ct.back().data(), ct_duration.data(),
                                        scale_.data(), clamp_.data(),   dx.data()};
-    if (!Succeeded("EmissionBackward", EmissionBackward(Traits<T>::kDType, args, nullptr))) return;
+    if (!Succeeded("EmissionBackward", OnDevice([&] { return EmissionBackward(Traits<T>::kDType, args, nullptr); })))
+      return;
     if (!options_.in_place && !x.SameBits(logits_)) problem_ = "EmissionBackward has written to the logits";
     for (int64_t i = 0; i < nodes_; ++i) {
       const int label = LabelAt(i);
@@ -539,7 +545,7 @@ class Problem {
       }
     }
     Sum(dx);
-    memcpy(static_cast<void*>(dlogits_.data()), dx.data(), size_t(nodes_ * R) * sizeof(T));
+    memcpy(static_cast<void*>(dlogits_.host()), dx.host(), size_t(nodes_ * R) * sizeof(T));
   }
 
   const char* name_;
@@ -628,11 +634,12 @@ class SkipProblem {
     Buffer<A> workspace(B * LatticeWorkspace(args, true)), other_workspace(workspace);
     args.workspace = workspace.data();
     const bool is_double = sizeof(A) == 8;
-    bool passed = Lattice(is_double, args, nullptr) == cudaSuccess;
+    const auto run = [&] { return OnDevice([&] { return Lattice(is_double, args, nullptr); }) == cudaSuccess; };
+    bool passed = run();
     args.loss = loss.data();
     args.grad_plane = grad_plane.data();
     args.workspace = other_workspace.data();
-    passed = passed && Lattice(is_double, args, nullptr) == cudaSuccess && loss.SameBits(loss_only);
+    passed = passed && run() && loss.SameBits(loss_only);
     for (int b = 0; b < B; ++b) passed = passed && CheckSequence(b, loss[b], in_place ? in : apart);
     ++(passed ? num_passed : num_failed);
     if (!passed) fprintf(stderr, "FAILED: %s\n", name_);
@@ -802,6 +809,7 @@ int main(int argc, char** argv) {
   using namespace jax_rnnt::cuda;
   stop_at_first = argc > 1 && strcmp(argv[1], "--first") == 0;
   CheckAll();
+  printf("largest error: %.2f of what is allowed\n", worst);
   printf("%d passed, %d failed, checksum %016llx\n", num_passed, num_failed, static_cast<unsigned long long>(checksum));
   return num_failed != 0;
 }

@@ -1,0 +1,171 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command and under ten minutes; without network. See docs/cuda.md.
+#
+#   benchmarks/gpu.sh                    all parts
+#   benchmarks/gpu.sh build benchmark    some of them
+#   benchmarks/gpu.sh --dry-run          the same without a GPU: the emulation stands in, sizes are tiny, nothing is kept
+#
+# Needs Python with jax for CUDA, pytest, pytest-xdist, chex, flatbuffers, pybind11 and scikit-build-core, the packages of
+# examples/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and racecheck.
+# Environment: PYTHON (python3), OUT, the folder of results (benchmarks/results), COMMIT, which commit this is where
+# git does not know, LIMIT, seconds of all parts together (585).
+#
+# Every part has its own time and goes on after a failure of another; the exit code is 1 if one failed. Results:
+# DATE-DEVICE.json and .md, parts.tsv (part, seconds, exit code), gpu.log.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PARTS=(build selftest check benchmark large suite memcheck racecheck example)
+# Seconds at most. They add up to less than ten minutes, so that no part takes the time of another.
+declare -A SECONDS_OF=([build]=100 [selftest]=30 [check]=15 [benchmark]=160 [large]=70 [suite]=110 [memcheck]=30
+  [racecheck]=30 [example]=40)
+# Tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or that are
+# parts of their own here.
+NOT_CUDA=(example errors public truth distributed forward_mode align pruned gpu_compile sharding targets gpu large)
+KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu)
+
+run_part() {
+  case $1 in
+    build)
+      rm -rf build/gpu/site
+      compile_check > build/gpu/check.log 2>&1 &
+      install site "-Ccmake.define.JAX_RNNT_CUDA=on" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$ARCHITECTURE-real"
+      local code=$?
+      wait $! || { code=$?; cat build/gpu/check.log; }
+      if [[ $DRY_RUN ]]; then
+        install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
+        "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]/#/xla_kernels/}" \
+          xla_kernels/emulation/{cuda_emulation,check}.cc -o build/gpu/check-emulated -pthread || code=$?
+      fi
+      return $code
+      ;;
+    selftest) "$PYTHON" -P -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1" ;;
+    check) # twice: the same bits
+      local first second
+      first=$("$CHECK") && second=$("$CHECK")
+      local code=$?
+      printf '%s\n' "$first"
+      [[ $code == 0 && $first == "$second" ]]
+      ;;
+    memcheck) sanitizer --tool memcheck --padding 32 ;;
+    racecheck) sanitizer --tool racecheck ;;
+    suite)
+      local ignored=("${NOT_CUDA[@]/#/--ignore=tests/test_}")
+      local tests=("${ignored[@]/%/.py}")
+      if [[ $DRY_RUN ]]; then tests=(tests/test_values.py tests/test_kernel_choice.py); fi
+      # There is little to tune: not the matmuls of the tests.
+      XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 12))" --dist worksteal -m 'not slow' -k 'not reference' \
+        "${tests[@]}"
+      ;;
+    large)
+      if [[ $DRY_RUN ]]; then
+        pytest -m 'not slow' tests/test_gpu.py tests/test_large.py
+      else
+        pytest -n 4 --dist worksteal tests/test_gpu.py tests/test_large.py
+      fi
+      ;;
+    example)
+      local options=(--expect-cer 3)
+      if [[ $DRY_RUN ]]; then options=(--steps 4 --batch 4); fi
+      "$PYTHON" examples/train.py --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
+      ;;
+    benchmark)
+      if [[ $DRY_RUN ]]; then
+        "$PYTHON" benchmarks/gpu.py --dry-run --budget 120 --only librispeech tiny
+      else
+        "$PYTHON" benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 20))" --output "$OUT"
+      fi
+      ;;
+  esac
+}
+
+# Without isolation: against the XLA headers of the jaxlib that is installed, which is the one that will run.
+install() {
+  local folder=$1
+  shift
+  rm -rf "build/gpu/$folder"
+  "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --no-index --target "build/gpu/$folder" \
+    "-Cbuild-dir=build/gpu/objects-$folder" "$@" .
+}
+
+compile_check() {
+  local source pids=()
+  mkdir -p build/gpu/check.d
+  for source in "${KERNELS[@]}" emulation/check.cc; do
+    nvcc -x cu -std=c++17 -O2 -lineinfo -w -I. --extended-lambda --expt-relaxed-constexpr \
+      "-gencode=arch=compute_$ARCHITECTURE,code=sm_$ARCHITECTURE" -c "xla_kernels/$source" \
+      -o "build/gpu/check.d/$(basename "$source").o" &
+    pids+=($!)
+  done
+  for source in "${pids[@]}"; do wait "$source" || return; done
+  nvcc build/gpu/check.d/*.o -o build/gpu/check
+}
+
+sanitizer() {
+  if [[ $DRY_RUN ]]; then "$CHECK"; else compute-sanitizer --error-exitcode 9 "$@" "$CHECK"; fi
+}
+
+# A warning of the driver or of JAX's plugin is not our failure; one of ours is.
+pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
+
+# Called by itself, so that `timeout` can end a part and all that it started.
+if [[ ${1-} == --part ]]; then
+  run_part "$2"
+  exit
+fi
+
+DRY_RUN=
+if [[ ${1-} == --dry-run ]]; then
+  DRY_RUN=1
+  shift
+fi
+if [[ $DRY_RUN ]]; then
+  OUT=build/gpu/dry-run
+  JAX_PLATFORMS=cpu JAX_RNNT_REQUIRE=cpu ARCHITECTURE=90
+  CHECK=build/gpu/check-emulated SITE=$PWD/build/gpu/emulation-site
+else
+  OUT=${OUT:-benchmarks/results}
+  JAX_PLATFORMS=cuda,cpu JAX_RNNT_REQUIRE=cuda JAX_RNNT_LARGE=1
+  ARCHITECTURE=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d ". ") || { echo "no GPU: --dry-run runs without one"; exit 2; }
+  CHECK=build/gpu/check SITE=$PWD/build/gpu/site
+fi
+mkdir -p "$OUT" build/gpu
+PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
+export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE JAX_RNNT_LARGE PYTHONPATH PYTHONUNBUFFERED=1
+OUT=$(cd "$OUT" && pwd)
+export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
+LIMIT=${LIMIT:-$((DRY_RUN ? 6000 : 585))}
+
+chosen=("$@")
+[[ $# == 0 ]] && chosen=("${PARTS[@]}")
+failed=0
+rm -f "$OUT/parts.tsv"
+touch build/gpu/started
+exec > >(tee "$OUT/gpu.log") 2>&1
+nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
+for part in "${chosen[@]}"; do
+  if [[ ! ${SECONDS_OF[$part]-} ]]; then
+    echo "no such part: $part; there are ${PARTS[*]}"
+    exit 2
+  fi
+  most=$((DRY_RUN ? 600 : SECONDS_OF[$part]))
+  most=$((LIMIT - SECONDS < most ? LIMIT - SECONDS : most))
+  begun=$EPOCHREALTIME
+  echo "== $part, $most s at most"
+  if ((most > 0)); then
+    timeout --signal=INT --kill-after=8 "$most" bash benchmarks/gpu.sh --part "$part"
+    code=$?
+  else
+    code=124
+  fi
+  ((code == 0)) || failed=1
+  took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
+  printf '%s\t%s\t%s\n' "$part" "$took" "$code" >> "$OUT/parts.tsv"
+  echo "== $part: exit code $code after $took s"
+done
+find "$OUT" -maxdepth 1 -name '*.json' -newer build/gpu/started | while read -r result; do
+  "$PYTHON" benchmarks/gpu_report.py "$result" "$OUT/parts.tsv"
+done
+echo "== part, seconds, exit code"
+cat "$OUT/parts.tsv"
+exit $failed

@@ -1,0 +1,145 @@
+"""What needs a large device: long lattices, large vocabularies, many runs, captured launches.
+
+Every test also runs on a small problem wherever there are kernels, so that its text is known to work. The large ones
+are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+
+BOUND = 1e-5  # of gradients: the contract
+
+
+def sizes(small, large):
+    """Parameters of one small problem and the large ones."""
+    return [small, *(pytest.param(size, marks=pytest.mark.slow) for size in large)]
+
+
+@pytest.fixture
+def size(request, kernel):
+    """The small size is the first of the list."""
+    if request.param_index > 0 and losses.platform() != "cuda":
+        missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "cuda" else pytest.skip
+        missing(f"needs a CUDA device, and the default platform is {losses.platform()}")
+    return request.param
+
+
+LATTICES = sizes(
+    (9, 4, 3),
+    (
+        (600, 4000, 4),  # 126 tiles of columns: more than any block has warps
+        (4000, 600, 4),
+        (20000, 100, 4),  # minutes of audio
+        (1, 4000, 4),
+        (20000, 0, 4),
+        (20, 10, 131072),
+        (3, 2, 1 << 20),
+    ),
+)
+
+
+@pytest.mark.parametrize("size", LATTICES, indirect=True, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_axes(size, dtype):
+    """(T, U, V), a full sequence and a shorter one, against float64."""
+    T, U, V = size
+    lengths = (T, max(1, 3 * T // 4)), (U, U // 2)
+    p = losses.problem(2, T, U, V, dtype=dtype, scale=1.0, lengths=lengths)
+    values, gradient = losses.evaluate(losses.RNNT, p, "kernel")
+    true_values, true_gradient = losses.RNNT.expected(p)
+    np.testing.assert_allclose(values, true_values, rtol=1e-6)
+    rounding = losses.eps(dtype) / 2 if dtype == "bfloat16" else 0
+    for got, true in zip(gradient, true_gradient):  # one at a time: the errors are as large as the gradients
+        np.testing.assert_allclose(np.asarray(got, np.float64), true, rtol=rounding, atol=BOUND)
+
+
+@pytest.mark.parametrize("size", sizes((3, 9, 4, 7), [(30, 400, 80, 500), (8, 250, 50, 4096)]), indirect=True, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hundred_runs_give_the_same_bits(size, dtype):
+    """(B, T, U, V), on ever new memory; compared where they are."""
+    B, T, U, V = size
+    _, *rest = losses.problem(B, T, U, 2)
+    logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, V), dtype)
+
+    def total(*p):
+        values = losses.RNNT(*p, implementation="kernel", reduction="none", clamp=0.25, fastemit_lambda=0.5)
+        return values.sum(), values
+
+    @jax.jit
+    def differences(a, b):
+        bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return sum(jnp.sum(bits(x) != bits(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    step = jax.jit(jax.grad(total, has_aux=True))
+    first = step(logits, *rest)
+    assert np.isfinite(first[1]).all()
+    assert differences(first, (first[0] + 1, first[1])) > 0  # it can tell
+    counts = []
+    for i in range(100):
+        again = step(logits, *rest)
+        counts.append(differences(first, again))
+        if i % 3:
+            del again  # or its memory is only free after the next run
+    assert not np.any(jax.device_get(counts))
+
+
+PROGRAM = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+import losses
+digest = hashlib.sha256()
+B, T, U, V, count = map(int, sys.argv[1:])
+for loss in losses.LOSSES[:count]:
+    p = losses.problem(B, T, U, V, loss=loss, dtype="float32")
+    expected = loss.expected(p)
+    kept = []
+    for _ in range(6):  # results stay, so every run has new addresses
+        kept.append(losses.evaluate(loss, p, "kernel"))
+        losses.assert_matches(kept[-1], expected, np.float32, T + U)
+        digest.update(b"".join(x.tobytes() for x in kept[-1]))
+
+    def body(logits, scale):
+        return logits, jax.grad(lambda x: loss(x * scale, *p[1:], implementation="kernel"))(logits)
+
+    scales = jnp.arange(1, 4, dtype=jnp.float32)
+    _, gradients = jax.jit(lambda x: jax.lax.scan(body, x, scales))(p.logits)
+    assert np.isfinite(gradients).all()
+    digest.update(np.asarray(gradients).tobytes())
+print(jax.default_backend(), digest.hexdigest())
+"""
+COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+
+
+@pytest.mark.parametrize(
+    "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(losses.LOSSES))]), indirect=True, ids=str
+)
+def test_captured_launches(size):
+    """XLA replays calls as a CUDA graph, or starts each by itself: the same bits, within rounding of the truth.
+
+    (B, T, U, V, losses of the table).
+    """
+    outputs = {}
+    for commands in ("", COMMANDS):
+        flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), *map(str, size)],
+            cwd=losses.HERE,
+            env={**os.environ, "XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs[commands] = done.stdout
+    assert len(set(outputs.values())) == 1, outputs

@@ -1,0 +1,87 @@
+// Memory and calls of check.cc. Emulated: the memory of the host. Under nvcc: an allocation of the same size on the GPU
+// beside each of the host, copied there before a call of the kernels and back behind it.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+
+#include "xla_kernels/cuda/runtime.cuh"
+
+namespace jax_rnnt::cuda {
+
+#if defined(__CUDACC__)
+
+inline void Must(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  fprintf(stderr, "FAILED: %s\n", cudaGetErrorString(error));
+  exit(2);
+}
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(bytes), host_(malloc(bytes)) {
+    memset(host_, 0xff, bytes);
+    Must(cudaMalloc(&device_, bytes > 0 ? bytes : 1));
+    All().insert(this);
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    All().erase(this);
+    cudaFree(device_);
+    free(host_);
+  }
+  void* host() const { return host_; }
+  void* device() const { return device_; }
+
+  static void ToDevice() {
+    for (const Memory* m : All()) Must(cudaMemcpy(m->device_, m->host_, m->bytes_, cudaMemcpyHostToDevice));
+  }
+  static void ToHost() {
+    for (const Memory* m : All()) Must(cudaMemcpy(m->host_, m->device_, m->bytes_, cudaMemcpyDeviceToHost));
+  }
+
+ private:
+  static std::set<const Memory*>& All() {
+    static std::set<const Memory*> all;
+    return all;
+  }
+  size_t bytes_;
+  void *host_, *device_;
+};
+
+// The error is that of the launches, or of the work itself.
+template <class Call>
+cudaError_t OnDevice(const Call& call) {
+  Memory::ToDevice();
+  const cudaError_t error = call();
+  if (error != cudaSuccess) return error;
+  Must(cudaDeviceSynchronize());
+  Memory::ToHost();
+  return cudaSuccess;
+}
+
+#else
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : data_(malloc(bytes)) { memset(data_, 0xff, bytes); }
+  Memory(const Memory&) = delete;
+  ~Memory() { free(data_); }
+  void* host() const { return data_; }
+  void* device() const { return data_; }
+
+ private:
+  void* data_;
+};
+
+template <class Call>
+cudaError_t OnDevice(const Call& call) {
+  return call();
+}
+
+#endif
+
+}  // namespace jax_rnnt::cuda
