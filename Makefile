@@ -8,7 +8,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo test test-matrix sanitize emulation cuda-check bench bench-peers lint format clean
+.PHONY: setup demo test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants lint format clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,9 @@ bench: setup
 
 bench-peers: setup
 	$(BIN)/python benchmarks/bench.py --peers $(ARGS)
+
+bench-variants: setup
+	$(BIN)/python benchmarks/variants.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
