@@ -247,6 +247,48 @@ def test_hat_is_rnnt_of_its_log_probs():
     assert_same(value_and_gradient(jax_rnnt.hat_loss, *p), value_and_gradient(composed, *p))
 
 
+def test_a_forbidden_duration_is_none():
+    """Durations in another order, and one of probability 0."""
+    p = losses.problem(loss=next(x for x in losses.LOSSES if x.name == "tdt"))
+    whole = value_and_gradient(jax_rnnt.tdt_loss, *p, durations=[2, 0, 1])
+    order = [*range(9), 10, 11, 9]
+    values, gradient = value_and_gradient(jax_rnnt.tdt_loss, p.logits[..., order], *p[1:], durations=[0, 1, 2])
+    assert_same((values, gradient), (whole[0], whole[1][..., order]))
+    logits = p.logits.copy()
+    logits[..., 10] = -np.inf
+    values, gradient = value_and_gradient(jax_rnnt.tdt_loss, logits, *p[1:], durations=[2, 0, 1])
+    kept = [*range(10), 11]
+    expected = value_and_gradient(jax_rnnt.tdt_loss, p.logits[..., kept], *p[1:], durations=[2, 1])
+    assert_same((values, gradient[..., kept]), expected)
+    assert not gradient[..., 10].any()
+
+
+def test_big_blanks_in_another_order():
+    p = losses.problem()
+    p = p._replace(targets=p.targets % 6)
+    values, gradient = value_and_gradient(jax_rnnt.multiblank_rnnt_loss, *p, big_blank_durations=[3, 2])
+    order = [0, 1, 2, 3, 4, 5, 7, 6, 8]  # big blank i is class 7 - i
+    got = value_and_gradient(jax_rnnt.multiblank_rnnt_loss, p.logits[..., order], *p[1:], big_blank_durations=[2, 3])
+    assert_same(got, (values, gradient[..., order]))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_windows_of_the_best_path_leave_it_alone(topology):
+    """One path: the loss is minus its score, its frames are the expected ones, and the latency is their mean."""
+    p = losses.problem()
+    score, frames = map(np.asarray, jax_rnnt.rnnt_align(*p, topology=topology))
+    options = {"label_windows": np.stack([frames, frames], -1)}
+    values, gradient = value_and_gradient(BY_TOPOLOGY[topology], *p, **options)
+    np.testing.assert_allclose(values, -score, rtol=EXACT)
+    _, of_score = value_and_gradient(lambda x, *r, reduction: -jax_rnnt.rnnt_align(x, *r, topology=topology)[0], *p)
+    np.testing.assert_allclose(gradient, of_score, atol=EXACT)
+    expected = np.where(frames < 0, 0, frames)
+    got = jax_rnnt.expected_emission_frames(*p, topology=topology, **options)
+    np.testing.assert_allclose(got, expected, atol=EXACT)
+    got = jax_rnnt.minimum_latency(*p, topology=topology, reduction="none", **options)
+    np.testing.assert_allclose(got, (frames + 1).sum(-1) / np.maximum(p.target_lengths, 1), atol=EXACT)
+
+
 # ------------------------------------------------------------------------------------------------ errors and kernels
 
 DURATIONS_NEEDED = {"multiblank": "big_blank_durations", "tdt": "durations"}

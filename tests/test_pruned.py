@@ -240,6 +240,9 @@ def test_full_band_is_the_whole_lattice(kernel, topology):
     first = np.zeros((4, 7), np.int32)
     got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], topology=topology, **options)
     np.testing.assert_allclose(got, BY_TOPOLOGY[topology](*p, **options), rtol=EXACT)
+    options |= {"implementation": None, "topology": topology}
+    got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], hat=True, **options)
+    np.testing.assert_allclose(got, jax_rnnt.hat_loss(*p, **options), rtol=EXACT)
 
 
 def test_ranges_of_a_ragged_batch():
