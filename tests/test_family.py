@@ -10,8 +10,6 @@ import pytest
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from jax_rnnt import _checks, _transducer, lattices
-from jax_rnnt.emissions import softmax
 from test_vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, X, t, u
 
 EXACT = 1e-12
@@ -346,27 +344,3 @@ def test_kernel_or_an_error(loss, kernel):
             call.lower(*p)
     call = jax.jit(jax.value_and_grad(lambda *p: loss.function(*p, **loss.options)))
     assert losses.custom_calls(call.lower(*p).compile().as_text()) == losses.once(loss.gradient_calls)
-
-
-# ------------------------------------------------------------------------------------------ a variant in one place
-
-TWO_STEP = (lattices.Arc("blank", 1, 0), lattices.Arc("blank", 2, 0), lattices.Arc("label", 0, 1))
-
-
-def two_step_loss(logits, targets, logit_lengths, target_lengths, blank=-1, fused_log_softmax=True, **common):
-    """RNN-T whose one blank reads one frame or two."""
-    arrays = _checks.arrays("two_step_loss", logits, targets, logit_lengths, target_lengths)
-    emission = softmax.checked("two_step_loss", arrays[0], blank, fused_log_softmax)
-    return _transducer.evaluate("two_step_loss", arrays, emission, TWO_STEP, bounded=False, **common)
-
-
-def test_a_new_variant(implementation):
-    """docs/losses.md, "How to add a variant": the lines above are one, with every option and every rule."""
-    arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
-    loss = losses.Loss("two_step", two_step_loss, {"topology": arcs}, topology=TWO_STEP)
-    p = losses.poisoned(losses.problem(loss=loss))
-    for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "blank": 0}):
-        got = losses.evaluate(loss, p, implementation, **options)
-        np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
-    source = inspect.getsource(two_step_loss)
-    assert len(source.splitlines()) < 30
