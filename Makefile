@@ -8,7 +8,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants lint format clean
+.PHONY: setup demo demo-losses test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants lint format clean
 
 setup: $(VENV)/.installed
 
@@ -19,6 +19,12 @@ $(VENV)/.installed: $(SOURCES)
 
 demo: setup
 	$(BIN)/python examples/train.py --expect-cer 3
+
+# Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
+demo-losses: setup
+	for loss in monotonic tdt multiblank hat pruned; do \
+	  $(BIN)/python examples/train.py --expect-cer 3 --loss $$loss || exit 1; \
+	done
 
 test: setup
 	$(BIN)/pytest -n auto --dist worksteal
