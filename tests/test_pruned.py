@@ -264,6 +264,28 @@ def test_ranges_of_a_ragged_batch():
                 np.testing.assert_array_equal(row, first[b])
 
 
+@pytest.mark.parametrize(("topology", "steepest"), [("standard", None), ("monotonic", 1)])
+@pytest.mark.parametrize("width", [2, 3, 6])
+def test_ranges_of_any_posteriors(topology, steepest, width):
+    """Also of planes that no lattice has: the rule as loops, and a window over the last column at the end."""
+    rng = np.random.default_rng(0)
+    blank, label = rng.random((2, 50, 9, 8))
+    frames, labels = rng.integers(1, 10, 50).astype(np.int32), rng.integers(0, 8, 50).astype(np.int32)
+    got = np.asarray(jax_rnnt.prune_ranges(blank, label, frames, labels, width, topology=topology))
+    most = steepest or width - 1
+    for b in range(50):
+        inside = [[blank[b, t, s : s + width].sum() for s in range(8 - width + 1)] for t in range(9)]
+        entered = [[label[b, t, s - 1] if s else 0 for s in range(8 - width + 1)] for t in range(9)]
+        first = np.argmax(np.subtract(inside, entered), 1)
+        first[frames[b] - 1 :] = max(labels[b] - width + 1, 0)
+        for t in range(7, -1, -1):
+            first[t] = min(first[t], first[t + 1])
+        for t in range(7, -1, -1):
+            first[t] = max(first[t], first[t + 1] - most)
+        np.testing.assert_array_equal(got[b], np.minimum(first, most * np.arange(9)))
+    assert (np.diff(got) >= 0).all()
+
+
 def test_pruned_training_step(devices):
     """Both losses of a step under shard_map and vmap, with a joint in between: the same numbers."""
     am, lm, p = simple_problem(16, np.float32)
