@@ -47,6 +47,9 @@ def contestants(case, args, torch):
     found += [compete(name, loss, logits) for name, loss in LOGITS.items()]
     wide, _ = make("logits", dataclasses.replace(case, V=case.V + len(DURATIONS)), args.seed)
     found.append(compete("tdt", tdt_loss, (wide, logits[1])))
+    for name, loss, problem in (("multiblank", LOGITS["multiblank"], logits), ("tdt", tdt_loss, (wide, logits[1]))):
+        reference = functools.partial(loss, implementation="reference")
+        found.append(compete(f"{name}, reference", reference, problem))
     found.append(compete("simple", simple_loss, make("heads", case, args.seed)))
     for width in WIDTHS:
         found.append(compete(f"pruned {width}", jax_rnnt.pruned_rnnt_loss, make(f"band {width}", case, args.seed)))
@@ -66,8 +69,9 @@ def verify(case, checks):
     assert np.isfinite([loss for loss, _ in checks.values()]).all(), checks
     np.testing.assert_allclose(checks["packed, ragged"][0], checks["rnnt, ragged"][0], rtol=1e-6)
     for name, (loss, gradient) in checks.items():
-        if name.startswith("fast_rnnt "):
-            expected_loss, expected_gradient = checks[name.removeprefix("fast_rnnt ")]
+        same = name.removeprefix("fast_rnnt ").removesuffix(", reference")
+        if same != name:
+            expected_loss, expected_gradient = checks[same]
             np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, err_msg=name)
             np.testing.assert_allclose(gradient, expected_gradient, rtol=0, atol=2e-3 / case.B, err_msg=name)
 

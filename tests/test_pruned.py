@@ -308,6 +308,17 @@ def test_pruned_training_step(devices):
         np.testing.assert_allclose(got, gradient, atol=1e-5)
 
 
+def test_inputs_of_any_band():
+    """Rows of the band's columns, the nearest one where it leaves them: nothing that could poison a gradient."""
+    rng = np.random.default_rng(0)
+    encoder, predictor = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(2, 3, 5, 7))
+    first = rng.integers(-2, 6, (2, 3, 4)).astype(np.int32)
+    got = jax_rnnt.prune_inputs(encoder, predictor, first, 3)
+    for i, j, n, s in np.ndindex(2, 3, 4, 3):
+        np.testing.assert_array_equal(got[0][i, j, n, s], encoder[i, j, n])
+        np.testing.assert_array_equal(got[1][i, j, n, s], predictor[i, j, np.clip(first[i, j, n] + s, 0, 4)])
+
+
 def test_messages():
     am, lm, p = simple_problem()
     first = np.zeros((4, 7), np.int32)
