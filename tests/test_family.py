@@ -167,6 +167,14 @@ def test_hat_topologies(topology):
     np.testing.assert_allclose(as_they_are, expected, rtol=EXACT)
 
 
+def test_label_equal_to_a_big_blank_counts_twice(implementation):
+    """One certain class, label and blank of two frames at once: two paths through four frames, and their sum is 2."""
+    logits = np.tile(np.array([0.0, -np.inf]), (1, 4, 2, 1))
+    rest = np.array([[0]], np.int32), np.array([4], np.int32), np.array([1], np.int32)
+    value = jax_rnnt.multiblank_rnnt_loss(logits, *rest, [2], implementation=implementation)
+    np.testing.assert_allclose(value, -np.log(2), rtol=EXACT)
+
+
 def test_hat_of_certain_blanks():
     """Bernoulli logits beyond the range of exp: no overflow, no floor."""
     p = losses.problem(1, 4, 1, 5, lengths=([4], [1]), dtype=np.float32)
