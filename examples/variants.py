@@ -44,29 +44,29 @@ def pruned(model, batch, **options):
 
 
 # ------------------------------------------- decoding: (logits [B, V], blank) -> (symbol [B], frames to move on by [B])
+# A blank moves on by one frame at least, whatever is said here: greedy_decode sees to it.
 
 
 def label_stays(logits, blank):
-    """Most likely symbol; a blank reads the frame."""
+    """Most likely symbol; labels read no frame."""
     symbol = jnp.argmax(logits, -1)
-    return symbol, jnp.where(symbol == blank, 1, 0)
+    return symbol, jnp.zeros_like(symbol)
 
 
 def label_moves(logits, blank):
-    """Most likely symbol; any reads the frame."""
+    """Most likely symbol; labels read their frame."""
     symbol = jnp.argmax(logits, -1)
     return symbol, jnp.ones_like(symbol)
 
 
 def token_and_duration(logits, blank):
-    """Most likely symbol and, apart from it, frames; a blank reads one at least."""
-    symbol = jnp.argmax(logits[:, : blank + 1], -1)
+    """Most likely symbol and, apart from it, frames."""
     moves = jnp.array(DURATIONS)[jnp.argmax(logits[:, blank + 1 :], -1)]
-    return symbol, jnp.where(symbol == blank, jnp.maximum(moves, 1), moves)
+    return jnp.argmax(logits[:, : blank + 1], -1), moves
 
 
 def big_blank(logits, blank):
-    """Most likely symbol; blanks say how many frames they read. Big blank i is class blank - 1 - i."""
+    """Most likely symbol; big blanks, classes blank - 1 - i, say how many frames they read."""
     best = jnp.argmax(logits, -1)
     moves = jnp.array((*reversed(BIG_BLANKS), 1))
     first = blank + 1 - len(moves)
@@ -75,10 +75,9 @@ def big_blank(logits, blank):
 
 
 def bernoulli_blank(logits, blank):
-    """Blank or not by the sign of its logit, and only then the most likely label."""
-    is_blank = logits[:, blank] > 0
+    """Blank or not by the sign of its logit, and only then the most likely label; labels read no frame."""
     label = jnp.argmax(logits[:, :blank], -1)
-    return jnp.where(is_blank, blank, label), jnp.where(is_blank, 1, 0)
+    return jnp.where(logits[:, blank] > 0, blank, label), jnp.zeros_like(label)
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
