@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt.emissions.virtual import JointLogits
+
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -22,6 +24,8 @@ def _array(function, name, x):
 
 def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
+    if isinstance(x, JointLogits):
+        return x  # was checked
     x = _array(function, name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
