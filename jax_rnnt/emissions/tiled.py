@@ -31,7 +31,7 @@ def tiled(logits: JointLogits, inner: Emission):
     """(emission, its logits) in tiles."""
     frames, columns = block_of(*logits.shape[-3:-1])
     most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
-    rows = logits.chunk or _rows(logits.shape[-1] * np.dtype(logits.dtype).itemsize)
+    rows = logits.chunk or _rows(logits.shape[-1])
     blocks = min(max(rows // (frames * columns), 1), max(most, 1))
     joint, parameters = split(logits.joint, blocks * frames * columns, logits.encoder, logits.predictor)
     emission = Tiled(
@@ -49,10 +49,10 @@ def materialized(logits: JointLogits, num_frames, num_labels):
     return logits.joint(*pair(*rows)).reshape(logits.shape)
 
 
-def _rows(size: int) -> int:
-    """Rows of `size` bytes in a tile: enough for its matrix products, few enough for caches (CPU) or the memory."""
-    most, low, high = (4 << 20, 256, 4096) if jax.default_backend() == "cpu" else (32 << 20, 1024, 1 << 16)
-    return min(max(most // size, low), high)
+def _rows(classes: int) -> int:
+    """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others)."""
+    most, low, high = (1 << 20, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 15)
+    return min(max(most // classes, low), high)
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
@@ -198,14 +198,22 @@ class Tiled(Emission):
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
-        some = work.count > 0
         labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
+        rows = (_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column)))
+        rows = (jnp.where(work.count > 0, x, 0) for x in rows)
         return Tile(
-            block, sequence, frame, column, inside, live,
-            jnp.where(some, encoder[sequence[:, None], frame], 0),
-            jnp.where(some, predictor[sequence[:, None], column], 0),
+            block, sequence, frame, column, inside, live, *rows,
             (labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)),
         )  # fmt: skip
+
+
+def _rows_of(x, sequence, index):
+    """x[sequence[s], index[s, r]] for x [B, R, E]."""
+    if x.dtype.itemsize > 2:
+        return x[sequence[:, None], index]
+    # As integers: 16-bit floats are gathered in float32 by XLA's CPU backend, which first converts all of x.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[sequence[:, None], index], x.dtype)
 
 
 def _row(n):
