@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_rnnt import LinearJoint
+
 
 class Block(nnx.Module):
     """Residual convolution over time: [B, N, E] -> [B, N, E]."""
@@ -60,8 +62,18 @@ class Joint(nnx.Module):
         self.state = nnx.Linear(predictor_width, width, use_bias=False, rngs=rngs)
         self.output = nnx.Linear(width, outputs, rngs=rngs)
 
+    def project(self, frames, states):
+        """Encoder and predictor rows of which `linear` makes logits."""
+        return self.frame(frames), self.state(states)
+
+    @property
+    def linear(self):
+        """What is left to do for every pair, for joint_rnnt_loss."""
+        return LinearJoint(self.output.kernel[...], self.output.bias[...])
+
     def __call__(self, frames, states):
-        hidden = jnp.tanh(self.frame(frames) + self.state(states))
+        frames, states = self.project(frames, states)
+        hidden = jnp.tanh(frames + states)
         # Two dimensions for the matmul: over four, XLA's CPU backend transposes its gradient into a second buffer.
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
         return logits.reshape(*hidden.shape[:-1], -1)

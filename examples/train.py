@@ -35,6 +35,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
     parser.add_argument("--loss", choices=VARIANTS, default="rnnt", help="one of variants.py (%(default)s)")
+    parser.add_argument("--joint", choices=("logits", "fused"), default="logits", help="fused: in tiles (%(default)s)")
     parser.add_argument("--steps", type=int, help="default: as many as the data needs")
     parser.add_argument("--batch", type=int, help="utterances per step, over all devices; default: what the data needs")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training data (%(default)s)")
@@ -126,6 +127,8 @@ def main():
     steps, batch_size = args.steps or data.steps, args.batch or data.batch_size
     if batch_size % mesh.size:
         parser.exit(2, f"{parser.prog}: a batch of {batch_size} does not split over {mesh.size} devices\n")
+    if args.joint == "fused" and args.loss == "pruned":
+        parser.exit(2, f"{parser.prog}: the pruned loss has its own way to do without all logits\n")
     workdir = (args.workdir or Path("runs") / f"{data.name}-{args.loss}").resolve()
 
     variant = VARIANTS[args.loss]
@@ -136,6 +139,8 @@ def main():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
     loss = functools.partial(variant.loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
+    if args.joint == "fused":
+        loss = functools.partial(loss, fused=True)
     train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
 
     @jax.jit

@@ -19,12 +19,16 @@ COLUMNS = 4  # of the lattice that pruning keeps in every frame
 
 
 def of_logits(function):
-    """Of a loss of the logits of all nodes."""
+    """Of a loss of the logits of all nodes, which are made in tiles where `fused`."""
 
-    def loss(model, batch, **options):
-        logits = model(batch["features"], batch["targets"])
+    def loss(model, batch, fused=False, **options):
         lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
-        return function(logits, batch["targets"], *lengths, blank=model.blank, **options)
+        options |= {"blank": model.blank}
+        if fused:
+            rows = model.joint.project(model.encoder(batch["features"]), model.states(batch["targets"]))
+            joint = model.joint.linear
+            return jax_rnnt.joint_rnnt_loss(joint, *rows, batch["targets"], *lengths, loss=function, **options)
+        return function(model(batch["features"], batch["targets"]), batch["targets"], *lengths, **options)
 
     return loss
 

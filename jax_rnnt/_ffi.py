@@ -9,7 +9,6 @@ One kernel is one primitive. `jax.ffi.ffi_call` alone would all-gather sharded l
   * a JVP rule: that of the reference, for forward mode and second derivatives.
 """
 
-import contextlib
 import functools
 import math
 import pathlib
@@ -25,7 +24,7 @@ from jax.experimental import layout
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_rnnt._vma import vary_together
 
@@ -394,8 +393,9 @@ def define_grouped(name: str, function: Callable) -> Callable:
         plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
 
         def without_mesh(*operands, **params):
-            no_mesh = contextlib.nullcontext() if _unpartitioned(ctx) else use_abstract_mesh(AbstractMesh((), ()))
-            with no_mesh:
+            if _unpartitioned(ctx) or not hasattr(jax.sharding, "use_abstract_mesh"):  # jax < 0.7: no explicit axes
+                return run(*operands, devices=devices, **params)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return run(*operands, devices=devices, **params)
 
         lowered = mlir.lower_fun(without_mesh, multiple_results=True)
@@ -425,6 +425,12 @@ def define_grouped(name: str, function: Callable) -> Callable:
         return outputs, [0] * len(outputs)
 
     batching.primitive_batchers[primitive] = batch
+
+    def jvp(primals, tangents, **_):
+        message = f"{name} has no derivative in forward mode and none of second order; "
+        raise NotImplementedError(message + "use implementation='reference'.")
+
+    ad.primitive_jvps[primitive] = jvp
 
     def call(static, shared, batched, batched_results, shared_results=()):
         operands = vary_together(*shared, *batched)

@@ -101,7 +101,7 @@ def _evaluate(jaxpr, constants, *arguments):
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ("pvary", "pcast"):
-            outputs = map(read, equation.invars)
+            outputs = [read(v) for v in equation.invars]
         elif name in ("pjit", "jit"):
             closed = equation.params["jaxpr"]
             outputs = _evaluate(closed.jaxpr, closed.consts, *map(read, equation.invars))

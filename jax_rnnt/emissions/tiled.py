@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_rnnt import _ffi
 from jax_rnnt.emissions.emission import OUTSIDE, Emission
@@ -68,12 +67,10 @@ def block_of(frames: int, columns: int) -> tuple[int, int]:
 
 
 class Tile(typing.NamedTuple):
-    """S blocks: their sequence, which frames and columns of it they read, and what of them is inside the lengths."""
+    """S blocks: their sequences, what of them is inside the lengths, and what they are made of."""
 
     block: jax.Array  # [S], as in a plane cut into blocks
     sequence: jax.Array  # [S]
-    frame: jax.Array  # [S, frames]
-    column: jax.Array  # [S, columns]
     inside: jax.Array  # [S, frames, columns]
     live: jax.Array  # [S]
     encoder: jax.Array  # [S, frames, E]
@@ -82,10 +79,10 @@ class Tile(typing.NamedTuple):
 
 
 class Work(typing.NamedTuple):
-    """The blocks to do, one after the other in `order`, and how many of them there are."""
+    """The blocks to do, one after the other in `order`, and how many there are."""
 
     order: jax.Array
-    count: jax.Array
+    length: jax.Array
     tiles: jax.Array  # over all groups, the most
 
 
@@ -100,7 +97,6 @@ class Tiled(Emission):
     frames: int = 1
     columns: int = 1
     blocks: int = 1
-    skip: bool = True
 
     # ---- what the composition asks
 
@@ -114,6 +110,8 @@ class Tiled(Emission):
 
     def nodes(self, logits, targets, num_frames, num_labels, operands):
         label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels, operands)
+        if label.shape[-2] != 1:
+            raise ValueError("joint_rnnt_loss: loss must be one of logits [..., T, U + 1, V], got one of a band.")
         return label, num_frames, num_labels
 
     def forward(self, logits, nodes, *, strict=False):
@@ -131,15 +129,17 @@ class Tiled(Emission):
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         parameters, *rows = logits
         batch = rows[0].shape[:-2]
-        if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
-            return jax.tree.map(jnp.zeros_like, logits)
-        planes, structure = jax.tree.flatten((cotangents, residuals))
         trained = [i for i, x in enumerate(parameters) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        of_rows, of_parameters = _backward(
-            (self, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
-            [(x.shape[-2:], x.dtype) for x in rows], [(i, accumulation_dtype(parameters[i].dtype)) for i in trained],
-        )  # fmt: skip
-        gradients = [None] * len(parameters)
+        if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
+            of_rows, of_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
+        else:
+            planes, structure = jax.tree.flatten((cotangents, residuals))
+            of_rows, of_parameters = _backward(
+                (self, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
+                [(x.shape[-2:], x.dtype) for x in rows],
+                [(i, accumulation_dtype(parameters[i].dtype)) for i in trained],
+            )  # fmt: skip
+        gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
         for i, x in zip(trained, of_parameters):
             gradients[i] = x.astype(parameters[i].dtype)
         return gradients, *(g.reshape(x.shape) for g, x in zip(of_rows, rows))
@@ -189,7 +189,7 @@ class Tiled(Emission):
 
     def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
         place = i * self.blocks + jnp.arange(self.blocks, dtype=jnp.int32)
-        live = place < work.count
+        live = place < work.length
         block = jax.lax.dynamic_slice_in_dim(work.order, i * self.blocks, self.blocks)
         frames, columns = self.grid((encoder.shape[1], predictor.shape[1]))
         sequence, place = block // (frames * columns), block % (frames * columns)
@@ -198,13 +198,11 @@ class Tiled(Emission):
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
+        rows = [_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column))]
+        encoder, predictor = (jnp.where(work.length > 0, x, 0) for x in rows)
         labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
-        rows = (_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column)))
-        rows = (jnp.where(work.count > 0, x, 0) for x in rows)
-        return Tile(
-            block, sequence, frame, column, inside, live, *rows,
-            (labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)),
-        )  # fmt: skip
+        nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
+        return Tile(block, sequence, inside, live, encoder, predictor, nodes)
 
 
 def _rows_of(x, sequence, index):
@@ -270,8 +268,7 @@ def _backward_tiles(static, parameters, batched, grouped):
     cotangents, _ = jax.tree.unflatten(structure, planes)
     flags = tiled.within(shape, num_frames, num_labels)
     if not tiled.joint.random:  # else every row must come to the place in its tile that it had in the forward pass
-        limit = not_skipped(tiled, [*cotangents.values()], scale)
-        flags &= limit
+        flags &= not_skipped(tiled, [*cotangents.values()], scale)
     work = tiled.work(flags, grouped)
     planes = [tiled.cut(x) for x in planes]
 
@@ -318,10 +315,8 @@ def _backward_tiles(static, parameters, batched, grouped):
 
 def not_skipped(tiled, cotangents, scale):
     """bool [B, blocks of frames, blocks of columns]: blocks whose gradient counts."""
-    grid = tiled.grid(cotangents[0].shape[1:])
-    if not tiled.skip:
-        return jnp.ones((len(scale), *grid), bool)
-    return jnp.any(tiled.cut(~_negligible(cotangents, scale)), -1).reshape(-1, *grid)
+    kept = tiled.cut(~_negligible(cotangents, scale))
+    return jnp.any(kept, -1).reshape(-1, *tiled.grid(cotangents[0].shape[1:]))
 
 
 def _add_blocks(sums, key, x, live):
