@@ -30,7 +30,7 @@ def tiled(logits: JointLogits, inner: Emission):
     """(emission, its logits) in tiles."""
     frames, columns = block_of(*logits.shape[-3:-1])
     most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
-    rows = logits.chunk or _rows(logits.shape[-1])
+    rows = logits.chunk or _rows(sum(x.shape[-1] for x in (logits, logits.encoder, logits.predictor)))
     blocks = min(max(rows // (frames * columns), 1), max(most, 1))
     joint, parameters = split(logits.joint, blocks * frames * columns, logits.encoder, logits.predictor)
     emission = Tiled(
@@ -48,10 +48,13 @@ def materialized(logits: JointLogits, num_frames, num_labels):
     return logits.joint(*pair(*rows)).reshape(logits.shape)
 
 
-def _rows(classes: int) -> int:
-    """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others)."""
-    most, low, high = (1 << 20, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 15)
-    return min(max(most // classes, low), high)
+def _rows(width: int) -> int:
+    """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others).
+
+    `width` elements belong to a row: logits, encoder and predictor.
+    """
+    most, low, high = (1 << 21, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 14)
+    return min(max(most // width, low), high)
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
