@@ -1,5 +1,6 @@
 """Does the code of the documentation run, and does it do what the text around it says?"""
 
+import functools
 import re
 
 import jax
@@ -47,6 +48,19 @@ def test_variant_of_the_steps(implementation):
     call = lambda x: names["risk_loss"](x, *p[1:], risk, reduction="none", implementation=implementation)
     got = jax.jit(lambda x: (lambda v, pull: (v, pull(jnp.ones(4))[0]))(*jax.vjp(call, x)))(p.logits)
     losses.assert_matches(got, losses.RNNT.expected(p, delay_penalty=0.25), np.float64, 11)
+
+
+def test_joint_in_tiles():
+    p = losses.problem()
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape)
+    given = dict(zip(("targets", "logit_lengths", "target_lengths"), p[1:], strict=True))
+    given |= {"encoder_out": draw(4, 7, 6), "predictor_out": draw(4, 5, 6), "weight": draw(6, 12), "bias": draw(12)}
+    names, _ = code("docs/losses.md", "joint_rnnt_loss(", **vars(jax_rnnt), partial=functools.partial, **given)
+    hidden = np.tanh(given["encoder_out"][:, :, None] + given["predictor_out"][:, None])
+    logits = hidden @ given["weight"] + given["bias"]
+    expected = jax_rnnt.rnnt_loss(logits, *p[1:], blank=0) + jax_rnnt.tdt_loss(logits, *p[1:], (0, 1, 2))
+    np.testing.assert_allclose(names["loss"], expected, rtol=EXACT)
 
 
 def test_pruned_training():
