@@ -8,7 +8,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo demo-losses test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants lint format clean
+.PHONY: setup demo demo-losses test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
 
 setup: $(VENV)/.installed
 
@@ -69,6 +69,9 @@ bench-peers: setup
 
 bench-variants: setup
 	$(BIN)/python benchmarks/variants.py $(ARGS)
+
+bench-joint: setup
+	$(BIN)/python benchmarks/joint.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -118,10 +118,10 @@ def _evaluate(jaxpr, constants, *arguments):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearJoint:
-    """Joint network ``activation(encoder + predictor) @ weight + bias``, for which `joint_rnnt_loss` has a fast path.
+    """Joint network ``activation(encoder + predictor) @ weight + bias``, known to `joint_rnnt_loss`.
 
     H units, V classes. A pytree of its arrays. The sum and the activation are in float32 (float64 for a float64
-    weight), the product and the logits in the dtype of the weight.
+    weight), the product and the logits in the dtype of the weight; gradients are summed in float32.
 
     Parameters
     ----------

@@ -30,8 +30,9 @@ def tiled(logits: JointLogits, inner: Emission):
     """(emission, its logits) in tiles."""
     frames, columns = block_of(*logits.shape[-3:-1])
     most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
-    rows = logits.chunk or _rows(sum(x.shape[-1] for x in (logits, logits.encoder, logits.predictor)))
-    blocks = min(max(rows // (frames * columns), 1), max(most, 1))
+    rows = logits.chunk or _rows(logits)
+    tiles = -(-most // max(rows // (frames * columns), 1))
+    blocks = max(-(-most // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
     joint, parameters = split(logits.joint, blocks * frames * columns, logits.encoder, logits.predictor)
     emission = Tiled(
         inner.blanks, inner.normalize, inner, joint, logits.shape[-1], logits.dtype, frames, columns, blocks
@@ -48,13 +49,14 @@ def materialized(logits: JointLogits, num_frames, num_labels):
     return logits.joint(*pair(*rows)).reshape(logits.shape)
 
 
-def _rows(width: int) -> int:
+def _rows(logits: JointLogits) -> int:
     """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others).
 
-    `width` elements belong to a row: logits, encoder and predictor.
+    With fewer rows than units, adding up the weight's gradient would take as long as making it.
     """
+    classes, *units = (x.shape[-1] for x in (logits, logits.encoder, logits.predictor))
     most, low, high = (1 << 21, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 14)
-    return min(max(most // width, low), high)
+    return min(max(most // (classes + sum(units)), low, min(max(units), 1024)), high)
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
@@ -62,7 +64,7 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 
 
 def block_of(frames: int, columns: int) -> tuple[int, int]:
-    """Frames and columns of a block: its edges waste a twentieth of each at most, sums over its rows are cheap."""
+    """Frames and columns of a block: its edges waste half of a twentieth each, from 80 of them on; sums are cheap."""
     return min(_power_of_two(frames // 20, 4, 16), max(frames, 1)), min(_power_of_two(columns // 20, 4, 8), columns)
 
 
