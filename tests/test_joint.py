@@ -392,6 +392,7 @@ def test_flax_module():
     for _ in range(2):  # the same module, updated in place
         got, expected = (nnx.value_and_grad(f)(joint) for f in (in_tiles, of_logits))
         assert_close(got, expected, 1e-12)
+        np.testing.assert_allclose(in_tiles(joint), of_logits(joint), rtol=1e-12)
         nnx.update(joint, jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(joint), expected[1]))
 
 
