@@ -221,6 +221,9 @@ def skip(args):
     from variants import VARIANTS
 
     data, variant = HandwrittenDigits(), VARIANTS["rnnt"]
+    if args.labels:
+        data.min_labels, data.max_labels = args.labels // 2, args.labels
+        data.max_frames = data.max_labels * (data.max_width + data.max_gap) + data.max_gap
     steps = args.steps or data.steps
     sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
     model = variant.model(*sizes, rngs=nnx.Rngs(args.seed))
@@ -281,6 +284,7 @@ def main():
     parser.add_argument("--long", action="store_true", help="a training step of 1,024 utterances of 40 seconds")
     parser.add_argument("--skip", action="store_true", help="what a training run of the example leaves out")
     parser.add_argument("--steps", type=int, help="of --long and --skip")
+    parser.add_argument("--labels", type=int, help="of --skip: lines of half as many digits to as many (3 to 7)")
     args = parser.parse_args()
     if args.long or args.skip:
         bench.settle(args)

@@ -643,8 +643,10 @@ def test_linear_joint():
     (weight, bias), (frames, states), _ = Network().arguments
     joint = LinearJoint(weight, bias, jax.nn.relu)
     expected = np.maximum(frames[:, :, None] + states[:, None], 0) @ weight
-    np.testing.assert_allclose(joint(frames[:, :, None], states[:, None]), expected + bias, rtol=1e-12)
-    np.testing.assert_allclose(LinearJoint(weight, None, jax.nn.relu)(frames[:, :, None], states[:, None]), expected)
+    np.testing.assert_allclose(joint(frames[:, :, None], states[:, None]), expected + bias, atol=1e-12)
+    np.testing.assert_allclose(
+        LinearJoint(weight, None, jax.nn.relu)(frames[:, :, None], states[:, None]), expected, atol=1e-12
+    )
     assert len(jax.tree.leaves(joint)) == 2
     doubled = jax.tree.map(lambda x: 2 * x, joint)
     assert doubled.activation is jax.nn.relu and np.array_equal(doubled.weight, 2 * weight)
