@@ -66,6 +66,16 @@ def test_every_loss(tmp_path, name):
     assert ("no lattice.png" in process.stdout) != pictured
 
 
+def test_fused_joint(tmp_path):
+    """The same losses without all logits at once; the pruned loss has none of them."""
+    options = "--steps", "3", "--batch", "4", "--loss", "multiblank"
+    (_, logits), (process, fused) = train(tmp_path, *options), train(tmp_path, *options, "--joint", "fused")
+    assert process.returncode == 0, process.stderr
+    np.testing.assert_allclose(fused["losses"], logits["losses"], rtol=1e-4)
+    process, _ = train(tmp_path, "--loss", "pruned", "--joint", "fused")
+    assert process.returncode == 2 and "pruned" in process.stderr
+
+
 # --------------------------------------------------------------------------------------------------------- decoding
 
 L, BLANK = 3, 10  # one of ten labels; the blank of all but the multi-blank transducer
