@@ -285,8 +285,6 @@ def test_custom_calls(kernel):
 def test_kernel_on_request(kernel):
     network = Network()
     np.testing.assert_allclose(tiles(*network.arguments, implementation="kernel"), tiles(*network.arguments))
-    with pytest.raises(NotImplementedError, match="HAT"):
-        tiles(*network.arguments, implementation="kernel", loss=next(x for x in losses.LOSSES if x.name == "hat"))
 
 
 @pytest.mark.parametrize(
