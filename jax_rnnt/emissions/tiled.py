@@ -93,7 +93,11 @@ class Work(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiled(Emission):
-    """Of `(parameters, encoder [..., T, E], predictor [..., U1, P])`, by the emission `inner` on the tiles."""
+    """Of `(parameters, encoder [..., T, E], predictor [..., U1, P])`, by the emission `inner` on the tiles.
+
+    `joint` is what is static of the joint network, `classes` and `dtype` are those of its logits. A block has `frames`
+    by `columns` nodes, a tile so many `blocks`.
+    """
 
     inner: Any = None
     joint: Any = None
