@@ -8,7 +8,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo test test-matrix sanitize emulation cuda-check bench bench-peers lint format clean
+.PHONY: setup demo demo-losses test test-matrix sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
 
 setup: $(VENV)/.installed
 
@@ -19,6 +19,12 @@ $(VENV)/.installed: $(SOURCES)
 
 demo: setup
 	$(BIN)/python examples/train.py --expect-cer 3
+
+# Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
+demo-losses: setup
+	for loss in monotonic tdt multiblank hat pruned; do \
+	  $(BIN)/python examples/train.py --expect-cer 3 --loss $$loss || exit 1; \
+	done
 
 test: setup
 	$(BIN)/pytest -n auto --dist worksteal
@@ -43,7 +49,7 @@ sanitize:
 	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
-NO_KERNEL = example errors public truth distributed forward_mode align pruned gpu_compile
+NO_KERNEL = example docs errors public truth distributed forward_mode align pruned gpu_compile
 emulation:
 	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
 	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
@@ -60,6 +66,12 @@ bench: setup
 
 bench-peers: setup
 	$(BIN)/python benchmarks/bench.py --peers $(ARGS)
+
+bench-variants: setup
+	$(BIN)/python benchmarks/variants.py $(ARGS)
+
+bench-joint: setup
+	$(BIN)/python benchmarks/joint.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PEERS = ROOT / "build" / "peers"
 PEER_PACKAGES = ("torch==2.11.0", "torchaudio==2.11.0", "numpy")
+PEER_NAMES = "torchaudio", "warp-transducer"
 FLOAT32 = np.dtype(np.float32).itemsize
 
 
@@ -65,12 +66,13 @@ def stride(case):
 
 
 def jax_contestant(name, case, inputs, loss, *, donate=False, gradient=True):
+    """`inputs` are those of the loss; the first, an array or several, is what it is differentiated by."""
     function = jax.value_and_grad(loss) if gradient else loss
     step = jax.jit(function, donate_argnums=(0,) if donate else ())
-    logits, *rest = map(jnp.asarray, inputs)
+    logits, *rest = jax.tree.map(jnp.asarray, tuple(inputs))
 
     def run(keep=False):
-        fresh = jax.block_until_ready(jnp.copy(logits))
+        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, logits))
         start = time.perf_counter()
         result = jax.block_until_ready(step(fresh, *rest))
         seconds = time.perf_counter() - start
@@ -78,7 +80,10 @@ def jax_contestant(name, case, inputs, loss, *, donate=False, gradient=True):
 
     compiled = step.lower(logits, *rest).compile()
     result = run(keep=True)
-    check = (float(result[0]), np.asarray(result[1]).reshape(-1)[:: stride(case)]) if gradient else None
+    check = None
+    if gradient:
+        samples = [np.asarray(x).reshape(-1)[:: stride(case)] for x in jax.tree.leaves(result[1])]
+        check = float(result[0]), np.concatenate(samples)
     return Contestant(name, run, check, compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -131,10 +136,11 @@ class Torch:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def contestant(self, peer, case, seed):
-        ask = functools.partial(self.ask, peer=peer, case=case.name, seed=seed, stride=stride(case))
+    def contestant(self, peer, case, seed, problem="logits"):
+        ask = functools.partial(self.ask, peer=peer, problem=problem, case=case.name, seed=seed, stride=stride(case))
         first = ask()
-        return Contestant(peer, lambda: ask()["seconds"], (first["loss"], np.array(first["gradient"])))
+        name = " ".join((peer, *problem.split()[1:]))
+        return Contestant(name, lambda: ask()["seconds"], (first["loss"], np.array(first["gradient"])))
 
 
 def start_torch(args):
@@ -199,7 +205,7 @@ def gradient_contestants(case, inputs, args, torch):
         start("two-stage JAX", loss=rivals.two_stage, donate=True),
         start("plain JAX", loss=rivals.plain),
         start("plain JAX, donated", loss=rivals.plain, donate=True),
-        *(torch.contestant(peer, case, args.seed) for peer in (torch.peers if torch else ())),
+        *(torch.contestant(peer, case, args.seed) for peer in PEER_NAMES if torch and peer in torch.peers),
     ]
     verify(case, contestants)
     if case.valid < 1:  # what the padding saves, measured in the same turns
@@ -270,12 +276,7 @@ def targets(results, temporaries):
     def ratio(what, case, name, other, limit):
         above, below = (results.get(case, {}).get(x) for x in (name, other))
         if above and below:
-            judge(what, above.median / below.median, limit, above.best / below.best)
-
-    def judge(what, value, limit, best=None):
-        sign, limit = limit.split()
-        met = value <= float(limit) if sign == "<=" else value >= float(limit)
-        rows.append((what, value, best, f"{sign} {limit}", met))
+            rows.append(judge(what, above.median / below.median, limit, above.best / below.best))
 
     ratio("subwords: ours / floor", "subwords", "ours", "floor", "<= 1.4")
     ratio("subwords: torchaudio / ours", "subwords", "torchaudio", "ours", ">= 50")
@@ -285,7 +286,7 @@ def targets(results, temporaries):
         ratio(f"{case}: two-stage JAX / ours", case, "two-stage JAX", "ours", ">= 1")
     ratio("lattice_bound: ours / floor", "lattice_bound", "ours", "floor", "<= 2")
     ratio("subwords_ragged: ours / ours, all valid", "subwords_ragged", "ours", "ours, all valid", "<= 0.55")
-    judge("temporaries / logits, gradient through a 2-D joint matmul", temporaries, "<= 1.15")
+    rows.append(judge("temporaries / logits, gradient through a 2-D joint matmul", temporaries, "<= 1.15"))
     return rows
 
 
@@ -312,28 +313,80 @@ def machine():
     }
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in cases.LARGE]
+def options(description, names):
+    """The parser of what all benchmarks take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--repeat", type=int, default=200, help="repetitions of one contestant at most (%(default)s)")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for one contestant of a case (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the budget")
     parser.add_argument("--threads", type=int, default=2, help="threads and cores of a contestant (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peers", action="store_true", help=f"install {', '.join(PEER_PACKAGES)} under build/")
     parser.add_argument("--torch-python", help="Python that has torch and torchaudio, instead of that under build/")
-    parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
     parser.add_argument("--output", type=Path, help="JSON of the raw results (benchmarks/results/DATE.json)")
+    return parser
+
+
+def settle(args):
+    """Settles on the CPU and the cores; returns the seconds of each contestant."""
+    if hasattr(os, "sched_setaffinity"):  # XLA has as many threads as the process has cores; children inherit them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    jax.config.update("jax_platforms", "cpu")
+    return args.budget / 10 if args.quick else args.budget
+
+
+def save(args, load, targets, groups, *, name="", versions=None):
+    """Writes every repetition of {key: {case: contestants}}, and what they ran on."""
+    now = datetime.datetime.now(datetime.UTC)
+    packages = ("jax_rnnt", "jax", "jaxlib", "numpy")
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": command_output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "machine": machine(),
+        "threads": args.threads,
+        "load_average": {"before": load, "after": os.getloadavg()},
+        "versions": {package: importlib.metadata.version(package) for package in packages}
+        | {"python": platform.python_version(), "cc": command_output(os.environ.get("CC", "cc"), "-dumpfullversion")}
+        | (versions or {}),
+        "targets": [dict(zip(("what", "by_medians", "by_minima", "target", "met"), row)) for row in targets],
+    }
+    for key, results in groups.items():
+        record[key] = {
+            case: {c.name: {"seconds": c.seconds, "temporary_bytes": c.temporaries} for c in contestants}
+            for case, contestants in results.items()
+        }
+    output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"Raw results: {output}")
+
+
+def judge(what, value, limit, best=None):
+    """A row of the table of targets; `limit` is a sign and a number."""
+    sign, bound = limit.split()
+    met = value <= float(bound) if sign == "<=" else value >= float(bound)
+    return what, value, best, limit, met
+
+
+def report_targets(rows):
+    print("### Targets\n")
+    rows = [
+        (what, f"{value:.2f}", "" if best is None else f"{best:.2f}", target, "PASS" if met else "MISS")
+        for what, value, best, target, met in rows
+    ]
+    table(("", "by medians", "by minima", "target", ""), rows)
+
+
+def parse(argv):
+    parser = options(__doc__, [case.name for case in cases.LARGE])
+    parser.add_argument("--peers", action="store_true", help=f"install {', '.join(PEER_PACKAGES)} under build/")
+    parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
-    if hasattr(os, "sched_setaffinity"):  # XLA has as many threads as the process has cores; children inherit them
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
-    jax.config.update("jax_platforms", "cpu")
-    budget = args.budget / 10 if args.quick else args.budget
+    budget = settle(args)
     load = os.getloadavg()
     torch = start_torch(args)
 
@@ -353,37 +406,11 @@ def main(argv=None):
         rows.append((name, *times, f"{ours.median / read.median:.2f}"))
     table(("", "one read, ms", "ours, ms", "x one read"), rows)
 
-    print("### Targets\n")
     by_name = {case: {c.name: c for c in contestants} for case, contestants in results.items()}
     checks = targets(by_name, joint_temporaries(cases.CASES["subwords"]))
-    rows = [
-        (what, f"{value:.2f}", "" if best is None else f"{best:.2f}", target, "PASS" if met else "MISS")
-        for what, value, best, target, met in checks
-    ]
-    table(("", "by medians", "by minima", "target", ""), rows)
-
-    now = datetime.datetime.now(datetime.UTC)
-    packages = ("jax_rnnt", "jax", "jaxlib", "numpy")
-    record = {
-        "date": now.isoformat(timespec="seconds"),
-        "commit": command_output("git", "describe", "--always", "--dirty", "--abbrev=12"),
-        "machine": machine(),
-        "threads": args.threads,
-        "load_average": {"before": load, "after": os.getloadavg()},
-        "versions": {name: importlib.metadata.version(name) for name in packages}
-        | {"python": platform.python_version(), "cc": command_output(os.environ.get("CC", "cc"), "-dumpfullversion")}
-        | (torch.versions if torch else {}),
-        "targets": [dict(zip(("what", "by_medians", "by_minima", "target", "met"), row)) for row in checks],
-    }
-    for key, groups in (("value_and_gradient", results), ("value", values)):
-        record[key] = {
-            name: {c.name: {"seconds": c.seconds, "temporary_bytes": c.temporaries} for c in contestants}
-            for name, contestants in groups.items()
-        }
-    output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"Raw results: {output}")
+    report_targets(checks)
+    groups = {"value_and_gradient": results, "value": values}
+    save(args, load, checks, groups, versions=torch.versions if torch else None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Times the PyTorch peers in their own environment: one repetition for each line of JSON on standard input.
 
-{"peer": name, "case": name, "seed": n, "stride": n} -> {"seconds": s, "loss": x, "gradient": [every stride-th element]}
+{"peer": name, "problem": that of problems.py, "case": name, "seed": n, "stride": n}
+-> {"seconds": s, "loss": x, "gradient": [every stride-th element]}
 """
 
 import argparse
@@ -9,12 +10,9 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import cases
+from problems import cases, make
 
 
 class WarpOptions(ctypes.Structure):
@@ -67,6 +65,26 @@ def torchaudio_loss():
     return lambda *arrays: rnnt_loss(*arrays, blank=-1, reduction="mean")
 
 
+def fast_rnnt_losses():
+    """Its simple and its pruned loss, from scores as ours."""
+    import fast_rnnt
+
+    def boundary(logit_lengths, target_lengths):
+        zero = torch.zeros_like(logit_lengths)
+        return torch.stack([zero, zero, target_lengths, logit_lengths], 1).long()
+
+    def simple(am, lm, targets, *lengths):
+        options = {"termination_symbol": am.shape[-1] - 1, "boundary": boundary(*lengths), "reduction": "mean"}
+        return fast_rnnt.rnnt_loss_simple(lm, am, targets.long(), **options)
+
+    def pruned(logits, first, targets, *lengths):
+        ranges = first[..., None].long() + torch.arange(logits.shape[2])
+        options = {"termination_symbol": logits.shape[-1] - 1, "boundary": boundary(*lengths), "reduction": "mean"}
+        return fast_rnnt.rnnt_loss_pruned(logits, targets.long(), ranges, **options)
+
+    return {"fast_rnnt simple": simple, "fast_rnnt pruned": pruned}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int)
@@ -82,19 +100,27 @@ def main():
         peers["warp-transducer"] = warp_transducer(args.warp_transducer, args.threads)
 
     versions = {name: sys.modules[name].__version__ for name in ("torch", "torchaudio")}
+    try:
+        peers |= fast_rnnt_losses()
+        versions["fast_rnnt"] = getattr(sys.modules["fast_rnnt"], "__version__", "unknown")
+    except ImportError:
+        pass
     print(json.dumps({"peers": list(peers), "versions": versions}), file=replies)
     loaded = None
     for line in sys.stdin:
         request = json.loads(line)
-        if loaded != (request["case"], request["seed"]):
-            loaded = request["case"], request["seed"]
-            source, *rest = map(torch.from_numpy, cases.make_inputs(cases.CASES[loaded[0]], seed=loaded[1]))
-        logits = source.clone().requires_grad_()
+        wanted = request.get("problem", "logits"), cases.CASES[request["case"]], request["seed"]
+        if loaded != wanted:
+            loaded = wanted
+            source, rest = make(*wanted)
+            source = [torch.from_numpy(x) for x in (source if isinstance(source, tuple) else (source,))]
+            rest = [torch.from_numpy(x) for x in rest]
+        scores = [x.clone().requires_grad_() for x in source]
         start = time.perf_counter()
-        loss = peers[request["peer"]](logits, *rest)
+        loss = peers[request["peer"]](*scores, *rest)
         loss.backward()
         seconds = time.perf_counter() - start
-        gradient = logits.grad.flatten()[:: request["stride"]].tolist()
+        gradient = [x for score in scores for x in score.grad.flatten()[:: request["stride"]].tolist()]
         print(json.dumps({"seconds": seconds, "loss": loss.item(), "gradient": gradient}), file=replies)
 
 

@@ -1,6 +1,7 @@
 """A small transducer in Flax NNX: convolutional encoder, stateless predictor, additive joint, greedy decoding.
 
-B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V classes, the last one blank.
+B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V outputs: labels, blank and what
+else the loss has (variants.py).
 """
 
 import math
@@ -8,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jax_rnnt import LinearJoint
 
 
 class Block(nnx.Module):
@@ -43,58 +46,81 @@ class Encoder(nnx.Module):
 class Predictor(nnx.Module):
     """Stateless predictor (Ghodsi et al. 2020): a function of the last `history` labels, [..., history] -> [..., P]."""
 
-    def __init__(self, classes, width, history, *, rngs):
-        self.offsets = tuple(classes * i for i in range(history))  # a label has one embedding for each distance
-        self.embed = nnx.Embed(classes * history, width, rngs=rngs)
+    def __init__(self, symbols, width, history, *, rngs):
+        self.offsets = tuple(symbols * i for i in range(history))  # a label has one embedding for each distance
+        self.embed = nnx.Embed(symbols * history, width, rngs=rngs)
 
     def __call__(self, labels):
         return nnx.relu(self.embed(labels + jnp.array(self.offsets)).sum(-2))
 
 
 class Joint(nnx.Module):
-    """Additive joint: every encoder frame meets every predictor state, [B, N, E], [B, U1, P] -> [B, N, U1, V]."""
+    """Additive joint of frames and states, paired by broadcasting: [..., E], [..., P] -> [..., V]."""
 
-    def __init__(self, encoder_width, predictor_width, width, classes, *, rngs):
+    def __init__(self, encoder_width, predictor_width, width, outputs, *, rngs):
         self.frame = nnx.Linear(encoder_width, width, rngs=rngs)
         self.state = nnx.Linear(predictor_width, width, use_bias=False, rngs=rngs)
-        self.output = nnx.Linear(width, classes, rngs=rngs)
+        self.output = nnx.Linear(width, outputs, rngs=rngs)
+
+    def project(self, frames, states):
+        """Encoder and predictor rows of which `linear` makes logits."""
+        return self.frame(frames), self.state(states)
+
+    @property
+    def linear(self):
+        """What is left to do for every pair, for joint_rnnt_loss."""
+        return LinearJoint(self.output.kernel[...], self.output.bias[...])
 
     def __call__(self, frames, states):
-        hidden = jnp.tanh(self.frame(frames)[:, :, None] + self.state(states)[:, None])
+        frames, states = self.project(frames, states)
+        hidden = jnp.tanh(frames + states)
         # Two dimensions for the matmul: over four, XLA's CPU backend transposes its gradient into a second buffer.
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
 class Transducer(nnx.Module):
-    """Encoder, predictor and joint. `classes` includes blank, the last one."""
+    """Encoder, predictor and joint with `outputs` logits, that of the blank at `blank`, labels before it."""
 
     history = 4  # labels that the predictor sees: what it needs to count the repeats of a digit
 
-    def __init__(self, features, classes, width, strides, channels, *, rngs):
-        self.blank = classes - 1
+    def __init__(self, features, outputs, blank, width, strides, channels, *, rngs):
+        self.blank = blank
         self.reduction = math.prod(time for time, _ in strides)
         self.encoder = Encoder(features, width, strides, channels, rngs=rngs)
-        self.predictor = Predictor(classes, width, self.history, rngs=rngs)
-        self.joint = Joint(width, width, width, classes, rngs=rngs)
+        self.predictor = Predictor(blank + 1, width, self.history, rngs=rngs)
+        self.joint = Joint(width, width, width, outputs, rngs=rngs)
 
     def lengths(self, feature_lengths):
         """Encoder frames of an input of so many frames."""
         return -(-feature_lengths // self.reduction)
 
-    def __call__(self, features, targets):
-        """Logits [B, N, U1, V] of all lattice nodes; column u has read the first u targets."""
+    def states(self, targets):
+        """Predictor states [B, U1, P]; column u has read the first u targets."""
         columns = targets.shape[1] + 1
         past = jnp.pad(targets, ((0, 0), (self.history, 0)), constant_values=self.blank)
-        past = jnp.stack([past[:, i : i + columns] for i in range(self.history)], -1)  # what precedes each column
-        return self.joint(self.encoder(features), self.predictor(past))
+        return self.predictor(jnp.stack([past[:, i : i + columns] for i in range(self.history)], -1))
+
+    def __call__(self, features, targets):
+        """Logits [B, N, U1, V] of all lattice nodes."""
+        return self.joint(self.encoder(features)[:, :, None], self.states(targets)[:, None])
 
 
-def greedy_decode(model, features, feature_lengths, max_labels, max_per_frame=3):
-    """Most likely class at each node, followed from (0, 0): labels [B, max_labels] and their number [B].
+class PrunedTransducer(Transducer):
+    """With a linear score of every class by encoder and by predictor alone, for the loss that says where to prune."""
 
-    All utterances advance at once, each at its own frame: a blank moves it to the next frame, a label is written and
-    becomes context. At most `max_per_frame` labels leave a frame, so every utterance ends.
+    def __init__(self, features, outputs, blank, width, strides, channels, *, rngs):
+        super().__init__(features, outputs, blank, width, strides, channels, rngs=rngs)
+        self.frame_scores = nnx.Linear(width, outputs, rngs=rngs)
+        self.state_scores = nnx.Linear(width, outputs, rngs=rngs)
+
+
+def greedy_decode(model, decide, features, feature_lengths, max_labels, max_per_frame=3):
+    """Most likely step at each node, followed from (0, 0): labels [B, max_labels] and their number [B].
+
+    `decide(logits [B, V], blank)` gives the symbol to write, blank for none, and the frames to move on by. All
+    utterances advance at once, each at its own frame. At most `max_per_frame` labels leave a frame that is not left by
+    a label itself, so every utterance ends.
     """
     frames, lengths = model.encoder(features), model.lengths(feature_lengths)
     rows = jnp.arange(len(features))
@@ -105,12 +131,13 @@ def greedy_decode(model, features, feature_lengths, max_labels, max_per_frame=3)
     def step(state):
         frame, emitted, labels, count, past = state
         here = frames[rows, jnp.minimum(frame, frames.shape[1] - 1)]
-        logits = model.joint(here[:, None], model.predictor(past)[:, None])[:, 0, 0]
-        best = jnp.argmax(logits, -1).astype(labels.dtype)
-        emit = (best != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
-        labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(best, mode="drop")
-        past = jnp.where(emit[:, None], jnp.column_stack([past[:, 1:], best]), past)
-        return frame + ~emit, jnp.where(emit, emitted + 1, 0), labels, count + emit, past
+        logits = model.joint(here, model.predictor(past))
+        symbol, moves = (x.astype(labels.dtype) for x in decide(logits, model.blank))
+        emit = (symbol != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
+        labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(symbol, mode="drop")
+        past = jnp.where(emit[:, None], jnp.column_stack([past[:, 1:], symbol]), past)
+        moves = jnp.where(emit, moves, jnp.maximum(moves, 1))
+        return frame + moves, jnp.where(moves == 0, emitted + 1, 0), labels, count + emit, past
 
     zeros = jnp.zeros(len(features), jnp.int32)
     labels = jnp.zeros((len(features), max_labels), jnp.int32)

@@ -7,56 +7,36 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 
-def best_path(blank, label):
-    """Viterbi over log posteriors [N, U1] of one sequence: the nodes (n, u) of its best path, the terminal one last."""
-    frames, columns = blank.shape
-    with np.errstate(divide="ignore"):
-        blank, label = np.log(blank), np.log(label)
-    score = np.full((frames + 1, columns), -np.inf)
-    score[0, 0] = 0
-    by_label = np.zeros(score.shape, bool)
-    by_label[0] = True  # nothing comes before the first frame
-    for n in range(frames + 1):
-        for u in range(columns):
-            if n:
-                score[n, u] = score[n - 1, u] + blank[n - 1, u]
-            if u and n < frames and score[n, u - 1] + label[n, u - 1] > score[n, u]:
-                score[n, u], by_label[n, u] = score[n, u - 1] + label[n, u - 1], True
-    n, u = frames, columns - 1
-    path = [(n, u)]
-    while n or u:
-        n, u = (n, u - 1) if by_label[n, u] else (n - 1, u)
-        path.append((n, u))
-    return np.array(path[::-1])
-
-
-def draw_lattices(file, samples, reduction):
+def draw_lattices(file, samples, reduction, *, label_moves):
     """One column a sample: its lattice, brightest where alignments pass, over its input with the labels where the best
     path writes them.
 
-    `samples` holds tuples (features [T, F], targets [U], blank posteriors [N, U1], label posteriors [N, U1]) without
-    padding; an encoder frame spans `reduction` input frames.
+    `samples` holds tuples (features [T, F], targets [U], frames of the best path's labels [U], blank posteriors
+    [N, U1], label posteriors [N, U1]) without padding; an encoder frame spans `reduction` input frames. `label_moves`:
+    a label leads to the next frame.
     """
     figure, axes = plt.subplots(
         2, len(samples), figsize=(5 * len(samples), 5), height_ratios=(3, 1), sharex="col", squeeze=False,
         layout="constrained",
     )  # fmt: skip
-    for (lattice, image), (features, targets, blank, label) in zip(axes.T, samples):
+    for (lattice, image), (features, targets, emitted, blank, label) in zip(axes.T, samples):
         frames, columns = blank.shape
         occupancy = blank + label  # a path leaves every node it visits by one arc
         mesh = lattice.imshow(
             occupancy.T, origin="lower", aspect="auto", cmap="magma", vmin=0, vmax=1, interpolation="nearest",
             extent=(0, frames * reduction, -0.5, columns - 0.5),
         )  # fmt: skip
-        path = best_path(blank, label)
-        lattice.plot(np.minimum(path[:, 0] + 0.5, frames) * reduction, path[:, 1], color="white", lw=1, alpha=0.8)
-        written = path[:-1][np.diff(path[:, 1]) == 1, 0]
+        corners = [(0, 0)]
+        for u, frame in enumerate(emitted):
+            corners += [(frame, u), (frame + label_moves, u + 1)]
+        n, u = np.array([*corners, (frames, columns - 1)]).T
+        lattice.plot(np.minimum(n + 0.5, frames) * reduction, u, color="white", lw=1, alpha=0.8)
         lattice.set_yticks(range(columns), ["start", *map(str, targets)])
         lattice.set_title(" ".join(map(str, targets)))
         lattice.spines[:].set_visible(False)
 
         image.imshow(features.T, origin="lower", aspect="auto", cmap="gray_r", extent=(0, len(features), 0, 1))
-        for frame, digit in zip(written, targets):
+        for frame, digit in zip(emitted, targets):
             x = (frame + 0.5) * reduction
             for ax in (lattice, image):
                 ax.axvline(x, color="tab:blue", lw=1, ls=":")

@@ -1,7 +1,8 @@
-"""Trains an RNN-Transducer with jax_rnnt, Flax NNX and Optax, and measures its held-out character error rate.
+"""Trains a transducer with jax_rnnt, Flax NNX and Optax, and measures its held-out character error rate.
 
     python examples/train.py                  # lines of handwritten digits, from scikit-learn's scans
     python examples/train.py --data FOLDER    # connected spoken digits, from {digit}_{speaker}_{index}.wav recordings
+    python examples/train.py --loss tdt       # another loss of the family: variants.py
 
 The workdir receives checkpoints, from which --resume continues exactly, and lattice.png: the posteriors of all
 alignments of three held-out samples, and the best alignment of each.
@@ -19,23 +20,26 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from data import CLASSES, DataError, HandwrittenDigits, SpokenDigits
+from data import DataError, HandwrittenDigits, SpokenDigits
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model import Transducer, greedy_decode
+from model import greedy_decode
 from picture import draw_lattices
 from tqdm import tqdm
+from variants import VARIANTS
 
-from jax_rnnt import rnnt_loss, rnnt_posteriors
+from jax_rnnt import rnnt_align, rnnt_posteriors
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
+    parser.add_argument("--loss", choices=VARIANTS, default="rnnt", help="one of variants.py (%(default)s)")
+    parser.add_argument("--joint", choices=("logits", "fused"), default="logits", help="fused: in tiles (%(default)s)")
     parser.add_argument("--steps", type=int, help="default: as many as the data needs")
     parser.add_argument("--batch", type=int, help="utterances per step, over all devices; default: what the data needs")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training data (%(default)s)")
-    parser.add_argument("--workdir", type=Path, help="default: runs/NAME-OF-THE-DATA")
+    parser.add_argument("--workdir", type=Path, help="default: runs/DATA-LOSS")
     parser.add_argument("--resume", action="store_true", help="continue from the workdir's last checkpoint, if any")
     parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS", help="also tests (%(default)s)")
     parser.add_argument("--devices", type=int, help="default: all; a CPU poses as this many, by default 2")
@@ -58,10 +62,7 @@ def make_train_step(graphdef, optimizer, loss, mesh, pmap):
     """Returns (state, host batch) -> (state, loss). State is replicated, the batch is split over the mesh."""
 
     def loss_fn(params, batch):
-        model = nnx.merge(graphdef, params)
-        logits = model(batch["features"], batch["targets"])
-        lengths = model.lengths(batch["feature_lengths"])
-        return loss(logits, batch["targets"], lengths, batch["target_lengths"], blank=model.blank)
+        return loss(nnx.merge(graphdef, params), batch)
 
     def step(state, batch, average=lambda x: x):
         params, opt_state = state
@@ -100,17 +101,19 @@ def error_rate(decode, params, batches):
     return 100 * errors / total
 
 
-def draw_samples(model, batch, file):
+def draw_samples(model, topology, batch, file):
     """Picture of the alignments of the batch's first three utterances."""
     batch = {name: x[:3] for name, x in batch.items()}
     logits = model(batch["features"], batch["targets"])
     lengths = model.lengths(batch["feature_lengths"])
-    arcs = rnnt_posteriors(logits, batch["targets"], lengths, batch["target_lengths"], blank=model.blank)
+    arrays = logits, batch["targets"], lengths, batch["target_lengths"]
+    _, emitted = rnnt_align(*arrays, blank=model.blank, topology=topology)
+    arcs = rnnt_posteriors(*arrays, blank=model.blank, topology=topology)
     samples = []
     for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
-        blank, label = (np.asarray(x[i, :frames, : count + 1]) for x in arcs)
-        samples.append((batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count], blank, label))
-    draw_lattices(file, samples, model.reduction)
+        features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count]
+        samples.append((features, targets, emitted[i, :count], *(x[i, :frames, : count + 1] for x in arcs)))
+    draw_lattices(file, samples, model.reduction, label_moves=topology != "standard")
 
 
 def main():
@@ -124,19 +127,25 @@ def main():
     steps, batch_size = args.steps or data.steps, args.batch or data.batch_size
     if batch_size % mesh.size:
         parser.exit(2, f"{parser.prog}: a batch of {batch_size} does not split over {mesh.size} devices\n")
-    workdir = (args.workdir or Path("runs") / data.name).resolve()
+    if args.joint == "fused" and args.loss == "pruned":
+        parser.exit(2, f"{parser.prog}: the pruned loss has its own way to do without all logits\n")
+    workdir = (args.workdir or Path("runs") / f"{data.name}-{args.loss}").resolve()
 
-    model = Transducer(data.features, CLASSES, data.width, data.strides, data.channels, rngs=nnx.Rngs(args.seed))
+    variant = VARIANTS[args.loss]
+    sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
+    model = variant.model(*sizes, rngs=nnx.Rngs(args.seed))
     graphdef, params = nnx.split(model)
     schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
-    loss = functools.partial(rnnt_loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
+    loss = functools.partial(variant.loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
+    if args.joint == "fused":
+        loss = functools.partial(loss, fused=True)
     train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
 
     @jax.jit
     def decode(params, features, lengths):
-        return greedy_decode(nnx.merge(graphdef, params), features, lengths, 2 * data.max_labels)
+        return greedy_decode(nnx.merge(graphdef, params), variant.decide, features, lengths, 2 * data.max_labels)
 
     def train_batch(step):
         """Depends on seed and step alone: a resumed run sees what an uninterrupted one would."""
@@ -170,7 +179,10 @@ def main():
                 tqdm.write(f"step {step + 1}: held-out CER {error_rate(decode, state[0], test):.1f}%")
 
     cer = error_rate(decode, state[0], test)
-    draw_samples(nnx.merge(graphdef, state[0]), test[0], workdir / "lattice.png")
+    if variant.topology:
+        draw_samples(nnx.merge(graphdef, state[0]), variant.topology, test[0], workdir / "lattice.png")
+    else:
+        print(f"no lattice.png: rnnt_posteriors does not cover {args.loss}")
     seconds = time.perf_counter() - started
     speed = batch_size / np.median(durations) if durations else 0  # the median leaves compilation out
     if args.log_json:

@@ -6,6 +6,7 @@ from jax_rnnt._align import rnnt_align as rnnt_align
 from jax_rnnt._align import rnnt_posteriors as rnnt_posteriors
 from jax_rnnt._ffi import export_checks as export_checks
 from jax_rnnt._hat import hat_loss as hat_loss
+from jax_rnnt._joint import joint_rnnt_loss as joint_rnnt_loss
 from jax_rnnt._monotonic import constrained_rnnt_loss as constrained_rnnt_loss
 from jax_rnnt._monotonic import monotonic_rnnt_loss as monotonic_rnnt_loss
 from jax_rnnt._multiblank import multiblank_rnnt_loss as multiblank_rnnt_loss
@@ -19,14 +20,17 @@ from jax_rnnt._rnnt import rnnt_loss as rnnt_loss
 from jax_rnnt._selftest import selftest as selftest
 from jax_rnnt._tdt import tdt_loss as tdt_loss
 from jax_rnnt._validate import validate_inputs as validate_inputs
+from jax_rnnt.emissions.joint import LinearJoint as LinearJoint
 
 __version__ = "0.1.0"
 __all__ = [
+    "LinearJoint",
     "RNNTLoss",
     "constrained_rnnt_loss",
     "expected_emission_frames",
     "export_checks",
     "hat_loss",
+    "joint_rnnt_loss",
     "minimum_latency",
     "monotonic_rnnt_loss",
     "multiblank_rnnt_loss",

@@ -1,10 +1,13 @@
 """Static checks of arguments: every error names the function, the argument, what was expected and what came."""
 
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jax_rnnt.emissions.virtual import JointLogits
 
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
@@ -20,8 +23,10 @@ def _array(function, name, x):
     return x
 
 
-def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
+def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
+    if isinstance(x, JointLogits):
+        return x  # it has been checked
     x = _array(function, name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")

@@ -10,6 +10,7 @@ One kernel is one primitive. `jax.ffi.ffi_call` alone would all-gather sharded l
 """
 
 import functools
+import math
 import pathlib
 import re
 import warnings
@@ -23,7 +24,7 @@ from jax.experimental import layout
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_rnnt._vma import vary_together
 
@@ -295,5 +296,148 @@ def define(
     def call(*operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
         params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias and bool(aliases), **attributes)
         return primitive.bind(*vary_together(*operands), **params)
+
+    return call
+
+
+# ------------------------------------------------------------------------------------- programs that know their devices
+
+_GROUPS = "jax_rnnt_groups"
+
+
+def most_over_groups(x: jax.Array, grouped: bool) -> jax.Array:
+    """The maximum of x over the groups of `define_grouped`: the same for all, so that loops do not run under masks."""
+    return jax.lax.pmax(x, _GROUPS) if grouped else x
+
+
+def define_grouped(name: str, function: Callable) -> Callable:
+    """A function of one batch dimension that the partitioner splits as a whole.
+
+    The lowering knows over how many devices the partitioner will spread the program, and splits the batch into as many
+    groups, each of which works on its own part: what is sharded over the batch stays where it is, and what the groups
+    share is summed over them once. On one device, or where the mesh axes are manual, there is one group.
+
+    Parameters
+    ----------
+    name : str
+        Of the primitive.
+    function : callable
+        ``function(static, shared, batched, grouped) -> (batched results, shared results)``, two lists each, in plain
+        JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
+
+    Returns
+    -------
+    callable
+        ``call(static, shared, batched, batched_results, shared_results) -> (batched results, shared results)``. The
+        results are described by (trailing shape, dtype) and by (index of the operand in `shared`, dtype) whose shape
+        they have. `vmap` runs one element after the other.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+    # vmap adds one leading dimension, which all nested ones share, to the operands that `mapped` says.
+    @primitive.def_abstract_eval
+    def _(*avals, num_shared, mapped, batched_results, shared_results, **_):
+        extent = tuple(aval.shape[0] for aval, m in zip(avals, mapped) if m)[:1]
+        own = [aval.shape[1:] if m else aval.shape for aval, m in zip(avals, mapped)]
+        like, batch = avals[num_shared], own[num_shared][0]
+        outputs = [((*extent, batch, *shape), dtype, like) for shape, dtype in batched_results]
+        outputs += [((*extent, *own[i]), dtype, avals[i]) for i, dtype in shared_results]
+        return [_result_aval(like, shape, dtype, 1) for shape, dtype, like in outputs]
+
+    def split(function, axes, arrays, groups):
+        """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""
+        parts = [x.reshape(groups, -1, *x.shape[1:]) if a == 0 else x for a, x in zip(axes, arrays)]
+        return jax.vmap(function, axes, axis_name=_GROUPS)(*parts)
+
+    def merge(xs):
+        return [x.reshape(-1, *x.shape[2:]) for x in xs]
+
+    def over_batch(operands, *, devices, grouped, static, num_shared):
+        groups = math.gcd(operands[num_shared].shape[0], devices)
+        if groups <= 1:
+            return function(static, operands[:num_shared], operands[num_shared:], grouped)
+
+        def part(*operands):
+            return function(static, operands[:num_shared], operands[num_shared:], True)
+
+        axes = [None] * num_shared + [0] * (len(operands) - num_shared)
+        outputs, sums = split(part, axes, operands, groups)
+        return merge(outputs), [jnp.sum(x, 0) for x in sums]
+
+    def run(*operands, devices, mapped, static, num_shared, **_):
+        over = functools.partial(over_batch, static=static, num_shared=num_shared)
+        if not any(mapped):
+            outputs, sums = over(operands, devices=devices, grouped=False)
+            return [*outputs, *sums]
+        groups = math.gcd(next(x.shape[0] for x, m in zip(operands, mapped) if m), devices)
+
+        def part(*operands):
+            def one(own):
+                own = iter(own)
+                each = [next(own) if m else x for x, m in zip(operands, mapped)]
+                return over(each, devices=1 if groups > 1 else devices, grouped=groups > 1)
+
+            outputs, sums = jax.lax.map(one, [x for x, m in zip(operands, mapped) if m])
+            return [*outputs, *sums]
+
+        if groups <= 1:
+            return part(*operands)
+        return merge(split(part, [0 if m else None for m in mapped], operands, groups))
+
+    def lower(ctx, *operands, batched_results, shared_results, **params):
+        axes = ctx.module_context.axis_context
+        devices = 1 if _unpartitioned(ctx) else getattr(axes, "num_devices", None) or axes.mesh.size
+        # Without sharding and varying axes: within there is nothing but plain arrays of this program.
+        plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+
+        def without_mesh(*operands, **params):
+            if _unpartitioned(ctx) or not hasattr(jax.sharding, "use_abstract_mesh"):  # jax < 0.7: no explicit axes
+                return run(*operands, devices=devices, **params)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return run(*operands, devices=devices, **params)
+
+        lowered = mlir.lower_fun(without_mesh, multiple_results=True)
+        return lowered(ctx.replace(avals_in=plain), *operands, **params)
+
+    mlir.register_lowering(primitive, lower)
+
+    def batch(operands, axes, *, mapped, **params):
+        size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+        operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
+        inner = next((x.shape[axis is not None] for x, axis, m in zip(operands, axes, mapped) if m), None)
+        if inner is not None:  # one dimension for both
+
+            def both(x, axis, m):
+                shape = x.shape[(axis is not None) + m :]
+                if axis is None and m:
+                    x = jnp.broadcast_to(x[None], (size, inner, *shape))
+                elif axis is not None and not m:
+                    x = jnp.broadcast_to(x[:, None], (size, inner, *shape))
+                return x.reshape(size * inner, *shape) if axis is not None or m else x
+
+            operands = [both(*each) for each in zip(operands, axes, mapped)]
+        mapped = tuple(axis is not None or m for axis, m in zip(axes, mapped))
+        outputs = primitive.bind(*operands, mapped=mapped, **params)
+        if inner is not None:
+            outputs = [x.reshape(size, inner, *x.shape[1:]) for x in outputs]
+        return outputs, [0] * len(outputs)
+
+    batching.primitive_batchers[primitive] = batch
+
+    def jvp(primals, tangents, **_):
+        message = f"{name} has no derivative in forward mode and none of second order; "
+        raise NotImplementedError(message + "use implementation='reference'.")
+
+    ad.primitive_jvps[primitive] = jvp
+
+    def call(static, shared, batched, batched_results, shared_results=()):
+        operands = vary_together(*shared, *batched)
+        outputs = primitive.bind(
+            *operands, static=static, num_shared=len(shared), mapped=(False,) * len(operands),
+            batched_results=tuple(batched_results), shared_results=tuple(shared_results),
+        )  # fmt: skip
+        return outputs[: len(batched_results)], outputs[len(batched_results) :]
 
     return call

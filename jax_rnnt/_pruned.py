@@ -275,8 +275,7 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
         raise ValueError(f"{name}: width must be 1 or more, got {width}.")
     column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, int(width)), first.ndim)
     column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)
-    rows = column.reshape(*batch, frames * int(width), 1)
-    predictor = jnp.take_along_axis(predictor_out, rows, -2).reshape(*column.shape, predictor_out.shape[-1])
+    predictor = jnp.take_along_axis(predictor_out[..., None, :, :], column[..., None], -2)
     return jnp.broadcast_to(encoder_out[..., None, :], (*column.shape, encoder_out.shape[-1])), predictor
 
 

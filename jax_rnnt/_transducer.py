@@ -17,6 +17,8 @@ from jax_rnnt import _checks, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
 from jax_rnnt.emissions.emission import Emission
+from jax_rnnt.emissions.tiled import materialized, tiled
+from jax_rnnt.emissions.virtual import JointLogits
 from jax_rnnt.lattices import lattice
 from jax_rnnt.lattices.reference import log_likelihood
 from jax_rnnt.lattices.topology import STANDARD, Topology
@@ -222,6 +224,13 @@ def evaluate(
     `arrays` are (logits, targets, logit_lengths, target_lengths) from `_checks`; `options` are those of
     `seam_operands`; `operands` are arrays for the steps. Errors name `function`.
     """
+    logits, *rest = arrays
+    if isinstance(logits, JointLogits):
+        if implementation == "reference":
+            logits = materialized(logits, *rest[1:])
+        else:
+            emission, logits = tiled(logits, emission)
+        arrays = logits, *rest
     spec = Spec(
         emission,
         topology,

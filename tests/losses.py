@@ -134,6 +134,13 @@ def poisoned(p, value=np.nan, label=-77):
     return p._replace(logits=logits, targets=np.where(used, p.targets, label).astype(p.targets.dtype))
 
 
+def heads(loss, rows):
+    """Views of what a softmax each normalises in rows [..., V] whose last class (before durations) is the blank."""
+    if loss.name == "hat":
+        return [rows[..., :-1]]
+    return np.split(rows, [rows.shape[-1] - loss.extra_classes], axis=-1) if loss.extra_classes else [rows]
+
+
 # ---------------------------------------------------------------------------------------------------- evaluation
 
 SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: changing one compiles nothing

@@ -51,6 +51,18 @@ def test_long_lattices(implementation, T, U, scale):
         assert np.abs(np.asarray(found)[0] - expected).max() <= BOUND
 
 
+@pytest.mark.family
+def test_long_lattices_of_every_loss(loss, kernel):
+    """T = 3900, U = 100 as above."""
+    if loss is losses.RNNT:
+        pytest.skip("above")
+    p = losses.problem(1, 3900, 100, 5, loss=loss, dtype=np.float32, scale=1.0, lengths=([3900], [100]))
+    values, gradient = losses.evaluate(loss, p, kernel)
+    expected, true_gradient = loss.expected(p)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert np.abs(gradient - true_gradient).max() <= BOUND
+
+
 @pytest.mark.slow
 def test_large_vocabulary_and_long_lattice(kernel):
     """T + U = 4000 and V = 4096: 400 MB of logits."""

@@ -10,6 +10,7 @@ import pytest
 import losses
 
 
+@pytest.mark.family
 def test_repeated_calls(loss, implementation):
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype="float32")
     first = losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25)

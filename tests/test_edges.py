@@ -101,6 +101,7 @@ def test_empty_sequences(loss, implementation):
     assert not got[1][:2].any()
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("shape", [(0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3)], ids=str)
 def test_empty_dimensions(loss, implementation, shape):
     """No sequences, no frames, no labels in the arrays themselves; every reduction is defined."""
@@ -144,6 +145,7 @@ def test_one_path_of_certainty(loss, implementation):
     assert values[0] == 0 and not gradient.any()
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_finite_logits(loss, implementation, dtype):
     """Anything in [-1e4, 1e4] gives a finite loss >= 0 and a finite gradient, right as far as the dtype goes."""
@@ -154,9 +156,9 @@ def test_large_finite_logits(loss, implementation, dtype):
     values, gradient = losses.evaluate(loss, p, implementation)
     expected = loss.expected(p)
     assert np.isfinite(values).all() and (values >= 0).all() and np.isfinite(gradient).all()
-    np.testing.assert_allclose(values, expected[0], rtol=1e-6)
     # A log-prob of 2e4 is rounded to 2e4 eps; eleven of them make a path.
     limit = 2e4 * 11 * losses.eps(jnp.float64 if dtype == "float64" else jnp.float32) + losses.eps(dtype)
+    np.testing.assert_allclose(values, expected[0], rtol=1e-6, atol=0 if loss is losses.RNNT else limit)
     np.testing.assert_allclose(gradient.astype(np.float64), expected[1], atol=limit)
 
 
@@ -199,6 +201,7 @@ def test_label_equal_to_blank_counts_twice(implementation):
     )
 
 
+@pytest.mark.family
 def test_infinite_loss_can_be_masked(loss, implementation):
     """`where(isinf(loss), 0, loss)` trains on the rest of the batch."""
     p = losses.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
@@ -213,6 +216,7 @@ def test_infinite_loss_can_be_masked(loss, implementation):
     np.testing.assert_allclose(gradient, expected[1], atol=1e-13)
 
 
+@pytest.mark.family
 def test_infinite_loss_under_mean(loss, implementation):
     """The mean is inf, its gradient is finite: zero for the impossible sequence."""
     p = losses.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))

@@ -1,4 +1,4 @@
-"""Does the example train, resume where it stopped, agree between jit and pmap, and say what is wrong with data?"""
+"""Does the example train and decode every loss, resume, agree between jit and pmap, and say what is wrong with data?"""
 
 import importlib.util
 import json
@@ -7,8 +7,11 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 import wave
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,6 +54,111 @@ def test_resume_and_pmap(tmp_path):
     assert process.returncode == 0, process.stderr
     assert resumed["first_step"] == 2
     np.testing.assert_allclose(resumed["losses"], whole["losses"][2:], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["monotonic", "tdt", "multiblank", "hat", "pruned"])
+def test_every_loss(tmp_path, name):
+    process, log = train(tmp_path, "--steps", "2", "--batch", "4", "--loss", name)
+    assert process.returncode == 0, process.stderr
+    assert np.isfinite(log["losses"]).all()
+    pictured = name in ("monotonic", "pruned")
+    assert (tmp_path / "lattice.png").exists() == pictured
+    assert ("no lattice.png" in process.stdout) != pictured
+
+
+def test_fused_joint(tmp_path):
+    """The same losses without all logits at once; the pruned loss has none of them."""
+    options = "--steps", "3", "--batch", "4", "--loss", "multiblank"
+    (_, logits), (process, fused) = train(tmp_path, *options), train(tmp_path, *options, "--joint", "fused")
+    assert process.returncode == 0, process.stderr
+    np.testing.assert_allclose(fused["losses"], logits["losses"], rtol=1e-4)
+    process, _ = train(tmp_path, "--loss", "pruned", "--joint", "fused")
+    assert process.returncode == 2 and "pruned" in process.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+
+L, BLANK = 3, 10  # one of ten labels; the blank of all but the multi-blank transducer
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Modules of the example: its table of losses, and its decoder."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield types.SimpleNamespace(
+            variants=importlib.import_module("variants").VARIANTS, decode=importlib.import_module("model").greedy_decode
+        )
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def decode(example, name, best, frames=None, **options):
+    """Labels that come out of `best[t][u]`, the classes (or class and duration) that win at node (t, u)."""
+    variant = example.variants[name]
+    logits = np.zeros((len(best), len(best[0]), variant.outputs), np.float32)
+    logits[..., variant.blank] = -1  # HAT: no blank unless one is asked for
+    for t, u in np.ndindex(logits.shape[:2]):
+        logits[t, u, np.array(best[t][u])] = 5
+    model = types.SimpleNamespace(
+        blank=variant.blank,
+        history=8,
+        encoder=lambda features: features,
+        lengths=lambda lengths: lengths,
+        predictor=lambda past: jnp.sum(past != variant.blank, -1),
+        joint=lambda here, u: here[jnp.arange(len(u)), u],
+    )
+    lengths = jnp.array([len(best) if frames is None else frames], jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):  # as the example runs
+        labels, count = example.decode(model, variant.decide, jnp.asarray(logits)[None], lengths, 6, **options)
+    return labels[0, : count[0]].tolist()
+
+
+def column(*rows, columns=7):
+    """The same winner at every u, frame by frame."""
+    return [[row] * columns for row in rows]
+
+
+def test_standard_decoding(example):
+    for name in ("rnnt", "hat", "pruned"):
+        assert decode(example, name, [[1, 2, BLANK, 9], [9, 9, 4, BLANK]]) == [1, 2, 4]
+        assert decode(example, name, column(L, BLANK, L)) == [L] * 6  # three a frame at most
+        assert decode(example, name, column(L, L), max_per_frame=1) == [L] * 2
+        assert decode(example, name, column(L, L, L), frames=1) == [L] * 3  # padding is not decoded
+        assert decode(example, name, column(BLANK, BLANK)) == []
+
+
+def test_blank_of_hat_is_decided_first(example):
+    """By the sign of its logit, however large those of the labels are."""
+    decide = example.variants["hat"].decide
+    logits = jnp.full((2, 11), 4.0).at[:, L].set(5.0).at[:, BLANK].set(jnp.array([0.5, -0.5]))
+    assert decide(logits, BLANK)[0].tolist() == [BLANK, L]
+
+
+def test_monotonic_decoding(example):
+    """Every symbol takes a frame."""
+    assert decode(example, "monotonic", column(1, BLANK, 2, 3)) == [1, 2, 3]
+    assert decode(example, "monotonic", [[1, 9], [9, 2], [9, 9]], frames=2) == [1, 2]
+
+
+def test_tdt_decoding(example):
+    """Outputs: eleven tokens, then durations 0 to 4."""
+    take = lambda token, duration: (token, 11 + duration)
+    skip = column(take(1, 3), take(9, 0), take(9, 0), take(2, 1), take(BLANK, 2), take(9, 0), take(4, 4))
+    assert decode(example, "tdt", skip) == [1, 2, 4]
+    assert decode(example, "tdt", column(take(L, 0), take(BLANK, 1))) == [L] * 3  # zero durations, three at most
+    assert decode(example, "tdt", column(take(BLANK, 0), take(L, 1))) == [L]  # a blank moves on by itself
+    blocked = column(take(L, 0), take(1, 2), take(9, 1), take(2, 1))
+    assert decode(example, "tdt", blocked, max_per_frame=1) == [L, 1, 2]
+
+
+def test_multiblank_decoding(example):
+    """Big blank i is class blank - 1 - i and reads 2, 3, 4 frames."""
+    blank = example.variants["multiblank"].blank
+    assert blank == BLANK + 3
+    for duration, big in ((1, blank), (2, blank - 1), (3, blank - 2), (4, blank - 3)):
+        rows = [[big, blank], *([t, blank] for t in range(1, 6))]
+        assert decode(example, "multiblank", rows) == [duration]
 
 
 def write_wav(path, *, channels=1, rate=8000, samples=1200):

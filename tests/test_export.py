@@ -29,6 +29,7 @@ def check(got, p, expected):
     np.testing.assert_allclose(got[1], expected[1] / len(expected[0]), atol=losses.tolerance(np.float32, 11))
 
 
+@pytest.mark.family
 def test_round_trip(loss, implementation):
     p = losses.problem(loss=loss, dtype=np.float32)
     f = step(loss, implementation=implementation, clamp=0.5)
@@ -60,6 +61,7 @@ def test_platforms(loss, platforms):
         assert "custom_call @jax_rnnt" not in exported.mlir_module()
 
 
+@pytest.mark.family
 def test_symbolic_batch(loss, implementation):
     """One exported program serves every batch size."""
     pytest.importorskip("flatbuffers")
@@ -68,11 +70,12 @@ def test_symbolic_batch(loss, implementation):
     symbolic = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in p]
     f = step(loss, implementation=implementation)
     restored = round_trip(export.export(f, disabled_checks=jax_rnnt.export_checks())(*symbolic))
-    for size in (1, 3, 4):
+    for size in (1, 3, 4) if loss is losses.RNNT else (3,):
         part = p.take(slice(size))
         check(restored.call(*part), part, loss.expected(part))
 
 
+@pytest.mark.family
 def test_symbolic_frames(loss, kernel):
     """Frames and labels may be symbolic too: the shapes reach the kernels at run time."""
     pytest.importorskip("flatbuffers")

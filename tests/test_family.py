@@ -11,8 +11,6 @@ import pytest
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from jax_rnnt import _checks, _transducer, lattices
-from jax_rnnt.emissions import softmax
 from test_vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, X, t, u
 
 EXACT = 1e-12
@@ -170,6 +168,14 @@ def test_hat_topologies(topology):
     np.testing.assert_allclose(as_they_are, expected, rtol=EXACT)
 
 
+def test_label_equal_to_a_big_blank_counts_twice(implementation):
+    """One certain class, label and blank of two frames at once: two paths through four frames, and their sum is 2."""
+    logits = np.tile(np.array([0.0, -np.inf]), (1, 4, 2, 1))
+    rest = np.array([[0]], np.int32), np.array([4], np.int32), np.array([1], np.int32)
+    value = jax_rnnt.multiblank_rnnt_loss(logits, *rest, [2], implementation=implementation)
+    np.testing.assert_allclose(value, -np.log(2), rtol=EXACT)
+
+
 def test_hat_of_certain_blanks():
     """Bernoulli logits beyond the range of exp: no overflow, no floor."""
     p = losses.problem(1, 4, 1, 5, lengths=([4], [1]), dtype=np.float32)
@@ -248,6 +254,48 @@ def test_hat_is_rnnt_of_its_log_probs():
     assert_same(value_and_gradient(jax_rnnt.hat_loss, *p), value_and_gradient(composed, *p))
 
 
+def test_a_forbidden_duration_is_none():
+    """Durations in another order, and one of probability 0."""
+    p = losses.problem(loss=next(x for x in losses.LOSSES if x.name == "tdt"))
+    whole = value_and_gradient(jax_rnnt.tdt_loss, *p, durations=[2, 0, 1])
+    order = [*range(9), 10, 11, 9]
+    values, gradient = value_and_gradient(jax_rnnt.tdt_loss, p.logits[..., order], *p[1:], durations=[0, 1, 2])
+    assert_same((values, gradient), (whole[0], whole[1][..., order]))
+    logits = p.logits.copy()
+    logits[..., 10] = -np.inf
+    values, gradient = value_and_gradient(jax_rnnt.tdt_loss, logits, *p[1:], durations=[2, 0, 1])
+    kept = [*range(10), 11]
+    expected = value_and_gradient(jax_rnnt.tdt_loss, p.logits[..., kept], *p[1:], durations=[2, 1])
+    assert_same((values, gradient[..., kept]), expected)
+    assert not gradient[..., 10].any()
+
+
+def test_big_blanks_in_another_order():
+    p = losses.problem()
+    p = p._replace(targets=p.targets % 6)
+    values, gradient = value_and_gradient(jax_rnnt.multiblank_rnnt_loss, *p, big_blank_durations=[3, 2])
+    order = [0, 1, 2, 3, 4, 5, 7, 6, 8]  # big blank i is class 7 - i
+    got = value_and_gradient(jax_rnnt.multiblank_rnnt_loss, p.logits[..., order], *p[1:], big_blank_durations=[2, 3])
+    assert_same(got, (values, gradient[..., order]))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_windows_of_the_best_path_leave_it_alone(topology):
+    """One path: the loss is minus its score, its frames are the expected ones, and the latency is their mean."""
+    p = losses.problem()
+    score, frames = map(np.asarray, jax_rnnt.rnnt_align(*p, topology=topology))
+    options = {"label_windows": np.stack([frames, frames], -1)}
+    values, gradient = value_and_gradient(BY_TOPOLOGY[topology], *p, **options)
+    np.testing.assert_allclose(values, -score, rtol=EXACT)
+    _, of_score = value_and_gradient(lambda x, *r, reduction: -jax_rnnt.rnnt_align(x, *r, topology=topology)[0], *p)
+    np.testing.assert_allclose(gradient, of_score, atol=EXACT)
+    expected = np.where(frames < 0, 0, frames)
+    got = jax_rnnt.expected_emission_frames(*p, topology=topology, **options)
+    np.testing.assert_allclose(got, expected, atol=EXACT)
+    got = jax_rnnt.minimum_latency(*p, topology=topology, reduction="none", **options)
+    np.testing.assert_allclose(got, (frames + 1).sum(-1) / np.maximum(p.target_lengths, 1), atol=EXACT)
+
+
 # ------------------------------------------------------------------------------------------------ errors and kernels
 
 DURATIONS_NEEDED = {"multiblank": "big_blank_durations", "tdt": "durations"}
@@ -300,27 +348,3 @@ def test_every_stage_by_kernel(loss, kernel):
         call = jax.value_and_grad(functools.partial(loss, implementation=implementation))
         text = jax.jit(call).lower(*p).compile().as_text()
         assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
-
-
-# ------------------------------------------------------------------------------------------ a variant in one place
-
-TWO_STEP = (lattices.Arc("blank", 1, 0), lattices.Arc("blank", 2, 0), lattices.Arc("label", 0, 1))
-
-
-def two_step_loss(logits, targets, logit_lengths, target_lengths, blank=-1, fused_log_softmax=True, **common):
-    """RNN-T whose one blank reads one frame or two."""
-    arrays = _checks.arrays("two_step_loss", logits, targets, logit_lengths, target_lengths)
-    emission = softmax.checked("two_step_loss", arrays[0], blank, fused_log_softmax)
-    return _transducer.evaluate("two_step_loss", arrays, emission, TWO_STEP, bounded=False, **common)
-
-
-def test_a_new_variant(implementation):
-    """docs/losses.md, "How to add a variant": the lines above are one, with every option and every rule."""
-    arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
-    loss = losses.Loss("two_step", two_step_loss, {"topology": arcs})
-    p = losses.poisoned(losses.problem(loss=loss))
-    for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "blank": 0}):
-        got = losses.evaluate(loss, p, implementation, **options)
-        np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
-    source = inspect.getsource(two_step_loss)
-    assert len(source.splitlines()) < 30

@@ -137,3 +137,51 @@ def test_planes_of_the_loss_alone(inplace, gradient, planes):
     memory = step.lower(*shapes).compile({"xla_gpu_autotune_level": 0}).memory_analysis()
     assert memory.temp_size_in_bytes / (4 * NODES) == pytest.approx(planes, abs=0.2)
     assert memory.alias_size_in_bytes == (4 * NODES * V if inplace else 0)
+
+
+# ------------------------------------------------------------------------------------------- a joint network in tiles
+
+ROWS = 2048  # of a tile, about what a GPU takes for these shapes
+
+
+@pytest.fixture(scope="module")
+def in_tiles(kind, mesh, dtype):
+    """The step of `joint_rnnt_loss` with 32 sequences a device, whose logits would be 3.4 GB in bfloat16."""
+    batch, frames, labels, width = 32 * DEVICES, 400, 128, 640
+
+    def loss(parameters, rows, rest):
+        joint = jax_rnnt.LinearJoint(*parameters)
+        return jax_rnnt.joint_rnnt_loss(joint, *rows, *rest, implementation="kernel", chunk=ROWS)
+
+    def spec(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    step = loss
+    if kind == "shard_map":
+        mean = lambda *arguments: jax.lax.pmean(loss(*arguments), "data")
+        step = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    parameters = spec((width, V), dtype), spec((V,), dtype)
+    rows = spec((batch, frames, width), dtype, "data"), spec((batch, labels + 1, width), dtype, "data")
+    integers = spec((batch, labels), np.int32, "data"), *[spec((batch,), np.int32, "data")] * 2
+    lowered = jax.jit(jax.value_and_grad(step, (0, 1))).lower(parameters, rows, integers)
+    return lowered.compile({"xla_gpu_autotune_level": 0}), 4 * batch // DEVICES * frames * (labels + 1)
+
+
+def test_tiles_exchange_sums_alone(in_tiles):
+    """The parameters' gradient, once, and how many tiles there are at most."""
+    loops, entry = in_tiles[0].as_text().split("\nENTRY ")
+    assert not losses.collectives(loops)
+    assert set(losses.collectives(entry)) == {"all-reduce"}
+    assert losses.custom_calls(in_tiles[0].as_text()) == CALLS
+
+
+def test_workspace_of_tiles(in_tiles):
+    compiled, plane = in_tiles
+    assert compiled.memory_analysis().temp_size_in_bytes <= 64e6 + 4 * plane
+
+
+def test_tiles_add_nothing_atomically(in_tiles):
+    """Every sum that is scattered goes to places of its own."""
+    scatters = [line for line in in_tiles[0].as_text().splitlines() if re.search(r" scatter\(", line)]
+    assert len(scatters) >= 2  # encoder and predictor
+    assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters

@@ -32,6 +32,7 @@ def compilations():
         active = False
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("option", VALUES)
 def test_traced_options_do_not_retrace(loss, implementation, option):
     p = losses.problem(loss=loss)
@@ -60,6 +61,7 @@ def test_changing_an_eager_float_compiles_nothing(loss, implementation, option):
     assert not seen
 
 
+@pytest.mark.family
 def test_changing_lengths_and_labels_compiles_nothing(loss, implementation):
     p = losses.Problem(*map(jnp.asarray, losses.problem(loss=loss)))
     other = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1)
@@ -106,6 +108,7 @@ def test_loss_object_as_static_argument():
     assert abs(run(jax_rnnt.RNNTLoss(blank=1), p) - first) > 1e-3
 
 
+@pytest.mark.family
 def test_inside_control_flow(loss, implementation):
     """scan, while_loop, fori_loop, cond and switch, with the gradient through those that have one."""
     p = losses.problem(loss=loss)
@@ -130,6 +133,7 @@ def test_inside_control_flow(loss, implementation):
     np.testing.assert_allclose(looped, 3 * expected.sum(), rtol=1e-13)
 
 
+@pytest.mark.family
 def test_gradient_descent_in_a_scan(loss, implementation):
     """Aliasing inside a loop body: ten steps equal ten calls."""
     p = losses.problem(loss=loss)
@@ -141,6 +145,7 @@ def test_gradient_descent_in_a_scan(loss, implementation):
     np.testing.assert_allclose(looped, x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.family
 def test_under_debug_nans(loss, implementation):
     """jax_debug_nans must not trip over a loss without NaN, padding of NaN and missing paths included."""
     p = losses.problem(loss=loss, lengths=([7, 5, 0, 4], [4, 2, 2, 3]))

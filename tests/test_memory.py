@@ -14,6 +14,7 @@ PLANE = B * T * (U + 1) * 4
 
 
 def shapes(V=V, dtype=np.float32):
+    """Logits of V classes, all extra ones included, and the rest."""
     sizes = ((B, T, U + 1, V), dtype), ((B, U), np.int32), ((B,), np.int32), ((B,), np.int32)
     return [jax.ShapeDtypeStruct(shape, d) for shape, d in sizes]
 
@@ -36,16 +37,17 @@ def matmul(kernel):
         pytest.skip("XLA's matmuls have temporaries of their own")
 
 
-def test_training_step(kernel, matmul):
+@pytest.mark.family
+def test_training_step(loss, kernel, matmul):
     """Logits from a 2-D joint matmul: they and their gradient share one buffer."""
     hidden = jax.ShapeDtypeStruct((B * T * (U + 1), H), np.float32)
     weight = jax.ShapeDtypeStruct((H, V), np.float32)
 
     def step(weight, hidden, *rest):
         logits = (hidden @ weight).reshape(B, T, U + 1, V)
-        return jax_rnnt.rnnt_loss(logits, *rest, implementation=kernel)
+        return loss(logits, *rest, implementation=kernel)
 
-    for argnums in (0, 1, (0, 1)):
+    for argnums in (0, 1, (0, 1)) if loss is losses.RNNT else (0,):
         size = temporaries(jax.value_and_grad(step, argnums), weight, hidden, *shapes()[1:])
         assert size <= 1.15 * LOGITS, f"{size / LOGITS:.2f} logits"
 
@@ -54,6 +56,41 @@ def test_extra_memory_is_a_few_planes(kernel):
     """Gradient of an argument, written to a buffer of its own: at most four float32 planes [B, T, U1] beside it."""
     gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel, inplace=False))
     assert temporaries(gradient, *shapes()) <= 4 * PLANE + 64 * V + 65536
+
+
+def test_packed_training_step(kernel):
+    """The same promise for logits [N, V]."""
+    rows = B * T * (U + 1)
+
+    def step(weight, hidden, *rest):
+        return jax_rnnt.rnnt_loss_packed(hidden @ weight, *rest, max_frames=T, implementation=kernel)
+
+    matrices = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((H, V), (rows, H)))
+    assert temporaries(jax.value_and_grad(step, (0, 1)), *matrices, *shapes()[1:]) <= 1.15 * LOGITS
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_pruned_training_step(kernel, width):
+    """That of the band, and planes of the whole lattice beside it."""
+    hidden = jax.ShapeDtypeStruct((B * T * width, H), np.float32)
+    weight = jax.ShapeDtypeStruct((H, V), np.float32)
+    first = jax.ShapeDtypeStruct((B, T), np.int32)
+
+    def step(weight, hidden, *rest):
+        logits = (hidden @ weight).reshape(B, T, width, V)
+        return jax_rnnt.pruned_rnnt_loss(logits, *rest, implementation=kernel)
+
+    band = B * T * width * V * 4
+    size = temporaries(jax.value_and_grad(step, (0, 1)), weight, hidden, first, *shapes()[1:])
+    assert size <= 1.05 * band + 10 * PLANE, f"{size / band:.2f} bands"
+
+
+def test_simple_loss_forms_no_logits(kernel):
+    """Its gradient works in what the two scores and the planes take: nothing of the logits' size."""
+    am, lm = (jax.ShapeDtypeStruct((B, n, V), np.float32) for n in (T, U + 1))
+    gradient = jax.value_and_grad(lambda am, lm, *rest: jax_rnnt.simple_rnnt_loss(am, lm, *rest), (0, 1))
+    size = temporaries(gradient, am, lm, *shapes()[1:])
+    assert size <= LOGITS / 4, f"{size / LOGITS:.2f} logits"
 
 
 def test_value_alone(kernel):

@@ -240,6 +240,9 @@ def test_full_band_is_the_whole_lattice(kernel, topology):
     first = np.zeros((4, 7), np.int32)
     got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], topology=topology, **options)
     np.testing.assert_allclose(got, BY_TOPOLOGY[topology](*p, **options), rtol=EXACT)
+    options |= {"implementation": None, "topology": topology}
+    got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], hat=True, **options)
+    np.testing.assert_allclose(got, jax_rnnt.hat_loss(*p, **options), rtol=EXACT)
 
 
 def test_ranges_of_a_ragged_batch():
@@ -259,6 +262,28 @@ def test_ranges_of_a_ragged_batch():
                     *(x[b] for x in posteriors), *(x[b] for x in lengths), width, topology=topology
                 )
                 np.testing.assert_array_equal(row, first[b])
+
+
+@pytest.mark.parametrize(("topology", "steepest"), [("standard", None), ("monotonic", 1)])
+@pytest.mark.parametrize("width", [2, 3, 6])
+def test_ranges_of_any_posteriors(topology, steepest, width):
+    """Also of planes that no lattice has: the rule as loops, and a window over the last column at the end."""
+    rng = np.random.default_rng(0)
+    blank, label = rng.random((2, 50, 9, 8))
+    frames, labels = rng.integers(1, 10, 50).astype(np.int32), rng.integers(0, 8, 50).astype(np.int32)
+    got = np.asarray(jax_rnnt.prune_ranges(blank, label, frames, labels, width, topology=topology))
+    most = steepest or width - 1
+    for b in range(50):
+        inside = [[blank[b, t, s : s + width].sum() for s in range(8 - width + 1)] for t in range(9)]
+        entered = [[label[b, t, s - 1] if s else 0 for s in range(8 - width + 1)] for t in range(9)]
+        first = np.argmax(np.subtract(inside, entered), 1)
+        first[frames[b] - 1 :] = max(labels[b] - width + 1, 0)
+        for t in range(7, -1, -1):
+            first[t] = min(first[t], first[t + 1])
+        for t in range(7, -1, -1):
+            first[t] = max(first[t], first[t + 1] - most)
+        np.testing.assert_array_equal(got[b], np.minimum(first, most * np.arange(9)))
+    assert (np.diff(got) >= 0).all()
 
 
 def test_pruned_training_step(devices):
@@ -281,6 +306,17 @@ def test_pruned_training_step(devices):
         np.testing.assert_allclose(jax.jit(other)(*arguments), expected, rtol=1e-5)
         got = jax.jit(jax.grad(lambda am, *rest, f=other: f(am, *rest).sum()))(*arguments)
         np.testing.assert_allclose(got, gradient, atol=1e-5)
+
+
+def test_inputs_of_any_band():
+    """Rows of the band's columns, the nearest one where it leaves them: nothing that could poison a gradient."""
+    rng = np.random.default_rng(0)
+    encoder, predictor = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(2, 3, 5, 7))
+    first = rng.integers(-2, 6, (2, 3, 4)).astype(np.int32)
+    got = jax_rnnt.prune_inputs(encoder, predictor, first, 3)
+    for i, j, n, s in np.ndindex(2, 3, 4, 3):
+        np.testing.assert_array_equal(got[0][i, j, n, s], encoder[i, j, n])
+        np.testing.assert_array_equal(got[1][i, j, n, s], predictor[i, j, np.clip(first[i, j, n] + s, 0, 4)])
 
 
 def test_messages():

@@ -1,6 +1,7 @@
 """Does every device work on its own part of the batch, without a collective, however the batch came to be sharded?"""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_rnnt
 import losses
+from test_packed import packed
 
 
 def test_eight_devices(devices):
@@ -79,6 +82,7 @@ def test_lengths_replicated(loss, implementation, batch, devices, kind):
         run(step(loss, implementation), placed, loss, expected, kernel=implementation)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_value_alone(loss, kernel, batch, devices, kind):
     """No collective at all without a reduction; the loss is sharded as the batch is."""
@@ -100,6 +104,7 @@ def test_two_axes_of_batch(loss, kernel, batch, devices, kind):
         run(step(loss, kernel), place(p, mesh, P(("data", "more"))), loss, expected, kernel=kernel)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_options_are_sharded_too(loss, kernel, batch, devices, kind):
     """Windows [B, U, 2] follow the batch; the scheduled numbers are replicated."""
@@ -139,6 +144,7 @@ def test_other_dimensions_sharded(loss, kernel, batch, devices, axis):
         check(got, expected)
 
 
+@pytest.mark.family
 def test_uneven_batch(loss, kernel, devices):
     """Ten sequences on eight devices: XLA calls the kernels on padding rows, which hold anything."""
     p = losses.problem(10, loss=loss, dtype=np.float32)
@@ -171,6 +177,7 @@ def test_shard_map(loss, implementation, batch, devices, check_vma, replicated):
         run(jax.value_and_grad(mapped), place(p, mesh, *specs), loss, expected, kernel=implementation)
 
 
+@pytest.mark.family
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_inside_shard_map(loss, kernel, batch, devices, check_vma):
     p, expected = batch
@@ -227,6 +234,7 @@ def test_vmap_inside_shard_map(loss, kernel, batch, devices):
         run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
 
 
+@pytest.mark.family
 def test_pmap(loss, kernel, batch, devices):
     p, expected = batch
     split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
@@ -258,6 +266,7 @@ def test_data_parallel_training_step(loss, kernel, devices):
     np.testing.assert_allclose(first, loss.expected(p._replace(logits=p.logits @ weight))[0].mean(), rtol=1e-5)
 
 
+@pytest.mark.family
 def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
     """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
     p = losses.problem(16, loss=loss, dtype=np.float32)
@@ -274,3 +283,86 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
     assert np.isnan(values[[3, 8]]).all()
     np.testing.assert_allclose(value, np.nan_to_num(values).mean(), rtol=1e-6)
     np.testing.assert_allclose(gradient, expected / 16, atol=losses.tolerance(np.float32, 11))
+
+
+# ------------------------------------------------------------------------------------------ what is no plain loss
+
+
+def pruned_step(x, *rest):
+    """Both losses of pruned training, and what lies between them."""
+    am, lm = x[:, :, 0], x[:, 0]
+    simple, posteriors = jax_rnnt.simple_rnnt_loss(am, lm, *rest, reduction="none", return_posteriors=True)
+    first = jax_rnnt.prune_ranges(*posteriors, *rest[1:], 3)
+    frames, states = jax_rnnt.prune_inputs(am, lm, first, 3)
+    loss = jax_rnnt.pruned_rnnt_loss(jnp.tanh(frames + states), first, *rest, reduction="none")
+    return simple, posteriors, first, loss
+
+
+minimum_latency = functools.partial(jax_rnnt.minimum_latency, reduction="none")
+OTHERS = {
+    "align": jax_rnnt.rnnt_align,
+    "posteriors": jax_rnnt.rnnt_posteriors,
+    "expected_frames": jax_rnnt.expected_emission_frames,
+    "minimum_latency": minimum_latency,
+    "minimum_latency_gradient": jax.grad(lambda *p: minimum_latency(*p).sum()),
+    "pruned": pruned_step,
+    "pruned_gradient": jax.grad(lambda *p: sum(pruned_step(*p)[::3]).sum()),
+}
+
+
+@pytest.mark.parametrize("way", ["auto", "explicit", "shard_map", "pmap"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions(name, way, devices):
+    """All results are per sequence: each device makes its own, and nothing is communicated."""
+    p = losses.problem(16, dtype=np.float32)
+    function = OTHERS[name]
+    expected = jax.jit(function)(*p)
+    with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
+        if way == "pmap":
+            split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
+            got = jax.pmap(function, devices=devices)(*split)
+            got = jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), got)
+        else:
+            if way == "shard_map":
+                function = jax.shard_map(function, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
+            placed = place(p, mesh, P("data"))
+            compiled = jax.jit(function).lower(*placed).compile()
+            got = compiled(*placed)
+            assert not losses.collectives(compiled.as_text())
+            for x in jax.tree.leaves(got):
+                assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), x.ndim)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=losses.tolerance(np.float32, 11))
+
+
+def test_packed_under_shard_map(kernel, devices):
+    """Every device packs its own sequences; no collective but the mean's."""
+    p = losses.problem(16, dtype=np.float32)
+    parts = [p.take(slice(i, i + 2)) for i in range(0, 16, 2)]
+    rows = max(len(packed(part, part.logits)) for part in parts)
+    pack = lambda part, x, fill: packed(part, x, extra=rows - len(packed(part, x, extra=0)), fill=fill)
+    logits = np.concatenate([pack(part, part.logits, np.nan) for part in parts])
+    values, gradient = losses.RNNT.expected(p)
+    expected = np.concatenate([pack(part, gradient[2 * i : 2 * i + 2], 0) for i, part in enumerate(parts)])
+
+    def body(*p):
+        return jax.lax.pmean(jax_rnnt.rnnt_loss_packed(*p, max_frames=7, implementation=kernel), "data")
+
+    with mesh_of(devices, "auto") as mesh:
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P())
+        placed = place(p._replace(logits=logits), mesh, P("data"))
+        compiled = jax.jit(jax.value_and_grad(mapped)).lower(*placed).compile()
+        value, got = compiled(*placed)
+    np.testing.assert_allclose(value, values.mean(), rtol=1e-6)
+    np.testing.assert_allclose(got, expected / 16, atol=losses.tolerance(np.float32, 11))
+    assert set(losses.collectives(compiled.as_text())) <= {"all-reduce"}
+    assert losses.custom_calls(compiled.as_text()) == losses.once(losses.RNNT.gradient_calls)
+
+
+def test_packed_under_pmap(kernel, devices):
+    p = losses.problem(16, dtype=np.float32, lengths=([7, 5] * 8, [4, 2] * 8))
+    logits = np.stack([packed(part, part.logits) for part in (p.take(slice(i, i + 2)) for i in range(0, 16, 2))])
+    split = [x.reshape(8, 2, *x.shape[1:]) for x in p[1:]]
+    call = lambda *p: jax_rnnt.rnnt_loss_packed(*p, max_frames=7, reduction="none", implementation=kernel)
+    values = jax.pmap(call, devices=devices)(logits, *split)
+    np.testing.assert_allclose(values.reshape(16), losses.RNNT.expected(p)[0], rtol=1e-6)

@@ -92,14 +92,15 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     _, *initial = vary_together(diagonals[0][0], *initial)  # a carry keeps its varying axes
     (_, end), entered = lax.scan(forward, jax.tree.unflatten(structure, initial), (steps, diagonals))
 
-    step_of = jnp.asarray([a.dt + a.du for a in ranked] + [0], jnp.int32)
-    du_of = jnp.asarray([a.du for a in ranked] + [0], jnp.int32)
+    def of_arc(values, rank):
+        """The value of each rank's arc, 0 for none; no gather, so that it shards."""
+        return sum(jnp.where(rank == k, jnp.int32(value), 0) for k, value in enumerate(values))
 
     def backward(carry, xs):
         n, u, rank = carry  # the node that was reached, and by which arc
         m, came = xs
-        here = (rank < none) & (n - step_of[rank] == m)
-        source = u - du_of[rank]
+        here = (rank < none) & (n - of_arc([a.dt + a.du for a in ranked], rank) == m)
+        source = u - of_arc([a.du for a in ranked], rank)
         before = jnp.sum(jnp.where(column == source[..., None], came, 0), -1, dtype=jnp.int32)
         taken = jnp.where(here, rank, none), source
         return (jnp.where(here, m, n), jnp.where(here, source, u), jnp.where(here, before, rank)), taken
@@ -108,7 +109,7 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     _, (rank, u) = lax.scan(backward, carry, (steps, entered), reverse=True)  # [N, ...]
 
     path = jnp.stack([steps.reshape(-1, *[1] * u.ndim)[..., 0] - u, u], -1)  # (t, u) on each diagonal
-    of_label = jnp.asarray([a.du > 0 for a in ranked] + [False])[rank]
+    of_label = of_arc([a.du for a in ranked], rank) > 0
     label = lax.broadcasted_iota(jnp.int32, (1,) * u.ndim + (columns - 1,), u.ndim)
     emits = of_label[..., None] & (u[..., None] == label)
     at = jnp.sum(jnp.where(emits, path[..., :1], 0), 0, dtype=jnp.int32)

@@ -1,0 +1,40 @@
+"""Inputs of the losses, those without the logits of all nodes included. NumPy only: also read by PyTorch's worker."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import cases
+
+SHARES = 1.0, 0.91, 0.82, 0.73, 0.68, 0.6, 0.54, 0.44  # of T and U, in a ragged batch
+
+
+def ragged(case):
+    """The case with sequences of different lengths."""
+    shares = np.resize(SHARES, case.B)
+    lengths = (tuple(int(np.ceil(share * n)) for share in shares) for n in (case.T, case.U))
+    return dataclasses.replace(case, **dict(zip(("logit_lengths", "target_lengths"), lengths)))
+
+
+def make(problem, case, seed):
+    """(array or tuple of arrays that the loss is differentiated by, its other inputs).
+
+    "logits": [B, T, U1, V]; "heads": am [B, T, V] and lm [B, U1, V]; "packed": [N, V], the nodes inside the lengths;
+    "band S": [B, T, S, V] along the diagonal, and its first columns [B, T].
+    """
+    logits, *rest = cases.make_inputs(case, seed=seed)
+    kind, _, width = problem.partition(" ")
+    if kind == "heads":
+        return (logits[:, :, 0], logits[:, 0]), rest
+    if kind == "packed":
+        rows = [logits[b, :n, : m + 1].reshape(-1, case.V) for b, (n, m) in enumerate(zip(*case.lengths))]
+        return np.concatenate(rows), rest
+    if kind == "band":
+        first = np.linspace(0, case.U + 1 - int(width), case.T).astype(np.int32)
+        columns = first[:, None] + np.arange(int(width))
+        band = np.take_along_axis(logits, columns[None, :, :, None], 2)
+        return band, [np.tile(first, (case.B, 1)), *rest]
+    return logits, rest

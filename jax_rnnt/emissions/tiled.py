@@ -1,0 +1,353 @@
+"""Emission of logits that never exist as a whole: a joint network makes them tile by tile.
+
+B sequences, T frames, U1 columns, V classes, E and P the widths of encoder and predictor rows.
+
+The nodes [T, U1] of a sequence are cut into blocks of `frames` by `columns`; those inside the lengths are listed, and a
+tile is the next `blocks` of the list, whatever sequences they are of. Every row of its logits [N, V] is a sequence of
+one node for the emission of the variant. The backward pass lists the blocks that have a cotangent, makes their logits
+again, writes their gradient over them, and sums it over the rows of each encoder and predictor state: densely within a
+block, by a small matrix product over the blocks of a tile, and from tile to tile in float32. Nothing is added in an
+order that could change.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _ffi
+from jax_rnnt.emissions.emission import OUTSIDE, Emission
+from jax_rnnt.emissions.joint import pair, split
+from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.emissions.virtual import JointLogits
+
+
+def tiled(logits: JointLogits, inner: Emission):
+    """(emission, its logits) in tiles."""
+    frames, columns = block_of(*logits.shape[-3:-1])
+    most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
+    rows = logits.chunk or _rows(logits)
+    tiles = -(-most // max(rows // (frames * columns), 1))
+    blocks = max(-(-most // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    joint, parameters = split(logits.joint, blocks * frames * columns, logits.encoder, logits.predictor)
+    emission = Tiled(
+        inner.blanks, inner.normalize, inner, joint, logits.shape[-1], logits.dtype, frames, columns, blocks
+    )  # fmt: skip
+    return emission, (parameters, logits.encoder, logits.predictor)
+
+
+def materialized(logits: JointLogits, num_frames, num_labels):
+    """The logits as an array, for the reference: rows outside the lengths are made of zeros."""
+    rows = []
+    for x, last in ((logits.encoder, num_frames), (logits.predictor, num_labels + 1)):
+        index = jax.lax.broadcasted_iota(jnp.int32, (1,) * last.ndim + x.shape[-2:-1], last.ndim)
+        rows.append(jnp.where((index < last[..., None])[..., None], x, 0).reshape(-1, *x.shape[-2:]))
+    return logits.joint(*pair(*rows)).reshape(logits.shape)
+
+
+def _rows(logits: JointLogits) -> int:
+    """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others).
+
+    With fewer rows than units, adding up the weight's gradient would take as long as making it.
+    """
+    classes, *units = (x.shape[-1] for x in (logits, logits.encoder, logits.predictor))
+    most, low, high = (1 << 21, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 14)
+    return min(max(most // (classes + sum(units)), low, min(max(units), 1024)), high)
+
+
+def _power_of_two(n: int, low: int, high: int) -> int:
+    return min(max(1 << max(n, 1).bit_length() - 1, low), high)
+
+
+def block_of(frames: int, columns: int) -> tuple[int, int]:
+    """Frames and columns of a block: its edges waste half of a twentieth each, from 80 of them on; sums are cheap."""
+    return min(_power_of_two(frames // 20, 4, 16), max(frames, 1)), min(_power_of_two(columns // 20, 4, 8), columns)
+
+
+# ------------------------------------------------------------------------------------------------------- the tiles
+
+
+class Tile(typing.NamedTuple):
+    """S blocks: their sequences, what of them is inside the lengths, and what they are made of."""
+
+    block: jax.Array  # [S], as in a plane cut into blocks
+    sequence: jax.Array  # [S]
+    inside: jax.Array  # [S, frames, columns]
+    live: jax.Array  # [S]
+    encoder: jax.Array  # [S, frames, E]
+    predictor: jax.Array  # [S, columns, P]
+    nodes: tuple[jax.Array, jax.Array]  # of the inner emission: label [N, 1, 1], 1 or 0 frames [N]
+
+
+class Work(typing.NamedTuple):
+    """The blocks to do, one after the other in `order`, and how many there are."""
+
+    order: jax.Array
+    length: jax.Array
+    tiles: jax.Array  # over all groups, the most
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled(Emission):
+    """Of `(parameters, encoder [..., T, E], predictor [..., U1, P])`, by the emission `inner` on the tiles.
+
+    `joint` is what is static of the joint network, `classes` and `dtype` are those of its logits. A block has `frames`
+    by `columns` nodes, a tile so many `blocks`.
+    """
+
+    inner: Any = None
+    joint: Any = None
+    classes: int = 1
+    dtype: Any = None
+    frames: int = 1
+    columns: int = 1
+    blocks: int = 1
+
+    # ---- what the composition asks
+
+    def _virtual(self, logits):
+        _, encoder, predictor = logits
+        shape = (*encoder.shape[:-1], predictor.shape[-2], self.classes)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    def dimensions(self, logits):
+        return self.inner.dimensions(self._virtual(logits))
+
+    def nodes(self, logits, targets, num_frames, num_labels, operands):
+        label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels, operands)
+        if label.shape[-2] != 1:
+            raise ValueError("joint_rnnt_loss: loss must be one of logits [..., T, U + 1, V], got one of a band.")
+        return label, num_frames, num_labels
+
+    def forward(self, logits, nodes, *, strict=False):
+        parameters, *rows = logits
+        batch, shape = rows[0].shape[:-2], (rows[0].shape[-2], rows[1].shape[-2])
+        (planes, saved), structure = self._planes(strict)
+        if 0 in (*batch, *shape):
+            filled = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in (*planes, *saved)]
+        else:
+            results = [(shape, x.dtype) for x, _ in (*planes, *saved)]
+            filled, _ = _forward((self, strict), parameters, _flat(batch, *rows, *nodes), results)
+            filled = [x.reshape(*batch, *shape) for x in filled]
+        return jax.tree.unflatten(structure, filled)
+
+    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
+        parameters, *rows = logits
+        batch = rows[0].shape[:-2]
+        trained = [i for i, x in enumerate(parameters) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
+            of_rows, of_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
+        else:
+            planes, structure = jax.tree.flatten((cotangents, residuals))
+            of_rows, of_parameters = _backward(
+                (self, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
+                [(x.shape[-2:], x.dtype) for x in rows],
+                [(i, accumulation_dtype(parameters[i].dtype)) for i in trained],
+            )  # fmt: skip
+        gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
+        for i, x in zip(trained, of_parameters):
+            gradients[i] = x.astype(parameters[i].dtype)
+        return gradients, *(g.reshape(x.shape) for g, x in zip(of_rows, rows))
+
+    def _planes(self, strict):
+        """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
+        size = self.frames * self.columns * self.blocks
+        logits = jax.ShapeDtypeStruct((size, 1, 1, self.classes), self.dtype)
+        nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size, 1, 1), (size,))]
+        made = jax.eval_shape(functools.partial(self.inner.forward, strict=strict), logits, tuple(nodes))
+        planes, saved = (jax.tree.leaves(x) for x in made)
+        return ([(x, -math.inf) for x in planes], [(x, 0) for x in saved]), jax.tree.structure(made)
+
+    # ---- blocks
+
+    def grid(self, shape):
+        """Blocks of frames and of columns in a plane [T, U1]."""
+        return -(-shape[0] // self.frames), -(-shape[1] // self.columns)
+
+    def cut(self, x):
+        """[B, T, U1] -> [blocks, frames * columns]."""
+        (frames, columns), size = self.grid(x.shape[1:]), (self.frames, self.columns)
+        edges = [(0, n * k - m) for n, k, m in zip((frames, columns), size, x.shape[1:])]
+        x = jnp.pad(x, [(0, 0), *edges]).reshape(-1, frames, self.frames, columns, self.columns)
+        return jnp.swapaxes(x, 2, 3).reshape(-1, self.frames * self.columns)
+
+    def join(self, x, shape):
+        """[blocks, frames * columns] -> [B, T, U1]."""
+        frames, columns = self.grid(shape)
+        x = jnp.swapaxes(x.reshape(-1, frames, columns, self.frames, self.columns), 2, 3)
+        return x.reshape(-1, frames * self.frames, columns * self.columns)[:, : shape[0], : shape[1]]
+
+    def within(self, shape, num_frames, num_labels):
+        """bool [B, blocks of frames, blocks of columns]: which hold a node inside the lengths."""
+        frames, columns = (_row(n) for n in self.grid(shape))
+        rows = frames * self.frames < num_frames[:, None]
+        return rows[:, :, None] & (columns * self.columns <= num_labels[:, None])[:, None]
+
+    def work(self, flags, grouped):
+        flags = flags.reshape(-1)
+        count = jnp.sum(flags, dtype=jnp.int32)
+        # The last one again and again where there are no more, so that nothing outside is read.
+        order = jnp.argsort(~flags, stable=True).astype(jnp.int32)
+        place = jnp.arange(-(-flags.size // self.blocks) * self.blocks, dtype=jnp.int32)
+        order = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
+        return Work(order, count, _ffi.most_over_groups(-(-count // self.blocks), grouped))
+
+    def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
+        place = i * self.blocks + jnp.arange(self.blocks, dtype=jnp.int32)
+        live = place < work.length
+        block = jax.lax.dynamic_slice_in_dim(work.order, i * self.blocks, self.blocks)
+        frames, columns = self.grid((encoder.shape[1], predictor.shape[1]))
+        sequence, place = block // (frames * columns), block % (frames * columns)
+        frame = (place // columns * self.frames)[:, None] + _row(self.frames)
+        column = (place % columns * self.columns)[:, None] + _row(self.columns)
+        frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
+        inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
+        frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
+        rows = [_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column))]
+        encoder, predictor = (jnp.where(work.length > 0, x, 0) for x in rows)
+        labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
+        nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
+        return Tile(block, sequence, inside, live, encoder, predictor, nodes)
+
+
+def _rows_of(x, sequence, index):
+    """x[sequence[s], index[s, r]] for x [B, R, E]."""
+    if x.dtype.itemsize > 2:
+        return x[sequence[:, None], index]
+    # As integers: 16-bit floats are gathered in float32 by XLA's CPU backend, which first converts all of x.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[sequence[:, None], index], x.dtype)
+
+
+def _row(n):
+    return jax.lax.broadcasted_iota(jnp.int32, (1, n), 1)
+
+
+def _flat(batch, *arrays):
+    """One batch dimension, for `define_grouped`."""
+    return [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
+
+
+def _forward_tiles(static, parameters, batched, grouped):
+    """Planes and residuals [B, T, U1]."""
+    tiled, strict = static
+    encoder, predictor, _, num_frames, num_labels = batched
+    shape = encoder.shape[1], predictor.shape[1]
+    flags = tiled.within(shape, num_frames, num_labels)
+    work = tiled.work(flags, grouped)
+
+    def step(i, stores):
+        tile = tiled.tile(i, work, *batched)
+        logits = tiled.joint.logits(parameters, tile.encoder, tile.predictor)
+        made = tiled.inner.forward(logits[:, None, None], tile.nodes, strict=strict)
+        made = [x.reshape(tiled.blocks, -1) for x in jax.tree.leaves(made)]
+        return [jax.lax.dynamic_update_slice_in_dim(s, x, i * tiled.blocks, 0) for s, x in zip(stores, made)]
+
+    (planes, saved), _ = tiled._planes(strict)
+    size = (work.order.size, tiled.frames * tiled.columns)
+    stores = [jnp.full(size, fill, x.dtype) for x, fill in (*planes, *saved)]
+    stores = jax.lax.fori_loop(0, work.tiles, step, stores)
+    place = jnp.maximum(jnp.cumsum(flags.reshape(-1), dtype=jnp.int32) - 1, 0)
+    frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
+    inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
+    fills = [fill for _, fill in (*planes, *saved)]
+    return [jnp.where(inside, tiled.join(x[place], shape), fill) for x, fill in zip(stores, fills)], []
+
+
+def _negligible(cotangents, scale):
+    """bool [B, T, U1]: nodes that all together are less than the rounding of the sums which they would enter.
+
+    The occupancies of a frame, and of a column, sum to 1 or more.
+    """
+    first = cotangents[0]
+    limit = jnp.finfo(first.dtype).eps / sum(first.shape[1:])
+    size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
+    return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
+
+
+def _backward_tiles(static, parameters, batched, grouped):
+    """Gradients of encoder [B, T, E] and predictor [B, U1, P]; of the parameters, summed over the batch."""
+    tiled, strict, structure = static
+    encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = batched
+    shape = encoder.shape[1], predictor.shape[1]
+    cotangents, _ = jax.tree.unflatten(structure, planes)
+    flags = tiled.within(shape, num_frames, num_labels)
+    if not tiled.joint.random:  # else every row must come to the place in its tile that it had in the forward pass
+        flags &= not_skipped(tiled, [*cotangents.values()], scale)
+    work = tiled.work(flags, grouped)
+    planes = [tiled.cut(x) for x in planes]
+
+    def step(i, sums):
+        tile = tiled.tile(i, work, encoder, predictor, label, num_frames, num_labels)
+        inside = tile.inside.reshape(tiled.blocks, -1)
+        rows = [jnp.where(inside, x[tile.block], 0).reshape(-1, 1, 1) for x in planes]
+        cotangents, saved = jax.tree.unflatten(structure, rows)
+        logits, pull = tiled.joint.pullback(parameters, tile.encoder, tile.predictor)
+        per_row = [jnp.repeat(x[tile.sequence], tiled.frames * tiled.columns) for x in (scale, clamp)]
+        operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
+        of_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
+        of_parameters, of_encoder, of_predictor = pull(of_logits)
+        of_states, spoiled, totals = sums
+        _, columns = tiled.grid(shape)
+        keys = tile.block // columns, tile.sequence * columns + tile.block % columns
+        updates = [_add_blocks(*each, tile.live) for each in zip(of_states, keys, (of_encoder, of_predictor))]
+        of_states, bad = zip(*updates)
+        spoiled = spoiled.at[tile.sequence].max((bad[0] | bad[1]) & tile.live)
+        totals = [x + y.astype(x.dtype) for x, y in zip(totals, of_parameters)]
+        return list(of_states), spoiled, totals
+
+    counts = [len(encoder) * n for n in tiled.grid(shape)]
+    states = [
+        jnp.zeros((n, size, x.shape[-1]), accumulation_dtype(x.dtype))
+        for n, size, x in zip(counts, (tiled.frames, tiled.columns), (encoder, predictor))
+    ]
+    totals = [
+        jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in parameters if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    start = states, jnp.zeros(len(encoder), bool), totals
+    states, spoiled, totals = jax.lax.fori_loop(0, work.tiles, step, start)
+    used = (
+        _row(shape[0]) < num_frames[:, None],
+        (_row(shape[1]) <= num_labels[:, None]) & (num_frames > 0)[:, None],
+    )
+    gradients = []
+    for x, sums, rows in zip((encoder, predictor), states, used):
+        sums = sums.reshape(len(x), -1, x.shape[-1])[:, : x.shape[1]]
+        sums = jnp.where((spoiled[:, None] & rows)[..., None], jnp.nan, sums)
+        gradients.append(sums.astype(x.dtype))
+    return gradients, totals
+
+
+def not_skipped(tiled, cotangents, scale):
+    """bool [B, blocks of frames, blocks of columns]: blocks whose gradient counts."""
+    kept = tiled.cut(~_negligible(cotangents, scale))
+    return jnp.any(kept, -1).reshape(-1, *tiled.grid(cotangents[0].shape[1:]))
+
+
+def _add_blocks(sums, key, x, live):
+    """(sums [K, ...] with x [S, ...] added at key [S], whether x [S] is not finite).
+
+    No two blocks of one key are added by two threads: they are summed first, by a matrix product, so that what is not
+    finite is left out, not to spoil others.
+    """
+    finite = jnp.all(jnp.isfinite(x), (1, 2))
+    counted = jnp.where((finite & live)[:, None, None], x, 0).astype(sums.dtype)
+    count = len(key)
+    if count > 1:
+        same = key[:, None] == key[None]
+        first = jnp.argmax(same, 1) == jnp.arange(count)
+        picks = (same & first[:, None]).astype(sums.dtype)
+        total = jnp.einsum("rs,sth->rth", picks, counted, precision=jax.lax.Precision.HIGHEST)
+        # Beyond the end there is nothing to add to, so that it is left out.
+        key = jnp.where(first, key, len(sums) + jnp.arange(count, dtype=key.dtype))
+    else:
+        total = counted
+    return sums.at[key].add(total, mode="drop", unique_indices=True), ~finite
+
+
+_forward = _ffi.define_grouped("jax_rnnt_tiles_fwd", _forward_tiles)
+_backward = _ffi.define_grouped("jax_rnnt_tiles_bwd", _backward_tiles)

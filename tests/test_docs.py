@@ -1,0 +1,96 @@
+"""Does the code of the documentation run, and does it do what the text around it says?"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+import reference_numpy as truth
+
+ROOT = losses.HERE.parent
+EXACT = 1e-12
+
+
+def code(page, marker, **names):
+    """The names that the page's block of code with this text defines."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if marker in block)
+    exec(compile(block, page, "exec"), names)
+    return names, block
+
+
+def test_variant_of_the_arcs(implementation):
+    """With every option and rule, from fewer than 30 lines outside the package."""
+    names, block = code("docs/losses.md", "two_step_loss")
+    assert len(block.splitlines()) < 30
+    arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
+    loss = losses.Loss("two_step", names["two_step_loss"], {"topology": arcs}, topology=names["ARCS"])
+    p = losses.poisoned(losses.problem(loss=loss))
+    windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
+    for options in ({}, {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "blank": 0, "label_windows": windows}):
+        got = losses.evaluate(loss, p, implementation, **options)
+        np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
+
+
+def test_variant_of_the_steps(implementation):
+    """A risk that grows with the frame is the delay penalty."""
+    names, _ = code("docs/losses.md", "two_step_loss")
+    names, block = code("docs/losses.md", "risk_loss", **names)
+    assert len(block.splitlines()) < 30
+    p = losses.poisoned(losses.problem())
+    middle = (p.logit_lengths[:, None, None] - 1) / 2
+    risk = 0.25 * (np.arange(7)[:, None] - middle) + np.zeros((4, 7, 5))
+    call = lambda x: names["risk_loss"](x, *p[1:], risk, reduction="none", implementation=implementation)
+    got = jax.jit(lambda x: (lambda v, pull: (v, pull(jnp.ones(4))[0]))(*jax.vjp(call, x)))(p.logits)
+    losses.assert_matches(got, losses.RNNT.expected(p, delay_penalty=0.25), np.float64, 11)
+
+
+def test_joint_in_tiles():
+    p = losses.problem()
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape)
+    given = dict(zip(("targets", "logit_lengths", "target_lengths"), p[1:], strict=True))
+    given |= {"encoder_out": draw(4, 7, 6), "predictor_out": draw(4, 5, 6), "weight": draw(6, 12), "bias": draw(12)}
+    names, _ = code("docs/losses.md", "joint_rnnt_loss(", **vars(jax_rnnt), partial=functools.partial, **given)
+    hidden = np.tanh(given["encoder_out"][:, :, None] + given["predictor_out"][:, None])
+    logits = hidden @ given["weight"] + given["bias"]
+    expected = jax_rnnt.rnnt_loss(logits, *p[1:], blank=0) + jax_rnnt.tdt_loss(logits, *p[1:], (0, 1, 2))
+    np.testing.assert_allclose(names["loss"], expected, rtol=EXACT)
+
+
+def test_pruned_training():
+    p = losses.problem()
+    rng = np.random.default_rng(0)
+    heads = {"am": rng.normal(size=(4, 7, 9)), "lm": rng.normal(size=(4, 5, 9))}
+    outputs = {"encoder_out": rng.normal(size=(4, 7, 9)), "predictor_out": rng.normal(size=(4, 5, 9))}
+    lengths = {"logit_lengths": p.logit_lengths, "target_lengths": p.target_lengths}
+    given = vars(jax_rnnt) | heads | outputs | lengths | {"rest": p[1:], "joint": lambda a, b: a + b}
+    names, _ = code("docs/losses.md", "prune_ranges(", **given)
+    whole = outputs["encoder_out"][:, :, None] + outputs["predictor_out"][:, None]
+    expected = losses.RNNT.expected(p._replace(logits=whole))[0].mean()  # five columns: nothing is pruned
+    np.testing.assert_allclose(names["loss"], 0.5 * names["simple"] + expected, rtol=EXACT)
+
+
+def test_training_step_of_the_readme():
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+    names, _ = code("README.md", "def train_step")
+    p = losses.problem(dtype=np.float32)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.eye(9, dtype=jnp.float32))
+
+        def __call__(self, features, targets):
+            return features @ self.weight[...]
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    batch = {"features": jnp.asarray(p.logits), **{name: jnp.asarray(getattr(p, name)) for name in p._fields[1:]}}
+    values = [float(names["train_step"](model, optimizer, batch)) for _ in range(3)]
+    np.testing.assert_allclose(values[0], losses.RNNT.expected(p, blank=0)[0].mean(), rtol=1e-5)
+    assert values[2] < values[1] < values[0]
