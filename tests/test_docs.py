@@ -29,7 +29,7 @@ def test_variant_of_the_arcs(implementation):
     names, block = code("docs/losses.md", "two_step_loss")
     assert len(block.splitlines()) < 30
     arcs = (truth.Arc("blank", 1, 0), truth.Arc("blank", 2, 0), truth.Arc("label", 0, 1))
-    loss = losses.Loss("two_step", names["two_step_loss"], {"topology": arcs}, topology=names["ARCS"])
+    loss = losses.Loss("two_step", names["two_step_loss"], {"topology": arcs})
     p = losses.poisoned(losses.problem(loss=loss))
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     for options in ({}, {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "blank": 0, "label_windows": windows}):

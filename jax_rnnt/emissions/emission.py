@@ -36,10 +36,11 @@ def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, 
 
 
 def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> jax.Array:
-    """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing."""
+    """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0."""
     bound, scale = (jnp.reshape(x, x.shape + (1,) * (gradient.ndim - x.ndim)) for x in (clamp, scale))
     bound, scale = bound.astype(gradient.dtype), scale.astype(gradient.dtype)
-    return jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient) * scale
+    clipped = jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient)
+    return jnp.where(gradient == 0, 0, clipped * scale)  # whatever the scale
 
 
 @dataclasses.dataclass(frozen=True)
