@@ -92,12 +92,15 @@ clean:
 	rm -rf $(VENV) build dist
 
 # ---- CUDA kernels without a GPU ----
-.PHONY: emulation-check test-gpu-compile
+.PHONY: emulation-check emulation-mutations test-gpu-compile
 
-# The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Then
-# typical bugs are put into a copy, each of which some check must find. Needs a C++ compiler only.
+# The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
+# a C++ compiler only.
 emulation-check:
 	$(PYTHON) xla_kernels/emulation/checks.py
+
+# Typical bugs are put into a copy of the kernels, each of which some check must find.
+emulation-mutations:
 	$(PYTHON) xla_kernels/emulation/mutations.py
 
 # Compiles a sharded training step for eight GPUs. XLA only asks for the kernels' names: the CPU's stand in.

@@ -7,6 +7,10 @@
 // of as many frames as the longest arc spans, in thread-local scratch. A log-probability is read for the last time
 // before its gradient is written, so the gradients may overwrite them.
 //
+// Measured on one core of a Zen 4 at 3.6 GHz, AVX-512, float32, T = 250, U = 60, in ns per node, loss with gradient:
+// five arcs (multi-blank) 7.3, nine (five durations) 11.3. With the scan column by column instead, two dozen cycles
+// each: 23 and 27.
+//
 // Why not the unit-step kernel's wavefront: it keeps one frame per lane, and here each lane would need the values of
 // as many frames before it as the longest arc spans.
 #include "xla_kernels/cpu/lattice.h"

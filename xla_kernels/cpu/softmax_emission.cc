@@ -8,13 +8,15 @@
 // rows at once, one row per lane. Nothing depends on how the rows are grouped, so a range of rows may be split anywhere
 // without changing a bit.
 //
-// Measured on one core of a Zen 4 at 3.6 GHz, GCC 12, AVX-512, float32, in ns per row, forward + backward in place;
-// beside it a flat loop that reads twice and writes once and knows no rows, with a polynomial alone for exp:
+// Measured on one core of a Zen 4 at 3.6 GHz, GCC 12, AVX-512, float32, in ns per row, forward + backward in place,
+// minima; beside it a flat loop that reads twice and writes once and knows no rows, with a polynomial alone for exp:
 //       V       32    500   1024   4096
-//    here       23    214    407   1581
-//    loop       12    195    399   1586
-// AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 more than half of the time is what surrounds the two vectors of
-// a row: about a sixth of the backward pass is the gradients of the arcs' own classes.
+//    here       14    127    241    992
+//    loop        8    135    276   1144
+// AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 what surrounds the two vectors of a row is still a third: rows
+// of up to four vectors take their arcs' gradients in registers (14% less than correcting them afterwards, as long rows
+// do), and any function that is not inlined there costs 2 ns. Five durations cost 7 ns + 7 ns a row, and as much again
+// where they make it end at odd addresses; a Bernoulli blank 19 ns + 5 ns at V = 500, for its comparison.
 //
 // Long rows of zeros (padding) are streamed past the caches, not read first: value and gradient of ragged batches, 52%
 // to 61% of whose nodes are valid, then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16:
@@ -26,6 +28,8 @@
 //   no prefetching in software                               forward +60%, backward +35% at V = 500
 //   prefetching rows of up to four vectors                   +2% to +14%
 //   one memset for each run of rows of zeros                 backward of padded batches +80% at V = 32, none at V = 500
+//   the durations of a group before its rows                 backward +20% at V = 64, for the same reason as above
+//   the loop over a group inside the choice of a row's size  backward +8% at V = 32: GCC spills
 #include "xla_kernels/cpu/softmax_emission.h"
 
 #include "xla_kernels/cpu/simd.h"
@@ -528,6 +532,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const Exponent blank = shape.blanks[0];
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
   const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
+  // Of a logit less lse: only a Bernoulli blank, whose result is not used, can be above 0.
+  const auto exp = [](F x) [[gnu::always_inline]] { return kBernoulli ? ExpOfAny(x) : Exp(x); };
 
   const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
   if (begin >= end) return;
@@ -609,7 +615,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax
       if (is_short) {
         WithShortRow(row, n, [&](auto g) [[gnu::always_inline]] {
-          g.Map([&](F v) { return shape.normalize ? Exp(v - row_lse) * minus_sum : others; });
+          g.Map([&](F v) { return shape.normalize ? exp(v - row_lse) * minus_sum : others; });
           g.Add(labels[lane], static_cast<const A*>(args.ct_label)[r + lane]);
           for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {
             g.Add(shape.blanks[arc], static_cast<const A*>(args.ct_blank[arc])[r + lane]);
@@ -626,9 +632,9 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       if (!shape.normalize) {
         FillRow(clip(others, limit) * scale, n, row_dx);
       } else if (limits[lane] == kInfinity<A>) {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return Exp(v - row_lse) * factor; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return exp(v - row_lse) * factor; });
       } else {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return clip(Exp(v - row_lse) * minus_sum, limit) * scale; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return clip(exp(v - row_lse) * minus_sum, limit) * scale; });
       }
     }
 
