@@ -363,7 +363,8 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
 
     // log-sum-exp of each row is shift + log(sum); the largest logit is -inf where the sum is 0. Outside rows: 0, 0.
     F shift = {}, sum = {}, max = {}, first = {};
-    F ends[kWidth] = {};
+    F ends[kWidth];
+    for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
     if (!shape.normalize) {
       sum = outside ? F{} : Broadcast(A(1));
       for (int lane = 0; has_ends && lane < kWidth; ++lane) {
@@ -593,8 +594,9 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     Store(-sum, minus_sums);
     Store(-sum * scale, factors);
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
-    for (int arc = 0; arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
-    F ends[kWidth] = {};
+    for (int arc = 0; !is_short && arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
+    F ends[kWidth];
+    for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
     for (int lane = 0; lane < count; ++lane) {
       const T* const row = x + lane * stride;
       T* const row_dx = dx + lane * stride;
