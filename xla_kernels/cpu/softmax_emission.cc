@@ -591,8 +591,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     const F row_lse = LoadLanes(static_cast<const A*>(args.lse) + r, count), lse = Shift(row_lse);
     A lses[kWidth], minus_sums[kWidth], factors[kWidth];
     Store(lse, lses);
-    Store(-sum, minus_sums);
-    Store(-sum * scale, factors);
+    Store(F{} - sum, minus_sums);  // no -0
+    Store((F{} - sum) * scale, factors);
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
     for (int arc = 0; !is_short && arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
     F ends[kWidth];

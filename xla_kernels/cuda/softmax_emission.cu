@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       ct_blank = at.label == bernoulli ? sum : args.ct_arc[0][at.index];
       sum = ct_label;
     }
-    const A minus_sum = shape.normalize || sum != sum ? -sum : A(0);
+    const A minus_sum = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
     // Comparisons with NaN are false: NaN stays.
     const auto clip = [&](A v) { return (v > limit ? limit : v < -limit ? -limit : v) * scale; };
     const auto others = [&](A v) { return shape.normalize ? Exp2((v - lse) * kLog2E<A>) * minus_sum : minus_sum; };
