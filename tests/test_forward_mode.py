@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_rnnt
 import losses
 
 
@@ -94,3 +95,13 @@ def test_per_example_jacobian(loss, implementation):
     for b in range(2):
         np.testing.assert_allclose(jacobian[b, b], expected[b], atol=1e-13)
         assert not np.asarray(jacobian[b, 1 - b]).any()
+
+
+def test_second_derivative_beside_rows_that_no_path_enters(implementation):
+    """Their softmax is never formed: its exponentials may be infinite."""
+    x = np.zeros((4, 3, 5))
+    x[3, 0] = 1000
+    rest = np.array([1, 2], np.int32), np.int32(4), np.int32(2)
+    options = dict(label_windows=np.array([[0, 1], [0, 2]], np.int32), implementation=implementation)
+    first = jax.grad(lambda x: jax_rnnt.rnnt_loss(x, *rest, **options))
+    assert np.isfinite(jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))(x)).all()

@@ -144,6 +144,7 @@ def backward_reference(
     ct_blanks, ct_label = cotangents[: len(blanks)], cotangents[len(blanks)]
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
+    x, lengths = (jnp.where(used[..., None], head, 0) for head in (x, lengths))  # exp of the others may be infinite
     if bernoulli:  # a label that is the blank counts as one
         same = label == blanks[0]
         ct_blank, ct_label = ct_blanks[0] + jnp.where(same, ct_label, 0), jnp.where(same, ct_label - ct_label, ct_label)

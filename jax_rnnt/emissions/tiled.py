@@ -258,13 +258,14 @@ def _forward_tiles(static, parameters, batched, grouped):
     return [jnp.where(inside, tiled.join(x[place], shape), fill) for x, fill in zip(stores, fills)], []
 
 
-def _negligible(cotangents, scale):
+def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes that all together are less than the rounding of the sums which they would enter.
 
-    The occupancies of a frame, and of a column, sum to 1 or more.
+    The occupancies of a column sum to 1 or more, of of a frame too unless arcs skip it. What is clipped is smaller.
     """
     first = cotangents[0]
     limit = jnp.finfo(first.dtype).eps / sum(first.shape[1:])
+    limit = limit * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(first.dtype)[:, None, None]
     size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
     return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
 
@@ -277,7 +278,7 @@ def _backward_tiles(static, parameters, batched, grouped):
     cotangents, _ = jax.tree.unflatten(structure, planes)
     flags = tiled.within(shape, num_frames, num_labels)
     if not tiled.joint.random:  # else every row must come to the place in its tile that it had in the forward pass
-        flags &= not_skipped(tiled, [*cotangents.values()], scale)
+        flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp)
     work = tiled.work(flags, grouped)
     planes = [tiled.cut(x) for x in planes]
 
@@ -322,9 +323,9 @@ def _backward_tiles(static, parameters, batched, grouped):
     return gradients, totals
 
 
-def not_skipped(tiled, cotangents, scale):
+def not_skipped(tiled, cotangents, scale, clamp):
     """bool [B, blocks of frames, blocks of columns]: blocks whose gradient counts."""
-    kept = tiled.cut(~_negligible(cotangents, scale))
+    kept = tiled.cut(~_negligible(cotangents, scale, clamp))
     return jnp.any(kept, -1).reshape(-1, *tiled.grid(cotangents[0].shape[1:]))
 
 

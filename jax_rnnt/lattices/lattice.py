@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.lattices.reference import inside, log_likelihood
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, slots
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, bounded, slots
 
 _MOST_ARCS = 64  # and planes: kMaxArcs of the kernels
 
@@ -110,12 +110,14 @@ def supported(topology: Topology, platform: str) -> bool:
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
     """-log likelihood [...] by the kernel; `arcs` as for `log_likelihood`."""
+    topology = bounded(topology, next(iter(arcs.values())).shape[-2])
     operands = _operands(topology, arcs, num_frames, num_labels)
     return _loss_kernel(*operands, num_batch_dims=num_frames.ndim, strict=strict, **_attributes(topology))[0]
 
 
 def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
     """(`value`, {slot: its gradient, minus the posterior of the slot's arcs [..., T, U1]})."""
+    topology = bounded(topology, next(iter(arcs.values())).shape[-2])
     operands = _operands(topology, arcs, num_frames, num_labels)
     params = dict(num_batch_dims=num_frames.ndim, strict=strict, alias=True, **_attributes(topology))
     loss, *planes = _grad_kernel(*operands, **params)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._vma import vary_together
-from jax_rnnt.lattices.topology import Topology, slots
+from jax_rnnt.lattices.topology import Topology, bounded, slots
 
 # An exponent that stands for log 0. The sum of two still fits an int32; far below any path of finite arcs.
 _LOWEST = -(1 << 30)
@@ -126,6 +126,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
         raise ValueError(f"log_likelihood: arcs must hold every slot of the topology; missing: {sorted(missing)}.")
     num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in topology))
     frames, columns = planes[0].shape[-2:]
+    topology = bounded(topology, frames)
     if frames == 0:
         planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]
         frames = 1

@@ -17,6 +17,10 @@ class Arc:
     may_end: bool = True
     other: str | None = None
 
+    def __post_init__(self):
+        if self.other == self.slot:
+            raise ValueError(f"Arc: other must be a slot beside slot, got {self.slot!r} for both.")
+
     def of(self, planes):
         """The log-probability of this arc from those by slot."""
         return planes[self.slot] if self.other is None else planes[self.slot] + planes[self.other]
@@ -28,6 +32,13 @@ Topology = tuple[Arc, ...]
 def slots(topology: Topology) -> tuple[str, ...]:
     """All slots of a topology, each once."""
     return tuple(dict.fromkeys(s for arc in topology for s in (arc.slot, arc.other) if s is not None))
+
+
+def bounded(topology: Topology, frames) -> Topology:
+    """The same paths, with no arc over more than frames + 1 frames: longer ones fit into no sequence either."""
+    if not isinstance(frames, int):  # symbolic
+        return topology
+    return tuple(dataclasses.replace(arc, dt=min(arc.dt, frames + 1)) for arc in topology)
 
 
 STANDARD: Topology = (Arc("blank", 1, 0), Arc("label", 0, 1))

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_rnnt._vma import vary_together
 from jax_rnnt.lattices.reference import _skew, inside
-from jax_rnnt.lattices.topology import Topology
+from jax_rnnt.lattices.topology import Topology, bounded
 
 
 def _add(a, w):
@@ -43,9 +43,10 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     frames : Array, int32 [..., U]
         The frame t from which the arc of label u leaves; -1 past U_b and where there is no path.
     """
-    ranked = sorted(topology, key=lambda a: a.du)  # stable: blanks first
+    ranked = tuple(sorted(topology, key=lambda a: a.du))  # stable: blanks first
     num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in ranked))
     frames, columns = planes[0].shape[-2:]
+    ranked = bounded(ranked, frames)
     if frames == 0:
         planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]
         frames = 1

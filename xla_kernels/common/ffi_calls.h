@@ -163,7 +163,8 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
     const int64_t dt = arcs.dt.begin()[k], du = arcs.du.begin()[k];
     if (dt < 0 || du < 0 || du > 1 || dt + du < 1) return Invalid("every arc must move, by at most one label");
     const int64_t plane = arcs.plane.begin()[k], other = arcs.other.begin()[k];
-    if (plane < 0 || plane >= int64_t(planes) || other >= int64_t(planes)) return Invalid("there is no such plane");
+    if (plane < 0 || plane >= int64_t(planes) || other >= int64_t(planes) || other == plane)
+      return Invalid("there is no such plane");
   }
   call->log_planes.push_back(first_plane.untyped_data());
   for (size_t k = 0; k + 1 < planes; ++k) {

@@ -48,7 +48,7 @@ void AdviseHugePages(const std::vector<void*>& planes, int64_t bytes) {
 template <typename Rows>
 void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Rows rows) {
   const int64_t n = shape.batch * shape.frames * shape.columns;
-  const int64_t row_bytes = std::max<int64_t>(1, shape.classes * BytesPerElement(dtype));
+  const int64_t row_bytes = std::max<int64_t>(1, shape.row_size() * BytesPerElement(dtype));
   if (n * row_bytes <= kSerialBytes) return rows(0, n);
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes);
   ParallelFor(pool, (n + chunk - 1) / chunk, [=](int64_t i) { rows(i * chunk, std::min(n, (i + 1) * chunk)); });

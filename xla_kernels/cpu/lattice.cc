@@ -115,7 +115,9 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
     for (int i = 0; i < kWidth; ++i) {
       const int64_t u = step - i;
       if (t + i < frames_) {
-        __builtin_prefetch(plane + (t + i + next) * args_.columns + u);
+        // As a number: it may lie outside the plane.
+        const uintptr_t ahead = reinterpret_cast<uintptr_t>(plane) + ((t + i + next) * args_.columns + u) * sizeof(A);
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead));
         skewed[i] = Base::LoadColumns(plane, t + i, u, n);
         Base::Check(skewed[i]);
       } else {

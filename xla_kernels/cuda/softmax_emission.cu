@@ -1,5 +1,6 @@
 // Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
-// logits.
+// logits. Behind the V may lie D more, the durations: a softmax of their own, through which every lane goes by itself.
+// A Bernoulli blank is left out of the sum.
 //
 // Each pass is bound by memory: forward reads every logit inside the lengths once, backward reads it once and writes
 // its gradient once, over the same memory if asked to. Rows outside the lengths are not read; backward writes zeros
