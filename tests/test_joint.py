@@ -575,6 +575,17 @@ def test_skipped_blocks_change_nothing_but_rounding(monkeypatch):
         np.testing.assert_allclose(a, b, atol=4 * losses.eps(np.float32) * np.abs(b).max())
 
 
+@pytest.mark.parametrize("clamp", [1e-3, 1e-7])
+def test_what_is_clipped_is_skipped_for_less(monkeypatch, clamp):
+    """Clipping makes what is kept small, and what is left out must be as much smaller."""
+    network = confident()
+    got = gradients(tiles, clamp=clamp)(network)
+    monkeypatch.setattr(tiled, "not_skipped", lambda *_: jnp.bool_(True))
+    expected = gradients(tiles, clamp=clamp)(network)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=4 * losses.eps(np.float32) * np.abs(b).max())
+
+
 def test_sequences_without_weight():
     network = Network()
     run = gradients(tiles, reduction="none")
