@@ -7,13 +7,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 
-def draw_lattices(file, samples, reduction, *, label_moves):
+def draw_lattices(file, samples, reduction):
     """One column a sample: its lattice, brightest where alignments pass, over its input with the labels where the best
     path writes them.
 
     `samples` holds tuples (features [T, F], targets [U], frames of the best path's labels [U], blank posteriors
-    [N, U1], label posteriors [N, U1]) without padding; an encoder frame spans `reduction` input frames. `label_moves`:
-    a label leads to the next frame.
+    [N, U1], label posteriors [N, U1]) without padding; an encoder frame spans `reduction` input frames.
     """
     figure, axes = plt.subplots(
         2, len(samples), figsize=(5 * len(samples), 5), height_ratios=(3, 1), sharex="col", squeeze=False,
@@ -28,7 +27,7 @@ def draw_lattices(file, samples, reduction, *, label_moves):
         )  # fmt: skip
         corners = [(0, 0)]
         for u, frame in enumerate(emitted):
-            corners += [(frame, u), (frame + label_moves, u + 1)]
+            corners += [(frame, u), (frame, u + 1)]
         n, u = np.array([*corners, (frames, columns - 1)]).T
         lattice.plot(np.minimum(n + 0.5, frames) * reduction, u, color="white", lw=1, alpha=0.8)
         lattice.set_yticks(range(columns), ["start", *map(str, targets)])

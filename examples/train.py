@@ -101,19 +101,19 @@ def error_rate(decode, params, batches):
     return 100 * errors / total
 
 
-def draw_samples(model, topology, batch, file):
+def draw_samples(model, loss, batch, file):
     """Picture of the alignments of the batch's first three utterances."""
     batch = {name: x[:3] for name, x in batch.items()}
     logits = model(batch["features"], batch["targets"])
     lengths = model.lengths(batch["feature_lengths"])
     arrays = logits, batch["targets"], lengths, batch["target_lengths"]
-    _, emitted = rnnt_align(*arrays, blank=model.blank, topology=topology)
-    arcs = rnnt_posteriors(*arrays, blank=model.blank, topology=topology)
+    _, emitted = rnnt_align(*arrays, blank=model.blank, loss=loss)
+    arcs = rnnt_posteriors(*arrays, blank=model.blank, loss=loss)
     samples = []
     for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
         features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count]
         samples.append((features, targets, emitted[i, :count], *(x[i, :frames, : count + 1] for x in arcs)))
-    draw_lattices(file, samples, model.reduction, label_moves=topology != "standard")
+    draw_lattices(file, samples, model.reduction)
 
 
 def main():
@@ -179,10 +179,7 @@ def main():
                 tqdm.write(f"step {step + 1}: held-out CER {error_rate(decode, state[0], test):.1f}%")
 
     cer = error_rate(decode, state[0], test)
-    if variant.topology:
-        draw_samples(nnx.merge(graphdef, state[0]), variant.topology, test[0], workdir / "lattice.png")
-    else:
-        print(f"no lattice.png: rnnt_posteriors does not cover {args.loss}")
+    draw_samples(nnx.merge(graphdef, state[0]), variant.of_logits, test[0], workdir / "lattice.png")
     seconds = time.perf_counter() - started
     speed = batch_size / np.median(durations) if durations else 0  # the median leaves compilation out
     if args.log_json:

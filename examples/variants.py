@@ -90,9 +90,9 @@ def bernoulli_blank(logits, blank):
 class Variant(NamedTuple):
     loss: Callable
     decide: Callable
+    of_logits: Callable  # the loss of all logits, whose lattice the picture shows
     extra_blanks: int = 0  # classes between the labels and the blank
     durations: int = 0  # logits after the blank
-    topology: str | None = None  # of the lattice that the picture shows; None: rnnt_posteriors does not know it
     model: type = Transducer
 
     @property
@@ -108,10 +108,10 @@ tdt_loss = functools.partial(jax_rnnt.tdt_loss, durations=DURATIONS, sigma=0.05)
 multiblank_loss = functools.partial(jax_rnnt.multiblank_rnnt_loss, big_blank_durations=BIG_BLANKS, sigma=0.05)
 
 VARIANTS = {
-    "rnnt": Variant(of_logits(jax_rnnt.rnnt_loss), label_stays, topology="standard"),
-    "monotonic": Variant(of_logits(jax_rnnt.monotonic_rnnt_loss), label_moves, topology="monotonic"),
-    "tdt": Variant(of_logits(tdt_loss), token_and_duration, durations=len(DURATIONS)),
-    "multiblank": Variant(of_logits(multiblank_loss), big_blank, extra_blanks=len(BIG_BLANKS)),
-    "hat": Variant(of_logits(jax_rnnt.hat_loss), bernoulli_blank),
-    "pruned": Variant(pruned, label_stays, topology="standard", model=PrunedTransducer),
+    "rnnt": Variant(of_logits(jax_rnnt.rnnt_loss), label_stays, jax_rnnt.rnnt_loss),
+    "monotonic": Variant(of_logits(jax_rnnt.monotonic_rnnt_loss), label_moves, jax_rnnt.monotonic_rnnt_loss),
+    "tdt": Variant(of_logits(tdt_loss), token_and_duration, tdt_loss, durations=len(DURATIONS)),
+    "multiblank": Variant(of_logits(multiblank_loss), big_blank, multiblank_loss, extra_blanks=len(BIG_BLANKS)),
+    "hat": Variant(of_logits(jax_rnnt.hat_loss), bernoulli_blank, jax_rnnt.hat_loss),
+    "pruned": Variant(pruned, label_stays, jax_rnnt.rnnt_loss, model=PrunedTransducer),
 }

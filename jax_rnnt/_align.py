@@ -1,23 +1,34 @@
 """What is known about the alignment of targets and frames: posteriors, the best path, expected frames."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _transducer, seam
 from jax_rnnt._reduce import reduce
-from jax_rnnt._topologies import by_name
-from jax_rnnt._transducer import Spec
-from jax_rnnt.emissions import softmax
+from jax_rnnt._rnnt import rnnt_loss
+from jax_rnnt.emissions.virtual import Inquiry
 
 
-def _prepared(name, arrays, blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation):
-    """(spec, arrays, operands of the seam), checked."""
-    arrays = _checks.arrays(name, *arrays)
-    arcs, steps = by_name(name, topology)
-    implementation = _checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS)
-    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
-    operands = _transducer.seam_operands(name, arrays[1], delay_penalty=delay_penalty, label_windows=label_windows)
-    return Spec(emission, arcs, steps, implementation=implementation), arrays, operands
+def _composition(name, loss, logits, targets, logit_lengths, target_lengths, **options) -> _transducer.Composition:
+    """What `loss` makes of these arguments."""
+    unsuitable = f"{name}: loss must be a loss of this library that takes logits, not jitted, got {loss!r}."
+    if not callable(loss):
+        raise TypeError(unsuitable)
+    if not hasattr(logits, "dtype"):
+        logits = jnp.asarray(logits)
+    arrays = dict(targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
+    try:
+        found = loss(logits=Inquiry(logits), **arrays, **_checks.given(**options))
+    except (TypeError, AttributeError) as error:  # of something that wants to compute with them
+        if Inquiry.__name__ in str(error):
+            raise TypeError(unsuitable) from error
+        raise
+    if not isinstance(found, _transducer.Composition):
+        raise TypeError(unsuitable)
+    return found
 
 
 def rnnt_posteriors(
@@ -28,15 +39,16 @@ def rnnt_posteriors(
     blank: int = -1,
     fused_log_softmax: bool = True,
     *,
-    topology: str = "standard",
+    loss: Callable[..., Any] = rnnt_loss,
     delay_penalty: float | jax.Array = 0.0,
     label_windows: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Posterior probability of every arc of the lattice, given the targets.
+    """Posterior probability of every blank and every label, given the targets.
 
     T frames, U labels, V classes; `...` is any number of batch dimensions. The posterior of an arc is the probability
-    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b).
+    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b). Where
+    several arcs of a kind leave a node (big blanks, durations), it is their sum.
 
     Parameters
     ----------
@@ -50,23 +62,20 @@ def rnnt_posteriors(
         The blank class; a negative one counts from the end.
     fused_log_softmax : bool, default True
         False: `logits` already are log-probabilities and are used as they are.
-    topology : {"standard", "monotonic", "constrained"}
-        The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
-    delay_penalty : float or scalar Array, default 0.0
-        As for `rnnt_loss`.
-    label_windows : Array, integer [..., U, 2], optional
-        As for `rnnt_loss`.
-    implementation : {None, "kernel", "reference"}
-        As for `rnnt_loss`.
+    loss : callable, default rnnt_loss
+        Any loss of this library that takes logits; its own arguments bound by `functools.partial`, or an `RNNTLoss`.
+        Logits then have the shape that it wants: a band's [..., T, S, V], packed ones [N, V].
+    delay_penalty, label_windows, implementation
+        As for `rnnt_loss`; passed on to `loss`, as `blank` and `fused_log_softmax`, where they differ from the default.
 
     Returns
     -------
     blank : Array, float32 (float64 for float64 logits) [..., T, U + 1]
-        Posterior of the blank arc that leaves node (t, u).
+        Posterior of a blank, of any duration, that leaves node (t, u).
     label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
-        Posterior of the label arc that leaves node (t, u). Every label u < U_b sums to 1 over t; on the standard
-        lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no path exists; NaN
-        for a sequence whose lengths or labels are out of range.
+        Posterior of the label, of any duration, that leaves node (t, u). Every label u < U_b sums to 1 over t; on the
+        standard lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no path
+        exists; NaN for a sequence whose lengths or labels are out of range.
 
     Raises
     ------
@@ -89,11 +98,12 @@ def rnnt_posteriors(
     >>> [round(float(p), 3) for p in label[:, 0]]
     [0.333, 0.333, 0.333]
     """
-    arrays = logits, targets, logit_lengths, target_lengths
-    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
-    spec, arrays, operands = _prepared("rnnt_posteriors", arrays, *options)
-    arcs = _transducer.posteriors(spec, *arrays, operands)
-    return arcs["blank"], arcs["label"]
+    spec, arrays, operands = _composition(
+        "rnnt_posteriors", loss, logits, targets, logit_lengths, target_lengths,
+        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
+        implementation=implementation,
+    )  # fmt: skip
+    return _transducer.posteriors(spec, *arrays, operands)
 
 
 def expected_emission_frames(
@@ -104,7 +114,7 @@ def expected_emission_frames(
     blank: int = -1,
     fused_log_softmax: bool = True,
     *,
-    topology: str = "standard",
+    loss: Callable[..., Any] = rnnt_loss,
     delay_penalty: float | jax.Array = 0.0,
     label_windows: jax.Array | None = None,
     implementation: str | None = None,
@@ -126,7 +136,7 @@ def expected_emission_frames(
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
         As for `rnnt_posteriors`.
 
     Returns
@@ -152,10 +162,12 @@ def expected_emission_frames(
     >>> [round(float(t), 3) for t in frames]
     [1.0]
     """
-    arrays = logits, targets, logit_lengths, target_lengths
-    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
-    spec, arrays, operands = _prepared("expected_emission_frames", arrays, *options)
-    label = _transducer.posteriors(spec, *arrays, operands)["label"][..., :-1]
+    spec, arrays, operands = _composition(
+        "expected_emission_frames", loss, logits, targets, logit_lengths, target_lengths,
+        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
+        implementation=implementation,
+    )  # fmt: skip
+    label = _transducer.posteriors(spec, *arrays, operands)[1][..., :-1]
     return jnp.sum(seam.frame(label).astype(label.dtype) * label, -2)
 
 
@@ -168,7 +180,7 @@ def minimum_latency(
     reduction: str = "mean",
     fused_log_softmax: bool = True,
     *,
-    topology: str = "standard",
+    loss: Callable[..., Any] = rnnt_loss,
     label_windows: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -190,7 +202,7 @@ def minimum_latency(
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, topology, label_windows, implementation
+    blank, fused_log_softmax, loss, label_windows, implementation
         As for `rnnt_posteriors`.
     reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
         As for `rnnt_loss`.
@@ -221,11 +233,12 @@ def minimum_latency(
     2.0
     """
     name = "minimum_latency"
-    arrays = logits, targets, logit_lengths, target_lengths
-    options = blank, fused_log_softmax, topology, 0.0, label_windows, implementation
-    spec, arrays, operands = _prepared(name, arrays, *options)
+    spec, arrays, operands = _composition(
+        name, loss, logits, targets, logit_lengths, target_lengths,
+        blank=blank, fused_log_softmax=fused_log_softmax, label_windows=label_windows, implementation=implementation,
+    )  # fmt: skip
     reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
-    label = _transducer.posteriors(spec, *arrays, operands)["label"]
+    _, label = _transducer.posteriors(spec, *arrays, operands)
     total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
     num_labels = arrays[3]
     return reduce(total / jnp.maximum(num_labels, 1).astype(total.dtype), num_labels, reduction)
@@ -239,14 +252,15 @@ def rnnt_align(
     blank: int = -1,
     fused_log_softmax: bool = True,
     *,
-    topology: str = "standard",
+    loss: Callable[..., Any] = rnnt_loss,
     delay_penalty: float | jax.Array = 0.0,
     label_windows: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
 
-    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With log-probabilities l::
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With log-probabilities l,
+    on the lattice of `rnnt_loss`::
 
         best(0, 0) = 0
         best(t, u) = max(best(t - 1, u) + l[t - 1, u, blank], best(t, u - 1) + l[t, u - 1, targets[u - 1]])
@@ -260,7 +274,7 @@ def rnnt_align(
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
         As for `rnnt_posteriors`.
 
     Returns
@@ -270,8 +284,9 @@ def rnnt_align(
         length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient is that of the
         path's own arcs.
     frames : Array, int32 [..., U]
-        The frame of label u, counted from 0 and never decreasing; -1 past U_b and where there is no path. Of two ways
-        into a node that are equally good the blank is taken, so labels come early: deterministic, whatever the batch.
+        The frame of label u, counted from 0 and never decreasing; -1 past U_b and where there is no path. Of ways into
+        a node that are equally good the blank is taken, so labels come early, and of several durations the one that the
+        loss is given first: deterministic, whatever the batch.
 
     Raises
     ------
@@ -291,7 +306,9 @@ def rnnt_align(
     >>> frames.tolist()
     [1]
     """
-    arrays = logits, targets, logit_lengths, target_lengths
-    options = blank, fused_log_softmax, topology, delay_penalty, label_windows, implementation
-    spec, arrays, operands = _prepared("rnnt_align", arrays, *options)
+    spec, arrays, operands = _composition(
+        "rnnt_align", loss, logits, targets, logit_lengths, target_lengths,
+        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
+        implementation=implementation,
+    )  # fmt: skip
     return _transducer.align(spec, *arrays, operands)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.emissions.virtual import JointLogits
+from jax_rnnt.emissions.virtual import Inquiry, JointLogits
 
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
@@ -27,6 +27,8 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
     if isinstance(x, JointLogits):
         return x  # it has been checked
+    if isinstance(x, Inquiry):
+        return Inquiry(floating(function, name, x.logits, rank, dimensions))
     x = _array(function, name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
@@ -125,3 +127,20 @@ def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
     if len(set(values)) != len(values) or min(values, default=smallest - 1) < smallest:
         raise ValueError(f"{function}: {name} must be distinct integers >= {smallest}, at least one, got {values}.")
     return values
+
+
+_DEFAULTS = dict(
+    blank=-1,
+    clamp=-1.0,
+    reduction="mean",
+    fused_log_softmax=True,
+    fastemit_lambda=0.0,
+    delay_penalty=0.0,
+    label_windows=None,
+    implementation=None,
+)
+
+
+def given(**options) -> dict[str, Any]:
+    """Those that differ from the default that all losses share: a loss may have others bound."""
+    return {k: x for k, x in options.items() if not (isinstance(x, type(_DEFAULTS[k])) and x == _DEFAULTS[k])}

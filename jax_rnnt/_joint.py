@@ -10,17 +10,6 @@ from jax_rnnt._rnnt import rnnt_loss
 from jax_rnnt.emissions.joint import LinearJoint
 from jax_rnnt.emissions.virtual import JointLogits
 
-_DEFAULTS = dict(
-    blank=-1,
-    clamp=-1.0,
-    reduction="mean",
-    fused_log_softmax=True,
-    fastemit_lambda=0.0,
-    delay_penalty=0.0,
-    label_windows=None,
-    implementation=None,
-)
-
 
 def _logits(name, joint, encoder_out, predictor_out):
     """Shape and dtype of what `joint` makes of a row, checked."""
@@ -154,10 +143,9 @@ def joint_rnnt_loss(
     nodes = encoder_out.shape[:-1] + predictor_out.shape[-2:-1]
     made = _logits(name, joint, encoder_out, predictor_out)
     logits = JointLogits((*nodes, made.shape[-1]), made.dtype, joint, encoder_out, predictor_out, chunk)
-    options = dict(
+    options = _checks.given(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
         implementation=implementation,
     )  # fmt: skip
-    given = {k: x for k, x in options.items() if not (isinstance(x, type(_DEFAULTS[k])) and x == _DEFAULTS[k])}
-    return loss(logits, targets, logit_lengths, target_lengths, **given)
+    return loss(logits, targets, logit_lengths, target_lengths, **options)

@@ -128,8 +128,7 @@ def simple_rnnt_loss(
     if not _checks.boolean(name, "return_posteriors", return_posteriors):
         return loss
     scores = jax.lax.stop_gradient((am, lm))
-    found = _transducer.posteriors(spec, scores, *rest, operands)
-    return loss, (found["blank"], found["label"])
+    return loss, _transducer.posteriors(spec, scores, *rest, operands)
 
 
 def prune_ranges(

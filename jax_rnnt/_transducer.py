@@ -7,7 +7,7 @@ and the reduction multiply it, in its single pass over the logits.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
 from jax_rnnt.emissions.emission import Emission
 from jax_rnnt.emissions.tiled import materialized, tiled
-from jax_rnnt.emissions.virtual import JointLogits
+from jax_rnnt.emissions.virtual import Inquiry, JointLogits
 from jax_rnnt.lattices import lattice
 from jax_rnnt.lattices.reference import log_likelihood
 from jax_rnnt.lattices.topology import STANDARD, Topology
@@ -167,7 +167,10 @@ def _arcs(spec, arrays, operands):
 
 @jax.jit
 def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
-    """{slot: arc posteriors [..., T, U1]}; NaN for a sequence whose lengths or labels are out of range."""
+    """(blank, label) posteriors [..., T, U1], each the sum over all arcs of its kind that leave a node.
+
+    NaN for a sequence whose lengths or labels are out of range.
+    """
     arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     *_, num_frames, num_labels = arrays
     arcs = _arcs(spec, arrays, operands)
@@ -175,7 +178,12 @@ def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, opera
         _, gradients = lattice.reference_grad(spec.topology, arcs, num_frames, num_labels)
     else:
         _, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
-    return {slot: jnp.where(bad[..., None, None], jnp.nan, 0 - g) for slot, g in gradients.items()}
+
+    def kind(name):
+        total = -sum(g for slot, g in gradients.items() if slot.startswith(name))
+        return jnp.where(bad[..., None, None], jnp.nan, 0 + total)  # 0 and no -0
+
+    return kind("blank"), kind("label")
 
 
 @jax.jit
@@ -204,6 +212,14 @@ def seam_operands(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, 
     return operands
 
 
+class Composition(NamedTuple):
+    """What a loss is made of: for those that ask something else of its lattice."""
+
+    spec: Spec
+    arrays: tuple[Any, ...]
+    operands: dict[str, Any]
+
+
 def evaluate(
     function: str,
     arrays,
@@ -218,11 +234,12 @@ def evaluate(
     inplace=True,
     operands=None,
     **options,
-) -> jax.Array:
+) -> Any:
     """The loss that these parts make: all that is left for a public function to do once its own arguments are checked.
 
     `arrays` are (logits, targets, logit_lengths, target_lengths) from `_checks`; `options` are those of
-    `seam_operands`; `operands` are arrays for the steps. Errors name `function`.
+    `seam_operands`; `operands` are arrays for the steps. Errors name `function`. Of an `Inquiry` in place of logits the
+    result is a `Composition`.
     """
     logits, *rest = arrays
     if isinstance(logits, JointLogits):
@@ -242,4 +259,7 @@ def evaluate(
     )
     clamp = _checks.scalar(function, "clamp", clamp)
     clamp = None if isinstance(clamp, float) and clamp <= 0 else clamp
-    return loss(spec, *arrays, clamp, {**seam_operands(function, arrays[1], **options), **(operands or {})})
+    operands = {**seam_operands(function, arrays[1], **options), **(operands or {})}
+    if isinstance(logits, Inquiry):
+        return Composition(spec, (logits.logits, *rest), operands)
+    return loss(spec, *arrays, clamp, operands)

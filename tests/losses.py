@@ -50,9 +50,21 @@ class Loss:
     def __call__(self, *args, implementation=None, **kwargs):
         return self.function(*args, **self.options, implementation=implementation, **kwargs)
 
+    @property
+    def bound(self):
+        """The function with its own options, as others of the library take it."""
+        return functools.partial(self.function, **self.options)
+
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""
         return truth.loss_and_gradient(*problem, **self.truth, **options)
+
+    def lattice(self, logits, targets):
+        """(topology, {slot: arc scores [T, U1]}) in float64 of one sequence, cut to its lengths."""
+        options = {"topology": truth.STANDARD, "emission": truth.softmax_emission, "extra_classes": 0, **self.truth}
+        topology, emission, extra = (options.pop(k) for k in ("topology", "emission", "extra_classes"))
+        labels = np.append(targets, -1).astype(int)
+        return topology, emission(logits, labels, blank=logits.shape[-1] - extra - 1, **options)[0]
 
     def blank(self, index):
         """This blank, or the first that is possible."""
@@ -99,6 +111,7 @@ LOSSES = (
     Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
 )
 RNNT = LOSSES[0]
+TDT = LOSSES[5]
 
 
 # ------------------------------------------------------------------------------------------------------ problems

@@ -1,5 +1,7 @@
 """Is the alignment the best of all paths, its frames those of the path, and do ties fall the same way every time?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +13,10 @@ import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt.lattices.viterbi import best_path
 from test_lattices import EVERY, TOPOLOGIES, T, U, arcs_of
+from test_packed import packed
 from test_vectors import LABELS, LENGTHS, X
 
 EXACT = 1e-13
-NAMES = ("standard", "monotonic", "constrained")
-TRUTH = {
-    "standard": (truth.STANDARD, truth.softmax_emission),
-    "monotonic": (truth.MONOTONIC, truth.softmax_emission),
-    "constrained": (truth.MONOTONIC, truth.constrained_emission),
-}
 
 
 def best_of_all(topology, arcs, num_frames, num_labels):
@@ -57,27 +54,151 @@ def test_vector():
     np.testing.assert_allclose((expected + 1).sum(), 8.678643171, rtol=1e-9)  # there frames count from 1
 
 
-@pytest.mark.parametrize("topology", NAMES)
-def test_align(topology):
+def sequences(loss, p):
+    """(b, T_b, U_b, topology, arcs) of every sequence."""
+    for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths, strict=True)):
+        yield b, n, m, *loss.lattice(p.logits[b, :n, : m + 1], p.targets[b, :m])
+
+
+@pytest.mark.family
+def test_align(loss, implementation):
+    p = losses.problem(loss=loss)
+    implementation = None if implementation == "kernel" else implementation  # the search has none
+    score, frames = jax_rnnt.rnnt_align(*losses.poisoned(p), loss=loss.bound, implementation=implementation)
+    for b, n, m, topology, arcs in sequences(loss, p):
+        expected, where = best_of_all(topology, arcs, n, m)
+        np.testing.assert_allclose(score[b], expected, rtol=EXACT)
+        np.testing.assert_array_equal(frames[b], where + [-1] * (4 - m))
+
+
+def by_kind(posteriors):
+    """Posteriors of blanks and of labels, whatever their durations."""
+    return [sum(x for slot, x in posteriors.items() if slot.startswith(kind)) for kind in ("blank", "label")]
+
+
+def assert_posteriors(got, frames, sequences):
+    """(blank, label) of `rnnt_posteriors` and the expected frames against the truth; nothing outside the lengths."""
+    for b, n, m, topology, arcs in sequences:
+        expected = by_kind(truth.posteriors(topology, arcs, n, m)[1])
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x[b, :n, : m + 1], y, atol=EXACT)
+            assert not x[b, n:].any() and not x[b, :, m + 1 :].any()
+        mean = (np.arange(n)[:, None] * expected[1]).sum(0)[:m]
+        np.testing.assert_allclose(frames[b], np.append(mean, [0] * (frames.shape[1] - m)), atol=EXACT)
+
+
+@pytest.mark.family
+def test_posteriors_and_expected_frames(loss, implementation):
+    p = losses.problem(loss=loss)
+    options = {"loss": loss.bound, "implementation": implementation}
+    got = jax_rnnt.rnnt_posteriors(*losses.poisoned(p), **options)
+    assert_posteriors(got, jax_rnnt.expected_emission_frames(*losses.poisoned(p), **options), sequences(loss, p))
+    np.testing.assert_allclose(got[1].sum((1, 2)), p.target_lengths, atol=EXACT)
+    latency = jax_rnnt.minimum_latency(*p, reduction="none", **options)
+    frames = np.asarray(jax_rnnt.expected_emission_frames(*p, **options))
+    counted = np.where(np.arange(4) < p.target_lengths[:, None], frames + 1, 0).sum(1)
+    np.testing.assert_allclose(latency, counted / np.maximum(p.target_lengths, 1), atol=EXACT)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_durations_arc_by_arc(kernel, sampled):
+    """FastEmit and the sampled RNN-T make an arc of each pair of heads; the posteriors are those of the lattice."""
+    p = losses.problem(loss=losses.TDT)
+    options = {"omega": 1.0, "key": jax.random.key(0)} if sampled else {"fastemit_lambda": 0.5}
+    options = {"loss": functools.partial(losses.TDT.bound, **options), "implementation": kernel}
+    expected = sequences(losses.RNNT, p._replace(logits=p.logits[..., :-3])) if sampled else sequences(losses.TDT, p)
+    got = jax_rnnt.rnnt_posteriors(*p, **options)
+    assert_posteriors(got, jax_rnnt.expected_emission_frames(*p, **options), expected)
+
+
+@pytest.mark.parametrize("topology", ["standard", "monotonic", "constrained"])
+@pytest.mark.parametrize("hat", [False, True])
+def test_band(kernel, topology, hat):
+    """Of a band: everything has the shape of the whole lattice, in which the other nodes are forbidden."""
+    p, width = losses.problem(), 3
+    first = np.array([[0, 0, 0, 1, 1, 2, 2], [0] * 7, [0] * 7, [0, 0, 1, 1, 1, 1, 1]], np.int32)
+    column = first[..., None] + np.arange(width)
+    band = np.take_along_axis(p.logits, column[..., None], 2)
+    call = functools.partial(jax_rnnt.pruned_rnnt_loss, first=first, topology=topology, hat=hat)
+    alone = {"standard": losses.RNNT, "monotonic": losses.LOSSES[1], "constrained": losses.LOSSES[3]}[topology]
+    options = dict(alone.truth)
+    if hat:
+        emission = {"constrained": constrained_hat}.get(topology, truth.hat_emission)
+        alone = losses.Loss("hat", None, {**options, "emission": emission})
+
+    def forbidden():
+        for b, n, m, arcs_of_truth, arcs in sequences(alone, p):
+            place = np.arange(m + 1) - first[b, :n, None]
+            inside = (place >= 0) & (place < width)
+            arcs = {slot: np.where(inside, x, -np.inf) for slot, x in arcs.items()}
+            if topology == "constrained":  # the blank after a label lies in the band, too
+                arcs["label"][:, :-1] = np.where(inside[:, 1:], arcs["label"][:, :-1], -np.inf)
+            yield b, n, m, arcs_of_truth, arcs
+
+    got = jax_rnnt.rnnt_posteriors(band, *p[1:], loss=call, implementation=kernel)
+    frames = jax_rnnt.expected_emission_frames(band, *p[1:], loss=call, implementation=kernel)
+    assert_posteriors(got, frames, forbidden())
+    score, frames = jax_rnnt.rnnt_align(band, *p[1:], loss=call)
+    for b, n, m, arcs_of_truth, arcs in forbidden():
+        expected, where = best_of_all(arcs_of_truth, arcs, n, m)
+        np.testing.assert_allclose(score[b], expected, rtol=EXACT)
+        np.testing.assert_array_equal(frames[b], where + [-1] * (4 - m))
+
+
+def constrained_hat(logits, labels, *, blank):
+    """HAT's arcs, with k2's constraint."""
+    arcs, _ = truth.hat_emission(logits, labels, blank=blank)
+    after = np.full_like(arcs["blank"], -np.inf)
+    after[:, :-1] = arcs["blank"][:, 1:]
+    return {**arcs, "label": arcs["label"] + after}, None
+
+
+def test_packed(implementation):
     p = losses.problem()
-    arcs_of_truth, emission = TRUTH[topology]
-    for implementation in (None, "reference"):
-        score, frames = jax_rnnt.rnnt_align(*losses.poisoned(p), topology=topology, implementation=implementation)
-        for b in range(4):
-            n, m = p.logit_lengths[b], p.target_lengths[b]
-            arcs, _ = emission(p.logits[b, :n, : m + 1], np.append(p.targets[b, :m], -1).astype(int), blank=8)
-            expected, where = best_of_all(arcs_of_truth, arcs, n, m)
-            np.testing.assert_allclose(score[b], expected, rtol=EXACT)
-            np.testing.assert_array_equal(frames[b], where + [-1] * (4 - m))
+    rows = packed(p, p.logits)
+    call = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=7)
+    got = jax_rnnt.rnnt_posteriors(rows, *p[1:], loss=call, implementation=implementation)
+    frames = jax_rnnt.expected_emission_frames(rows, *p[1:], loss=call, implementation=implementation)
+    assert_posteriors(got, frames, sequences(losses.RNNT, p))
+    for x, y in zip(jax_rnnt.rnnt_align(rows, *p[1:], loss=call), jax_rnnt.rnnt_align(*p), strict=True):
+        losses.assert_same_bits(x, y)
+
+
+def test_options_of_the_call_and_of_the_loss():
+    """Whichever of the two binds an option; the call's own come first; what only a loss returns has no effect."""
+    p = losses.problem()
+    given = {"blank": 3, "delay_penalty": 0.25, "label_windows": np.array([[[0, 6]] * 4] * 4, np.int32)}
+    expected = jax_rnnt.rnnt_posteriors(*p, **given)
+    bound = functools.partial(jax_rnnt.rnnt_loss, **given, reduction="sum", clamp=0.5)
+    with_object = jax_rnnt.RNNTLoss(**given, reduction="sum", clamp=0.5)
+    other = functools.partial(jax_rnnt.rnnt_loss, **given | {"blank": 2})
+    for options in ({"loss": bound}, {"loss": with_object}, {"loss": other, "blank": 3}):
+        for x, y in zip(jax_rnnt.rnnt_posteriors(*p, **options), expected, strict=True):
+            losses.assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("function", ["rnnt_posteriors", "expected_emission_frames", "minimum_latency", "rnnt_align"])
+def test_unsuitable_losses(function):
+    p = losses.problem()
+    of_the_user = lambda logits, **_: (logits * 2).sum()
+    for loss in ("tdt", None, lambda **_: 0.0, jax.jit(jax_rnnt.rnnt_loss), of_the_user):
+        with pytest.raises(TypeError, match=rf"{function}: loss must be"):
+            getattr(jax_rnnt, function)(*p, loss=loss)
+    for loss, name in ((jax_rnnt.tdt_loss, "durations"), (jax_rnnt.simple_rnnt_loss, "logits")):  # missing, unknown
+        with pytest.raises(TypeError, match=name):
+            getattr(jax_rnnt, function)(*p, loss=loss)
+    with pytest.raises(ValueError, match="tdt_loss: durations must"):
+        getattr(jax_rnnt, function)(*p, loss=functools.partial(jax_rnnt.tdt_loss, durations=[1, 1]))
 
 
 def test_ties_prefer_blank():
     """All paths alike: the last arc is a blank as long as it can be, so every label comes as early as it may."""
     p = losses.problem(1, 6, 3, 5, lengths=([6], [3]), dtype=np.float32)
     for logits in (np.zeros_like(p.logits), np.full_like(p.logits, 0.1)):
-        for topology, expected in (("standard", [0, 0, 0]), ("monotonic", [0, 1, 2]), ("constrained", [0, 1, 2])):
-            _, frames = jax_rnnt.rnnt_align(logits, *p[1:], topology=topology)
-            assert frames[0].tolist() == expected, topology
+        for name, expected in (("rnnt", [0, 0, 0]), ("monotonic", [0, 1, 2]), ("constrained", [0, 1, 2])):
+            loss = next(loss for loss in losses.LOSSES if loss.name == name)
+            _, frames = jax_rnnt.rnnt_align(logits, *p[1:], loss=loss.bound)
+            assert frames[0].tolist() == expected, name
     windows = np.array([[[1, 4], [1, 5], [3, 5]]], np.int32)
     assert jax_rnnt.rnnt_align(np.zeros_like(p.logits), *p[1:], label_windows=windows)[1].tolist() == [[1, 1, 3]]
 
@@ -129,30 +250,16 @@ def test_vmap_and_shard_map(devices):
         np.testing.assert_array_equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("topology", NAMES)
-def test_posteriors_and_expected_frames(implementation, topology):
-    p = losses.problem()
-    arcs_of_truth, emission = TRUTH[topology]
-    blank, label = jax_rnnt.rnnt_posteriors(*losses.poisoned(p), topology=topology, implementation=implementation)
-    frames = jax_rnnt.expected_emission_frames(*losses.poisoned(p), topology=topology, implementation=implementation)
-    for b in range(4):
-        n, m = p.logit_lengths[b], p.target_lengths[b]
-        arcs, _ = emission(p.logits[b, :n, : m + 1], np.append(p.targets[b, :m], -1).astype(int), blank=8)
-        _, expected = truth.posteriors(arcs_of_truth, arcs, n, m)
-        np.testing.assert_allclose(blank[b, :n, : m + 1], expected["blank"], atol=EXACT)
-        np.testing.assert_allclose(label[b, :n, : m + 1], expected["label"], atol=EXACT)
-        mean = (np.arange(n)[:, None] * expected["label"]).sum(0)[:m]
-        np.testing.assert_allclose(frames[b], np.append(mean, [0] * (4 - m)), atol=EXACT)
-
-
-def test_expected_frames_have_a_gradient():
+@pytest.mark.family
+def test_expected_frames_have_a_gradient(loss, implementation):
     """Their sum is a latency to train on: finite differences."""
-    p = losses.problem(2, 3, 2, 4, scale=1.0, lengths=([3, 2], [2, 1]))
-    call = jax.jit(lambda x: jax_rnnt.expected_emission_frames(x, *p[1:]).sum())
+    p = losses.problem(2, 3, 2, 5, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
+    options = {"loss": loss.bound, "implementation": implementation}
+    call = jax.jit(lambda x: jax_rnnt.expected_emission_frames(x, *p[1:], **options).sum())
     gradient = jax.grad(call)(p.logits)
     direction = np.random.default_rng(0).normal(size=p.logits.shape)
     slope = (call(p.logits + 1e-5 * direction) - call(p.logits - 1e-5 * direction)) / 2e-5
-    np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6)
+    np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-9)
 
 
 def test_minimum_latency(implementation):

@@ -63,6 +63,21 @@ def test_joint_in_tiles():
     np.testing.assert_allclose(names["loss"], expected, rtol=EXACT)
 
 
+def test_questions_to_the_lattice():
+    """Of a loss of the library and of one from outside: posteriors are a gradient."""
+    p = losses.problem(loss=losses.TDT)
+    names, _ = code("docs/losses.md", "rnnt_align(", **vars(jax_rnnt), partial=functools.partial, **p._asdict())
+    assert names["frames"].shape == (4, 4) and (names["score"] < -names["tdt"](*p, reduction="none")).all()
+    own, _ = code("docs/losses.md", "two_step_loss")
+    p = losses.problem()._replace(targets=np.zeros((4, 4), np.int32))
+    p = p._replace(logits=np.asarray(jax.nn.log_softmax(p.logits)))
+    call = lambda x: own["two_step_loss"](x, *p[1:], fused_log_softmax=False, reduction="sum")
+    gradient = np.asarray(jax.grad(call)(p.logits))
+    posteriors = jax_rnnt.rnnt_posteriors(*p, fused_log_softmax=False, loss=own["two_step_loss"])
+    for x, k in zip(posteriors, (8, 0), strict=True):
+        np.testing.assert_allclose(x, -gradient[..., k], atol=EXACT)
+
+
 def test_pruned_training():
     p = losses.problem()
     rng = np.random.default_rng(0)

@@ -61,9 +61,7 @@ def test_every_loss(tmp_path, name):
     process, log = train(tmp_path, "--steps", "2", "--batch", "4", "--loss", name)
     assert process.returncode == 0, process.stderr
     assert np.isfinite(log["losses"]).all()
-    pictured = name in ("monotonic", "pruned")
-    assert (tmp_path / "lattice.png").exists() == pictured
-    assert ("no lattice.png" in process.stdout) != pictured
+    assert (tmp_path / "lattice.png").exists()
 
 
 def test_fused_joint(tmp_path):

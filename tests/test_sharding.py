@@ -299,9 +299,12 @@ def pruned_step(x, *rest):
 
 
 minimum_latency = functools.partial(jax_rnnt.minimum_latency, reduction="none")
+durations = functools.partial(jax_rnnt.tdt_loss, durations=(2, 0, 1))
 OTHERS = {
     "align": jax_rnnt.rnnt_align,
+    "align_durations": functools.partial(jax_rnnt.rnnt_align, loss=durations),
     "posteriors": jax_rnnt.rnnt_posteriors,
+    "posteriors_durations": functools.partial(jax_rnnt.rnnt_posteriors, loss=durations),
     "expected_frames": jax_rnnt.expected_emission_frames,
     "minimum_latency": minimum_latency,
     "minimum_latency_gradient": jax.grad(lambda *p: minimum_latency(*p).sum()),

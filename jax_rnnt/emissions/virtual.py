@@ -1,4 +1,4 @@
-"""Logits that are not there yet."""
+"""What a loss takes in the place of logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,3 +21,22 @@ class JointLogits:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Inquiry:
+    """Logits of which a loss shall not be computed: it returns its parts instead, a `_transducer.Composition`."""
+
+    logits: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.logits.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.logits.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.logits.ndim
