@@ -9,7 +9,8 @@
 //
 // Measured on one core of a Zen 4 at 3.6 GHz, AVX-512, float32, T = 250, U = 60, in ns per node, loss with gradient:
 // five arcs (multi-blank) 7.3, nine (five durations) 11.3. With the scan column by column instead, two dozen cycles
-// each: 23 and 27.
+// each: 23 and 27. Exponentials of each plane taken once and kept in rows, instead of once an arc where an arc is the
+// sum of two planes: 15.0 where this takes 13.6 (T = 200, U = 47); what is saved goes into loads and stores.
 //
 // Why not the unit-step kernel's wavefront: it keeps one frame per lane, and here each lane would need the values of
 // as many frames before it as the longest arc spans.
