@@ -106,7 +106,7 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
-def _result_aval(like, shape, dtype, num_batch_dims):
+def result_aval(like, shape, dtype, num_batch_dims):
     """An array of this shape with the batch sharding and the varying axes of `like`."""
     kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
     sharding = getattr(like, "sharding", None)
@@ -203,7 +203,7 @@ def define(
     def _(*avals, num_batch_dims, strict, alias, **attributes):
         batch = avals[0].shape[:num_batch_dims]
         outputs = results(*avals, **attributes)
-        return [_result_aval(avals[0], batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
+        return [result_aval(avals[0], batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
 
     # The bare custom call in place, without a rule for the partitioner: only used where none runs.
     aliased = Primitive(f"{target}_in_place")
@@ -220,7 +220,7 @@ def define(
         first, extended = ctx.avals_in[0], ctx
         elements = workspace[KERNELS[platform]](*ctx.avals_in, **attributes) if workspace else 0
         if not (isinstance(elements, int) and elements == 0):
-            space = _result_aval(first, (*first.shape[:num_batch_dims], elements), first.dtype, num_batch_dims)
+            space = result_aval(first, (*first.shape[:num_batch_dims], elements), first.dtype, num_batch_dims)
             extended = ctx.replace(avals_out=[*ctx.avals_out, space])
         if "extra_attributes" in lowering:
             avals = [*extended.avals_in, *extended.avals_out]
@@ -344,7 +344,7 @@ def define_grouped(name: str, function: Callable) -> Callable:
         like, batch = avals[num_shared], own[num_shared][0]
         outputs = [((*extent, batch, *shape), dtype, like) for shape, dtype in batched_results]
         outputs += [((*extent, *own[i]), dtype, avals[i]) for i, dtype in shared_results]
-        return [_result_aval(like, shape, dtype, 1) for shape, dtype, like in outputs]
+        return [result_aval(like, shape, dtype, 1) for shape, dtype, like in outputs]
 
     def split(function, axes, arrays, groups):
         """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""

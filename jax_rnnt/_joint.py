@@ -7,7 +7,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._rnnt import rnnt_loss
-from jax_rnnt.emissions.joint import LinearJoint
+from jax_rnnt.emissions.joint import LinearJoint, row_avals
 from jax_rnnt.emissions.virtual import JointLogits
 
 
@@ -23,8 +23,7 @@ def _logits(name, joint, encoder_out, predictor_out):
         if bias is not None and tuple(_checks.floating(name, "joint.bias", bias, 1, "[V]").shape) != weight.shape[1:]:
             raise ValueError(f"{name}: joint.bias must have shape [V] = {weight.shape[1:]}, got {tuple(bias.shape)}.")
         return jax.ShapeDtypeStruct((1, weight.shape[1]), weight.dtype)
-    rows = (jax.ShapeDtypeStruct((2, x.shape[-1]), x.dtype) for x in (encoder_out, predictor_out))
-    made = jax.eval_shape(lambda *rows: joint(*rows), *rows)
+    made = jax.eval_shape(lambda *rows: joint(*rows), *row_avals(2, encoder_out, predictor_out))
     shape = getattr(made, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 2 or shape[1] < 1:
         raise ValueError(f"{name}: joint must make logits [N, V] of N rows, got {made} of 2 rows.")

@@ -509,6 +509,56 @@ def test_shard_map(joint, check_vma, devices):
         check_sharded(jax.value_and_grad(mapped, (0, 1)), place(network, mesh), expected)
 
 
+@jax.custom_vjp
+def product(x, y):
+    return x @ y
+
+
+product.defvjp(lambda x, y: (x @ y, (x, y)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+def programs(weight, mix, x):
+    """Logits of rows through all that JAX traces by itself."""
+    x = jax.nn.relu(x @ mix)
+    x, _ = jax.lax.scan(lambda x, scale: (jnp.tanh(jax.nn.relu(x * scale) + mix[:1]), None), x, mix[0])
+    x = jax.lax.cond(mix[0, 0] > 0, lambda x: x @ mix, lambda x: jnp.sin(x), x)
+    x = jax.checkpoint(lambda x: jnp.tanh(x + jax.nn.relu(mix[1:2])))(x)
+    x = jax.jit(lambda x: jax.nn.silu(x @ mix))(x)
+    x, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(product)(x, mix), None), x, length=2)
+    return jax.lax.fori_loop(0, 2, lambda _, x: jax.nn.softplus(x), x @ weight)
+
+
+@pytest.mark.parametrize("way", ["shard_map", "shard_map_unchecked", "auto", "explicit", "vmap"])
+def test_programs_in_the_joint(way, devices):
+    """Of replicated parameters and of such that differ from device to device, as the joint of all rows."""
+    network = Network(batch=8)
+    arguments = network.parameters[0], np.random.default_rng(7).normal(size=(8, H, H)), network.rows, network.rest
+
+    def loss(weight, mix, rows, rest, function):
+        if function is tiles:
+            return joint_rnnt_loss(lambda e, p: programs(weight, mix, e + p), *rows, *rest, chunk=CHUNK)
+        nodes = rows[0][..., :, None, :] + rows[1][..., None, :, :]
+        logits = programs(weight, mix, nodes.reshape(-1, H)).reshape(*nodes.shape[:-1], V)
+        return jax_rnnt.rnnt_loss(logits, *rest)
+
+    def gradient(function, mesh):
+        of = functools.partial(loss, function=function)
+        if way == "vmap":
+            return jax.vmap(jax.value_and_grad(of, (0, 1, 2)), (None, 0, None, None))
+        if way in ("auto", "explicit"):
+            return jax.value_and_grad(lambda weight, mix, *batch: of(weight, mix[3], *batch), (0, 1, 2))
+        body = lambda weight, mix, *batch: jax.lax.pmean(of(weight, mix[0], *batch), "data")
+        specs = P(), P("data"), P("data"), P("data")
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=way == "shard_map")
+        return jax.value_and_grad(mapped, (0, 1, 2))
+
+    with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
+        at = lambda x, *names: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*names))), x)
+        weight, mix, *batch = arguments
+        got = jax.jit(gradient(tiles, mesh))(at(weight), at(mix), *at(batch, *(() if way == "vmap" else ("data",))))
+    assert_close(got, jax.jit(gradient(materialized, mesh))(*arguments), 1e-11)
+
+
 def test_key_of_each_device(devices):
     """Dropout under shard_map: what the joint closes over varies over devices, though its rows need not."""
     network = Network(batch=16, dtype=np.float32)

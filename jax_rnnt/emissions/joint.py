@@ -4,14 +4,19 @@ N rows of logits, S blocks, E and P the widths of encoder and predictor rows, H 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend import linear_util
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.interpreters import ad
 
+from jax_rnnt import _ffi
+from jax_rnnt._vma import vary_together
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
 
@@ -28,6 +33,9 @@ class Linear:
 
     activation: Callable[[jax.Array], jax.Array]
     random = False
+
+    def differentiable(self):
+        return self
 
     def _hidden(self, encoder, predictor):
         return self.activation(encoder[:, :, None] + predictor[:, None])
@@ -67,52 +75,126 @@ class Traced:
     """Any function of rows, as a jaxpr whose constants are the parameters."""
 
     jaxpr: Any
+    derivative: Any = None  # a jaxpr too, in forward mode
 
     @property
     def random(self) -> bool:
         """Whether it may draw random numbers: rows then depend on their place in the tile."""
         return re.search(r"random_|threefry|rng_", str(self.jaxpr)) is not None
 
+    def differentiable(self):
+        """The same with its derivative, traced where the jaxpr was: rules of custom derivatives know that place."""
+        count = len(self.jaxpr.constvars)
+
+        def function(values):
+            return jax.core.eval_jaxpr(self.jaxpr, values[:count], *values[count:])[0]
+
+        def derivative(values, tangents):
+            return jax.jvp(lambda trained: function(_updated(values, trained)), [_trained(values)], [tangents])[1]
+
+        avals = [v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)]
+        return dataclasses.replace(self, derivative=jax.make_jaxpr(derivative)(avals, _trained(avals)))
+
     def logits(self, parameters, encoder, predictor):
-        return _evaluate(self.jaxpr, parameters, *pair(encoder, predictor))[0]
+        return _evaluate(self.jaxpr, *parameters, *pair(encoder, predictor))[0]
 
     def pullback(self, parameters, encoder, predictor):
-        trained = [i for i, x in enumerate(parameters) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        logits = jax.custom_jvp(lambda *values: _evaluate(self.jaxpr, *values)[0])
 
-        def function(inexact, encoder32, predictor32):
-            every = list(parameters)
-            for i, x in zip(trained, inexact):
-                every[i] = x
-            # Differentiated in float32, so that sums over the rows of a state are.
-            return self.logits(every, encoder32.astype(encoder.dtype), predictor32.astype(predictor.dtype))
+        @logits.defjvp
+        def _(values, tangents):
+            trained = [t for x, t in zip(values, tangents, strict=True) if is_trained(x)]
+            (tangent,) = _evaluate(self.derivative.jaxpr, *self.derivative.consts, *values, *trained)
+            return logits(*values), tangent
+
+        def function(trained, encoder32, predictor32):
+            # Rows meet in float32, so that their gradients are summed in it.
+            rows = zip(pair(encoder32, predictor32), (encoder, predictor))
+            return logits(*_updated(parameters, trained), *(x.astype(like.dtype) for x, like in rows))
 
         wide = (x.astype(accumulation_dtype(x.dtype)) for x in (encoder, predictor))
-        return jax.vjp(function, [parameters[i] for i in trained], *wide)
+        return jax.vjp(function, _trained(parameters), *wide)
 
 
-def _evaluate(jaxpr, constants, *arguments):
-    """The results of a jaxpr in the present context: that in which it was made may have had a mesh."""
+def is_trained(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _trained(values):
+    return [x for x in values if is_trained(x)]
+
+
+def _updated(values, trained):
+    trained = iter(trained)
+    return [next(trained) if is_trained(x) else x for x in values]
+
+
+# Calls, by name the parameter that holds what they call. Derivatives have been taken before.
+_CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+
+
+def _evaluate(jaxpr, *operands):
+    """The results of a jaxpr, given its constants and arguments, in the present context.
+
+    That in which it was traced may have had a mesh, whose axes and shardings are then written all over it.
+    """
     present = jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments)))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in ("pvary", "pcast"):
-            outputs = [read(v) for v in equation.invars]
-        elif name in ("pjit", "jit"):
-            closed = equation.params["jaxpr"]
-            outputs = _evaluate(closed.jaxpr, closed.consts, *map(read, equation.invars))
+        name, params = equation.primitive.name, equation.params
+        arguments = [read(v) for v in equation.invars]
+        if name in ("pvary", "pcast", "reshard"):
+            outputs = arguments
+        elif name in _CALLS:
+            called = params[_CALLS[name]]
+            outputs = _evaluate(called.jaxpr, *called.consts, *arguments)
+        elif name in ("checkpoint", "remat2"):
+            function = functools.partial(_evaluate, params["jaxpr"])
+            outputs = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*arguments)
         else:
-            inputs = list(dict.fromkeys(v for v in equation.invars if not isinstance(v, Literal)))
-            single = jaxpr.replace(
-                constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation.replace(ctx=present)]
-            )
-            outputs = jax.core.eval_jaxpr(single, (), *map(read, inputs))
-        values.update(zip(equation.outvars, outputs))
-    return list(map(read, jaxpr.outvars))
+            if name == "custom_lin":
+                params = params | {"bwd": _plain_bwd(equation)}
+            inputs = {v: x for v, x in zip(equation.invars, arguments) if not isinstance(v, Literal)}
+            anew = equation.replace(ctx=present, params=jax.tree.map(_anew, params))
+            single = jaxpr.replace(constvars=[], invars=[*inputs], outvars=equation.outvars, eqns=[anew])
+            outputs = jax.core.eval_jaxpr(single, (), *inputs.values())
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _plain_bwd(equation):
+    """The `bwd` of a `jax.custom_vjp`, which wants arrays, and gives them, as they were where it was traced."""
+    params = equation.params
+    bwd, count, zeros = (params[k] for k in ("bwd", "num_res", "in_zeros"))
+    avals = [*(v.aval for v in equation.invars[:count]), *params["out_avals"]]
+
+    def gradients(*operands):
+        made = zip(bwd.call_wrapped(*operands), zeros, strict=True)
+        return [ad.instantiate_zeros(x) for x, zero in made if not zero]
+
+    with equation.ctx.manager:
+        traced = jax.make_jaxpr(gradients)(*avals)
+
+    def plain(*operands):
+        made = iter(_evaluate(traced.jaxpr, *traced.consts, *operands))
+        return [None if zero else next(made) for zero in zeros]
+
+    return linear_util.wrap_init(plain, debug_info=bwd.debug_info)
+
+
+def _anew(param):
+    """A parameter of an equation in the present context."""
+    if isinstance(param, ClosedJaxpr):
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in param.jaxpr.invars]
+        return jax.make_jaxpr(functools.partial(_evaluate, param.jaxpr, *param.consts))(*shapes)
+    if isinstance(param, jax.core.ShapedArray):
+        return jax.core.ShapedArray(param.shape, param.dtype)
+    return None if isinstance(param, jax.sharding.Sharding) else param
 
 
 @jax.tree_util.register_dataclass
@@ -160,11 +242,15 @@ class LinearJoint:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
+def row_avals(rows: int, encoder, predictor):
+    """What a joint network is traced with: so many rows, which vary over mesh axes as those of all nodes would."""
+    return [_ffi.result_aval(jax.typeof(x), (rows, x.shape[-1]), x.dtype, 0) for x in vary_together(encoder, predictor)]
+
+
 def split(joint, rows: int, encoder, predictor):
     """(static part, parameters) of a joint network for tiles of so many rows."""
     if isinstance(joint, LinearJoint):
         return Linear(joint.activation), joint.parameters
-    shapes = (jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype) for x in (encoder, predictor))
     # A new function, as what is traced of an old one may hold parameters of before their update.
-    closed = jax.make_jaxpr(lambda *rows: joint(*rows))(*shapes)
+    closed = jax.make_jaxpr(lambda *rows: joint(*rows))(*row_avals(rows, encoder, predictor))
     return Traced(closed.jaxpr), [jnp.asarray(x) for x in closed.consts]

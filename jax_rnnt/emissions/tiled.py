@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.emissions.emission import OUTSIDE, Emission
-from jax_rnnt.emissions.joint import pair, split
+from jax_rnnt.emissions.joint import is_trained, pair, split
 from jax_rnnt.emissions.softmax import accumulation_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
@@ -138,13 +138,14 @@ class Tiled(Emission):
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         parameters, *rows = logits
         batch = rows[0].shape[:-2]
-        trained = [i for i, x in enumerate(parameters) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        trained = [i for i, x in enumerate(parameters) if is_trained(x)]
         if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
             of_rows, of_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
         else:
             planes, structure = jax.tree.flatten((cotangents, residuals))
+            differentiable = dataclasses.replace(self, joint=self.joint.differentiable())
             of_rows, of_parameters = _backward(
-                (self, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
+                (differentiable, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
                 [(x.shape[-2:], x.dtype) for x in rows],
                 [(i, accumulation_dtype(parameters[i].dtype)) for i in trained],
             )  # fmt: skip
@@ -306,9 +307,7 @@ def _backward_tiles(static, parameters, batched, grouped):
         jnp.zeros((n, size, x.shape[-1]), accumulation_dtype(x.dtype))
         for n, size, x in zip(counts, (tiled.frames, tiled.columns), (encoder, predictor))
     ]
-    totals = [
-        jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in parameters if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
+    totals = [jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in parameters if is_trained(x)]
     start = states, jnp.zeros(len(encoder), bool), totals
     states, spoiled, totals = jax.lax.fori_loop(0, work.tiles, step, start)
     used = (
