@@ -14,20 +14,13 @@ from jax_rnnt.emissions.virtual import Inquiry
 
 def _composition(name, loss, logits, targets, logit_lengths, target_lengths, **options) -> _transducer.Composition:
     """What `loss` makes of these arguments."""
-    unsuitable = f"{name}: loss must be a loss of this library that takes logits, not jitted, got {loss!r}."
-    if not callable(loss):
-        raise TypeError(unsuitable)
+    expected = "a loss of this library that takes logits, not jitted, its own arguments bound"
     if not hasattr(logits, "dtype"):
         logits = jnp.asarray(logits)
-    arrays = dict(targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
-    try:
-        found = loss(logits=Inquiry(logits), **arrays, **_checks.given(**options))
-    except (TypeError, AttributeError) as error:  # of something that wants to compute with them
-        if Inquiry.__name__ in str(error):
-            raise TypeError(unsuitable) from error
-        raise
+    arrays = dict(logits=Inquiry(logits), targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
+    found = _checks.apply_loss(name, loss, expected, **arrays, **_checks.given(**options))
     if not isinstance(found, _transducer.Composition):
-        raise TypeError(unsuitable)
+        raise TypeError(f"{name}: loss must be {expected}, got {loss!r}.")
     return found
 
 

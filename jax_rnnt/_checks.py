@@ -1,5 +1,6 @@
 """Static checks of arguments: every error names the function, the argument, what was expected and what came."""
 
+import inspect
 import numbers
 from typing import Any
 
@@ -25,8 +26,6 @@ def _array(function, name, x):
 
 def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
-    if isinstance(x, JointLogits):
-        return x  # it has been checked
     if isinstance(x, Inquiry):
         return Inquiry(floating(function, name, x.logits, rank, dimensions))
     x = _array(function, name, x)
@@ -56,7 +55,8 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: st
 
 def arrays(function: str, logits, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
     """The four arrays that a loss takes: logits [..., T, U1, V], targets [..., U] and two lengths [...]."""
-    logits = floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
+    if not isinstance(logits, JointLogits):  # which have been checked
+        logits = floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
     batch, columns, classes = logits.shape[:-3], logits.shape[-2], logits.shape[-1]
     if columns < 1 or classes < 1:
         expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
@@ -144,3 +144,29 @@ _DEFAULTS = dict(
 def given(**options) -> dict[str, Any]:
     """Those that differ from the default that all losses share: a loss may have others bound."""
     return {k: x for k, x in options.items() if not (isinstance(x, type(_DEFAULTS[k])) and x == _DEFAULTS[k])}
+
+
+def apply_loss(function: str, loss, expected: str, *arguments, **named):
+    """`loss` of these arguments, with something in the place of logits; `expected` says which losses can take it."""
+
+    def unsuitable(why=""):
+        return TypeError(f"{function}: loss must be {expected}, got {loss!r}{why}.")
+
+    if not callable(loss):
+        raise unsuitable()
+    try:
+        signature = inspect.signature(loss)
+    except ValueError:  # some callables have none
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(*arguments, **named)
+    except TypeError as error:
+        raise unsuitable(f": {error}") from None
+    try:
+        return loss(*arguments, **named)
+    except (TypeError, AttributeError) as error:
+        kinds = {type(x).__name__ for x in (*arguments, *named.values()) if isinstance(x, (JointLogits, Inquiry))}
+        if any(kind in str(error) for kind in kinds):
+            raise unsuitable(", which wants arrays") from error
+        raise

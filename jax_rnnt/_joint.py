@@ -1,32 +1,42 @@
 """joint_rnnt_loss: any loss of the family on logits that never exist as a whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._rnnt import rnnt_loss
-from jax_rnnt.emissions.joint import LinearJoint, row_avals
+from jax_rnnt.emissions.joint import LinearJoint, check_rows, row_avals
+from jax_rnnt.emissions.softmax import accumulation_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
 
+def _checked_linear(name, joint, widths):
+    """The `LinearJoint` of arrays for rows of these widths."""
+    weight, bias, activation = joint.weight, joint.bias, joint.activation
+    weight = _checks.floating(name, "joint.weight", weight, 2, "[H, V]")
+    if weight.ndim != 2 or weight.shape[1] < 1 or widths != (weight.shape[0],) * 2:
+        expected = f"[H, V], H the width of encoder_out and predictor_out, here {widths}"
+        raise ValueError(f"{name}: joint.weight must have shape {expected}, got {weight.shape}.")
+    if bias is not None:
+        bias = _checks.floating(name, "joint.bias", bias, 1, "[V]")
+        if bias.shape != weight.shape[1:]:
+            raise ValueError(f"{name}: joint.bias must have shape [V] = {weight.shape[1:]}, got {bias.shape}.")
+    if not isinstance(activation, Hashable) or not callable(activation):
+        raise TypeError(f"{name}: joint.activation must be a hashable function, got {activation!r}.")
+    units = jax.ShapeDtypeStruct((1, 1, 1, weight.shape[0]), accumulation_dtype(weight.dtype))
+    made = jax.eval_shape(activation, units)
+    if getattr(made, "shape", None) != units.shape or not jnp.issubdtype(made.dtype, jnp.floating):
+        raise ValueError(f"{name}: joint.activation must be element-wise, got {made} of {units}.")
+    return LinearJoint(weight, bias, activation)
+
+
 def _logits(name, joint, encoder_out, predictor_out):
-    """Shape and dtype of what `joint` makes of a row, checked."""
-    widths = encoder_out.shape[-1], predictor_out.shape[-1]
-    if isinstance(joint, LinearJoint):
-        weight, bias = joint.weight, joint.bias
-        weight = _checks.floating(name, "joint.weight", weight, 2, "[H, V]")
-        if weight.ndim != 2 or weight.shape[1] < 1 or widths != (weight.shape[0],) * 2:
-            expected = f"[H, V], H the width of encoder_out and predictor_out, here {widths}"
-            raise ValueError(f"{name}: joint.weight must have shape {expected}, got {tuple(weight.shape)}.")
-        if bias is not None and tuple(_checks.floating(name, "joint.bias", bias, 1, "[V]").shape) != weight.shape[1:]:
-            raise ValueError(f"{name}: joint.bias must have shape [V] = {weight.shape[1:]}, got {tuple(bias.shape)}.")
-        return jax.ShapeDtypeStruct((1, weight.shape[1]), weight.dtype)
+    """Shape and dtype of what a function makes of two rows, checked."""
     made = jax.eval_shape(lambda *rows: joint(*rows), *row_avals(2, encoder_out, predictor_out))
-    shape = getattr(made, "shape", None)
-    if shape is None or len(shape) != 2 or shape[0] != 2 or shape[1] < 1:
-        raise ValueError(f"{name}: joint must make logits [N, V] of N rows, got {made} of 2 rows.")
+    check_rows(made, 2)
     if str(made.dtype) not in _checks.FLOATS:
         raise TypeError(f"{name}: joint must make logits of a floating dtype, got {made.dtype}.")
     return made
@@ -125,8 +135,6 @@ def joint_rnnt_loss(
     name = "joint_rnnt_loss"
     if not callable(joint):
         raise TypeError(f"{name}: joint must be callable, got {joint!r}.")
-    if not callable(loss):
-        raise TypeError(f"{name}: loss must be a loss of this library, got {loss!r}.")
     if chunk is not None and (not isinstance(chunk, (int, np.integer)) or isinstance(chunk, bool)):
         raise TypeError(f"{name}: chunk must be an integer known at trace time or None, got {chunk!r}.")
     if chunk is not None and chunk < 1:
@@ -140,11 +148,17 @@ def joint_rnnt_loss(
         raise ValueError(f"{name}: predictor_out must have {expected}, got {predictor_out.shape}.")
 
     nodes = encoder_out.shape[:-1] + predictor_out.shape[-2:-1]
-    made = _logits(name, joint, encoder_out, predictor_out)
+    if isinstance(joint, LinearJoint):
+        joint = _checked_linear(name, joint, (encoder_out.shape[-1], predictor_out.shape[-1]))
+        made = joint.weight
+    else:
+        made = _logits(name, joint, encoder_out, predictor_out)
     logits = JointLogits((*nodes, made.shape[-1]), made.dtype, joint, encoder_out, predictor_out, chunk)
     options = _checks.given(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
         implementation=implementation,
     )  # fmt: skip
-    return loss(logits, targets, logit_lengths, target_lengths, **options)
+    arrays = logits, targets, logit_lengths, target_lengths
+    expected = "a loss of this library that takes logits [..., T, U + 1, V], not jitted, its own arguments bound"
+    return _checks.apply_loss(name, loss, expected, *arrays, **options)

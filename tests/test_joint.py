@@ -670,6 +670,13 @@ def test_workspace(joint, dtype):
 # --------------------------------------------------------------------------------------------------------- messages
 
 
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, x):
+        return x
+
+
 def test_messages():
     (weight, bias), (frames, states), rest = Network().arguments
     joint = LinearJoint(weight, bias)
@@ -681,10 +688,21 @@ def test_messages():
         ({"predictor_out": states[:, :0]}, "predictor_out"),
         ({"chunk": 0}, "chunk"),
         ({"chunk": 2.0}, "chunk"),
-        ({"loss": "rnnt"}, "loss"),
+        ({"predictor_out": states[0]}, "predictor_out"),
         ({"joint": LinearJoint(weight[:2], bias)}, "joint.weight"),
         ({"joint": LinearJoint(weight, bias[:2])}, "joint.bias"),
+        ({"joint": LinearJoint(None)}, "joint.weight"),
+        ({"joint": LinearJoint(weight, bias.astype(int))}, "joint.bias"),
+        ({"joint": LinearJoint(weight, bias, lambda x: x[..., :2])}, "joint.activation"),
+        ({"joint": LinearJoint(weight, bias, lambda x: (x, x))}, "joint.activation"),
+        ({"joint": LinearJoint(weight, bias, lambda x: jnp.sum(x, -1, keepdims=True))}, "joint.activation"),
+        ({"joint": LinearJoint(weight, bias, None)}, "joint.activation"),
+        ({"joint": LinearJoint(weight, bias, Unhashable())}, "joint.activation"),
         ({"joint": lambda e, p: e[0]}, "joint"),
+        ({"joint": lambda e, p: (e, p)}, "joint"),
+        ({"joint": lambda e, p: jnp.concatenate([e, p])}, "joint"),
+        ({"joint": lambda e, p: jnp.zeros((2, V))}, "joint"),
+        ({"joint": lambda e, p: jnp.zeros((2, V)), "implementation": "reference"}, "joint"),
         ({"joint": lambda e, p: (e + p).astype(jnp.int32)}, "joint"),
     ):
         arguments = {"joint": joint, "encoder_out": frames, "predictor_out": states} | changes
@@ -695,6 +713,44 @@ def test_messages():
             joint_rnnt_loss(joint, frames, states, *rest, **options)
     with pytest.raises(ValueError, match=r"rnnt_loss: targets must"):
         joint_rnnt_loss(joint, frames, states, rest[0][:, :2], *rest[1:])
+
+
+@pytest.mark.parametrize(
+    "unsuitable",
+    [
+        "rnnt",
+        jax_rnnt.rnnt_loss_packed,
+        jax_rnnt.simple_rnnt_loss,
+        jax_rnnt.pruned_rnnt_loss,
+        lambda logits, *rest: jax_rnnt.pruned_rnnt_loss(logits, np.zeros((B, T), np.int32), *rest),
+        jax_rnnt.tdt_loss,
+        jax_rnnt.rnnt_align,
+        joint_rnnt_loss,
+        jax.jit(jax_rnnt.rnnt_loss),
+        jax.checkpoint(jax_rnnt.rnnt_loss),
+        lambda logits, labels: logits.sum(),
+        lambda logits, *rest: jax_rnnt.rnnt_loss(logits * 2.0, *rest),
+        lambda logits, *rest: jax_rnnt.rnnt_loss(logits.astype(np.float32), *rest),
+        lambda logits, *rest: jax_rnnt.rnnt_loss(logits[..., :-1], *rest),
+        lambda logits, *rest: jax_rnnt.rnnt_loss(jax.nn.log_softmax(logits), *rest),
+    ],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_unsuitable_losses(unsuitable, jitted):
+    run = functools.partial(joint_rnnt_loss, loss=unsuitable)
+    (weight, bias), rows, rest = Network().arguments
+    expected = r"joint_rnnt_loss: loss must be a loss of this library that takes logits \[..., T, U \+ 1, V\].*, got "
+    with pytest.raises(TypeError, match=expected):
+        (jax.jit(run) if jitted else run)(LinearJoint(weight, bias), *rows, *rest)
+
+
+def test_losses_of_the_users_own():
+    """Sums of losses and the like."""
+    network = Network()
+    both = lambda *args: 2.0 * jax_rnnt.rnnt_loss(*args) + jax_rnnt.monotonic_rnnt_loss(*args)
+    parameters, rows, rest = network.arguments
+    expected = 2 * materialized(parameters, rows, rest) + materialized(parameters, rows, rest, loss=losses.LOSSES[1])
+    np.testing.assert_allclose(joint_rnnt_loss(LinearJoint(*parameters), *rows, *rest, loss=both), expected, rtol=1e-12)
 
 
 def test_linear_joint():

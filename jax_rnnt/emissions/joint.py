@@ -252,5 +252,13 @@ def split(joint, rows: int, encoder, predictor):
     if isinstance(joint, LinearJoint):
         return Linear(joint.activation), joint.parameters
     # A new function, as what is traced of an old one may hold parameters of before their update.
-    closed = jax.make_jaxpr(lambda *rows: joint(*rows))(*row_avals(rows, encoder, predictor))
+    closed, made = jax.make_jaxpr(lambda *rows: joint(*rows), return_shape=True)(*row_avals(rows, encoder, predictor))
+    check_rows(made, rows)
     return Traced(closed.jaxpr), [jnp.asarray(x) for x in closed.consts]
+
+
+def check_rows(made, rows: int):
+    """An error unless this is [rows, V]."""
+    shape = getattr(made, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != rows or shape[1] < 1:
+        raise ValueError(f"joint_rnnt_loss: joint must make logits [N, V] of N rows, got {made} of {rows} rows.")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.emissions.emission import OUTSIDE, Emission
-from jax_rnnt.emissions.joint import is_trained, pair, split
+from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split
 from jax_rnnt.emissions.softmax import accumulation_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
@@ -46,7 +46,10 @@ def materialized(logits: JointLogits, num_frames, num_labels):
     for x, last in ((logits.encoder, num_frames), (logits.predictor, num_labels + 1)):
         index = jax.lax.broadcasted_iota(jnp.int32, (1,) * last.ndim + x.shape[-2:-1], last.ndim)
         rows.append(jnp.where((index < last[..., None])[..., None], x, 0).reshape(-1, *x.shape[-2:]))
-    return logits.joint(*pair(*rows)).reshape(logits.shape)
+    rows = pair(*rows)
+    made = logits.joint(*rows)
+    check_rows(made, len(rows[0]))
+    return made.reshape(logits.shape)
 
 
 def _rows(logits: JointLogits) -> int:
@@ -119,8 +122,6 @@ class Tiled(Emission):
 
     def nodes(self, logits, targets, num_frames, num_labels, operands):
         label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels, operands)
-        if label.shape[-2] != 1:
-            raise ValueError("joint_rnnt_loss: loss must be one of logits [..., T, U + 1, V], got one of a band.")
         return label, num_frames, num_labels
 
     def forward(self, logits, nodes, *, strict=False):

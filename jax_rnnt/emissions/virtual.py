@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class JointLogits:
     """What a loss takes for logits [..., T, U1, V] that `joint` shall make of rows: their shape and dtype."""
 
