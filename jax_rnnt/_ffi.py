@@ -106,15 +106,25 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
+def _spec(aval) -> list:
+    """Over which explicit mesh axes each dimension is sharded."""
+    sharding = getattr(aval, "sharding", None)
+    spec = list(sharding.spec) if sharding is not None else []
+    return spec + [None] * (aval.ndim - len(spec))
+
+
+def _aval(like, shape, dtype, spec):
+    """An array of this shape and sharding, with the mesh and the varying axes of `like`."""
+    kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+    if getattr(like, "sharding", None) is not None:
+        spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
+        kwargs["sharding"] = NamedSharding(like.sharding.mesh, spec)
+    return like.update(**kwargs)
+
+
 def result_aval(like, shape, dtype, num_batch_dims):
     """An array of this shape with the batch sharding and the varying axes of `like`."""
-    kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
-    sharding = getattr(like, "sharding", None)
-    if sharding is not None and tuple(shape) != tuple(like.shape):
-        batch = (list(sharding.spec) + [None] * num_batch_dims)[:num_batch_dims]
-        spec = PartitionSpec(*batch, *[None] * (len(shape) - num_batch_dims))
-        kwargs["sharding"] = NamedSharding(sharding.mesh, spec)
-    return like.update(**kwargs)
+    return _aval(like, shape, dtype, _spec(like)[: None if tuple(shape) == tuple(like.shape) else num_batch_dims])
 
 
 def _sharding_rule(num_batch_dims: int, operands, results) -> str:
@@ -336,15 +346,24 @@ def define_grouped(name: str, function: Callable) -> Callable:
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
-    # vmap adds one leading dimension, which all nested ones share, to the operands that `mapped` says.
+    # vmap adds leading dimensions, `depth` of them to each of the operands that `mapped` says.
     @primitive.def_abstract_eval
-    def _(*avals, num_shared, mapped, batched_results, shared_results, **_):
-        extent = tuple(aval.shape[0] for aval, m in zip(avals, mapped) if m)[:1]
-        own = [aval.shape[1:] if m else aval.shape for aval, m in zip(avals, mapped)]
-        like, batch = avals[num_shared], own[num_shared][0]
-        outputs = [((*extent, batch, *shape), dtype, like) for shape, dtype in batched_results]
-        outputs += [((*extent, *own[i]), dtype, avals[i]) for i, dtype in shared_results]
-        return [result_aval(like, shape, dtype, 1) for shape, dtype, like in outputs]
+    def _(*avals, num_shared, mapped, depth, batched_results, shared_results, **_):
+        extents = next((aval.shape[:depth] for aval, m in zip(avals, mapped) if m), ())
+        specs = [_spec(aval)[:depth] for aval, m in zip(avals, mapped) if m]
+        outer = [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
+
+        def own(i):
+            """Shape and sharding of an element of this operand."""
+            first = depth if mapped[i] else 0
+            return avals[i].shape[first:], _spec(avals[i])[first:]
+
+        def result(i, shape, dtype, spec):
+            return _aval(avals[i], (*extents, *shape), dtype, (*outer, *spec))
+
+        (batch, *_), (axes, *_) = own(num_shared)
+        outputs = [result(num_shared, (batch, *shape), dtype, [axes]) for shape, dtype in batched_results]
+        return outputs + [result(i, own(i)[0], dtype, own(i)[1]) for i, dtype in shared_results]
 
     def split(function, axes, arrays, groups):
         """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""
@@ -366,12 +385,15 @@ def define_grouped(name: str, function: Callable) -> Callable:
         outputs, sums = split(part, axes, operands, groups)
         return merge(outputs), [jnp.sum(x, 0) for x in sums]
 
-    def run(*operands, devices, mapped, static, num_shared, **_):
+    def run(*operands, devices, mapped, depth, static, num_shared, **_):
         over = functools.partial(over_batch, static=static, num_shared=num_shared)
-        if not any(mapped):
+        if not depth:
             outputs, sums = over(operands, devices=devices, grouped=False)
             return [*outputs, *sums]
-        groups = math.gcd(next(x.shape[0] for x, m in zip(operands, mapped) if m), devices)
+        extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
+        count = math.prod(extents)
+        operands = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
+        groups = math.gcd(count, devices)
 
         def part(*operands):
             def one(own):
@@ -383,8 +405,10 @@ def define_grouped(name: str, function: Callable) -> Callable:
             return [*outputs, *sums]
 
         if groups <= 1:
-            return part(*operands)
-        return merge(split(part, [0 if m else None for m in mapped], operands, groups))
+            outputs = part(*operands)
+        else:
+            outputs = merge(split(part, [0 if m else None for m in mapped], operands, groups))
+        return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
     def lower(ctx, *operands, batched_results, shared_results, **params):
         axes = ctx.module_context.axis_context
@@ -403,25 +427,23 @@ def define_grouped(name: str, function: Callable) -> Callable:
 
     mlir.register_lowering(primitive, lower)
 
-    def batch(operands, axes, *, mapped, **params):
+    def batch(operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
         operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
-        inner = next((x.shape[axis is not None] for x, axis, m in zip(operands, axes, mapped) if m), None)
-        if inner is not None:  # one dimension for both
+        extents = (x.shape[axis is not None :][:depth] for x, axis, m in zip(operands, axes, mapped) if m)
+        extents = size, *next(extents, ())
 
-            def both(x, axis, m):
-                shape = x.shape[(axis is not None) + m :]
-                if axis is None and m:
-                    x = jnp.broadcast_to(x[None], (size, inner, *shape))
-                elif axis is not None and not m:
-                    x = jnp.broadcast_to(x[:, None], (size, inner, *shape))
-                return x.reshape(size * inner, *shape) if axis is not None or m else x
+        def widen(x, axis, m):
+            """With all leading dimensions, or none."""
+            if axis is None and m:
+                return jnp.broadcast_to(x[None], (size, *x.shape))
+            if axis is not None and not m:
+                return jnp.broadcast_to(jnp.expand_dims(x, range(1, depth + 1)), (*extents, *x.shape[1:]))
+            return x
 
-            operands = [both(*each) for each in zip(operands, axes, mapped)]
+        operands = map(widen, operands, axes, mapped)
         mapped = tuple(axis is not None or m for axis, m in zip(axes, mapped))
-        outputs = primitive.bind(*operands, mapped=mapped, **params)
-        if inner is not None:
-            outputs = [x.reshape(size, inner, *x.shape[1:]) for x in outputs]
+        outputs = primitive.bind(*operands, mapped=mapped, depth=depth + 1, **params)
         return outputs, [0] * len(outputs)
 
     batching.primitive_batchers[primitive] = batch
@@ -435,7 +457,7 @@ def define_grouped(name: str, function: Callable) -> Callable:
     def call(static, shared, batched, batched_results, shared_results=()):
         operands = vary_together(*shared, *batched)
         outputs = primitive.bind(
-            *operands, static=static, num_shared=len(shared), mapped=(False,) * len(operands),
+            *operands, static=static, num_shared=len(shared), mapped=(False,) * len(operands), depth=0,
             batched_results=tuple(batched_results), shared_results=tuple(shared_results),
         )  # fmt: skip
         return outputs[: len(batched_results)], outputs[len(batched_results) :]

@@ -481,6 +481,43 @@ def test_vmap_of_sharded(kind, devices):
         check_sharded(jax.value_and_grad(run, (0, 1)), place(network, mesh), expected)
 
 
+# Axes of the mesh over which lie the mapped dimension of parameters and of the batch (None: it has none), and the batch.
+MAPPED = {
+    "parameters": (("model",), None, "data"),
+    "parameters_everywhere": ((None,), None, "data"),
+    "batch": (None, ("model",), "data"),
+    "both": (("model",), ("model",), "data"),
+    "twice": ((None, "model"), (None, "model"), "data"),
+    "in_turn": (("model",), (None, "model"), "data"),
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("case", MAPPED)
+def test_vmap_over_a_mesh(case, kind, devices):
+    """The gradient of every element; on explicit axes each has the type of what it is the gradient of."""
+    of_parameters, of_batch, of_sequences = MAPPED[case]
+    network, sizes = Network(batch=8), dict(zip((None, "model", "data"), (3, 2, 4)))
+
+    def stack(axes, x, random=np.random.default_rng(3)):
+        shape = tuple(sizes[a] for a in axes or ())
+        x = np.broadcast_to(x, (*shape, *x.shape))
+        return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
+
+    run, expected = (jax.value_and_grad(functools.partial(f, reduction="sum"), (0, 1)) for f in (tiles, materialized))
+    depth = max(len(axes or ()) for axes in (of_parameters, of_batch))
+    for level in range(depth):  # from the innermost on
+        mapped = [0 if axes and len(axes) > level else None for axes in (of_parameters, of_batch, of_batch)]
+        run, expected = (jax.vmap(f, mapped) for f in (run, expected))
+    parameters = jax.tree.map(functools.partial(stack, of_parameters), network.parameters)
+    batch = jax.tree.map(functools.partial(stack, of_batch), network.arguments[1:])
+    with mesh_of(devices, kind, (4, 2), ("data", "model")) as mesh:
+        at = lambda x, *names: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*names))), x)
+        placed = at(parameters, *(of_parameters or ())), *at(batch, *(of_batch or ()), of_sequences)
+        got = jax.jit(run)(*placed)
+    assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
+
+
 def test_uneven_batch(devices):
     network = Network(batch=10, dtype=np.float32)
     expected = jax.jit(jax.value_and_grad(materialized, (0, 1)))(*network.arguments)
