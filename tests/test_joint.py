@@ -481,7 +481,7 @@ def test_vmap_of_sharded(kind, devices):
         check_sharded(jax.value_and_grad(run, (0, 1)), place(network, mesh), expected)
 
 
-# Axes of the mesh over which lie the mapped dimension of parameters and of the batch (None: it has none), and the batch.
+# Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none), and the batch.
 MAPPED = {
     "parameters": (("model",), None, "data"),
     "parameters_everywhere": ((None,), None, "data"),
@@ -499,7 +499,9 @@ def test_vmap_over_a_mesh(case, kind, devices):
     of_parameters, of_batch, of_sequences = MAPPED[case]
     network, sizes = Network(batch=8), dict(zip((None, "model", "data"), (3, 2, 4)))
 
-    def stack(axes, x, random=np.random.default_rng(3)):
+    random = np.random.default_rng(3)
+
+    def stack(axes, x):
         shape = tuple(sizes[a] for a in axes or ())
         x = np.broadcast_to(x, (*shape, *x.shape))
         return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
