@@ -392,7 +392,7 @@ def define_grouped(name: str, function: Callable) -> Callable:
             return [*outputs, *sums]
         extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
         count = math.prod(extents)
-        operands = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
+        flat = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
         groups = math.gcd(count, devices)
 
         def part(*operands):
@@ -405,9 +405,9 @@ def define_grouped(name: str, function: Callable) -> Callable:
             return [*outputs, *sums]
 
         if groups <= 1:
-            outputs = part(*operands)
+            outputs = part(*flat)
         else:
-            outputs = merge(split(part, [0 if m else None for m in mapped], operands, groups))
+            outputs = merge(split(part, [0 if m else None for m in mapped], flat, groups))
         return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
     def lower(ctx, *operands, batched_results, shared_results, **params):
@@ -430,8 +430,8 @@ def define_grouped(name: str, function: Callable) -> Callable:
     def batch(operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
         operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
-        extents = (x.shape[axis is not None :][:depth] for x, axis, m in zip(operands, axes, mapped) if m)
-        extents = size, *next(extents, ())
+        inner = (x.shape[axis is not None :][:depth] for x, axis, m in zip(operands, axes, mapped) if m)
+        extents = size, *next(inner, ())
 
         def widen(x, axis, m):
             """With all leading dimensions, or none."""

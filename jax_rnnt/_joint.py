@@ -149,8 +149,8 @@ def joint_rnnt_loss(
 
     nodes = encoder_out.shape[:-1] + predictor_out.shape[-2:-1]
     if isinstance(joint, LinearJoint):
-        joint = _checked_linear(name, joint, (encoder_out.shape[-1], predictor_out.shape[-1]))
-        made = joint.weight
+        joint = linear = _checked_linear(name, joint, (encoder_out.shape[-1], predictor_out.shape[-1]))
+        made = linear.weight
     else:
         made = _logits(name, joint, encoder_out, predictor_out)
     logits = JointLogits((*nodes, made.shape[-1]), made.dtype, joint, encoder_out, predictor_out, chunk)

@@ -177,13 +177,14 @@ def test_float32_is_close_to_float64():
     assert_close(gradients(tiles)(network), gradients(materialized)(wide), 1e-5)
 
 
-def test_half_precision():
+@JOINTS
+def test_half_precision(joint):
     """Sums over rows and tiles are in float32: the only roundings are those of logits, hidden units and results."""
     network, wide = Network(dtype=jnp.bfloat16), Network()
     wide.parameters, wide.rows = (
         jax.tree.map(lambda x: x.astype(np.float64), x) for x in (network.parameters, network.rows)
     )
-    values, gradient = gradients(tiles, chunk=1)(network)
+    values, gradient = gradients(tiles, joint=joint, chunk=1)(network)
     assert values.dtype == np.float32
     assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
     _, expected = gradients(materialized)(wide)
@@ -392,6 +393,26 @@ def test_flax_module():
         assert_close(got, expected, 1e-12)
         np.testing.assert_allclose(in_tiles(joint), of_logits(joint), rtol=1e-12)
         nnx.update(joint, jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(joint), expected[1]))
+
+
+def test_complex_parameters():
+    network = Network()
+    rng = np.random.default_rng(4)
+    phases = np.exp(1j * rng.normal(size=H))
+
+    def joint(phases, weight, rows):
+        return (jnp.tanh(rows).astype(complex) * phases[None]).imag @ weight
+
+    def in_tiles(phases, weight, rows):
+        return joint_rnnt_loss(lambda e, p: joint(phases, weight, e + p), *rows, *network.rest, chunk=CHUNK)
+
+    def of_logits(phases, weight, rows):
+        nodes = rows[0][:, :, None] + rows[1][:, None]
+        return jax_rnnt.rnnt_loss(joint(phases, weight, nodes.reshape(-1, H)).reshape(B, T, U + 1, V), *network.rest)
+
+    arguments = phases, network.parameters[0], network.rows
+    got, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*arguments) for f in (in_tiles, of_logits))
+    assert_close(got, expected, 1e-12)
 
 
 def test_dropout_is_the_same_in_both_passes():

@@ -75,7 +75,7 @@ class Traced:
     """Any function of rows, as a jaxpr whose constants are the parameters."""
 
     jaxpr: Any
-    derivative: Any = None  # a jaxpr too, in forward mode
+    derivative: Any = None  # a jaxpr of values and tangents, to both of the logits
 
     @property
     def random(self) -> bool:
@@ -90,7 +90,7 @@ class Traced:
             return jax.core.eval_jaxpr(self.jaxpr, values[:count], *values[count:])[0]
 
         def derivative(values, tangents):
-            return jax.jvp(lambda trained: function(_updated(values, trained)), [_trained(values)], [tangents])[1]
+            return jax.jvp(lambda trained: function(_updated(values, trained)), [_trained(values)], [tangents])
 
         avals = [v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)]
         return dataclasses.replace(self, derivative=jax.make_jaxpr(derivative)(avals, _trained(avals)))
@@ -104,20 +104,24 @@ class Traced:
         @logits.defjvp
         def _(values, tangents):
             trained = [t for x, t in zip(values, tangents, strict=True) if is_trained(x)]
-            (tangent,) = _evaluate(self.derivative.jaxpr, *self.derivative.consts, *values, *trained)
-            return logits(*values), tangent
+            return tuple(_evaluate(self.derivative.jaxpr, *self.derivative.consts, *values, *trained))
 
         def function(trained, encoder32, predictor32):
             # Rows meet in float32, so that their gradients are summed in it.
             rows = zip(pair(encoder32, predictor32), (encoder, predictor))
             return logits(*_updated(parameters, trained), *(x.astype(like.dtype) for x, like in rows))
 
-        wide = (x.astype(accumulation_dtype(x.dtype)) for x in (encoder, predictor))
+        wide = (x.astype(sum_dtype(x)) for x in (encoder, predictor))
         return jax.vjp(function, _trained(parameters), *wide)
 
 
 def is_trained(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def sum_dtype(x):
+    """In which gradients of x are summed."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else accumulation_dtype(x.dtype)
 
 
 def _trained(values):

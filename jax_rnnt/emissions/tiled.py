@@ -21,8 +21,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _ffi
 from jax_rnnt.emissions.emission import OUTSIDE, Emission
-from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split
-from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split, sum_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
 
@@ -148,7 +147,7 @@ class Tiled(Emission):
             of_rows, of_parameters = _backward(
                 (differentiable, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
                 [(x.shape[-2:], x.dtype) for x in rows],
-                [(i, accumulation_dtype(parameters[i].dtype)) for i in trained],
+                [(i, sum_dtype(parameters[i])) for i in trained],
             )  # fmt: skip
         gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
         for i, x in zip(trained, of_parameters):
@@ -263,7 +262,7 @@ def _forward_tiles(static, parameters, batched, grouped):
 def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes that all together are less than the rounding of the sums which they would enter.
 
-    The occupancies of a column sum to 1 or more, of of a frame too unless arcs skip it. What is clipped is smaller.
+    The occupancies of a column sum to 1 or more, of a frame too unless arcs skip it. What is clipped is smaller.
     """
     first = cotangents[0]
     limit = jnp.finfo(first.dtype).eps / sum(first.shape[1:])
@@ -305,10 +304,10 @@ def _backward_tiles(static, parameters, batched, grouped):
 
     counts = [len(encoder) * n for n in tiled.grid(shape)]
     states = [
-        jnp.zeros((n, size, x.shape[-1]), accumulation_dtype(x.dtype))
+        jnp.zeros((n, size, x.shape[-1]), sum_dtype(x))
         for n, size, x in zip(counts, (tiled.frames, tiled.columns), (encoder, predictor))
     ]
-    totals = [jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in parameters if is_trained(x)]
+    totals = [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if is_trained(x)]
     start = states, jnp.zeros(len(encoder), bool), totals
     states, spoiled, totals = jax.lax.fori_loop(0, work.tiles, step, start)
     used = (
