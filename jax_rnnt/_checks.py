@@ -155,17 +155,14 @@ def apply_loss(function: str, loss, expected: str, *arguments, **named):
     if not callable(loss):
         raise unsuitable()
     try:
-        signature = inspect.signature(loss)
-    except ValueError:  # some callables have none
-        signature = None
-    try:
-        if signature is not None:
-            signature.bind(*arguments, **named)
+        inspect.signature(loss).bind(*arguments, **named)
+    except ValueError:  # some callables have no signature
+        pass
     except TypeError as error:
         raise unsuitable(f": {error}") from None
     try:
         return loss(*arguments, **named)
-    except (TypeError, AttributeError) as error:
+    except Exception as error:  # of whatever wants to compute with the logits
         kinds = {type(x).__name__ for x in (*arguments, *named.values()) if isinstance(x, (JointLogits, Inquiry))}
         if any(kind in str(error) for kind in kinds):
             raise unsuitable(", which wants arrays") from error

@@ -502,24 +502,22 @@ def test_vmap_of_sharded(kind, devices):
         check_sharded(jax.value_and_grad(run, (0, 1)), place(network, mesh), expected)
 
 
-# Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none), and the batch.
+# Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
 MAPPED = {
-    "parameters": (("model",), None, "data"),
-    "parameters_everywhere": ((None,), None, "data"),
-    "batch": (None, ("model",), "data"),
-    "both": (("model",), ("model",), "data"),
-    "twice": ((None, "model"), (None, "model"), "data"),
-    "in_turn": (("model",), (None, "model"), "data"),
+    "parameters": (("model",), None),
+    "parameters_everywhere": ((None,), None),
+    "batch": (None, ("model",)),
+    "both": (("model",), ("model",)),
+    "twice": ((None, "model"), (None, "model")),
+    "in_turn": (("model",), (None, "model")),
 }
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("case", MAPPED)
+@pytest.mark.parametrize(("case", "kind"), [("in_turn", "auto"), *((case, "explicit") for case in MAPPED)])
 def test_vmap_over_a_mesh(case, kind, devices):
     """The gradient of every element; on explicit axes each has the type of what it is the gradient of."""
-    of_parameters, of_batch, of_sequences = MAPPED[case]
-    network, sizes = Network(batch=8), dict(zip((None, "model", "data"), (3, 2, 4)))
-
+    of_parameters, of_batch = MAPPED[case]
+    network, sizes = Network(batch=8), {None: 3, "model": 2}
     random = np.random.default_rng(3)
 
     def stack(axes, x):
@@ -536,8 +534,12 @@ def test_vmap_over_a_mesh(case, kind, devices):
     batch = jax.tree.map(functools.partial(stack, of_batch), network.arguments[1:])
     with mesh_of(devices, kind, (4, 2), ("data", "model")) as mesh:
         at = lambda x, *names: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*names))), x)
-        placed = at(parameters, *(of_parameters or ())), *at(batch, *(of_batch or ()), of_sequences)
+        placed = at(parameters, *(of_parameters or ())), *at(batch, *(of_batch or ()), "data")
         got = jax.jit(run)(*placed)
+        for axes, x, gradient in zip(MAPPED[case], placed, got[1]):
+            if kind == "explicit" and len(axes or ()) == depth:
+                shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
+                assert all(jax.tree.leaves(shardings))
     assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
 
 
