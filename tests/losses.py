@@ -74,6 +74,20 @@ class Loss:
     gradient_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd", "jax_rnnt_lattice_grad")
 
 
+def multiblank(durations):
+    """Big blanks of so many frames."""
+    tables = {"topology": truth.multi_blank(durations), "emission": truth.multi_blank_emission, "durations": durations}
+    options = {"big_blank_durations": durations}
+    return Loss("multiblank", jax_rnnt.multiblank_rnnt_loss, tables, options, first_blank=len(durations))
+
+
+def tdt(durations):
+    """Tokens of so many frames."""
+    tables = {"topology": truth.token_durations(durations), "emission": truth.duration_emission, "durations": durations}
+    extra = {"extra_classes": len(durations)}
+    return Loss("tdt", jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
+
+
 BIG, DURATIONS = (3, 2), (2, 0, 1)
 LOSSES = (
     Loss("rnnt", jax_rnnt.rnnt_loss),
@@ -89,25 +103,8 @@ LOSSES = (
         jax_rnnt.constrained_rnnt_loss,
         {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
     ),
-    Loss(
-        "multiblank",
-        jax_rnnt.multiblank_rnnt_loss,
-        {"topology": truth.multi_blank(BIG), "emission": truth.multi_blank_emission, "durations": BIG},
-        {"big_blank_durations": BIG},
-        first_blank=2,
-    ),
-    Loss(
-        "tdt",
-        jax_rnnt.tdt_loss,
-        {
-            "topology": truth.token_durations(DURATIONS),
-            "emission": truth.duration_emission,
-            "durations": DURATIONS,
-            "extra_classes": 3,
-        },
-        {"durations": DURATIONS},
-        extra_classes=3,
-    ),
+    multiblank(BIG),
+    tdt(DURATIONS),
     Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
 )
 RNNT = LOSSES[0]

@@ -31,9 +31,11 @@ def reference_grad(topology: Topology, arcs, num_frames, num_labels):
 # Operands of the kernels: a plane for each slot, with the lengths behind the first; attributes: the table of arcs.
 
 
-def _operands(topology, arcs, num_frames, num_labels):
+def _call(topology, arcs, num_frames, num_labels):
+    """(operands, attributes)"""
     first, *others = (arcs[slot] for slot in slots(topology))
-    return first, num_frames, num_labels, *others
+    attributes = _attributes(bounded(topology, first.shape[-2]))
+    return (first, num_frames, num_labels, *others), dict(num_batch_dims=num_frames.ndim, **attributes)
 
 
 def _attributes(topology):
@@ -110,15 +112,12 @@ def supported(topology: Topology, platform: str) -> bool:
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
     """-log likelihood [...] by the kernel; `arcs` as for `log_likelihood`."""
-    topology = bounded(topology, next(iter(arcs.values())).shape[-2])
-    operands = _operands(topology, arcs, num_frames, num_labels)
-    return _loss_kernel(*operands, num_batch_dims=num_frames.ndim, strict=strict, **_attributes(topology))[0]
+    operands, params = _call(topology, arcs, num_frames, num_labels)
+    return _loss_kernel(*operands, strict=strict, **params)[0]
 
 
 def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
     """(`value`, {slot: its gradient, minus the posterior of the slot's arcs [..., T, U1]})."""
-    topology = bounded(topology, next(iter(arcs.values())).shape[-2])
-    operands = _operands(topology, arcs, num_frames, num_labels)
-    params = dict(num_batch_dims=num_frames.ndim, strict=strict, alias=True, **_attributes(topology))
-    loss, *planes = _grad_kernel(*operands, **params)
+    operands, params = _call(topology, arcs, num_frames, num_labels)
+    loss, *planes = _grad_kernel(*operands, strict=strict, alias=True, **params)
     return loss, dict(zip(slots(topology), planes))
