@@ -15,6 +15,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +82,16 @@ if "cpu" in MISSING:
 
 
 @functools.cache
-def _warn_reference(platforms: tuple[str, ...]) -> None:
-    if "cpu" not in MISSING:  # else the import has already warned
-        message = f"jax_rnnt has no kernels for platform {'/'.join(platforms)}: it runs on its pure-JAX reference."
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+def _warn_reference(reason: str) -> None:  # once for each
+    warnings.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.", RuntimeWarning, stacklevel=2)
+
+
+def beyond(*limits: tuple[str, Any, int]) -> str | None:
+    """Which of (what, how many, at most) is exceeded, as a sentence; sizes that are symbolic are taken to fit."""
+    for what, number, most in limits:
+        if isinstance(number, int) and number > most:
+            return f"the kernels take at most {most} {what}, got {number}"
+    return None
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
@@ -177,9 +184,9 @@ def define(
     results: Callable,
     aliases: dict[int, int] | None = None,
     workspace: dict[str, Callable] | None = None,
-    supported: Callable[..., bool] = lambda kernels, **attributes: True,
+    unsupported: Callable[..., str | None] = lambda kernels, *operands, **attributes: None,
 ) -> Callable[..., Sequence[jax.Array]]:
-    """A function that calls the kernel `target`, or `reference` where the platform has no kernel.
+    """A function that calls the kernel `target`, or `reference` where the platform has no kernel for the problem.
 
     Parameters
     ----------
@@ -195,8 +202,9 @@ def define(
     workspace : dict, optional
         ``{"cpu" | "cuda": f}`` with ``f(*operands, **attributes) -> elements`` of the first operand's dtype that the
         kernels of that device want for each batch element, from the operands' avals: one more result of the call.
-    supported : callable, optional
-        ``supported("cpu" | "cuda", **attributes)``: whether that device's kernels know these attributes.
+    unsupported : callable, optional
+        ``unsupported("cpu" | "cuda", *operands, **attributes)``: why that device's kernels do not take this problem,
+        from the operands' avals; None where they do.
 
     Returns
     -------
@@ -245,9 +253,9 @@ def define(
         return custom_call(ctx, operands, platform, num_batch_dims, attributes, operand_output_aliases=in_place)
 
     def lower(ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
-        if not supported(KERNELS[platform], **attributes):
+        if reason := unsupported(KERNELS[platform], *ctx.avals_in, **attributes):
             params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias)
-            return lower_reference(ctx, *operands, **params, **attributes)
+            return lower_reference(ctx, *operands, reason=reason, **params, **attributes)
         exporting = ctx.module_context.lowering_parameters.for_export
         if alias and platform == "cpu" and _unpartitioned(ctx) and not exporting:
             # XLA's CPU layout assignment copies an aliased operand unless its layout is fixed beforehand; the
@@ -265,14 +273,14 @@ def define(
         allowed = {"operand_output_aliases": aliases_of(operands)} if alias and platform != "cpu" else {}
         return custom_call(ctx, operands, platform, num_batch_dims, attributes, extra_attributes=extra, **allowed)
 
-    def lower_reference(ctx, *operands, num_batch_dims, strict, alias, **attributes):
-        platforms = tuple(ctx.module_context.platforms)
+    def lower_reference(ctx, *operands, num_batch_dims, strict, alias, reason=None, **attributes):
+        known = reason is None and "cpu" in MISSING  # the import has warned
+        reason = reason or f"there are no kernels for platform {'/'.join(ctx.module_context.platforms)}"
         if strict:
-            raise NotImplementedError(
-                f"implementation='kernel': jax_rnnt has no kernel {target} for platform {'/'.join(platforms)}; "
-                "use implementation=None or 'reference'."
-            )
-        _warn_reference(platforms)
+            message = f"implementation='kernel': jax_rnnt has no kernel {target} for this: {reason}; "
+            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        if not known:
+            _warn_reference(reason)
         function = functools.partial(reference, **attributes)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

@@ -50,6 +50,7 @@ def multiblank_rnnt_loss(
         T_b and U_b of each sequence.
     big_blank_durations : sequence of int
         Frames that each big blank reads, 2 or more, no two alike, in any order. Big blank i is class blank - 1 - i.
+        Kernels take 62.
     blank : int, default -1
         The blank class of one frame; a negative one counts from the end.
     sigma : float or scalar Array, default 0.0

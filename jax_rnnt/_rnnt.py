@@ -67,7 +67,7 @@ def rnnt_loss(
         2021).
     implementation : {None, "kernel", "reference"}
         "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable twice and in
-        forward mode; None: kernels where there are some, else the reference.
+        forward mode; None: kernels where there are some, else the reference, with a warning that says why.
     inplace : bool, default True
         Lets the gradient take the memory of the logits, which saves their size at the peak. Logits that are still
         needed are copied first, so set it to False where the logits are an argument of the differentiated program that
@@ -85,7 +85,8 @@ def rnnt_loss(
     TypeError, ValueError
         For a static mistake in an argument, named in the message.
     NotImplementedError
-        For implementation="kernel" on a platform without kernels.
+        For implementation="kernel" on a platform without kernels and beyond their limits: V <= 2^26; with CUDA also
+        T (U + 1) < 2^30 and U < 22528.
 
     Notes
     -----

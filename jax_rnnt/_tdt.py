@@ -51,7 +51,8 @@ def tdt_loss(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     durations : sequence of int
-        Frames that duration i reads, 0 or more and one of them 1 or more, no two alike, in any order.
+        Frames that duration i reads, 0 or more and one of them 1 or more, no two alike, in any order. Kernels take 32;
+        with `omega` the frames 0 and 1 count among them.
     blank : int, default -1
         The blank class; a negative one counts from the end of the tokens: -1 is V - 1.
     sigma : float or scalar Array, default 0.0

@@ -346,7 +346,7 @@ def test_big_blanks_must_be_classes():
 @pytest.mark.parametrize("long", [8, 2**64, 2**32 + 1])
 @pytest.mark.parametrize("table", [losses.multiblank, lambda d: losses.tdt((0, 1, *d))], ids=["multiblank", "tdt"])
 def test_durations_beyond_any_length(table, long, implementation):
-    """There are 7 frames: such arcs are never taken, nor what they are modulo 2^32, and no int64 is asked to hold them."""
+    """There are 7 frames: such arcs are never taken, nor what they are modulo 2^32; not all of them are an int64."""
     loss = table((long,))
     p = losses.problem(loss=loss)
     expected = table((8,)).expected(p)

@@ -12,6 +12,8 @@ import pytest
 
 import jax_rnnt
 import losses
+from jax_rnnt import _ffi
+from jax_rnnt.lattices import lattice
 
 
 def gradient_of(loss, implementation):
@@ -72,6 +74,56 @@ def test_platform_of_the_lowering_decides(loss, kernel):
     here = lower_for(losses.platform(), gradient_of(loss, None), p)
     assert all(f"custom_call @{target}" in here for target in loss.gradient_calls)
     assert "custom_call @jax_rnnt" not in lower_for("tpu", gradient_of(loss, None), p)
+
+
+def beyond(loss, T, U, V):
+    """(loss, arguments without data)"""
+    shapes = (1, T, U + 1, V + loss.extra_classes), (1, U), (1,), (1,)
+    return loss, [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (np.float32, *[np.int32] * 3))]
+
+
+EMISSION, LATTICE = losses.RNNT.gradient_calls[:2], losses.RNNT.gradient_calls[2:]
+BOTH = EMISSION + LATTICE
+BEYOND = {
+    # what: (problem, whose kernels have the limit, stages that it concerns, the reason)
+    "durations": (beyond(losses.tdt(range(33)), 3, 2, 4), None, LATTICE, "at most 64 arcs, got 65"),
+    "big_blanks": (beyond(losses.multiblank(range(2, 65)), 3, 2, 65), None, BOTH, "at most (63 blank|64 arcs)"),
+    "classes": (beyond(losses.RNNT, 1, 0, (1 << 26) + 1), None, EMISSION, "at most 67108864 logits of a node"),
+    "nodes": (beyond(losses.RNNT, 1 << 16, (1 << 14) - 1, 2), "cuda", LATTICE, "at most 1073741823 nodes"),
+    "nodes_of_emission": (beyond(losses.RNNT, 1 << 17, (1 << 14) - 1, 2), "cuda", BOTH, "at most .* nodes"),
+    "diagonals": (beyond(losses.RNNT, 1 << 29, 0, 2), "cuda", LATTICE, "at most 536870911 diagonals"),
+    "labels": (beyond(losses.RNNT, 1, 22528, 2), "cuda", LATTICE, "at most 22528 columns"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND.values(), ids=BEYOND)
+def test_problems_beyond_the_kernels(case, kernel, monkeypatch):
+    """Those stages run on the reference and a warning says why; asked for by name, that is the error."""
+    (loss, p), device, stages, reason = case
+    if device:
+        monkeypatch.setitem(_ffi.KERNELS, losses.platform(), device)
+    _ffi._warn_reference.cache_clear()
+    with pytest.raises(NotImplementedError, match=reason):
+        gradient_of(loss, kernel).lower(*p)
+    with pytest.warns(RuntimeWarning, match=f"pure-JAX reference.*{reason}"):
+        text = gradient_of(loss, None).lower(*p).as_text()
+    assert all((f"custom_call @{target}" in text) == (target not in stages) for target in loss.gradient_calls)
+
+
+def test_as_many_durations_as_the_kernels_take(kernel):
+    loss = losses.tdt(range(32))
+    p = losses.problem(loss=loss)
+    losses.assert_matches(losses.evaluate(loss, p, kernel), loss.expected(p), np.float64, 11)
+
+
+def test_one_stage_without_kernel(kernel, monkeypatch):
+    """Of a loss with more than ten planes: the lattice on the reference, the emission by kernel."""
+    monkeypatch.setattr(lattice, "_MOST_ARCS", 16)
+    loss = losses.tdt(range(9))
+    p = losses.problem(loss=loss)
+    with pytest.warns(RuntimeWarning, match="at most 16 arcs, got 17"):
+        got = losses.evaluate(loss, p, None)
+    losses.assert_matches(got, loss.expected(p), np.float64, 11)
 
 
 def test_selftest(kernel, capsys):

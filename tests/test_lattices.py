@@ -172,6 +172,12 @@ def test_error_does_not_grow_with_the_likelihood(frames, labels):
         np.testing.assert_allclose(gradient[slot], posteriors[slot], atol=1e-5)
 
 
+@pytest.mark.parametrize(("dt", "du"), [(0, 0), (-1, 1), (1, -1)])
+def test_arcs_move(dt, du):
+    with pytest.raises(ValueError, match=f"dt={dt} and du={du}"):
+        lattices.Arc("blank", dt, du)
+
+
 # ------------------------------------------------------------------------------------------------- the kernels
 
 

@@ -18,6 +18,7 @@ With `durations` the last D of V + D logits are a second softmax, all of whose l
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -174,22 +175,25 @@ def _planes(logits, label, num_frames, *, blanks, durations, **_):
     return [plane] * (len(blanks) + durations + 2)
 
 
-_MOST = 63  # blanks and durations: kMaxBlanks and kMaxDurations of the kernels
-
-
-def _supported(kernels, *, blanks, durations, **_):
-    return len(blanks) <= _MOST and durations <= _MOST
+def _unsupported(kernels, logits, label, num_frames, *_, blanks, durations, **__):
+    """Limits of xla_kernels/common/shape.h; those of CUDA are what its int32 can count."""
+    frames, columns, row = logits.shape[-3:]
+    limits = [("blank classes", len(blanks), 63), ("durations", durations, 63), ("logits of a node", row, 1 << 26)]
+    if kernels == "cuda":
+        most = (1 << 31) - 1
+        limits += [("nodes [T, U + 1]", frames * columns, most), ("sequences", math.prod(num_frames.shape), most)]
+    return _ffi.beyond(*limits)
 
 
 _forward_kernel = _ffi.define(
-    "jax_rnnt_softmax_emission_fwd", reference=softmax_emission, results=_planes, supported=_supported
+    "jax_rnnt_softmax_emission_fwd", reference=softmax_emission, results=_planes, unsupported=_unsupported
 )
 _backward_kernel = _ffi.define(
     "jax_rnnt_softmax_emission_bwd",
     reference=backward_reference,
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
     aliases={0: 0},
-    supported=_supported,
+    unsupported=_unsupported,
 )
 
 

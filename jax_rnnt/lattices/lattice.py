@@ -4,6 +4,8 @@ There are two kernels behind one pair of custom calls: one for unit steps (stand
 frames (multi-blank, token and duration).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -56,8 +58,9 @@ def _loss_reference(*operands, **attributes):
 
 
 def _grad_reference(*operands, **attributes):
-    loss, gradients = reference_grad(*_problem(*operands, **attributes))
-    return [loss, *gradients.values()]
+    topology, planes, *lengths = _problem(*operands, **attributes)
+    loss, gradients = reference_grad(topology, planes, *lengths)
+    return [loss, *(gradients[slot] for slot in planes)]  # whose own order is that of JAX: "10" before "2"
 
 
 def _is_unit_step(**attributes):
@@ -83,8 +86,24 @@ def _cuda_workspace(first, *_, **attributes):
     return (elements + 1) // 2 * 2
 
 
-def _supported(kernels, *, dt, du, plane, other, **_):
-    return len(dt) <= _MOST_ARCS and max(*plane, *other) < _MOST_ARCS and set(du) <= {0, 1}
+def _unsupported_arcs(*, dt, du, plane, other, **_):
+    labels = ("labels written by an arc", max(du), 1)
+    return _ffi.beyond(labels, ("arcs", len(dt), _MOST_ARCS), ("planes of arcs", 1 + max(*plane, *other), _MOST_ARCS))
+
+
+def _unsupported(kernels, first, num_frames, *_, **attributes):
+    reason = _unsupported_arcs(**attributes)
+    if reason or kernels != "cuda":
+        return reason
+    frames, columns = first.shape[-2:]
+    limits = [
+        ("nodes [T, U + 1]", frames * columns, (1 << 30) - 1),  # int32
+        ("diagonals", frames + columns, (1 << 29) - 1),
+        ("sequences", math.prod(num_frames.shape), (1 << 31) - 1),
+    ]
+    if _is_unit_step(**attributes):  # 144 bytes of shared memory for 32 columns, of the 99 KiB that every device has
+        limits.append(("columns U + 1", columns, 22528))
+    return _ffi.beyond(*limits)
 
 
 _loss_kernel = _ffi.define(
@@ -92,7 +111,7 @@ _loss_kernel = _ffi.define(
     reference=_loss_reference,
     results=lambda first, *_, **__: [((), first.dtype)],
     workspace={"cpu": _cpu_loss_workspace, "cuda": _cuda_workspace},
-    supported=_supported,
+    unsupported=_unsupported,
 )
 _grad_kernel = _ffi.define(
     "jax_rnnt_lattice_grad",
@@ -100,14 +119,14 @@ _grad_kernel = _ffi.define(
     results=lambda first, *others, **__: [((), first.dtype)] + [(first.shape[-2:], first.dtype)] * (len(others) - 1),
     aliases={0: 1} | {k + 2: k + 1 for k in range(1, _MOST_ARCS)},
     workspace={"cpu": _cpu_grad_workspace, "cuda": _cuda_workspace},
-    supported=_supported,
+    unsupported=_unsupported,
 )
 
 
 def supported(topology: Topology, platform: str) -> bool:
     """Whether a platform ("cpu" or "cuda") has a kernel for this topology."""
     kernels = _ffi.KERNELS.get(platform)
-    return kernels is not None and _supported(kernels, **_attributes(topology))
+    return kernels is not None and _unsupported_arcs(**_attributes(topology)) is None
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
