@@ -29,7 +29,7 @@ constexpr int kShortRow = 512, kLongRow = 16384;  // bytes; see above
 // would take more registers than there are.
 template <class T>
 constexpr int kInFlight = sizeof(T) == 4 ? 4 : 2;
-// Blocks of a multiprocessor, at least: so many leave 64 to 128 registers per thread, and 24 to 64 KiB in flight.
+// Blocks of a multiprocessor, at least: so many leave 64 to 128 registers per thread, and 16 to 64 KiB in flight.
 template <class T>
 constexpr int kBlocks = sizeof(T) == 8   ? 2
                         : sizeof(T) == 4 ? 4
@@ -451,7 +451,7 @@ template <class T, template <class, int> class Kernel, class Pointers>
 cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
   const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
   if (shape.batch * rows == 0) return cudaSuccess;
-  if (rows > INT32_MAX || shape.classes > INT32_MAX / 8 || shape.batch > INT32_MAX) return cudaErrorInvalidValue;
+  if (rows > INT32_MAX || shape.batch > INT32_MAX) return cudaErrorInvalidValue;
   const auto launch = [&](auto kernel, int lanes) {
     const int rows_per_block = kThreads / lanes;
     const dim3 grid(unsigned((rows + rows_per_block - 1) / rows_per_block),
