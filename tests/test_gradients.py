@@ -97,6 +97,30 @@ def test_cotangents(loss, implementation):
     assert not np.asarray(gradient[2]).any()
 
 
+@pytest.mark.family
+@pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
+@pytest.mark.parametrize("clamp", [-1.0, 0.1])
+def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
+    """What is exactly 0 stays 0: all of a sequence without a path, impossible classes, padding."""
+    if implementation == "reference" and clamp < 0:
+        pytest.skip("plain automatic differentiation: 0 times infinity is NaN")
+    p = losses.problem(5, V=classes, loss=loss, lengths=([7, 5, 6, 0, 7], [4, 2, 0, 3, 4]))
+    p.logits[..., 1] = -np.inf
+    p = p._replace(targets=np.maximum(p.targets, 2))
+    cotangents = np.array([np.inf, np.nan, -np.inf, np.inf, 2.0])
+    values, unit = loss.expected(p, clamp=clamp)
+    assert np.isinf(values[3]) and not unit[3].any() and (unit[:3] == 0).any() and np.isfinite(unit).all()
+    with np.errstate(invalid="ignore"):
+        expected = np.where(unit == 0, 0, unit * cotangents[:, None, None, None])
+
+    @jax.jit
+    def pull(logits, cotangents):
+        call = lambda x: loss(x, *p[1:], clamp=clamp, reduction="none", implementation=implementation)
+        return jax.vjp(call, logits)[1](cotangents)[0]
+
+    np.testing.assert_allclose(pull(p.logits, cotangents), expected, atol=1e-12)
+
+
 def test_clamp_bounds_both_sides(loss, implementation):
     """grad(3 * loss) lies in [-3c, 3c] and reaches both ends."""
     p = losses.problem(loss=loss, scale=6.0)

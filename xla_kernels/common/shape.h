@@ -50,7 +50,7 @@ struct EmissionForwardArgs {
 // Cotangents c of the planes -> gradient of the logits:
 //   unit_k       = c_blank_i [k == blank_i] (summed over i) + c_label [k == label] - softmax_k * (sum of these c's)
 //   unit_(V + i) = c_duration_i - duration_softmax_i * (sum of the c_duration's)
-//   dlogits      = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping)
+//   dlogits      = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping; 0 stays 0)
 // without the softmax terms where normalize is false. With a Bernoulli blank softmax_k multiplies c_label alone, 0
 // where label == blank, and
 //   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), where label == blank: (c_blank + c_label) sigmoid(-z)

@@ -42,6 +42,8 @@ using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>
 template <class A>
 constexpr A kInfinity = A(__builtin_inf());
 template <class A>
+constexpr A kLargest = A(0x1.fffffep127f);
+template <class A>
 constexpr A kNaN = A(__builtin_nan(""));
 
 // Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
@@ -532,7 +534,11 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const bool is_short = n <= kShortRow * kWidth, stream = row_size * int64_t(sizeof(T)) >= kStreamedBytes;
   const Exponent blank = shape.blanks[0];
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
-  const auto clip = [](F v, F limit) { return Max(-limit, Min(limit, v)); };
+  // 0 stays 0 whatever the scale.
+  const auto scaled = [](F v, F limit, F scale) {
+    v = Max(-limit, Min(limit, v));
+    return v == A(0) ? F{} : v * scale;
+  };
   // Of a logit less lse: only a Bernoulli blank, whose result is not used, can be above 0.
   const auto exp = [](F x) [[gnu::always_inline]] { return kBernoulli ? ExpOfAny(x) : Exp(x); };
 
@@ -548,7 +554,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const A clamp = static_cast<const A*>(args.clamp)[sequence];
       for (int lane = first; lane < last; ++lane) {
         scales[lane] = scale;
-        limits[lane] = clamp > 0 ? clamp : kInfinity<A>;
+        // What is left to do where there is no limit would make NaN of 0 times infinity.
+        limits[lane] = clamp > 0 ? clamp : scale - scale == 0 ? kInfinity<A> : kLargest<A>;
       }
     });
     const I label = Load(labels);
@@ -579,7 +586,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const F ct_other = same ? ct(1) - ct(1) : ct(1), ct_blank = same ? sum : ct(0);
       const auto [yes, no] = Sigmoids(z);
       sum = ct_other;
-      Store(clip(ct_blank * no - ct_other * yes, limit) * scale, of_blank);
+      Store(scaled(ct_blank * no - ct_other * yes, limit, scale), of_blank);
     }
     const T* x = logits;
     T* dx = dlogits;
@@ -622,8 +629,11 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
           for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {
             g.Add(shape.blanks[arc], static_cast<const A*>(args.ct_blank[arc])[r + lane]);
           }
-          if (limits[lane] != kInfinity<A>) g.Map([&](F v) { return clip(v, limit); });
-          g.Map([&](F v) { return v * scale; });
+          if (limits[lane] == kInfinity<A>) {
+            g.Map([&](F v) { return v * scale; });
+          } else {
+            g.Map([&](F v) { return scaled(v, limit, scale); });
+          }
           if (kBernoulli) g.Set(blank, of_blank[lane]);
           g.StoreTo(row_dx);
         });
@@ -632,11 +642,11 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       for (int arc = 0; arc < num_blanks; ++arc) arc_dx[arc][lane] = row[shape.blanks[arc]];
       if (0 <= labels[lane] && labels[lane] < shape.classes) arc_dx[num_blanks][lane] = row[labels[lane]];
       if (!shape.normalize) {
-        FillRow(clip(others, limit) * scale, n, row_dx);
+        FillRow(scaled(others, limit, scale), n, row_dx);
       } else if (limits[lane] == kInfinity<A>) {
         MapLongRow(row, n, row_dx, ahead, [&](F v) { return exp(v - row_lse) * factor; });
       } else {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return clip(exp(v - row_lse) * minus_sum, limit) * scale; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return scaled(exp(v - row_lse) * minus_sum, limit, scale); });
       }
     }
 
@@ -654,7 +664,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       }
       // Of any: lanes without this arc hold no logit of their row.
       const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - lse) : F{};
-      F gradient = clip(arc_ct - softmax * sum, limit) * scale;
+      F gradient = scaled(arc_ct - softmax * sum, limit, scale);
       if constexpr (kBernoulli) gradient = arc == 0 || label == blank ? Load(of_blank) : gradient;
       Store(gradient, arc_dx[arc]);
       for (int lane = 0; lane < count; ++lane) {
@@ -672,7 +682,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       for (int i = 0; i < shape.durations; ++i) total += ct_duration(i);
       total = head.sum() == A(0) ? F{} : total / head.sum();
       for (int i = 0; i < shape.durations; ++i) {
-        const F gradient = clip(ct_duration(i) - head.exp(i) * total, limit) * scale;
+        const F gradient = scaled(ct_duration(i) - head.exp(i) * total, limit, scale);
         durations[i] = outside ? F{} : gradient;
       }
       const auto each_row = [&](auto write) {

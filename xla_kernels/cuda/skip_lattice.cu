@@ -11,9 +11,9 @@
 //
 // Unlike the kernel for unit steps it reads what came before from memory, that is from the L1 cache, and not from a
 // register or a shuffle: arcs reach as many diagonals back as the longest one spans. So a diagonal costs a few hundred
-// cycles. What it moves per node in float32, for K arcs over P planes and E pairs of an arc and a plane of its own (K, or
-// 2 K where every arc is a sum of two): 4 E + 4 K bytes there, 24 K + 16 for the sweeps, 12 E + 12 P back, beside
-// 3 V * 4 for the logits. Of these 16 K + 8 E are the values that arcs lead from or to, which are often in a cache.
+// cycles. What it moves per node in float32, for K arcs over P planes and E pairs of an arc and a plane of its own (K,
+// or 2 K where every arc is a sum of two): 4 E + 4 K bytes there, 24 K + 16 for the sweeps, 12 E + 12 P back, beside 3
+// V * 4 for the logits. Of these 16 K + 8 E are the values that arcs lead from or to, which are often in a cache.
 #include <algorithm>
 
 #include "xla_kernels/cuda/lattice.h"

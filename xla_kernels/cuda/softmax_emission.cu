@@ -384,8 +384,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       sum = ct_label;
     }
     const A minus_sum = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
-    // Comparisons with NaN are false: NaN stays.
-    const auto clip = [&](A v) { return (v > limit ? limit : v < -limit ? -limit : v) * scale; };
+    // Comparisons with NaN are false: NaN stays. So does 0, whatever the scale.
+    const auto clip = [&](A v) {
+      v = v > limit ? limit : v < -limit ? -limit : v;
+      return v == 0 ? v : v * scale;
+    };
     const auto others = [&](A v) { return shape.normalize ? Exp2((v - lse) * kLog2E<A>) * minus_sum : minus_sum; };
     const auto own = [&](int k) {  // cotangents of the arcs whose class is k
       A ct = k == at.label ? args.ct_arc[num_blanks][at.index] : A(0);

@@ -87,6 +87,7 @@ struct Options {
   bool bernoulli = false;
   int num_blanks = 1, durations = 0, offset = 0;
   double clamp = 0, spread = 4;  // of the logits
+  double scale = 0;              // of the first sequence, where not 0
   Fault fault = Fault::kNone;
   std::vector<int> num_frames, num_labels;  // where not empty: instead of random ones
 };
@@ -199,6 +200,7 @@ class Problem {
                        : whole                     ? columns_ - 1
                                                    : random.Below(columns_);
       scale_[b] = A(random.Uniform(-2, 2));
+      if (b == 0 && options.scale != 0) scale_[b] = A(options.scale);
       clamp_[b] = A(options.clamp);
     }
     for (int64_t i = 0; i < label_.size(); ++i) {
@@ -537,7 +539,7 @@ class Problem {
           if (sum != sum) unit = kNaN;
           if (clamp > 0) unit = unit > clamp ? clamp : unit < -clamp ? -clamp : unit;
         }
-        const double should = unit * scale, is = double(Widen(dx[i * R + k]));
+        const double should = unit == 0 ? 0 : unit * scale, is = double(Widen(dx[i * R + k]));
         const double smallest = sizeof(T) == 2 && Traits<T>::kEpsilon < 0x1p-9 ? 0x1p-25 : 0;
         Compare("dlogits", i * R + k, is, should,
                 1.01 * Traits<T>::kEpsilon * std::fabs(should) + 4 * tolerance_ * size * std::fabs(scale) + smallest);
@@ -769,6 +771,9 @@ void CheckAll() {
   Check<Half>("durations, log-probabilities", with([](O o) { o.durations = 3; o.normalize = false; o.num_blanks = 2; }));
   Check<float>("durations, NaN", with([](O o) { o.durations = 3; o.fault = Fault::kNaN; }));
   Check<float>("durations, -inf", with([](O o) { o.durations = 3; o.fault = Fault::kMinusInfinity; o.frames = 9; }));
+  Check<float>("infinite scale", with([](O o) { o.scale = kInfinity; o.fault = Fault::kMinusInfinity; o.durations = 3; }));
+  Check<BFloat16>("NaN scale", with([](O o) { o.scale = kNaN; o.fault = Fault::kMinusInfinity; o.clamp = 0.1; }));
+  Check<Half>("infinite scale, Bernoulli blank", with([](O o) { o.scale = -kInfinity; o.fault = Fault::kMinusInfinity; o.bernoulli = true; o.classes = 300; }));
   Check<double>("durations, rows of -inf", with([](O o) { o.durations = 2; o.fault = Fault::kDeadRow; o.frames = 9; }));
   Check<float>("Bernoulli blank", with([](O o) { o.bernoulli = true; o.batch = 4; }));
   Check<double>("Bernoulli blank, float64", with([](O o) { o.bernoulli = true; o.classes = 3; o.in_place = false; }));

@@ -64,6 +64,7 @@ MUTATIONS = (
         "shape.bernoulli ? shape.blanks[0] : -1;\n      total",
         "-1;\n      total",
     ),
+    ("0 times an infinite scale", EMISSION, "return v == 0 ? v : v * scale;", "return v * scale;"),
     ("durations: a head too early", EMISSION, "x + shape.classes, shape.durations", "x, shape.durations"),
     ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
     ("wrong slot of a double buffer", LATTICE, "(tile - kStep, chunk, j)", "(tile - kStep, chunk + 1, j)"),
