@@ -120,6 +120,7 @@ def test_heads(implementation, head):
         (False, np.float32, 5, 4),
         (True, np.float32, 301, 300),
         (False, np.float64, 70, 33),
+        (False, np.float32, 1200, 1100),
     ):
         for normalize in (True, False) if more else (True,):
             label = label_map(classes, by_frame, (blank,))

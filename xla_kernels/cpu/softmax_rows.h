@@ -1,0 +1,197 @@
+// Groups of rows of logits, one row per lane: where they lie, their labels, and the heads of TDT and HAT.
+#pragma once
+
+#include "xla_kernels/common/shape.h"
+#include "xla_kernels/cpu/simd.h"
+
+namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
+
+template <class T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <class A>
+constexpr A kInfinity = A(__builtin_inf());
+template <class A>
+constexpr A kLargest = A(0x1.fffffep127f);
+template <class A>
+constexpr A kNaN = A(__builtin_nan(""));
+
+// Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
+// is scaled to the new maximum from block to block.
+constexpr int64_t kBlock = 1024;
+
+// Rows of zeros of this size are written past the caches.
+constexpr int64_t kStreamedBytes = 1024;
+
+// Walks over the rows in order.
+class RowCursor {
+ public:
+  RowCursor(const EmissionShape& shape, const int32_t* label, const int32_t* num_frames, int64_t row)
+      : shape_(shape),
+        label_(label),
+        num_frames_(num_frames),
+        u_(row % shape.columns),
+        t_(row / shape.columns % shape.frames),
+        b_(row / shape.columns / shape.frames) {}
+
+  // Stores the labels of the next `count` rows, and kOutside up to kWidth. Calls visit(sequence, first, last) for each
+  // run of rows [first, last) of one frame.
+  template <class A, class Visit>
+  void Next(int count, typename Simd<A>::Exponent* labels, Visit visit) {
+    constexpr int kWidth = Simd<A>::kWidth;
+    for (int lane = 0; lane < count;) {
+      const int64_t left = shape_.columns - u_;
+      const int last = left < count - lane ? lane + int(left) : count;
+      const bool inside = t_ < num_frames_[b_];
+      const int32_t* const from =
+          label_ + (shape_.label_frames == 1 ? b_ : b_ * shape_.frames + t_) * shape_.columns + u_ - lane;
+      visit(b_, lane, last);
+      u_ += last - lane;
+      if (!inside) {
+        for (; lane < last; ++lane) labels[lane] = kOutside;
+      } else if (last - lane == kWidth) {
+        Store(__builtin_convertvector(LoadAs<typename Simd<A>::Int32s>(from), typename Simd<A>::I), labels);
+        lane = last;
+      } else {
+        for (; lane < last; ++lane) labels[lane] = from[lane];
+      }
+      if (u_ == shape_.columns) NextFrame();
+    }
+    for (int lane = count; lane < kWidth; ++lane) labels[lane] = kOutside;
+  }
+
+ private:
+  void NextFrame() {
+    u_ = 0;
+    if (++t_ < shape_.frames) return;
+    t_ = 0;
+    ++b_;
+  }
+
+  const EmissionShape& shape_;
+  const int32_t* const label_;
+  const int32_t* const num_frames_;
+  int64_t u_, t_, b_;
+};
+
+// One value per row of a group of up to kWidth rows.
+
+template <class A>
+inline typename Simd<A>::F LoadLanes(const A* x, int count) {
+  if (count == Simd<A>::kWidth) return Load(x);
+  A padded[Simd<A>::kWidth] = {};
+  for (int lane = 0; lane < count; ++lane) padded[lane] = x[lane];
+  return Load(padded);
+}
+
+template <class A>
+inline void StoreLanes(typename Simd<A>::F v, A* x, int count) {
+  if (count == Simd<A>::kWidth) return Store(v, x);
+  for (int lane = 0; lane < count; ++lane) x[lane] = v[lane];
+}
+
+// *x in all lanes.
+template <class T>
+inline auto LoadAll(const T* x) {
+  T lanes[Simd<Accumulator<T>>::kWidth];
+  for (T& lane : lanes) lane = *x;
+  return Load(lanes);
+}
+
+// What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.
+template <class F>
+inline F Shift(F max) {
+  using A = std::decay_t<decltype(max[0])>;
+  return max == -kInfinity<A> ? Broadcast(A(0)) : max;
+}
+
+// The first n < kWidth elements of a group of rows as rows of kWidth elements; with kSkip -inf is in place of `skip`.
+// `inside`: != kOutside where the row may be read.
+template <bool kSkip, class T, class Label>
+inline void PadRows(const T* x, int64_t n, int64_t row_size, int64_t skip, const Label* inside, T* padded) {
+  using A = Accumulator<T>;
+  constexpr int kWidth = Simd<A>::kWidth;
+  for (int row = 0; row < kWidth; ++row) {
+    Store(Broadcast(-kInfinity<A>), padded + row * kWidth);
+    for (int64_t k = 0; inside[row] != kOutside && k < n; ++k) {
+      if (!kSkip || k != skip) padded[row * kWidth + k] = x[row * row_size + k];
+    }
+  }
+}
+
+// x[at], lane by lane.
+template <class T, class I>
+inline auto Pick(const T* x, I at) {
+  constexpr int kWidth = Width<I>();
+  typename Simd<Accumulator<T>>::Exponent index[kWidth];
+  T picked[kWidth];
+  Store(at, index);
+  for (int lane = 0; lane < kWidth; ++lane) picked[lane] = x[index[lane]];
+  return Load(picked);
+}
+
+// The last `count` logits of each row of a group, a head of its own: one row per lane.
+template <class T>
+class DurationHead {
+ public:
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  using I = typename Simd<A>::I;
+  static constexpr int kWidth = Simd<A>::kWidth;
+
+  // Whether the head is read and written as the end of a vector of each row.
+  static bool IsShort(int64_t row_size, int count) { return count <= kWidth && kWidth <= row_size; }
+
+  // The end of a row as a vector: to be read while the rest of the row is, since one row after the other is what the
+  // hardware can prefetch.
+  static F End(const T* row, int64_t row_size) { return Load(row + row_size - kWidth); }
+
+  // `ends`: End of each row, where IsShort. Rows whose label is kOutside are not read; their logits are anything.
+  DurationHead(const T* x, int64_t row_size, const typename Simd<A>::Exponent* labels, F* ends, int count,
+               bool normalize)
+      : normalize_(normalize) {
+    F max = Broadcast(-kInfinity<A>);
+    if (IsShort(row_size, count)) {
+      Transpose(ends);
+      for (int i = 0; i < count; ++i) logits_[i] = ends[kWidth - count + i];
+    } else {
+      const I at = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{}) * int(row_size) + int(row_size - count);
+      const I readable = Load(labels) == kOutside ? I{} : at;
+      for (int i = 0; i < count; ++i) logits_[i] = Pick(x, readable + i);
+    }
+    if (!normalize) {
+      sum_ = Broadcast(A(1));
+      return;
+    }
+    for (int i = 0; i < count; ++i) max = Max(max, logits_[i]);
+    shift_ = Shift(max);
+    for (int i = 0; i < count; ++i) sum_ += exps_[i] = Exp(logits_[i] - shift_);
+  }
+  F logit(int i) const { return logits_[i]; }
+  F shift() const { return shift_; }
+  F sum() const { return sum_; }
+  // exp(logit - shift) of logit i, unless the input already is log-probabilities: the softmax is this / sum().
+  F exp(int i) const { return normalize_ ? exps_[i] : F{}; }
+
+ private:
+  const bool normalize_;
+  F logits_[kMaxDurations], exps_[kMaxDurations], shift_ = {}, sum_ = {};
+};
+
+// log sigmoid(x), and the sigmoids of x and -x; for x = +inf and NaN: NaN.
+template <class F>
+inline F LogSigmoid(F x) {
+  using A = std::decay_t<decltype(x[0])>;
+  const F e = Exp(Min(x, -x)), w = e + A(1);
+  const SplitLog<F> log = Log(w);
+  const F log1p = log.high + (log.low - ((w - A(1)) - e) / w);  // what w lost of e
+  return x == kInfinity<A> ? Broadcast(kNaN<A>) : Min(Broadcast(A(0)), x) - log1p;
+}
+template <class F>
+inline std::pair<F, F> Sigmoids(F x) {
+  using A = std::decay_t<decltype(x[0])>;
+  const F e = Exp(Min(x, -x)), large = A(1) / (e + A(1)), small = e * large;
+  return {x > A(0) ? large : small, x > A(0) ? small : large};
+}
+
+}  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET
