@@ -3,6 +3,10 @@
 Eight CPU devices stand in for a small cluster; 64-bit types are on so that truth can be float64 (test_dtypes repeats
 the essentials without them); type and rank promotion are strict, so that no library call relies on an implicit one.
 JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure.
+
+Four fifths of the suite's time is XLA compiling programs that then run once on a few kilobytes. On CPUs LLVM therefore
+optimises none of them, which takes a quarter off; HLO passes, and so fusions, buffers and custom calls, are the same.
+What is about rounding over many steps, equal bits or memory asks for `optimized`: programs as users compile them.
 """
 
 import os
@@ -17,6 +21,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import losses
+
+QUICK = losses.platform() == "cpu"
+jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
 def require_kernel():
@@ -58,6 +65,16 @@ def kernel():
     """For what only kernels promise (bits, custom calls, memory)."""
     require_kernel()
     return "kernel"
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """From here to the end of the module, programs are compiled as they are by default."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # a program's key in memory does not say how it was compiled
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 BOUND = 1e-5  # of posteriors and gradients: the contract
 
 

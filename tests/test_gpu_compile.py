@@ -20,6 +20,8 @@ import jax_rnnt
 import losses
 from jax_rnnt import _ffi
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 DEVICES = 8
 # As large as real ones: what is independent of the batch must not count.
 B, T, U, V, H = 4 * DEVICES, 128, 63, 1024, 256

@@ -15,6 +15,8 @@ import losses
 from jax_rnnt import LinearJoint, joint_rnnt_loss
 from jax_rnnt.emissions import tiled
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 B, T, U, V, H = 4, 23, 9, 9, 6
 CHUNK = 64  # rows: several tiles
 

@@ -13,6 +13,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 LARGE = (33, 256, 64, 4096)
 
 

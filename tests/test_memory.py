@@ -8,6 +8,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 B, T, U, V, H = 4, 50, 15, 512, 16
 LOGITS = B * T * (U + 1) * V * 4
 PLANE = B * T * (U + 1) * 4
