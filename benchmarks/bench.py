@@ -125,9 +125,10 @@ def floor_contestant(name, case, inputs, threads, passes):
 class Torch:
     """The worker process of the PyTorch peers."""
 
-    def __init__(self, python, threads, warp_transducer):
+    def __init__(self, python, threads, *, warp_transducer=None, nemo=None):
         command = [str(python), str(HERE / "torch_worker.py"), "--threads", str(threads)]
         command += ["--warp-transducer", warp_transducer] if warp_transducer else []
+        command += ["--nemo", nemo] if nemo else []
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         greeting = json.loads(self.process.stdout.readline() or "{}")
         self.peers, self.versions = greeting.get("peers", []), greeting.get("versions", {})
@@ -154,7 +155,7 @@ def start_torch(args):
     if not python.exists():
         print("torchaudio and warp-transducer are left out: no environment for them; `make bench-peers` makes one.\n")
         return None
-    worker = Torch(python, args.threads, args.warp_transducer)
+    worker = Torch(python, args.threads, warp_transducer=args.warp_transducer)
     if not worker.peers:
         print("torchaudio and warp-transducer are left out: their worker did not start.\n")
         return None

@@ -22,11 +22,14 @@ def ragged(case):
 def make(problem, case, seed):
     """(array or tuple of arrays that the loss is differentiated by, its other inputs).
 
-    "logits": [B, T, U1, V]; "heads": am [B, T, V] and lm [B, U1, V]; "packed": [N, V], the nodes inside the lengths;
-    "band S": [B, T, S, V] along the diagonal, and its first columns [B, T].
+    "logits": [B, T, U1, V]; "wide N": [B, T, U1, V + N], the durations last; "heads": am [B, T, V] and lm [B, U1, V];
+    "packed": [N, V], the nodes inside the lengths; "band S": [B, T, S, V] along the diagonal, and its first columns
+    [B, T].
     """
     logits, *rest = cases.make_inputs(case, seed=seed)
     kind, _, width = problem.partition(" ")
+    if kind == "wide":
+        return cases.make_inputs(dataclasses.replace(case, V=case.V + int(width)), seed=seed).logits, rest
     if kind == "heads":
         return (logits[:, :, 0], logits[:, 0]), rest
     if kind == "packed":

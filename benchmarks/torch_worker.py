@@ -6,10 +6,15 @@
 
 import argparse
 import ctypes
+import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
 import time
+import types
+from pathlib import Path
+from unittest import mock
 
 import torch
 from problems import cases, make
@@ -85,10 +90,38 @@ def fast_rnnt_losses():
     return {"fast_rnnt simple": simple, "fast_rnnt pruned": pruned}
 
 
+def nemo_losses(folder):
+    """NeMo's losses in plain PyTorch, of its file alone: the package imports the whole toolkit.
+
+    What it imports of the rest checks types of arguments; stand-ins do. Its TDT loss asks for a GPU: Tensor.cuda stays
+    where it is.
+    """
+    file = Path(folder) / "nemo" / "collections" / "asr" / "losses" / "rnnt_pytorch.py"
+    classes, types_ = types.ModuleType("nemo.core.classes"), mock.MagicMock(__path__=[])
+    classes.Loss = torch.nn.Module
+    rest = {"nemo": mock.MagicMock(), "nemo.core": mock.MagicMock(), "nemo.core.classes": classes}
+    with mock.patch.dict(sys.modules, rest | {"nemo.core.neural_types": types_}):
+        spec = importlib.util.spec_from_file_location("nemo_rnnt_pytorch", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+    def tdt(logits, targets, *lengths):
+        durations = [0, 1, 2, 3, 4]
+        blank = logits.shape[-1] - len(durations) - 1
+        return module.TDTLossPytorch(blank, durations, "mean_batch")(logits, targets, *lengths)
+
+    def multiblank(logits, *rest):
+        return module.MultiblankRNNTLossPytorch(logits.shape[-1] - 1, [2, 3, 4], "mean_batch")(logits, *rest)
+
+    return {"NeMo tdt": tdt, "NeMo multiblank": multiblank}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int)
     parser.add_argument("--warp-transducer")
+    parser.add_argument("--nemo")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     # Replies go to the real standard output; whatever a library prints goes to standard error.
@@ -100,6 +133,10 @@ def main():
         peers["warp-transducer"] = warp_transducer(args.warp_transducer, args.threads)
 
     versions = {name: sys.modules[name].__version__ for name in ("torch", "torchaudio")}
+    if args.nemo:
+        peers |= nemo_losses(args.nemo)
+        installed = importlib.metadata.distributions(name="nemo_toolkit", path=[args.nemo])
+        versions["nemo"] = next((x.version for x in installed), "unknown")
     try:
         peers |= fast_rnnt_losses()
         versions["fast_rnnt"] = getattr(sys.modules["fast_rnnt"], "__version__", "unknown")

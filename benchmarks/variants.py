@@ -18,8 +18,10 @@ from problems import cases, make, ragged
 import jax_rnnt
 
 DURATIONS = 0, 1, 2, 3, 4
+WIDE = f"wide {len(DURATIONS)}"
 WIDTHS = 5, 10, 20
 SHAPES = "subwords", "characters"
+NEMO_SHAPE = "tiny"  # its losses are loops over frames and labels
 LOGITS = {
     "rnnt": jax_rnnt.rnnt_loss,
     "monotonic": jax_rnnt.monotonic_rnnt_loss,
@@ -45,9 +47,9 @@ def contestants(case, args, torch):
     inputs = cases.make_inputs(case, seed=args.seed)
     found = [bench.floor_contestant("floor", case, inputs, args.threads, passes=2)]
     found += [compete(name, loss, logits) for name, loss in LOGITS.items()]
-    wide, _ = make("logits", dataclasses.replace(case, V=case.V + len(DURATIONS)), args.seed)
-    found.append(compete("tdt", tdt_loss, (wide, logits[1])))
-    for name, loss, problem in (("multiblank", LOGITS["multiblank"], logits), ("tdt", tdt_loss, (wide, logits[1]))):
+    wide = make(WIDE, case, args.seed)
+    found.append(compete("tdt", tdt_loss, wide))
+    for name, loss, problem in (("multiblank", LOGITS["multiblank"], logits), ("tdt", tdt_loss, wide)):
         reference = functools.partial(loss, implementation="reference")
         found.append(compete(f"{name}, reference", reference, problem))
     found.append(compete("simple", simple_loss, make("heads", case, args.seed)))
@@ -57,11 +59,35 @@ def contestants(case, args, torch):
     found.append(compete("rnnt, ragged", jax_rnnt.rnnt_loss, make("logits", short, args.seed), short))
     packed = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=case.T)
     found.append(compete("packed, ragged", packed, make("packed", short, args.seed), short))
-    if torch:
+    if torch and "fast_rnnt pruned" in torch.peers:
         found.append(torch.contestant("fast_rnnt simple", case, args.seed, "heads"))
         found += [torch.contestant("fast_rnnt pruned", case, args.seed, f"band {width}") for width in WIDTHS]
     verify(case, {c.name: c.check for c in found if c.check})
     return found
+
+
+def beside_nemo(case, args, torch):
+    """Our and NeMo's losses of the same logits."""
+    found = []
+    for name, loss, problem in (("multiblank", LOGITS["multiblank"], "logits"), ("tdt", tdt_loss, WIDE)):
+        first, rest = make(problem, case, args.seed)
+        found.append(bench.jax_contestant(name, case, (first, *rest), loss, donate=True))
+        peer = torch.contestant(f"NeMo {name}", case, args.seed, problem)
+        found.append(dataclasses.replace(peer, name=f"NeMo {name}"))
+        (value, gradient), (expected_value, expected) = peer.check, found[-2].check
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5, err_msg=peer.name)
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5, err_msg=peer.name)
+    return found
+
+
+def report_nemo(case, found):
+    by_name = {c.name: c for c in found}
+    print(f"### NeMo, {case.name}: B={case.B} T={case.T} U={case.U} V={case.V}\n")
+    rows = []
+    for c in found:
+        ratio = c.median / by_name[c.name.removeprefix("NeMo ")].median
+        rows.append((c.name, f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}", f"{ratio:.3g}", str(len(c.seconds))))
+    bench.table(("", "ms", "min", "x ours", "runs"), rows)
 
 
 def verify(case, checks):
@@ -110,27 +136,38 @@ def targets(results):
 
 def start_torch(args):
     python = Path(args.torch_python or bench.PEERS / "bin" / "python")
-    worker = bench.Torch(python, args.threads, None) if python.exists() else None
-    if worker and "fast_rnnt pruned" in worker.peers:
-        return worker
-    print("fast_rnnt is left out: no environment of PyTorch can import it.\n")
-    return None
+    worker = bench.Torch(python, args.threads, nemo=args.nemo) if python.exists() else None
+    peers = worker.peers if worker else []
+    if "fast_rnnt pruned" not in peers:
+        print("fast_rnnt is left out: no environment of PyTorch can import it.\n")
+    if "NeMo tdt" not in peers:
+        why = f"the worker could not load it from {args.nemo}" if args.nemo else "--nemo names no folder"
+        print(f"NeMo is left out: {why}.\n")
+    return worker if peers else None
 
 
 def main(argv=None):
-    args = bench.options(__doc__, SHAPES).parse_args(argv)
+    parser = bench.options(__doc__, (*SHAPES, NEMO_SHAPE))
+    parser.add_argument("--nemo", help=f"folder that holds NeMo's package `nemo`; its losses on {NEMO_SHAPE}")
+    args = parser.parse_args(argv)
     budget = bench.settle(args)
     load = os.getloadavg()
     torch = start_torch(args)
-    results = {}
+    results, nemo = {}, {}
     for case in (cases.CASES[name] for name in args.only):
-        results[case.name] = contestants(case, args, torch)
-        bench.take_turns(results[case.name], budget, args.repeat)
-        report(case, results[case.name])
+        if case.name != NEMO_SHAPE:
+            results[case.name] = contestants(case, args, torch)
+            bench.take_turns(results[case.name], budget, args.repeat)
+            report(case, results[case.name])
+        elif torch and "NeMo tdt" in torch.peers:
+            nemo[case.name] = beside_nemo(case, args, torch)
+            bench.take_turns(nemo[case.name], budget, args.repeat)
+            report_nemo(case, nemo[case.name])
     checks = targets({case: {c.name: c for c in found} for case, found in results.items()})
-    bench.report_targets(checks)
+    if checks:
+        bench.report_targets(checks)
     versions = torch.versions if torch else None
-    bench.save(args, load, checks, {"value_and_gradient": results}, name="-variants", versions=versions)
+    bench.save(args, load, checks, {"value_and_gradient": results, "nemo": nemo}, name="-variants", versions=versions)
 
 
 if __name__ == "__main__":
