@@ -8,14 +8,13 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo demo-losses test test-matrix from-sdist sanitize-build sanitize emulation-build emulation \
-  cuda-check bench bench-peers bench-variants bench-joint lint format clean
+.PHONY: setup demo demo-losses test test-matrix from-sdist sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '.[test,examples]'
+	$(BIN)/pip install --quiet '.[test,examples,dev]'
 	touch $@
 
 demo: setup
@@ -41,7 +40,7 @@ test-matrix:
 	done
 
 # The source distribution, built apart from this folder and isolated, and the kernels' own check of themselves.
-from-sdist: $(VENV)/.lint
+from-sdist: setup
 	rm -rf build/sdist
 	$(BIN)/python -m build --quiet --sdist --outdir build/sdist .
 	$(PYTHON) -m venv --clear build/from-sdist
@@ -49,24 +48,26 @@ from-sdist: $(VENV)/.lint
 	cd build && from-sdist/bin/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1"
 
 # The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
-sanitize-build:
+build/sanitize/.installed: $(SOURCES)
 	test -x build/sanitize/bin/python || $(PYTHON) -m venv build/sanitize
 	build/sanitize/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=address,undefined -Ccmake.define.JAX_RNNT_CUDA=off \
 	  -Cbuild-dir=build/sanitize-objects -Cinstall.strip=false
+	touch $@
 
-sanitize: sanitize-build
+sanitize: build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public truth distributed forward_mode align pruned gpu_compile docs joint sharding memory remat export
-emulation-build:
+build/emulation/.installed: $(SOURCES)
 	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
 	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
 	  -Cbuild-dir=build/emulation-objects
+	touch $@
 
-emulation: emulation-build
+emulation: build/emulation/.installed
 	JAX_RNNT_REQUIRE=cpu build/emulation/bin/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
 	  $(NO_KERNEL:%=--ignore tests/test_%.py) $(ARGS)
 
@@ -86,17 +87,13 @@ bench-variants: setup
 bench-joint: setup
 	$(BIN)/python benchmarks/joint.py $(ARGS)
 
-lint: $(VENV)/.lint
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
-$(VENV)/.lint: $(VENV)/.installed
-	$(BIN)/pip install --quiet '.[dev]'
-	touch $@
-
-format: $(VENV)/.lint
+format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)

@@ -9,6 +9,8 @@ import pytest
 
 import losses
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.mark.family
 def test_repeated_calls(loss, implementation):
@@ -23,8 +25,6 @@ PROGRAM = """
 import hashlib, os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 import losses
-
-pytestmark = pytest.mark.usefixtures("optimized")
 for loss in losses.LOSSES:
     for dtype in ("bfloat16", "float32") if loss is losses.RNNT else ("float32",):
         p = losses.problem(13, 100, 60, 33, loss=loss, dtype=dtype)

@@ -13,6 +13,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 GARBAGE = {
     "nan": (np.nan, -1),
     "inf": (np.inf, 2**31 - 1),
@@ -137,8 +139,6 @@ def test_posteriors_outside_the_lengths_are_zero(implementation):
 DIRTY = """
 import numpy as np
 import jax, jax_rnnt, losses
-
-pytestmark = pytest.mark.usefixtures("optimized")
 jax.config.update("jax_enable_x64", True)
 assert np.empty(5000, np.uint8).any(), "memory is not dirty"
 for T, U in ((7, 4), (19, 33)):
