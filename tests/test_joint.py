@@ -588,8 +588,26 @@ def programs(weight, mix, x):
     x = jax.lax.cond(mix[0, 0] > 0, lambda x: x @ mix, lambda x: jnp.sin(x), x)
     x = jax.checkpoint(lambda x: jnp.tanh(x + jax.nn.relu(mix[1:2])))(x)
     x = jax.jit(lambda x: jax.nn.silu(x @ mix))(x)
+    x = product(x, mix)
     x, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(product)(x, mix), None), x, length=2)
     return jax.lax.fori_loop(0, 2, lambda _, x: jax.nn.softplus(x), x @ weight)
+
+
+@pytest.mark.parametrize("kind", ["alone", "auto", "explicit"])
+def test_constraints_in_the_joint(kind, devices):
+    """What a module says of the sharding of all rows is nothing to those of a tile."""
+    if kind != "alone" and not hasattr(jax, "set_mesh"):
+        pytest.skip("this jax has no jax.set_mesh")
+    network = Network(batch=8)
+    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+        replicated = NamedSharding(mesh, P(None, None)) if kind == "alone" else P(None, None)
+
+        def constrained(*parameters):
+            return lambda *rows: jax.lax.with_sharding_constraint(closure(*parameters)(*rows), replicated)
+
+        with contextlib.nullcontext() if kind == "alone" else jax.set_mesh(mesh):
+            got = jax.jit(jax.value_and_grad(functools.partial(tiles, joint=constrained), (0, 1)))(*network.arguments)
+    assert_close(got, jax.jit(jax.value_and_grad(materialized, (0, 1)))(*network.arguments), 1e-11)
 
 
 @pytest.mark.parametrize("way", ["shard_map", "shard_map_unchecked", "auto", "explicit", "vmap"])

@@ -75,7 +75,8 @@ class Traced:
     """Any function of rows, as a jaxpr whose constants are the parameters."""
 
     jaxpr: Any
-    derivative: Any = None  # a jaxpr of values and tangents, to both of the logits
+    on_mesh: bool  # whether it was traced where there is a mesh, whose axes and shardings are then all over it
+    derivative: Any = None  # where it was: a jaxpr of values and tangents, to both of the logits
 
     @property
     def random(self) -> bool:
@@ -84,6 +85,8 @@ class Traced:
 
     def differentiable(self):
         """The same with its derivative, traced where the jaxpr was: rules of custom derivatives know that place."""
+        if not self.on_mesh:
+            return self
         count = len(self.jaxpr.constvars)
 
         def function(values):
@@ -95,10 +98,11 @@ class Traced:
         avals = [v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)]
         return dataclasses.replace(self, derivative=jax.make_jaxpr(derivative)(avals, _trained(avals)))
 
-    def logits(self, parameters, encoder, predictor):
-        return _evaluate(self.jaxpr, *parameters, *pair(encoder, predictor))[0]
-
-    def pullback(self, parameters, encoder, predictor):
+    def _apply(self, *values):
+        if not self.on_mesh:
+            return jax.core.eval_jaxpr(self.jaxpr, values[: len(self.jaxpr.constvars)], *values[-2:])[0]
+        if self.derivative is None:
+            return _evaluate(self.jaxpr, *values)[0]
         logits = jax.custom_jvp(lambda *values: _evaluate(self.jaxpr, *values)[0])
 
         @logits.defjvp
@@ -106,10 +110,16 @@ class Traced:
             trained = [t for x, t in zip(values, tangents, strict=True) if is_trained(x)]
             return tuple(_evaluate(self.derivative.jaxpr, *self.derivative.consts, *values, *trained))
 
+        return logits(*values)
+
+    def logits(self, parameters, encoder, predictor):
+        return self._apply(*parameters, *pair(encoder, predictor))
+
+    def pullback(self, parameters, encoder, predictor):
         def function(trained, encoder32, predictor32):
             # Rows meet in float32, so that their gradients are summed in it.
             rows = zip(pair(encoder32, predictor32), (encoder, predictor))
-            return logits(*_updated(parameters, trained), *(x.astype(like.dtype) for x, like in rows))
+            return self._apply(*_updated(parameters, trained), *(x.astype(like.dtype) for x, like in rows))
 
         wide = (x.astype(sum_dtype(x)) for x in (encoder, predictor))
         return jax.vjp(function, _trained(parameters), *wide)
@@ -139,10 +149,7 @@ _CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"
 
 
 def _evaluate(jaxpr, *operands):
-    """The results of a jaxpr, given its constants and arguments, in the present context.
-
-    That in which it was traced may have had a mesh, whose axes and shardings are then written all over it.
-    """
+    """The results of a jaxpr that was traced on a mesh, given its constants and arguments, where there is none."""
     present = jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
 
@@ -152,7 +159,7 @@ def _evaluate(jaxpr, *operands):
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         arguments = [read(v) for v in equation.invars]
-        if name in ("pvary", "pcast", "reshard"):
+        if name in ("pvary", "pcast", "reshard", "sharding_constraint"):
             outputs = arguments
         elif name in _CALLS:
             called = params[_CALLS[name]]
@@ -177,16 +184,22 @@ def _plain_bwd(equation):
     bwd, count, zeros = (params[k] for k in ("bwd", "num_res", "in_zeros"))
     avals = [*(v.aval for v in equation.invars[:count]), *params["out_avals"]]
 
+    logs = []
+
     def gradients(*operands):
-        made = zip(bwd.call_wrapped(*operands), zeros, strict=True)
-        return [ad.instantiate_zeros(x) for x, zero in made if not zero]
+        made = bwd.call_wrapped(*operands)
+        if isinstance(made, tuple):  # from jax 0.12 on with logs beside the gradients, which nobody asks for here
+            made, _ = made
+            logs.append(None)
+        return [ad.instantiate_zeros(x) for x, zero in zip(made, zeros, strict=True) if not zero]
 
     with equation.ctx.manager:
         traced = jax.make_jaxpr(gradients)(*avals)
 
     def plain(*operands):
         made = iter(_evaluate(traced.jaxpr, *traced.consts, *operands))
-        return [None if zero else next(made) for zero in zeros]
+        made = [None if zero else next(made) for zero in zeros]
+        return (made, None) if logs else made
 
     return linear_util.wrap_init(plain, debug_info=bwd.debug_info)
 
@@ -258,7 +271,14 @@ def split(joint, rows: int, encoder, predictor):
     # A new function, as what is traced of an old one may hold parameters of before their update.
     closed, made = jax.make_jaxpr(lambda *rows: joint(*rows), return_shape=True)(*row_avals(rows, encoder, predictor))
     check_rows(made, rows)
-    return Traced(closed.jaxpr), [jnp.asarray(x) for x in closed.consts]
+    return Traced(closed.jaxpr, _on_mesh(closed.jaxpr)), [jnp.asarray(x) for x in closed.consts]
+
+
+def _on_mesh(jaxpr) -> bool:
+    """Whether it was traced, just now, where arrays have types that tell of a mesh."""
+    shardings = (getattr(v.aval, "sharding", None) for v in (*jaxpr.constvars, *jaxpr.invars))
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
+    return not all(mesh.empty for mesh in (jax.sharding.get_abstract_mesh(), *meshes))
 
 
 def check_rows(made, rows: int):
