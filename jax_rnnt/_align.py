@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt._loss_argument import apply_loss, given
 from jax_rnnt._reduce import reduce
 from jax_rnnt._rnnt import rnnt_loss
 from jax_rnnt.emissions.virtual import Inquiry
 
 
-def _composition(name, loss, logits, targets, logit_lengths, target_lengths, **options) -> _transducer.Composition:
-    """What `loss` makes of these arguments."""
+def _composition(name, loss, logits, targets, logit_lengths, target_lengths, **options):
+    """(spec, arrays, operands) that `loss` makes of these arguments."""
     expected = "a loss of this library that takes logits, not jitted, its own arguments bound"
-    if not hasattr(logits, "dtype"):
-        logits = jnp.asarray(logits)
-    arrays = dict(logits=Inquiry(logits), targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
-    found = _checks.apply_loss(name, loss, expected, **arrays, **_checks.given(**options))
+    logits = Inquiry(_checks.array(name, "logits", logits))
+    arrays = dict(logits=logits, targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
+    found = apply_loss(name, loss, expected, **arrays, **given(**options))
     if not isinstance(found, _transducer.Composition):
         raise TypeError(f"{name}: loss must be {expected}, got {loss!r}.")
-    return found
+    return found.spec, found.arrays, found.operands
 
 
 def rnnt_posteriors(
@@ -56,10 +56,12 @@ def rnnt_posteriors(
     fused_log_softmax : bool, default True
         False: `logits` already are log-probabilities and are used as they are.
     loss : callable, default rnnt_loss
-        Any loss of this library that takes logits; its own arguments bound by `functools.partial`, or an `RNNTLoss`.
-        Logits then have the shape that it wants: a band's [..., T, S, V], packed ones [N, V].
+        Any loss of this library that takes logits, its own arguments bound by `functools.partial`; or an `RNNTLoss`,
+        which brings all options itself. Logits have the shape that it wants: a band's [..., T, S, V], packed ones
+        [N, V].
     delay_penalty, label_windows, implementation
-        As for `rnnt_loss`; passed on to `loss`, as `blank` and `fused_log_softmax`, where they differ from the default.
+        As for `rnnt_loss`. These, `blank` and `fused_log_softmax` are passed on to `loss` where they differ from the
+        default, so that it may have others bound.
 
     Returns
     -------
@@ -68,7 +70,7 @@ def rnnt_posteriors(
     label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
         Posterior of the label, of any duration, that leaves node (t, u). Every label u < U_b sums to 1 over t; on the
         standard lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no path
-        exists; NaN for a sequence whose lengths or labels are out of range.
+        exists; NaN for a sequence whose lengths or labels are out of range or whose logits hold NaN or +inf.
 
     Raises
     ------
@@ -135,8 +137,7 @@ def expected_emission_frames(
     Returns
     -------
     Array, float32 (float64 for float64 logits) [..., U]
-        0 past U_b and where no path exists; NaN for a sequence whose lengths or labels are out of range. It has a
-        gradient, by way of the reference.
+        0 past U_b and where no path exists; NaN as for `rnnt_posteriors`. It has a gradient, by way of the reference.
 
     Raises
     ------
@@ -174,6 +175,7 @@ def minimum_latency(
     fused_log_softmax: bool = True,
     *,
     loss: Callable[..., Any] = rnnt_loss,
+    delay_penalty: float | jax.Array = 0.0,
     label_windows: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -195,7 +197,7 @@ def minimum_latency(
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, loss, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
         As for `rnnt_posteriors`.
     reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
         As for `rnnt_loss`.
@@ -203,8 +205,8 @@ def minimum_latency(
     Returns
     -------
     Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
-        In frames, counted from 1. 0 without labels, and with a zero gradient where no path exists; NaN for a sequence
-        whose lengths or labels are out of range.
+        In frames, counted from 1. 0 without labels, and with a zero gradient where no path exists; NaN as for
+        `rnnt_posteriors`.
 
     Raises
     ------
@@ -228,7 +230,8 @@ def minimum_latency(
     name = "minimum_latency"
     spec, arrays, operands = _composition(
         name, loss, logits, targets, logit_lengths, target_lengths,
-        blank=blank, fused_log_softmax=fused_log_softmax, label_windows=label_windows, implementation=implementation,
+        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
+        implementation=implementation,
     )  # fmt: skip
     reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
     _, label = _transducer.posteriors(spec, *arrays, operands)
@@ -273,9 +276,9 @@ def rnnt_align(
     Returns
     -------
     score : Array, float32 (float64 for float64 logits) [...]
-        Log-probability of the path, delay penalty included; 0 for T_b = U_b = 0, -inf where no path exists, NaN where a
-        length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient is that of the
-        path's own arcs.
+        Log-probability of the path, delay penalty and `sigma` included; 0 for T_b = U_b = 0, -inf where no path exists,
+        NaN where a length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient is that
+        of the path's own arcs.
     frames : Array, int32 [..., U]
         The frame of label u, counted from 0 and never decreasing; -1 past U_b and where there is no path. Of ways into
         a node that are equally good the blank is taken, so labels come early, and of several durations the one that the

@@ -1,6 +1,5 @@
 """Static checks of arguments: every error names the function, the argument, what was expected and what came."""
 
-import inspect
 import numbers
 from typing import Any
 
@@ -16,19 +15,22 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
 
 
-def _array(function, name, x):
-    if not hasattr(x, "dtype"):
-        x = np.asarray(x)
-    if x.dtype == object:
+def array(function: str, name: str, x) -> Any:
+    """x, if it is an array or can be one."""
+    try:
+        made = x if hasattr(x, "dtype") else np.asarray(x)
+    except ValueError:  # lists of different lengths
+        made = None
+    if made is None or made.dtype == object:
         raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
-    return x
+    return made
 
 
 def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
     if isinstance(x, Inquiry):
         return Inquiry(floating(function, name, x.logits, rank, dimensions))
-    x = _array(function, name, x)
+    x = array(function, name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
     if x.ndim < rank:
@@ -40,7 +42,7 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
 
 def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
     """x as an int32 array of exactly this shape; values beyond int32, out of range anyway, are clipped."""
-    x = _array(function, name, x)
+    x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         if np.size(x) or not isinstance(x, np.ndarray):  # an empty list has no dtype of its own
             raise TypeError(f"{function}: {name} must have an integer dtype, got {x.dtype}.")
@@ -127,43 +129,3 @@ def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
     if len(set(values)) != len(values) or min(values, default=smallest - 1) < smallest:
         raise ValueError(f"{function}: {name} must be distinct integers >= {smallest}, at least one, got {values}.")
     return values
-
-
-_DEFAULTS = dict(
-    blank=-1,
-    clamp=-1.0,
-    reduction="mean",
-    fused_log_softmax=True,
-    fastemit_lambda=0.0,
-    delay_penalty=0.0,
-    label_windows=None,
-    implementation=None,
-)
-
-
-def given(**options) -> dict[str, Any]:
-    """Those that differ from the default that all losses share: a loss may have others bound."""
-    return {k: x for k, x in options.items() if not (isinstance(x, type(_DEFAULTS[k])) and x == _DEFAULTS[k])}
-
-
-def apply_loss(function: str, loss, expected: str, *arguments, **named):
-    """`loss` of these arguments, with something in the place of logits; `expected` says which losses can take it."""
-
-    def unsuitable(why=""):
-        return TypeError(f"{function}: loss must be {expected}, got {loss!r}{why}.")
-
-    if not callable(loss):
-        raise unsuitable()
-    try:
-        inspect.signature(loss).bind(*arguments, **named)
-    except ValueError:  # some callables have no signature
-        pass
-    except TypeError as error:
-        raise unsuitable(f": {error}") from None
-    try:
-        return loss(*arguments, **named)
-    except Exception as error:  # of whatever wants to compute with the logits
-        kinds = {type(x).__name__ for x in (*arguments, *named.values()) if isinstance(x, (JointLogits, Inquiry))}
-        if any(kind in str(error) for kind in kinds):
-            raise unsuitable(", which wants arrays") from error
-        raise

@@ -275,7 +275,11 @@ def define(
 
     def lower_reference(ctx, *operands, num_batch_dims, strict, alias, reason=None, **attributes):
         known = reason is None and "cpu" in MISSING  # the import has warned
-        reason = reason or f"there are no kernels for platform {'/'.join(ctx.module_context.platforms)}"
+        platforms = ctx.module_context.platforms
+        reason = reason or "; ".join(
+            f"there are no kernels for platform {name}" + (f", as {MISSING[name]}" if name in MISSING else "")
+            for name in platforms
+        )
         if strict:
             message = f"implementation='kernel': jax_rnnt has no kernel {target} for this: {reason}; "
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
@@ -425,7 +429,7 @@ def define_grouped(name: str, function: Callable) -> Callable:
         plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
 
         def without_mesh(*operands, **params):
-            if _unpartitioned(ctx) or not hasattr(jax.sharding, "use_abstract_mesh"):  # jax < 0.7: no explicit axes
+            if _unpartitioned(ctx) or jax.__version_info__ < (0, 7):  # which has no explicit axes
                 return run(*operands, devices=devices, **params)
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return run(*operands, devices=devices, **params)

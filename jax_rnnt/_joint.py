@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt._loss_argument import apply_loss, given
 from jax_rnnt._rnnt import rnnt_loss
 from jax_rnnt.emissions.joint import LinearJoint, check_rows, row_avals
 from jax_rnnt.emissions.softmax import accumulation_dtype
@@ -154,11 +155,11 @@ def joint_rnnt_loss(
     else:
         made = _logits(name, joint, encoder_out, predictor_out)
     logits = JointLogits((*nodes, made.shape[-1]), made.dtype, joint, encoder_out, predictor_out, chunk)
-    options = _checks.given(
+    options = given(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
         implementation=implementation,
     )  # fmt: skip
     arrays = logits, targets, logit_lengths, target_lengths
     expected = "a loss of this library that takes logits [..., T, U + 1, V], not jitted, its own arguments bound"
-    return _checks.apply_loss(name, loss, expected, *arrays, **options)
+    return apply_loss(name, loss, expected, *arrays, **options)

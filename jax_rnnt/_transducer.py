@@ -7,7 +7,7 @@ and the reduction multiply it, in its single pass over the logits.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,8 +212,9 @@ def seam_operands(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, 
     return operands
 
 
-class Composition(NamedTuple):
-    """What a loss is made of: for those that ask something else of its lattice."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Composition:
+    """What a loss is made of: for those that ask something else of its lattice, without what acts on its gradient."""
 
     spec: Spec
     arrays: tuple[Any, ...]
@@ -261,5 +262,6 @@ def evaluate(
     clamp = None if isinstance(clamp, float) and clamp <= 0 else clamp
     operands = {**seam_operands(function, arrays[1], **options), **(operands or {})}
     if isinstance(logits, Inquiry):
+        operands.pop("fastemit_lambda", None)
         return Composition(spec, (logits.logits, *rest), operands)
     return loss(spec, *arrays, clamp, operands)

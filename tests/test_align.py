@@ -183,13 +183,17 @@ def test_options_of_the_call_and_of_the_loss():
 def test_unsuitable_losses(function):
     p = losses.problem()
     of_the_user = lambda logits, **_: (logits * 2).sum()
-    for loss in ("tdt", None, lambda **_: 0.0, jax.jit(jax_rnnt.rnnt_loss), of_the_user):
+    doubled, mean = (lambda **p: 2.0 * jax_rnnt.rnnt_loss(**p)), (lambda **p: jnp.mean(jax_rnnt.rnnt_loss(**p)))
+    for loss in ("tdt", None, lambda **_: 0.0, jax.jit(jax_rnnt.rnnt_loss), of_the_user, doubled, mean):
         with pytest.raises(TypeError, match=rf"{function}: loss must be"):
             getattr(jax_rnnt, function)(*p, loss=loss)
     for loss, name in ((jax_rnnt.tdt_loss, "durations"), (jax_rnnt.simple_rnnt_loss, "logits")):  # missing, unknown
         with pytest.raises(TypeError, match=name):
             getattr(jax_rnnt, function)(*p, loss=loss)
-    with pytest.raises(ValueError, match="tdt_loss: durations must"):
+    for logits in (None, "logits", [[1.0], [1.0, 2.0]], p.logits.astype(int)):
+        with pytest.raises((TypeError, ValueError), match=rf"{function}.*logits must"):
+            getattr(jax_rnnt, function)(logits, *p[1:])
+    with pytest.raises(ValueError, match=rf"{function}: tdt_loss: durations must"):
         getattr(jax_rnnt, function)(*p, loss=functools.partial(jax_rnnt.tdt_loss, durations=[1, 1]))
 
 
@@ -254,9 +258,9 @@ def test_vmap_and_shard_map(devices):
 
 @pytest.mark.family
 def test_expected_frames_have_a_gradient(loss, implementation):
-    """Their sum is a latency to train on: finite differences."""
+    """Their sum is a latency to train on: finite differences, which know nothing of the FastEmit of the loss."""
     p = losses.problem(2, 3, 2, 5, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
-    options = {"loss": loss.bound, "implementation": implementation}
+    options = {"loss": functools.partial(loss.bound, fastemit_lambda=1.0), "implementation": implementation}
     call = jax.jit(lambda x: jax_rnnt.expected_emission_frames(x, *p[1:], **options).sum())
     gradient = jax.grad(call)(p.logits)
     direction = np.random.default_rng(0).normal(size=p.logits.shape)

@@ -51,7 +51,7 @@ def test_platforms(loss, platforms):
     """One program for several platforms: kernels where there are some, the reference elsewhere."""
     p = losses.problem(loss=loss, dtype=np.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # "has no kernels for platform", once a process
+        warnings.simplefilter("ignore", RuntimeWarning)  # "no kernels for platform", once a process
         exported = export.export(step(loss), platforms=platforms, disabled_checks=jax_rnnt.export_checks())(*p)
     assert exported.platforms == platforms
     restored = round_trip(exported)

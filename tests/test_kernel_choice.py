@@ -54,7 +54,7 @@ def test_posteriors_call_no_backward(kernel):
 def lower_for(platform, call, p):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # "has no kernels for platform", once a process
+        warnings.simplefilter("ignore", RuntimeWarning)  # "no kernels for platform", once a process
         return call.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -184,7 +184,7 @@ def _plain_bwd(equation):
     bwd, count, zeros = (params[k] for k in ("bwd", "num_res", "in_zeros"))
     avals = [*(v.aval for v in equation.invars[:count]), *params["out_avals"]]
 
-    logs = []
+    logs: list[None] = []
 
     def gradients(*operands):
         made = bwd.call_wrapped(*operands)

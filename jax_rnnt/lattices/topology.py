@@ -18,6 +18,8 @@ class Arc:
     other: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.dt, int) or not isinstance(self.du, int):
+            raise TypeError(f"Arc: dt and du must be integers, got dt={self.dt!r} and du={self.du!r}.")
         if self.dt < 0 or self.du < 0 or self.dt + self.du < 1:
             raise ValueError(f"Arc: dt and du must be 0 or more and not both 0, got dt={self.dt} and du={self.du}.")
         if self.other == self.slot:
