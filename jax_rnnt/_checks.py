@@ -21,7 +21,7 @@ def array(function: str, name: str, x) -> Any:
         made = x if hasattr(x, "dtype") else np.asarray(x)
     except ValueError:  # lists of different lengths
         made = None
-    if made is None or made.dtype == object:
+    if made is None or made.dtype == object or isinstance(x, JointLogits):
         raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
     return made
 
