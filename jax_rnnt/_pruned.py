@@ -10,7 +10,7 @@ from jax_rnnt import _checks, _transducer, seam
 from jax_rnnt._topologies import by_name
 from jax_rnnt._transducer import Spec
 from jax_rnnt.emissions import softmax
-from jax_rnnt.emissions.additive import Additive
+from jax_rnnt.emissions.additive import Additive, Scores
 
 
 def simple_rnnt_loss(
@@ -56,7 +56,8 @@ def simple_rnnt_loss(
     lm_only_scale, am_only_scale : float or scalar Array, default 0.0
         l and a above. k2's recipes use 0.25 and 0.0.
     unigram : Array, floating [..., V], optional
-        p above, instead of the sequence's own: k2 takes the mean over the whole batch, padding included.
+        p above, instead of the sequence's own: k2 takes the mean over the whole batch, padding included. It has a
+        gradient, as have the two scales.
     topology : {"standard", "monotonic", "constrained"}
         The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
     delay_penalty : float or scalar Array, default 0.0
@@ -105,30 +106,29 @@ def simple_rnnt_loss(
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
-    for scale, x in (("lm_only_scale", lm_only_scale), ("am_only_scale", am_only_scale)):
-        x = _checks.scalar(name, scale, x)
-        if not _checks.is_zero(x):
-            operands[scale] = jnp.asarray(x)
-    smoothed = bool({"lm_only_scale", "am_only_scale"} & set(operands))
+    smoothing = {}
+    for scale, x in (("lm_only", lm_only_scale), ("am_only", am_only_scale)):
+        x = _checks.scalar(name, f"{scale}_scale", x)
+        smoothing |= {} if _checks.is_zero(x) else {scale: jnp.asarray(x)}
     if unigram is not None:
-        operands["unigram"] = _checks.floating(name, "unigram", unigram, 1, "[..., V]")
-        if operands["unigram"].shape not in ((classes,), (*batch, classes)):
+        unigram = _checks.floating(name, "unigram", unigram, 1, "[..., V]")
+        if unigram.shape not in ((classes,), (*batch, classes)):
             expected = f"shape {(classes,)} or {(*batch, classes)}"
-            raise ValueError(f"{name}: unigram must have {expected}, got {operands['unigram'].shape}.")
-        operands["unigram"] = jnp.broadcast_to(operands["unigram"], (*batch, classes))
+            raise ValueError(f"{name}: unigram must have {expected}, got {unigram.shape}.")
+        unigram = jnp.broadcast_to(unigram, (*batch, classes))
+    scores = Scores(am, lm, **smoothing, unigram=unigram if smoothing else None)
     spec = Spec(
         Additive((_checks.class_index(name, "blank", blank, classes),)),
         arcs,
         steps,
-        bounded=not smoothed,
+        bounded=not smoothing,
         reduction=_checks.choice(name, "reduction", reduction, _checks.REDUCTIONS),
         implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
     )
-    loss = _transducer.loss(spec, (am, lm), *rest, None, operands)
+    loss = _transducer.loss(spec, scores, *rest, None, operands)
     if not _checks.boolean(name, "return_posteriors", return_posteriors):
         return loss
-    scores = jax.lax.stop_gradient((am, lm))
-    return loss, _transducer.posteriors(spec, scores, *rest, operands)
+    return loss, jax.lax.stop_gradient(_transducer.posteriors(spec, scores, *rest, operands))
 
 
 def prune_ranges(

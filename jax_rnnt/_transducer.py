@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_rnnt import _checks, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
-from jax_rnnt.emissions.emission import Emission
+from jax_rnnt.emissions.emission import Emission, scale_cotangent
 from jax_rnnt.emissions.tiled import materialized, tiled
 from jax_rnnt.emissions.virtual import Inquiry, JointLogits
 from jax_rnnt.lattices import lattice
@@ -56,21 +56,39 @@ def _reference(spec, logits, nodes, num_frames, num_labels, operands):
     return -log_likelihood(spec.topology, arcs, num_frames, num_labels)
 
 
+def _split(operands):
+    """(operands with a gradient, the others). FastEmit's scale acts on gradients only: it has none by definition."""
+    floating = {name for name, x in operands.items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
+    learned = floating - {"fastemit_lambda"}
+    return tuple({k: x for k, x in operands.items() if (k in learned) == kept} for kept in (True, False))
+
+
+def _gradients(operands, of_learned):
+    """Of all operands, None for those without a gradient."""
+    return {name: of_learned.get(name) for name in operands}
+
+
 @jax.custom_vjp
 def _reference_clamped(spec, logits, nodes, num_frames, num_labels, clamp, operands):
     return _reference(spec, logits, nodes, num_frames, num_labels, operands)
 
 
 def _reference_clamped_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
-    loss, vjp = jax.vjp(lambda x: _reference(spec, x, nodes, num_frames, num_labels, operands), logits)
-    return loss, (spec, nodes, vjp, loss, clamp)
+    learned, fixed = _split(operands)
+
+    def function(logits, learned):
+        return _reference(spec, logits, nodes, num_frames, num_labels, fixed | learned)
+
+    loss, vjp = jax.vjp(function, logits, learned)
+    return loss, (spec, nodes, vjp, loss, clamp, operands)
 
 
 def _reference_clamped_bwd(residuals, cotangent):
-    spec, nodes, vjp, loss, clamp = residuals
-    (gradient,) = vjp(vary_together(jnp.ones_like(loss), cotangent)[0])
+    spec, nodes, vjp, loss, clamp, operands = residuals
+    gradient, _ = vjp(vary_together(jnp.ones_like(loss), cotangent)[0])
     clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
-    return None, spec.emission.finish(gradient, nodes, cotangent, clamp), *[None] * 5
+    of_operands = _gradients(operands, vjp(cotangent)[1])
+    return None, spec.emission.finish(gradient, nodes, cotangent, clamp), *[None] * 4, of_operands
 
 
 _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
@@ -86,21 +104,28 @@ def _fused(spec, logits, nodes, num_frames, num_labels, clamp, operands):
 
 def _fused_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
     planes, saved = spec.emission.forward(logits, nodes, strict=spec.strict)
-    arcs, pullback = jax.vjp(lambda planes: spec.modify(planes, num_frames, operands), planes)
+    learned, fixed = _split(operands)
+    arcs, pullback = jax.vjp(lambda *p: spec.modify(p[0], num_frames, fixed | p[1]), planes, learned)
     loss, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
-    (cotangents,) = pullback(gradients)
+    cotangents, _ = pullback(gradients)
+    # Operands are shared by sequences, each of which has its own cotangent: their gradient has to wait for it.
+    later = (pullback, gradients) if learned else None
     # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
     name = functools.partial(checkpoint_name, name="rnnt_residuals")
-    loss, saved, cotangents = jax.tree.map(name, (loss, saved, cotangents))  # jax 0.6 names single arrays only
-    return loss, (spec, logits, nodes, saved, cotangents, clamp)
+    loss, saved, cotangents, later = jax.tree.map(name, (loss, saved, cotangents, later))  # jax 0.6: arrays only
+    return loss, (spec, logits, nodes, saved, cotangents, clamp, operands, later)
 
 
 def _fused_bwd(residuals, cotangent):
-    spec, logits, nodes, saved, cotangents, clamp = residuals
+    spec, logits, nodes, saved, cotangents, clamp, operands, later = residuals
     clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
-    operands = logits, nodes, saved, cotangents, cotangent, clamp
-    gradient = spec.emission.backward(*operands, strict=spec.strict, alias=spec.inplace)
-    return None, gradient, *[None] * 5
+    of_operands = dict.fromkeys(operands)
+    if later is not None:
+        pullback, gradients = later
+        of_operands = _gradients(operands, pullback({k: scale_cotangent(g, cotangent) for k, g in gradients.items()})[1])
+    arguments = logits, nodes, saved, cotangents, cotangent, clamp
+    gradient = spec.emission.backward(*arguments, strict=spec.strict, alias=spec.inplace)
+    return None, gradient, *[None] * 4, of_operands
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
@@ -123,8 +148,10 @@ def _nonnegative(losses, targets, target_lengths, blanks):
     return losses - below
 
 
-def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> tuple[Any, jax.Array]:
-    """((logits, nodes, num_frames, num_labels), bad [...]): a sequence with lengths or labels out of range is emptied.
+def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> tuple[Any, Any, jax.Array]:
+    """((logits, nodes, num_frames, num_labels), operands, bad [...]), to compute with.
+
+    A sequence with lengths or labels out of range is emptied.
 
     Such a sequence becomes T_b = U_b = 0, so that nothing of it is read and its gradient is zero, and is marked bad.
     """
@@ -135,14 +162,14 @@ def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> 
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
     nodes = spec.emission.nodes(logits, targets, num_frames, num_labels, operands)
     # Logits first: its sharding and varying axes are those of the result.
-    leaves, structure = jax.tree.flatten((logits, nodes, num_frames, num_labels))
-    return jax.tree.unflatten(structure, vary_together(*leaves)), bad
+    leaves, structure = jax.tree.flatten(((logits, nodes, num_frames, num_labels), operands))
+    return *jax.tree.unflatten(structure, vary_together(*leaves)), bad
 
 
 @jax.jit
 def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, operands):
     """The reduced loss. `clamp` is None where it is known to be off; `operands` are those of the seam."""
-    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
+    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     if spec.implementation == "reference" and clamp is None:
         logits, nodes, num_frames, num_labels = arrays
         losses = _reference(spec, logits, nodes, num_frames, num_labels, operands)
@@ -171,7 +198,7 @@ def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, opera
 
     NaN for a sequence whose lengths or labels are out of range.
     """
-    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
+    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     *_, num_frames, num_labels = arrays
     arcs = _arcs(spec, arrays, operands)
     if spec.implementation == "reference":
@@ -192,7 +219,7 @@ def align(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
     if spec.strict:
         message = "implementation='kernel': jax_rnnt has no kernel for the best path; "
         raise NotImplementedError(message + "use implementation=None or 'reference'.")
-    arrays, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
+    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     arcs = _arcs(spec, arrays, operands)
     score, frames = best_path(spec.topology, arcs, *arrays[2:])
     return jnp.where(bad, jnp.nan, score), frames

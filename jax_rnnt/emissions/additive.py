@@ -16,16 +16,18 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, label_map
-from jax_rnnt.emissions.softmax import accumulation_dtype, log_sum_exp, one_hot
+from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, label_map, scale_cotangent
+from jax_rnnt.emissions.softmax import accumulation_dtype, one_hot
 
 
-class Nodes(typing.NamedTuple):
-    label: jax.Array  # [..., 1, U1]
-    num_frames: jax.Array
-    lm_only: jax.Array | None  # weights of smoothing
-    am_only: jax.Array | None
-    unigram: jax.Array | None  # [..., V]
+class Scores(typing.NamedTuple):
+    """All leaves have a gradient."""
+
+    am: jax.Array  # [..., T, V]
+    lm: jax.Array  # [..., U1, V]
+    lm_only: jax.Array | None = None  # weights of smoothing
+    am_only: jax.Array | None = None
+    unigram: jax.Array | None = None  # [..., V]
 
 
 def _product(x, y):
@@ -38,36 +40,32 @@ def _weighted(weight, x):
     return jnp.where(weight == 0, 0, weight * x)
 
 
-def _exp(x):
-    """(exp(x - peak), peak [..., 1]); a row of -inf has peak 0."""
+def _relative(x):
+    """(x - peak, its exponential), with peak the largest of the last axis; 0 for a row of -inf."""
     peak = jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
-    peak = jnp.where(jnp.isneginf(peak), 0, peak)
-    return jnp.exp(x - peak), peak
+    x = x - jnp.where(jnp.isneginf(peak), 0, peak)
+    return x, jnp.exp(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class Additive(Emission):
-    """Of `(am, lm)`, [..., T, V] and [..., U1, V]."""
+    """Of `Scores`. Each leaf is read relative to its row's largest score: an offset that rows share rounds nothing."""
 
     def dimensions(self, logits):
-        return logits[0].shape[-2:]
+        return logits.am.shape[-2:]
 
     def nodes(self, logits, targets, num_frames, num_labels, operands):
-        smoothing = (operands.get(name) for name in ("lm_only_scale", "am_only_scale", "unigram"))
-        return Nodes(label_map(targets, num_labels), num_frames, *smoothing)
+        return label_map(targets, num_labels), num_frames
 
     def reference(self, logits, nodes):
-        am, lm = logits
-        label = nodes.label
+        am, lm = logits.am, logits.lm
+        label, num_frames = nodes
         dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
-        frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * nodes.num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
-        rows, columns = frame < nodes.num_frames[..., None], label[..., 0, :] != OUTSIDE
-        am = jnp.where(rows[..., None], am, 0).astype(dtype)
-        lm = jnp.where(columns[..., None], lm, 0).astype(dtype)
-
-        (exp_am, peak_am), (exp_lm, peak_lm) = _exp(am), _exp(lm)
+        frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
+        rows, columns = frame < num_frames[..., None], label[..., 0, :] != OUTSIDE
+        am, exp_am = _relative(jnp.where(rows[..., None], am, 0).astype(dtype))
+        lm, exp_lm = _relative(jnp.where(columns[..., None], lm, 0).astype(dtype))
         total = _product(exp_am, exp_lm)
-        peaks = peak_am + jnp.swapaxes(peak_lm, -1, -2)
 
         # Picked by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
         hot = one_hot(label[..., 0, :], lm)
@@ -81,32 +79,36 @@ class Additive(Emission):
         scores = {"blank": am_blank + lm_blank, "label": am_label + lm_label}
         # Below the range of floats: no class is likely on both sides. What is left is a bound, which keeps p <= 1.
         tiny = jnp.finfo(dtype).tiny
-        low = jnp.maximum(jnp.maximum(scores["blank"], jnp.where(label < 0, -jnp.inf, scores["label"])) - peaks, -1e30)
+        low = jnp.maximum(jnp.maximum(scores["blank"], jnp.where(label < 0, -jnp.inf, scores["label"])), -1e30)
         log_total = jnp.where(total > tiny, jnp.log(jnp.where(total > tiny, total, 1)), low)
-        bad = jnp.isnan(total) | jnp.isposinf(total)
-        lse = jnp.where(bad, jnp.nan, log_total + peaks)
+        log_total = jnp.where(jnp.isnan(total) | jnp.isposinf(total), jnp.nan, log_total)
 
-        planes = {slot: x - lse for slot, x in scores.items()}
-        if nodes.lm_only is not None or nodes.am_only is not None:
-            weights = [jnp.asarray(0 if w is None else w, dtype) for w in (nodes.lm_only, nodes.am_only)]
-            norm_lm, *_ = log_sum_exp(lm)
-            if nodes.unigram is None:
-                softmax_lm = jnp.where(columns[..., None], jnp.exp(lm - norm_lm[..., None]), 0)
+        planes = {slot: x - log_total for slot, x in scores.items()}
+        if logits.lm_only is not None or logits.am_only is not None:
+            weights = [jnp.asarray(0 if w is None else w, dtype) for w in (logits.lm_only, logits.am_only)]
+            sum_lm = jnp.sum(exp_lm, -1)
+            if logits.unigram is None:
+                softmax_lm = jnp.where(columns[..., None], exp_lm / sum_lm[..., None], 0)
                 count = jnp.maximum(jnp.sum(columns, -1, dtype=jnp.int32), 1).astype(dtype)
                 unigram = jnp.sum(softmax_lm, -2) / count[..., None]
             else:
-                unigram = nodes.unigram.astype(dtype)
+                unigram = logits.unigram.astype(dtype)
             log_unigram = jnp.log(unigram + tiny)
             unigram_label = jnp.sum(jnp.where(hot, log_unigram[..., None, :], 0), -1)[..., None, :]
-            norm_am = peak_am + jnp.log(jnp.sum(exp_am * unigram[..., None, :], -1, keepdims=True) + tiny)
+            norm_am = jnp.log(jnp.sum(exp_am * unigram[..., None, :], -1, keepdims=True) + tiny)
             alone = {
                 "blank": (lm_blank, am_blank + log_unigram[..., blank][..., None, None]),
                 "label": (lm_label, am_label + unigram_label),
             }
             for slot, (of_lm, of_am) in alone.items():
                 mixed = _weighted(1 - weights[0] - weights[1], planes[slot])
-                mixed = mixed + _weighted(weights[0], of_lm - norm_lm[..., None, :])
+                mixed = mixed + _weighted(weights[0], of_lm - jnp.log(sum_lm)[..., None, :])
                 planes[slot] = mixed + _weighted(weights[1], of_am - norm_am)
         planes["label"] = jnp.where(label == NO_LABEL, -jnp.inf, planes["label"])
         inside = rows[..., None] & columns[..., None, :]
         return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}
+
+    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
+        """Without a clamp: no logit exists to clip the gradient of. Leaves may be shared by sequences of other scale."""
+        cotangents = jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents)
+        return jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)[0]

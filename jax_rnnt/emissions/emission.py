@@ -43,6 +43,12 @@ def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> j
     return jnp.where(gradient == 0, 0, clipped * scale)  # whatever the scale
 
 
+def scale_cotangent(plane: jax.Array, scale: jax.Array) -> jax.Array:
+    """plane [..., T, U1] times scale [...]; 0 where either is, whatever the other: NaN of a masked loss stays out."""
+    scale = scale[..., None, None].astype(plane.dtype)
+    return jnp.where((plane == 0) | (scale == 0), 0, plane * scale)
+
+
 @dataclasses.dataclass(frozen=True)
 class Emission:
     """`blanks` are the blank classes; `normalize=False`: the logits already are log-probabilities."""

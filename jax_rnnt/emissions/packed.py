@@ -82,22 +82,22 @@ class Packed(Emission):
 
     def forward(self, logits, nodes, *, strict=False):
         operands = logits[:, None, None], nodes.label, nodes.used
-        *rows, lse = softmax.forward(*operands, strict=strict, **self._params())
-        return self._planes(rows, nodes), lse
+        *rows, norm = softmax.forward(*operands, strict=strict, **self._params())
+        return self._planes(rows, nodes), norm
 
     def _of_rows(self, x, nodes):
         """Of each row, what its sequence has: [B] -> [N]."""
         return x[nodes.place[0]] if x.size else jnp.zeros(nodes.used.shape, x.dtype)
 
-    def backward(self, logits, nodes, lse, cotangents, scale, clamp, *, strict=False, alias=True):
+    def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
         planes = (cotangents[slot] for slot in ("blank", "label"))
-        zero = jnp.zeros_like(lse)
+        zero = jnp.zeros_like(norm)
         rows = tuple(
             jnp.where(nodes.used[:, None, None] > 0, x[nodes.place][:, None, None], 0) if x.size else zero
             for x in planes
         )
         scale, clamp = self._of_rows(scale, nodes), self._of_rows(clamp, nodes)
-        operands = logits[:, None, None], nodes.label, nodes.used, lse, rows, scale, clamp
+        operands = logits[:, None, None], nodes.label, nodes.used, norm, rows, scale, clamp
         return softmax.backward(*operands, strict=strict, alias=alias, **self._params())[:, 0, 0]
 
     def finish(self, gradient, nodes, scale, clamp):

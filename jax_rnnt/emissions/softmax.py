@@ -9,6 +9,11 @@ B sequences (`...`, any number of batch dimensions), T frames, U1 columns, V cla
 for cotangents c of the log-probabilities. With ``normalize=False`` the input already is log-probabilities: lse is 0 and
 the softmax term of the gradient is dropped.
 
+The backward pass gets a plane `norm` that holds lse, but not as a float: near 1e4 that is rounded by 5e-4, and exp(x -
+lse) is off by as much. It is the sum of exp(x[v] - x[anchor]) over v, for a class that is in every row, the first blank
+(HAT, whose blank is not in the softmax: class 0, or 1 if that is the blank). An offset that all logits share so drops
+out. Where the anchor is exp(-60) or less of the largest, norm is -(1 + |lse|), the last bit of which tells the sign.
+
 With `durations` the last D of V + D logits are a second softmax, all of whose log-probabilities are planes (TDT). With
 `bernoulli` the softmax leaves out the blank, whose logit z is one of its own (HAT):
 
@@ -19,6 +24,7 @@ With `durations` the last D of V + D logits are a second softmax, all of whose l
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -51,14 +57,63 @@ def one_hot(index, x):
     return classes == (index if isinstance(index, int) else index[..., None])
 
 
-def log_sum_exp(x):
-    """(log of the summed exponentials over the last axis, whether all are zero, whether one is NaN or infinite)."""
+class RowSum(typing.NamedTuple):
+    """sum over v of exp(x[v]) = exp(peak) total, with peak the largest logit, or 0 where there is none."""
+
+    peak: jax.Array
+    total: jax.Array
+    log_total: jax.Array  # 0 where all logits are -inf
+    dead: jax.Array  # where all logits are -inf
+    bad: jax.Array  # where a logit is NaN or +inf
+
+    def log_probability(self, x):
+        """Of a class with logit x, or of all where x has them as its last axis; -inf of a dead row."""
+        more = (...,) + (None,) * (x.ndim - self.peak.ndim)
+        return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
+
+
+def row_sum(x) -> RowSum:
+    """Over the last axis of x."""
     peak = jax.lax.stop_gradient(jnp.max(x, -1, initial=-jnp.inf))
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
     total = jnp.sum(jnp.exp(x - peak[..., None]), -1)
     dead = total == 0
-    lse = jnp.where(dead, -jnp.inf, peak + jnp.log(jnp.where(dead, 1, total)))
-    return lse, dead, jnp.isnan(lse) | jnp.isposinf(lse)
+    bad = jnp.isnan(total) | jnp.isposinf(peak)
+    return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
+
+
+_REACH = 60  # nats from the largest logit down to the anchor
+
+
+def _anchor(blanks, bernoulli) -> int:
+    return blanks[0] if not bernoulli else int(blanks[0] == 0)
+
+
+def _last_bit(x):
+    uint = np.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    return jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), uint), np.asarray(1, uint)
+
+
+def _norm(row: RowSum, anchor):
+    """`norm` as in the head of this file, with the derivative that it has as a function of the logits."""
+    reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
+    anchored = (reach <= _REACH) & ~row.dead
+    lse = jnp.where(row.dead, 0, row.peak + row.log_total)
+    raw = -1 - jnp.abs(lse)
+    bits, one = _last_bit(raw)
+    marked = jax.lax.bitcast_convert_type(jnp.where(lse < 0, bits | one, bits & ~one), raw.dtype)
+    raw = raw + jax.lax.stop_gradient(marked - raw)
+    norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)), raw)
+    return jnp.where(row.bad, jnp.nan, norm)
+
+
+def _softmax_by_norm(x, anchor, norm):
+    """exp(x - lse) from `norm`."""
+    anchored = norm > 0
+    bits, one = _last_bit(norm)
+    lse = jnp.where((bits & one) == one, 1 + norm, -1 - norm)
+    base = jnp.where(anchored, anchor, jnp.where(norm == 0, 0, lse))
+    return jnp.exp(x - base[..., None]) / jnp.where(norm <= 0, 1, norm)[..., None]  # NaN stays
 
 
 def _heads(logits, label, num_frames, blanks, durations, bernoulli):
@@ -105,24 +160,24 @@ def softmax_emission(
     Returns
     -------
     tuple of Array, float32 (float64 for float64) [..., T, U1]
-        log_blank for each blank class, log_label, log-probability of each duration, lse. Outside the sequence -inf, and
-        0 for lse. NaN where the row holds a NaN or +inf.
+        log_blank for each blank class, log_label, log-probability of each duration, norm. Outside the sequence -inf,
+        and 0 for norm. NaN where the row holds a NaN or +inf.
     """
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
-    nothing = jnp.zeros(x.shape[:-1], x.dtype), jnp.zeros(x.shape[:-1], bool), jnp.zeros(x.shape[:-1], bool)
-    lse, dead, bad = log_sum_exp(x) if normalize else nothing
-    bad_row = bad
-    if durations:
-        lengths_lse, lengths_dead, lengths_bad = log_sum_exp(lengths) if normalize else nothing
-        bad_row |= lengths_bad
+    row = row_sum(x) if normalize else None
+    of_lengths = row_sum(lengths) if normalize and durations else None
+    bad_row = functools.reduce(jnp.logical_or, (r.bad for r in (row, of_lengths) if r is not None), jnp.asarray(False))
     if bernoulli:
         bad_row |= jnp.isnan(z) | jnp.isposinf(z)
 
     def plane(value):
         return jnp.where(inside, jnp.where(bad_row | jnp.isposinf(value), jnp.nan, value), -jnp.inf)
 
+    def pick(index):
+        return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1)
+
     def log_probability(index):
-        return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1) - jnp.where(dead, 0, lse)
+        return pick(index) if row is None else row.log_probability(pick(index))
 
     log_label = log_probability(label)
     if bernoulli:
@@ -134,12 +189,15 @@ def softmax_emission(
     else:
         log_blanks = [log_probability(blank) for blank in blanks]
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
-    log_durations = [lengths[..., i] - jnp.where(lengths_dead, 0, lengths_lse) for i in range(durations)]
-    return (*map(plane, log_blanks), log_label, *map(plane, log_durations), jnp.where(inside, lse, 0))
+    if of_lengths is not None:
+        lengths = of_lengths.log_probability(lengths)
+    log_durations = [lengths[..., i] for i in range(durations)]
+    norm = jnp.zeros_like(log_label) if row is None else _norm(row, pick(_anchor(blanks, bernoulli)))
+    return (*map(plane, log_blanks), log_label, *map(plane, log_durations), jnp.where(inside, norm, 0))
 
 
 def backward_reference(
-    logits, label, num_frames, lse, scale, clamp, *cotangents, blanks, normalize, durations=0, bernoulli=False
+    logits, label, num_frames, norm, scale, clamp, *cotangents, blanks, normalize, durations=0, bernoulli=False
 ):
     """Gradient of the logits, as in the head of this file; `clamp` clips it before `scale` multiplies it."""
     ct_blanks, ct_label = cotangents[: len(blanks)], cotangents[len(blanks)]
@@ -155,15 +213,16 @@ def backward_reference(
     for blank, ct in zip(blanks, ct_blanks):
         gradient = gradient + jnp.where(one_hot(blank, x), ct[..., None], 0)
     if normalize:
-        safe = jnp.where(used & ~jnp.isneginf(lse), lse, 0)
-        gradient = gradient - jnp.exp(x - safe[..., None]) * sum(ct_blanks, ct_label)[..., None]
+        anchor = jnp.sum(jnp.where(one_hot(_anchor(blanks, bernoulli), x), x, 0), -1)
+        softmax = _softmax_by_norm(x, anchor, jnp.where(used, norm, 0))
+        gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
     if bernoulli:
         gradient = jnp.where(one_hot(blanks[0], x), of_blank[..., None], gradient)
     if durations:
         of_lengths = jnp.stack(cotangents[len(blanks) + 1 :], -1)
         if normalize:
-            lengths_lse, dead, _ = log_sum_exp(lengths)
-            softmax = jnp.exp(lengths - jnp.where(used & ~dead, lengths_lse, 0)[..., None])
+            row = row_sum(lengths)
+            softmax = jnp.exp(lengths - row.peak[..., None]) / jnp.where(row.dead, 1, row.total)[..., None]
             of_lengths = of_lengths - softmax * jnp.sum(of_lengths, -1, keepdims=True)
         gradient = jnp.concatenate([gradient, of_lengths], -1)
     gradient = clip_and_scale(gradient, scale, clamp)
@@ -209,7 +268,7 @@ def backward(
     logits,
     label,
     num_frames,
-    lse,
+    norm,
     cotangents,
     scale,
     clamp,
@@ -229,7 +288,7 @@ def backward(
     """
     params = dict(blanks=blanks, normalize=normalize, durations=durations, bernoulli=bernoulli)
     params |= dict(num_batch_dims=logits.ndim - 3, strict=strict, alias=alias)
-    return _backward_kernel(logits, label, num_frames, lse, scale, clamp, *cotangents, **params)[0]
+    return _backward_kernel(logits, label, num_frames, norm, scale, clamp, *cotangents, **params)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,14 +316,14 @@ class Softmax(Emission):
         return dict(zip(self._names(), planes))
 
     def forward(self, logits, nodes, *, strict=False):
-        *planes, lse = forward(logits, *nodes, strict=strict, **self._attributes())
-        return dict(zip(self._names(), planes)), lse
+        *planes, norm = forward(logits, *nodes, strict=strict, **self._attributes())
+        return dict(zip(self._names(), planes)), norm
 
-    def backward(self, logits, nodes, lse, cotangents, scale, clamp, *, strict=False, alias=True):
+    def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
         label, num_frames = nodes
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
-        return backward(logits, label, num_frames, lse, cotangents, scale, clamp, **params)
+        return backward(logits, label, num_frames, norm, cotangents, scale, clamp, **params)
 
 
 def checked(function: str, logits, blank, fused_log_softmax) -> Softmax:

@@ -4,13 +4,19 @@ The scan runs over anti-diagonals n = t + u, so one step is element-wise over u 
 included; a scan over frames needs an associative scan over u for those, which took 9.9 s to compile where this takes
 less than 1 s.
 
-A path weight is held as an extended number (m, e) = m * 2^e with a float mantissa and an integer exponent. Float32 logs
-reach 1e3 ... 1e4, where their spacing is 1e-4 ... 1e-3, and posteriors, differences of such logs, inherit that error;
-mantissas keep the error at the rounding of single operations. The exponents are piecewise constant, so plain automatic
-differentiation of the mantissas is exact, any number of times and in both modes.
+A path weight is held as an extended number (m, e, h) = m * 2^(e + 4 h): a float mantissa, an integer exponent, and a float
+exponent for what an integer cannot hold. Float32 logs reach 1e3 ... 1e4, where their spacing is 1e-4 ... 1e-3, and
+posteriors, differences of such logs, inherit that error; mantissas keep the error at the rounding of single operations.
+The exponents are piecewise constant, so plain automatic differentiation of the mantissas is exact, any number of times
+and in both modes.
+
+Finite arcs may be of any size: users mask with -1e9 or the lowest float. Arcs so large that a path of them could
+overflow the integer go to h as they are. Paths with equal masks have equal h, bit for bit, so that e and m decide
+between them, however large the mask is.
 """
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +26,15 @@ from jax import lax
 from jax_rnnt._vma import vary_together
 from jax_rnnt.lattices.topology import Topology, bounded, slots
 
-# An exponent that stands for log 0. The sum of two still fits an int32; far below any path of finite arcs.
-_LOWEST = -(1 << 30)
 # ln 2 in two parts: the product of the first with an integer below 2^15 is exact in float32.
 _LN2_HI, _LN2_LO = 0.693145751953125, 1.4286068203094172e-06
+_EXPONENTS = 1 << 29  # the sum of all integer exponents of a path stays below
+
+
+class _Number(typing.NamedTuple):
+    m: jax.Array
+    e: jax.Array
+    h: jax.Array
 
 
 def _float_layout(dtype):
@@ -32,47 +43,75 @@ def _float_layout(dtype):
     return np.dtype(f"uint{info.bits}"), info.nmant, int(2 ** (info.nexp - 1) - 1)
 
 
+def _lowest(dtype):
+    """The h of zero, below that of any path; no sum of two overflows to a NaN of differences."""
+    return np.asarray(-0.9 * float(jnp.finfo(dtype).max), dtype)
+
+
+def _zero(m):
+    return _Number(jnp.zeros_like(m), jnp.zeros_like(m, jnp.int32), jnp.full_like(m, _lowest(m.dtype)))
+
+
 def _pow2(k, dtype):
-    """2^k for integers k <= 0, exactly; the smallest normal number below its range."""
+    """2^k for integers k, exactly; 0 below the range of normal numbers."""
     uint, mantissa, bias = _float_layout(dtype)
-    biased = (jnp.maximum(k, 1 - bias) + bias).astype(uint)
+    biased = jnp.maximum(k + bias, 0).astype(uint)
     return lax.bitcast_convert_type(lax.shift_left(biased, jnp.full_like(biased, mantissa)), dtype)
 
 
-def _normalize(m, e):
-    """The same number with 1 <= m < 2, or (0, _LOWEST)."""
-    uint, mantissa, bias = _float_layout(m.dtype)
-    bits = lax.bitcast_convert_type(lax.stop_gradient(m), uint)
+def _normalize(a):
+    """The same number with 1 <= m < 2, or m = 0."""
+    uint, mantissa, bias = _float_layout(a.m.dtype)
+    bits = lax.bitcast_convert_type(lax.stop_gradient(a.m), uint)
     k = lax.shift_right_logical(bits, jnp.full_like(bits, mantissa)).astype(jnp.int32) - bias
     k = jnp.where(jnp.abs(k) > 64, 0, k)  # zero and NaN stay what they are
-    return m * _pow2(-k, m.dtype), jnp.where(m == 0, _LOWEST, e + k)
+    return _Number(a.m * _pow2(-k, a.m.dtype), a.e + k, a.h)
 
 
-def _from_log(x):
-    """exp(x) as an extended number; -inf gives zero with a zero derivative."""
+def _from_log(x, most: int):
+    """exp(x); -inf gives zero with a zero derivative. Exponents above `most` go to h."""
+    dtype = x.dtype
     zero = x == -jnp.inf
     x = jnp.where(zero, 0, x)
-    k = lax.stop_gradient(jnp.floor(x * np.asarray(1 / np.log(2), x.dtype)))
-    m = jnp.exp((x - k * np.asarray(_LN2_HI, x.dtype)) - k * np.asarray(_LN2_LO, x.dtype))
-    e = jnp.where(jnp.isfinite(k), k, 0).astype(jnp.int32)
-    return jnp.where(zero, 0, m), jnp.where(zero, _LOWEST, e)
-
-
-def _log(m, e):
-    zero = m == 0
-    x = jnp.log(jnp.where(zero, 1, m)) + e.astype(m.dtype) * np.asarray(np.log(2), m.dtype)
-    return jnp.where(zero, -jnp.inf, x)
-
-
-def _add(a, b):
-    (m, i), (n, j) = a, b
-    e = jnp.maximum(i, j)
-    return m * _pow2(i - e, m.dtype) + n * _pow2(j - e, m.dtype), e
+    fixed = lax.stop_gradient(x)
+    far = jnp.abs(fixed) > 2.0 ** (jnp.finfo(dtype).nmant - 1)  # where the spacing of floats is 1/2 or more
+    k = jnp.floor(jnp.where(far, 0, fixed) * np.asarray(1 / np.log(2), dtype))
+    rest = (x - k * np.asarray(_LN2_HI, dtype)) - k * np.asarray(_LN2_LO, dtype)
+    m = jnp.exp(jnp.where(far, x - fixed, rest))
+    h = jnp.where(jnp.abs(k) > most, jnp.floor(k / 4), 0)
+    h = jnp.where(far, jnp.floor(fixed * np.asarray(0.25 / np.log(2), dtype)), h)
+    e = jnp.where(far | jnp.isnan(k), 0, k - 4 * h).astype(jnp.int32)
+    return _Number(jnp.where(zero, 0, m), e, jnp.where(zero, _lowest(dtype), h))
 
 
 def _multiply(a, b):
-    (m, i), (n, j) = a, b
-    return m * n, jnp.maximum(i + j, _LOWEST)
+    return _Number(a.m * b.m, a.e + b.e, jnp.maximum(a.h + b.h, _lowest(a.m.dtype)))
+
+
+def _gap(a, b):
+    """By how many bits the exponent of a exceeds that of b, cut where the lesser number is negligible."""
+    bias = _float_layout(a.m.dtype)[2]
+    return jnp.clip(4 * (a.h - b.h) + (a.e - b.e).astype(a.m.dtype), -bias, bias).astype(jnp.int32)
+
+
+def _add(a, b):
+    d = _gap(a, b)
+    m = a.m * _pow2(jnp.minimum(d, 0), a.m.dtype) + b.m * _pow2(jnp.minimum(-d, 0), b.m.dtype)
+    return _Number(m, jnp.where(d < 0, b.e, a.e), jnp.where(d < 0, b.h, a.h))
+
+
+def _log_of_sum(a):
+    """Log of the sum over the last axis; -inf, with a zero derivative, where it is zero or no float holds its log."""
+    dtype = a.m.dtype
+    h = jnp.max(a.h, -1)
+    relative = 4 * (a.h - h[..., None]) + a.e.astype(dtype)
+    e = jnp.max(jnp.where(a.m == 0, -jnp.inf, relative), -1)
+    e = jnp.where(e == -jnp.inf, 0, e)
+    bias = _float_layout(dtype)[2]
+    m = jnp.sum(a.m * _pow2(jnp.clip(relative - e[..., None], -bias, 0).astype(jnp.int32), dtype), -1)
+    exponent = e * np.asarray(np.log(2), dtype) + h * np.asarray(4 * np.log(2), dtype)
+    none = (m == 0) | (exponent == -jnp.inf)
+    return jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1, m)) + exponent)
 
 
 def _skew(x):
@@ -135,37 +174,45 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     bad = [jnp.any(i & (jnp.isnan(x) | (x == jnp.inf)), axis=(-1, -2)) for i, x in zip(used, planes)]
     poison = jnp.where(functools.reduce(jnp.logical_or, bad), jnp.nan, 0).astype(planes[0].dtype)
     masked = [jnp.where(i, x + poison[..., None, None], -jnp.inf) for i, x in zip(used, planes)]
-    diagonals = [_from_log(_skew(x)) for x in masked]
+    most = _EXPONENTS // (frames + columns) if isinstance(frames + columns, int) else 1 << 14
+    diagonals = [_from_log(_skew(x), most) for x in masked]
 
     depth = max(a.dt + a.du for a in topology)
     column = lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (columns,), num_frames.ndim)
     last = num_frames + num_labels  # the diagonal of the terminal node
-    first = diagonals[0][0][0]
-    zero = jnp.zeros_like(first), jnp.full_like(first, _LOWEST, dtype=jnp.int32)
-    start = jnp.where(column == 0, 1, zero[0]), jnp.where(column == 0, 0, zero[1])
-    at_once = last == 0
-    end = jnp.where(at_once, 1, zero[0][..., 0]), jnp.where(at_once, 0, zero[1][..., 0])
+    zero = _zero(diagonals[0].m[0])
 
-    def shift(x, du, fill):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
+    def one(where):
+        return _Number(jnp.where(where, 1, zero.m), zero.e, jnp.where(where, 0, zero.h))
+
+    def shift(a, du):
+        def along(x, fill):
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
+
+        return _Number(along(a.m, 0), along(a.e, 0), along(a.h, _lowest(a.h.dtype))) if du else a
 
     def step(carry, xs):
-        (alpha, *coming), end = carry  # coming[k]: what already entered diagonal n + 1 + k
+        (alpha, *coming), ends = carry  # coming[k]: what already entered diagonal n + 1 + k
         n, weights = xs
-        alpha = _normalize(*alpha)  # once a step: a sum of products stays far inside the range of floats
-        coming = [*coming, zero]
-        for arc, weight in zip(topology, weights):
-            m, e = _multiply(alpha, weight)
+        alpha = _normalize(alpha)  # once a step: a sum of products stays far inside the range of floats
+        coming, ends = [*coming, None], list(ends)
+        for j, (arc, weight) in enumerate(zip(topology, weights)):
+            leaves = _multiply(alpha, weight)
             k = arc.dt + arc.du
-            coming[k - 1] = _add(coming[k - 1], (shift(m, arc.du, 0), shift(e, arc.du, _LOWEST)))
-            if arc.may_end:
-                ends = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
-                final = jnp.sum(jnp.where(ends, m, 0), -1), jnp.max(jnp.where(ends, e, _LOWEST), -1)
-                end = _add(end, final)
-        return (tuple(coming), end), None
+            entered = shift(leaves, arc.du)
+            coming[k - 1] = entered if coming[k - 1] is None else _add(coming[k - 1], entered)
+            if arc.may_end:  # kept by column: a sum over columns in every step is half of its time on a TPU
+                here = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
+                ends[j] = _Number(*(jnp.where(here, x, y) for x, y in zip(leaves, ends[j])))
+        coming = [zero if x is None else x for x in coming]
+        return (tuple(coming), tuple(ends)), None
 
     steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
-    initial, structure = jax.tree.flatten(((start, *[zero] * (depth - 1)), end))
-    _, *initial = vary_together(first, *initial)  # a carry keeps its varying axes
-    (_, end), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
-    return _log(*end) + poison
+    start, at_once = one(column == 0), one((last == 0)[..., None] & (column == 0))
+    initial, structure = jax.tree.flatten(
+        ((start, *[zero] * (depth - 1)), tuple(zero if a.may_end else None for a in topology))
+    )
+    _, *initial = vary_together(zero.m, *initial)  # a carry keeps its varying axes
+    (_, ends), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
+    ends = [at_once, *(x for x in ends if x is not None)]
+    return _log_of_sum(_Number(*(jnp.concatenate(x, -1) for x in zip(*ends)))) + poison

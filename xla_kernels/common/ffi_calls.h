@@ -90,7 +90,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   if (auto error = ReadShape(logits, label, num_frames, kind, &call->dtype, &args.shape); error.failure()) return error;
   const size_t blanks = kind.blanks.size(), durations = kind.durations;
   if (planes.size() != blanks + durations + 2)
-    return Invalid("emission forward gives a plane per blank, log_label, a plane per duration, and lse");
+    return Invalid("emission forward gives a plane per blank, log_label, a plane per duration, and norm");
   for (size_t i = 0; i < planes.size(); ++i) call->planes.push_back((*planes.get<ffi::AnyBuffer>(i))->untyped_data());
   args.logits = logits.untyped_data();
   args.label = static_cast<const int32_t*>(label.untyped_data());
@@ -98,7 +98,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   args.log_blank = call->planes.data();
   args.log_label = call->planes[blanks];
   args.log_duration = call->planes.data() + blanks + 1;
-  args.lse = call->planes.back();
+  args.norm = call->planes.back();
   return ffi::Error::Success();
 }
 
@@ -109,7 +109,7 @@ struct EmissionBackwardCall {
 };
 
 inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
-                       const ffi::AnyBuffer& lse, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& clamp,
+                       const ffi::AnyBuffer& norm, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& clamp,
                        const ffi::RemainingArgs& cotangents, ffi::Result<ffi::AnyBuffer>& dlogits,
                        const EmissionKind& kind, EmissionBackwardCall* call) {
   EmissionBackwardArgs& args = call->args;
@@ -122,7 +122,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   args.logits = logits.untyped_data();
   args.label = static_cast<const int32_t*>(label.untyped_data());
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
-  args.lse = lse.untyped_data();
+  args.norm = norm.untyped_data();
   args.ct_blank = call->planes.data();
   args.ct_label = call->planes[blanks];
   args.ct_duration = call->planes.data() + blanks + 1;
@@ -214,7 +214,7 @@ auto BindEmissionForward() {
       .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V + D]  f16 | bf16 | f32 | f64
       .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]   s32
       .template Arg<ffi::AnyBuffer>()  // num_frames  [...]            s32
-      .RemainingRets()  // log_blank x K, log_label, log_duration x D, lse  [..., T, U1]  f32 (f64 for f64)
+      .RemainingRets()  // log_blank x K, log_label, log_duration x D, norm  [..., T, U1]  f32 (f64 for f64)
       .template Attr<ffi::Span<const int64_t>>("blanks")
       .template Attr<int64_t>("normalize")
       .template Attr<int64_t>("durations")
@@ -228,7 +228,7 @@ auto BindEmissionBackward() {
       .template Arg<ffi::AnyBuffer>()  // logits      [..., T, U1, V + D]
       .template Arg<ffi::AnyBuffer>()  // label       [..., T|1, U1]
       .template Arg<ffi::AnyBuffer>()  // num_frames  [...]
-      .template Arg<ffi::AnyBuffer>()  // lse         [..., T, U1]
+      .template Arg<ffi::AnyBuffer>()  // norm        [..., T, U1]
       .template Arg<ffi::AnyBuffer>()  // scale       [...]
       .template Arg<ffi::AnyBuffer>()  // clamp       [...]
       .RemainingArgs()                 // cotangents of log_blank x K, log_label, log_duration x D  [..., T, U1]

@@ -36,6 +36,11 @@ struct EmissionShape {
 //   log_blank_i = x[blank_i] - lse      log_label = x[label] - lse      log_duration_i = x[V + i] - lse of theirs
 // and with a Bernoulli blank, whose logit z = x[blank] lse leaves out,
 //   log_blank = log sigmoid(z)          log_label = log sigmoid(-z) + x[label] - lse, or log_blank if label == blank
+//
+// norm is what the backward pass needs to make the softmax again. A rounded lse is off by 5e-4 at 1e4, so it is
+// the sum over the classes of exp(x - x[anchor]), where the anchor is the first blank (Bernoulli: class 0, or 1 if that
+// is the blank): an offset that all logits share drops out. Where the anchor is more than 60 below the largest logit it
+// is -(1 + |lse|), with the last bit set where lse < 0; -1 where all logits are -inf. NaN where the planes are.
 struct EmissionForwardArgs {
   EmissionShape shape;
   const void* logits;         // [B, T, U1, V + D]
@@ -44,7 +49,7 @@ struct EmissionForwardArgs {
   void* const* log_blank;     // K planes of A
   void* log_label;            // plane of A
   void* const* log_duration;  // D planes of A
-  void* lse;                  // plane of A (0 where normalize is false)
+  void* norm;                 // plane of A; 0 outside the lengths and where normalize is false
 };
 
 // Cotangents c of the planes -> gradient of the logits:
@@ -59,7 +64,7 @@ struct EmissionBackwardArgs {
   const void* logits;              // [B, T, U1, V + D]; may be the same memory as dlogits
   const int32_t* label;            // [B, label_frames, U1]
   const int32_t* num_frames;       // [B]
-  const void* lse;                 // plane of A
+  const void* norm;                // plane of A
   const void* const* ct_blank;     // K planes of A
   const void* ct_label;            // plane of A
   const void* const* ct_duration;  // D planes of A

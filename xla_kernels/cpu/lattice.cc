@@ -37,7 +37,7 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   using Exponent = typename Base::Exponent;
   using Value = typename Base::Value;
   using Row = typename Base::Row;  // here with a margin of kWidth zeros on either side
-  using Base::args_, Base::frames_, Base::kInfinity, Base::kLimit, Base::kWidth, Base::labels_, Base::sequence_;
+  using Base::args_, Base::frames_, Base::kInfinity, Base::kWidth, Base::labels_, Base::sequence_;
 
   static constexpr int kStrips = kWidth < 8 ? 8 / kWidth : 1;  // strips from one checkpoint to the next
 
@@ -71,17 +71,16 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
 
     const A z = alpha_row_.m[labels_];
     const Exponent z_exponent = alpha_row_.e[labels_];
-    const bool alive = Base::StoreLoss(z, z_exponent);
-    if (!gradient) return;
+    if (!Base::StoreLoss(z, z_exponent)) return;
     // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
-    if (alive) Start(beta_row_, labels_, -1 / z, -z_exponent);
-    for (int64_t end = alive ? strips : 0; end > 0;) {
+    Start(beta_row_, labels_, -1 / z, -z_exponent);
+    for (int64_t end = strips; end > 0;) {
       const int64_t begin = (end - 1) / kStrips * kStrips;
       Checkpoint(begin / kStrips, false);
       for (int64_t strip = begin; strip < end; ++strip) SweepAlpha<true>(strip);
       while (end > begin) SweepBeta(--end);
     }
-    Base::FinishGradient(alive);
+    Base::FinishGradient(true);
   }
 
  private:

@@ -7,6 +7,7 @@
 #include "xla_kernels/common/extended.h"
 #include "xla_kernels/common/shape.h"
 #include "xla_kernels/cpu/simd.h"
+#include "xla_kernels/cpu/wide_lattice.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
 
@@ -23,8 +24,6 @@ class SequencePlanes {
 
   static constexpr int kWidth = S::kWidth;
   static constexpr A kInfinity = A(__builtin_inf()), kNaN = A(__builtin_nan(""));
-  // Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
-  static constexpr A kLimit = A(1 << 21);
 
   // Values of one frame, by column.
   struct Row {
@@ -40,7 +39,8 @@ class SequencePlanes {
         sequence_(sequence),
         frames_(Clamp(args.num_frames[sequence], 0, args.frames)),
         labels_(Clamp(args.num_labels[sequence], 0, args.columns - 1)),
-        size_(args.frames * args.columns) {}
+        size_(args.frames * args.columns),
+        most_(A(MostOfAnArc(frames_, labels_))) {}
 
  protected:
   const A* LogPlane(int k) const { return static_cast<const A*>(args_.log_plane[k]) + sequence_ * size_; }
@@ -48,7 +48,7 @@ class SequencePlanes {
 
   static Value Probability(F x) {
     const SplitExp<A> split(x);
-    const auto positive = x > -kLimit;
+    const auto positive = x > -A(kLimit);
     return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
   }
 
@@ -76,26 +76,36 @@ class SequencePlanes {
     }
   }
 
-  // Notes whether arcs hold a NaN or +inf.
-  void Check(F log_arcs) { bad_ |= ~(log_arcs < kLimit); }
-  bool IsBad() const { return Any(bad_); }
+  // Notes whether arcs are too large for the sweeps, NaN or +inf among them.
+  void Check(F log_arcs) { over_ |= ~(log_arcs < most_); }
 
-  // From the likelihood m * 2^e. Says whether there is anything to differentiate.
+  // The loss, from the likelihood m * 2^e of a sweep over alpha. Says whether a sweep over beta has to make the
+  // gradient; if not, that is done too.
   bool StoreLoss(A m, Exponent e) const {
-    const bool bad = IsBad();
-    static_cast<A*>(args_.loss)[sequence_] = bad      ? kNaN
-                                             : m == 0 ? kInfinity
-                                                      : A(0 - (log(double(m)) + double(e) * 0.69314718055994530942));
-    return !bad && m != 0;
+    constexpr bool kDouble = sizeof(A) == 8;
+    Verdict verdict = Verdict::kExact;
+    if (Any(over_) || m == 0 || e < kFaintLikelihood) verdict = Judge(kDouble, args_, sequence_, m == 0, e);
+    const bool gradient = args_.grad_plane != nullptr;
+    if (verdict == Verdict::kWide) {
+      const bool alive = WideLattice(kDouble, args_, sequence_);
+      if (gradient) FinishGradient(alive);
+      return false;
+    }
+    const bool bad = verdict == Verdict::kBad, alive = !bad && m != 0;
+    static_cast<A*>(args_.loss)[sequence_] = bad     ? kNaN
+                                             : alive ? A(0 - (log(double(m)) + double(e) * 0.69314718055994530942))
+                                                     : kInfinity;
+    if (gradient && !alive) FinishGradient(false, bad ? kNaN : 0);
+    return gradient && alive;
   }
 
-  // Zeros outside the lengths and, unless `alive`, inside too: NaN for a bad sequence.
-  void FinishGradient(bool alive) const {
+  // Zeros outside the lengths and, unless they are `written`, `value` inside.
+  void FinishGradient(bool written, A value = 0) const {
     for (int k = 0; k < args_.topology.num_planes; ++k) {
       A* const grad = GradPlane(k);
       for (int64_t t = 0; t < frames_; ++t) {
         A* const row = grad + t * args_.columns;
-        for (int64_t u = 0; !alive && u <= labels_; ++u) row[u] = IsBad() ? kNaN : 0;
+        for (int64_t u = 0; !written && u <= labels_; ++u) row[u] = value;
         for (int64_t u = labels_ + 1; u < args_.columns; ++u) row[u] = 0;
       }
       memset(grad + frames_ * args_.columns, 0, (size_ - frames_ * args_.columns) * sizeof(A));
@@ -108,7 +118,8 @@ class SequencePlanes {
   const int64_t size_;             // of a sequence's plane
 
  private:
-  I bad_ = {};  // nonzero where a NaN or +inf was read
+  const A most_;
+  I over_ = {};  // nonzero where an arc of most_ or more was read
 };
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

@@ -54,16 +54,13 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   void Run() {
     for (int64_t t = 0; t < frames_; ++t) AlphaOfFrame(t);
     One z = Likelihood();
-    const bool alive = Base::StoreLoss(z.m, z.e);
-    if (args_.grad_plane == nullptr) return;
-    if (alive) {
-      // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
-      Clear(end_);
-      end_.m[labels_] = -1 / z.m;
-      end_.e[labels_] = -z.e;
-      for (int64_t t = frames_; t-- > 0;) BetaOfFrame(t);
-    }
-    Base::FinishGradient(alive);
+    if (!Base::StoreLoss(z.m, z.e)) return;
+    // The recursion of beta is linear: started from -1 / z, it yields minus the posteriors.
+    Clear(end_);
+    end_.m[labels_] = -1 / z.m;
+    end_.e[labels_] = -z.e;
+    for (int64_t t = frames_; t-- > 0;) BetaOfFrame(t);
+    Base::FinishGradient(true);
   }
 
  private:

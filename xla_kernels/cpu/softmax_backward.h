@@ -148,8 +148,9 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const int num_blanks = shape.num_blanks;
   const bool is_short = n <= kShortRow * kWidth, stream = IsStreamed<T>(row_size);
   const Exponent blank = shape.blanks[0];
+  const int64_t anchor = Anchor(shape);
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
-  // Of a logit less lse: only a Bernoulli blank, whose result is not used, can be above 0.
+  // Of a logit less the base: only a Bernoulli blank, whose result is not used, can be above what exp takes.
   const auto exp = [](F x) [[gnu::always_inline]] { return kBernoulli ? ExpOfAny(x) : Exp(x); };
 
   const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
@@ -205,9 +206,14 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       PadRows<false>(x, shape.classes, row_size, 0, labels, padded);
       x = dx = padded;
     }
-    const F row_lse = LoadLanes(static_cast<const A*>(args.lse) + r, count), lse = Shift(row_lse);
-    A lses[kWidth], minus_sums[kWidth], factors[kWidth];
-    Store(lse, lses);
+    // The softmax is exp(x - base) / norm, where the base is a logit of the row, or exp(x - base) where it is lse.
+    const F norm = LoadLanes(static_cast<const A*>(args.norm) + r, count);
+    const auto anchored = norm > A(0);
+    sum = anchored ? sum / norm : sum;
+    A bases[kWidth], minus_sums[kWidth], factors[kWidth];
+    Exponent is_anchored[kWidth];
+    Store(norm == A(0) ? F{} : LseOfRawNorm(norm), bases);
+    Store(anchored, is_anchored);
     Store(F{} - sum, minus_sums);  // no -0
     Store((F{} - sum) * scale, factors);
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
@@ -229,12 +235,13 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         continue;
       }
       if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
-      const F row_lse = Broadcast(lses[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
+      if (is_anchored[lane]) bases[lane] = LoadAll(row + anchor)[0];
+      const F base = Broadcast(bases[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
       const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
       const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax
       if (is_short) {
         WithShortRow(row, n, [&](auto g) [[gnu::always_inline]] {
-          g.Map([&](F v) { return shape.normalize ? exp(v - row_lse) * minus_sum : others; });
+          g.Map([&](F v) { return shape.normalize ? exp(v - base) * minus_sum : others; });
           g.Add(labels[lane], static_cast<const A*>(args.ct_label)[r + lane]);
           for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {
             g.Add(shape.blanks[arc], static_cast<const A*>(args.ct_blank[arc])[r + lane]);
@@ -254,9 +261,9 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       if (!shape.normalize) {
         FillRow(Scaled(others, limit, scale), n, row_dx);
       } else if (limits[lane] == kInfinity<A>) {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return exp(v - row_lse) * factor; });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return exp(v - base) * factor; });
       } else {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return Scaled(exp(v - row_lse) * minus_sum, limit, scale); });
+        MapLongRow(row, n, row_dx, ahead, [&](F v) { return Scaled(exp(v - base) * minus_sum, limit, scale); });
       }
     }
 
@@ -273,7 +280,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         }
       }
       // Of any: lanes without this arc hold no logit of their row.
-      const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - lse) : F{};
+      const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - Load(bases)) : F{};
       F gradient = Scaled(arc_ct - softmax * sum, limit, scale);
       if constexpr (kBernoulli) gradient = arc == 0 || label == blank ? Load(of_blank) : gradient;
       Store(gradient, arc_dx[arc]);

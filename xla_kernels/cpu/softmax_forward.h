@@ -41,6 +41,15 @@ inline F Sum(F shift, SplitLog<F> log_sum) {
   return sum + (((shift - (sum - part)) + (log_sum.high - part)) + log_sum.low);
 }
 
+// What the backward pass divides by (common/shape.h), of rows whose log-sum-exp is shift + log(sum). exp is taken of up
+// to kReach.
+template <class F>
+inline F Norm(F anchor, F shift, F sum) {
+  using A = std::decay_t<decltype(anchor[0])>;
+  const F reach = shift - anchor, lse = sum == A(0) ? F{} : Sum(shift, Log(sum));
+  return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) : RawNorm(lse);
+}
+
 template <class A>
 struct MaxSum {
   A max, sum;
@@ -133,7 +142,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
   const int64_t stride = padding ? kWidth : row_size;  // of the rows that are summed
   const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
-  const int64_t blank = shape.blanks[0], anchor = !kBernoulli ? blank : blank == 0;  // the class that is the shift
+  const int64_t blank = shape.blanks[0], anchor = Anchor(shape);  // the class that is the shift
   const RowReader<T, kBernoulli> reader(n, padding ? -1 : blank);
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
 
@@ -154,8 +163,8 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       x = padded;
     }
 
-    // log-sum-exp of each row is shift + log(sum); the largest logit is -inf where the sum is 0. Outside rows: 0, 0.
-    F shift = {}, sum = {}, max = {}, first = {};
+    // log-sum-exp of each row is shift + log(sum). Outside rows: 0, 0.
+    F shift = {}, sum = {}, first = {}, norm = {};
     F ends[kWidth];
     for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
     if (!shape.normalize) {
@@ -176,7 +185,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
         if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
       }
       first = shift = Load(shifts);
-      sum = ReduceRows(part, [](F a, F b) { return a + b; });
+      norm = sum = ReduceRows(part, [](F a, F b) { return a + b; });
       if (Any(~(sum <= kTrusted))) {
         A maxima[kWidth];
         Store(sum, sums);
@@ -188,8 +197,8 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
           sums[lane] = safe.sum;
         }
         sum = Load(sums);
-        max = Load(maxima);
-        shift = Shift(max);
+        shift = Shift(Load(maxima));
+        norm = outside ? F{} : Norm(first, shift, sum);
       }
     }
 
@@ -232,7 +241,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       }
     }
     StoreLanes(log_label, static_cast<A*>(args.log_label) + r, count);
-    StoreLanes(sum == A(0) ? max : Sum(shift, log_sum), static_cast<A*>(args.lse) + r, count);
+    StoreLanes(norm, static_cast<A*>(args.norm) + r, count);
   }
 }
 
