@@ -76,9 +76,9 @@ def rnnt_loss(
     Returns
     -------
     Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
-        In nats. 0 for a sequence with T_b = U_b = 0; +inf with a zero gradient where no path exists; NaN with a zero
-        gradient where a length or a label is out of range; NaN where logits inside the lengths are NaN or +inf. No
-        sequence changes any other.
+        In nats. 0 for a sequence with T_b = U_b = 0; +inf with a zero gradient where no path exists or no float holds
+        the loss; NaN with a zero gradient where a length or a label is out of range; NaN where logits inside the
+        lengths are NaN or +inf. No sequence changes any other.
 
     Raises
     ------
@@ -90,8 +90,13 @@ def rnnt_loss(
 
     Notes
     -----
-    Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation; hyper-parameters have
-    no gradient. Float16 and bfloat16 logits are read as they are, sums are float32.
+    Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation. `delay_penalty` has a
+    gradient. That of `clamp` and `fastemit_lambda`, which act on gradients alone, is exactly 0. Float16 and bfloat16
+    logits are read as they are, sums are float32.
+
+    Every finite logit is taken as it is. Masks of -1e9 or `finfo.min` give the loss and gradient of a -inf mask where
+    another path exists, and the true finite loss where none does. A number added to all logits of a node changes
+    neither loss nor gradient beyond the rounding of the logits.
 
     References
     ----------

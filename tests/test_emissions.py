@@ -58,8 +58,8 @@ def stages(implementation, blanks, normalize, **head):
     if implementation == "kernel":
         return (
             jax.jit(lambda *a: softmax.forward(*a, strict=True, **options)),
-            jax.jit(lambda x, label, n, lse, scale, clamp, *c: softmax.backward(
-                x, label, n, lse, c, scale, clamp, strict=True, alias=False, **options)),
+            jax.jit(lambda x, label, n, norm, scale, clamp, *c: softmax.backward(
+                x, label, n, norm, c, scale, clamp, strict=True, alias=False, **options)),
         )  # fmt: skip
     return (
         jax.jit(lambda *a: softmax.softmax_emission(*a, **options)),
@@ -81,10 +81,10 @@ def test_both_stages(implementation, blanks, normalize):
         scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
         outputs, dx = expected(x, label, inside, blanks, normalize, cotangents, scale, clamp)
         forward, backward = stages(implementation, blanks, normalize)
-        *got, lse = forward(x, label, FRAMES)
+        *got, norm = forward(x, label, FRAMES)
         limit = 8 * losses.eps(dtype)  # scores are below 8 in size and rounded a few times
         np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
-        got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
+        got = np.asarray(backward(x, label, FRAMES, norm, scale, clamp, *cotangents))
         np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
         assert not got[~inside].any()
 
@@ -131,10 +131,10 @@ def test_heads(implementation, head):
             scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
             outputs, dx = expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp, **head)
             forward, backward = stages(implementation, (blank,), normalize, **head)
-            *got, lse = forward(x, label, FRAMES)
+            *got, norm = forward(x, label, FRAMES)
             limit = 8 * losses.eps(dtype)
             np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
-            got = np.asarray(backward(x, label, FRAMES, lse, scale, clamp, *cotangents))
+            got = np.asarray(backward(x, label, FRAMES, norm, scale, clamp, *cotangents))
             np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
             assert not got[~inside].any()
 
@@ -166,7 +166,7 @@ def test_bernoulli_extremes(implementation):
     for dtype in (np.float32, np.float64):
         forward, backward = stages(implementation, (1,), True, bernoulli=True)
         frames = np.array([z.size], np.int32)
-        log_blank, log_label, lse = map(np.asarray, forward(x.astype(dtype), label, frames))
+        log_blank, log_label, norm = map(np.asarray, forward(x.astype(dtype), label, frames))
         with np.errstate(over="ignore"):
             rounded = z.astype(dtype).astype(np.float64)
             blank, other = -np.logaddexp(0, -rounded), -np.logaddexp(0, rounded)
@@ -180,7 +180,7 @@ def test_bernoulli_extremes(implementation):
         np.testing.assert_allclose(log_label[0, :, 0], other - np.log(2), rtol=limit, atol=limit)
         one, none = np.ones((1, z.size, 1), dtype), np.zeros((1, z.size, 1), dtype)
         scale, clamp = np.ones(1, dtype), -np.ones(1, dtype)
-        dz = np.asarray(backward(x.astype(dtype), label, frames, lse, scale, clamp, one, none))[0, :, 0, 1]
+        dz = np.asarray(backward(x.astype(dtype), label, frames, norm, scale, clamp, one, none))[0, :, 0, 1]
         assert (np.abs(dz - np.exp(other)) <= (4 + np.abs(z[-2])) * losses.eps(dtype) * np.exp(other) + 1e-37).all()
 
 
@@ -195,8 +195,45 @@ def test_long_rows(kernel, classes):
         x[0, 1, 0, : classes // 2] = -np.inf
         x = losses.Problem(x, 0, 0, 0).astype(dtype).logits
         forward, _ = stages("kernel", (classes - 1,), True)
-        log_blank, _, lse = forward(x, label, np.array([2], np.int32))
+        log_blank, _, norm = forward(x, label, np.array([2], np.int32))
         wide = x.astype(np.float64)
         limit = 4 * losses.eps("float64" if dtype == "float64" else "float32")
         np.testing.assert_allclose(log_blank, truth.log_softmax(wide)[..., -1], rtol=limit, atol=limit)
-        np.testing.assert_allclose(lse, wide.max(-1) - truth.log_softmax(wide).max(-1), rtol=limit, atol=limit)
+        assert_norm(norm, wide, classes - 1, dtype)
+
+
+def assert_norm(norm, x, anchor, dtype):
+    """The sum relative to the anchor where it is at most 60 below the largest logit; else the log of the sum, coded."""
+    norm, peak = np.asarray(norm), x.max(-1)
+    lse = peak - truth.log_softmax(x).max(-1)
+    reach = peak - x[..., anchor]
+    bits = 64 if dtype == "float64" else 32
+    eps = losses.eps(f"float{bits}")
+    anchored = norm > 0
+    np.testing.assert_array_equal(anchored, reach <= 60)
+    relative = (4 + np.maximum(reach, 0)) * eps  # exp of a rounded number
+    assert (np.abs(np.log(norm[anchored]) - (lse - x[..., anchor])[anchored]) <= relative[anchored]).all()
+    sign = np.where(norm.view(f"uint{bits}") & 1, -1, 1)
+    raw = sign * (-norm.astype(np.float64) - 1)
+    np.testing.assert_allclose(raw[~anchored], lse[~anchored], rtol=4 * eps, atol=4 * eps)
+
+
+def test_rows_far_from_their_anchor(implementation):
+    """A masked blank: what the backward pass is told keeps the sign, and gives the softmax."""
+    rng = np.random.default_rng(0)
+    label = np.full((1, 1, 4), NO_LABEL, np.int32)
+    for dtype in ("float32", "float64"):
+        x = rng.normal(0, 1, (1, 2, 4, 37)).astype(dtype)
+        x[0, 0, 0, 5], x[0, 0, 1, 5], x[0, 0, 2] = -1e9, -np.inf, x[0, 0, 2] - 1e4
+        x[0, 0, 2, 5], x[0, 1, 0, 5], x[0, 1, 1, 5] = -1e6, -50, -70
+        forward, backward = stages(implementation, (5,), True)
+        frames = np.array([2], np.int32)
+        *_, norm = forward(x, label, frames)
+        wide = x.astype(np.float64)
+        assert_norm(norm, wide, 5, dtype)
+        one, scale, clamp = np.ones((1, 2, 4), dtype), np.ones(1, dtype), -np.ones(1, dtype)
+        dx = np.asarray(backward(x, label, frames, norm, scale, clamp, one, 0 * one))
+        expected = (np.arange(37) == 5) - np.exp(truth.log_softmax(wide))
+        np.testing.assert_allclose(dx, expected, atol=1e-3 if dtype == "float32" else 1e-11)  # lse = -1e4, rounded
+        near = np.abs(wide[..., 0]) < 1e3
+        np.testing.assert_allclose(dx[near], expected[near], atol=64 * losses.eps(dtype))
