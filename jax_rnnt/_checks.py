@@ -108,13 +108,18 @@ def boolean(function: str, name: str, x) -> bool:
     return bool(x)
 
 
-def class_index(function: str, name: str, x, classes: int) -> int:
-    """A class in [0, classes) from an index that may count from the end."""
+def integer(function: str, name: str, x) -> int:
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
         raise TypeError(f"{function}: {name} must be an integer known at trace time, got {x!r}.")
+    return int(x)
+
+
+def class_index(function: str, name: str, x, classes: int) -> int:
+    """A class in [0, classes) from an index that may count from the end."""
+    x = integer(function, name, x)
     if not -classes <= x < classes:
         raise ValueError(f"{function}: {name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
-    return int(x) % classes
+    return x % classes
 
 
 def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_rnnt import _checks, _transducer
 from jax_rnnt.emissions import softmax
@@ -116,6 +117,16 @@ def rnnt_loss(
     )  # fmt: skip
 
 
+def _equal(x, y) -> bool:
+    """Whether two options are equal: arrays by content, by identity where this process cannot read them."""
+    if x is y:
+        return True
+    arrays = [v for v in (x, y) if isinstance(v, (jax.Array, np.ndarray))]
+    if any(isinstance(v, jax.core.Tracer) or not getattr(v, "is_fully_addressable", True) for v in arrays):
+        return False
+    return bool(np.array_equal(x, y) if arrays else x == y)
+
+
 @dataclasses.dataclass(frozen=True)
 class RNNTLoss:
     """`rnnt_loss` with its options bound: frozen, hashable, callable.
@@ -140,7 +151,7 @@ class RNNTLoss:
         As for `rnnt_loss`.
     label_windows : Array, integer [..., U, 2], optional
         As for `rnnt_loss`. Windows belong to a batch, so they are usually given at the call; an object that binds an
-        array is not hashable.
+        array is not hashable, and equal to one that binds an equal array.
 
     See Also
     --------
@@ -170,8 +181,16 @@ class RNNTLoss:
     def __post_init__(self):
         for name in ("fastemit_lambda", "delay_penalty", "clamp"):
             _checks.scalar("RNNTLoss", name, getattr(self, name))
+        _checks.integer("RNNTLoss", "blank", self.blank)
+        for name in ("fused_log_softmax", "inplace"):
+            _checks.boolean("RNNTLoss", name, getattr(self, name))
         _checks.choice("RNNTLoss", "reduction", self.reduction, _checks.REDUCTIONS)
         _checks.choice("RNNTLoss", "implementation", self.implementation, _checks.IMPLEMENTATIONS)
+
+    def __eq__(self, other):
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
 
     def __call__(
         self,
