@@ -245,7 +245,7 @@ def evaluate(
     logits, *rest = arrays
     if isinstance(logits, JointLogits):
         if implementation == "reference":
-            logits = materialized(logits, *rest[1:])
+            logits = materialized(logits, emission, *rest)
         else:
             emission, logits = tiled(logits, emission)
         arrays = logits, *rest
