@@ -147,6 +147,8 @@ def joint_rnnt_loss(
             f"shape [..., U + 1, P] with the batch dimensions {encoder_out.shape[:-2]} of encoder_out, U + 1 >= 1"
         )
         raise ValueError(f"{name}: predictor_out must have {expected}, got {predictor_out.shape}.")
+    _checks.unsplit(name, "encoder_out", encoder_out, {-2: "T", -1: "E"})
+    _checks.unsplit(name, "predictor_out", predictor_out, {-2: "U + 1", -1: "P"})
 
     nodes = encoder_out.shape[:-1] + predictor_out.shape[-2:-1]
     if isinstance(joint, LinearJoint):

@@ -249,6 +249,9 @@ def evaluate(
         else:
             emission, logits = tiled(logits, emission)
         arrays = logits, *rest
+    if implementation == "reference":
+        array = logits.logits if isinstance(logits, Inquiry) else logits
+        _checks.unsplit(function, "logits", array, {-3: "T", -2: "U + 1"}, " with implementation='reference'")
     spec = Spec(
         emission,
         topology,

@@ -235,6 +235,12 @@ def collectives(text):
     return dict(collections.Counter(re.findall(rf" {names}(?:-start)?\(", text)))
 
 
+def gathered(text):
+    """Shapes of the results of all-gathers in an HLO text."""
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", text)
+    return [tuple(map(int, shape.split(","))) for shape in shapes]
+
+
 def once(targets):
     return dict.fromkeys(targets, 1)
 
