@@ -94,6 +94,10 @@ def rnnt_loss(
     Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation; hyper-parameters have
     no gradient. Float16 and bfloat16 logits are read as they are, sums are float32.
 
+    Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
+    kernels, so that it saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V is
+    taken for all of V, and the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on that axis first.
+
     References
     ----------
     Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.

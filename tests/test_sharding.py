@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
+from test_docs import code
 from test_packed import packed
 
 
@@ -306,7 +307,7 @@ def test_other_dimensions_are_gathered(loss, kernel, devices, axis, kind):
         compiled = jax.jit(step(loss, kernel)).lower(*placed).compile()
         got = compiled(*placed)
     check(got, expected)
-    assert set(losses.gathered(compiled.as_text())) == {(4, 8, 6, 8)}
+    assert set(losses.exchanged(compiled.as_text(), "all-gather")) == {(4, 8, 6, 8)}
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -320,6 +321,14 @@ def test_split_vocabulary_on_the_reference(loss, devices, kind):
         assert got[1].sharding.is_equivalent_to(placed.logits.sharding, 4)
     check(got, expected)
     assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
+    assert set(losses.exchanged(compiled.as_text(), "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
+def test_split_lattice_on_the_reference(loss, devices, axis):
+    p, expected = split_problem(loss)
+    with model_mesh(devices, "auto") as mesh:
+        check(jax.jit(step(loss, "reference"))(*place_split(p, mesh, axis)), expected)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -342,31 +351,71 @@ def test_split_vocabulary_of_a_joint(kernel, devices, kind):
         got = compiled(*placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    shapes = losses.gathered(compiled.as_text())
+    shapes = losses.exchanged(compiled.as_text(), "all-gather")
     assert shapes and max(map(np.prod, shapes)) <= 4 * 32 * 8  # of the four devices that hold a part of the batch
 
 
 def test_split_vocabulary_under_shard_map(loss, implementation, devices):
     """A part of V is taken for all of V; gathered, the loss and its gradient are right."""
-    p, _ = split_problem(loss)
-    p = p._replace(targets=p.targets % 3)  # labels that the part knows: nothing looks wrong
-    expected = loss.expected(p)
-
-    def body(x, *rest, whole):
-        x = jax.lax.all_gather(x, "model", axis=x.ndim - 1, tiled=True) if whole else x
-        return jax.lax.pmean(loss(x, *rest, implementation=implementation), ("data", "model"))
-
+    p, expected = split_problem(loss)
+    assert np.any(p.targets >= 4)  # labels beyond the part
+    known = p._replace(targets=p.targets % 3)  # nothing looks wrong
+    call = functools.partial(loss, implementation=implementation)
+    names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=call)
+    whole = lambda *p: jax.lax.pmean(call(*p), "data")
+    part = lambda *p: jax.lax.pmean(call(*p), ("data", "model"))
     with model_mesh(devices, "auto") as mesh:
-        placed = place_split(p, mesh, 3)
         specs = over(3), P("data"), P("data"), P("data")
-        mapped = {
-            whole: jax.shard_map(functools.partial(body, whole=whole), mesh=mesh, in_specs=specs, out_specs=P())
-            for whole in (True, False)
-        }
-        got = jax.jit(jax.value_and_grad(mapped[True]))(*placed)
-        wrong = jax.jit(mapped[False])(*placed)
-    check(got, expected)
-    assert np.isfinite(wrong) and abs(float(wrong) - expected[0].mean()) > 1
+        run = lambda body, first: jax.value_and_grad(
+            jax.shard_map(body, mesh=mesh, in_specs=(first, *specs[1:]), out_specs=P())
+        )
+        placed = place(p, mesh, *specs)
+        for right in (run(names["body"], specs[0]), run(whole, P("data"))):
+            check(jax.jit(right)(*placed), expected)
+        wrong = jax.jit(run(part, specs[0]))
+        value, _ = wrong(*place(known, mesh, *specs))
+        assert np.isfinite(value) and abs(float(value) - loss.expected(known)[0].mean()) > 1
+        assert np.isnan(wrong(*placed)[0])
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
+def test_split_lattice_under_shard_map(loss, implementation, devices, axis):
+    """Frames: NaN where the lengths tell, else a wrong number. Columns: an error."""
+    p, _ = split_problem(loss)
+    short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
+    body = lambda *p: jax.lax.pmean(loss(*p, implementation=implementation), ("data", "model"))
+    with model_mesh(devices, "auto") as mesh:
+        specs = over(axis), P("data"), P("data"), P("data")
+        run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
+        if axis == 2:
+            with pytest.raises(ValueError, match="targets must have shape"):
+                run(*place(p, mesh, *specs))
+            return
+        assert np.isnan(run(*place(p, mesh, *specs)))
+        value = run(*place(short, mesh, *specs))
+        assert np.isfinite(value) and abs(float(value) - loss.expected(short)[0].mean()) > 0.1
+
+
+def test_split_output_layer_under_shard_map(kernel, devices):
+    """As docs/sharding.md gathers it."""
+    p, _ = split_problem()
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    arguments = draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *p[1:]
+
+    def mean(weight, *rest):
+        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, implementation=kernel)
+
+    def body(weight, *rest):
+        return jax.lax.pmean(mean(jax.lax.all_gather(weight, "model", axis=1, tiled=True), *rest), ("data", "model"))
+
+    expected = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))(*arguments)
+    with model_mesh(devices, "auto") as mesh:
+        specs = P(None, "model"), *(P("data"),) * 5
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+        got = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(*arguments)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def refused():
