@@ -80,8 +80,8 @@ def sequences(function: str, targets, logit_lengths, target_lengths, batch, labe
 def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = "") -> None:
     """An error where a mesh axis of type Explicit splits one of these dimensions of x, given by names.
 
-    Dimensions count from the end. JAX would fail later, in terms of its own operations. Axes of type Auto need no check:
-    the partitioner gathers what must be whole.
+    Dimensions count from the end. JAX would fail later, in terms of its own operations. Axes of type Auto need no
+    check, as the partitioner gathers where it must.
     """
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None:

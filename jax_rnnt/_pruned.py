@@ -102,10 +102,10 @@ def simple_rnnt_loss(
     if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
         expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
         raise ValueError(f"{name}: lm must have {expected}, got {tuple(lm.shape)}.")
-    for argument, x, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
-        _checks.unsplit(name, argument, x, {-1: "V"})
+    for argument, scores, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
+        _checks.unsplit(name, argument, scores, {-1: "V"})
         if implementation == "reference":
-            _checks.unsplit(name, argument, x, {-2: rows}, " with implementation='reference'")
+            _checks.unsplit(name, argument, scores, {-2: rows}, " with implementation='reference'")
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
@@ -205,8 +205,8 @@ def prune_ranges(
     if width < smallest:
         raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
     if all(map(_known, (logit_lengths, target_lengths))):
-        lengths = (np.asarray(x).astype(np.int64) for x in (logit_lengths, target_lengths))
-        _check_width(name, blank.shape, *lengths, width, topology)
+        frames, labels = (np.asarray(x).astype(np.int64) for x in (logit_lengths, target_lengths))
+        _check_width(name, blank.shape, frames, labels, width, topology)
     return _prune_ranges(blank, label, num_frames, num_labels, width, topology == "standard")
 
 

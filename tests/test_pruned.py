@@ -319,7 +319,8 @@ def test_width_that_holds_no_path(topology):
         if some_band or not any_path(n, m, band([0] * n, U + 1)):
             assert any_path(n, m, band(call(*lengths)[:n], width)) == some_band
             continue
-        with pytest.raises(ValueError, match=rf"width must be (\d+) .* T_b = {n} .* U_b = {m} .* got {width}") as caught:
+        message = rf"width must be (\d+) .* T_b = {n} .* U_b = {m} .* got {width}"
+        with pytest.raises(ValueError, match=message) as caught:
             call(*lengths)
         enough = int(re.search(r"be (\d+)", str(caught.value))[1])
         assert any_path(n, m, band(call(*lengths, w=enough)[:n], enough))

@@ -273,7 +273,7 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
     np.testing.assert_allclose(gradient, expected / 16, atol=losses.tolerance(np.float32, 11))
 
 
-# ------------------------------------------------------------------- dimensions that are not the batch: docs/sharding.md
+# ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
 
 AXES = {"T": 1, "U + 1": 2, "V": 3}
 
