@@ -68,11 +68,31 @@ def arrays(function: str, logits, targets, logit_lengths, target_lengths) -> tup
 
 def sequences(function: str, targets, logit_lengths, target_lengths, batch, labels) -> tuple[jax.Array, ...]:
     """targets [..., U] and both lengths [...]."""
+    targets = integers(function, "targets", targets, (*batch, labels), "[..., U]")
+    unsplit(function, "targets", targets, {-1: "U"})
     return (
-        integers(function, "targets", targets, (*batch, labels), "[..., U]"),
+        targets,
         integers(function, "logit_lengths", logit_lengths, batch, "[...]"),
         integers(function, "target_lengths", target_lengths, batch, "[...]"),
     )
+
+
+def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = "") -> None:
+    """An error where a mesh axis of type Explicit splits one of these dimensions of x, given by names.
+
+    Dimensions count from the end. JAX would fail later, in terms of its own operations. Axes of type Auto need no
+    check, as the partitioner gathers where it must.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None:
+        return
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    if split := {i: letter for i, letter in dimensions.items() if -i <= x.ndim and spec[i] is not None}:
+        i, letter = next(iter(split.items()))
+        whole = jax.sharding.PartitionSpec(*(None if n - x.ndim in split else axes for n, axes in enumerate(spec)))
+        expected = f"{name} must not be split over {letter} (dimension {i}){why}"
+        got = f"got mesh axis {spec[i]!r} of type Explicit there"
+        raise ValueError(f"{function}: {expected}, {got}: gather with jax.sharding.reshard({name}, {whole}).")
 
 
 def scalar(function: str, name: str, x):
@@ -108,13 +128,18 @@ def boolean(function: str, name: str, x) -> bool:
     return bool(x)
 
 
-def class_index(function: str, name: str, x, classes: int) -> int:
-    """A class in [0, classes) from an index that may count from the end."""
+def integer(function: str, name: str, x) -> int:
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
         raise TypeError(f"{function}: {name} must be an integer known at trace time, got {x!r}.")
+    return int(x)
+
+
+def class_index(function: str, name: str, x, classes: int) -> int:
+    """A class in [0, classes) from an index that may count from the end."""
+    x = integer(function, name, x)
     if not -classes <= x < classes:
         raise ValueError(f"{function}: {name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
-    return int(x) % classes
+    return x % classes
 
 
 def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:

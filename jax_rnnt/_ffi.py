@@ -13,7 +13,6 @@ import functools
 import math
 import pathlib
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jax_rnnt import _installation
 from jax_rnnt._vma import vary_together
 
 TARGETS = (
@@ -61,7 +61,7 @@ def _load() -> tuple[dict[str, str], dict[str, str]]:
         try:
             module = __import__(f"jax_rnnt.{name}", fromlist=[name])
         except ImportError as error:
-            missing[platform] = f"the extension module jax_rnnt.{name} cannot be imported ({error})"
+            missing[platform] = _installation.explain(platform, name, error)
             continue
         built = module.api_version()
         # A handler newer than the runtime would make JAX unable to initialise its backend at all: never register it.
@@ -78,12 +78,12 @@ def _load() -> tuple[dict[str, str], dict[str, str]]:
 
 KERNELS, MISSING = _load()
 if "cpu" in MISSING:
-    warnings.warn(f"jax_rnnt runs on its pure-JAX reference: {MISSING['cpu']}.", RuntimeWarning, stacklevel=2)
+    _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {MISSING['cpu']}.")
 
 
 @functools.cache
 def _warn_reference(reason: str) -> None:  # once for each
-    warnings.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.", RuntimeWarning, stacklevel=2)
+    _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
 
 
 def beyond(*limits: tuple[str, Any, int]) -> str | None:

@@ -119,6 +119,10 @@ def joint_rnnt_loss(
     The backward pass leaves out blocks of nodes whose posteriors are so small that all of them together are below the
     rounding of the gradient. Time follows the lengths, not the padding.
 
+    Sharding over the batch exchanges the gradient of the parameters alone. An output layer that jit splits over V is
+    right, but every tile of logits is gathered. Inside `shard_map` a part of V is taken for all of V, and the loss is
+    wrong: call ``jax.lax.all_gather(..., tiled=True)`` on the output layer first.
+
     Random numbers that `joint` draws from a key that it closes over are the same in every tile, and the same in both
     passes. Outside of `jax.jit`, every call with a joint that is no `LinearJoint` compiles anew.
 
@@ -147,6 +151,8 @@ def joint_rnnt_loss(
             f"shape [..., U + 1, P] with the batch dimensions {encoder_out.shape[:-2]} of encoder_out, U + 1 >= 1"
         )
         raise ValueError(f"{name}: predictor_out must have {expected}, got {predictor_out.shape}.")
+    _checks.unsplit(name, "encoder_out", encoder_out, {-2: "T", -1: "E"})
+    _checks.unsplit(name, "predictor_out", predictor_out, {-2: "U + 1", -1: "P"})
 
     nodes = encoder_out.shape[:-1] + predictor_out.shape[-2:-1]
     if isinstance(joint, LinearJoint):

@@ -77,6 +77,7 @@ def rnnt_loss_packed(
     logits = _checks.floating(name, "logits", logits, 2, "[N, V]")
     if logits.ndim != 2 or logits.shape[-1] < 1:
         raise ValueError(f"{name}: logits must have shape [N, V] with V >= 1, got {tuple(logits.shape)}.")
+    _checks.unsplit(name, "logits", logits, {-2: "N"})
     if np.ndim(targets) != 2:
         raise ValueError(f"{name}: targets must have shape [B, U], got {np.shape(targets)}.")
     batch, labels = np.shape(targets)

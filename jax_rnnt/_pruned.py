@@ -103,6 +103,10 @@ def simple_rnnt_loss(
     if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
         expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
         raise ValueError(f"{name}: lm must have {expected}, got {tuple(lm.shape)}.")
+    for argument, scores, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
+        _checks.unsplit(name, argument, scores, {-1: "V"})
+        if implementation == "reference":
+            _checks.unsplit(name, argument, scores, {-2: rows}, " with implementation='reference'")
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
@@ -154,8 +158,9 @@ def prune_ranges(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     width : int
-        S, the columns that are kept: 2 or more on the standard lattice, else 1 or more. There is a path in the band
-        where (width - 1) * (T_b - 1) + width > U_b; k2 widens it for the batch, which a static shape does not allow.
+        S, the columns that are kept: 2 or more on the standard lattice, else 1 or more. The band holds a path where
+        U_b <= (width - 1) * T_b on the standard lattice, where U_b <= T_b on the monotonic one, and where also
+        width >= 2 or U_b = 0 on the constrained one. k2 widens the band for the batch, which a static shape forbids.
     topology : {"standard", "monotonic", "constrained"}
         Of the loss that the posteriors come from.
 
@@ -167,7 +172,9 @@ def prune_ranges(
     Raises
     ------
     TypeError, ValueError
-        For a static mistake in an argument, named in the message.
+        For a static mistake in an argument, named in the message. ValueError also where the lengths are known and only
+        a wider band holds a path of some sequence. Traced lengths (under jit) cannot be checked: `pruned_rnnt_loss` of
+        such a sequence is +inf with a zero gradient.
 
     References
     ----------
@@ -194,11 +201,37 @@ def prune_ranges(
     num_labels = _checks.integers(name, "target_lengths", target_lengths, batch, "[...]")
     by_name(name, topology)
     smallest = 2 if topology == "standard" else 1
-    if not isinstance(width, (int, np.integer)) or isinstance(width, bool):
-        raise TypeError(f"{name}: width must be an integer known at trace time, got {width!r}.")
+    width = _checks.integer(name, "width", width)
     if width < smallest:
         raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
-    return _prune_ranges(blank, label, num_frames, num_labels, int(width), topology == "standard")
+    if all(map(_known, (logit_lengths, target_lengths))):
+        frames, labels = (np.asarray(x).astype(np.int64) for x in (logit_lengths, target_lengths))
+        _check_width(name, blank.shape, frames, labels, width, topology)
+    return _prune_ranges(blank, label, num_frames, num_labels, width, topology == "standard")
+
+
+def _known(x) -> bool:
+    """Whether the values of x can be read now."""
+    return not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+
+
+def _check_width(name, shape, num_frames, num_labels, width, topology):
+    """An error if a sequence has a path in its lattice, but in no band of this width."""
+    frames, columns = shape[-2:]
+    used = (num_frames >= 1) & (num_frames <= frames) & (num_labels >= 0) & (num_labels < columns)
+    if topology == "standard":
+        needed = 1 - -num_labels // np.maximum(num_frames, 1)  # a frame writes width - 1 labels at most
+    else:
+        used &= num_labels <= num_frames
+        # A constrained label also pays the blank of the next column, which must lie in the band.
+        needed = 1 + (num_labels > 0) * (topology == "constrained")
+    needed = np.where(used, needed, 0)
+    if needed.size and np.max(needed) > width:
+        worst = np.unravel_index(np.argmax(needed), needed.shape)
+        sequence = f"sequence {list(map(int, worst))}" if worst else "the sequence"
+        lengths = f"T_b = {num_frames[worst]} frames and U_b = {num_labels[worst]} labels"
+        expected = f"{needed[worst]} or more with topology {topology!r} for {sequence} with {lengths}"
+        raise ValueError(f"{name}: width must be {expected}: no narrower band holds a path, got {width}.")
 
 
 def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
@@ -268,11 +301,10 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
         expected = f"shape [..., U + 1, P] with the batch dimensions of encoder_out, {batch}"
         raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
     first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
-    if not isinstance(width, (int, np.integer)) or isinstance(width, bool):
-        raise TypeError(f"{name}: width must be an integer known at trace time, got {width!r}.")
+    width = _checks.integer(name, "width", width)
     if width < 1:
         raise ValueError(f"{name}: width must be 1 or more, got {width}.")
-    column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, int(width)), first.ndim)
+    column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
     column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)
     predictor = jnp.take_along_axis(predictor_out[..., None, :, :], column[..., None], -2)
     return jnp.broadcast_to(encoder_out[..., None, :], (*column.shape, encoder_out.shape[-1])), predictor
@@ -308,7 +340,8 @@ def pruned_rnnt_loss(
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, S, V]
         Output of the joint network at the nodes of the band.
     first : Array, integer [..., T]
-        First column of each frame's band: that of `prune_ranges`, or any other.
+        First column of each frame's band: that of `prune_ranges`, or any other. Columns outside [0, U_b] count for
+        nothing. Offsets may go back or start above 0: the loss is that of the paths that stay in the band.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
@@ -325,7 +358,8 @@ def pruned_rnnt_loss(
     Returns
     -------
     Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
-        In nats; +inf with a zero gradient where no path stays in the band.
+        In nats; +inf with a zero gradient where no path stays in the band, for instance because node (0, 0) or the
+        last node of a path lies outside.
 
     Raises
     ------

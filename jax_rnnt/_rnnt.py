@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_rnnt import _checks, _transducer
 from jax_rnnt.emissions import softmax
@@ -98,6 +99,10 @@ def rnnt_loss(
     another path exists, and the true finite loss where none does. A number added to all logits of a node changes
     neither loss nor gradient beyond the rounding of the logits.
 
+    Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
+    kernels, so that it saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V is
+    taken for all of V, and the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on that axis first.
+
     References
     ----------
     Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
@@ -119,6 +124,16 @@ def rnnt_loss(
         clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
     )  # fmt: skip
+
+
+def _equal(x, y) -> bool:
+    """Whether two options are equal: arrays by content, by identity where this process cannot read them."""
+    if x is y:
+        return True
+    arrays = [v for v in (x, y) if isinstance(v, (jax.Array, np.ndarray))]
+    if any(isinstance(v, jax.core.Tracer) or not getattr(v, "is_fully_addressable", True) for v in arrays):
+        return False
+    return bool(np.array_equal(x, y) if arrays else x == y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +160,7 @@ class RNNTLoss:
         As for `rnnt_loss`.
     label_windows : Array, integer [..., U, 2], optional
         As for `rnnt_loss`. Windows belong to a batch, so they are usually given at the call; an object that binds an
-        array is not hashable.
+        array is not hashable, and equal to one that binds an equal array.
 
     See Also
     --------
@@ -175,8 +190,16 @@ class RNNTLoss:
     def __post_init__(self):
         for name in ("fastemit_lambda", "delay_penalty", "clamp"):
             _checks.scalar("RNNTLoss", name, getattr(self, name))
+        _checks.integer("RNNTLoss", "blank", self.blank)
+        for name in ("fused_log_softmax", "inplace"):
+            _checks.boolean("RNNTLoss", name, getattr(self, name))
         _checks.choice("RNNTLoss", "reduction", self.reduction, _checks.REDUCTIONS)
         _checks.choice("RNNTLoss", "implementation", self.implementation, _checks.IMPLEMENTATIONS)
+
+    def __eq__(self, other):
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
 
     def __call__(
         self,

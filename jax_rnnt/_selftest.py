@@ -1,9 +1,11 @@
 """selftest: every registered kernel of this machine against the reference."""
 
 import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,8 +66,33 @@ def _results(platform, logits, label, num_frames, num_labels):
     return results | {_ffi.TARGETS[2]: values, _ffi.TARGETS[3]: gradients}
 
 
-def selftest() -> list[str]:
+def _platform() -> str:
+    """The default backend's platform by the name that lowering uses."""
+    backend = jax.extend.backend.get_backend()
+    if backend.platform == "gpu":
+        return "rocm" if "rocm" in backend.platform_version.lower() else "cuda"
+    return backend.platform
+
+
+def _required(require, platform: str) -> list[str]:
+    """The platforms that must have kernels."""
+    known = [name for name, _, _ in _ffi.PLATFORMS]
+    if require is None:
+        return ["cpu", "cuda"] if platform == "cuda" else ["cpu"]
+    if isinstance(require, str) or not isinstance(require, Collection) or not set(require) <= set(known):
+        expected = f"None or a sequence of {', '.join(map(repr, known))}"
+        raise ValueError(f"selftest: require must be {expected}, got {require!r}.")
+    return [name for name in known if name in require]
+
+
+def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     """Runs every kernel registered for the default backend against the pure-JAX reference on a small ragged batch.
+
+    Parameters
+    ----------
+    require : sequence of {"cpu", "cuda"}, optional
+        Platforms that must have kernels. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU; TPU, ROCm
+        and Metal have no kernels and run the reference. (): none, so that a pure-Python install passes.
 
     Returns
     -------
@@ -76,7 +103,10 @@ def selftest() -> list[str]:
     Raises
     ------
     RuntimeError
-        If an error exceeds the rounding of the dtype; the message holds the lines that are wrong.
+        If a required platform has no kernels: the message names the reason and the cure. If an error exceeds the
+        rounding of the dtype: the message holds the lines that are wrong.
+    ValueError
+        If `require` names another platform.
 
     Examples
     --------
@@ -84,10 +114,15 @@ def selftest() -> list[str]:
     >>> lines = jax_rnnt.selftest()  # doctest: +SKIP
     cpu   jax_rnnt_softmax_emission_fwd  float32   max error 1.2e-07  ok
     """
-    platform = jax.default_backend()
-    platform = "cuda" if platform == "gpu" else platform
-    if platform in _ffi.MISSING or platform not in {name for name, _, _ in _ffi.PLATFORMS}:
-        lines = [f"{platform}  no kernels ({_ffi.MISSING.get(platform, 'not built for it')}): the reference runs"]
+    platform = _platform()
+    missing = [name for name in _required(require, platform) if name in _ffi.MISSING]
+    if missing:
+        lines = [f"{name:5} no kernels: {_ffi.MISSING[name]}" for name in missing]
+        print(*lines, sep="\n")
+        raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(lines))
+    if platform not in _ffi.KERNELS:
+        reason = _ffi.MISSING.get(platform, "there are none for this platform")
+        lines = [f"{platform:5} no kernels, the reference runs: {reason}"]
         print(lines[0])
         return lines
     lines, wrong = [], []

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jax_rnnt import _checks, _transducer, seam
 from jax_rnnt.emissions.softmax import Softmax
@@ -115,7 +116,8 @@ def tdt_loss(
     if not _checks.is_zero(omega):
         if key is None:
             raise ValueError(f"{name}: key must be a JAX random key where omega is not 0, got None.")
-        operands["sampled"] = jax.random.uniform(key) < omega
+        # In float32 always: the coin must not depend on jax_enable_x64.
+        operands["sampled"] = jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(omega, jnp.float32)
         arcs = topology.durations(durations + tuple(d for d in (0, 1) if d not in durations))
     return _transducer.evaluate(
         name, arrays, Softmax((blank,), normalize, durations=len(durations)), arcs,

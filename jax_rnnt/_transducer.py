@@ -272,10 +272,13 @@ def evaluate(
     logits, *rest = arrays
     if isinstance(logits, JointLogits):
         if implementation == "reference":
-            logits = materialized(logits, *rest[1:])
+            logits = materialized(logits, emission, *rest)
         else:
             emission, logits = tiled(logits, emission)
         arrays = logits, *rest
+    if implementation == "reference":
+        array = logits.logits if isinstance(logits, Inquiry) else logits
+        _checks.unsplit(function, "logits", array, {-3: "T", -2: "U + 1"}, " with implementation='reference'")
     spec = Spec(
         emission,
         topology,

@@ -235,6 +235,13 @@ def collectives(text):
     return dict(collections.Counter(re.findall(rf" {names}(?:-start)?\(", text)))
 
 
+def exchanged(text, collective):
+    """Shapes of the results of one kind of collective in an HLO text."""
+    results = re.findall(rf" = (.*?) {collective}(?:-start)?\(", text)
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(results))
+    return [tuple(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+
 def once(targets):
     return dict.fromkeys(targets, 1)
 

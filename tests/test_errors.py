@@ -1,6 +1,7 @@
 """Does each static mistake raise at trace time, and say which argument, what was expected and what came?"""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,19 @@ def test_loss_object_says_the_same():
         jax_rnnt.RNNTLoss()(p.logits, p.targets[:, 1:], *p[2:])
     with pytest.raises((ValueError, TypeError), match="blank"):
         jax_rnnt.RNNTLoss(blank=9)(*p)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("blank", "x"), ("blank", None), ("blank", 1.0), ("fused_log_softmax", 1), ("inplace", "no"), ("clamp", None),
+        ("fastemit_lambda", "0.1"), ("delay_penalty", [0.1]), ("reduction", "avg"), ("implementation", "xla"),
+    ],
+)  # fmt: skip
+def test_loss_object_says_so_when_built(name, value):
+    """All that needs no batch."""
+    with pytest.raises((ValueError, TypeError), match=rf"RNNTLoss: {name} must .*got {re.escape(repr(value))}"):
+        jax_rnnt.RNNTLoss(**{name: value})
 
 
 def test_posteriors_say_the_same():

@@ -138,6 +138,25 @@ def test_sampled_tdt():
         jax_rnnt.tdt_loss(*p, (0, 1, 2), omega=0.1)
 
 
+def test_coin_does_not_depend_on_64_bit_types():
+    """Under the same keys the same calls are sampled, whatever the dtype of omega."""
+    p = losses.problem(loss=losses.TDT, dtype=np.float32)
+
+    def drawn(omega):
+        call = jax.jit(lambda key: jax_rnnt.tdt_loss(*p, (2, 0, 1), omega=omega, key=key))
+        return [float(call(jax.random.key(k))) for k in range(20)]
+
+    wide = drawn(0.5)
+    assert len(set(wide)) == 2
+    assert drawn(jnp.float64(0.5)) == drawn(jnp.float32(0.5)) == wide
+    jax.config.update("jax_enable_x64", False)
+    try:
+        narrow = drawn(0.5)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    np.testing.assert_allclose(narrow, wide, rtol=1e-6)
+
+
 def test_no_path_with_more_labels_than_frames():
     p = losses.problem(3, 3, 4, 5, lengths=([3, 3, 2], [4, 3, 2]))
     for options, finite in (({}, [False, True, True]), ({"final_blank": True}, [False, False, False])):

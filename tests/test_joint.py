@@ -240,12 +240,12 @@ def test_nan_stays_in_its_sequence(joint):
 
 
 @JOINTS
-def test_odd_sequences_contribute_nothing(joint):
+def test_odd_sequences_contribute_nothing(implementation, joint):
     """Bad lengths or labels (NaN), no path (+inf), none of anything (0); their rows may even be NaN."""
     network = Network(batch=6)
     targets, frames, labels = (x.copy() for x in network.rest)
     frames[1], labels[2], targets[3, 0], frames[4], labels[4] = T + 1, -1, V, 0, 2
-    run = gradients(tiles, joint=joint, reduction="none")
+    run = gradients(tiles, joint=joint, reduction="none", implementation=implementation)
     rows = tuple(x.copy() for x in network.rows)
     for x in rows:
         x[1:5] = np.nan
@@ -259,6 +259,28 @@ def test_odd_sequences_contribute_nothing(joint):
     np.testing.assert_allclose(values[good], expected_values, rtol=1e-12)
     assert_close(of_parameters, expected, 1e-12)
     assert_close([g[good] for g in of_rows], of_rows_alone, 1e-12)
+
+
+@pytest.mark.parametrize("variant", [losses.RNNT, losses.TDT], ids=lambda x: x.name)
+def test_rows_of_bad_sequences_change_no_bit(implementation, variant):
+    """NaN in the rows of sequences whose lengths or labels are out of range, or which have no frame."""
+    network = Network(variant, batch=8)
+    targets, frames, labels = (x.copy() for x in network.rest)
+    labels[:] = np.maximum(labels, 1)
+    frames[1], frames[2], labels[3], labels[4], targets[5, 0], targets[6, 0], frames[7] = T + 1, -1, U + 1, -1, V, -1, 0
+    run = gradients(tiles, loss=variant, reduction="none", implementation=implementation)
+    made = []
+    for value in (0.0, np.nan):
+        rows = tuple(x.copy() for x in network.rows)
+        for x in rows:
+            x[1:] = value
+        made.append(run(network, rows=rows, rest=(targets, frames, labels)))
+    values, gradient = made[1]
+    assert np.isfinite(values[0]) and np.isnan(values[1:7]).all() and np.isposinf(values[7])
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+        losses.assert_same_bits(a, b)
+    assert all(np.any(g) and np.isfinite(g).all() for g in gradient[0])
+    assert all(np.any(np.asarray(g)[0]) and not np.any(np.asarray(g)[1:]) for g in gradient[1])
 
 
 # ------------------------------------------------------------------------------------------------- transformations

@@ -1,5 +1,8 @@
 """Is the additive loss that of its joint, are the ranges k2's, and is the pruned loss that of its band?"""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from test_family import BY_TOPOLOGY, IN_TRUTH, TOPOLOGIES
+from test_family import BY_TOPOLOGY, IN_TRUTH, TOPOLOGIES, fused
 from test_vectors import LABELS, LENGTHS
 
 EXACT = 1e-12
@@ -272,7 +275,9 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
     rng = np.random.default_rng(0)
     blank, label = rng.random((2, 50, 9, 8))
     frames, labels = rng.integers(1, 10, 50).astype(np.int32), rng.integers(0, 8, 50).astype(np.int32)
-    got = np.asarray(jax_rnnt.prune_ranges(blank, label, frames, labels, width, topology=topology))
+    # Under jit: some of these lengths have no path in a band of this width.
+    ranges = jax.jit(lambda *p: jax_rnnt.prune_ranges(*p, width, topology=topology))
+    got = np.asarray(ranges(blank, label, frames, labels))
     most = steepest or width - 1
     for b in range(50):
         inside = [[blank[b, t, s : s + width].sum() for s in range(8 - width + 1)] for t in range(9)]
@@ -285,6 +290,91 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
             first[t] = max(first[t], first[t + 1] - most)
         np.testing.assert_array_equal(got[b], np.minimum(first, most * np.arange(9)))
     assert (np.diff(got) >= 0).all()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_width_that_holds_no_path(topology):
+    """Against every offset of every band: known lengths raise just where only a wider band holds a path."""
+    T, U = 4, 6
+    uniform = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
+    rng = np.random.default_rng(0)
+    planes = rng.random((2, T, U + 1))
+
+    def any_path(n, m, inside):
+        arcs = {slot: np.where(inside[:n], x[:n], -np.inf)[:, : m + 1] for slot, x in uniform.items()}
+        if topology == "constrained":
+            arcs["label"][:, :-1] += arcs["blank"][:, 1:]
+        arcs["label"][:, m:] = -np.inf
+        return np.isfinite(truth.log_likelihood(IN_TRUTH[topology].get("topology", truth.STANDARD), arcs, n, m))
+
+    def band(first, width):
+        column = np.arange(U + 1)
+        return (column >= np.asarray(first)[:, None]) & (column < np.asarray(first)[:, None] + width)
+
+    smallest = 2 if topology == "standard" else 1
+    for n, m, width in itertools.product(range(1, T + 1), range(U + 1), range(smallest, 5)):
+        lengths = np.int32(n), np.int32(m)
+        call = lambda *lengths, w=width: jax_rnnt.prune_ranges(*planes, *lengths, w, topology=topology)
+        some_band = any(any_path(n, m, band(first, width)) for first in itertools.product(range(m + 1), repeat=n))
+        if some_band or not any_path(n, m, band([0] * n, U + 1)):
+            assert any_path(n, m, band(call(*lengths)[:n], width)) == some_band
+            continue
+        message = rf"width must be (\d+) .* T_b = {n} .* U_b = {m} .* got {width}"
+        with pytest.raises(ValueError, match=message) as caught:
+            call(*lengths)
+        enough = int(re.search(r"be (\d+)", str(caught.value))[1])
+        assert any_path(n, m, band(call(*lengths, w=enough)[:n], enough))
+        with pytest.raises(ValueError, match="width"):
+            call(*lengths, w=enough - 1)
+        assert not any_path(n, m, band(jax.jit(call)(*lengths)[:n], width))
+
+
+def test_width_of_a_batch():
+    """The sequence that needs most is named; lengths out of range need nothing; traced lengths cannot be known."""
+    planes = np.zeros((2, 2, 2, 4, 7))
+    frames, labels = np.array([[2, 9], [4, 2]], np.uint8), np.array([[3, 6], [6, 6]], np.uint8)
+    call = lambda frames, labels, planes=planes: jax_rnnt.prune_ranges(*planes, frames, labels, 2)
+    message = r"prune_ranges: width must be 4 .* sequence \[1, 1\] with T_b = 2 frames and U_b = 6 labels.* got 2"
+    for kind in (np.asarray, jnp.asarray):
+        with pytest.raises(ValueError, match=message):
+            call(kind(frames), kind(labels))
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda: call(frames, labels))()
+    first = jax.jit(call)(frames, labels)
+    assert jax.vmap(call)(frames, labels, tuple(planes)).tolist() == first.tolist()
+    logits, targets = np.zeros((2, 2, 4, 2, 5)), np.zeros((2, 2, 6), np.int32)
+    values = jax_rnnt.pruned_rnnt_loss(logits, first, targets, frames, labels, reduction="none")
+    np.testing.assert_array_equal(np.isposinf(values), [[True, False], [True, True]])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_bands_that_go_back_or_start_late(implementation, topology):
+    """The loss of the paths that stay in the band, all of them written out; none: +inf, gradient 0."""
+    T, U, width = 5, 3, 2
+    bands = {
+        "back": ([0, 1, 0, 1, 2], True),
+        "far_back": ([0, 1, 2, 1, 2], True),
+        "apart": ([0, 2, 2, 2, 2], False),
+        "late_start": ([1, 1, 1, 2, 2], False),
+        "early_end": ([0, 0, 1, 1, 1], topology == "monotonic"),
+        "before_the_first_column": ([-1, 0, 0, 1, 2], True),
+    }
+    p = losses.problem(1, T, U, lengths=([T], [U]))
+    for first, finite in bands.values():
+        first = np.array([first], np.int32)
+        column = np.arange(U + 1)
+        inside = (column >= first[0, :, None]) & (column < first[0, :, None] + width)
+        whole = np.where(inside[..., None], p.logits[0], -np.inf)
+        options = {"emission": truth.softmax_emission, "topology": truth.STANDARD} | IN_TRUTH[topology]
+        arcs, _ = options["emission"](whole, np.append(p.targets[0], -1), blank=8)
+        expected = -truth.enumerate_log_likelihood(options["topology"], arcs, T, U)[0]
+        assert np.isfinite(expected) == finite
+        call = lambda x, f=first: jax_rnnt.pruned_rnnt_loss(
+            x, f, *p[1:], topology=topology, implementation=fused(implementation)
+        )
+        value, gradient = jax.value_and_grad(call)(banded(p, first, width))
+        np.testing.assert_allclose(value, expected, rtol=EXACT)
+        assert np.isfinite(gradient).all() and np.any(gradient) == finite
 
 
 def test_pruned_training_step(devices):

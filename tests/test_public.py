@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import pydoc
 import re
 import subprocess
 import sys
@@ -102,6 +103,43 @@ def test_loss_object():
     np.testing.assert_allclose(criterion(*p), losses.RNNT.expected(p, blank=0)[0].sum(), rtol=1e-13)
     named = criterion(**p._asdict())
     np.testing.assert_array_equal(named, criterion(*p))
+
+
+def test_equality_of_loss_objects_with_arrays():
+    """By content, without a warning or an error; a tracer equals itself alone."""
+    windows = np.array([[[0, 3], [1, 4]]])
+    bound = jax_rnnt.RNNTLoss(label_windows=windows)
+    for other in (windows.copy(), jax.numpy.asarray(windows)):
+        assert bound == jax_rnnt.RNNTLoss(label_windows=other)
+    for other in (windows + 1, windows[0], None):
+        assert bound != jax_rnnt.RNNTLoss(label_windows=other)
+    assert bound != jax_rnnt.RNNTLoss(label_windows=windows, blank=0) and bound != windows.tolist()
+    assert pickle.loads(pickle.dumps(bound)) == bound == copy.deepcopy(bound)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(bound)
+    assert len({jax_rnnt.RNNTLoss(), jax_rnnt.RNNTLoss(), jax_rnnt.RNNTLoss(clamp=1.0)}) == 2
+
+    @jax.jit
+    def compare(x):
+        mine = jax_rnnt.RNNTLoss(label_windows=x)
+        assert mine == jax_rnnt.RNNTLoss(label_windows=x) and mine != bound
+        assert mine != jax_rnnt.RNNTLoss(label_windows=x + 1)
+        return x
+
+    compare(windows)
+
+
+def test_linear_joint_is_a_value():
+    """With its default activation: copied, pickled and printed."""
+    joint = jax_rnnt.LinearJoint(jax.numpy.ones((3, 4)), jax.numpy.zeros(4))
+    rows = np.linspace(-1, 1, 6).reshape(2, 3)
+    for twin in (pickle.loads(pickle.dumps(joint)), copy.deepcopy(joint)):
+        assert twin.activation == joint.activation and hash(twin.activation) == hash(joint.activation)
+        assert jax.tree.structure(twin) == jax.tree.structure(joint)
+        np.testing.assert_array_equal(twin(rows, rows), joint(rows, rows))
+    np.testing.assert_allclose(joint(rows, rows), np.tanh(2 * rows) @ np.ones((3, 4)), rtol=1e-12)
+    for text in (str(inspect.signature(jax_rnnt.LinearJoint)), pydoc.render_doc(jax_rnnt.LinearJoint), repr(joint)):
+        assert "jnp.tanh" in text and " at 0x" not in text
 
 
 def test_loss_object_through_a_transformation():

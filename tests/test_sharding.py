@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
+from test_docs import code
 from test_packed import packed
 
 
@@ -129,19 +130,6 @@ def test_vmap_of_sharded(loss, kernel, batch, devices, kind):
     mapped = lambda *p: jax.vmap(lambda *p: loss(*p, reduction="none", implementation=kernel))(*p).mean()
     with mesh_of(devices, kind) as mesh:
         run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
-
-
-@pytest.mark.parametrize("axis", [1, 3], ids=["frames", "classes"])
-def test_other_dimensions_sharded(loss, kernel, batch, devices, axis):
-    """Right, at the price of gathering that dimension within the batch shard."""
-    p, expected = batch
-    p = losses.problem(16, 8, loss=loss, V=8, dtype=np.float32)
-    expected = loss.expected(p)
-    spec = P("data", *[None] * (axis - 1), "model")
-    with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
-        placed = place(p, mesh, spec, P("data"), P("data"), P("data"))
-        got = jax.jit(step(loss, kernel))(*placed)
-        check(got, expected)
 
 
 @pytest.mark.family
@@ -283,6 +271,195 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
     assert np.isnan(values[[3, 8]]).all()
     np.testing.assert_allclose(value, np.nan_to_num(values).mean(), rtol=1e-6)
     np.testing.assert_allclose(gradient, expected / 16, atol=losses.tolerance(np.float32, 11))
+
+
+# ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
+
+AXES = {"T": 1, "U + 1": 2, "V": 3}
+
+
+def split_problem(loss=losses.RNNT):
+    """Sixteen sequences whose dimensions all divide by two."""
+    p = losses.problem(16, 8, 5, 8, loss=loss, dtype=np.float32)
+    return p, loss.expected(p)
+
+
+def over(axis):
+    """The batch over "data", this dimension of four over "model"."""
+    return P("data", *[None] * (axis - 1), "model")
+
+
+def place_split(p, mesh, axis):
+    return place(p, mesh, over(axis), P("data"), P("data"), P("data"))
+
+
+def model_mesh(devices, kind):
+    return mesh_of(devices, kind, (4, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
+def test_other_dimensions_are_gathered(loss, kernel, devices, axis, kind):
+    """Right, but every device holds all logits of its part of the batch."""
+    p, expected = split_problem(loss)
+    with model_mesh(devices, kind) as mesh:
+        placed = place_split(p, mesh, axis)
+        compiled = jax.jit(step(loss, kernel)).lower(*placed).compile()
+        got = compiled(*placed)
+    check(got, expected)
+    assert set(losses.exchanged(compiled.as_text(), "all-gather")) == {(4, 8, 6, 8)}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_split_vocabulary_on_the_reference(loss, devices, kind):
+    """Sums over V are exchanged, and no logits."""
+    p, expected = split_problem(loss)
+    with model_mesh(devices, kind) as mesh:
+        placed = place_split(p, mesh, 3)
+        compiled = jax.jit(step(loss, "reference")).lower(*placed).compile()
+        got = compiled(*placed)
+        assert got[1].sharding.is_equivalent_to(placed.logits.sharding, 4)
+    check(got, expected)
+    assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
+    assert set(losses.exchanged(compiled.as_text(), "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
+def test_split_lattice_on_the_reference(loss, devices, axis):
+    p, expected = split_problem(loss)
+    with model_mesh(devices, "auto") as mesh:
+        check(jax.jit(step(loss, "reference"))(*place_split(p, mesh, axis)), expected)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_split_vocabulary_of_a_joint(kernel, devices, kind):
+    """One tile of logits is gathered at a time."""
+    p, _ = split_problem()
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    arguments = draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *p[1:]
+    specs = P(None, "model"), *(P("data"),) * 5
+
+    def mean(weight, *rest):
+        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, chunk=32, implementation=kernel)
+
+    run = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))
+    expected = run(*arguments)
+    with model_mesh(devices, kind) as mesh:
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+        compiled = run.lower(*placed).compile()
+        got = compiled(*placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    shapes = losses.exchanged(compiled.as_text(), "all-gather")
+    assert shapes and max(map(np.prod, shapes)) <= 4 * 32 * 8  # of the four devices that hold a part of the batch
+
+
+def test_split_vocabulary_under_shard_map(loss, implementation, devices):
+    """A part of V is taken for all of V; gathered, the loss and its gradient are right."""
+    p, expected = split_problem(loss)
+    assert np.any(p.targets >= 4)  # labels beyond the part
+    known = p._replace(targets=p.targets % 3)  # nothing looks wrong
+    call = functools.partial(loss, implementation=implementation)
+    names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=call)
+    whole = lambda *p: jax.lax.pmean(call(*p), "data")
+    part = lambda *p: jax.lax.pmean(call(*p), ("data", "model"))
+    with model_mesh(devices, "auto") as mesh:
+        specs = over(3), P("data"), P("data"), P("data")
+        run = lambda body, first: jax.value_and_grad(
+            jax.shard_map(body, mesh=mesh, in_specs=(first, *specs[1:]), out_specs=P())
+        )
+        placed = place(p, mesh, *specs)
+        for right in (run(names["body"], specs[0]), run(whole, P("data"))):
+            check(jax.jit(right)(*placed), expected)
+        wrong = jax.jit(run(part, specs[0]))
+        value, _ = wrong(*place(known, mesh, *specs))
+        assert np.isfinite(value) and abs(float(value) - loss.expected(known)[0].mean()) > 1
+        assert np.isnan(wrong(*placed)[0])
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
+def test_split_lattice_under_shard_map(loss, implementation, devices, axis):
+    """Frames: NaN where the lengths tell, else a wrong number. Columns: an error."""
+    p, _ = split_problem(loss)
+    short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
+    body = lambda *p: jax.lax.pmean(loss(*p, implementation=implementation), ("data", "model"))
+    with model_mesh(devices, "auto") as mesh:
+        specs = over(axis), P("data"), P("data"), P("data")
+        run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
+        if axis == 2:
+            with pytest.raises(ValueError, match="targets must have shape"):
+                run(*place(p, mesh, *specs))
+            return
+        assert np.isnan(run(*place(p, mesh, *specs)))
+        value = run(*place(short, mesh, *specs))
+        assert np.isfinite(value) and abs(float(value) - loss.expected(short)[0].mean()) > 0.1
+
+
+def test_split_output_layer_under_shard_map(kernel, devices):
+    """As docs/sharding.md gathers it."""
+    p, _ = split_problem()
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    arguments = draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *p[1:]
+
+    def mean(weight, *rest):
+        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, implementation=kernel)
+
+    def body(weight, *rest):
+        return jax.lax.pmean(mean(jax.lax.all_gather(weight, "model", axis=1, tiled=True), *rest), ("data", "model"))
+
+    expected = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))(*arguments)
+    with model_mesh(devices, "auto") as mesh:
+        specs = P(None, "model"), *(P("data"),) * 5
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+        got = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(*arguments)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def refused():
+    """Calls by (argument, dimension, implementation) that JAX could not trace where that dimension is split."""
+    draw = lambda *shape: np.zeros(shape, np.float32)
+    logits, targets, *lengths = split_problem()[0]
+    rest = targets, *lengths
+    joint = lambda e, q, *rest, **o: jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(draw(4, 8)), e, q, *rest, **o)
+    first = np.zeros((16, 8), np.int32)
+    pruned = lambda x, *rest, **o: jax_rnnt.pruned_rnnt_loss(x, first, *rest, **o)
+    packed_loss = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=8)
+    scores, rows = (draw(16, 8, 8), draw(16, 6, 8)), (draw(16, 8, 4), draw(16, 6, 4))
+    for function in (jax_rnnt.rnnt_loss, jax_rnnt.tdt_loss, jax_rnnt.rnnt_posteriors, jax_rnnt.rnnt_align, pruned):
+        if function is jax_rnnt.tdt_loss:
+            function = functools.partial(function, durations=(0, 1))
+        yield function, (logits, *rest), 0, 1, "logits .* T ", "reference"
+        yield function, (logits, *rest), 0, 2, r"logits .* U \+ 1 ", "reference"
+    for implementation in (None, "reference"):
+        even = draw(16, 8, 7, 8), np.zeros((16, 6), np.int32), *lengths
+        yield jax_rnnt.rnnt_loss, even, 1, 1, "targets .* U ", implementation
+        yield packed_loss, (draw(896, 8), *rest), 0, 0, "logits .* N ", implementation
+        yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 0, 2, "am .* V ", implementation
+        yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 1, 2, "lm .* V ", implementation
+        for i, (name, letters) in enumerate((("encoder_out", ("T", "E")), ("predictor_out", (r"U \+ 1", "P")))):
+            for axis, letter in enumerate(letters, 1):
+                yield joint, (*rows, *rest), i, axis, f"{name} .* {letter} ", implementation
+    yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 0, 1, "am .* T ", "reference"
+    yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 1, 1, r"lm .* U \+ 1 ", "reference"
+
+
+def test_refused_on_an_explicit_mesh(devices):
+    """By argument, dimension and mesh axis; what the message says to do works."""
+    with model_mesh(devices, "explicit") as mesh:
+        for function, arguments, position, axis, message, implementation in refused():
+            x = arguments[position]
+            split = jax.device_put(x, NamedSharding(mesh, P(*[None] * axis, "model")))
+            call = lambda x, f=function, a=arguments, i=position, o=implementation: f(
+                *a[:i], x, *a[i + 1 :], implementation=o
+            )
+            expected = rf"{message}.*mesh axis 'model'.*jax\.sharding\.reshard\(\w+, "
+            for way in (call, jax.jit(call)):
+                with pytest.raises(ValueError, match=expected):
+                    way(split)
+            jax.eval_shape(call, jax.sharding.reshard(split, P()))
 
 
 # ------------------------------------------------------------------------------------------ what is no plain loss

@@ -35,6 +35,14 @@ def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, 
     return jnp.where(within, picked, jnp.where(column == last, NO_LABEL, OUTSIDE))
 
 
+def out_of_range(targets, num_frames, num_labels, frames: int, classes: int) -> jax.Array:
+    """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, classes)."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + targets.shape[-1:], num_labels.ndim)
+    used = column < num_labels[..., None]
+    bad = jnp.any(used & ((targets < 0) | (targets >= classes)), -1)
+    return bad | (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels > targets.shape[-1])
+
+
 def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> jax.Array:
     """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0."""
     bound, scale = (jnp.reshape(x, x.shape + (1,) * (gradient.ndim - x.ndim)) for x in (clamp, scale))

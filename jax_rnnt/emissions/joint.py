@@ -214,6 +214,18 @@ def _anew(param):
     return None if isinstance(param, jax.sharding.Sharding) else param
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tanh:
+    """jnp.tanh as a default: unlike the jitted function it can be pickled, and signatures show no address."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """jnp.tanh(x)."""
+        return jnp.tanh(x)
+
+    def __repr__(self) -> str:
+        return "jnp.tanh"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearJoint:
@@ -246,7 +258,7 @@ class LinearJoint:
 
     weight: jax.Array
     bias: jax.Array | None = None
-    activation: Callable[[jax.Array], jax.Array] = dataclasses.field(default=jnp.tanh, metadata={"static": True})
+    activation: Callable[[jax.Array], jax.Array] = dataclasses.field(default=Tanh(), metadata={"static": True})
 
     def __call__(self, encoder: jax.Array, predictor: jax.Array) -> jax.Array:
         """Logits [..., V] of rows [..., H], whose leading dimensions are broadcast against each other."""

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _ffi
-from jax_rnnt.emissions.emission import OUTSIDE, Emission
+from jax_rnnt.emissions.emission import OUTSIDE, Emission, out_of_range
 from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split, sum_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
@@ -39,12 +39,19 @@ def tiled(logits: JointLogits, inner: Emission):
     return emission, (parameters, logits.encoder, logits.predictor)
 
 
-def materialized(logits: JointLogits, num_frames, num_labels):
-    """The logits as an array, for the reference: rows outside the lengths are made of zeros."""
+def materialized(logits: JointLogits, emission: Emission, targets, num_frames, num_labels):
+    """The logits as an array, for the reference: rows that no sequence reads are made of zeros.
+
+    They are those outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
+    range: NaN there would reach the gradient of the joint's parameters.
+    """
+    frames, classes = emission.dimensions(logits)
+    empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
     rows = []
     for x, last in ((logits.encoder, num_frames), (logits.predictor, num_labels + 1)):
-        index = jax.lax.broadcasted_iota(jnp.int32, (1,) * last.ndim + x.shape[-2:-1], last.ndim)
-        rows.append(jnp.where((index < last[..., None])[..., None], x, 0).reshape(-1, *x.shape[-2:]))
+        last = jnp.where(empty, 0, last)[..., None]
+        index = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + x.shape[-2:-1], num_frames.ndim)
+        rows.append(jnp.where((index < last)[..., None], x, 0).reshape(-1, *x.shape[-2:]))
     rows = pair(*rows)
     made = logits.joint(*rows)
     check_rows(made, len(rows[0]))

@@ -1,0 +1,79 @@
+"""Why an extension module is not here, and the command that brings it back."""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import sys
+import warnings
+
+import jax
+
+_PACKAGE = pathlib.Path(__file__).parent
+_CURES = {  # by words of the reason in the build's note
+    "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
+    "CUDA compiler": "install the CUDA toolkit, put nvcc on the PATH and run",
+}
+
+
+def explain(platform: str, module: str, error: ImportError) -> str:
+    """Why `module` of this package, with the kernels of `platform`, could not be imported, and the cure."""
+    name = f"{__package__}.{module}"
+    if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it is here and does not load
+        return f"the extension module {name} cannot be imported ({error}); run `{_reinstall()}`"
+    if elsewhere := _installed_folder(module):
+        return (
+            f"{__package__} was imported from the source folder {_PACKAGE.parent}, which hides the build installed in "
+            f"{elsewhere.parent}: start Python in another folder, or install with `pip install -e .`"
+        )
+    try:
+        note = importlib.import_module(f"{__package__}._build")
+    except ImportError:
+        return f"the source folder {_PACKAGE.parent} was not built; run `pip install -e {_PACKAGE.parent}`"
+    if reason := note.MISSING[platform]:
+        cure = next((cure for words, cure in _CURES.items() if words in reason), "run")
+        return f"{reason}: {cure} `{_reinstall()}`"
+    return f"the extension module {name} was built and is gone ({error}); run `{_reinstall()}`"
+
+
+def _distribution() -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(__package__)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _installed_folder(module: str) -> pathlib.Path | None:
+    """The folder of another copy of this package that has the extension module."""
+    distribution = _distribution()
+    for file in (distribution and distribution.files) or ():
+        path = pathlib.Path(str(file.locate()))
+        if file.parent.name == __package__ and file.name.split(".")[0] == module and path.is_file():
+            folder = path.parent.resolve()
+            if folder != _PACKAGE.resolve():
+                return folder
+    return None
+
+
+def _reinstall() -> str:
+    """The command that builds this copy again, from where it came."""
+    distribution = _distribution()
+    origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
+    source = str(__package__)
+    if "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        source = editable + origin["url"].removeprefix("file://")
+    elif "vcs_info" in origin:
+        source = f"{origin['vcs_info']['vcs']}+{origin['url']}"
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
+
+
+def warn(message: str) -> None:
+    """A RuntimeWarning at the user's line: the nearest frame that is not of this package, of JAX or of an import."""
+    inner = ("<frozen importlib", *(f"{folder}{os.sep}" for folder in (_PACKAGE, *jax.__path__)))
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)

@@ -1,0 +1,198 @@
+"""Does an import without kernels say why, what to do, and in whose line?"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+
+import jax_rnnt
+import losses
+from jax_rnnt import _ffi, _installation, _selftest
+
+PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
+SCRIPT = """
+import os, sys, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import jax_rnnt
+(warning,) = (w for w in seen if "jax_rnnt" in str(w.message))
+assert warning.category is RuntimeWarning
+assert (warning.filename, warning.lineno) == (os.path.abspath(__file__), 5), warning
+print(warning.message)
+"""
+
+
+def copy_without_kernels(folder):
+    """The package's Python files, and a script that imports it."""
+    ignored = shutil.ignore_patterns("_cpu*", "_cuda*", "_build*", "__pycache__")
+    shutil.copytree(PACKAGE, folder / "jax_rnnt", ignore=ignored)
+    (folder / "script.py").write_text(SCRIPT)
+
+
+def warning_of(folder):
+    """What the import of the package in this folder warns of."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(folder / "script.py")]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def install(folder, origin, **missing):
+    """Metadata and the build's note, as pip and CMake leave them."""
+    metadata = folder / "jax_rnnt-0.0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jax_rnnt\nVersion: 0.0.0\n")
+    (metadata / "RECORD").write_text("jax_rnnt/__init__.py,,\njax_rnnt/_build.py,,\n")
+    if origin:
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    reasons = {"cpu": "", "cuda": "", **missing}
+    (folder / "jax_rnnt/_build.py").write_text(f"MISSING = {reasons!r}\n")
+
+
+def test_source_folder_hides_the_build(kernel, tmp_path):
+    if not list(PACKAGE.glob("_cpu*")):
+        pytest.skip("an editable install is found before any folder")
+    copy_without_kernels(tmp_path)
+    message = warning_of(tmp_path)
+    assert f"imported from the source folder {tmp_path}, which hides the build installed in {PACKAGE.parent}" in message
+    assert "start Python in another folder, or install with `pip install -e .`" in message
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
+        ({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
+        (None, "jax_rnnt"),
+    ],
+    ids=["folder", "editable", "git", "index"],
+)
+def test_built_without_a_compiler(tmp_path, origin, source):
+    copy_without_kernels(tmp_path)
+    install(tmp_path, origin, cpu="no working C++ compiler was found when jax_rnnt was built")
+    message = warning_of(tmp_path)
+    assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
+    assert "apt install g++" in message
+    assert f"run `pip install --force-reinstall --no-deps --no-cache-dir {source}`" in message
+
+
+def test_other_reasons(monkeypatch, tmp_path):
+    """A module that does not load, one that is gone, CUDA left out, a folder that was never built."""
+    monkeypatch.setattr(_installation, "_PACKAGE", tmp_path / "jax_rnnt")
+    monkeypatch.setattr(_installation, "_installed_folder", lambda module: None)
+    gone = ModuleNotFoundError("No module named 'jax_rnnt._cuda'", name="jax_rnnt._cuda")
+    explain = lambda error: _installation.explain("cuda", "_cuda", error)
+    monkeypatch.setitem(sys.modules, "jax_rnnt._build", None)
+    assert f"source folder {tmp_path} was not built; run `pip install -e {tmp_path}`" in explain(gone)
+    for error in (ImportError("undefined symbol: x"), ModuleNotFoundError("No module named 'y'", name="y")):
+        assert str(error) in explain(error) and "--force-reinstall" in explain(error)
+    for reason, cure in (
+        ("", "was built and is gone"),
+        ("no CUDA compiler (nvcc) was found when jax_rnnt was built", "install the CUDA toolkit"),
+        ("no working C++ compiler was found when jax_rnnt was built", "apt install g++"),
+        ("jax_rnnt was built with JAX_RNNT_CUDA=off", "JAX_RNNT_CUDA=off: run `pip install"),
+    ):
+        note = types.SimpleNamespace(MISSING={"cuda": reason})
+        monkeypatch.setitem(sys.modules, "jax_rnnt._build", note)
+        assert reason in explain(gone) and cure in explain(gone)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_note_of_the_build(tmp_path):
+    """What CMake installs without a compiler; in the same build folder it looks for one again."""
+    source = losses.HERE.parent
+    if not (source / "CMakeLists.txt").exists():
+        pytest.skip("no sources beside the tests")
+    run = lambda *command, **variables: subprocess.run(
+        ["cmake", *command], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    done = run("-S", str(source), "-B", "build", CXX="/nonexistent")
+    assert done.returncode == 0 and "without kernels" in done.stderr, done.stderr
+    assert run("--install", "build", "--prefix", "installed").returncode == 0
+    spec = importlib.util.spec_from_file_location("_build", tmp_path / "installed/jax_rnnt/_build.py")
+    note = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(note)
+    assert all("no working C++ compiler" in reason for reason in note.MISSING.values())
+    assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
+
+
+def test_note_of_this_build(kernel):
+    from jax_rnnt import _build
+
+    for platform in _ffi.KERNELS:
+        assert not _build.MISSING[platform] and _build.COMPILERS[platform].strip()
+
+
+def test_lowering_warns_in_the_callers_line(monkeypatch):
+    import jax
+
+    p = losses.problem()
+    monkeypatch.setattr(_ffi, "MISSING", {})
+    _ffi._warn_reference.cache_clear()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
+    with pytest.warns(RuntimeWarning, match="platform tpu") as seen:
+        jax.jit(losses.RNNT.function).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert {w.filename for w in seen if "platform tpu" in str(w.message)} == {__file__}
+
+
+# ---------------------------------------------------------------------------------------------------------- selftest
+
+
+@pytest.mark.parametrize("require", ["cpu", ("tpu",), 1, ("cpu", None)])
+def test_required_platforms_are_checked(require):
+    with pytest.raises(ValueError, match=r"selftest: require must be None or a sequence of 'cpu', 'cuda', got"):
+        jax_rnnt.selftest(require=require)
+
+
+@pytest.mark.parametrize(
+    ("platform", "missing", "require", "lacks"),
+    [
+        ("cpu", "cuda", None, None),
+        ("cpu", "cpu", None, "cpu"),
+        ("cpu", "cpu", (), None),
+        ("cpu", "cuda", ["cpu", "cuda"], "cuda"),
+        ("cuda", "cuda", None, "cuda"),
+        ("cuda", "cuda", ("cpu",), None),
+        ("tpu", "cuda", None, None),
+        ("rocm", "cuda", None, None),
+        ("METAL", "cuda", None, None),
+        ("tpu", "cpu", None, "cpu"),
+    ],
+)
+def test_selftest_requires_kernels(monkeypatch, capsys, platform, missing, require, lacks):
+    """The reason and its cure, where kernels should be and are not; elsewhere a line that the reference runs."""
+    kernels = {"cpu": "cpu", "cuda": "cuda"}
+    del kernels[missing]
+    monkeypatch.setattr(_ffi, "KERNELS", kernels)
+    monkeypatch.setattr(_ffi, "MISSING", {missing: "a reason: a cure"})
+    monkeypatch.setattr(_selftest, "_platform", lambda: platform)
+    monkeypatch.setattr(_selftest, "_results", lambda *problem: {})
+    if lacks:
+        with pytest.raises(RuntimeError, match=rf"required kernels are missing:\n{lacks} .*a reason: a cure"):
+            jax_rnnt.selftest(require=require)
+        assert capsys.readouterr().out.startswith(lacks)
+        return
+    lines = jax_rnnt.selftest(require=require)
+    assert capsys.readouterr().out.splitlines() == lines
+    if platform not in kernels:
+        (line,) = lines
+        assert platform in line and "the reference runs" in line
+
+
+def test_platform_of_the_selftest(monkeypatch):
+    """JAX calls both makes of GPU "gpu"."""
+    assert _selftest._platform() == losses.platform()
+    for version, expected in (("PJRT C API\nrocm 60300", "rocm"), ("PJRT C API\ncuda 12090", "cuda")):
+        backend = types.SimpleNamespace(platform="gpu", platform_version=version)
+        monkeypatch.setattr(_selftest.jax.extend.backend, "get_backend", lambda b=backend: b)
+        assert _selftest._platform() == expected
