@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_rnnt import _checks, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
-from jax_rnnt.emissions.emission import Emission, scale_cotangent
+from jax_rnnt.emissions.emission import Emission, inside_targets, out_of_range, scale_cotangent
 from jax_rnnt.emissions.tiled import materialized, tiled
 from jax_rnnt.emissions.virtual import Inquiry, JointLogits
 from jax_rnnt.lattices import lattice
@@ -131,19 +131,13 @@ def _fused_bwd(residuals, cotangent):
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-def _used(targets, target_lengths):
-    """bool [..., U]: which targets lie inside the lengths."""
-    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * target_lengths.ndim + targets.shape[-1:], target_lengths.ndim)
-    return column < target_lengths[..., None]
-
-
 def _nonnegative(losses, targets, target_lengths, blanks):
     """The losses, at least 0 with an unchanged gradient: rounding must not make a likelihood of 1 a negative loss.
 
     A label that equals a blank counts twice, so that the likelihood of its sequence may truly exceed 1.
     """
     is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in blanks))
-    twice = jnp.any(_used(targets, target_lengths) & is_blank, -1)
+    twice = jnp.any(inside_targets(targets, target_lengths) & is_blank, -1)
     below = jax.lax.stop_gradient(jnp.where(twice | ~(losses < 0), 0, losses))
     return losses - below
 
@@ -156,9 +150,7 @@ def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> 
     Such a sequence becomes T_b = U_b = 0, so that nothing of it is read and its gradient is zero, and is marked bad.
     """
     frames, classes = spec.emission.dimensions(logits)
-    labels = targets.shape[-1]
-    bad = jnp.any(_used(targets, target_lengths) & ((targets < 0) | (targets >= classes)), -1)
-    bad |= (logit_lengths < 0) | (logit_lengths > frames) | (target_lengths < 0) | (target_lengths > labels)
+    bad = out_of_range(targets, logit_lengths, target_lengths, frames, classes)
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
     nodes = spec.emission.nodes(logits, targets, num_frames, num_labels, operands)
     # Logits first: its sharding and varying axes are those of the result.

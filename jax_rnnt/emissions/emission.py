@@ -35,11 +35,15 @@ def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, 
     return jnp.where(within, picked, jnp.where(column == last, NO_LABEL, OUTSIDE))
 
 
+def inside_targets(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
+    """bool [..., U]: which targets lie inside the lengths."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + targets.shape[-1:], num_labels.ndim)
+    return column < num_labels[..., None]
+
+
 def out_of_range(targets, num_frames, num_labels, frames: int, classes: int) -> jax.Array:
     """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, classes)."""
-    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + targets.shape[-1:], num_labels.ndim)
-    used = column < num_labels[..., None]
-    bad = jnp.any(used & ((targets < 0) | (targets >= classes)), -1)
+    bad = jnp.any(inside_targets(targets, num_labels) & ((targets < 0) | (targets >= classes)), -1)
     return bad | (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels > targets.shape[-1])
 
 
