@@ -180,12 +180,18 @@ def _numbers(x):
     return x if _is_exact(x) else np.asarray(x, np.float64)
 
 
+def _nearest(x):
+    try:
+        return float(x)
+    except OverflowError:
+        return np.inf if x > 0 else NEG
+
+
 def as_float(x):
     """float64 of floats or fractions; what is beyond float64 is infinite."""
     if not _is_exact(x):
         return np.asarray(x, np.float64)
-    limit = np.finfo(np.float64).max
-    return np.where(x > limit, np.inf, np.where(x < -limit, NEG, np.clip(x, -limit, limit))).astype(np.float64)
+    return np.array([_nearest(v) for v in np.ravel(x)], np.float64).reshape(np.shape(x))
 
 
 def log_softmax(x):
@@ -389,7 +395,7 @@ class Solution:
 
     @property
     def loss(self):
-        return float(as_float(np.array(-self.value, object)))
+        return _nearest(-self.value)
 
 
 _cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)))

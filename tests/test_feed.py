@@ -6,6 +6,7 @@ One batch holds every feed, so that each loss compiles one program. The truth su
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -20,6 +21,7 @@ from jax_rnnt import lattices
 from test_packed import packed
 
 T, U, V = 4, 2, 6
+SIZE = 208  # sequences of a batch
 TARGETS = (1, 0)  # class 2 is neither a label nor a blank, 3 and 4 are the big blanks
 INF = math.inf
 
@@ -152,10 +154,10 @@ def table(loss, dtype="float32", fused=True):
     return tuple(rows)
 
 
-def problem_of(rows):
-    """The batch; NaN outside the lengths."""
-    frames = np.array([row.frames for row in rows], np.int32)
-    size = len(rows)
+def problem_of(rows, size=SIZE):
+    """The batch, NaN outside the lengths. Repeated to one size, so that every table runs the same program."""
+    rows = [rows[i % len(rows)] for i in range(max(size, len(rows)))]
+    frames, size = np.array([row.frames for row in rows], np.int32), len(rows)
     logits = np.stack([row.logits for row in rows])
     p = losses.Problem(logits, np.tile(np.array(TARGETS, np.int32), (size, 1)), frames, np.full(size, U, np.int32))
     return losses.poisoned(p)
@@ -271,7 +273,7 @@ def test_what_is_beyond_float32(loss, implementation):
     logits[..., : V - 1] = lowest(np.float32)
     p = problem_of([Row("", logits[0], T, None, 0)])
     values, gradient = losses.evaluate(loss, p, implementation)
-    assert values[0] == INF and not gradient.any()
+    assert (values == INF).all() and not gradient.any()
 
 
 # --------------------------------------------------------------------------------------------- questions to the lattice
@@ -389,7 +391,7 @@ def assert_twins(rows, ids, *results):
 def test_latency_of_masks(variant, implementation):
     """Its value and its gradient are those of a mask of -inf."""
     rows, ids = costly(variant)
-    p = problem_of(rows)
+    p = problem_of(rows, 0)
     call = lambda x: jax_rnnt.minimum_latency(
         x, *p[1:], loss=variant.bound, reduction="none", implementation=implementation
     )
@@ -406,7 +408,7 @@ def test_latency_of_masks(variant, implementation):
 def test_second_derivatives_of_masks(variant):
     """Hessian times vector, forward over reverse, as for a mask of -inf."""
     rows, ids = costly(variant)
-    p = problem_of(rows)
+    p = problem_of(rows, 0)
     call = lambda x: variant(x, *p[1:], reduction="sum", implementation="reference")
     direction = np.random.default_rng(1).normal(size=p.logits.shape[1:]).astype(np.float32)
     direction = np.broadcast_to(direction, p.logits.shape)
@@ -467,7 +469,7 @@ def test_masks_in_tiles(kernel, variant):
     """`joint_rnnt_loss` of a joint that makes the same logits."""
     rows = table(variant)
     p = problem_of(rows)
-    columns = np.broadcast_to(np.arange(U + 1, dtype=np.float32)[:, None], (len(rows), U + 1, 1))
+    columns = np.broadcast_to(np.arange(U + 1, dtype=np.float32)[:, None], (len(p.targets), U + 1, 1))
 
     @jax.jit
     def run(x):
@@ -489,7 +491,7 @@ def test_masked_bias(mask):
     rows = rng.normal(size=(2, T, 3)).astype(np.float32), rng.normal(size=(2, U + 1, 3)).astype(np.float32)
     weight, rest = (
         rng.normal(size=(3, V)).astype(np.float32),
-        problem_of([Row("", np.zeros((T, U + 1, V)), T, None, 0)] * 2)[1:],
+        problem_of([Row("", np.zeros((T, U + 1, V)), T, None, 0)], 2)[1:],
     )
 
     def run(weight, bias, blank):
@@ -510,7 +512,7 @@ def test_masks_in_a_band(implementation):
     """`pruned_rnnt_loss` over all columns."""
     rows = table(losses.RNNT)
     p = problem_of(rows)
-    first = np.zeros((len(rows), T), np.int32)
+    first = np.zeros((len(p.targets), T), np.int32)
 
     @jax.jit
     def run(x):
@@ -541,8 +543,8 @@ def test_masks_in_packed_rows(implementation):
 
 # ----------------------------------------------------------------------------------------------------------- offsets
 
-# (offset, spacing of the logits): logit + offset is a float32.
-OFFSETS = [(sign * c, s) for c, s in ((1, 64), (30, 64), (1e3, 64), (1e4, 64), (1e6, 8)) for sign in (1, -1)]
+# (offsets, parts of one in which the logits are counted): logit + offset is a float32.
+OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
 
 
 def heads_of(loss, blank):
@@ -559,18 +561,18 @@ def shifted(loss, blank, classes=V):
     """(rows, their limits): each row of logits is shifted by plus or minus the offset; the truth is not shifted."""
     rng = np.random.default_rng(0)
     rows, limits = [], []
-    for offset, spacing in OFFSETS:
+    for offsets, spacing in OFFSETS:
         shape = T, U + 1, classes + loss.extra_classes
         logits = rng.integers(-2 * spacing, 2 * spacing + 1, shape) / spacing
-        signs = rng.choice([-1, 1], (T, U + 1, 1))
-        for name, where in heads_of(loss, blank).items():
-            for kind, by in (("alike", 1), ("by row", signs)):
+        plain = row_of(loss, "float32", "", logits, T, blank=blank)
+        for offset, (head, where) in itertools.product(offsets, heads_of(loss, blank).items()):
+            for kind, sign in (("alike", 1), ("alike", -1), ("by row", rng.choice([-1, 1], (T, U + 1, 1)))):
                 moved = logits.copy()
-                moved[..., where] += offset * by
+                moved[..., where] += offset * sign
                 assert (moved == moved.astype(np.float32)).all()
-                row = row_of(loss, "float32", f"{offset:+g} to {name}, {kind}", logits, T, blank=blank)
-                rows.append(dataclasses.replace(row, logits=moved.astype(np.float32)))
-                limits.append(1e-5 if abs(offset) <= 1e3 else 1e-4)
+                name = f"{offset:g} to {head}, {kind}"
+                rows.append(dataclasses.replace(plain, name=name, logits=moved.astype(np.float32)))
+                limits.append(1e-5 if offset <= 1e3 else 1e-4)
     return rows, limits
 
 
@@ -586,16 +588,16 @@ def offset_failures(rows, limits, values, gradient):
 @pytest.mark.family("reference")
 def test_common_offsets(loss, implementation):
     """Of all logits of a softmax, the same or other ones in each row: loss and gradient do not notice."""
-    blank = loss.blank(0)
-    rows, limits = shifted(loss, blank)
-    got = losses.evaluate(loss, problem_of(rows), implementation, blank=blank)
-    none_of(offset_failures(rows, limits, *got))
+    rows, limits = shifted(loss, -1)
+    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
 
 
 @pytest.mark.family
-def test_common_offsets_of_the_last_blank(loss, kernel):
-    rows, limits = shifted(loss, -1)
-    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), kernel)))
+def test_common_offsets_of_the_first_blank(loss, kernel):
+    blank = loss.blank(0)
+    rows, limits = shifted(loss, blank)
+    got = losses.evaluate(loss, problem_of(rows), kernel, blank=blank)
+    none_of(offset_failures(rows, limits, *got))
 
 
 @pytest.mark.parametrize("classes", [70, 300])
@@ -618,22 +620,21 @@ def test_common_offsets_of_other_dtypes(loss, implementation, dtype):
         rows.append(dataclasses.replace(row, logits=(logits + offset).astype(dtype)))
     values, gradient = losses.evaluate(loss, problem_of(rows), implementation)
     expected = [np.stack(x) for x in zip(*((row.solution.loss, row.solution.gradient) for row in rows))]
-    losses.assert_matches((values, gradient), expected, dtype, T + U)
+    losses.assert_matches((values[:2], gradient[:2]), expected, dtype, T + U)
 
 
-@pytest.mark.family
+@pytest.mark.family("reference")
 def test_the_largest_logits(loss, implementation):
     """Equal logits of 3e38, and the largest and lowest of float32, are equal logits."""
-    blank = loss.blank(0)
     rows = []
     plain = np.zeros((T, U + 1, V + loss.extra_classes), np.float32)
     for value in (3e38, -3e38, lowest(np.float32), -lowest(np.float32)):
-        for name, where in heads_of(loss, blank).items():
-            row = row_of(loss, "float32", f"{value:g} in {name}", plain, T, blank=blank)
+        for name, where in heads_of(loss, -1).items():
+            row = row_of(loss, "float32", f"{value:g} in {name}", plain, T)
             logits = plain.copy()
             logits[..., where] = value
             rows.append(dataclasses.replace(row, logits=logits))
-    got = losses.evaluate(loss, problem_of(rows), implementation, blank=blank)
+    got = losses.evaluate(loss, problem_of(rows), implementation)
     none_of(offset_failures(rows, [1e-5] * len(rows), *got))
 
 
