@@ -5,11 +5,16 @@ Three links of the chain live here: `enumerate_paths` writes out every path of a
 arc scores and arc gradients back into logit gradients. Each works on one sequence, cut to its own lengths, so that
 padding cannot enter; `loss_and_gradient` loops over a batch and applies the rules that concern whole sequences.
 
+Float64 sums lose the small scores beside a mask of -1e30. `solve` enumerates paths of a tiny lattice with Python
+fractions instead: emissions accept `fractions_of(logits)`, and then no sum is rounded.
+
 Legend: T frames, U labels, U1 = U + 1, V classes. Node (t, u): t frames read, u labels written. Every path runs from
 (0, 0) to the terminal node (T, U); only that node has t = T.
 """
 
 import dataclasses
+import fractions
+import functools
 import itertools
 import math
 
@@ -160,14 +165,45 @@ def posteriors(topology, arcs, num_frames, num_labels):
 # from arc gradients to logit gradients.
 
 
-def log_softmax(x):
-    """log softmax over the last axis; a row of -inf stays -inf, NaN and +inf give NaN."""
+def fractions_of(x):
+    """Python fractions of the finite elements; infinities stay floats."""
     x = np.asarray(x, np.float64)
+    exact = [fractions.Fraction(float(v)) if np.isfinite(v) else float(v) for v in x.ravel()]
+    return np.array([*exact, None], object)[:-1].reshape(x.shape)  # None keeps an empty array of objects
+
+
+def _is_exact(x):
+    return np.asarray(x).dtype == object
+
+
+def _numbers(x):
+    return x if _is_exact(x) else np.asarray(x, np.float64)
+
+
+def _nearest(x):
+    try:
+        return float(x)
+    except OverflowError:
+        return np.inf if x > 0 else NEG
+
+
+def as_float(x):
+    """float64 of floats or fractions; what is beyond float64 is infinite."""
+    if not _is_exact(x):
+        return np.asarray(x, np.float64)
+    return np.array([_nearest(v) for v in np.ravel(x)], np.float64).reshape(np.shape(x))
+
+
+def log_softmax(x):
+    """log softmax over the last axis; a row of -inf stays -inf, NaN and +inf give NaN. Fractions stay fractions."""
+    x = _numbers(x)
     top = x.max(-1, keepdims=True)
-    safe = np.where(top == NEG, 0.0, top)
+    dead = top == NEG
     with np.errstate(divide="ignore", invalid="ignore"):
-        lse = safe + np.log(np.exp(x - safe).sum(-1, keepdims=True))
-        return np.where(lse == NEG, NEG, x - lse)
+        below = np.where(dead, NEG, x - np.where(dead, 0, top))
+        log_total = np.log(np.exp(as_float(below)).sum(-1, keepdims=True))
+        log_total = np.where(dead, 0, log_total)
+        return below - (fractions_of(log_total) if _is_exact(x) else log_total)
 
 
 class _Head:
@@ -175,8 +211,8 @@ class _Head:
 
     def __init__(self, logits, fused):
         self.fused = fused
-        self.log_probs = log_softmax(logits) if fused else np.asarray(logits, np.float64)
-        self.gradient = np.zeros_like(self.log_probs)
+        self.log_probs = log_softmax(logits) if fused else _numbers(logits)
+        self.gradient = np.zeros(self.log_probs.shape)
 
     def __getitem__(self, classes):
         """Score of class `classes[u]` at every node (t, u); -inf where that is negative."""
@@ -193,7 +229,7 @@ class _Head:
     def pull(self):
         if not self.fused:
             return self.gradient
-        return self.gradient - np.exp(self.log_probs) * self.gradient.sum(-1, keepdims=True)
+        return self.gradient - np.exp(as_float(self.log_probs)) * self.gradient.sum(-1, keepdims=True)
 
 
 def softmax_emission(logits, labels, *, blank, fused=True, blanks=None):
@@ -220,7 +256,7 @@ def constrained_emission(logits, labels, *, blank, fused=True):
     def pullback(gradients):
         head.add(labels, gradients["label"])
         head.add(blank, gradients["blank"])
-        moved = np.zeros_like(blanks)
+        moved = np.zeros(blanks.shape)
         moved[:, 1:] = gradients["label"][:, :-1]
         head.add(blank, moved)
         return head.pull()
@@ -228,14 +264,14 @@ def constrained_emission(logits, labels, *, blank, fused=True):
     return {"blank": blanks, "label": head[labels] + after}, pullback
 
 
-def multi_blank_emission(logits, labels, *, blank, durations, fused=True, sigma=0.0):
+def multi_blank_emission(logits, labels, *, blank, durations, fused=True, sigma=0):
     """Big blank i is class blank - 1 - i and reads durations[i] frames; every arc pays sigma."""
     big = {f"blank+{d}": blank - 1 - i for i, d in enumerate(durations)}
     arcs, pullback = softmax_emission(logits, labels, blank=blank, fused=fused, blanks=big)
     return {slot: arc - sigma for slot, arc in arcs.items()}, pullback
 
 
-def duration_emission(logits, labels, *, blank, durations, fused=True, sigma=0.0):
+def duration_emission(logits, labels, *, blank, durations, fused=True, sigma=0):
     """Token and duration heads in one tensor, durations last (TDT)."""
     split = logits.shape[-1] - len(durations)
     tokens, lengths = _Head(logits[..., :split], fused), _Head(logits[..., split:], fused)
@@ -257,28 +293,28 @@ def duration_emission(logits, labels, *, blank, durations, fused=True, sigma=0.0
 
 
 def _log_sigmoid(x):
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.where(x < 0, x - np.log1p(np.exp(np.minimum(x, 0))), -np.log1p(np.exp(-np.maximum(x, 0))))
+    rest = np.log1p(np.exp(-np.abs(as_float(x))))
+    return np.minimum(x, 0) - (fractions_of(rest) if _is_exact(x) else rest)
 
 
 def hat_emission(logits, labels, *, blank, fused=True):
     """A Bernoulli blank, and a softmax over the classes that are left; a label that is the blank class is a blank."""
     if not fused:
         return softmax_emission(logits, labels, blank=blank, fused=False)
-    bernoulli = np.asarray(logits[..., blank], np.float64)
+    bernoulli = _numbers(logits[..., blank])
     rest = _Head(np.delete(logits, blank, -1), True)
     place = np.where(labels > blank, labels - 1, labels)  # in the rest
     place = np.where((labels == blank) | (labels < 0), -1, place)
     blanks = np.where(bernoulli == np.inf, np.nan, _log_sigmoid(bernoulli))
-    blanks = np.where(np.isnan(rest.log_probs).any(-1), np.nan, blanks)
+    blanks = np.where((rest.log_probs != rest.log_probs).any(-1), np.nan, blanks)  # NaN; fractions have no isnan
     arcs = {"blank": blanks, "label": np.where(labels == blank, blanks, rest[place] + _log_sigmoid(-bernoulli))}
 
     def pullback(gradients):
         to_blank = gradients["blank"] + np.where(labels == blank, gradients["label"], 0.0)
         to_label = np.where(labels == blank, 0.0, gradients["label"])
         rest.add(place, to_label)
-        blank_probability = np.exp(_log_sigmoid(bernoulli))
-        own = to_blank * np.exp(_log_sigmoid(-bernoulli)) - to_label * blank_probability
+        blank_probability = np.exp(_log_sigmoid(as_float(bernoulli)))
+        own = to_blank * np.exp(_log_sigmoid(-as_float(bernoulli))) - to_label * blank_probability
         return np.insert(rest.pull(), blank, own, -1)
 
     return arcs, pullback
@@ -344,6 +380,67 @@ def loss_and_gradient(
             inside = np.zeros_like(inside)
         gradient[b, :n, : m + 1] = np.clip(inside, -clamp, clamp) if clamp > 0 else inside
     return losses, gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """One sequence, path by path, without a rounded sum."""
+
+    paths: tuple  # of (slot, t, u)
+    scores: list  # of the paths: fractions, or -inf
+    arcs: dict  # slot -> scores [T, U1]
+    value: object  # the log-likelihood: a fraction, or -inf
+    posteriors: dict  # slot -> [T, U1]
+    gradient: np.ndarray  # of the loss, [T, U1, V]
+
+    @property
+    def loss(self):
+        return _nearest(-self.value)
+
+
+_cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)))
+
+
+def solve(
+    logits,
+    labels,
+    *,
+    topology=STANDARD,
+    emission=softmax_emission,
+    extra_classes=0,
+    blank=-1,
+    fused_log_softmax=True,
+    delay_penalty=0.0,
+    **emission_options,
+):
+    """The `Solution` of logits [T, U1, V] and labels [U], which hold no more than the sequence."""
+    frames, columns, classes = logits.shape
+    classes -= extra_classes
+    blank = blank + classes if blank < 0 else blank
+    if "sigma" in emission_options:
+        emission_options["sigma"] = fractions.Fraction(float(emission_options["sigma"]))
+    arcs, pullback = emission(
+        fractions_of(logits),
+        np.append(labels, -1).astype(int),
+        blank=blank,
+        fused=fused_log_softmax,
+        **emission_options,
+    )
+    for slot in filter(is_label, arcs):
+        arcs[slot] = arcs[slot] + fractions_of(delay_penalty * ((frames - 1) / 2 - np.arange(frames)[:, None]))
+    paths = _cached_paths(topology, frames, columns - 1)
+    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
+    best = max(scores, default=NEG)
+    posteriors = {slot: np.zeros((frames, columns)) for slot in arcs}
+    if best == NEG:
+        return Solution(paths, scores, arcs, NEG, posteriors, np.zeros(logits.shape))
+    shares = [math.exp(max(score - best, -1000)) for score in scores]
+    total = math.fsum(shares)
+    for path, share in zip(paths, shares, strict=True):
+        for slot, t, u in path:
+            posteriors[slot][t, u] += share / total
+    gradient = pullback({slot: -x for slot, x in posteriors.items()})
+    return Solution(paths, scores, arcs, best + fractions.Fraction(math.log(total)), posteriors, gradient)
 
 
 def arc_posteriors(

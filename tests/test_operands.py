@@ -1,0 +1,299 @@
+"""Do numbers and arrays that users learn get the slope of the loss, by kernels as in plain JAX?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+import reference_numpy as truth
+from test_docs import code
+from test_packed import packed
+
+B, T, U, V = 2, 4, 2, 6
+WEIGHTS = np.array([2.0, -3.0])
+CLOSE = {"rtol": 1e-7, "atol": 1e-8}  # what differences of float64 are good for
+STEP = 1e-5
+
+
+def small(loss=losses.RNNT):
+    """Two sequences, the second one shorter; NaN outside the lengths."""
+    return losses.poisoned(losses.problem(B, T, U, V, loss=loss, scale=1.0, lengths=([4, 3], [2, 1])))
+
+
+def slope(function, *arrays, directions=None):
+    """Difference quotient of float64 truth along the directions: all ones, so a scalar's derivative, unless given."""
+    directions = directions or [np.ones(np.shape(x)) for x in arrays]
+    up, down = (function(*(x + h * d for x, d in zip(arrays, directions))) for h in (STEP, -STEP))
+    return (up - down) / (2 * STEP)
+
+
+def weighted(call):
+    """Compiled gradient of the weighted sum of losses, for all arguments."""
+
+    def total(*arguments):
+        return jnp.sum(call(*arguments) * WEIGHTS)
+
+    return jax.jit(lambda *arguments: jax.grad(total, tuple(range(len(arguments))))(*arguments))
+
+
+SCALARS = {"delay_penalty": 0.3, "sigma": 0.07}
+
+
+def scalars_of(loss):
+    return SCALARS if loss.name in ("multiblank", "tdt") else {"delay_penalty": SCALARS["delay_penalty"]}
+
+
+def expected(loss, p, **options):
+    """Losses in float64; `sigma` is an option of the emission."""
+    return truth.loss_and_gradient(*p, **loss.truth, **options)
+
+
+@pytest.mark.family
+def test_scalars(loss, implementation):
+    """Beside the gradient of the logits, for weights that are not one."""
+    p, scalars = small(loss), scalars_of(loss)
+
+    def call(logits, scalars):
+        return loss(logits, *p[1:], **scalars, reduction="none", implementation=implementation)
+
+    to_logits, got = weighted(call)(p.logits, {k: jnp.asarray(x) for k, x in scalars.items()})
+    for name in scalars:
+        along = lambda x, name=name: expected(loss, p, **(scalars | {name: x}))[0]
+        np.testing.assert_allclose(got[name], slope(along, scalars[name]) @ WEIGHTS, **CLOSE, err_msg=name)
+    wanted = expected(loss, p, **scalars)[1] * WEIGHTS[:, None, None, None]
+    np.testing.assert_allclose(to_logits, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions_and_vmap(implementation, reduction):
+    """Of TDT: one value for each member of a vmap, then under jit, times a cotangent."""
+    loss = losses.TDT
+    p = small(loss)
+
+    def call(penalty, sigma):
+        return 3 * loss(*p, delay_penalty=penalty, sigma=sigma, reduction=reduction, implementation=implementation)
+
+    penalties, sigmas = np.array([0.3, -0.2]), np.array([0.07, 0.0])
+    got = jax.jit(jax.vmap(jax.grad(call, (0, 1))))(penalties, sigmas)
+    share = 3 / B if reduction == "mean" else 3
+    for b in range(2):
+        along = lambda d, s: expected(loss, p, delay_penalty=d, sigma=s)[0].sum() * share
+        np.testing.assert_allclose(got[0][b], slope(lambda d: along(d, sigmas[b]), penalties[b]), **CLOSE)
+        np.testing.assert_allclose(got[1][b], slope(lambda s: along(penalties[b], s), sigmas[b]), **CLOSE)
+
+
+def test_without_jit_and_of_float32(implementation):
+    """A Python float, a NumPy scalar and a float32 array are all the same number."""
+    p = small().astype(np.float32)
+    call = lambda d: losses.RNNT(*p, delay_penalty=d, reduction="sum", implementation=implementation)
+    wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0].sum(), 0.25)
+    for penalty in (0.25, np.float32(0.25), jnp.float32(0.25)):
+        got = jax.grad(call)(penalty)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_clamp_is_for_logits(implementation):
+    """It bounds the gradient of each logit; that of a scalar stays the slope."""
+    p = small()
+
+    def call(logits, penalty):
+        return losses.RNNT(
+            logits, *p[1:], delay_penalty=penalty, clamp=0.05, reduction="none", implementation=implementation
+        )
+
+    to_logits, got = weighted(call)(p.logits, 0.3)
+    np.testing.assert_allclose(
+        to_logits, expected(losses.RNNT, p, delay_penalty=0.3, clamp=0.05)[1] * WEIGHTS[:, None, None, None], atol=1e-12
+    )
+    along = lambda d: expected(losses.RNNT, p, delay_penalty=d)[0] @ WEIGHTS
+    np.testing.assert_allclose(got, slope(along, 0.3), **CLOSE)
+
+
+@pytest.mark.family
+def test_settings_have_no_gradient(loss, implementation):
+    """Clamp, FastEmit and TDT's coin act on gradients: their own is exactly 0, and no error."""
+    p = small(loss)
+    settings = {"clamp": 0.1, "fastemit_lambda": 0.5}
+    extra = {"key": jax.random.key(0)} if loss is losses.TDT else {}
+    settings |= {"omega": 0.5} if extra else {}
+
+    def call(settings):
+        return loss(*p, **settings, **extra, reduction="none", implementation=implementation)
+
+    (got,) = weighted(call)({k: jnp.asarray(x) for k, x in settings.items()})
+    assert all(x == 0 for x in got.values()), got
+
+
+# ------------------------------------------------------------------------------------------------------ simple loss
+
+
+def heads():
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(B, T, V)), rng.normal(size=(B, U + 1, V))
+
+
+def simple_truth(p, am, lm, lm_only, am_only, unigram, penalty):
+    """Losses [B] of the formula in the docstring of `simple_rnnt_loss`, dense, in float64 NumPy."""
+    out = np.zeros(B)
+    for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths, strict=True)):
+        joint = truth.log_softmax(am[b, :n, None] + lm[b, None, : m + 1])
+        lm_alone = truth.log_softmax(lm[b, : m + 1])
+        p_v = np.exp(lm_alone).mean(0) if unigram is None else unigram[b]
+        am_alone = am[b, :n] + np.log(p_v) - np.log((np.exp(am[b, :n]) * p_v).sum(-1, keepdims=True))
+        mixed = (1 - lm_only - am_only) * joint + lm_only * lm_alone[None] + am_only * am_alone[:, None]
+        label = np.full((n, m + 1), -np.inf)
+        for u in range(m):
+            label[:, u] = mixed[:, u, p.targets[b, u]] + penalty * ((n - 1) / 2 - np.arange(n))
+        out[b] = -truth.log_likelihood(truth.STANDARD, {"blank": mixed[..., -1], "label": label}, n, m)
+    return out
+
+
+def directions_of(leaves, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=np.shape(x)) for x in leaves]
+
+
+def assert_slopes(gradients, function, leaves):
+    """Each leaf by itself along three directions, and all of them together."""
+    for seed in range(3):
+        directions = directions_of(leaves, seed)
+        products = [np.sum(np.asarray(g) * d) for g, d in zip(gradients, directions, strict=True)]
+        for i, product in enumerate(products):
+            alone = [d if i == j else 0 * d for j, d in enumerate(directions)]
+            np.testing.assert_allclose(
+                product, slope(function, *leaves, directions=alone), **CLOSE, err_msg=f"leaf {i}"
+            )
+        np.testing.assert_allclose(sum(products), slope(function, *leaves, directions=directions), **CLOSE)
+
+
+def test_simple_loss(implementation):
+    """am, lm, both scales, the unigram and the delay penalty."""
+    implementation = None if implementation == "kernel" else implementation  # its matrix products have no kernel
+    p, (am, lm) = small(), heads()
+    unigram = np.exp(np.random.default_rng(1).normal(size=(B, V)))  # any weights
+    leaves = am, lm, np.array(0.25), np.array(0.15), unigram, np.array(0.3)
+
+    def call(am, lm, lm_only, am_only, unigram, penalty):
+        return jax_rnnt.simple_rnnt_loss(
+            am, lm, *p[1:], lm_only_scale=lm_only, am_only_scale=am_only, unigram=unigram, delay_penalty=penalty,
+            reduction="none", implementation=implementation,
+        )  # fmt: skip
+
+    along = lambda *leaves: simple_truth(p, *leaves) @ WEIGHTS
+    np.testing.assert_allclose(jax.jit(call)(*leaves), simple_truth(p, *leaves), rtol=1e-12)
+    assert_slopes(weighted(call)(*leaves), along, leaves)
+
+
+def test_simple_loss_with_its_own_unigram(implementation):
+    """The unigram of the sequence's columns is a function of lm, too."""
+    implementation = None if implementation == "kernel" else implementation
+    p, (am, lm) = small(), heads()
+
+    def call(am, lm):
+        return jax_rnnt.simple_rnnt_loss(
+            am, lm, *p[1:], lm_only_scale=0.25, am_only_scale=0.15, reduction="none", implementation=implementation
+        )
+
+    along = lambda am, lm: simple_truth(p, am, lm, 0.25, 0.15, None, 0.0) @ WEIGHTS
+    assert_slopes(weighted(call)(am, lm), along, (am, lm))
+
+
+def test_smoothing_of_k2(implementation):
+    """One unigram of the whole batch, padding included, and the gradient flows through it."""
+    implementation = None if implementation == "kernel" else implementation
+    p, (am, lm) = small(), heads()
+
+    def call(am, lm):
+        return jax_rnnt.simple_rnnt_loss(
+            am, lm, *p[1:], lm_only_scale=0.25, am_only_scale=0.15, unigram=jax.nn.softmax(lm).mean((0, 1)),
+            reduction="none", implementation=implementation,
+        )  # fmt: skip
+
+    def along(am, lm):
+        unigram = np.exp(truth.log_softmax(lm)).mean((0, 1))
+        return simple_truth(p, am, lm, 0.25, 0.15, [unigram] * B, 0.0)
+
+    np.testing.assert_allclose(jax.jit(call)(am, lm), along(am, lm), rtol=1e-12)
+    assert_slopes(weighted(call)(am, lm), lambda *x: along(*x) @ WEIGHTS, (am, lm))
+
+
+# ------------------------------------------------------------------------------------- operands of a loss of one's own
+
+
+def test_operands_of_a_step(implementation):
+    """The risk of the docs: its gradient is the posterior of the label, zero outside the lengths, also under vmap."""
+    names, _ = code("docs/losses.md", "two_step_loss")
+    names, _ = code("docs/losses.md", "risk_loss", **names)
+    p = small()
+    risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two of them
+
+    def posterior(risk):
+        out = np.zeros(risk.shape)
+        for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths, strict=True)):
+            topology, arcs = losses.RNNT.lattice(p.logits[b, :n, : m + 1], p.targets[b, :m])
+            arcs["label"] = arcs["label"] - risk[b, :n, : m + 1]
+            out[b, :n, : m + 1] = truth.posteriors(topology, arcs, n, m)[1]["label"]
+        return out
+
+    wanted = np.stack([posterior(x) for x in risk]) * WEIGHTS[:, None, None]
+    call = lambda x: names["risk_loss"](*p, x, reduction="none", implementation=implementation)
+    total = lambda x: jnp.sum(call(x) * WEIGHTS)
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
+
+
+def test_a_learned_scale_of_an_operand(implementation):
+    """As users write it: parameters make the risk."""
+    names, _ = code("docs/losses.md", "two_step_loss")
+    names, _ = code("docs/losses.md", "risk_loss", **names)
+    p = small()
+    frame = np.broadcast_to(np.arange(T)[:, None] - (p.logit_lengths[:, None, None] - 1) / 2, (B, T, U + 1))
+    call = lambda scale: names["risk_loss"](*p, scale * frame, reduction="sum", implementation=implementation)
+    wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0].sum(), 0.3)
+    np.testing.assert_allclose(jax.jit(jax.grad(call))(0.3), wanted, **CLOSE)
+
+
+# ------------------------------------------------------------------------------------------- other ways to the loss
+
+
+def test_in_tiles(implementation):
+    """`joint_rnnt_loss`: scalars bound in the loss, beside weights of the joint."""
+    loss = losses.TDT
+    p = losses.problem(B, T, U, V, loss=loss, lengths=([4, 3], [2, 1]))
+    rng = np.random.default_rng(0)
+    encoder, predictor = rng.normal(size=(B, T, 3)), rng.normal(size=(B, U + 1, 3))
+    weight, bias = rng.normal(size=(3, V + 3)), rng.normal(size=V + 3)
+
+    def call(weight, bias, penalty, sigma):
+        return jax_rnnt.joint_rnnt_loss(
+            jax_rnnt.LinearJoint(weight, bias), encoder, predictor, *p[1:],
+            loss=functools.partial(loss.bound, sigma=sigma), delay_penalty=penalty, reduction="none",
+            implementation=implementation,
+        )  # fmt: skip
+
+    def along(weight, bias, penalty, sigma):
+        logits = np.tanh(encoder[:, :, None] + predictor[:, None]) @ weight + bias
+        return expected(loss, p._replace(logits=logits), delay_penalty=float(penalty), sigma=float(sigma))[0]
+
+    leaves = weight, bias, np.array(0.3), np.array(0.07)
+    assert_slopes(weighted(call)(*leaves), lambda *x: along(*x) @ WEIGHTS, leaves)
+
+
+def test_in_a_band_and_in_packed_rows(implementation):
+    p = small()
+    first = np.zeros((B, T), np.int32)
+    rows = packed(p, p.logits, extra=0)
+    calls = (
+        lambda d: jax_rnnt.pruned_rnnt_loss(
+            p.logits, first, *p[1:], delay_penalty=d, reduction="none", implementation=implementation
+        ),
+        lambda d: jax_rnnt.rnnt_loss_packed(
+            rows, *p[1:], max_frames=T, delay_penalty=d, reduction="none", implementation=implementation
+        ),
+    )
+    wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0], 0.3) @ WEIGHTS
+    for call in calls:
+        np.testing.assert_allclose(weighted(call)(0.3)[0], wanted, **CLOSE)
