@@ -122,7 +122,8 @@ def _fused_bwd(residuals, cotangent):
     of_operands = dict.fromkeys(operands)
     if later is not None:
         pullback, gradients = later
-        of_operands = _gradients(operands, pullback({k: scale_cotangent(g, cotangent) for k, g in gradients.items()})[1])
+        scaled = {slot: scale_cotangent(g, cotangent) for slot, g in gradients.items()}
+        of_operands = _gradients(operands, pullback(scaled)[1])
     arguments = logits, nodes, saved, cotangents, cotangent, clamp
     gradient = spec.emission.backward(*arguments, strict=spec.strict, alias=spec.inplace)
     return None, gradient, *[None] * 4, of_operands

@@ -109,6 +109,6 @@ class Additive(Emission):
         return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """Without a clamp: no logit exists to clip the gradient of. Leaves may be shared by sequences of other scale."""
+        """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip."""
         cotangents = jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents)
         return jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)[0]

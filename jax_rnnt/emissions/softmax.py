@@ -12,7 +12,7 @@ the softmax term of the gradient is dropped.
 The backward pass gets a plane `norm` that holds lse, but not as a float: near 1e4 that is rounded by 5e-4, and exp(x -
 lse) is off by as much. It is the sum of exp(x[v] - x[anchor]) over v, for a class that is in every row, the first blank
 (HAT, whose blank is not in the softmax: class 0, or 1 if that is the blank). An offset that all logits share so drops
-out. Where the anchor is exp(-60) or less of the largest, norm is -(1 + |lse|), the last bit of which tells the sign.
+out. Where the anchor is less than exp(-45) of the largest, norm is lse. Sums are scaled to lie between 0 and any lse.
 
 With `durations` the last D of V + D logits are a second softmax, all of whose log-probabilities are planes (TDT). With
 `bernoulli` the softmax leaves out the blank, whose logit z is one of its own (HAT):
@@ -82,38 +82,35 @@ def row_sum(x) -> RowSum:
     return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
 
 
-_REACH = 60  # nats from the largest logit down to the anchor
+_REACH = 45  # nats from the largest logit down to the anchor
+
+
+def _scale(dtype):
+    """(factor of a sum, what is larger than any scaled sum and smaller than any lse but 0): below 2^92 logits."""
+    return (np.asarray(2.0**-124, dtype), 2.0**-32) if dtype == np.float32 else (np.asarray(2.0**-400, dtype), 2.0**-200)
 
 
 def _anchor(blanks, bernoulli) -> int:
     return blanks[0] if not bernoulli else int(blanks[0] == 0)
 
 
-def _last_bit(x):
-    uint = np.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-    return jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), uint), np.asarray(1, uint)
-
-
 def _norm(row: RowSum, anchor):
-    """`norm` as in the head of this file, with the derivative that it has as a function of the logits."""
+    """`norm` as in the head of this file."""
+    scale, tiny = _scale(row.total.dtype)
     reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
     anchored = (reach <= _REACH) & ~row.dead
-    lse = jnp.where(row.dead, 0, row.peak + row.log_total)
-    raw = -1 - jnp.abs(lse)
-    bits, one = _last_bit(raw)
-    marked = jax.lax.bitcast_convert_type(jnp.where(lse < 0, bits | one, bits & ~one), raw.dtype)
-    raw = raw + jax.lax.stop_gradient(marked - raw)
-    norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)), raw)
+    lse = row.peak + row.log_total
+    lse = jnp.where(row.dead | (jnp.abs(lse) < tiny), 0, lse)
+    norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)) * scale, lse)
     return jnp.where(row.bad, jnp.nan, norm)
 
 
 def _softmax_by_norm(x, anchor, norm):
     """exp(x - lse) from `norm`."""
-    anchored = norm > 0
-    bits, one = _last_bit(norm)
-    lse = jnp.where((bits & one) == one, 1 + norm, -1 - norm)
-    base = jnp.where(anchored, anchor, jnp.where(norm == 0, 0, lse))
-    return jnp.exp(x - base[..., None]) / jnp.where(norm <= 0, 1, norm)[..., None]  # NaN stays
+    scale, tiny = _scale(x.dtype)
+    anchored = (norm > 0) & (norm < tiny)
+    base = jnp.where(anchored, anchor, norm)
+    return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]
 
 
 def _heads(logits, label, num_frames, blanks, durations, bernoulli):

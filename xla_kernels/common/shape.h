@@ -39,8 +39,9 @@ struct EmissionShape {
 //
 // norm is what the backward pass needs to make the softmax again. A rounded lse is off by 5e-4 at 1e4, so it is
 // the sum over the classes of exp(x - x[anchor]), where the anchor is the first blank (Bernoulli: class 0, or 1 if that
-// is the blank): an offset that all logits share drops out. Where the anchor is more than 60 below the largest logit it
-// is -(1 + |lse|), with the last bit set where lse < 0; -1 where all logits are -inf. NaN where the planes are.
+// is the blank), times 2^-124 (double: 2^-400): an offset that all logits share drops out. Where the anchor is more than
+// 45 below the largest logit it is lse, or 0 if that is -inf or smaller in size than 2^-32 (double: 2^-200), below which
+// all sums are. NaN where the planes are.
 struct EmissionForwardArgs {
   EmissionShape shape;
   const void* logits;         // [B, T, U1, V + D]

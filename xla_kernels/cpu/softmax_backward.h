@@ -208,11 +208,11 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     }
     // The softmax is exp(x - base) / norm, where the base is a logit of the row, or exp(x - base) where it is lse.
     const F norm = LoadLanes(static_cast<const A*>(args.norm) + r, count);
-    const auto anchored = norm > A(0);
-    sum = anchored ? sum / norm : sum;
+    const auto anchored = (norm > A(0)) & (norm < kTiny<A>);
+    sum = anchored ? sum / (norm * (1 / kSumScale<A>)) : sum;
     A bases[kWidth], minus_sums[kWidth], factors[kWidth];
     Exponent is_anchored[kWidth];
-    Store(norm == A(0) ? F{} : LseOfRawNorm(norm), bases);
+    Store(norm, bases);
     Store(anchored, is_anchored);
     Store(F{} - sum, minus_sums);  // no -0
     Store((F{} - sum) * scale, factors);

@@ -46,8 +46,9 @@ inline F Sum(F shift, SplitLog<F> log_sum) {
 template <class F>
 inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
-  const F reach = shift - anchor, lse = sum == A(0) ? F{} : Sum(shift, Log(sum));
-  return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) : RawNorm(lse);
+  const F reach = shift - anchor, lse = Sum(shift, Log(sum));
+  const auto none = (sum == A(0)) | ((lse < kTiny<A>) & (lse > -kTiny<A>));
+  return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : lse;
 }
 
 template <class A>
@@ -185,7 +186,8 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
         if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
       }
       first = shift = Load(shifts);
-      norm = sum = ReduceRows(part, [](F a, F b) { return a + b; });
+      sum = ReduceRows(part, [](F a, F b) { return a + b; });
+      norm = sum * kSumScale<A>;
       if (Any(~(sum <= kTrusted))) {
         A maxima[kWidth];
         Store(sum, sums);
