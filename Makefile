@@ -60,7 +60,7 @@ sanitize: build/sanitize/.installed
 	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
-NO_KERNEL = example errors public truth distributed forward_mode align pruned gpu_compile docs joint sharding memory remat export
+NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint sharding memory remat export
 build/emulation/.installed: $(SOURCES)
 	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
 	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \

@@ -103,10 +103,10 @@ def simple_rnnt_loss(
     if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
         expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
         raise ValueError(f"{name}: lm must have {expected}, got {tuple(lm.shape)}.")
-    for argument, scores, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
-        _checks.unsplit(name, argument, scores, {-1: "V"})
+    for argument, matrix, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
+        _checks.unsplit(name, argument, matrix, {-1: "V"})
         if implementation == "reference":
-            _checks.unsplit(name, argument, scores, {-2: rows}, " with implementation='reference'")
+            _checks.unsplit(name, argument, matrix, {-2: rows}, " with implementation='reference'")
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
