@@ -213,7 +213,10 @@ def assert_norm(norm, x, anchor, dtype):
     anchored = (norm > 0) & (norm < tiny)
     np.testing.assert_array_equal(anchored, reach <= 45)
     relative = (4 + np.maximum(reach, 0)) * eps  # exp of a rounded number
-    assert (np.abs(np.log(norm[anchored].astype(np.float64) / scale) - (lse - x[..., anchor])[anchored]) <= relative[anchored]).all()
+    assert (
+        np.abs(np.log(norm[anchored].astype(np.float64) / scale) - (lse - x[..., anchor])[anchored])
+        <= relative[anchored]
+    ).all()
     np.testing.assert_allclose(norm[~anchored], lse[~anchored], rtol=4 * eps, atol=4 * eps)
 
 

@@ -98,8 +98,9 @@ def slack(solution, eps):
         sizes = [sum(arcs[slot][t, u] for slot, t, u in path) for path in solution.paths]
     scores, best = solution.scores, max(solution.scores)
     size = sizes[scores.index(best)]
-    near = [s for s, score in zip(sizes, scores) if best - score < 40 + 4 * eps * (s + size)]
-    return 0.0 if len(near) == 1 else 4 * eps * (size + max(near))
+    with np.errstate(over="ignore"):
+        near = [s for s, score in zip(sizes, scores) if best - score < 40 + 4 * eps * (s + size)]
+        return 0.0 if len(near) == 1 else 4 * eps * (size + max(near))
 
 
 def rounding_is_harmless(solution, dtype):
@@ -242,7 +243,7 @@ def test_the_usual_mask(implementation):
         # 3 ways to put two labels into two frames, 6 into three; rows of equal logits cost log 4 an arc.
         np.testing.assert_allclose(values[0], 4 * math.log(4) - math.log(3), rtol=1e-6, err_msg=f"{mask}")
         expected = -2 * mask - math.log(6)
-        expected = expected if expected <= np.finfo(np.float32).max else INF
+        expected = expected if expected <= float(np.finfo(np.float32).max) else INF
         np.testing.assert_allclose(values[1], expected, rtol=1e-6, err_msg=f"{mask}")
 
 
@@ -378,13 +379,14 @@ def costly(loss):
 
 
 def assert_twins(rows, ids, *results):
-    """Rows of one feed and one base are equal, and not all are zero."""
+    """Rows of one feed and one base are equal, and finite; a path without alternatives leaves nothing to change."""
     results = [np.asarray(x) for x in results]
     for i, row in enumerate(rows):
         twin = ids.index(ids[i])
         for x in results:
-            assert np.isfinite(x[i]).all() and x[i].any(), row.name
+            assert np.isfinite(x[i]).all(), row.name
             np.testing.assert_allclose(x[i], x[twin], rtol=1e-5, atol=2e-5, err_msg=row.name)
+    assert all(x.any() for x in results)
 
 
 @BOTH
@@ -647,7 +649,7 @@ def rounded_normalizer(row, blank):
     """Rows whose anchor is all but impossible keep log sum exp itself: relative error of their softmax, at most 1."""
     x = row.logits[: row.frames].astype(np.float64)[..., :V]
     second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
-    rounded = (top - x[..., blank] > 60) & (top - second < 20)
+    rounded = (top - x[..., blank] > 45) & (top - second < 20)
     return min(float(np.max(np.where(rounded, np.abs(top), 0) * losses.eps(np.float32))), 1.0)
 
 

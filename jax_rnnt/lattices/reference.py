@@ -5,10 +5,10 @@ included; a scan over frames needs an associative scan over u for those, which t
 less than 1 s.
 
 A path weight is an extended number (m, e, h) = m * 2^(e + 4 h): a float mantissa, an integer exponent, and a float
-exponent, which takes over where an integer overflows. Float32 logs reach 1e3 ... 1e4, where their spacing is 1e-4 to 1e-3,
-and posteriors, differences of such logs, inherit that error; mantissas keep the error at the rounding of single operations.
-The exponents are piecewise constant, so plain automatic differentiation of the mantissas is exact, any number of times
-and in both modes.
+exponent, which takes over where an integer overflows. Float32 logs reach 1e3 ... 1e4, where their spacing is 1e-4 ...
+1e-3, and posteriors, differences of such logs, inherit that error; mantissas keep the error at the rounding of single
+operations. The exponents are piecewise constant, so plain automatic differentiation of the mantissas is exact, any
+number of times and in both modes.
 
 Finite arcs may be of any size: users mask with -1e9 or the lowest float. Arcs so large that a path of them could
 overflow the integer go to h as they are. Paths with equal masks have equal h, bit for bit, so that e and m decide
