@@ -36,6 +36,14 @@ struct EmissionShape {
 //   log_blank_i = x[blank_i] - lse      log_label = x[label] - lse      log_duration_i = x[V + i] - lse of theirs
 // and with a Bernoulli blank, whose logit z = x[blank] lse leaves out,
 //   log_blank = log sigmoid(z)          log_label = log sigmoid(-z) + x[label] - lse, or log_blank if label == blank
+//
+// norm is what backward needs of a row. A rounded lse would not do: at lse = 1e4 its error is 5e-4 in float32. Let a be
+// the anchor, the logit of class k0 = blank_0 or, where that is a Bernoulli blank, of the first other class. Then
+//   anchored   norm = sum of exp(x - a) > 0      where a is at most 60 below the largest logit
+//   raw        norm = -(1 + |lse|) < 0           elsewhere; the last bit of the mantissa is set where lse < 0
+//   NaN                                          where a logit is NaN or +inf
+//   0                                            outside the lengths and where normalize is false
+// A row of -inf alone is raw with lse = 0; so is one without class k0.
 struct EmissionForwardArgs {
   EmissionShape shape;
   const void* logits;         // [B, T, U1, V + D]
@@ -44,7 +52,7 @@ struct EmissionForwardArgs {
   void* const* log_blank;     // K planes of A
   void* log_label;            // plane of A
   void* const* log_duration;  // D planes of A
-  void* lse;                  // plane of A (0 where normalize is false)
+  void* lse;                  // plane of A: norm
 };
 
 // Cotangents c of the planes -> gradient of the logits:
@@ -54,12 +62,13 @@ struct EmissionForwardArgs {
 // without the softmax terms where normalize is false. With a Bernoulli blank softmax_k multiplies c_label alone, 0
 // where label == blank, and
 //   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), where label == blank: (c_blank + c_label) sigmoid(-z)
+// Of an anchored row softmax = exp(x - a) / norm, of a raw one exp(x - lse).
 struct EmissionBackwardArgs {
   EmissionShape shape;
   const void* logits;              // [B, T, U1, V + D]; may be the same memory as dlogits
   const int32_t* label;            // [B, label_frames, U1]
   const int32_t* num_frames;       // [B]
-  const void* lse;                 // plane of A
+  const void* lse;                 // plane of A: norm
   const void* const* ct_blank;     // K planes of A
   const void* ct_label;            // plane of A
   const void* const* ct_duration;  // D planes of A
@@ -88,7 +97,8 @@ inline bool IsUnitStep(const Topology& topology) {
 }
 inline bool IsMonotonic(const Topology& topology) { return topology.dt[1] == 1; }
 
-// Arc log-probabilities -> loss and its gradient (minus the posteriors of a plane's arcs, summed).
+// Arc log-probabilities -> loss and its gradient (minus the posteriors of a plane's arcs, summed). Arcs may have any
+// finite size: +inf is the loss of no path, and of one beyond the largest A; NaN that of an arc which is NaN or +inf.
 struct LatticeArgs {
   Topology topology;
   int64_t batch, frames, columns;  // B, T, U1
