@@ -39,9 +39,16 @@ struct EmissionShape {
 //
 // norm is what the backward pass needs to make the softmax again. A rounded lse is off by 5e-4 at 1e4, so it is
 // the sum over the classes of exp(x - x[anchor]), where the anchor is the first blank (Bernoulli: class 0, or 1 if that
-// is the blank), times 2^-124 (double: 2^-400): an offset that all logits share drops out. Where the anchor is more than
-// 45 below the largest logit it is lse, or 0 if that is -inf or smaller in size than 2^-32 (double: 2^-200), below which
-// all sums are. NaN where the planes are.
+// is the blank), times 2^-124 (double: 2^-400): an offset that all logits share drops out. Where the anchor is more
+// than 45 below the largest logit it is lse, or 0 if that is -inf or smaller in size than 2^-32 (double: 2^-200), below
+// which all sums are. NaN where the planes are.
+template <class A>
+constexpr A kReach = A(45);  // the sum of 2^26 exponentials relative to such an anchor is below 2^92
+template <class A>
+constexpr A kSumScale = sizeof(A) == 4 ? A(0x1p-124) : A(0x1p-400);
+template <class A>
+constexpr A kTiny = sizeof(A) == 4 ? A(0x1p-32) : A(0x1p-200);
+
 struct EmissionForwardArgs {
   EmissionShape shape;
   const void* logits;         // [B, T, U1, V + D]

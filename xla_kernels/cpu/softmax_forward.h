@@ -47,7 +47,7 @@ template <class F>
 inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
   const F reach = shift - anchor, lse = Sum(shift, Log(sum));
-  const auto none = (sum == A(0)) | ((lse < kTiny<A>) & (lse > -kTiny<A>));
+  const auto small = (lse < kTiny<A>)&(lse > -kTiny<A>), none = (sum == A(0)) | small;
   return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : lse;
 }
 

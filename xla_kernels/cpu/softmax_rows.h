@@ -16,10 +16,6 @@ constexpr A kLargest = A(0x1.fffffep127f);
 template <class A>
 constexpr A kNaN = A(__builtin_nan(""));
 
-// How far below the largest logit the anchor may be: the sum of 2^26 exponentials relative to it is below 2^92.
-template <class A>
-constexpr A kReach = A(45);
-
 // Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
 // is scaled to the new maximum from block to block.
 constexpr int64_t kBlock = 1024;
@@ -104,12 +100,6 @@ inline auto LoadAll(const T* x) {
 
 // The class that is the anchor of rows.
 inline int64_t Anchor(const EmissionShape& shape) { return shape.bernoulli ? shape.blanks[0] == 0 : shape.blanks[0]; }
-
-// Scaled, the sum of a row is positive, normal and below kTiny, which is smaller than any log-sum-exp but 0.
-template <class A>
-constexpr A kSumScale = sizeof(A) == 4 ? A(0x1p-124) : A(0x1p-400);
-template <class A>
-constexpr A kTiny = sizeof(A) == 4 ? A(0x1p-32) : A(0x1p-200);
 
 // What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.
 template <class F>

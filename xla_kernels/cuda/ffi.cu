@@ -41,12 +41,12 @@ ffi::Error EmissionForwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::Any
 }
 
 ffi::Error EmissionBackwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label,
-                                   ffi::AnyBuffer num_frames, ffi::AnyBuffer lse, ffi::AnyBuffer scale,
+                                   ffi::AnyBuffer num_frames, ffi::AnyBuffer norm, ffi::AnyBuffer scale,
                                    ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
                                    ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
                                    int64_t normalize, int64_t durations, int64_t bernoulli) {
   EmissionBackwardCall call;
-  if (auto error = Read(logits, label, num_frames, lse, scale, clamp, cotangents, dlogits,
+  if (auto error = Read(logits, label, num_frames, norm, scale, clamp, cotangents, dlogits,
                         {blanks, normalize, durations, bernoulli}, &call);
       error.failure())
     return error;

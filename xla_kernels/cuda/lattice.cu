@@ -8,10 +8,13 @@
 //            that 32 neighbouring columns of a diagonal are one access
 //   Sweep 1  two blocks per sequence: alpha over the first half of the diagonals, beta over the second, both kept
 //   Sweep 2  the same blocks go on through the other halves, where the other's values lie ready, and write posteriors
-//            over the log-probabilities in the workspace
+//            over the log-probabilities in the workspace; wide mode instead, where a sequence needs it
 //   Skew     posteriors back into frame order; zeros outside the lengths
 //
 // The loss alone needs Skew, Sweep 1 and the sum over the arcs between the halves: half of the steps.
+//
+// Wide mode (lattice_values.cuh) is one block's work, a diagonal at a time. It is simple and slow: only sequences whose
+// arcs of extreme size may decide take it, and the others do not wait for it.
 //
 // A sweep: a warp takes 32 columns, a lane one. What a lane's label arc hands to the next column moves by a shuffle;
 // from warp to warp by shared memory, a chunk of kChunk diagonals at a time: each warp is one chunk behind its
@@ -63,6 +66,7 @@ struct alignas(2 * sizeof(A)) Arcs {
 // Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
 //   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
 //   2:    beta of the diagonal reached
+// Those of the second sweep are also where wide mode keeps a diagonal.
 constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
 constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
 // Even, so that pairs are aligned in every sequence.
@@ -133,8 +137,8 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: arcs that cannot be taken become -inf, and a flag tells whether the tile holds a NaN or +inf. Back: from the
-// workspace to the gradients, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
+// Forth: label arcs that do not exist become -inf, and a flag has the bits of the tile's arcs. Back: from the workspace
+// to the gradients, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * (kTile + 1));
@@ -173,19 +177,20 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       });
       __syncthreads();
     } else {
-      bool bad = false;
+      const Limits<A> limits(sequence.frames, sequence.labels);
+      int bits = 0;
       const auto check = [&](A x) {
-        bad |= !(x < kLimit<A>);
-        return Checked(x);
+        bits |= limits.Bits(x);
+        return x;
       };
       by_frames([&](int t, int64_t i) {
         if (!used(t)) return;
         tile[slot(t)].blank = check(args.log_blank[i]);
         tile[slot(t)].label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
       });
-      const int any = __syncthreads_or(bad);
+      bits = OrBits(bits);
       by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
-      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(any);
+      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(bits);
       __syncthreads();
     }
   }
@@ -201,12 +206,19 @@ size_t SharedBytes(int tiles) {
   return size_t(tiles) * (2 * kChunk<A> + 1) * sizeof(Value<A>);
 }
 
-// The loss, and the likelihood: the sum over the arcs that lead from the middle diagonal to the next. A tile's sum does
-// not depend on the number of warps, and tiles are added in order, so neither padding nor batch change a bit. `sums`:
-// shared, one per tile.
+// The middle of the lattice, after the first sweep.
 template <class A>
-__device__ __forceinline__ A Loss(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums,
-                                  Value<A>* likelihood) {
+struct Middle {
+  Value<A> likelihood;
+  A loss;
+  bool wide;  // wide mode has to find the loss
+};
+
+// The likelihood is the sum over the arcs that lead from the middle diagonal to the next. A tile's sum does not depend
+// on the number of warps, and tiles are added in order, so neither padding nor batch change a bit. `sums`: shared, one
+// per tile.
+template <class A>
+__device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums) {
   using S = Scalar<A>;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
   const Value<A>* const blank = sequence.Running(args, 0, 0);
@@ -224,16 +236,81 @@ __device__ __forceinline__ A Loss(const Arguments<A>& args, const Sequence<A>& s
     }
     if (lane == 0) sums[tile] = sum;
   }
-  bool bad = false;
+  int bits = 0;
   const int tiles_of_columns = int(Tiles(args.columns));
   for (int row = warp; row < int(Tiles(sequence.frames)); row += warps) {
-    for (int tile = lane; tile < sequence.tiles; tile += 32) bad |= sequence.flags[row * tiles_of_columns + tile] != 0;
+    for (int tile = lane; tile < sequence.tiles; tile += 32) bits |= int(sequence.flags[row * tiles_of_columns + tile]);
   }
-  bad = __syncthreads_or(bad) != 0;
-  *likelihood = sums[0];
-  for (int tile = 1; tile < sequence.tiles; ++tile) *likelihood = Normalize(*likelihood + sums[tile]);
+  bits = OrBits(bits);
+  Value<A> likelihood = sums[0];
+  for (int tile = 1; tile < sequence.tiles; ++tile) likelihood = Normalize(likelihood + sums[tile]);
   __syncthreads();
-  return LossOf(bad, *likelihood);
+  return {likelihood, LossOf((bits & kBad) != 0, likelihood), NeedsWide<A>(bits, likelihood)};
+}
+
+// Wide mode: the loss and, where asked for, posteriors over the arcs in the workspace. A thread takes the columns
+// u, u + blockDim, ...
+//
+// Posteriors do without beta. What enters a node is shared out between its two arcs, and the occupancy of the terminal
+// node, 1, flows back through the shares: it is conserved, whatever the size of the arcs. The shares of blanks wait in
+// grad_blank, in diagonal order. The diagonal at hand lies in the running values of the second sweep: the other block
+// of this sequence may still read those of the first.
+template <class A>
+__device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence, int b) {
+  const int last = sequence.diagonals, labels = sequence.labels, threads = int(blockDim.x);
+  A* const shares = args.grad_blank != nullptr ? args.grad_blank + int64_t(b) * sequence.plane : nullptr;
+  const auto inside = [&](int n, int u) { return unsigned(n - args.skew * u) < unsigned(sequence.frames); };
+  const auto position = [&](int n, int u) {
+    return (n - int(args.by_frames(uint32_t(n))) * args.frames) * args.columns + u;
+  };
+
+  LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.Running(args, 1, 0));
+  const auto enter = [&](int n, int u, double* share) {
+    LogWeight blank = Impossible(), label = Impossible();
+    if (inside(n - 1, u)) blank = weights[u] * double(sequence.arcs[position(n - 1, u)].blank);
+    if (u > 0 && inside(n - 1, u - 1)) label = weights[u - 1] * double(sequence.arcs[position(n - 1, u - 1)].label);
+    return Add(blank, label, share);
+  };
+  for (int u = int(threadIdx.x); u <= labels; u += threads) weights[u] = u == 0 ? LogWeight{0, 0} : Impossible();
+  __syncthreads();
+  for (int n = 1; n < last; ++n) {
+    // In place, so from the last column to the first.
+    for (int first = labels / threads * threads; first >= 0; first -= threads) {
+      const int u = first + int(threadIdx.x);
+      const bool node = u <= labels && inside(n, u);
+      LogWeight weight = Impossible();
+      double share = 0;
+      if (node) weight = enter(n, u, &share);
+      __syncthreads();
+      if (node) weights[u] = weight;
+      if (node && shares != nullptr) shares[position(n, u)] = A(share);
+    }
+    __syncthreads();
+  }
+  double last_share = 0;
+  const A loss = LossOf<A>(enter(last, labels, &last_share));
+  __syncthreads();
+  if (shares == nullptr || loss == kInfinity<A>) return loss;
+
+  double* const occupancies = reinterpret_cast<double*>(weights);
+  for (int n = last - 1; n >= 0; --n) {
+    double *const here = occupancies + n % 2 * args.columns, *const next = occupancies + (n + 1) % 2 * args.columns;
+    // Through the blank or the label arc that leads to column u of the next diagonal.
+    const auto flow = [&](int u, bool blank) {
+      const bool end = n + 1 == last;
+      if (end ? u != labels : u > labels || !inside(n + 1, u)) return 0.0;
+      const double share = end ? last_share : double(shares[position(n + 1, u)]);
+      return (end ? 1.0 : next[u]) * (blank ? share : 1 - share);
+    };
+    for (int u = int(threadIdx.x); u <= labels; u += threads) {
+      if (!inside(n, u)) continue;
+      const double blank = flow(u, true), label = flow(u + 1, false);
+      here[u] = blank + label;
+      sequence.arcs[position(n, u)] = {A(0 - blank), A(0 - label)};
+    }
+    __syncthreads();
+  }
+  return loss;
 }
 
 // What a lane loads for a chunk: its column of kChunk diagonals.
@@ -264,11 +341,12 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   Value<A> minus_inverse = Zero<S>();
   if (kSweep == 2) {
-    Value<A> likelihood;
-    const A loss = Loss(args, sequence, shared, &likelihood);
+    const Middle<A> middle = AtMiddle(args, sequence, shared);
+    if (!kUp && middle.wide) return;
+    const A loss = middle.wide ? Wide(args, sequence, b) : middle.loss;
     if (kUp && threadIdx.x == 0) args.loss[b] = loss;
-    if (!(loss < kInfinity<A>)) return;
-    minus_inverse = {A(-1) / likelihood.m, -likelihood.e};
+    if (middle.wide || !(loss < kInfinity<A>)) return;
+    minus_inverse = {A(-1) / middle.likelihood.m, -middle.likelihood.e};
   }
 
   // Running values of all columns, as this sweep finds them. Before the first diagonal upwards, a blank arc of
@@ -437,8 +515,11 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
-    Value<A> likelihood;
-    const A loss = sequence.frames > 0 ? Loss(args, sequence, shared, &likelihood) : LossOfNoFrames<A>(sequence.labels);
+    A loss = LossOfNoFrames<A>(sequence.labels);
+    if (sequence.frames > 0) {
+      const Middle<A> middle = AtMiddle(args, sequence, shared);
+      loss = middle.wide ? Wide(args, sequence, b) : middle.loss;
+    }
     if (threadIdx.x == 0) args.loss[b] = loss;
   }
 }

@@ -1,4 +1,7 @@
 // What both lattice kernels compute with: numbers m * 2^e, probabilities of arcs, the loss; tiles of 32 by 32 nodes.
+//
+// Fast mode multiplies numbers m * 2^e; an arc outside (-kLimit, kLimit) has probability zero there. Wide mode adds
+// logarithms in float64. A sequence needs it where arcs of such a size may decide: see NeedsWide.
 #pragma once
 
 #include "xla_kernels/common/extended.h"
@@ -17,7 +20,6 @@ using Value = Extended<Scalar<A>>;
 
 template <class A>
 constexpr A kInfinity = A(__builtin_huge_val());
-// Arcs below -kLimit have probability zero, arcs above kLimit count as +inf.
 template <class A>
 constexpr A kLimit = A(1 << 21);
 template <class A>
@@ -25,7 +27,7 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x), x < kLimit. Adding kRound leaves the nearest exponent in the low bits.
+// exp(x), zero where |x| >= kLimit and for NaN. Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x) {
   using S = Scalar<A>;
@@ -34,16 +36,89 @@ __device__ __forceinline__ Value<A> Probability(A x) {
   constexpr A kLn2Low = sizeof(A) == 4 ? A(1.42860677e-6f) : A(1.90821492927058770002e-10);
   constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
   const A rounded = x * kLog2E + kRound, n = rounded - kRound;
-  const A r = (x - n * kLn2High) - n * kLn2Low;
-  const bool possible = x > -kLimit<A>;
+  const A r = Fma(n, -kLn2Low, Fma(n, -kLn2High, x));  // the inner one is exact
+  const bool possible = Abs(x) < kLimit<A>;
   return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
 }
 
-// An arc that cannot be taken, or that makes its sequence's loss NaN, as -inf.
+// ---- Arcs of any size ----
+
+// Bits of the flag of a tile: what its arcs are.
+constexpr int kBad = 1;    // NaN or +inf: the loss is NaN
+constexpr int kFaint = 2;  // finite, below -low
+constexpr int kHigh = 4;   // finite, above high
+constexpr int kHuge = 8;   // finite, above low: exponents may wrap around in fast mode, whose values nobody uses then
+
+// Exponents of paths of arcs between -low and low do not saturate. Arcs up to `high` add 2^20 to a path at most.
 template <class A>
-__device__ __forceinline__ A Checked(A x) {
-  return x > -kLimit<A> && x < kLimit<A> ? x : -kInfinity<A>;
+struct Limits {
+  __device__ __forceinline__ Limits(int frames, int labels)
+      : low(min(kLimit<A>, A(1 << 28) / (A(frames) + A(labels) + A(1)))),
+        high(A(1 << 20) / (A(frames) + A(labels) + A(1))) {}
+  __device__ __forceinline__ int Bits(A x) const {
+    if ((x >= -low && x <= high) || x == -kInfinity<A>) return 0;
+    if (!(x < kInfinity<A>)) return kBad;
+    return (x < -low ? kFaint : kHigh) | (x > low ? kHuge : 0);
+  }
+
+  A low, high;
+};
+
+// The bits of all threads of the block, in all of them; a barrier.
+__device__ __forceinline__ int OrBits(int bits) {
+  int all = 0;
+  if (__syncthreads_or(bits) == 0) return all;
+#pragma unroll 1
+  for (int bit = kBad; bit <= kHuge; bit *= 2) all |= __syncthreads_or(bits & bit) != 0 ? bit : 0;
+  return all;
 }
+
+// Whether fast mode may be wrong. Where it is right, a path with a faint arc is less than exp(-2^19) of the whole.
+template <class A>
+__device__ __forceinline__ bool NeedsWide(int bits, Value<A> likelihood) {
+  if ((bits & kBad) != 0) return false;
+  const bool small = likelihood.m == 0 || likelihood.e < -(1 << 20);
+  return (bits & kHuge) != 0 || ((bits & kFaint) != 0 && ((bits & kHigh) != 0 || small));
+}
+
+// exp(kCoarseUnit * coarse + fine). `coarse` sums the arcs above kCoarse in size and `fine` all others, so equal masks
+// on all paths cancel, however large they are. The unit keeps sums of float64 arcs finite.
+constexpr double kCoarse = 1 << 20, kCoarseUnit = 0x1p32;
+struct LogWeight {
+  double coarse, fine;
+  __device__ __forceinline__ bool Possible() const { return fine > -kInfinity<double>; }
+};
+__device__ __forceinline__ LogWeight Impossible() { return {0, -kInfinity<double>}; }
+
+// By an arc of log-probability x, finite or -inf.
+__device__ __forceinline__ LogWeight operator*(LogWeight w, double x) {
+  const bool coarse = Abs(x) > kCoarse && x > -kInfinity<double>;
+  return {coarse ? w.coarse + x / kCoarseUnit : w.coarse, coarse ? w.fine : w.fine + x};
+}
+// log(a / b), b possible.
+__device__ __forceinline__ double LogRatio(LogWeight a, LogWeight b) {
+  return a.Possible() ? (a.coarse - b.coarse) * kCoarseUnit + (a.fine - b.fine) : -kInfinity<double>;
+}
+// a + b; share: of a in it.
+__device__ __forceinline__ LogWeight Add(LogWeight a, LogWeight b, double* share) {
+  *share = b.Possible() ? 0 : 1;
+  if (!a.Possible() || !b.Possible()) return a.Possible() ? a : b;
+  const double ratio = LogRatio(a, b), less = exp(-Abs(ratio));
+  LogWeight sum = ratio > 0 ? a : b;
+  *share = (ratio > 0 ? 1 : less) / (1 + less);
+  sum.fine += log1p(less);
+  return sum;
+}
+
+// Beyond the largest A: +inf, as where there is no path.
+template <class A>
+__device__ __forceinline__ A LossOf(LogWeight likelihood) {
+  constexpr double kMax = sizeof(A) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;
+  const double loss = 0 - (likelihood.coarse * kCoarseUnit + likelihood.fine);
+  return loss > kMax ? kInfinity<A> : A(loss);
+}
+
+// ---- Losses of fast mode ----
 
 template <class A>
 __device__ __forceinline__ A LossOf(bool bad, Value<A> likelihood) {

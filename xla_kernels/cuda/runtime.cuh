@@ -100,6 +100,12 @@ __device__ __forceinline__ float Log2(float x) {
 #endif
 }
 
+// x * y + z, rounded once.
+__device__ __forceinline__ float Fma(float x, float y, float z) { return fmaf(x, y, z); }
+__device__ __forceinline__ double Fma(double x, double y, double z) { return fma(x, y, z); }
+__device__ __forceinline__ float Abs(float x) { return fabsf(x); }
+__device__ __forceinline__ double Abs(double x) { return fabs(x); }
+
 // Natural logarithm, accurate: for use once per row.
 __device__ __forceinline__ float Log(float x) { return logf(x); }
 __device__ __forceinline__ double Log(double x) { return log(x); }

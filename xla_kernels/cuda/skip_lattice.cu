@@ -1,12 +1,13 @@
 // Lattice with arcs that skip frames: any table of arcs (multi-blank, token and duration). Alpha, beta, and minus the
 // arc posteriors, as numbers m * 2^e (common/extended.h).
 //
-// Nodes are taken by diagonals n = t + u: every arc leads to a later one. Three launches, and as in lattice.cu no block
+// Nodes are taken by diagonals n = t + u: every arc leads to a later one. Four launches, and as in lattice.cu no block
 // waits for another and nothing is atomic:
 //
 //   Skew   all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
 //   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need): a thread takes
 //          the columns u, u + blockDim, ..., and the block meets once per diagonal
+//   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) where a sequence needs it
 //   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
 // Unlike the kernel for unit steps it reads what came before from memory, that is from the L1 cache, and not from a
@@ -67,7 +68,8 @@ struct Arguments {
 };
 
 // One sequence, as all kernels see it. Its workspace: alpha, beta, the arcs, all in diagonal order; a flag per arc and
-// tile.
+// tile, of which SkipLoss lets the first tell whether the sequence needs wide mode. That mode keeps a LogWeight per
+// node over alpha and beta, and replaces arcs by minus their posteriors.
 template <class A>
 struct Sequence {
   __device__ __forceinline__ Sequence(const Arguments<A>& args, int b)
@@ -96,9 +98,9 @@ struct Sequence {
   A *arcs, *flags;
 };
 
-// Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that cannot be
-// taken become -inf, and a flag tells whether the tile holds a NaN or +inf. Back: minus the posteriors of a plane's
-// arcs, summed, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
+// Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that do not
+// exist become -inf, and a flag has the bits of the tile's arcs. Back: minus the posteriors of a plane's arcs, summed,
+// with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
@@ -130,13 +132,18 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
 
     if (kBack) {
       if (!empty && finite) {
+        const bool wide = sequence.flags[0] != 0;
         Value<A> minus_inverse = sequence.beta[0];
         minus_inverse = {A(-1) / minus_inverse.m, -minus_inverse.e};
         by_diagonals([&](int t, int i) {
-          const Value<A> alpha = sequence.alpha[i];
+          const Value<A> alpha = wide ? Zero<S>() : sequence.alpha[i];
           A sum = 0;
           for (int j = 0; j < args.num_arcs; ++j) {
             if (args.plane[j] != k && args.other[j] != k) continue;
+            if (wide) {
+              sum += arc(j)[i];
+              continue;
+            }
             const Value<A> through = Probability(arc(j)[i]) * sequence.Beyond(args, j, t, u);
             const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
             sum += through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
@@ -151,7 +158,8 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
       });
       __syncthreads();
     } else {
-      bool bad = false;
+      const Limits<A> limits(sequence.frames, sequence.labels);
+      int bits = 0;
       by_frames([&](int t, int64_t i) {
         if (!sequence.Inside(t, u)) return;
         A x = -kInfinity<A>;
@@ -159,12 +167,12 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
           x = args.log_plane[args.plane[k]][i];
           if (args.other[k] >= 0) x += args.log_plane[args.other[k]][i];
         }
-        bad |= !(x < kLimit<A>);
-        tile[slot(t)] = Checked(x);
+        bits |= limits.Bits(x);
+        tile[slot(t)] = x;
       });
-      const int any = __syncthreads_or(bad);
+      bits = OrBits(bits);
       by_diagonals([&](int t, int i) { arc(k)[i] = tile[slot(t)]; });
-      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(any);
+      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(bits);
       __syncthreads();
     }
   }
@@ -176,10 +184,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
   using S = Scalar<A>;
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
-    if (sequence.frames == 0) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
-      continue;
-    }
+    if (sequence.frames == 0) continue;
     const int diagonals = sequence.frames + sequence.labels;
     for (int step = 0; step < diagonals; ++step) {
       const int n = blockIdx.x == 0 ? diagonals - 1 - step : step;
@@ -188,8 +193,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
         if (!sequence.Inside(t, u)) continue;
         const int at = Sequence<A>::Position(args, n, u);
         Value<A> sum = blockIdx.x != 0 && n == 0 ? One<A>() : Zero<S>();
-        for (int k = 0; k < args.num_arcs; ++k) {
-          const A* const arc = sequence.arcs + k * sequence.plane;
+        const A* arc = sequence.arcs;
+        for (int k = 0; k < args.num_arcs; ++k, arc += sequence.plane) {
           if (blockIdx.x == 0) {
             sum = sum + Probability(arc[at]) * sequence.Beyond(args, k, t, u);
           } else if (sequence.Inside(t - args.dt[k], u - args.du[k])) {
@@ -201,16 +206,94 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
       }
       __syncthreads();
     }
-    if (blockIdx.x != 0) continue;
-    bool bad = false;
-    const int tiles_of_columns = int(Tiles(args.columns)), tiles = int(Tiles(args.frames)) * tiles_of_columns;
-    for (int tile = int(threadIdx.x); tile < tiles; tile += int(blockDim.x)) {
-      if (tile / tiles_of_columns * kTile >= sequence.frames) break;
-      if (tile % tiles_of_columns * kTile > sequence.labels) continue;
-      for (int k = 0; k < args.num_arcs; ++k) bad |= sequence.flags[k * tiles + tile] != 0;
+  }
+}
+
+// Wide mode: the loss, and posteriors over the arcs. The weight of a node is the sum over the arcs that enter it. The
+// occupancy of the terminal node, 1, flows back, shared out between the arcs that enter a node in proportion to their
+// weights: it is conserved, whatever the size of the arcs.
+template <class A>
+__device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence) {
+  const int diagonals = sequence.frames + sequence.labels;
+  LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.alpha);
+  const auto arc = [&](int k) { return sequence.arcs + k * sequence.plane; };
+  const auto exists = [&](int k, int to_t, int to_u) {
+    const bool end = to_t == sequence.frames && to_u == sequence.labels && args.may_end[k];
+    return sequence.Inside(to_t, to_u) || end;
+  };
+  const auto on_diagonal = [&](int n, auto visit) {
+    for (int u = int(threadIdx.x); u <= sequence.labels; u += int(blockDim.x)) {
+      if (sequence.Inside(n - u, u)) visit(n - u, u, Sequence<A>::Position(args, n, u));
     }
-    bad = __syncthreads_or(bad) != 0;
-    if (threadIdx.x == 0) args.loss[b] = LossOf(bad, sequence.beta[0]);
+    __syncthreads();
+  };
+  // visit(arc, weight) of all arcs that enter node (t, u); the arc by reference.
+  const auto entering = [&](int t, int u, auto visit) {
+    for (int k = 0; k < args.num_arcs; ++k) {
+      const int from_t = t - args.dt[k], from_u = u - args.du[k];
+      if (!sequence.Inside(from_t, from_u) || !exists(k, t, u)) continue;
+      const int from = Sequence<A>::Position(args, from_t + from_u, from_u);
+      visit(arc(k)[from], weights[from] * double(arc(k)[from]));
+    }
+  };
+  const auto sum = [&](int t, int u) {
+    LogWeight total = Impossible();
+    double share;
+    entering(t, u, [&](A&, LogWeight weight) { total = Add(total, weight, &share); });
+    return total;
+  };
+  const auto share_out = [&](int t, int u, LogWeight total, double occupancy) {
+    double parts = 0;
+    if (total.Possible()) entering(t, u, [&](A&, LogWeight weight) { parts += exp(LogRatio(weight, total)); });
+    entering(t, u, [&](A& x, LogWeight weight) {
+      x = total.Possible() ? A(0 - occupancy * (exp(LogRatio(weight, total)) / parts)) : A(0);
+    });
+  };
+
+  for (int n = 0; n < diagonals; ++n) {
+    on_diagonal(n, [&](int t, int u, int at) { weights[at] = n == 0 ? LogWeight{0, 0} : sum(t, u); });
+  }
+  const LogWeight likelihood = sum(sequence.frames, sequence.labels);
+  const A loss = LossOf<A>(likelihood);
+  __syncthreads();  // all have read the last arcs
+  if (args.grad_plane[0] == nullptr || loss == kInfinity<A>) return loss;
+  if (threadIdx.x == 0) share_out(sequence.frames, sequence.labels, likelihood, 1);
+  __syncthreads();
+  for (int n = diagonals - 1; n >= 0; --n) {
+    on_diagonal(n, [&](int t, int u, int at) {
+      double occupancy = 0;
+      for (int k = 0; k < args.num_arcs; ++k) {
+        if (!exists(k, t + args.dt[k], u + args.du[k])) arc(k)[at] = 0;
+        occupancy -= double(arc(k)[at]);
+      }
+      share_out(t, u, weights[at], occupancy);
+    });
+  }
+  return loss;
+}
+
+// Grid: sequences.
+template <class A>
+__global__ void __launch_bounds__(kMaxThreads, 1) SkipLoss(const __grid_constant__ Arguments<A> args) {
+  for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
+    const Sequence<A> sequence(args, b);
+    A loss = LossOfNoFrames<A>(sequence.labels);
+    if (sequence.frames > 0) {
+      int bits = 0;
+      const int tiles_of_columns = int(Tiles(args.columns)), tiles = int(Tiles(args.frames)) * tiles_of_columns;
+      for (int tile = int(threadIdx.x); tile < tiles; tile += int(blockDim.x)) {
+        if (tile / tiles_of_columns * kTile >= sequence.frames) break;
+        if (tile % tiles_of_columns * kTile > sequence.labels) continue;
+        for (int k = 0; k < args.num_arcs; ++k) bits |= int(sequence.flags[k * tiles + tile]);
+      }
+      bits = OrBits(bits);
+      const Value<A> likelihood = sequence.beta[0];
+      const bool wide = NeedsWide<A>(bits, likelihood);
+      __syncthreads();  // all have read flags and beta
+      if (threadIdx.x == 0) sequence.flags[0] = A(wide);
+      loss = wide ? Wide(args, sequence) : LossOf((bits & kBad) != 0, likelihood);
+    }
+    if (threadIdx.x == 0) args.loss[b] = loss;
   }
 }
 
@@ -234,7 +317,8 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, 0, stream, arguments);
   };
   if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
-  then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), dim3(threads));
+  if (args.frames > 0) then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), dim3(threads));
+  then(&SkipLoss<A>, dim3(sequences), dim3(threads));
   if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
   return error;
 }

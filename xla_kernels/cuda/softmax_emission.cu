@@ -71,7 +71,8 @@ struct Shape {
         one_label_row(shape.label_frames == 1),
         normalize(shape.normalize),
         bernoulli(shape.bernoulli),
-        num_blanks(shape.num_blanks) {
+        num_blanks(shape.num_blanks),
+        anchor(shape.bernoulli ? int(shape.blanks[0] == 0) : int(shape.blanks[0])) {
     std::copy(shape.blanks, shape.blanks + shape.num_blanks, blanks);
   }
   __device__ __forceinline__ int row_size() const { return classes + durations; }
@@ -80,6 +81,7 @@ struct Shape {
   Divider by_columns;
   bool one_label_row, normalize, bernoulli;
   int num_blanks;
+  int anchor;  // the class of shape.h; no class where the only one is a Bernoulli blank
   int blanks[kMaxBlanks];
 };
 
@@ -225,9 +227,14 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumDurations(const T* x, in
   return total;
 }
 
+// The row's norm of shape.h. `anchor`: its logit, -inf where there is none.
 template <class A>
-__device__ __forceinline__ A Lse(const LogSumExp<A>& total) {
-  return total.sum == 0 ? -kInfinity<A> : total.max + Log(total.sum);
+__device__ __forceinline__ A Normalizer(const LogSumExp<A>& total, A anchor) {
+  if (total.sum != total.sum) return total.sum;
+  const A below = total.max - anchor;
+  if (below <= kReach<A>) return total.sum * Exp2(below * kLog2E<A>) * kSumScale<A>;
+  const A lse = total.max + Log(total.sum);
+  return total.sum == 0 || Abs(lse) < kTiny<A> ? A(0) : lse;
 }
 
 // For x = +inf and NaN: NaN.
@@ -264,7 +271,7 @@ struct ForwardPointers {
   const int32_t *label, *num_frames;
   A* log_arc[kMaxBlanks + 1];  // K blanks, then the label
   A* log_duration[kMaxDurations];
-  A* lse;
+  A* norm;
 };
 
 // Grid: (groups of rows of a sequence, sequences).
@@ -280,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     if (at.label == kOutside) {
       for (int arc = lane; arc <= num_blanks; arc += kLanes) args.log_arc[arc][at.index] = -kInfinity<A>;
       for (int i = lane; i < shape.durations; i += kLanes) args.log_duration[i][at.index] = -kInfinity<A>;
-      if (lane == 0) args.lse[at.index] = 0;
+      if (lane == 0) args.norm[at.index] = 0;
       continue;
     }
     const T* const x = static_cast<const T*>(args.logits) + at.index * shape.row_size();
@@ -322,7 +329,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     for (int i = lane; i < shape.durations; i += kLanes) {
       args.log_duration[i][at.index] = log_prob(Widen(x[shape.classes + i]), of_durations, log_duration_sum) + poison;
     }
-    if (lane == 0) args.lse[at.index] = Lse(total);
+    if (lane == 0) {
+      const A anchor = shape.anchor < shape.classes ? Widen(x[shape.anchor]) : -kInfinity<A>;
+      args.norm[at.index] = shape.normalize ? Normalizer(total, anchor) : A(0);
+    }
   }
 }
 
@@ -333,7 +343,7 @@ struct BackwardPointers {
   const int32_t *label, *num_frames;
   const A* ct_arc[kMaxBlanks + 1];  // K blanks, then the label
   const A* ct_duration[kMaxDurations];
-  const A *lse, *scale, *clamp;
+  const A *norm, *scale, *clamp;
 };
 
 template <class T, int kLanes>
@@ -373,7 +383,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       continue;
     }
 
-    const A row_lse = args.lse[at.index], lse = row_lse == -kInfinity<A> ? A(0) : row_lse;
     const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
     const int bernoulli = shape.bernoulli ? shape.blanks[0] : -1;
     A ct_blank = 0, ct_label = 0;  // of a Bernoulli blank, and of labels that are none
@@ -383,13 +392,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       ct_blank = at.label == bernoulli ? sum : args.ct_arc[0][at.index];
       sum = ct_label;
     }
-    const A minus_sum = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
+    // Softmax: exp(x - anchor) / norm, or exp(x - lse) where norm is that. All lanes of the group read the anchor and
+    // the durations before a lane writes over them.
+    const A norm = args.norm[at.index];
+    const bool anchored = norm > 0 && norm < kTiny<A>;
+    const A anchor = anchored ? Widen(x[shape.anchor]) : norm;
+    LogSumExp<A> of_durations;
+    if (shape.durations > 0) of_durations = SumDurations(x + shape.classes, shape.durations);
+    SyncGroup<kLanes>();
+    A factor = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
+    if (anchored) factor /= norm * (1 / kSumScale<A>);
     // Comparisons with NaN are false: NaN stays. So does 0, whatever the scale.
     const auto clip = [&](A v) {
       v = v > limit ? limit : v < -limit ? -limit : v;
       return v == 0 ? v : v * scale;
     };
-    const auto others = [&](A v) { return shape.normalize ? Exp2((v - lse) * kLog2E<A>) * minus_sum : minus_sum; };
+    const auto others = [&](A v) { return shape.normalize ? Exp2((v - anchor) * kLog2E<A>) * factor : factor; };
     const auto own = [&](int k) {  // cotangents of the arcs whose class is k
       A ct = k == at.label ? args.ct_arc[num_blanks][at.index] : A(0);
       for (int i = 0; i < num_blanks; ++i) ct += k == shape.blanks[i] ? args.ct_arc[i][at.index] : A(0);
@@ -400,12 +418,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       return clip(k == bernoulli ? ct_blank * Sigmoid(-v) - ct_label * Sigmoid(v) : own(k) + others(v));
     };
     if (shape.durations > 0) {
-      const LogSumExp<A> total = SumDurations(x + shape.classes, shape.durations);
-      const A lse = Lse(total), minus_sum = !shape.normalize || total.sum == 0 ? A(0) : -duration_sum;
-      SyncGroup<kLanes>();
+      const bool normalize = shape.normalize && of_durations.sum != 0;
+      const A duration_factor = normalize ? -duration_sum / of_durations.sum : A(0);
       for (int i = lane; i < shape.durations; i += kLanes) {
-        const A softmax = minus_sum == 0 ? A(0) : Exp2((Widen(x[shape.classes + i]) - lse) * kLog2E<A>);
-        dx[shape.classes + i] = Narrow<T>(clip(args.ct_duration[i][at.index] + softmax * minus_sum));
+        const A v = Widen(x[shape.classes + i]) - of_durations.max;
+        const A softmax = duration_factor == 0 ? A(0) : Exp2(v * kLog2E<A>) * duration_factor;
+        dx[shape.classes + i] = Narrow<T>(clip(args.ct_duration[i][at.index] + softmax));
       }
     }
     const Vectors<T> vectors(x, shape.classes, dx);
@@ -478,7 +496,7 @@ struct BackwardFunction {
 template <class T>
 cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
   using A = Accumulator<T>;
-  ForwardPointers<A> pointers{args.logits, args.label, args.num_frames, {}, {}, static_cast<A*>(args.lse)};
+  ForwardPointers<A> pointers{args.logits, args.label, args.num_frames, {}, {}, static_cast<A*>(args.norm)};
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.log_arc[i] = static_cast<A*>(args.log_blank[i]);
   pointers.log_arc[args.shape.num_blanks] = static_cast<A*>(args.log_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.log_duration[i] = static_cast<A*>(args.log_duration[i]);
@@ -494,7 +512,7 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
                                args.num_frames,
                                {},
                                {},
-                               static_cast<const A*>(args.lse),
+                               static_cast<const A*>(args.norm),
                                static_cast<const A*>(args.scale),
                                static_cast<const A*>(args.clamp)};
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);

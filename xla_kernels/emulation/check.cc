@@ -90,6 +90,27 @@ void CheckAll() {
   Check<float>("Bernoulli blank, -inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; }));
   Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
   Check<float>("Bernoulli blank alone", with([](O o) { o.bernoulli = true; o.classes = 1; }));
+  // Common offsets, improbable anchors.
+  Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
+  Check<float>("offset -1e4", with([](O o) { o.shift = -1e4; o.in_place = false; o.spread = 30; }));
+  Check<float>("offset 1e4, a warp per row", with([](O o) { o.shift = 1e4; o.classes = 300; o.frames = 3; o.num_blanks = 2; }));
+  Check<float>("offset 1e4, a block per row", with([](O o) { o.shift = 1e4; o.classes = 4133; o.frames = 2; o.labels = 1; }));
+  Check<double>("offset 1e4, float64", with([](O o) { o.shift = 1e4; }));
+  Check<Half>("offset 1e4, float16", with([](O o) { o.shift = 1e4; o.spread = 40; }));
+  Check<BFloat16>("offset -1e4, bfloat16", with([](O o) { o.shift = -1e4; o.spread = 300; o.clamp = 0.1; }));
+  Check<float>("offset 3e38", with([](O o) { o.shift = 3e38; o.durations = 3; }));
+  Check<float>("offset -3e38, Bernoulli blank", with([](O o) { o.shift = -3e38; o.bernoulli = true; o.batch = 3; }));
+  Check<double>("offset 1e308, float64", with([](O o) { o.shift = 1e308; o.in_place = false; }));
+  Check<BFloat16>("offset 3e38, bfloat16", with([](O o) { o.shift = 3e38; }));
+  Check<float>("offset 1e4, Bernoulli blank", with([](O o) { o.shift = 1e4; o.bernoulli = true; o.batch = 3; }));
+  Check<float>("offset 1e4, durations", with([](O o) { o.shift = 1e4; o.durations = 5; o.in_place = false; }));
+  Check<float>("improbable anchors", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.spread = 1; }));
+  Check<double>("improbable anchors, float64", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.in_place = false; }));
+  Check<Half>("improbable anchors, float16", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.classes = 300; }));
+  Check<BFloat16>("improbable anchors, bfloat16", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.durations = 2; }));
+  Check<float>("improbable anchors, Bernoulli blank", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.bernoulli = true; }));
+  Check<float>("improbable anchors, offset", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.shift = 1e3; }));
+  Check<float>("improbable anchors, negative offset", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.shift = -50; o.num_blanks = 2; }));
   // Neither the batch nor padding changes a bit, whatever the alignment of a row.
   Check<float>("alone", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 37; }), true);
   Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 301; }), true);
@@ -112,6 +133,53 @@ void CheckAll() {
   CheckSkip<double>("products, tiles", products, 2, 37, 40, false);
   CheckSkip<float>("multi-blank, more diagonals than a tile", multi_blank, 2, 75, 3);
   // clang-format on
+
+  // Arcs of any size.
+  const Table unit = {{1, 0}, {0, 1}, {1, 1}, {0, 1}, {}}, monotonic = {{1, 1}, {0, 1}, {1, 1}, {0, 1}, {}};
+  CheckMasks<float>("unit steps", unit, 2, 6, 3);
+  CheckMasks<double>("unit steps, float64", unit, 1, 4, 3);
+  CheckMasks<float>("monotonic", monotonic, 1, 6, 3);
+  CheckMasks<double>("monotonic, float64", monotonic, 1, 4, 2);
+  CheckMasks<float>("multi-blank", multi_blank, 1, 7, 2);
+  CheckMasks<float>("durations", durations, 2, 7, 2);
+  CheckMasks<double>("durations, float64", durations, 1, 5, 2);
+  CheckMasks<float>("products", products, 1, 7, 2);
+  const auto masks = [](double first, double second, auto where) {
+    Masks masks;
+    masks.size[0] = first;
+    masks.size[1] = second;
+    masks.where = where;
+    return masks;
+  };
+  const Masks few = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + u + p) % 5 == 0 ? 0 : -1; });
+  const Masks labels = masks(-1e30, 0, [](int p, int, int) { return p == 1 ? 0 : -1; });
+  const Masks both = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + 3 * u + p) % 4 < 2 ? (t + p) % 2 : -1; });
+  CheckSkip<float>("masks, tiles", unit, 2, 40, 69, true, 0, labels);
+  CheckSkip<float>("masks, tiles, two sizes", unit, 2, 70, 35, false, 0.05, both);
+  CheckSkip<double>("masks, tiles, monotonic", monotonic, 2, 90, 64, true, 0.05, labels);
+  CheckSkip<float>("masks, warps with several tiles", unit, 1, 5, kMany + 40, true, 0, both);
+  CheckSkip<float>("masks, warps with several tiles, monotonic", monotonic, 1, kMany + 10, kMany + 3, true, 0, labels);
+  CheckSkip<float>("masks, multi-blank, tiles", multi_blank, 2, 40, 37, true, 0, both);
+  CheckSkip<float>("masks, products, more columns than threads", products, 1, 5, 300, true, 0.05, few);
+  // A path through faint arcs wins by high ones, or against a path that is small.
+  const Masks high = masks(-2.2e6, 1e5, [](int p, int t, int u) { return u == 0 && t >= 5 ? 1 - p : -1; });
+  const Masks small = masks(-2.2e6, -1.9e6, [](int p, int t, int u) {
+    return p == 1 || t < 3 || t > 4 ? -1 : u > 2 ? 1 : t == 3 ? 0 : -1;
+  });
+  const Masks lowest = masks(-3.4028234663852886e38, 0, [](int, int, int) { return 0; });
+  // Many arcs that are extreme only for so long a sequence: exponents would saturate.
+  const Masks long_faint = masks(-2e6, 0, [](int, int, int) { return 0; });
+  const Masks long_huge = masks(2e6, 0, [](int, int, int) { return 0; });
+  for (const Table& table : {unit, monotonic, multi_blank}) {
+    CheckSkip<float>("a faint node alone", table, 1, 1, 0, true, 0, lowest);
+    CheckSkip<float>("high arcs", table, 2, 32, 3, true, 0, high);
+    CheckSkip<double>("small likelihood", table, 1, 9, 6, true, 0, small);
+    CheckSkip<float>("small likelihood", table, 1, 9, 6, false, 0, small);
+    CheckSkip<float>("many faint arcs", table, 1, 260, 1, true, 0, long_faint);
+    CheckSkip<float>("many huge arcs", table, 1, 160, 1, true, 0, long_huge);
+    const Masks faint = masks(-1e9, 0, [](int p, int t, int u) { return p == 1 && (t + u) % 3 == 0 ? 0 : -1; });
+    SkipProblem<float>("faint arcs", table, 1, 30, 4, 0, faint).CheckFaint();
+  }
 }
 
 }  // namespace

@@ -71,6 +71,13 @@ class Buffer {
   Memory memory_;
 };
 
+// Adds all bits to the checksum.
+template <class T>
+void Sum(const Buffer<T>& buffer) {
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.host());
+  for (size_t i = 0; i < size_t(buffer.size()) * sizeof(T); ++i) checksum = (checksum ^ bytes[i]) * 0x100000001b3;
+}
+
 inline double LogAdd(double a, double b) {
   if (a == -kInfinity) return b;
   if (b == -kInfinity) return a;

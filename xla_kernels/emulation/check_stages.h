@@ -11,7 +11,7 @@
 
 namespace jax_rnnt::cuda {
 
-enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, kNoPath };
+enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, kNoPath, kFarAnchor };
 
 struct Options {
   int batch = 2, frames = 5, labels = 3, classes = 7;
@@ -19,8 +19,8 @@ struct Options {
   bool ragged = true, in_place = true, normalize = true, label_per_frame = false;
   bool bernoulli = false;
   int num_blanks = 1, durations = 0, offset = 0;
-  double clamp = 0, spread = 4;  // of the logits
-  double scale = 0;              // of the first sequence, where not 0
+  double clamp = 0, spread = 4, shift = 0;  // logits: shift + [-spread, spread], a Bernoulli blank without shift
+  double scale = 0;                         // of the first sequence, where not 0
   Fault fault = Fault::kNone;
   std::vector<int> num_frames, num_labels;  // where not empty: instead of random ones
 };
@@ -134,10 +134,12 @@ class Problem {
       const int b = int(i / (label_frames_ * columns_)), u = int(i % columns_);
       label_[i] = u < num_labels_[b] ? random.Below(V) : u == num_labels_[b] ? kNoLabel : kOutside;
     }
+    const auto shift = [&](int k) { return options.bernoulli && k == blanks_[0] ? 0 : options.shift; };
     for (int64_t i = 0; i < nodes_; ++i) {
       for (int k = 0; k < R; ++k) {
         const double x = random.Uniform(-options.spread, options.spread);
-        if (LabelAt(i) != kOutside) logits_[i * R + k] = NarrowLogit(options.normalize ? x : -std::fabs(x));
+        if (LabelAt(i) != kOutside)
+          logits_[i * R + k] = NarrowLogit(shift(k) + (options.normalize ? x : -std::fabs(x)));
       }
     }
     const auto inside = [&](double share) { return num_frames_[0] > 0 ? random.Uniform(0, 1) < share : false; };
@@ -149,6 +151,10 @@ class Problem {
       if (options.fault == Fault::kMinusInfinity && inside(0.5))
         logits_[i * R + random.Below(R)] = NarrowLogit(-kInfinity);
       if (options.fault == Fault::kDeadRow && inside(0.1)) fill(-kInfinity);
+      if (options.fault == Fault::kFarAnchor && inside(0.7)) {
+        const double below[] = {50, 70, 5000, kInfinity};
+        logits_[i * R + Anchor()] = NarrowLogit(options.shift - below[random.Below(4)]);
+      }
     }
     const int64_t odd = R + (options.durations > 0 ? V : V / 2);  // in the first sequence only
     if (options.fault == Fault::kNaN) logits_[odd] = NarrowLogit(kNaN);
@@ -181,7 +187,7 @@ class Problem {
       CompareBits("loss of a sequence alone", other.loss_[0], loss_[b]);
       for (int64_t row = 0; row < other.nodes_; ++row) {
         const int64_t here = RowOf(b, other, row);
-        CompareBits("lse of a sequence alone", other.lse_[row], lse_[here]);
+        CompareBits("norm of a sequence alone", other.norm_[row], norm_[here]);
         for (int which = 0; which < 2; ++which)
           CompareBits("arc's gradient of a sequence alone", other.grads_[which][row], grads_[which][here]);
         for (int k = 0; k < R; ++k) {
@@ -255,13 +261,6 @@ class Problem {
     if (error != cudaSuccess && problem_.empty()) problem_ = std::string(what) + ": " + cudaGetErrorString(error);
     return error == cudaSuccess;
   }
-  template <class Element>
-  static void Sum(const Buffer<Element>& buffer) {
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.host());
-    for (size_t i = 0; i < size_t(buffer.size()) * sizeof(Element); ++i)
-      checksum = (checksum ^ bytes[i]) * 0x100000001b3;
-  }
-
   void CheckForward() {
     for (size_t i = 0; i <= blanks_.size(); ++i) arcs_.emplace_back(nodes_);
     std::vector<void*> log_blank;
@@ -271,26 +270,25 @@ class Problem {
     for (auto& plane : durations_) log_duration.push_back(plane.data());
     const Buffer<T> before = logits_;
     const EmissionForwardArgs args = {Shape(),          logits_.data(),      label_.data(),       num_frames_.data(),
-                                      log_blank.data(), arcs_.back().data(), log_duration.data(), lse_.data()};
+                                      log_blank.data(), arcs_.back().data(), log_duration.data(), norm_.data()};
     if (!Succeeded("EmissionForward", OnDevice([&] { return EmissionForward(Traits<T>::kDType, args, nullptr); })))
       return;
     if (!logits_.SameBits(before)) problem_ = "EmissionForward has written to the logits";
     for (int64_t i = 0; i < nodes_; ++i) {
       const int label = LabelAt(i);
       const bool outside = label == kOutside;
-      const double lse = outside || !options_.normalize ? 0 : LogSumExp(i, 0, V);
-      const double duration_lse = outside || !options_.normalize ? 0 : LogSumExp(i, V, R);
+      const Softmax softmax = SoftmaxOf(i, 0, V), of_durations = SoftmaxOf(i, V, R);
       const double z = options_.bernoulli ? Logit(i, int(blanks_[0])) : 0;
-      const bool bad = lse != lse || duration_lse != duration_lse || !(z < kInfinity);
-      const auto log_prob = [&](int64_t k, double lse) {
+      const bool bad = softmax.sum != softmax.sum || of_durations.sum != of_durations.sum || !(z < kInfinity);
+      const auto log_prob = [&](int64_t k, const Softmax& softmax) {
         const double x = Logit(i, int(k));
-        return lse == -kInfinity ? -kInfinity : !options_.normalize && x == kInfinity ? kNaN : x - lse;
+        return !options_.normalize && x == kInfinity ? kNaN : softmax.Log(x);
       };
       const auto compare = [&](const char* what, double is, double should) {
         if (outside) should = -kInfinity;
         Compare(what, i, is, should, tolerance_ * (1 + std::fabs(should)));
       };
-      Compare("lse", i, lse_[i], lse, tolerance_ * (1 + std::fabs(lse)));
+      CheckNorm(i, softmax);
       for (size_t arc = 0; arc < arcs_.size(); ++arc) {
         const int64_t k = arc < blanks_.size() ? blanks_[arc] : label;
         double value = kNaN;  // of labels out of range
@@ -299,16 +297,16 @@ class Problem {
         } else if (0 <= k && k < V) {
           value = bad                                     ? kNaN
                   : options_.bernoulli && k == blanks_[0] ? LogSigmoid(z)
-                  : options_.bernoulli                    ? log_prob(k, lse) + LogSigmoid(-z)
-                                                          : log_prob(k, lse);
+                  : options_.bernoulli                    ? log_prob(k, softmax) + LogSigmoid(-z)
+                                                          : log_prob(k, softmax);
         }
         compare("log_arc", arcs_[arc][i], value);
       }
       for (int d = 0; d < options_.durations; ++d) {
-        compare("log_duration", durations_[d][i], outside ? 0 : bad ? kNaN : log_prob(V + d, duration_lse));
+        compare("log_duration", durations_[d][i], outside ? 0 : bad ? kNaN : log_prob(V + d, of_durations));
       }
     }
-    Sum(lse_);
+    Sum(norm_);
     for (const auto& arc : arcs_) Sum(arc);
     for (const auto& plane : durations_) Sum(plane);
   }
@@ -316,18 +314,41 @@ class Problem {
   double Logit(int64_t row, int k) const { return double(Widen(logits_[row * R + k])); }
   static double LogSigmoid(double x) { return x < 0 ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x)); }
 
+  struct Softmax {
+    double Log(double x) const { return sum == 0 ? -kInfinity : x - max - std::log(sum); }
+    double max, sum;  // sum of exp(x - max)
+  };
   // Of the logits [begin, end) of a row, a Bernoulli blank left out.
-  double LogSumExp(int64_t row, int begin, int end) const {
+  Softmax SoftmaxOf(int64_t row, int begin, int end) const {
+    if (LabelAt(row) == kOutside || !options_.normalize) return {0, 1};
     double max = -kInfinity, sum = 0;
     const auto counts = [&](int k) { return !options_.bernoulli || k != blanks_[0]; };
     for (int k = begin; k < end; ++k) {
       const double x = Logit(row, k);
-      if (counts(k) && (x != x || x == kInfinity)) return kNaN;
+      if (counts(k) && (x != x || x == kInfinity)) return {0, kNaN};
       if (counts(k)) max = std::fmax(max, x);
     }
-    if (max == -kInfinity) return -kInfinity;
+    if (max == -kInfinity) return {0, 0};
     for (int k = begin; k < end; ++k) sum += counts(k) ? std::exp(Logit(row, k) - max) : 0;
-    return max + std::log(sum);
+    return {max, sum};
+  }
+
+  // The class of shape.h.
+  int Anchor() const { return options_.bernoulli ? blanks_[0] == 0 : int(blanks_[0]); }
+  static bool IsLse(A norm) { return norm <= 0 || norm >= kTiny<A>; }
+  void CheckNorm(int64_t row, const Softmax& softmax) {
+    const A norm = norm_[row];
+    const double below = Anchor() < V ? softmax.max - Logit(row, Anchor()) : kInfinity;
+    if (LabelAt(row) == kOutside || !options_.normalize || softmax.sum != softmax.sum) {
+      Compare("norm", row, norm, softmax.sum != softmax.sum ? kNaN : 0, 0);
+    } else if (softmax.sum > 0 && below <= kReach<A>) {
+      const double should = softmax.sum * std::exp(below) * kSumScale<A>;
+      Compare("anchored norm", row, norm, should, should * (tolerance_ + kRounding * below));
+    } else {
+      if (!IsLse(norm)) Wrong("norm that is lse", row, norm, 0);
+      const double should = -softmax.Log(0);
+      Compare("lse", row, norm, softmax.sum > 0 ? should : 0, tolerance_ * (1 + std::fabs(should)));
+    }
   }
 
   void CheckLattice() {
@@ -421,7 +442,7 @@ class Problem {
     Buffer<T> x = logits_, apart(nodes_ * R, options_.offset);
     Buffer<T>& dx = options_.in_place ? x : apart;
     const EmissionBackwardArgs args = {Shape(),       x.data(),        label_.data(),    num_frames_.data(),
-                                       lse_.data(),   ct_blank.data(), ct.back().data(), ct_duration.data(),
+                                       norm_.data(),  ct_blank.data(), ct.back().data(), ct_duration.data(),
                                        scale_.data(), clamp_.data(),   dx.data()};
     if (!Succeeded("EmissionBackward", OnDevice([&] { return EmissionBackward(Traits<T>::kDType, args, nullptr); })))
       return;
@@ -439,8 +460,10 @@ class Problem {
         }
       }
       used &= label != kOutside;
-      const double lse = lse_[i] == -kInfinity ? 0 : double(lse_[i]);
-      const double duration_lse = used && options_.durations > 0 ? LogSumExp(i, V, R) : 0;
+      const Softmax softmax = SoftmaxOf(i, 0, V), of_durations = SoftmaxOf(i, V, R);
+      // An lse is rounded; a cotangent that is tiny itself may be subnormal, once divided by an anchored norm.
+      const double of_lse = IsLse(norm_[i]) ? kRounding * std::fabs(softmax.max) : 0;
+      const double subnormal = sizeof(A) == 8 ? 0 : 0x1p-149 * std::exp(45.0);
       const bool same = options_.bernoulli && label == blanks_[0];
       const double ct_label = same && sum == sum ? 0 : double(ct.back()[i]), ct_blank = same ? sum : double(ct[0][i]);
       for (int k = 0; k < R; ++k) {
@@ -452,12 +475,12 @@ class Problem {
           const double x = Logit(i, k);
           if (k >= V) {
             unit = double(ct_durations[k - V][i]);
-            if (options_.normalize && duration_lse > -kInfinity) unit -= std::exp(x - duration_lse) * duration_sum;
+            if (options_.normalize && duration_sum != 0) unit -= std::exp(of_durations.Log(x)) * duration_sum;
           } else if (options_.bernoulli) {
             unit = k == blanks_[0] ? ct_blank / (1 + std::exp(x)) - ct_label / (1 + std::exp(-x))
-                                   : unit - std::exp(x - lse) * ct_label;
+                                   : unit - std::exp(softmax.Log(x)) * ct_label;
           } else if (options_.normalize) {
-            unit -= std::exp(x - lse) * sum;
+            unit -= std::exp(softmax.Log(x)) * sum;
           }
           if (sum != sum) unit = kNaN;
           if (clamp > 0) unit = unit > clamp ? clamp : unit < -clamp ? -clamp : unit;
@@ -465,7 +488,8 @@ class Problem {
         const double should = unit == 0 ? 0 : unit * scale, is = double(Widen(dx[i * R + k]));
         const double smallest = sizeof(T) == 2 && Traits<T>::kEpsilon < 0x1p-9 ? 0x1p-25 : 0;
         Compare("dlogits", i * R + k, is, should,
-                1.01 * Traits<T>::kEpsilon * std::fabs(should) + 4 * tolerance_ * size * std::fabs(scale) + smallest);
+                1.01 * Traits<T>::kEpsilon * std::fabs(should) +
+                    ((4 * tolerance_ + of_lse) * size + subnormal) * std::fabs(scale) + smallest);
         if (!used && is != 0) Wrong("dlogits of a row without cotangent", i * R + k, is, 0);
       }
     }
@@ -476,6 +500,7 @@ class Problem {
   const char* name_;
   const Options options_;
   const int64_t B, frames_, columns_, V, R, nodes_, label_frames_;  // R: logits of a row
+  static constexpr double kRounding = sizeof(A) == 8 ? 0x1p-51 : 0x1p-22;
   const double tolerance_ = sizeof(A) == 8 ? 1e-14 : 2e-6;
   std::vector<int64_t> blanks_;
   Buffer<T> logits_;
@@ -483,7 +508,7 @@ class Problem {
   Buffer<A> scale_, clamp_;
   std::vector<Buffer<A>> arcs_;  // K blanks, then the label
   std::vector<Buffer<A>> durations_;
-  Buffer<A> lse_{nodes_};
+  Buffer<A> norm_{nodes_};
   Buffer<A> loss_{B};
   Buffer<A> grads_[2] = {Buffer<A>(nodes_), Buffer<A>(nodes_)};
   Buffer<T> dlogits_{nodes_ * R};

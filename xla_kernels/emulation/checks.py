@@ -54,12 +54,13 @@ ENVIRONMENT = {
 def compile_object(
     source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
 ) -> pathlib.Path:
-    """The object of root / source, compiled unless it is newer than the source and all headers."""
+    """The object of root / source, compiled unless it is newer than the source and all headers. Headers of root come
+    first."""
     target = build / mode.name / (pathlib.Path(source).name + ".o")
     newest = max(path.stat().st_mtime for path in [root / source, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*warnings, *mode.flags, f"-I{ROOT}", "-x", "c++"]
+        flags = [*warnings, *mode.flags, f"-I{root}", f"-I{ROOT}", "-x", "c++"]
         subprocess.run([*CXX, *flags, "-c", root / source, "-o", target], check=True)
     return target
 

@@ -16,6 +16,7 @@ import time
 import checks
 
 LATTICE, EMISSION, SKIP = (f"xla_kernels/cuda/{name}.cu" for name in ("lattice", "softmax_emission", "skip_lattice"))
+VALUES = "xla_kernels/cuda/lattice_values.cuh"  # a header of LATTICE and SKIP
 RUNS = (
     ("plain", "forward"),
     ("plain", "reverse"),
@@ -31,7 +32,7 @@ MUTATIONS = (
         "parts[threadIdx.x / 32] = total;\n    __syncthreads();",
         "parts[threadIdx.x / 32] = total;",
     ),
-    ("missing __syncthreads: transposed tile", LATTICE, "any = __syncthreads_or(bad);", "any = bad;"),
+    ("missing __syncthreads: transposed tile", LATTICE, "bits = OrBits(bits);\n      by_diagonals", "by_diagonals"),
     (
         "missing __syncthreads: hand-over between warps",
         LATTICE,
@@ -57,7 +58,14 @@ MUTATIONS = (
         "__shfl_xor_sync(mask, total.max, step)",
         "__shfl_xor_sync(mask, total.max, step * 2)",
     ),
-    ("missing barrier: durations in place", EMISSION, "      SyncGroup<kLanes>();\n", ""),
+    ("missing barrier: anchor and durations in place", EMISSION, "    SyncGroup<kLanes>();\n", ""),
+    ("anchor read late", EMISSION, "Exp2((v - anchor)", "Exp2((v - (norm > 0 ? Widen(x[shape.anchor]) : anchor))"),
+    ("anchor: a Bernoulli blank", EMISSION, "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
+    ("anchor: no class", EMISSION, "shape.anchor < shape.classes ?", "true ?"),
+    ("anchor: too far below", EMISSION, "below <= kReach<A>", "below <= 10 * kReach<A>"),
+    ("sum: not scaled", EMISSION, "factor /= norm * (1 / kSumScale<A>)", "factor /= norm"),
+    ("a rounded lse for all rows", EMISSION, "below <= kReach<A>", "below < 0"),
+    ("durations: a sum for its maximum", EMISSION, "x[shape.classes + i]) - of_durations.max", "x[shape.classes + i])"),
     (
         "Bernoulli blank in the softmax",
         EMISSION,
@@ -117,6 +125,50 @@ MUTATIONS = (
     ),
     ("skipping arcs: wrong row", SKIP, "n - args.dt[k] - args.du[k], u", "n - args.dt[k], u"),
     ("skipping arcs: bound of labels", SKIP, "0 <= u && u <= labels", "0 <= u && u <= labels + 1"),
+    (
+        "wide: race for the running values",
+        LATTICE,
+        "reinterpret_cast<LogWeight*>(sequence.Running(args, 1, 0))",
+        "reinterpret_cast<LogWeight*>(sequence.Running(args, 0, 0))",
+    ),
+    ("wide: taken by both blocks", LATTICE, "if (!kUp && middle.wide) return;", ""),
+    (
+        "wide: missing __syncthreads before columns are replaced",
+        LATTICE,
+        "      __syncthreads();\n      if (node) weights[u]",
+        "      if (node) weights[u]",
+    ),
+    (
+        "wide: columns in the wrong order",
+        LATTICE,
+        "first = labels / threads * threads; first >= 0; first -= threads",
+        "first = 0; first <= labels; first += threads",
+    ),
+    ("wide: share of the other arc", LATTICE, "(blank ? share : 1 - share)", "(blank ? 1 - share : share)"),
+    ("wide: not for the loss alone", LATTICE, "      loss = middle.wide ? Wide(args, sequence, b) :", "      loss ="),
+    (
+        "wide: missing __syncthreads between diagonals",
+        SKIP,
+        "Sequence<A>::Position(args, n, u));\n    }\n    __syncthreads();",
+        "Sequence<A>::Position(args, n, u));\n    }",
+    ),
+    ("wide: last arcs shared out twice", SKIP, "if (threadIdx.x == 0) share_out", "share_out"),
+    ("wide: last arcs replaced too early", SKIP, "  __syncthreads();  // all have read the last arcs\n", ""),
+    ("wide: arcs that do not exist", SKIP, "arc(k)[at] = 0;", "continue;"),
+    ("wide: flags read as they are replaced", SKIP, "      __syncthreads();  // all have read flags and beta\n", ""),
+    ("wide: not where arcs are high", VALUES, "((bits & kHigh) != 0 || small)", "small"),
+    ("wide: not where the likelihood is small", VALUES, "|| likelihood.e < -(1 << 20)", ""),
+    ("wide: the length does not matter", VALUES, "low(min(kLimit<A>, ", "low(max(kLimit<A>, "),
+    (
+        "wide: for every faint arc",
+        VALUES,
+        "((bits & kFaint) != 0 && ((bits & kHigh) != 0 || small))",
+        "(bits & kFaint) != 0",
+    ),
+    ("wide: all bits of the flags alike", VALUES, "__syncthreads_or(bits & bit)", "__syncthreads_or(bits)"),
+    ("wide: one sum for masks and all else", VALUES, "Abs(x) > kCoarse", "Abs(x) > 1e308"),
+    ("wide: -inf among the masks", VALUES, "Abs(x) > kCoarse && x > -kInfinity<double>", "Abs(x) > kCoarse"),
+    ("wide: sums of masks overflow", VALUES, "kCoarseUnit = 0x1p32", "kCoarseUnit = 1"),
 )
 SIGNS = (
     ("jax_rnnt emulation:", "EMU"),
@@ -148,14 +200,17 @@ def try_mutation(mutation, objects, every_run) -> list[str]:
         root = pathlib.Path(folder)
         (root / source).parent.mkdir(parents=True)
         (root / source).write_text(text.replace(old, new))
+        sources = [LATTICE, SKIP] if source == VALUES else [source]
+        for other in sources:
+            shutil.copy(checks.ROOT / other, root / other) if other != source else None
         programs = {}
         for mode_name, order in RUNS:
             if mode_name not in programs:
                 mode = next(mode for mode in checks.MODES if mode.name == mode_name)
-                mutated = checks.compile_object(source, mode, root, root, warnings=["-w"])
-                others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s != source]
-                programs[mode.name] = checks.link([mutated, *others], mode, root / mode.name / "check")
-            verdicts.append(verdict(*checks.run(programs[mode_name], order, "--first", timeout=60)))
+                mutated = [checks.compile_object(s, mode, root, root, warnings=["-w"]) for s in sources]
+                others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s not in sources]
+                programs[mode.name] = checks.link([*mutated, *others], mode, root / mode.name / "check")
+            verdicts.append(verdict(*checks.run(programs[mode_name], order, "--first")))
             if verdicts[-1] != "-" and not every_run:
                 break
         shutil.rmtree(root / "xla_kernels")
