@@ -110,7 +110,7 @@ def simple_rnnt_loss(
     rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
-    smoothing = {}
+    smoothing: dict[str, jax.Array] = {}
     for scale, x in (("lm_only", lm_only_scale), ("am_only", am_only_scale)):
         x = _checks.scalar(name, f"{scale}_scale", x)
         smoothing |= {} if _checks.is_zero(x) else {scale: jnp.asarray(x)}

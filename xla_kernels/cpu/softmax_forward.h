@@ -46,8 +46,9 @@ inline F Sum(F shift, SplitLog<F> log_sum) {
 template <class F>
 inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
+  constexpr A tiny = kTiny<A>;
   const F reach = shift - anchor, lse = Sum(shift, Log(sum));
-  const auto small = (lse < kTiny<A>)&(lse > -kTiny<A>), none = (sum == A(0)) | small;
+  const auto none = (sum == A(0)) | ((lse < tiny) & (lse > -tiny));
   return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : lse;
 }
 
