@@ -266,7 +266,9 @@ def answer(loss, p, eps, *, blank, fused, clamp, fastemit_lambda, delay_penalty,
     sizes = np.where(dead, np.nan, np.abs(scores))
     most = np.fmax.reduce(sizes, 1, initial=0)
     least = np.fmin.reduce(np.where(sizes > 2**20, sizes, np.nan), 1, initial=np.inf)
-    exact = (8 * losses.eps(np.float64) * most < limit) | (most <= least * (1 if wide else 1.001))
+    exact = (delay_penalty == 0) & (8 * losses.eps(np.float64) * most < limit) | (
+        most <= least * (1 if wide else 1.001)
+    )
     out.slack = np.where(ties & same & exact, 0, out.slack)
 
     posteriors = (shares @ takes).reshape(size, len(slots), n, m + 1)
@@ -399,9 +401,10 @@ def feed(seed, call, small, largest=LARGEST):
     targets = rng.choice(classes, (BATCH, U)).astype(np.int32)
     made = [random_logits(rng, (T, U + 1, V + loss.extra_classes), y, place, fused) for y in targets]
     with np.errstate(over="ignore"):
-        top = min(largest, float(jnp.finfo(dtype).max))
+        low = min(largest, float(jnp.finfo(dtype).max))
+        high = low if fused else min(low, 1e37)  # sums of two scores are planes, too, and must not be +inf
         logits = np.stack([x for x, _ in made])
-        logits = np.where(np.isneginf(logits), logits, np.clip(logits, -top, top)).astype(jnp.dtype(dtype))
+        logits = np.where(np.isneginf(logits), logits, np.clip(logits, -low, high)).astype(jnp.dtype(dtype))
     every = np.array(lengths_of(shape), np.int32)[np.arange(BATCH) * 4 // BATCH]
     p = losses.poisoned(losses.Problem(logits, targets, every[:, 0], every[:, 1]))
     maybe = lambda probability, value: value if rng.random() < probability else None
