@@ -644,7 +644,7 @@ MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
 
 
 def rounded_normalizer(row, blank):
-    """Where the anchor of a row is all but impossible, its log-sum-exp is kept, rounded: if another class is near the top."""
+    """Where the anchor of a row is all but impossible, its log-sum-exp is kept, rounded."""
     x = row.logits[: row.frames].astype(np.float64)[..., :V]
     second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
     rounded = (top - x[..., blank] > 45) & (top - second < 20)
