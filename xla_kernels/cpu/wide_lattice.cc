@@ -1,7 +1,7 @@
 // The lattice of one sequence in the log domain, for finite arcs of any size: masks of -1e9 or of the lowest float on
 // every path. Rare, so plain loops over nodes and arcs in double precision, 24 bytes a node.
 //
-// A log weight is a pair h + l: h is the sum of the arcs of 2^20 or more in size, l that of all others. Paths through
+// A log weight is a pair 2^32 h + l: h is made of the arcs of 2^20 or more in size, l of all others. Paths through
 // the same masks have the same h, which so cancels exactly, and l decides between them as if there were no masks.
 // Posteriors need no beta: what enters a node is shared among its arcs by their part of its weight, and the share of
 // the terminal node, 1, is handed back from node to node. So they are finite and add up, whatever cancels.
@@ -18,13 +18,18 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct LogWeight {
+  static constexpr double kUnit = 0x1p32;  // so that no sum of the lowest doubles overflows, and h - h is no NaN
+
   double h = 0, l = -kInfinity;
 
   LogWeight Times(double arc) const {
-    return std::abs(arc) < double(1 << 20) || std::isinf(arc) ? LogWeight{h, l + arc} : LogWeight{h + arc, l};
+    return std::abs(arc) < double(1 << 20) || std::isinf(arc) ? LogWeight{h, l + arc} : LogWeight{h + arc / kUnit, l};
   }
   // log(this / other).
-  double Over(const LogWeight& other) const { return l == -kInfinity ? -kInfinity : (h - other.h) + (l - other.l); }
+  double Over(const LogWeight& other) const {
+    return l == -kInfinity ? -kInfinity : (h - other.h) * kUnit + (l - other.l);
+  }
+  double Log() const { return h * kUnit + l; }
   void Add(const LogWeight& other) {
     if (other.l == -kInfinity) return;
     const double d = l == -kInfinity ? -kInfinity : Over(other);
@@ -81,7 +86,7 @@ class Sequence {
         }
       }
     }
-    const A loss = A(-(end.h + end.l));
+    const A loss = A(-end.Log());
     static_cast<A*>(args_.loss)[sequence_] = loss;
     if (!(loss < A(kInfinity)) || args_.grad_plane == nullptr) return loss < A(kInfinity);
 
