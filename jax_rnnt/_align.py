@@ -233,7 +233,7 @@ def minimum_latency(
         blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
         implementation=implementation,
     )  # fmt: skip
-    reduction = _checks.choice(name, "reduction", reduction, _checks.REDUCTIONS)
+    reduction = _checks.reduction(name, reduction)
     _, label = _transducer.posteriors(spec, *arrays, operands)
     total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
     num_labels = arrays[3]

@@ -63,11 +63,20 @@ def arrays(function: str, logits, targets, logit_lengths, target_lengths) -> tup
     if columns < 1 or classes < 1:
         expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
         raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
-    return logits, *sequences(function, targets, logit_lengths, target_lengths, batch, columns - 1)
+    columns_of = "predictor_out" if isinstance(logits, JointLogits) else "logits"
+    return logits, *sequences(function, targets, logit_lengths, target_lengths, batch, columns - 1, columns_of)
 
 
-def sequences(function: str, targets, logit_lengths, target_lengths, batch, labels) -> tuple[jax.Array, ...]:
-    """targets [..., U] and both lengths [...]."""
+def sequences(
+    function: str, targets, logit_lengths, target_lengths, batch, labels, columns_of: str = ""
+) -> tuple[jax.Array, ...]:
+    """targets [..., U] and both lengths [...]. `columns_of` names the argument with U + 1 columns, if there is one."""
+    if columns_of and np.shape(targets) == (*batch, labels + 1):
+        raise ValueError(
+            f"{function}: targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
+            f"{labels + 1} columns, got {np.shape(targets)}. With {labels + 1} labels {columns_of} needs "
+            f"{labels + 2} columns: one before the first label, and one after each."
+        )
     targets = integers(function, "targets", targets, (*batch, labels), "[..., U]")
     unsplit(function, "targets", targets, {-1: "U"})
     return (
@@ -93,6 +102,18 @@ def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = 
         expected = f"{name} must not be split over {letter} (dimension {i}){why}"
         got = f"got mesh axis {spec[i]!r} of type Explicit there"
         raise ValueError(f"{function}: {expected}, {got}: gather with jax.sharding.reshard({name}, {whole}).")
+
+
+_OTHER_REDUCTIONS = {"mean_batch": "mean", "batchmean": "mean", "average": "mean", "avg": "mean", None: "none"}
+
+
+def reduction(function: str, x) -> str:
+    """x if it is the name of a reduction."""
+    if isinstance(x, (str, type(None))) and x in _OTHER_REDUCTIONS:
+        names = ", ".join(map(repr, REDUCTIONS))
+        hint = f"the same here is {_OTHER_REDUCTIONS[x]!r}"
+        raise ValueError(f"{function}: reduction must be one of {names}, got {x!r}; {hint}.")
+    return choice(function, "reduction", x, REDUCTIONS)
 
 
 def scalar(function: str, name: str, x):

@@ -107,7 +107,7 @@ def simple_rnnt_loss(
         _checks.unsplit(name, argument, matrix, {-1: "V"})
         if implementation == "reference":
             _checks.unsplit(name, argument, matrix, {-2: rows}, " with implementation='reference'")
-    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1)
+    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1, "lm")
     arcs, steps = by_name(name, topology)
     operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
     smoothing: dict[str, jax.Array] = {}
@@ -126,7 +126,7 @@ def simple_rnnt_loss(
         arcs,
         steps,
         bounded=not smoothing,
-        reduction=_checks.choice(name, "reduction", reduction, _checks.REDUCTIONS),
+        reduction=_checks.reduction(name, reduction),
         implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
     )
     loss = _transducer.loss(spec, scores, *rest, None, operands)

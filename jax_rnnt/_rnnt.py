@@ -193,7 +193,7 @@ class RNNTLoss:
         _checks.integer("RNNTLoss", "blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):
             _checks.boolean("RNNTLoss", name, getattr(self, name))
-        _checks.choice("RNNTLoss", "reduction", self.reduction, _checks.REDUCTIONS)
+        _checks.reduction("RNNTLoss", self.reduction)
         _checks.choice("RNNTLoss", "implementation", self.implementation, _checks.IMPLEMENTATIONS)
 
     def __eq__(self, other):

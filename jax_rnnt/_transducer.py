@@ -277,7 +277,7 @@ def evaluate(
         topology,
         steps,
         bounded,
-        reduction=_checks.choice(function, "reduction", reduction, _checks.REDUCTIONS),
+        reduction=_checks.reduction(function, reduction),
         implementation=_checks.choice(function, "implementation", implementation, _checks.IMPLEMENTATIONS),
         inplace=_checks.boolean(function, "inplace", inplace),
     )
