@@ -16,19 +16,22 @@ import shutil
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from data import DataError, HandwrittenDigits, SpokenDigits
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model import greedy_decode
-from picture import draw_lattices
-from tqdm import tqdm
-from variants import VARIANTS
+try:
+    import jax
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from data import DataError, HandwrittenDigits, SpokenDigits
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from model import greedy_decode
+    from picture import draw_lattices
+    from tqdm import tqdm
+    from variants import VARIANTS
 
-from jax_rnnt import rnnt_align, rnnt_posteriors
+    from jax_rnnt import rnnt_align, rnnt_posteriors
+except ModuleNotFoundError as error:
+    raise SystemExit(f"examples/train.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
 
 
 def parse_arguments():

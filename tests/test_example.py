@@ -179,6 +179,15 @@ def test_recordings(tmp_path):
     assert np.isfinite(log["losses"]).all()
 
 
+def test_missing_package():
+    """The script says what to install, in one line."""
+    script = f"import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path({str(EXAMPLES / 'train.py')!r})"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); {script}"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 1
+    assert process.stderr.strip() == "examples/train.py needs tqdm: run pip install '.[examples]' in the clone."
+
+
 def test_missing_folder(tmp_path):
     process, _ = train(tmp_path, "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2

@@ -235,7 +235,7 @@ def test_the_usual_mask(implementation):
     """No label in frame 0, or no label cheaper than the mask: what pencil and paper say."""
     logits = np.zeros((3, 3, 4), np.float32)
     rest = np.array([[1, 2]], np.int32), np.array([3], np.int32), np.array([2], np.int32)
-    for mask in (*MASKS["float32"], -INF):
+    for mask in (*MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the last that the kernels' sweeps take
         first, everywhere = logits.copy(), logits.copy()
         first[0, :, 1:] = everywhere[..., 1:] = mask
         p = losses.Problem(np.stack([first, everywhere]), *(np.concatenate([x, x]) for x in rest))

@@ -48,7 +48,7 @@ class SequencePlanes {
 
   static Value Probability(F x) {
     const SplitExp<A> split(x);
-    const auto positive = x > -A(kLimit);
+    const auto positive = x >= -A(kLimit);
     return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
   }
 

@@ -351,7 +351,7 @@ inline void Fence() {
 
 // ---- exp ----
 
-// exp(x) = m * 2^e with m in [0.70, 1.42], for |x| < 2^21 (2^20 x ln 2 for double without FMA).
+// exp(x) = m * 2^e with m in [0.70, 1.42], for |x| <= 2^21 (2^20 x ln 2 for double without FMA).
 template <class A>
 struct SplitExp {
   using S = Simd<A>;

@@ -27,7 +27,7 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x), zero where |x| >= kLimit and for NaN. Adding kRound leaves the nearest exponent in the low bits.
+// exp(x), zero where |x| > kLimit and for NaN. Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x) {
   using S = Scalar<A>;
@@ -37,7 +37,7 @@ __device__ __forceinline__ Value<A> Probability(A x) {
   constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
   const A rounded = x * kLog2E + kRound, n = rounded - kRound;
   const A r = Fma(n, -kLn2Low, Fma(n, -kLn2High, x));  // the inner one is exact
-  const bool possible = Abs(x) < kLimit<A>;
+  const bool possible = Abs(x) <= kLimit<A>;
   return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
 }
 

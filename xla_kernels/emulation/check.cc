@@ -166,12 +166,15 @@ void CheckAll() {
   const Masks small = masks(-2.2e6, -1.9e6, [](int p, int t, int u) {
     return p == 1 || t < 3 || t > 4 ? -1 : u > 2 ? 1 : t == 3 ? 0 : -1;
   });
+  const Masks limit = masks(-0x1p21, 0, [](int, int, int) { return 0; });
   const Masks lowest = masks(-3.4028234663852886e38, 0, [](int, int, int) { return 0; });
   // Many arcs that are extreme only for so long a sequence: exponents would saturate.
   const Masks long_faint = masks(-2e6, 0, [](int, int, int) { return 0; });
   const Masks long_huge = masks(2e6, 0, [](int, int, int) { return 0; });
   for (const Table& table : {unit, monotonic, multi_blank}) {
     CheckSkip<float>("a faint node alone", table, 1, 1, 0, true, 0, lowest);
+    CheckSkip<float>("a node at the limit alone", table, 1, 1, 0, true, 0, limit);
+    CheckSkip<double>("a node at the limit alone", table, 1, 1, 0, true, 0, limit);
     CheckSkip<float>("high arcs", table, 2, 32, 3, true, 0, high);
     CheckSkip<double>("small likelihood", table, 1, 9, 6, true, 0, small);
     CheckSkip<float>("small likelihood", table, 1, 9, 6, false, 0, small);
