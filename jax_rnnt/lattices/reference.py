@@ -68,6 +68,13 @@ def _normalize(a):
     return _Number(a.m * _pow2(-k, a.m.dtype), a.e + k, a.h)
 
 
+def _without_last_third(x):
+    """x less the last third of its mantissa."""
+    uint, mantissa, _ = _float_layout(x.dtype)
+    kept = np.asarray(~((1 << mantissa // 3) - 1) & np.iinfo(uint).max, uint)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & kept, x.dtype)
+
+
 def _from_log(x, most: int):
     """exp(x); -inf gives zero with a zero derivative. Exponents above `most` go to h."""
     dtype = x.dtype
@@ -79,8 +86,12 @@ def _from_log(x, most: int):
     rest = (x - k * np.asarray(_LN2_HI, dtype)) - k * np.asarray(_LN2_LO, dtype)
     m = jnp.exp(jnp.where(far, x - fixed, rest))
     h = jnp.where(jnp.abs(k) > most, jnp.floor(k / 4), 0)
-    h = jnp.where(far, jnp.floor(fixed * np.asarray(0.25 / np.log(2), dtype)), h)
-    e = jnp.where(far | jnp.isnan(k), 0, k - 4 * h).astype(jnp.int32)
+    whole = jnp.floor(fixed * np.asarray(0.25 / np.log(2), dtype))
+    short = _without_last_third(whole)  # so that sums of hundreds are exact, in any order
+    fits = jnp.abs(4 * (whole - short)) <= most
+    h = jnp.where(far, jnp.where(fits, short, whole), h)
+    e = jnp.where(far, jnp.where(fits, 4 * (whole - short), 0), k - 4 * h)
+    e = jnp.where(jnp.isnan(e), 0, e).astype(jnp.int32)
     return _Number(jnp.where(zero, 0, m), e, jnp.where(zero, _lowest(dtype), h))
 
 
