@@ -267,7 +267,7 @@ def answer(loss, p, eps, *, blank, fused, clamp, fastemit_lambda, delay_penalty,
     most = np.fmax.reduce(sizes, 1, initial=0)
     least = np.fmin.reduce(np.where(sizes > 2**20, sizes, np.nan), 1, initial=np.inf)
     exact = (8 * losses.eps(np.float64) * most < limit) | (most <= least * (1 if wide else 1.001))
-    sums = delay_penalty != 0 or loss.name in ("tdt", "constrained")  # of planes, which float32 rounds once more
+    sums = delay_penalty != 0 or loss.name in ("tdt", "constrained", "hat")  # of planes, which float32 rounds
     if not sums:
         out.slack = np.where(ties & same & exact, 0, out.slack)
 
