@@ -236,6 +236,6 @@ def test_rows_far_from_their_anchor(implementation):
         one, scale, clamp = np.ones((1, 2, 4), dtype), np.ones(1, dtype), -np.ones(1, dtype)
         dx = np.asarray(backward(x, label, frames, norm, scale, clamp, one, 0 * one))
         expected = (np.arange(37) == 5) - np.exp(truth.log_softmax(wide))
-        np.testing.assert_allclose(dx, expected, atol=1e-3 if dtype == "float32" else 1e-11)  # lse = -1e4, rounded
-        near = np.abs(wide[..., 0]) < 1e3
-        np.testing.assert_allclose(dx[near], expected[near], atol=64 * losses.eps(dtype))
+        coded = implementation == "reference"  # the reference's backward pass takes lse = -1e4 as it is rounded
+        limit = np.where(np.abs(wide[..., :1]) < 1e3, 64, 1e4 if coded else 64) * losses.eps(dtype)
+        assert (np.abs(dx - expected) <= limit).all()

@@ -607,6 +607,22 @@ def test_common_offsets_of_long_rows(loss, implementation, classes):
     none_of(offset_failures(rows, limits, *got))
 
 
+@pytest.mark.parametrize("classes", [6, 70])
+@pytest.mark.parametrize("mask", [-50, -1e9, -INF])
+def test_common_offsets_of_masked_blanks(implementation, mask, classes):
+    """A row without a blank to refer to: a frame in which labels must come first."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-8, 9, (T, U + 1, classes)) / 4
+    logits[1, :U, 0] = mask
+    rest = np.array([[1, 2]], np.int32), np.array([T], np.int32), np.array([U], np.int32)
+    expected = losses.RNNT.expected(losses.Problem(logits[None], *rest), blank=0)
+    for offset, limit in ((1e3, 1e-5), (-1e3, 1e-5), (1e4, 1e-4), (-1e4, 1e-4)):
+        moved = np.where(logits > -1e3, logits + offset, logits).astype(np.float32)
+        values, gradient = losses.evaluate(losses.RNNT, losses.Problem(moved[None], *rest), implementation, blank=0)
+        np.testing.assert_allclose(values, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], atol=limit)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_common_offsets_of_other_dtypes(loss, implementation, dtype):
     """float64 is as much better as its spacing is finer; float16 holds quarters up to 512."""

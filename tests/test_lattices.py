@@ -257,3 +257,41 @@ def test_products(implementation, durations):
         for name in names:
             total = sum(posteriors[slot] for slot, pair in parts.items() if name in pair)
             np.testing.assert_allclose(gradient[name][b], -total, atol=1e-13, err_msg=f"T={n}, U={m}, {name}")
+
+
+SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
+
+
+@pytest.mark.parametrize(("frames", "labels"), [(70, 20), (300, 90)], ids=str)
+@pytest.mark.parametrize("arcs_table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
+def test_shifted_arcs(implementation, arcs_table, frames, labels):
+    """A number added to all blanks or all labels is in every path as often: the loss moves by it, no posterior does.
+
+    Arcs and shifts are multiples of the spacing of float32 at their sum; from 1e9 on the arcs are equal.
+    """
+    rng = np.random.default_rng(0)
+    lengths = np.array([frames], np.int32), np.array([labels], np.int32)
+    run = jax.jit(
+        lambda arcs: (
+            lattice.value_and_grad(arcs_table, arcs, *lengths, strict=True)
+            if implementation == "kernel"
+            else lattice.reference_grad(arcs_table, arcs, *lengths)
+        )
+    )
+    blanks = frames - (labels if arcs_table == lattices.MONOTONIC else 0)
+    for equal, shifts in ((False, [x for x in SHIFTS if abs(x) < 1e9]), (True, SHIFTS)):
+        size = (1, frames, labels + 1)
+        arcs = {
+            slot: np.zeros(size, np.float32) if equal else -rng.integers(0, 8, size) / 2 for slot in ("blank", "label")
+        }
+        arcs = {slot: x.astype(np.float32) for slot, x in arcs.items()}
+        loss, gradients = run(arcs)
+        for shift in shifts:
+            for shifted, count in ((("blank",), blanks), (("label",), labels), (("blank", "label"), blanks + labels)):
+                moved = {slot: x + np.float32(shift) if slot in shifted else x for slot, x in arcs.items()}
+                got, posteriors = run(moved)
+                np.testing.assert_allclose(
+                    got, np.asarray(loss, np.float64) - count * float(np.float32(shift)), rtol=1e-5, atol=1e-3
+                )
+                for slot, x in posteriors.items():
+                    np.testing.assert_allclose(x, gradients[slot], atol=1e-5, err_msg=f"{shift} {shifted} {slot}")

@@ -206,14 +206,25 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       PadRows<false>(x, shape.classes, row_size, 0, labels, padded);
       x = dx = padded;
     }
-    // The softmax is exp(x - base) / norm, where the base is a logit of the row, or exp(x - base) where it is lse.
+    // The softmax is exp(x - base) / total. The base is a logit of the row, and norm the total; or norm is lse, too
+    // rounded where it is large, and rare: the row is summed once more.
     const F norm = LoadLanes(static_cast<const A*>(args.norm) + r, count);
     const auto anchored = (norm > A(0)) & (norm < kTiny<A>);
-    sum = anchored ? sum / (norm * (1 / kSumScale<A>)) : sum;
-    A bases[kWidth], minus_sums[kWidth], factors[kWidth];
-    Exponent is_anchored[kWidth];
-    Store(norm, bases);
-    Store(anchored, is_anchored);
+    F total = anchored ? norm * (1 / kSumScale<A>) : Broadcast(A(1));
+    A bases[kWidth] = {}, minus_sums[kWidth], factors[kWidth];
+    if (shape.normalize && Any(~anchored & ~outside)) {
+      const RowReader<T, kBernoulli> reader(n, shape.blanks[0]);
+      A totals[kWidth];
+      Store(total, totals);
+      for (int lane = 0; lane < count; ++lane) {
+        if (anchored[lane] || labels[lane] == kOutside) continue;
+        const auto safe = SafeSumExp(reader, x + lane * stride);
+        bases[lane] = safe.sum == 0 ? 0 : safe.max;
+        totals[lane] = safe.sum == 0 ? 1 : safe.sum;
+      }
+      total = Load(totals);
+    }
+    sum /= total;
     Store(F{} - sum, minus_sums);  // no -0
     Store((F{} - sum) * scale, factors);
     T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
@@ -235,7 +246,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
         continue;
       }
       if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
-      if (is_anchored[lane]) bases[lane] = LoadAll(row + anchor)[0];
+      if (anchored[lane]) bases[lane] = LoadAll(row + anchor)[0];
       const F base = Broadcast(bases[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
       const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
       const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax

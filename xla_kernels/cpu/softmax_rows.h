@@ -108,6 +108,63 @@ inline F Shift(F max) {
   return max == -kInfinity<A> ? Broadcast(A(0)) : max;
 }
 
+// A row of n >= kWidth elements in vectors: the last one overlaps the one before, and its lanes that belong to both are
+// taken as -inf. With kSkip so is element `skip` of the row.
+template <class T, bool kSkip>
+class RowReader {
+ public:
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  static constexpr int kWidth = Simd<A>::kWidth;
+
+  RowReader(int64_t n, int64_t skip)
+      : n_(n), whole_((n - 1) / kWidth * kWidth), skip_(skip), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
+
+  int64_t whole() const { return whole_; }  // elements before the last vector
+  // The end of the vectors from element i on, up to `end` and two at a time, that do not hold element `skip`.
+  int64_t EndWithout(int64_t i, int64_t end) const {
+    return kSkip && i <= skip_ && skip_ < end ? i + (skip_ - i) / (2 * kWidth) * (2 * kWidth) : end;
+  }
+  F At(const T* x, int64_t i) const {
+    const F v = Load(x + i);
+    if constexpr (kSkip) return IsLane<A>(skip_ - i) ? Broadcast(-kInfinity<A>) : v;
+    return v;
+  }
+  F Last(const T* x) const { return own_ ? At(x, n_ - kWidth) : Broadcast(-kInfinity<A>); }
+
+ private:
+  const int64_t n_, whole_, skip_;
+  const typename Simd<A>::I own_;
+};
+
+template <class A>
+struct MaxSum {
+  A max, sum;
+};
+
+// Maximum of a row and sum of exp(x - maximum).
+template <class T, bool kSkip>
+[[gnu::noinline]] MaxSum<Accumulator<T>> SafeSumExp(const RowReader<T, kSkip>& reader, const T* x) {
+  using A = Accumulator<T>;
+  using F = typename Simd<A>::F;
+  constexpr int kWidth = Simd<A>::kWidth;
+  F max = Broadcast(-kInfinity<A>), total = {};
+  for (int64_t begin = 0; begin <= reader.whole(); begin += kBlock) {
+    const bool last = reader.whole() - begin < kBlock;
+    const int64_t end = last ? reader.whole() : begin + kBlock;
+    const F tail = last ? reader.Last(x) : max;
+    F new_max = Max(max, tail);
+    for (int64_t i = begin; i < end; i += kWidth) new_max = Max(new_max, reader.At(x, i));
+    new_max = Broadcast(MaxOfLanes(new_max));
+    const F shift = Shift(new_max);
+    F block = last ? Exp(tail - shift) : F{};
+    for (int64_t i = begin; i < end; i += kWidth) block += Exp(reader.At(x, i) - shift);
+    total = begin > 0 ? total * Exp(max - shift) + block : block;
+    max = new_max;
+  }
+  return {max[0], SumOfLanes(total)};
+}
+
 // The first n < kWidth elements of a group of rows as rows of kWidth elements; with kSkip -inf is in place of `skip`.
 // `inside`: != kOutside where the row may be read.
 template <bool kSkip, class T, class Label>
