@@ -92,8 +92,8 @@ def rnnt_loss(
     Notes
     -----
     Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation. `delay_penalty` has a
-    gradient. That of `clamp` and `fastemit_lambda`, which act on gradients alone, is exactly 0. Float16 and bfloat16
-    logits are read as they are, sums are float32.
+    gradient, which FastEmit scales with the arcs. That of `clamp` and `fastemit_lambda`, which act on gradients alone,
+    is exactly 0. Float16 and bfloat16 logits are read as they are, sums are float32.
 
     Every finite logit is taken as it is. Masks of -1e9 or `finfo.min` give the loss and gradient of a -inf mask where
     another path exists, and the true finite loss where none does. A number added to all logits of a node changes

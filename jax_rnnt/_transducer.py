@@ -57,7 +57,7 @@ def _reference(spec, logits, nodes, num_frames, num_labels, operands):
 
 
 def _split(operands):
-    """(operands with a gradient, the others). FastEmit's scale acts on gradients only: it has none by definition."""
+    """(operands with a gradient, the others). FastEmit's scale acts on gradients alone, so it has no gradient."""
     floating = {name for name, x in operands.items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
     learned = floating - {"fastemit_lambda"}
     return tuple({k: x for k, x in operands.items() if (k in learned) == kept} for kept in (True, False))
@@ -146,9 +146,8 @@ def _nonnegative(losses, targets, target_lengths, blanks):
 def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> tuple[Any, Any, jax.Array]:
     """((logits, nodes, num_frames, num_labels), operands, bad [...]), to compute with.
 
-    A sequence with lengths or labels out of range is emptied.
-
-    Such a sequence becomes T_b = U_b = 0, so that nothing of it is read and its gradient is zero, and is marked bad.
+    A sequence with lengths or labels out of range becomes T_b = U_b = 0, so that nothing of it is read and its gradient
+    is zero, and is marked bad.
     """
     frames, classes = spec.emission.dimensions(logits)
     bad = out_of_range(targets, logit_lengths, target_lengths, frames, classes)

@@ -56,7 +56,7 @@ def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> j
 
 
 def scale_cotangent(plane: jax.Array, scale: jax.Array) -> jax.Array:
-    """plane [..., T, U1] times scale [...]; 0 where either is, whatever the other: NaN of a masked loss stays out."""
+    """plane [..., T, U1] times scale [...]; 0 where either factor is 0: a masked loss that is NaN adds nothing."""
     scale = scale[..., None, None].astype(plane.dtype)
     return jnp.where((plane == 0) | (scale == 0), 0, plane * scale)
 

@@ -86,7 +86,7 @@ _REACH = 45  # nats from the largest logit down to the anchor
 
 
 def _scale(dtype):
-    """(factor of a sum, what is larger than any scaled sum and smaller than any lse but 0): below 2^92 logits."""
+    """(scale of the sums, threshold between sums and lse)"""
     return (
         (np.asarray(2.0**-124, dtype), 2.0**-32) if dtype == np.float32 else (np.asarray(2.0**-400, dtype), 2.0**-200)
     )

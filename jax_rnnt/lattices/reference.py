@@ -42,7 +42,7 @@ def _float_layout(dtype):
 
 
 def _lowest(dtype):
-    """The h of zero, below that of any path; no sum of two overflows to a NaN of differences."""
+    """The h of zero, below that of any path. Sums are cut here, so differences are never NaN."""
     return np.asarray(-0.9 * float(jnp.finfo(dtype).max), dtype)
 
 

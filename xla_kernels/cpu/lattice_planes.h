@@ -79,8 +79,8 @@ class SequencePlanes {
   // Notes whether arcs are too large for the sweeps, NaN or +inf among them.
   void Check(F log_arcs) { over_ |= ~(log_arcs < most_); }
 
-  // The loss, from the likelihood m * 2^e of a sweep over alpha. Says whether a sweep over beta has to make the
-  // gradient; if not, that is done too.
+  // The loss, from the likelihood m * 2^e of a sweep over alpha. Returns whether a sweep over beta has to make the
+  // gradient; otherwise the gradient is already written.
   bool StoreLoss(A m, Exponent e) const {
     constexpr bool kDouble = sizeof(A) == 8;
     Verdict verdict = Verdict::kExact;

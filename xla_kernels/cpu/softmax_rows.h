@@ -98,7 +98,7 @@ inline auto LoadAll(const T* x) {
   return Load(lanes);
 }
 
-// The class that is the anchor of rows.
+// The anchor class of a row.
 inline int64_t Anchor(const EmissionShape& shape) { return shape.bernoulli ? shape.blanks[0] == 0 : shape.blanks[0]; }
 
 // What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.

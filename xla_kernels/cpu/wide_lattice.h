@@ -13,9 +13,9 @@ constexpr int64_t kLimit = 1 << 21;
 constexpr int64_t kFaintLikelihood = -(1 << 20);
 inline double MostOfAnArc(int64_t frames, int64_t labels) { return double(1 << 20) / double(frames + labels + 1); }
 
-// What the kernels' sweep of a sequence is worth.
+// Whether the result of the fast sweep of a sequence stands.
 enum class Verdict {
-  kExact,  // all that it left out is below the rounding of what it found
+  kExact,  // paths left out are below rounding
   kBad,    // an arc is NaN or +inf
   kWide,   // finite arcs are so large that it has to be done again
 };
@@ -23,8 +23,8 @@ enum class Verdict {
 // MostOfAnArc or NaN, or the likelihood below 2^kFaintLikelihood.
 Verdict Judge(bool is_double, const LatticeArgs& args, int64_t sequence, bool zero, int64_t exponent);
 
-// Loss and gradient of one sequence, whatever its arcs are. Gradients may lie over the arcs' log-probabilities. Says
-// whether there is anything to differentiate: if not, the gradient is not written.
+// Loss and gradient of one sequence, whatever its arcs are. Gradients may lie over the arcs' log-probabilities. Returns
+// false, and writes no gradient, where the loss is +inf.
 bool WideLattice(bool is_double, const LatticeArgs& args, int64_t sequence);
 
 }  // namespace jax_rnnt::cpu

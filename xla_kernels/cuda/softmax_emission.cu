@@ -383,8 +383,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       continue;
     }
 
-    const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
     const int bernoulli = shape.bernoulli ? shape.blanks[0] : -1;
+    // Softmax: exp(x - anchor) / total. Where norm is lse, too rounded where it is large, and rare, the row is summed
+    // once more. All lanes of the group read the anchor and the durations before a lane writes over them.
+    A anchor = 0, total = args.norm[at.index] * (1 / kSumScale<A>);
+    if (args.norm[at.index] > 0 && args.norm[at.index] < kTiny<A>) {
+      anchor = Widen(x[shape.anchor]);
+    } else if (shape.normalize) {
+      LogSumExp<A> row_sum;
+#pragma unroll 1
+      for (int k = lane; k < shape.classes; k += kLanes) {  // one by one, to need few registers
+        const A one[1] = {k == bernoulli ? -kInfinity<A> : Widen(x[k])};
+        row_sum.Add(one);
+      }
+      row_sum = SumGroup<kLanes>(row_sum, GroupMask<kLanes>());
+      anchor = row_sum.sum == 0 ? A(0) : row_sum.max;
+      total = row_sum.sum == 0 ? A(1) : row_sum.sum;
+    }
+    const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
     A ct_blank = 0, ct_label = 0;  // of a Bernoulli blank, and of labels that are none
     if (bernoulli >= 0) {
       ct_label = args.ct_arc[1][at.index];
@@ -392,16 +408,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       ct_blank = at.label == bernoulli ? sum : args.ct_arc[0][at.index];
       sum = ct_label;
     }
-    // Softmax: exp(x - anchor) / norm, or exp(x - lse) where norm is that. All lanes of the group read the anchor and
-    // the durations before a lane writes over them.
-    const A norm = args.norm[at.index];
-    const bool anchored = norm > 0 && norm < kTiny<A>;
-    const A anchor = anchored ? Widen(x[shape.anchor]) : norm;
     LogSumExp<A> of_durations;
     if (shape.durations > 0) of_durations = SumDurations(x + shape.classes, shape.durations);
     SyncGroup<kLanes>();
     A factor = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
-    if (anchored) factor /= norm * (1 / kSumScale<A>);
+    if (shape.normalize) factor /= total;
     // Comparisons with NaN are false: NaN stays. So does 0, whatever the scale.
     const auto clip = [&](A v) {
       v = v > limit ? limit : v < -limit ? -limit : v;

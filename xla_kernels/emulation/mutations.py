@@ -63,7 +63,7 @@ MUTATIONS = (
     ("anchor: a Bernoulli blank", EMISSION, "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
     ("anchor: no class", EMISSION, "shape.anchor < shape.classes ?", "true ?"),
     ("anchor: too far below", EMISSION, "below <= kReach<A>", "below <= 10 * kReach<A>"),
-    ("sum: not scaled", EMISSION, "factor /= norm * (1 / kSumScale<A>)", "factor /= norm"),
+    ("sum: not scaled", EMISSION, "args.norm[at.index] * (1 / kSumScale<A>)", "args.norm[at.index]"),
     ("a rounded lse for all rows", EMISSION, "below <= kReach<A>", "below < 0"),
     ("durations: a sum for its maximum", EMISSION, "x[shape.classes + i]) - of_durations.max", "x[shape.classes + i])"),
     (
