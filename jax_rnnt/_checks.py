@@ -92,6 +92,7 @@ def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = 
     Dimensions count from the end. JAX would fail later, in terms of its own operations. Axes of type Auto need no
     check, as the partitioner gathers where it must.
     """
+    x = x.logits if isinstance(x, Inquiry) else x
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None:
         return

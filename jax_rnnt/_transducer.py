@@ -269,8 +269,7 @@ def evaluate(
             emission, logits = tiled(logits, emission)
         arrays = logits, *rest
     if implementation == "reference":
-        array = logits.logits if isinstance(logits, Inquiry) else logits
-        _checks.unsplit(function, "logits", array, {-3: "T", -2: "U + 1"}, " with implementation='reference'")
+        _checks.unsplit(function, "logits", logits, {-3: "T", -2: "U + 1"}, " with implementation='reference'")
     spec = Spec(
         emission,
         topology,
