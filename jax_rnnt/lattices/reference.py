@@ -77,11 +77,10 @@ def _parts_of_ln2(multiple, dtype):
 
 
 def _reduce(x, multiple):
-    """(n, x - n * multiple * ln 2) for the largest n that leaves no less than 0, up to rounding."""
-    n = jnp.floor(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
-    for part in _parts_of_ln2(multiple, x.dtype):
-        x = x - n * part
-    return n, x
+    """(n, x - n * multiple * ln 2 but for its last part, that part) for a small integer n of the sign of x."""
+    n = jnp.trunc(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
+    first, second, last = _parts_of_ln2(multiple, x.dtype)
+    return n, x - n * first - n * second, n * last
 
 
 def _from_log(x):
@@ -90,12 +89,14 @@ def _from_log(x):
     x = jnp.where(zero, 0, x)
     size = jnp.abs(lax.stop_gradient(x))
     near = ~(size > 2.0**11)  # NaN too
-    far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # what h leaves is less than the rounding of x
-    h, rest = _reduce(x, _RADIX)
-    rest = jnp.where(near, x, jnp.where(far, x - lax.stop_gradient(x), rest))
-    k, rest = _reduce(rest, 1)
-    h = jnp.where(zero, _lowest(x.dtype), jnp.where(near, 0, h))
-    return _Number(jnp.where(zero, 0, jnp.exp(rest)), jnp.where(jnp.isnan(k), 0, k).astype(jnp.int32), h)
+    far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # beyond exact reduction
+    high, rest, late = _reduce(jnp.where(far, x - lax.stop_gradient(x), x), _RADIX**2)
+    low, rest, later = _reduce(rest, _RADIX)
+    whole = jnp.trunc(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
+    h = jnp.where(zero, _lowest(x.dtype), jnp.where(near, 0, jnp.where(far, whole, _RADIX * high + low)))
+    k, rest, latest = _reduce(jnp.where(near, x, rest - (late + later)), 1)
+    e = jnp.where(jnp.isnan(k), 0, k).astype(jnp.int32)
+    return _Number(jnp.where(zero, 0, jnp.exp(rest - latest)), e, h)
 
 
 def _multiply(a, b):
