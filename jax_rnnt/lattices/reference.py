@@ -92,9 +92,10 @@ def _from_log(x):
     far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # beyond exact reduction
     high, rest, late = _reduce(jnp.where(far, x - lax.stop_gradient(x), x), _RADIX**2)
     low, rest, later = _reduce(rest, _RADIX)
+    lowest, rest, last = _reduce(rest - (late + later), _RADIX)  # float64: late is large where high is
     whole = jnp.trunc(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
-    h = jnp.where(zero, _lowest(x.dtype), jnp.where(near, 0, jnp.where(far, whole, _RADIX * high + low)))
-    k, rest, latest = _reduce(jnp.where(near, x, rest - (late + later)), 1)
+    h = jnp.where(zero, _lowest(x.dtype), jnp.where(near, 0, jnp.where(far, whole, _RADIX * high + (low + lowest))))
+    k, rest, latest = _reduce(jnp.where(near, x, rest - last), 1)
     e = jnp.where(jnp.isnan(k), 0, k).astype(jnp.int32)
     return _Number(jnp.where(zero, 0, jnp.exp(rest - latest)), e, h)
 
