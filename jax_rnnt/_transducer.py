@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_rnnt import _checks, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._vma import vary_together
-from jax_rnnt.emissions.emission import Emission, inside_targets, out_of_range, scale_cotangent
+from jax_rnnt.emissions.emission import Emission, inside_targets, isolate, out_of_range, scale_cotangent, spoiled
 from jax_rnnt.emissions.tiled import materialized, tiled
 from jax_rnnt.emissions.virtual import Inquiry, JointLogits
 from jax_rnnt.lattices import lattice
@@ -49,11 +49,17 @@ class Spec:
         """The arcs of the topology, from the planes of the emission."""
         return seam.modify(planes, num_frames, operands, self.steps)
 
+    def modify_isolated(self, planes, num_frames, operands):
+        """(the same, sequences with a NaN in their planes), which add nothing to gradients of the operands."""
+        bad = spoiled(planes)
+        planes = {slot: isolate(x, bad) for slot, x in planes.items()}
+        return self.modify(planes, num_frames, operands), bad
+
 
 def _reference(spec, logits, nodes, num_frames, num_labels, operands):
     """Losses [...] in plain JAX."""
-    arcs = spec.modify(spec.emission.reference(logits, nodes), num_frames, operands)
-    return -log_likelihood(spec.topology, arcs, num_frames, num_labels)
+    arcs, bad = spec.modify_isolated(spec.emission.reference(logits, nodes), num_frames, operands)
+    return jnp.where(bad, jnp.nan, -log_likelihood(spec.topology, arcs, num_frames, num_labels))
 
 
 def _split(operands):
@@ -105,11 +111,18 @@ def _fused(spec, logits, nodes, num_frames, num_labels, clamp, operands):
 def _fused_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
     planes, saved = spec.emission.forward(logits, nodes, strict=spec.strict)
     learned, fixed = _split(operands)
-    arcs, pullback = jax.vjp(lambda *p: spec.modify(p[0], num_frames, fixed | p[1]), planes, learned)
+
+    def modify(planes, learned):
+        if learned:
+            return spec.modify_isolated(planes, num_frames, fixed | learned)
+        return spec.modify(planes, num_frames, fixed), None
+
+    arcs, pullback, bad = jax.vjp(modify, planes, learned, has_aux=True)
     loss, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
+    loss = loss if bad is None else jnp.where(bad, jnp.nan, loss)
     cotangents, _ = pullback(gradients)
     # Operands are shared by sequences, each of which has its own cotangent: their gradient has to wait for it.
-    later = (pullback, gradients) if learned else None
+    later = (pullback, gradients, bad) if learned else None
     # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
     name = functools.partial(checkpoint_name, name="rnnt_residuals")
     loss, saved, cotangents, later = jax.tree.map(name, (loss, saved, cotangents, later))  # jax 0.6: arrays only
@@ -121,10 +134,11 @@ def _fused_bwd(residuals, cotangent):
     clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
     of_operands = dict.fromkeys(operands)
     if later is not None:
-        pullback, gradients = later
-        scaled = {slot: scale_cotangent(g, cotangent) for slot, g in gradients.items()}
+        pullback, gradients, bad = later
+        scale = jnp.where(bad, 0, cotangent)
+        scaled = {slot: scale_cotangent(g, scale) for slot, g in gradients.items()}
         of_operands = _gradients(operands, pullback(scaled)[1])
-    arguments = logits, nodes, saved, cotangents, cotangent, clamp
+    arguments = logits, spec.emission.mute(nodes, cotangent), saved, cotangents, cotangent, clamp
     gradient = spec.emission.backward(*arguments, strict=spec.strict, alias=spec.inplace)
     return None, gradient, *[None] * 4, of_operands
 
@@ -175,13 +189,13 @@ def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, oper
 
 
 def _arcs(spec, arrays, operands):
-    """The arcs by slot, without the fused gradient."""
+    """(arcs by slot, sequences with a NaN in them), without the fused gradient."""
     logits, nodes, num_frames, _ = arrays
     if spec.implementation == "reference":
         planes = spec.emission.reference(logits, nodes)
     else:
         planes, _ = spec.emission.forward(logits, nodes, strict=spec.strict)
-    return spec.modify(planes, num_frames, operands)
+    return spec.modify_isolated(planes, num_frames, operands)
 
 
 @jax.jit
@@ -192,7 +206,8 @@ def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, opera
     """
     arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
     *_, num_frames, num_labels = arrays
-    arcs = _arcs(spec, arrays, operands)
+    arcs, nan = _arcs(spec, arrays, operands)
+    bad |= nan
     if spec.implementation == "reference":
         _, gradients = lattice.reference_grad(spec.topology, arcs, num_frames, num_labels)
     else:
@@ -212,9 +227,10 @@ def align(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
         message = "implementation='kernel': jax_rnnt has no kernel for the best path; "
         raise NotImplementedError(message + "use implementation=None or 'reference'.")
     arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
-    arcs = _arcs(spec, arrays, operands)
+    arcs, nan = _arcs(spec, arrays, operands)
+    bad |= nan
     score, frames = best_path(spec.topology, arcs, *arrays[2:])
-    return jnp.where(bad, jnp.nan, score), frames
+    return jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)
 
 
 # ---------------------------------------------------------------------------------------------- for the public losses

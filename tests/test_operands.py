@@ -297,3 +297,70 @@ def test_in_a_band_and_in_packed_rows(implementation):
     wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0], 0.3) @ WEIGHTS
     for call in calls:
         np.testing.assert_allclose(weighted(call)(0.3)[0], wanted, **CLOSE)
+
+
+# --------------------------------------------------------------------------------------------------------- isolation
+
+
+def spoil(x, index):
+    x = np.array(x)
+    x[index] = np.nan
+    return x
+
+
+def shared(name, p, implementation):
+    """(losses of (what sequences share, their own arrays), shared, own arrays, an index into each to spoil)"""
+    rest, rng = p[1:], np.random.default_rng(5)
+    options = {"reduction": "none", "implementation": implementation}
+    am, lm = rng.normal(0, 1, (B, T, V)), rng.normal(0, 1, (B, U + 1, V))
+    place = (1, 2, 0)  # inside the lengths of the second sequence
+
+    def dense(shared, own, rest=rest):
+        return jax_rnnt.tdt_loss(*own, *rest, [1, 2], **shared, clamp=clamp, **options)
+
+    def simple(shared, own, rest=rest):
+        return jax_rnnt.simple_rnnt_loss(*own, *rest, **shared, **options)
+
+    def joint(shared, own, rest=rest):
+        linear = jax_rnnt.LinearJoint(shared["weight"])
+        return jax_rnnt.joint_rnnt_loss(linear, *own, *rest, **options)
+
+    clamp = 0.5 if name == "clamped" else -1.0
+    scalars = {"delay_penalty": 0.3, "sigma": 0.1}
+    smoothing = {"lm_only_scale": 0.25, "am_only_scale": 0.1, "unigram": np.full(V, 1 / V), "delay_penalty": 0.2}
+    return {
+        "dense": (dense, scalars, (p.logits,), [place]),
+        "clamped": (dense, scalars, (p.logits,), [place]),
+        "simple": (simple, smoothing, (am, lm), [place, (1, 1, 3)]),
+        "joint": (joint, {"weight": rng.normal(0, 1, (V, V))}, (am, lm), [place, (1, 1, 3)]),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["dense", "clamped", "simple", "joint"])
+def test_nan_reaches_nothing_shared(implementation, name):
+    """Of a sequence with NaN inside, whether its loss is masked or not: the others' gradients are as without it."""
+    p = losses.problem(B, T, U, V, scale=1.0, lengths=([4, 3], [2, 1]))
+    call, shared_, own, places = shared(
+        name, p, None if name == "simple" and implementation == "kernel" else implementation
+    )
+    one = tuple(x[:1] for x in own), tuple(x[:1] for x in p[1:])
+    wanted = jax.grad(lambda s, x: call(s, x, one[1])[0], (0, 1))(shared_, one[0])
+
+    for i, place in enumerate(places):
+        bad = tuple(spoil(x, place) if i == j else x for j, x in enumerate(own))
+
+        @functools.partial(jax.jit, static_argnums=2)
+        def total(shared, own, masked):
+            values = call(shared, own)
+            return jnp.sum(jnp.where(jnp.isfinite(values), values, 0) if masked else values), values
+
+        for masked in (True, False):
+            (of_shared, of_own), values = jax.grad(total, (0, 1), has_aux=True)(shared_, bad, masked)
+            np.testing.assert_array_equal(np.isnan(values), [False, True])
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), of_shared, wanted[0])
+            for got, alone in zip(of_own, wanted[1], strict=True):
+                np.testing.assert_allclose(got[:1], alone, atol=1e-12)
+                if masked and implementation == "kernel":
+                    assert not np.any(got[1])
+                else:
+                    assert np.isnan(got[1]).any()

@@ -11,12 +11,13 @@ In plain JAX: matrix products do the work, and the gradient through them is anot
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, label_map, scale_cotangent
+from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, isolate, label_map, scale_cotangent
 from jax_rnnt.emissions.softmax import accumulation_dtype, one_hot
 
 
@@ -63,8 +64,9 @@ class Additive(Emission):
         dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
         rows, columns = frame < num_frames[..., None], label[..., 0, :] != OUTSIDE
-        am, exp_am = _relative(jnp.where(rows[..., None], am, 0).astype(dtype))
-        lm, exp_lm = _relative(jnp.where(columns[..., None], lm, 0).astype(dtype))
+        am, lm = (jnp.where(x[..., None], y, 0).astype(dtype) for x, y in ((rows, am), (columns, lm)))
+        bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x) | jnp.isposinf(x), (-1, -2)) for x in (am, lm)))
+        (am, exp_am), (lm, exp_lm) = (_relative(isolate(x, bad)) for x in (am, lm))
         total = _product(exp_am, exp_lm)
 
         # Picked by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
@@ -106,9 +108,12 @@ class Additive(Emission):
                 planes[slot] = mixed + _weighted(weights[1], of_am - norm_am)
         planes["label"] = jnp.where(label == NO_LABEL, -jnp.inf, planes["label"])
         inside = rows[..., None] & columns[..., None, :]
+        planes = {slot: jnp.where(bad[..., None, None], jnp.nan, x) for slot, x in planes.items()}
         return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip."""
         cotangents = jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents)
-        return jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)[0]
+        gradient = jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)[0]
+        masked = (scale == 0)[..., None, None]
+        return gradient._replace(am=jnp.where(masked, 0, gradient.am), lm=jnp.where(masked, 0, gradient.lm))

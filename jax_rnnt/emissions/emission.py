@@ -6,6 +6,7 @@ them. Only `reference` must be written: the rest follows from it, until a kernel
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,28 @@ def scale_cotangent(plane: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where((plane == 0) | (scale == 0), 0, plane * scale)
 
 
+def _each(condition: jax.Array, like: jax.Array) -> jax.Array:
+    """A condition [...] with the trailing axes of `like`."""
+    return jnp.reshape(condition, condition.shape + (1,) * (like.ndim - condition.ndim))
+
+
+@jax.custom_jvp
+def isolate(x, bad):
+    """x, and 0 in the sequences `bad` [...], whose own gradient is NaN: what sequences share gets nothing from them."""
+    return jnp.where(_each(bad, x), 0, x)
+
+
+@isolate.defjvp
+def _(primals, tangents):
+    x, bad = primals
+    return isolate(x, bad), tangents[0] * jnp.where(_each(bad, x), jnp.nan, 1).astype(x.dtype)
+
+
+def spoiled(planes: dict[str, jax.Array]) -> jax.Array:
+    """bool [...]: sequences with a NaN in a plane [..., T, U1]."""
+    return functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in planes.values()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Emission:
     """`blanks` are the blank classes; `normalize=False`: the logits already are log-probabilities."""
@@ -86,6 +109,11 @@ class Emission:
         """(planes, residuals of `backward`); `strict` insists on a kernel."""
         self.refuse(strict)
         return self.reference(logits, nodes), ()
+
+    def mute(self, nodes, scale):
+        """The same nodes without sequences of which `scale` [...] is 0: a masked loss gives 0, whatever its logits."""
+        label, num_frames = nodes
+        return label, jnp.where(scale == 0, 0, num_frames)
 
     def refuse(self, strict):
         if strict:

@@ -100,5 +100,8 @@ class Packed(Emission):
         operands = logits[:, None, None], nodes.label, nodes.used, norm, rows, scale, clamp
         return softmax.backward(*operands, strict=strict, alias=alias, **self._params())[:, 0, 0]
 
+    def mute(self, nodes, scale):
+        return nodes._replace(used=jnp.where(self._of_rows(scale, nodes) == 0, 0, nodes.used))
+
     def finish(self, gradient, nodes, scale, clamp):
         return clip_and_scale(gradient, self._of_rows(scale, nodes), self._of_rows(clamp, nodes))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _ffi
-from jax_rnnt.emissions.emission import OUTSIDE, Emission, out_of_range
+from jax_rnnt.emissions.emission import OUTSIDE, Emission, isolate, out_of_range, spoiled
 from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split, sum_dtype
 from jax_rnnt.emissions.virtual import JointLogits
 
@@ -43,7 +43,8 @@ def materialized(logits: JointLogits, emission: Emission, targets, num_frames, n
     """The logits as an array, for the reference: rows that no sequence reads are made of zeros.
 
     They are those outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
-    range: NaN there would reach the gradient of the joint's parameters.
+    range: NaN there would reach the gradient of the joint's parameters. So would NaN within the lengths: the logits of
+    such a sequence are NaN, and made of zeros.
     """
     frames, classes = emission.dimensions(logits)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
@@ -51,11 +52,12 @@ def materialized(logits: JointLogits, emission: Emission, targets, num_frames, n
     for x, last in ((logits.encoder, num_frames), (logits.predictor, num_labels + 1)):
         last = jnp.where(empty, 0, last)[..., None]
         index = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + x.shape[-2:-1], num_frames.ndim)
-        rows.append(jnp.where((index < last)[..., None], x, 0).reshape(-1, *x.shape[-2:]))
-    rows = pair(*rows)
+        rows.append(jnp.where((index < last)[..., None], x, 0))
+    bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in rows))
+    rows = pair(*(isolate(x, bad).reshape(-1, *x.shape[-2:]) for x in rows))
     made = logits.joint(*rows)
     check_rows(made, len(rows[0]))
-    return made.reshape(logits.shape)
+    return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
 
 
 def _rows(logits: JointLogits) -> int:
@@ -160,6 +162,12 @@ class Tiled(Emission):
         for i, x in zip(trained, of_parameters):
             gradients[i] = x.astype(parameters[i].dtype)
         return gradients, *(g.reshape(x.shape) for g, x in zip(of_rows, rows))
+
+    def mute(self, nodes, scale):
+        label, num_frames, num_labels = nodes
+        if self.joint.random:  # rows must come to the places in their tiles that they had in the forward pass
+            return nodes
+        return label, jnp.where(scale == 0, 0, num_frames), num_labels
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
@@ -285,8 +293,13 @@ def _backward_tiles(static, parameters, batched, grouped):
     shape = encoder.shape[1], predictor.shape[1]
     cotangents, _ = jax.tree.unflatten(structure, planes)
     flags = tiled.within(shape, num_frames, num_labels)
-    if not tiled.joint.random:  # else every row must come to the place in its tile that it had in the forward pass
-        flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp)
+    # Sequences whose loss is NaN get NaN, and do not touch the parameters.
+    off = spoiled(cotangents) | (scale == 0)
+    bad = off & (scale != 0)
+    if tiled.joint.random:  # as in `mute`
+        encoder, predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (encoder, predictor, *planes))
+    else:
+        flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
     work = tiled.work(flags, grouped)
     planes = [tiled.cut(x) for x in planes]
 
@@ -300,14 +313,14 @@ def _backward_tiles(static, parameters, batched, grouped):
         operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
         of_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
         of_parameters, of_encoder, of_predictor = pull(of_logits)
-        of_states, spoiled, totals = sums
+        of_states, bad, totals = sums
         _, columns = tiled.grid(shape)
         keys = tile.block // columns, tile.sequence * columns + tile.block % columns
         updates = [_add_blocks(*each, tile.live) for each in zip(of_states, keys, (of_encoder, of_predictor))]
-        of_states, bad = zip(*updates)
-        spoiled = spoiled.at[tile.sequence].max((bad[0] | bad[1]) & tile.live)
+        of_states, infinite = zip(*updates)
+        bad = bad.at[tile.sequence].max((infinite[0] | infinite[1]) & tile.live)
         totals = [x + y.astype(x.dtype) for x, y in zip(totals, of_parameters)]
-        return list(of_states), spoiled, totals
+        return list(of_states), bad, totals
 
     counts = [len(encoder) * n for n in tiled.grid(shape)]
     states = [
@@ -315,8 +328,7 @@ def _backward_tiles(static, parameters, batched, grouped):
         for n, size, x in zip(counts, (tiled.frames, tiled.columns), (encoder, predictor))
     ]
     totals = [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if is_trained(x)]
-    start = states, jnp.zeros(len(encoder), bool), totals
-    states, spoiled, totals = jax.lax.fori_loop(0, work.tiles, step, start)
+    states, bad, totals = jax.lax.fori_loop(0, work.tiles, step, (states, bad, totals))
     used = (
         _row(shape[0]) < num_frames[:, None],
         (_row(shape[1]) <= num_labels[:, None]) & (num_frames > 0)[:, None],
@@ -324,7 +336,7 @@ def _backward_tiles(static, parameters, batched, grouped):
     gradients = []
     for x, sums, rows in zip((encoder, predictor), states, used):
         sums = sums.reshape(len(x), -1, x.shape[-1])[:, : x.shape[1]]
-        sums = jnp.where((spoiled[:, None] & rows)[..., None], jnp.nan, sums)
+        sums = jnp.where((bad[:, None] & rows)[..., None], jnp.nan, sums)
         gradients.append(sums.astype(x.dtype))
     return gradients, totals
 
