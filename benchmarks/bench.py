@@ -41,7 +41,7 @@ FLOAT32 = np.dtype(np.float32).itemsize
 
 @dataclasses.dataclass
 class Contestant:
-    """`run()` returns the seconds of one repetition; `check` is (loss, samples of the gradient) of a first one."""
+    """`run()` returns the seconds of one repetition; `check` is (loss, samples of the gradient) of the first."""
 
     name: str
     run: Callable[[], float] | None
@@ -66,7 +66,7 @@ def stride(case):
 
 
 def jax_contestant(name, case, inputs, loss, *, donate=False, gradient=True):
-    """`inputs` are those of the loss; the first, an array or several, is what it is differentiated by."""
+    """`inputs` are the arguments of the loss. The gradient is with respect to the first, an array or a tuple."""
     function = jax.value_and_grad(loss) if gradient else loss
     step = jax.jit(function, donate_argnums=(0,) if donate else ())
     logits, *rest = jax.tree.map(jnp.asarray, tuple(inputs))
@@ -97,11 +97,11 @@ def floor_library():
 
 
 def floor_contestant(name, case, inputs, threads, passes):
-    """Rows inside the lengths only. One thread where starting another would take longer than the work."""
+    """The floor on the rows inside the lengths. Small work runs on one thread, since starting another takes longer."""
     frame = (case.U + 1) * case.V
     begin, end = [], []
     for b, (frames, labels) in enumerate(zip(*case.lengths)):
-        step = max(1, (1 << 16) // frame) if labels == case.U else 1  # full frames lie side by side
+        step = max(1, (1 << 16) // frame) if labels == case.U else 1  # full frames are contiguous
         first = (b * case.T + np.arange(0, frames, step)) * frame
         begin.append(first)
         end.append(np.minimum(first + (step - 1) * frame + (labels + 1) * case.V, (b * case.T + frames) * frame))
@@ -123,7 +123,7 @@ def floor_contestant(name, case, inputs, threads, passes):
 
 
 class Torch:
-    """The worker process of the PyTorch peers."""
+    """The worker process that runs the PyTorch peers."""
 
     def __init__(self, python, threads, *, warp_transducer=None, nemo=None):
         command = [str(python), str(HERE / "torch_worker.py"), "--threads", str(threads)]
@@ -168,9 +168,9 @@ def start_torch(args):
 
 
 def take_turns(contestants, budget, repeat):
-    """Runs whoever has used the least of its share, until all have: `budget` seconds or `repeat` times, but 3 times at
-    least. So all are spread over the whole of the run. In the pauses the threads of the one before fall asleep; what
-    takes less than 5 ms then runs once untimed, to be awake."""
+    """Always runs the contestant that has used the least of its share, so all are spread over the whole run. A share is
+    `budget` seconds or `repeat` times, but at least 3 times. In the pauses, threads of the previous contestant fall
+    asleep. A contestant of less than 5 ms therefore runs once untimed, to wake its own."""
 
     def share(contestant):
         times = contestant.seconds
@@ -181,11 +181,11 @@ def take_turns(contestants, budget, repeat):
         seconds = contestant.run()
         contestant.seconds.append(contestant.run() if seconds < 0.005 else seconds)
     for contestant in contestants:
-        contestant.run = None  # lets go of its arrays
+        contestant.run = None  # frees its arrays
 
 
 def verify(case, contestants):
-    """Fails where contestants disagree: float32 logs of up to T + U nats, whose gradients are off by 1e-3 at most."""
+    """Fails if contestants disagree. Gradients from float32 logs of up to T + U nats are off by up to 1e-3."""
     checks = {c.name: c.check for c in contestants if c.check}
     loss, gradient = checks["ours, reference"]
     for name, (its_loss, its_gradient) in checks.items():
@@ -195,7 +195,7 @@ def verify(case, contestants):
 
 
 def gradient_contestants(case, inputs, args, torch):
-    """Forward and backward, the floor first. All compute the same mean loss with the last class as blank."""
+    """Contestants for loss and gradient, the floor first. All compute the same mean loss; the last class is blank."""
     start = functools.partial(jax_contestant, case=case, inputs=inputs)
     reference = functools.partial(rnnt_loss, implementation="reference")
     contestants = [
@@ -209,9 +209,8 @@ def gradient_contestants(case, inputs, args, torch):
         *(torch.contestant(peer, case, args.seed) for peer in PEER_NAMES if torch and peer in torch.peers),
     ]
     verify(case, contestants)
-    if case.valid < 1:  # what the padding saves, measured in the same turns
-        full = dataclasses.replace(case, logit_lengths=None, target_lengths=None)
-        lengths = dict(zip(("logit_lengths", "target_lengths"), full.lengths))
+    if case.valid < 1:  # the same logits with full lengths, measured in the same turns, to judge the padding
+        lengths = dict(zip(("logit_lengths", "target_lengths"), case.full().lengths))
         contestants.append(start("ours, all valid", inputs=inputs._replace(**lengths), loss=rnnt_loss, donate=True))
     return contestants
 
@@ -271,7 +270,7 @@ def report(case, contestants):
 
 
 def targets(results, temporaries):
-    """(what, by the medians, by the minima, target, met by the medians) of every promise whose contestants ran."""
+    """Rows of the table of targets, as `judge` makes them, for the targets whose contestants ran."""
     rows = []
 
     def ratio(what, case, name, other, limit):
@@ -315,7 +314,7 @@ def machine():
 
 
 def options(description, names):
-    """The parser of what all benchmarks take."""
+    """A parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--repeat", type=int, default=200, help="repetitions of one contestant at most (%(default)s)")
@@ -329,15 +328,15 @@ def options(description, names):
 
 
 def settle(args):
-    """Settles on the CPU and the cores; returns the seconds of each contestant."""
-    if hasattr(os, "sched_setaffinity"):  # XLA has as many threads as the process has cores; children inherit them
+    """Selects the CPU and its cores; returns the seconds for each contestant."""
+    if hasattr(os, "sched_setaffinity"):  # XLA takes one thread per core of the process; children inherit the cores
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     jax.config.update("jax_platforms", "cpu")
     return args.budget / 10 if args.quick else args.budget
 
 
 def save(args, load, targets, groups, *, name="", versions=None):
-    """Writes every repetition of {key: {case: contestants}}, and what they ran on."""
+    """Writes every repetition of {key: {case: contestants}}, with machine, load, versions and commit."""
     now = datetime.datetime.now(datetime.UTC)
     packages = ("jax_rnnt", "jax", "jaxlib", "numpy")
     record = {
@@ -363,7 +362,7 @@ def save(args, load, targets, groups, *, name="", versions=None):
 
 
 def judge(what, value, limit, best=None):
-    """A row of the table of targets; `limit` is a sign and a number."""
+    """(what, ratio of medians, ratio of minima, target, met by the medians); `limit` is a sign and a number."""
     sign, bound = limit.split()
     met = value <= float(bound) if sign == "<=" else value >= float(bound)
     return what, value, best, limit, met

@@ -1,4 +1,4 @@
-/* The floor: the least that a softmax loss with its gradient can cost on logits that exist in memory.
+/* The floor: the lowest cost of a softmax loss with its gradient, for logits in memory.
  *
  *   pass 1  reads every logit, one exp each                       (the loss)
  *   pass 2  reads every logit, one exp each, writes the gradient  (over the logits)
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Relative error 2e-7 for |x| < 87; straight-line code, so that the compiler vectorises the loops around it. */
+/* Relative error 2e-7 for |x| < 87. Without branches, so that the compiler vectorises the loops around it. */
 static inline float fast_exp(float x) {
   float k = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: leaves the nearest integer in the low bits */
   int32_t bits;
@@ -51,7 +51,7 @@ typedef struct {
   int64_t chunks;
   int write;
   atomic_llong next, done;
-  atomic_int users; /* the last one frees: a thread may start when the work is over */
+  atomic_int users; /* the last user frees, since a thread may start after the work is done */
   _Atomic float sum;
 } Pass;
 

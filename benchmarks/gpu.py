@@ -1,7 +1,7 @@
 """Times the loss and its gradient on a GPU: this library, its stages, its rivals, and the bandwidth of the device.
 
-One process, one run. See README.md beside this file for what is measured and how. `--dry-run` executes all of it on
-tiny shapes on whatever device is the default, to see that it works; it keeps no results.
+Everything runs in one process; README.md beside this file explains the measurements. `--dry-run` executes all of it on
+tiny shapes on the default device, as a test; it keeps no results.
 """
 
 import argparse
@@ -39,42 +39,22 @@ from jax_rnnt.emissions import softmax
 from jax_rnnt.lattices import STANDARD, lattice
 
 HERE = Path(__file__).parent
-Case = cases.Case
-
-# The first five are the large ones, the first of all stands for LibriSpeech.
-CASES = (
-    Case("librispeech", B=30, T=400, U=80, V=500),
-    Case("bpe1024", B=16, T=300, U=60, V=1024),
-    Case("words", B=8, T=250, U=50, V=4096),
-    Case("long", B=32, T=1500, U=300, V=129),
-    Case("lattice_bound", B=64, T=1000, U=200, V=32),
-    Case("tiny", B=1, T=50, U=10, V=29),
-)
-SMALL_CASES = tuple(dataclasses.replace(case, B=2, T=12, U=5, V=7) for case in CASES)
 L2_BYTES = 60e6
-DIAGONALS = ((31, 1000, 9000), (127, 1000, 9000), (300, 1000, 9000))  # U and two numbers of frames
-
-
-def ragged(case):
-    """Lengths between 45% and 100% of the longest: about 55% of the nodes, as in a batch of LibriSpeech."""
-    share = np.linspace(1.0, 0.45, case.B)
-    frames, labels = (tuple(int(x) for x in np.ceil(share * n)) for n in (case.T, case.U))
-    return dataclasses.replace(case, logit_lengths=frames, target_lengths=labels)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
 #
-# XLA launches on a stream of its own, which other libraries' events do not see, and runs what it is given in order. So
-# calls are issued one behind the other without waiting, and the clock stops when the last is ready. The difference of
-# 2 n and n calls, over n, is the time of one: the start and the wait cancel. That is the device's time as long as
-# issuing a call takes less than running it; where it does not, the row says "host". PyTorch's peers are timed alike.
+# XLA launches on a stream of its own, which the events of other libraries do not see, and executes calls in order. So
+# calls are issued one after the other without waiting, and the clock stops when the last is ready. The time of one call
+# is the time of 2 n calls minus the time of n, divided by n: start and wait cancel. This is device time if issuing a
+# call takes less than running it; otherwise the row says "host". The PyTorch peers are timed alike.
 
 
 @dataclasses.dataclass
 class Time:
     samples: list[float]  # seconds of a call
     dispatch: float  # seconds to issue one
-    calls: int = 1  # what one program holds
+    calls: int = 1  # calls in one program
 
     @property
     def median(self):
@@ -85,35 +65,39 @@ class Time:
         return self.dispatch > 0.7 * float(np.median(self.samples))
 
 
-QUEUE, BUDGET = 0.02, 0.25  # seconds of n calls, and of all repetitions
-IN_FLIGHT = 16e9  # bytes of results that may wait
-
-
-def measure(call, wait, calls=1):
-    """`call(i)` issues the i-th call and returns what `wait` waits for; it holds the work of `calls`."""
-    first = call(0)
-    size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(first))
-    wait(first)
-    del first
-
-    def run(n):
-        start = time.perf_counter()
-        for i in range(n):
-            handle = call(i)
-        issued = time.perf_counter()
-        wait(handle)
-        return time.perf_counter() - start, (issued - start) / n
-
-    once = min(run(1)[0] for _ in range(3))
-    n = max(1, min(300, round(QUEUE / once), int(IN_FLIGHT / 2 / max(1, size))))
-    _, dispatch = run(min(n, 16))  # XLA holds up the caller when more are in flight
-    samples, start = [], time.perf_counter()
-    while len(samples) < 3 or (time.perf_counter() - start < BUDGET and len(samples) < 25):
-        samples.append(max((run(2 * n)[0] - run(n)[0]) / n, 1e-9))
-    return Time(samples, dispatch, calls)
-
-
+IN_FLIGHT = 16e9  # bytes of results of calls that were issued but not awaited, at most
 wait_jax = jax.block_until_ready
+
+
+@dataclasses.dataclass(frozen=True)
+class Timer:
+    """`queue`: seconds of n calls; `budget`: seconds of all repetitions."""
+
+    queue: float = 0.02
+    budget: float = 0.25
+
+    def measure(self, call, wait=wait_jax, calls=1):
+        """`call(i)` issues the i-th call and returns a handle for `wait`. One call does the work of `calls`."""
+        first = call(0)
+        size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(first))
+        wait(first)
+        del first
+
+        def run(n):
+            start = time.perf_counter()
+            for i in range(n):
+                handle = call(i)
+            issued = time.perf_counter()
+            wait(handle)
+            return time.perf_counter() - start, (issued - start) / n
+
+        once = min(run(1)[0] for _ in range(3))
+        n = max(1, min(300, round(self.queue / once), int(IN_FLIGHT / 2 / max(1, size))))
+        _, dispatch = run(min(n, 16))  # XLA blocks the caller when more are in flight
+        samples, start = [], time.perf_counter()
+        while len(samples) < 3 or (time.perf_counter() - start < self.budget and len(samples) < 25):
+            samples.append(max((run(2 * n)[0] - run(n)[0]) / n, 1e-9))
+        return Time(samples, dispatch, calls)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -122,13 +106,11 @@ def normal(seed, shape, dtype):
 
 
 def make_inputs(case, dtype):
-    """Enough sets of logits that none is in the cache when its turn comes, and the other arrays."""
+    """So many sets of logits that none is in the cache when its turn comes, and the other arrays."""
     size = np.prod(case.shape, dtype=np.int64) * np.dtype(dtype).itemsize
     count = int(np.clip(-(-4 * L2_BYTES // size), 1, 32))
-    small = dataclasses.replace(case, V=2)
     targets = np.random.default_rng(0).integers(0, case.V - 1, (case.B, case.U), np.int32)
-    _, _, *lengths = cases.make_inputs(small)
-    return [normal(i, case.shape, dtype) for i in range(count)], tuple(map(jnp.asarray, (targets, *lengths)))
+    return [normal(i, case.shape, dtype) for i in range(count)], tuple(map(jnp.asarray, (targets, *case.lengths)))
 
 
 def turns(step, ring, rest):
@@ -136,7 +118,7 @@ def turns(step, ring, rest):
 
 
 def in_place(step, ring, rest):
-    """The gradient takes the logits' memory and is the next call's logits."""
+    """The gradient takes the memory of the logits and serves as the logits of a later call."""
     ring = [jnp.copy(x) for x in ring]
 
     def call(i):
@@ -147,17 +129,18 @@ def in_place(step, ring, rest):
 
 
 class Run:
-    """What is measured so far, saved after every step: a later one may take the process down."""
+    """The measurements so far, saved after every step, since a later step may end the process."""
 
     def __init__(self, args):
         self.args, self.start = args, time.monotonic()
+        self.timer = Timer(queue=0.001, budget=0.0) if args.dry_run else Timer()
         self.record = {"dry_run": args.dry_run, "variants": [], "errors": []}
 
     def left(self):
         return self.args.budget - (time.monotonic() - self.start)
 
     def attempt(self, what, function, reserve=0.0):
-        """function(), or None where it fails or no time is left; the record tells."""
+        """function(), or None if it fails or no time is left; the record says why."""
         if self.left() < reserve:
             return self.fail(what, "left out: no time left")
         try:
@@ -214,15 +197,15 @@ def describe(torch):
     }
 
 
-def copy_bandwidth(elements, torch):
-    """{how: bytes per second}, bytes read and bytes written together."""
+def copy_bandwidth(elements, timer, torch):
+    """{how: bytes per second}; bytes read and bytes written both count."""
     x = normal(0, (elements,), np.float32)
     copy, add = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
-    found = {"copy": measure(lambda _: copy(x), wait_jax), "x + 1": measure(lambda _: add(x), wait_jax)}
+    found = {"copy": timer.measure(lambda _: copy(x)), "x + 1": timer.measure(lambda _: add(x))}
     if torch.torch is not None:
         source = torch.torch.from_dlpack(x)
         target = torch.torch.empty_like(source)
-        found["copy by torch"] = measure(lambda _: target.copy_(source), torch.wait)
+        found["copy by torch"] = timer.measure(lambda _: target.copy_(source), torch.wait)
     return {name: 8 * elements / t.median for name, t in found.items()}
 
 
@@ -244,9 +227,9 @@ def sm_clock(call):
 
 
 def first_call(case):
-    """Seconds of the first and of the second call of a compiled step, in a process that has run no kernel of ours."""
+    """Seconds of the first and the second call of a compiled step. No kernel of ours must have run in this process."""
     (logits, *_), rest = make_inputs(case, np.float32)
-    wait_jax([jnp.zeros_like(logits) for _ in range(2)])  # the allocator has what the results need
+    wait_jax([jnp.zeros_like(logits) for _ in range(2)])  # the allocator now holds the memory for the results
     step = jax.jit(jax.value_and_grad(functools.partial(rnnt_loss, inplace=False)))
     step = step.lower(logits, *rest).compile()
     seconds = []
@@ -268,7 +251,7 @@ def emission_forward(ring, rest):
 
 
 def emission_backward(ring, rest):
-    """Not in place; every row inside the lengths has cotangents that are not 0."""
+    """Not in place. Every row inside the lengths has nonzero cotangents."""
     targets, frames, labels = rest
     options = dict(blanks=(ring[0].shape[-1] - 1,), normalize=True, strict=True)
     label = softmax.label_map(targets, labels)
@@ -284,7 +267,7 @@ def emission_backward(ring, rest):
 
 
 def lattice_alone(case):
-    """(call, calls that one program holds). In place: what was written is read as log-probabilities by the next."""
+    """(call, number of lattices per call). In place: the next call reads the gradients as log-probabilities."""
     shape, lengths = case.shape[:3], [jnp.asarray(x) for x in case.lengths]
     count = int(np.clip(-(-4 * L2_BYTES // (8 * np.prod(shape))), 4, 32))
     planes = [tuple(-1 - 3 * jnp.abs(normal(2 * i + k, shape, np.float32)) for k in range(2)) for i in range(count)]
@@ -303,17 +286,17 @@ def lattice_alone(case):
     return call, count
 
 
-def seconds_per_diagonal(U, few, many):
-    """Of one sequence: what a frame more costs."""
+def seconds_per_diagonal(timer, short, long):
+    """The cost of one more frame for a single sequence."""
     times = []
-    for frames in (few, many):
-        call, count = lattice_alone(Case("line", B=1, T=frames, U=U, V=2))
-        times.append(measure(call, wait_jax, count).median)
-    return (times[1] - times[0]) / (many - few)
+    for case in (short, long):
+        call, calls = lattice_alone(case)
+        times.append(timer.measure(call, calls=calls).median)
+    return (times[1] - times[0]) / (long.T - short.T)
 
 
 def kernel_times(call, dry_run):
-    """{kernel: [how often, mean microseconds]} from the profiler, over 5 calls."""
+    """{kernel: [count, mean microseconds]} from the profiler, over 5 calls."""
     with tempfile.TemporaryDirectory() as folder:
         wait_jax(call(0))
         with jax.profiler.trace(folder):
@@ -345,7 +328,7 @@ JAX_RIVALS = {
 
 
 def sample(handle, count=1000):
-    """(loss, some elements of the gradient), of a step of ours or of a peer's."""
+    """(loss, some elements of the gradient) from the result of a step, ours or a peer's."""
     value, gradient = handle
     stride = max(1, int(np.prod(gradient.shape)) // count)
     if isinstance(gradient, jax.Array):
@@ -362,7 +345,7 @@ def rows_with_posterior(*arrays):
 
 
 def answer(*arrays):
-    """(losses, gradient) of the last one's clamp."""
+    """(losses, gradient). The last array is the clamp."""
     *arrays, clamp = arrays
 
     def total(*arrays):
@@ -374,25 +357,25 @@ def answer(*arrays):
 
 
 class Variant:
-    """One shape, dtype and set of lengths: bytes, times, and how far results are from ours."""
+    """One shape, dtype and set of lengths: bytes, times, and the deviation of results from ours."""
 
     def __init__(self, run, case, dtype, lengths, torch):
         self.run, self.dtype, self.torch = run, np.dtype(dtype), torch
-        self.case = case if lengths == "full" else ragged(case)
+        self.case = case if lengths == "full" else case.ragged()
         self.name = f"{case.name}, {self.dtype.name}, {lengths}"
         self.row = {"case": case.name, "shape": case.shape, "dtype": self.dtype.name, "lengths": lengths}
         self.row |= {"valid": self.case.valid, "times": {}, "off_ours": {}}
         self.first = None  # (loss, sample of the gradient)
 
     def time(self, name, make, wait=wait_jax, *, compare=False, reserve=0.0):
-        """`make` gives what `measure` calls, or that and how many calls are in it."""
+        """`make()` returns a call for `measure`, or (call, number of calls in it)."""
 
         def measured():
             made = make()
             call, calls = made if isinstance(made, tuple) else (made, 1)
             if compare:
                 self.compare(name, sample(call(0)))
-            found = measure(call, wait, calls)
+            found = self.run.timer.measure(call, wait, calls)
             samples = [seconds / calls for seconds in found.samples]
             self.row["times"][name] = dict(median=found.median, samples=samples, host_bound=found.host_bound)
 
@@ -402,7 +385,7 @@ class Variant:
         self.first = self.first or found
         off = abs(found[0] / self.first[0] - 1), self.case.B * float(np.max(np.abs(found[1] - self.first[1])))
         self.row["off_ours"][name] = off
-        # Many keep logarithms of up to thousands in float32; 16-bit gradients are rounded.
+        # Many contestants keep logarithms of up to thousands in float32; 16-bit gradients are rounded.
         if not (off[0] < 1e-3 and off[1] < (0.02 if self.dtype.itemsize == 2 else 0.01)):
             self.run.fail(f"{self.name}: {name}", f"loss and gradient are off ours by {off}")
 
@@ -435,7 +418,7 @@ class Variant:
             self.time(name, make, compare=True, reserve=8)
 
     def count_bytes(self, used):
-        """Those of docs/cuda.md. The backward pass does not read `used - valid` rows: they have no posterior."""
+        """Bytes as in docs/cuda.md. `used` rows have a posterior; a step's backward pass reads no other rows."""
         B, T, U1, V = self.case.shape
         nodes, row = B * T * U1, V * self.dtype.itemsize
         valid = round(nodes * self.case.valid)
@@ -455,7 +438,7 @@ class Variant:
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=150, help="seconds of all measurements (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="CASE", default=[c.name for c in CASES])
+    parser.add_argument("--only", nargs="+", metavar="CASE", default=[c.name for c in cases.GPU])
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on any device; keeps nothing")
     parser.add_argument("--output", type=Path, help="folder of DATE-DEVICE.json and .md (benchmarks/results)")
     args = parser.parse_args()
@@ -469,15 +452,12 @@ def parse():
 
 def main():
     args = parse()
-    if args.dry_run:
-        global QUEUE, BUDGET
-        QUEUE, BUDGET = 0.001, 0.0
     run, torch = Run(args), gpu_peers.Torch()
     record = run.record
-    record |= describe(torch) | {"large": [case.name for case in CASES[:5]]}
-    chosen = [c for c in (SMALL_CASES if args.dry_run else CASES) if c.name in args.only]
+    record |= describe(torch) | {"large": [case.name for case in cases.GPU_LARGE]}
+    chosen = [c for c in (cases.GPU_DRY_RUN if args.dry_run else cases.GPU) if c.name in args.only]
     record["first_call"] = run.attempt("first call", lambda: first_call(chosen[0]))
-    copied = run.attempt("copy", lambda: copy_bandwidth(1 << (12 if args.dry_run else 28), torch))
+    copied = run.attempt("copy", lambda: copy_bandwidth(1 << (12 if args.dry_run else 28), run.timer, torch))
     if copied:
         record |= {"copy_bandwidth": copied, "bandwidth": max(copied.values())}
 
@@ -489,8 +469,8 @@ def main():
 
     def diagonals():
         clock = record.get("sm_clock_mhz") or float(record.get("clocks.max.sm", 0))
-        sizes = [(U, 20, 40) for U, *_ in DIAGONALS] if args.dry_run else DIAGONALS
-        seconds = {str(U): seconds_per_diagonal(U, *frames) for U, *frames in sizes}
+        pairs = cases.DIAGONALS_DRY_RUN if args.dry_run else cases.DIAGONALS
+        seconds = {str(short.U): seconds_per_diagonal(run.timer, short, long) for short, long in pairs}
         record["seconds_per_diagonal"] = seconds
         record["cycles_per_diagonal"] = {U: x * clock * 1e6 if clock else None for U, x in seconds.items()}
 
@@ -502,7 +482,7 @@ def main():
                 run.attempt(variant.name, variant.measure, reserve=15)
                 if lengths == "full" and dtype == np.float32:
                     first_variants.append(variant)
-            if len(record["variants"]) == len(chosen):  # the most important things first
+            if len(record["variants"]) == len(chosen):  # after float32 and full lengths, as time may run out
                 run.attempt("clock and profiler", at_the_first_shape)
                 run.attempt("cycles per diagonal", diagonals)
                 if "torchaudio" in torch.losses:

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and under ten minutes; without network. See docs/cuda.md.
+# Runs everything that needs a GPU, in one command, under ten minutes and without network. See docs/cuda.md.
 #
 #   benchmarks/gpu.sh                    all parts
 #   benchmarks/gpu.sh build benchmark    some of them
-#   benchmarks/gpu.sh --dry-run          the same without a GPU: the emulation stands in, sizes are tiny, nothing is kept
+#   benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
 #
 # Needs Python with jax for CUDA, pytest, pytest-xdist, chex, flatbuffers, pybind11 and scikit-build-core, the packages of
 # examples/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and racecheck.
-# Environment: PYTHON (python3), OUT, the folder of results (benchmarks/results), COMMIT, which commit this is where
-# git does not know, LIMIT, seconds of all parts together (585).
+# Environment, with defaults: PYTHON (python3); OUT, the folder of results (benchmarks/results); COMMIT, the commit, if
+# git does not know it; LIMIT, seconds of all parts together (585).
 #
-# Every part has its own time and goes on after a failure of another; the exit code is 1 if one failed. Results:
+# Every part has its own time limit and runs even if others fail; the exit code is 1 if any failed. Results:
 # DATE-DEVICE.json and .md, parts.tsv (part, seconds, exit code), gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PARTS=(build selftest check benchmark large suite memcheck racecheck example)
-# Seconds at most. They add up to less than ten minutes, so that no part takes the time of another.
+# Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
 declare -A SECONDS_OF=([build]=100 [selftest]=30 [check]=15 [benchmark]=160 [large]=70 [suite]=110 [memcheck]=30
   [racecheck]=30 [example]=40)
-# Tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or that are
-# parts of their own here.
+# Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
+# that are parts of their own here.
 NOT_CUDA=(example errors public truth distributed forward_mode align pruned gpu_compile sharding targets gpu large)
 KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu)
 
@@ -40,7 +40,7 @@ run_part() {
       return $code
       ;;
     selftest) "$PYTHON" -P -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1" ;;
-    check) # twice: the same bits
+    check) # both runs must give the same bits
       local first second
       first=$("$CHECK") && second=$("$CHECK")
       local code=$?
@@ -53,7 +53,7 @@ run_part() {
       local ignored=("${NOT_CUDA[@]/#/--ignore=tests/test_}")
       local tests=("${ignored[@]/%/.py}")
       if [[ $DRY_RUN ]]; then tests=(tests/test_values.py tests/test_kernel_choice.py); fi
-      # There is little to tune: not the matmuls of the tests.
+      # Without autotuning: the matmuls of the tests are not worth it.
       XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 12))" --dist worksteal -m 'not slow' -k 'not reference' \
         "${tests[@]}"
       ;;
@@ -79,7 +79,7 @@ run_part() {
   esac
 }
 
-# Without isolation: against the XLA headers of the jaxlib that is installed, which is the one that will run.
+# Builds without isolation, so against the XLA headers of the installed jaxlib, which will run the module.
 install() {
   local folder=$1
   shift
@@ -105,10 +105,10 @@ sanitizer() {
   if [[ $DRY_RUN ]]; then "$CHECK"; else compute-sanitizer --error-exitcode 9 "$@" "$CHECK"; fi
 }
 
-# A warning of the driver or of JAX's plugin is not our failure; one of ours is.
+# Only warnings of this library are errors, not those of the driver or of JAX's plugin.
 pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
 
-# Called by itself, so that `timeout` can end a part and all that it started.
+# The script calls itself for each part, so that `timeout` can end the part and all that it started.
 if [[ ${1-} == --part ]]; then
   run_part "$2"
   exit

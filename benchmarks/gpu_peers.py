@@ -1,5 +1,5 @@
-"""Transducer losses of PyTorch's world on a GPU: what imports here takes part. Each maps
-(logits, targets, logit_lengths, target_lengths) to the mean loss over the batch, the last class being blank.
+"""Transducer losses for PyTorch on a GPU. Those that can be imported take part. Each maps
+(logits, targets, logit_lengths, target_lengths) to the mean loss over the batch; the last class is the blank.
 """
 
 import importlib.metadata
@@ -52,7 +52,7 @@ def nemo_triton():
     return loss
 
 
-# Name, what makes it, its package, and the types of logits that it takes.
+# Name, function that makes the loss, its package, and the types of logits that it takes.
 PEERS = (
     ("torchaudio", torchaudio, "torchaudio", ("float32",)),
     ("warp-rnnt", warp_rnnt, "warp-rnnt", ("float32",)),
@@ -62,7 +62,7 @@ PEERS = (
 
 
 class Torch:
-    """`losses` by name, `missing`: why the others are not here."""
+    """`losses`: the peers by name. `missing`: the reasons why others cannot be imported."""
 
     def __init__(self):
         self.losses, self.missing, self.versions = {}, {}, {}
@@ -77,7 +77,7 @@ class Torch:
             try:
                 self.losses[name] = make(), dtypes
                 self.versions[package] = importlib.metadata.version(package)
-            except Exception as error:  # whatever an import may raise
+            except Exception as error:  # an import may raise anything
                 self.missing[name] = f"{type(error).__name__}: {error}"
 
     def wait(self, _=None):
@@ -92,7 +92,7 @@ class Torch:
         return [name for name, (_, dtypes) in self.losses.items() if dtype in dtypes]
 
     def step(self, name, arrays):
-        """Loss and gradient of these JAX arrays, in the memory where they are."""
+        """Loss and gradient for these JAX arrays, without a copy."""
         logits, *rest = (self.torch.from_dlpack(x) for x in arrays)
         loss, _ = self.losses[name]
 
@@ -113,18 +113,18 @@ QUESTIONS = (
     ("one frame, beside a longer sequence", np.arange(24.0).reshape(2, 2, 2, 3) % 5, [[0], [1]], [2, 1], [1, 1], -1.0),
     ("no label", np.arange(9.0).reshape(1, 3, 1, 3) % 4, np.zeros((1, 0)), [3], [0], -1.0),
     ("no label, beside a sequence with one", np.arange(24.0).reshape(2, 2, 2, 3) % 5, [[0], [1]], [2, 2], [1, 0], -1.0),
-    # The gradients of the logits reach from below -0.05 to above 0.05.
+    # The clamp acts on both sides: unclamped gradients reach from below -0.05 to above 0.05.
     ("clamp 0.05", np.arange(12.0).reshape(1, 2, 2, 3) % 5, [[0]], [2], [1], 0.05),
 )
 
 
 def answers(torch, ours):
-    """Losses and gradients of these questions: float64, torchaudio on this device and on the CPU, `ours`."""
+    """Losses and gradients for QUESTIONS: float64, torchaudio on this device and on the CPU, `ours`."""
     from torchaudio.functional import rnnt_loss
 
     def ask(device, logits, targets, logit_lengths, target_lengths, clamp):
         torch_ = torch.torch
-        # Memory that the loss is given without being cleared must not happen to hold the right answer.
+        # Fills freed memory, which the loss may get uncleared: it must not hold the right answer by chance.
         held = [torch_.full((n,), 12345.0, device=device) for n in (1, 2, 8, 32, 128, 512) for _ in range(16)]
         del held
         x = torch_.tensor(logits, dtype=torch_.float32, device=device, requires_grad=True)
@@ -158,6 +158,6 @@ def answers(torch, ours):
                 "loss_off": off[0],
                 "gradient_off": off[1],
             }
-            row[name]["right"] = bool(max(off) < 1e-4)  # not for NaN
+            row[name]["right"] = bool(max(off) < 1e-4)  # false for NaN
         found.append(row)
     return found

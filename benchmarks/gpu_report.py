@@ -1,4 +1,4 @@
-"""Judges and prints what benchmarks/gpu.py has measured, and what the other parts of benchmarks/gpu.sh came to.
+"""Judges and prints the measurements of benchmarks/gpu.py and the exit codes of the parts of benchmarks/gpu.sh.
 
 python benchmarks/gpu_report.py RESULT.json [PARTS.tsv]     # adds the parts to the JSON; writes RESULT.md beside it
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def aims(record):
-    """(what, value, aim, met) of every aim; value and met are None where it was not measured."""
+    """(what, value, aim, met) of every aim; value and met are None if it was not measured."""
     rows = []
     variants = {(v["case"], v["dtype"], v["lengths"]): v for v in record["variants"]}
     large = record["large"]
@@ -65,7 +65,7 @@ def show(x, digits=3):
 
 
 def markdown(record):
-    """Markdown."""
+    """The report of a record."""
     bandwidth = record.get("bandwidth")
     text = ["**Dry run: none of these numbers means anything.**\n"] if record["dry_run"] else []
     keys = ("device", "driver_version", "nvcc", "date", "commit", "sm_clock_mhz")
@@ -121,7 +121,7 @@ def markdown(record):
 
 
 def write(record, file):
-    """The record with its aims, and the text beside it."""
+    """Writes the record with its aims, and the report beside it."""
     record = record | {"aims": [dict(zip(("what", "value", "aim", "met"), row)) for row in aims(record)]}
     file.write_text(json.dumps(record, indent=1) + "\n")
     file.with_suffix(".md").write_text(markdown(record))

@@ -1,4 +1,5 @@
-"""Inputs of the losses, those without the logits of all nodes included. NumPy only: also read by PyTorch's worker."""
+"""Inputs of all losses, also of those that do not take the logits of all nodes. Uses NumPy only, since the PyTorch
+worker imports it."""
 
 import dataclasses
 import sys
@@ -9,18 +10,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import cases
 
-SHARES = 1.0, 0.91, 0.82, 0.73, 0.68, 0.6, 0.54, 0.44  # of T and U, in a ragged batch
-
-
-def ragged(case):
-    """The case with sequences of different lengths."""
-    shares = np.resize(SHARES, case.B)
-    lengths = (tuple(int(np.ceil(share * n)) for share in shares) for n in (case.T, case.U))
-    return dataclasses.replace(case, **dict(zip(("logit_lengths", "target_lengths"), lengths)))
-
 
 def make(problem, case, seed):
-    """(array or tuple of arrays that the loss is differentiated by, its other inputs).
+    """(array or tuple of arrays to differentiate by, other inputs of the loss).
 
     "logits": [B, T, U1, V]; "wide N": [B, T, U1, V + N], the durations last; "heads": am [B, T, V] and lm [B, U1, V];
     "packed": [N, V], the nodes inside the lengths; "band S": [B, T, S, V] along the diagonal, and its first columns

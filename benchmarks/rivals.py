@@ -1,4 +1,4 @@
-"""The loss in pure JAX, as a user would write it: once plainly, once with care. Both take the last class as blank."""
+"""The loss in pure JAX, once as a user would write it, and once with care. The last class is the blank."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def shift(x, by):
 
 
 def plain(logits, targets, logit_lengths, target_lengths):
-    """log_softmax, a gather, a scan over the anti-diagonals, automatic differentiation."""
+    """Uses log_softmax, a gather, a scan over the anti-diagonals, and automatic differentiation."""
     B, _, U1, _ = logits.shape
     log_probs = jax.nn.log_softmax(logits)
     log_blank = log_probs[..., -1]
@@ -53,7 +53,7 @@ def emission(logits, labels):
 
 
 def emission_fwd(logits, labels):
-    # Exact unless an exp leaves the range of float32, so the pass that looks for the largest logit is rarely taken.
+    # Exact unless an exp leaves the range of float32, so logsumexp, which finds the largest logit first, is rare.
     total = jnp.sum(jnp.exp(logits), -1)
     in_range = jnp.all((total > 1e-30) & (total < 1e30))
     lse = jax.lax.cond(in_range, lambda: jnp.log(total), lambda: jax.nn.logsumexp(logits, -1))

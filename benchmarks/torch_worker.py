@@ -1,6 +1,6 @@
 """Times the PyTorch peers in their own environment: one repetition for each line of JSON on standard input.
 
-{"peer": name, "problem": that of problems.py, "case": name, "seed": n, "stride": n}
+{"peer": name, "problem": name in problems.py, "case": name, "seed": n, "stride": n}
 -> {"seconds": s, "loss": x, "gradient": [every stride-th element]}
 """
 
@@ -35,7 +35,7 @@ class WarpOptions(ctypes.Structure):
 
 
 def warp_transducer(path, threads):
-    """The loss of its PyTorch wrapper on CPU: log_softmax, then the library, which takes log-probabilities."""
+    """The same steps as its PyTorch wrapper on CPU: log_softmax, then the library, which takes log-probabilities."""
     library = ctypes.CDLL(path)
 
     def pointer(x):
@@ -71,7 +71,7 @@ def torchaudio_loss():
 
 
 def fast_rnnt_losses():
-    """Its simple and its pruned loss, from scores as ours."""
+    """Its simple and its pruned loss, with the inputs of ours."""
     import fast_rnnt
 
     def boundary(logit_lengths, target_lengths):
@@ -91,10 +91,10 @@ def fast_rnnt_losses():
 
 
 def nemo_losses(folder):
-    """NeMo's losses in plain PyTorch, of its file alone: the package imports the whole toolkit.
+    """NeMo's losses in plain PyTorch, loaded from their file alone, since the package imports the whole toolkit.
 
-    What it imports of the rest checks types of arguments; stand-ins do. Its TDT loss asks for a GPU: Tensor.cuda stays
-    where it is.
+    The file imports classes that check argument types; mocks replace them. Its TDT loss asks for a GPU, so Tensor.cuda
+    is replaced by a function that returns its tensor.
     """
     file = Path(folder) / "nemo" / "collections" / "asr" / "losses" / "rnnt_pytorch.py"
     classes, types_ = types.ModuleType("nemo.core.classes"), mock.MagicMock(__path__=[])
@@ -124,7 +124,7 @@ def main():
     parser.add_argument("--nemo")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    # Replies go to the real standard output; whatever a library prints goes to standard error.
+    # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""Times every loss of the family and its gradient, beside `rnnt_loss` of as many frames, labels and classes.
+"""Times every loss of the family and its gradient, beside `rnnt_loss` with the same frames, labels and classes.
 
 All contestants of a case take turns in one run; see README.md beside this file.
 """
@@ -13,7 +13,7 @@ import bench
 import jax
 import jax.numpy as jnp
 import numpy as np
-from problems import cases, make, ragged
+from problems import cases, make
 
 import jax_rnnt
 
@@ -55,7 +55,7 @@ def contestants(case, args, torch):
     found.append(compete("simple", simple_loss, make("heads", case, args.seed)))
     for width in WIDTHS:
         found.append(compete(f"pruned {width}", jax_rnnt.pruned_rnnt_loss, make(f"band {width}", case, args.seed)))
-    short = ragged(case)
+    short = case.ragged()
     found.append(compete("rnnt, ragged", jax_rnnt.rnnt_loss, make("logits", short, args.seed), short))
     packed = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=case.T)
     found.append(compete("packed, ragged", packed, make("packed", short, args.seed), short))
@@ -67,7 +67,7 @@ def contestants(case, args, torch):
 
 
 def beside_nemo(case, args, torch):
-    """Our and NeMo's losses of the same logits."""
+    """Our losses and NeMo's on the same logits."""
     found = []
     for name, loss, problem in (("multiblank", LOGITS["multiblank"], "logits"), ("tdt", tdt_loss, WIDE)):
         first, rest = make(problem, case, args.seed)
@@ -91,7 +91,7 @@ def report_nemo(case, found):
 
 
 def verify(case, checks):
-    """Fails where two that compute the same disagree, as far as float32 logs of T + U nats allow."""
+    """Fails if two contestants for the same loss disagree by more than the error of float32 logs of T + U nats."""
     assert np.isfinite([loss for loss, _ in checks.values()]).all(), checks
     np.testing.assert_allclose(checks["packed, ragged"][0], checks["rnnt, ragged"][0], rtol=1e-6)
     for name, (loss, gradient) in checks.items():
@@ -103,10 +103,10 @@ def verify(case, checks):
 
 
 def report(case, found):
-    """Ratios of the ragged ones are to the ragged `rnnt_loss`."""
+    """Ratios of ragged contestants refer to the ragged `rnnt_loss`."""
     by_name = {c.name: c for c in found}
     title = f"### {case.name}: B={case.B} T={case.T} U={case.U} V={case.V}"
-    print(f"{title}; ragged: {ragged(case).valid:.0%} of the nodes valid\n")
+    print(f"{title}; ragged: {case.ragged().valid:.0%} of the nodes valid\n")
     rows = []
     for c in found:
         base = by_name["rnnt, ragged" if "ragged" in c.name else "rnnt"]
@@ -125,7 +125,7 @@ def targets(results):
             ("tdt", "rnnt", "<= 1.3"),
             ("packed, ragged", "rnnt, ragged", "<= 1"),
         ]
-        # Time proportional to the width of the band.
+        # The time must be proportional to the width of the band.
         limits += [(f"pruned {b}", f"pruned {a}", f"<= {1.1 * b / a:.3g}") for a, b in itertools.pairwise(WIDTHS)]
         for name, other, limit in limits:
             above, below = by_name[name], by_name[other]

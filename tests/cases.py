@@ -1,4 +1,7 @@
-"""The table of shapes that tests and benchmarks share. NumPy only: also read where JAX is not installed."""
+"""The table of shapes: all cases of the benchmarks, and cases that tests share.
+
+Uses NumPy only, since the PyTorch worker imports it without JAX.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,9 +11,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """B sequences, T frames, U labels, V classes, the last of which is blank.
+    """B sequences, T frames, U labels, V classes (the last is the blank); H units of a joint network.
 
-    Lengths are those of every sequence; None: all sequences are full.
+    Lengths decrease evenly from full ones in the first sequence to `shortest` times T and U in the last. A case can
+    also list its lengths.
     """
 
     name: str
@@ -18,6 +22,8 @@ class Case:
     T: int
     U: int
     V: int
+    H: int = 0
+    shortest: float = 1.0
     logit_lengths: tuple[int, ...] | None = None
     target_lengths: tuple[int, ...] | None = None
 
@@ -28,15 +34,23 @@ class Case:
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B] T_b and int32 [B] U_b."""
-        frames = (self.T,) * self.B if self.logit_lengths is None else self.logit_lengths
-        labels = (self.U,) * self.B if self.target_lengths is None else self.target_lengths
+        share = np.linspace(1, self.shortest, self.B)
+        frames = np.ceil(self.T * share) if self.logit_lengths is None else self.logit_lengths
+        labels = np.floor(self.U * share) if self.target_lengths is None else self.target_lengths
         return np.array(frames, np.int32), np.array(labels, np.int32)
 
     @property
     def valid(self) -> float:
-        """Share of the nodes inside the lengths."""
+        """The share of nodes inside the lengths."""
         frames, labels = self.lengths
         return float(np.mean(frames * (labels + 1.0))) / (self.T * (self.U + 1))
+
+    def ragged(self, shortest: float = 0.45) -> "Case":
+        """Replaces the lengths. By default 55% of the nodes are valid, as in a batch of LibriSpeech."""
+        return dataclasses.replace(self, shortest=shortest, logit_lengths=None, target_lengths=None)
+
+    def full(self) -> "Case":
+        return self.ragged(1.0)
 
 
 class Inputs(NamedTuple):
@@ -47,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, dtype=np.float32, seed: int = 0) -> Inputs:
-    """Normal logits and uniform labels; the same values in every dtype, up to rounding."""
+    """Normal logits and uniform labels. All dtypes have the same values, up to rounding."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
@@ -70,19 +84,49 @@ SMALL = (
     Case("long", B=1, T=90, U=40, V=9),
 )
 
-# Read by the benchmarks; the speech shapes stand for characters, subwords and words.
+# Losses on the CPU. The speech shapes stand for characters, subwords and words.
 LARGE = (
     Case("tiny", B=1, T=20, U=5, V=29),
     Case("small", B=4, T=100, U=20, V=64),
     Case("characters", B=8, T=200, U=40, V=64),
     Case("subwords", B=8, T=250, U=60, V=500),
-    Case(
-        "subwords_ragged", B=8, T=250, U=60, V=500,
-        logit_lengths=(250, 228, 205, 182, 170, 150, 134, 110), target_lengths=(60, 54, 46, 43, 37, 34, 28, 23),
-    ),
+    Case("subwords_ragged", B=8, T=250, U=60, V=500, shortest=0.39),  # 52% of the nodes valid
     Case("bpe1024", B=4, T=200, U=50, V=1024),
     Case("words", B=2, T=150, U=30, V=4096),
     Case("lattice_bound", B=8, T=400, U=100, V=32),
-)  # fmt: skip
+)
+
+# Joint networks on the CPU.
+JOINT = (
+    Case("characters", B=8, T=200, U=40, V=64, H=256),
+    Case("characters, 30% padded", B=8, T=200, U=40, V=64, H=256, shortest=0.673),
+    Case("subwords", B=4, T=160, U=40, V=1024, H=640),
+    Case("subwords, 30% padded", B=4, T=160, U=40, V=1024, H=640, shortest=0.673),
+    Case("subwords, 50% padded", B=4, T=160, U=40, V=1024, H=640, shortest=0.41),
+    Case("words", B=2, T=100, U=25, V=8192, H=320),
+    Case("V = 32768", B=1, T=100, U=20, V=32768, H=320),
+    Case("V = 131072", B=1, T=50, U=10, V=131072, H=320),
+)
+# 1,024 utterances of 40 seconds: 25 frames a second, 2.5 labels a second, 30% padding.
+JOINT_LONG = Case("long", B=1024, T=1000, U=100, V=32, H=32, shortest=0.673)
+
+# Losses on a GPU. The first case stands for LibriSpeech.
+GPU_LARGE = (
+    Case("librispeech", B=30, T=400, U=80, V=500),
+    Case("bpe1024", B=16, T=300, U=60, V=1024),
+    Case("words", B=8, T=250, U=50, V=4096),
+    Case("long", B=32, T=1500, U=300, V=129),
+    Case("lattice_bound", B=64, T=1000, U=200, V=32),
+)
+GPU = (*GPU_LARGE, Case("tiny", B=1, T=50, U=10, V=29))
+GPU_DRY_RUN = tuple(dataclasses.replace(case, B=2, T=12, U=5, V=7) for case in GPU)
+
+
+def diagonals(short: int, long: int) -> list[tuple[Case, ...]]:
+    """Pairs of single sequences that differ only in their frames, so their times give the time of a diagonal."""
+    return [tuple(Case(f"U = {U}", B=1, T=T, U=U, V=2) for T in (short, long)) for U in (31, 127, 300)]
+
+
+DIAGONALS, DIAGONALS_DRY_RUN = diagonals(1000, 9000), diagonals(20, 40)
 
 CASES = {case.name: case for case in SMALL + LARGE}
