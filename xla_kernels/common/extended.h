@@ -1,14 +1,14 @@
 // Numbers m * 2^e with their own integer exponent: the values of the lattice recursions, alpha and beta.
 //
-// Why not logarithms: a float32 log alpha of a few thousand has an error of 1e-4 to 1e-3, and a posterior is exp of the
-// difference of three such values. Here every operation has the relative error of a float product, whatever the size
-// of the likelihood, and there is neither exp nor log on the recursion's critical path.
+// Why not logarithms: a float32 log alpha of a few thousand has an error of 1e-4 to 1e-3, and a posterior is the exp of
+// three such values, added and subtracted. Here every operation has the relative error of a float product, whatever the
+// size of the likelihood, and the critical path of the recursion contains neither exp nor log.
 //
 // S describes the lanes: S::F (mantissas), S::I (signed exponents), S::kMantissaBits, S::kExponentBias, S::kZero,
 // S::Max, and the casts S::AsFloat and S::AsInt between F and I.
 //
-// Products and sums leave the mantissa where it falls: a factor 2.9 in either direction per step at most. Normalize at
-// least every 16 steps, then neither a mantissa nor the product of two comes near the ends of the float range.
+// Products and sums do not normalize: a step changes the mantissa by a factor of 2.9 at most, in either direction.
+// Call Normalize at least every 16 steps; then neither a mantissa nor a product of two leaves the float range.
 #pragma once
 
 #include <stdint.h>
@@ -48,13 +48,13 @@ JAX_RNNT_HOST_DEVICE inline Extended<S> operator*(Extended<S> a, Extended<S> b) 
 template <class S>
 JAX_RNNT_HOST_DEVICE inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
   const typename S::I e = S::Max(S::Max(a.e, b.e), typename S::I{} + S::kZero);
-  const auto scaled = [&](Extended<S> x) {  // x.m * 2^(x.e - e); PowerOfTwo with one operation less, since e is shared
+  const auto scaled = [&](Extended<S> x) {  // x.m * 2^(x.e - e): one operation less than PowerOfTwo, as e is shared
     return x.m * S::AsFloat(S::Max(x.e - (e - S::kExponentBias), typename S::I{}) << S::kMantissaBits);
   };
   return {scaled(a) + scaled(b), e};
 }
 
-// Mantissa to [1, 2), or exact zero.
+// The same number with a mantissa in [1, 2), or exact zero.
 template <class S>
 JAX_RNNT_HOST_DEVICE inline Extended<S> Normalize(Extended<S> a) {
   using I = typename S::I;

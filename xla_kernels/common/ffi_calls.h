@@ -1,8 +1,8 @@
-// What the XLA handlers of every device share: buffers to the structs of shape.h, checks of ranks and types, bindings.
+// Shared by the XLA handlers of all devices: bindings, checks of ranks and types, conversion to the structs of shape.h.
 //
-// All leading dimensions are batch. Handlers never fail on data: an error on one device of several would stall the
-// others' all-reduce, and XLA calls handlers on padding rows too. What is checked here are mistakes of the caller in
-// jax_rnnt/_ffi.py, not of the user.
+// All leading dimensions are batch. Handlers never fail on data: an error on one of several devices would stall the
+// all-reduce of the others, and XLA calls handlers on padding rows too. The checks here catch mistakes of the caller in
+// jax_rnnt/_xla, not of the user.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
+#include "xla_kernels/common/registration.h"
 #include "xla_kernels/common/shape.h"
 
 namespace jax_rnnt {
@@ -35,6 +36,19 @@ inline bool ToDType(ffi::DataType from, DType* to) {
     default:
       return false;
   }
+}
+
+// Limits of the data structures of all kernels; Python checks them before it lowers to a kernel.
+inline std::vector<Limit> CommonLimits() {
+  return {{"blanks", kMaxBlanks},
+          {"durations", kMaxDurations},
+          {"row", kMaxRow},
+          {"arcs", kMaxArcs},
+          {"arc_labels", kMaxArcLabels}};
+}
+
+inline ffi::Error OutOfRange(const char* name, int64_t low, int64_t high) {
+  return Invalid(std::string(name) + " must be between " + std::to_string(low) + " and " + std::to_string(high));
 }
 
 // The attributes of an emission.
@@ -68,9 +82,9 @@ inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& 
     return Invalid("label must be [..., T|1, U1]");
   if (shape->batch * shape->frames * shape->columns * x[n - 1] != static_cast<int64_t>(logits.element_count()))
     return Invalid("logits and num_frames must have the same batch dimensions");
-  if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return Invalid("there must be 1 to 63 blank classes");
-  if (kind.durations < 0 || kind.durations > kMaxDurations) return Invalid("there must be 0 to 63 durations");
-  if (x[n - 1] > kMaxRow) return Invalid("a row may have 2^26 logits at most");
+  if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return OutOfRange("blank classes", 1, kMaxBlanks);
+  if (kind.durations < 0 || kind.durations > kMaxDurations) return OutOfRange("durations", 0, kMaxDurations);
+  if (x[n - 1] > kMaxRow) return OutOfRange("logits of a row", 0, kMaxRow);
   if (shape->bernoulli && (blanks.size() != 1 || !shape->normalize))
     return Invalid("a Bernoulli blank is the only one, of logits");
   for (int64_t blank : blanks)
@@ -81,7 +95,7 @@ inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& 
 struct EmissionForwardCall {
   DType dtype;
   EmissionForwardArgs args{};
-  std::vector<void*> planes;  // what args.log_blank points to
+  std::vector<void*> planes;  // args.log_blank points into it
 };
 
 inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
@@ -105,7 +119,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
 struct EmissionBackwardCall {
   DType dtype;
   EmissionBackwardArgs args{};
-  std::vector<const void*> planes;  // what args.ct_blank points to
+  std::vector<const void*> planes;  // args.ct_blank points into it
 };
 
 inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label, const ffi::AnyBuffer& num_frames,
@@ -135,8 +149,8 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
 struct LatticeCall {
   bool is_double;
   LatticeArgs args{};
-  std::vector<const void*> log_planes;  // what args.log_plane points to
-  std::vector<void*> grad_planes;       // what args.grad_plane points to
+  std::vector<const void*> log_planes;  // args.log_plane points into it
+  std::vector<void*> grad_planes;       // args.grad_plane points into it
 };
 
 // The attributes of a topology.
@@ -156,12 +170,13 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
   if (num_frames.element_type() != ffi::DataType::S32 || num_labels.element_type() != ffi::DataType::S32)
     return Invalid("lengths must be int32");
   const size_t n = arcs.dt.size(), planes = other_planes.size() + 1;
-  if (arcs.du.size() != n || arcs.may_end.size() != n || arcs.plane.size() != n || arcs.other.size() != n || n < 1 ||
-      n > kMaxArcs || planes > kMaxArcs)
-    return Invalid("there must be an entry of dt, du, may_end, plane and other for each of 1 to 64 arcs");
+  if (arcs.du.size() != n || arcs.may_end.size() != n || arcs.plane.size() != n || arcs.other.size() != n || n < 1)
+    return Invalid("there must be an entry of dt, du, may_end, plane and other for each arc");
+  if (n > kMaxArcs || planes > kMaxArcs) return OutOfRange("arcs and planes", 1, kMaxArcs);
   for (size_t k = 0; k < n; ++k) {
     const int64_t dt = arcs.dt.begin()[k], du = arcs.du.begin()[k];
-    if (dt < 0 || du < 0 || du > 1 || dt + du < 1) return Invalid("every arc must move, by at most one label");
+    if (dt < 0 || du < 0 || du > kMaxArcLabels || dt + du < 1)
+      return Invalid("every arc must move, by at most one label");
     const int64_t plane = arcs.plane.begin()[k], other = arcs.other.begin()[k];
     if (plane < 0 || plane >= int64_t(planes) || other >= int64_t(planes) || other == plane)
       return Invalid("there is no such plane");
@@ -186,8 +201,8 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
   return ffi::Error::Success();
 }
 
-// Results: loss; with a gradient as many planes as were given; the workspace, where a kernel needs `elements` per
-// sequence.
+// Results: the loss; if `gradient`, the gradient of each plane; if `elements` > 0, the workspace, with so many elements
+// per sequence.
 inline ffi::Error ReadResults(ffi::Result<ffi::AnyBuffer>& loss, const ffi::RemainingRets& others, bool gradient,
                               int64_t elements, LatticeCall* call) {
   LatticeArgs& args = call->args;
@@ -205,7 +220,7 @@ inline ffi::Error ReadResults(ffi::Result<ffi::AnyBuffer>& loss, const ffi::Rema
   return ffi::Error::Success();
 }
 
-// Operands, results and attributes of the custom calls. Context: what the device's handlers run on.
+// Operands, results and attributes of the custom calls. Context: the device's stream or thread pool.
 
 template <class Context>
 auto BindEmissionForward() {
@@ -239,7 +254,7 @@ auto BindEmissionBackward() {
       .template Attr<int64_t>("bernoulli");
 }
 
-// Loss and gradient are calls of the same form.
+// Loss and gradient have the same operands and attributes.
 template <class Context>
 auto BindLattice() {
   return ffi::Ffi::Bind()

@@ -11,7 +11,7 @@ namespace jax_rnnt {
 
 // Values of the label map, beside the classes 0 <= label < V.
 constexpr int32_t kNoLabel = -1;  // no label arc leaves this node (the last column of a sequence)
-constexpr int32_t kOutside = -2;  // the node lies outside the sequence: its row of logits is never read
+constexpr int32_t kOutside = -2;  // the node lies outside the sequence; its row of logits is never read
 
 constexpr int kMaxBlanks = 63;        // most blank classes of one emission
 constexpr int kMaxDurations = 63;     // most durations of one emission
@@ -25,23 +25,23 @@ struct EmissionShape {
   int64_t durations;                        // D, 0 <= D <= kMaxDurations
   int64_t label_frames;                     // extent of the label map's frame axis: 1 (same labels in all frames) or T
   bool normalize;                           // log-softmax of each head; false: the input already is log-probabilities
-  bool bernoulli;                           // of the one blank, which is no part of the classes' softmax; see below
+  bool bernoulli;                           // the only blank has a sigmoid of its own, outside the softmax; see below
   int num_blanks;                           // K, 1 <= K <= kMaxBlanks; 1 where bernoulli
   const int64_t* blanks;                    // [K], 0 <= blank < V
 
   int64_t row_size() const { return classes + durations; }
 };
 
-// logits -> log-probabilities of what leaves each node: with lse the log-sum-exp of the classes,
-//   log_blank_i = x[blank_i] - lse      log_label = x[label] - lse      log_duration_i = x[V + i] - lse of theirs
-// and with a Bernoulli blank, whose logit z = x[blank] lse leaves out,
+// Logits -> log-probabilities of the arcs that leave each node. With lse the log-sum-exp of the classes,
+//   log_blank_i = x[blank_i] - lse      log_label = x[label] - lse      log_duration_i = x[V + i] - lse of durations
+// With a Bernoulli blank, lse leaves out its logit z = x[blank], and
 //   log_blank = log sigmoid(z)          log_label = log sigmoid(-z) + x[label] - lse, or log_blank if label == blank
 //
-// norm is what the backward pass needs to make the softmax again. A rounded lse is off by 5e-4 at 1e4, so it is
-// the sum over the classes of exp(x - x[anchor]), where the anchor is the first blank (Bernoulli: class 0, or 1 if that
-// is the blank), times 2^-124 (double: 2^-400): an offset that all logits share drops out. Where the anchor is more
-// than 45 below the largest logit it is lse, or 0 if that is -inf or smaller in size than 2^-32 (double: 2^-200), below
-// which all sums are. NaN where the planes are.
+// The backward pass computes the softmax again from norm. A rounded lse is off by 5e-4 at 1e4. So norm is the sum over
+// the classes of exp(x - x[anchor]), times 2^-124 (double: 2^-400): an offset common to all logits cancels. The anchor
+// is the first blank (Bernoulli: class 0, or 1 if the blank is 0). If it is more than 45 below the largest logit, norm
+// is lse, or 0 where lse is -inf or smaller in size than 2^-32 (double: 2^-200). Scaled sums are positive and below
+// that limit, so a reader can tell the two apart. norm is NaN where the planes are NaN.
 template <class A>
 constexpr A kReach = A(45);  // the sum of 2^26 exponentials relative to such an anchor is below 2^92
 template <class A>
@@ -64,9 +64,9 @@ struct EmissionForwardArgs {
 //   unit_k       = c_blank_i [k == blank_i] (summed over i) + c_label [k == label] - softmax_k * (sum of these c's)
 //   unit_(V + i) = c_duration_i - duration_softmax_i * (sum of the c_duration's)
 //   dlogits      = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping; 0 stays 0)
-// without the softmax terms where normalize is false. With a Bernoulli blank softmax_k multiplies c_label alone, 0
-// where label == blank, and
-//   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), where label == blank: (c_blank + c_label) sigmoid(-z)
+// If normalize is false, the softmax terms are missing. With a Bernoulli blank, softmax_k multiplies c_label alone (0
+// if label == blank), and
+//   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), or (c_blank + c_label) sigmoid(-z) if label == blank
 struct EmissionBackwardArgs {
   EmissionShape shape;
   const void* logits;              // [B, T, U1, V + D]; may be the same memory as dlogits
@@ -82,8 +82,9 @@ struct EmissionBackwardArgs {
 };
 
 // The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1. Its
-// log-probability is that of one plane, or the sum of two.
-constexpr int kMaxArcs = 64;  // and planes
+// log-probability is the entry of one plane, or the sum of two.
+constexpr int kMaxArcs = 64;          // most arcs, and most planes
+constexpr int64_t kMaxArcLabels = 1;  // most labels that an arc writes
 struct Topology {
   int num_arcs, num_planes;
   const int64_t *dt, *du;
@@ -91,7 +92,7 @@ struct Topology {
   const int64_t *plane, *other;  // other[k] < 0: none
 };
 
-// Two arcs, blank (1, 0) and label (0, 1) or, monotonic, (1, 1): what the kernels for unit steps take.
+// Whether the kernels for unit steps apply: two arcs, blank (1, 0) and label (0, 1) or, monotonic, (1, 1).
 inline bool IsUnitStep(const Topology& topology) {
   const auto is = [&](int k, int64_t dt, int64_t du) {
     return topology.dt[k] == dt && topology.du[k] == du && topology.may_end[k] != 0 && topology.plane[k] == k &&
@@ -101,7 +102,7 @@ inline bool IsUnitStep(const Topology& topology) {
 }
 inline bool IsMonotonic(const Topology& topology) { return topology.dt[1] == 1; }
 
-// Arc log-probabilities -> loss and its gradient (minus the posteriors of a plane's arcs, summed).
+// Arc log-probabilities -> loss and its gradient: minus the sum of the posteriors of a plane's arcs.
 struct LatticeArgs {
   Topology topology;
   int64_t batch, frames, columns;  // B, T, U1
@@ -109,8 +110,8 @@ struct LatticeArgs {
   const int32_t* num_frames;       // [B], clamped to [0, T] by the kernel
   const int32_t* num_labels;       // [B], clamped to [0, U1 - 1] by the kernel
   void* loss;                      // [B] of A
-  void* const* grad_plane;         // planes of A; may be the same memory as log_plane. Null: loss only
-  void* workspace;                 // [B, LatticeWorkspace(...)] of A
+  void* const* grad_plane;         // planes of A; may be the same memory as log_plane. Null: no gradient
+  void* workspace;                 // [B, Workspace::Elements(...)] of A
 };
 
 }  // namespace jax_rnnt

@@ -22,7 +22,7 @@ struct Target {
 
 }  // namespace
 
-// What the per-target files define: the functions of the two headers in a namespace of the target's name.
+// The per-target files define the kernels' functions in a namespace with the target's name.
 #define JAX_RNNT_DECLARE_TARGET(target)                                                             \
   namespace target {                                                                                \
   void EmissionForward(DType dtype, const EmissionForwardArgs& args, int64_t begin, int64_t end);   \
@@ -57,7 +57,7 @@ const Target kTargets[] = {
     JAX_RNNT_TARGET_ENTRY(portable, true),
 };
 
-const Target* Find(const char* name) {  // null: the best
+const Target* Find(const char* name) {  // null: find the best
   for (const Target& target : kTargets) {
     if (target.supported() && (name == nullptr || std::strcmp(name, target.name) == 0)) return &target;
   }
@@ -120,15 +120,6 @@ void* ThreadScratch(size_t bytes) {
     buffer.size = bytes;
   }
   return buffer.data;
-}
-
-int64_t UnitLatticeWorkspace(int64_t frames, int64_t columns) { return 2 * ((frames + 7) / 8) * columns; }
-
-int64_t SkipLatticeWorkspace(int64_t frames, int64_t columns) { return 2 * frames * (columns + 32); }
-
-int64_t LatticeWorkspace(const LatticeArgs& args, bool gradient) {
-  if (!IsUnitStep(args.topology)) return SkipLatticeWorkspace(args.frames, args.columns);
-  return gradient ? UnitLatticeWorkspace(args.frames, args.columns) : 0;
 }
 
 }  // namespace jax_rnnt::cpu

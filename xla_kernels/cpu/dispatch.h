@@ -1,4 +1,4 @@
-// The kernels are compiled once per instruction set; the best one that the machine has is taken at the first call.
+// The kernels are compiled once per instruction set. The first call chooses the best one that the machine has.
 #pragma once
 
 namespace jax_rnnt::cpu {
@@ -6,8 +6,8 @@ namespace jax_rnnt::cpu {
 // Names of the targets that this machine can run, best first; null-terminated.
 const char* const* Targets();
 
-// The target that the kernels run on. UseTarget is for tests: false, and no change, where the machine has no such
-// target.
+// The target that the kernels run on. UseTarget is for tests; it returns false, and changes nothing, if the machine
+// cannot run the target.
 const char* CurrentTarget();
 bool UseTarget(const char* name);
 

@@ -1,5 +1,5 @@
-// XLA custom-call handlers of the CPU kernels: common/ffi_calls.h reads the buffers; the work is split over threads
-// here.
+// XLA custom-call handlers of the CPU kernels. common/ffi_calls.h reads the buffers; this file splits the work over
+// threads.
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
 #endif
@@ -17,13 +17,12 @@ namespace jax_rnnt {
 namespace cpu {
 namespace {
 
-// Below this much memory traffic or this many lattice nodes (each 50 ... 100 us of work) a second thread costs more
-// than it saves.
+// Up to these sizes (50 to 100 us of work each) a second thread costs more than it saves.
 constexpr int64_t kSerialBytes = 1 << 19;
 constexpr int64_t kSerialNodes = 1 << 15;
-// Work of one claim: large enough to hide an atomic increment, small enough to balance ragged batches.
+// Work that a thread claims at once: large enough to hide an atomic increment, small enough to balance ragged batches.
 constexpr int64_t kChunkBytes = 1 << 18;
-// Fresh pages of a large result cost as much time as the kernel; huge pages make that 1.4 times faster.
+// Fresh pages of a large result cost as much time as the kernel; huge pages make this 1.4 times faster.
 constexpr int64_t kHugeBytes = 1 << 21;
 
 int64_t BytesPerElement(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
@@ -33,18 +32,18 @@ void AdviseHugePages(void* data, int64_t bytes) {
   if (bytes < kHugeBytes) return;
   const uintptr_t page = 4096, begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: an error changes nothing
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: errors do not matter
 #endif
 }
 
-// The same for the planes, each of `bytes`: XLA puts them side by side.
+// The same for planes of `bytes` each. XLA puts them side by side.
 void AdviseHugePages(const std::vector<void*>& planes, int64_t bytes) {
   const auto [first, last] = std::minmax_element(planes.begin(), planes.end());
   const int64_t span = static_cast<char*>(*last) - static_cast<char*>(*first) + bytes;
   if (span <= 2 * int64_t(planes.size()) * bytes) AdviseHugePages(*first, span);
 }
 
-// Runs rows(begin, end) over all rows: in one piece where that is cheap, else on the pool.
+// Runs rows(begin, end) over all rows: in one piece if they are few, else on the pool.
 template <typename Rows>
 void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Rows rows) {
   const int64_t n = shape.batch * shape.frames * shape.columns;
@@ -138,6 +137,12 @@ std::vector<Registration> Registrations() {
       {"jax_rnnt_lattice_loss", reinterpret_cast<void*>(+cpu::kLatticeLoss)},
       {"jax_rnnt_lattice_grad", reinterpret_cast<void*>(+cpu::kLatticeGradient)},
   };
+}
+
+std::vector<Limit> Limits() { return CommonLimits(); }
+
+Workspace WorkspaceOfLattice(bool unit_steps, int64_t, bool gradient) {
+  return cpu::LatticeWorkspace(unit_steps, gradient);
 }
 
 std::pair<int, int> ApiVersion() { return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR}; }

@@ -1,26 +1,25 @@
 // Lattice of one sequence: alpha, beta, and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
 //
-// A strip of kWidth frames is swept as a wavefront: at step s, lane i is at node (t + i, s - i). A blank arc moves a
-// value to the next lane, a label arc leaves it in its lane for the next step (monotonic: moves it to the next lane,
-// for the step after the next), so one step is two shuffles and a multiply-add on the critical path. Log-probabilities
-// get into that skewed order by transposing square blocks in registers, 8 shuffles per step with AVX-512, and
-// posteriors get out of it the same way. What leaves the last lane is the row that enters the next strip.
+// A sweep crosses a strip of kWidth frames as a wavefront: at step s, lane i is at node (t + i, s - i). A blank arc
+// moves a value to the next lane. A label arc leaves it in its lane for the next step (monotonic: moves it to the next
+// lane, for the step after the next). So a step is two shuffles and a multiply-add on the critical path. Transposing
+// square blocks in registers, 8 shuffles per step with AVX-512, brings log-probabilities into that skewed order and
+// posteriors out of it. The values that leave the last lane are the row that enters the next strip.
 //
-// No plane of alphas is stored. A first sweep keeps the rows that enter every eighth frame, or every strip where that
-// is longer, in the workspace. Then the strips are taken from the last to the first: alpha once more, kept for this
-// strip with the arcs' probabilities in thread-local scratch, and beta with the posteriors. A log-probability is read
-// before its gradient is written, so the gradients may overwrite them.
+// No plane of alphas is stored. The first sweep keeps in the workspace the rows that enter every eighth frame, or every
+// strip if strips are longer. Then the strips are taken from the last to the first: alpha is computed again and kept in
+// thread-local scratch with the arcs' probabilities, then beta with the posteriors. A log-probability is read before
+// its gradient is written, so the gradients may overwrite them.
 //
 // Measured on one core of a Zen 4 at 3.6 GHz, T = 400, U = 100, in ns per node, loss with gradient | loss only:
 //               AVX-512        AVX2          SSE2
 //    float    3.1 | 1.0     3.8 | 1.4    10.1 |  4.0
 //    double   6.5 | 2.4     9.3 | 3.5    32   | 11
-// that is in the caches; planes that come from the L3 took 1 ns more until the next strip was fetched ahead.
+// These times are for planes in the caches. Planes in the L3 took 1 ns more before the next strip was prefetched.
 // At T + U = 4000, posteriors in float are off by 1e-6 to 6e-6 where -log Z is 4e3 to 2e4.
 //
 // Tried and left out: copying the rows of a strip between margins of -inf instead of masking at the edges, and
-// splitting the log-probabilities once more in beta's sweep instead of keeping the probabilities: 4.2 ns instead
-// of 3.1.
+// computing the probabilities again in beta's sweep instead of keeping them. They take 4.2 ns instead of 3.1.
 #include "xla_kernels/cpu/lattice.h"
 
 #include "xla_kernels/cpu/lattice_planes.h"
@@ -28,7 +27,6 @@
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
 
-// The lattice of one sequence.
 template <class A, bool kStandard>
 class UnitLatticeOfSequence : SequencePlanes<A> {
   using Base = SequencePlanes<A>;
@@ -39,7 +37,8 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   using Row = typename Base::Row;  // here with a margin of kWidth zeros on either side
   using Base::args_, Base::frames_, Base::kInfinity, Base::kWidth, Base::labels_, Base::sequence_;
 
-  static constexpr int kStrips = kWidth < 8 ? 8 / kWidth : 1;  // strips from one checkpoint to the next
+  // Strips from one checkpoint to the next.
+  static constexpr int kStrips = kWidth < kKeptFrames ? kKeptFrames / kWidth : 1;
 
   struct Node {
     Value alpha, blank, label;  // alpha, and the probabilities of the arcs that leave
@@ -84,7 +83,7 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   }
 
  private:
-  // All zero but one column.
+  // Sets a row to zero except for one column.
   void Start(const Row& row, int64_t u, A m, Exponent e) {
     for (int64_t i = -kWidth; i < row_size_ - kWidth; ++i) row.m[i] = 0, row.e[i] = S::kZero;
     row.m[u] = m, row.e[u] = e;
@@ -98,9 +97,9 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
     }
   }
 
-  // Keeps the row of alphas in the workspace, or fetches it.
+  // Keeps the row of alphas in the workspace, or reads it back.
   void Checkpoint(int64_t number, bool keep) {
-    const int64_t plane = UnitLatticeWorkspace(args_.frames, args_.columns) / 2;
+    const int64_t plane = kUnitWorkspace.Elements(args_.frames, args_.columns) / 2;
     A* const m = static_cast<A*>(args_.workspace) + sequence_ * 2 * plane + number * args_.columns;
     void* const e = m + plane;
     const size_t bytes = (labels_ + 1) * sizeof(A);
@@ -108,13 +107,13 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
     keep ? memcpy(e, alpha_row_.e, bytes) : memcpy(alpha_row_.e, e, bytes);
   }
 
-  // Element j, lane i: column step + j - i of frame t + i. Frames behind the last pass everything on by their blank
-  // arcs. Those of the frames `next` later are fetched: rows of a strip are more streams than the hardware follows.
+  // Element j, lane i: column step + j - i of frame t + i. Blank arcs of frames after the last one keep values.
+  // Prefetches the frames `next` later, since a strip has more rows than the hardware follows as streams.
   void Skew(const A* plane, int64_t t, int64_t step, int64_t n, A behind, int64_t next, F* skewed) {
     for (int i = 0; i < kWidth; ++i) {
       const int64_t u = step - i;
       if (t + i < frames_) {
-        // As a number: it may lie outside the plane.
+        // An integer, since the address may lie outside the plane.
         const uintptr_t ahead = reinterpret_cast<uintptr_t>(plane) + ((t + i + next) * args_.columns + u) * sizeof(A);
         __builtin_prefetch(reinterpret_cast<const void*>(ahead));
         skewed[i] = Base::LoadColumns(plane, t + i, u, n);
@@ -183,11 +182,11 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
     NormalizeRow(beta_row_);
   }
 
-  const int64_t steps_;  // of a sweep over a strip
+  const int64_t steps_;  // steps of a sweep over a strip
   const A *const log_blank_, *const log_label_;
   const int64_t row_size_;
-  Row alpha_row_, beta_row_;  // what enters the strip from the frame above it; beta of the frame below it
-  Node* kept_;                // [kStrips, steps_] skewed nodes from a checkpoint to the next
+  Row alpha_row_, beta_row_;  // alpha that enters the strip from the frame before; beta of the frame after it
+  Node* kept_;                // [kStrips, steps_] skewed nodes from one checkpoint to the next
 };
 
 template <class A>

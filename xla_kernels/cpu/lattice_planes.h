@@ -1,4 +1,4 @@
-// What both lattice kernels need of a sequence: its lengths, its planes by rows of vectors, and the loss.
+// Shared by both lattice kernels: the lengths of a sequence, access to its planes by vectors, and the loss.
 #pragma once
 
 #include <math.h>
@@ -76,11 +76,11 @@ class SequencePlanes {
     }
   }
 
-  // Notes whether arcs are too large for the sweeps, NaN or +inf among them.
+  // Remembers whether an arc is too large for the sweeps, NaN or +inf.
   void Check(F log_arcs) { over_ |= ~(log_arcs < most_); }
 
-  // The loss, from the likelihood m * 2^e of a sweep over alpha. Returns whether a sweep over beta has to make the
-  // gradient; otherwise the gradient is already written.
+  // Stores the loss, from the likelihood m * 2^e that the sweep over alpha found. Returns whether a sweep over beta
+  // must compute the gradient; otherwise the gradient, if asked for, is already written.
   bool StoreLoss(A m, Exponent e) const {
     constexpr bool kDouble = sizeof(A) == 8;
     Verdict verdict = Verdict::kExact;
@@ -99,7 +99,7 @@ class SequencePlanes {
     return gradient && alive;
   }
 
-  // Zeros outside the lengths and, unless they are `written`, `value` inside.
+  // Writes zeros outside the lengths and, unless gradients are `written` there, `value` inside.
   void FinishGradient(bool written, A value = 0) const {
     for (int k = 0; k < args_.topology.num_planes; ++k) {
       A* const grad = GradPlane(k);
@@ -115,11 +115,11 @@ class SequencePlanes {
   const LatticeArgs& args_;
   const int64_t sequence_;
   const int64_t frames_, labels_;  // T_b, U_b
-  const int64_t size_;             // of a sequence's plane
+  const int64_t size_;             // nodes of a sequence's plane
 
  private:
   const A most_;
-  I over_ = {};  // nonzero where an arc of most_ or more was read
+  I over_ = {};  // nonzero in lanes that read an arc of most_ or more, or NaN
 };
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

@@ -1,23 +1,15 @@
-// Python module jax_rnnt._cpu: the handlers as capsules, and the choice of the instruction set for tests.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// Python module jax_rnnt._cpu: the handlers as capsules; tests may choose the instruction set.
+#include "xla_kernels/common/module.h"
 
 #include <string>
 #include <vector>
 
-#include "xla_kernels/common/registration.h"
 #include "xla_kernels/cpu/dispatch.h"
 
 PYBIND11_MODULE(_cpu, m) {
   namespace cpu = jax_rnnt::cpu;
   namespace py = pybind11;
-  m.attr("kernels") = "cpu";
-  m.def("api_version", &jax_rnnt::ApiVersion);
-  m.def("registrations", [] {
-    py::dict handlers;
-    for (const auto& [target, handler] : jax_rnnt::Registrations()) handlers[target] = py::capsule(handler);
-    return handlers;
-  });
+  jax_rnnt::Export(m, "cpu");
   m.def(
       "targets",
       [] {

@@ -4,8 +4,8 @@
 
 namespace jax_rnnt::cpu {
 
-// At least `bytes` bytes, aligned to 64, that belong to the calling thread: valid until its next call, kept until its
-// end.
+// At least `bytes` bytes, aligned to 64, for the calling thread. They are valid until its next call; the memory is kept
+// until the thread ends.
 void* ThreadScratch(size_t bytes);
 
 }  // namespace jax_rnnt::cpu

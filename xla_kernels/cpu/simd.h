@@ -1,9 +1,9 @@
 // Vectors as wide as the target's registers, and the few operations that the kernels need on them.
 //
-// GCC and Clang vector extensions throughout, so that one text serves SSE2, AVX2, AVX-512 and NEON; intrinsics only
-// where the compilers have no way to say it (float16). Every file that includes this one is compiled once per target
-// and puts all its code, this header included, in a namespace of the target's name: no inline function of one target
-// can be linked into another.
+// The code uses vector extensions of GCC and Clang, so that one source serves SSE2, AVX2, AVX-512 and NEON. Intrinsics
+// are for what the extensions cannot express, such as float16. Every file that includes this one is compiled once per
+// target, and all its code, this header included, is in a namespace with the target's name: no inline function of one
+// target can be linked into another.
 #pragma once
 
 #ifndef JAX_RNNT_TARGET
@@ -28,7 +28,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Element types that C++17 does not have: the bits only.
+// Element types that C++17 does not have, as their bits.
 struct Half {
   uint16_t bits;
 };
@@ -36,7 +36,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// ---- comparisons. A NaN in b, and only there, survives Max and Min. ----
+// ---- comparisons: Max and Min return a NaN in b, but not a NaN in a ----
 
 template <class V>
 inline V Max(V a, V b) {
@@ -48,8 +48,8 @@ inline V Min(V a, V b) {
   return a < b ? a : b;
 }
 
-// Simd<A>: F is a vector of A, I a vector of signed integers of the same size, kWidth the number of lanes of both;
-// Int32s has as many.
+// Simd<A>: F is a vector of A, I a vector of signed integers of the same size, Int32s a vector of int32. All have
+// kWidth lanes.
 template <class A>
 struct Simd;
 
@@ -97,7 +97,7 @@ struct Simd<double> {
 
 template <class A>
 inline typename Simd<A>::F Broadcast(A x) {
-  return x - typename Simd<A>::F{};  // + would make 0 of -0, and so an instruction
+  return x - typename Simd<A>::F{};  // x + 0 would turn -0 into 0, so it would cost an instruction
 }
 
 // ---- lanes ----
@@ -115,7 +115,7 @@ inline auto LanesBetween(int64_t begin, int64_t end) {
   return (lane >= Lane(begin)) & (lane < Lane(end));
 }
 
-// Lane `number` is true, if there is one.
+// Lane `number`, if it exists, is true.
 template <class A>
 inline auto IsLane(int64_t number) {
   using Lane = typename Simd<A>::Exponent;
@@ -156,7 +156,7 @@ inline V ShiftDown(V v, V in) {
   return Permute(v, in, [](int lane) { return lane + 1; });
 }
 
-// By kBy lanes, up or down; what moves in is `in`, the same in all lanes.
+// Shifts by kBy lanes, up or down. `in`, the same in all lanes, fills the others.
 template <int kBy, bool kDown, class V>
 inline V ShiftBy(V v, V in) {
   return Permute(v, in, [](int lane) {
@@ -184,7 +184,7 @@ inline auto SumOfLanes(V v) {
   return Reduce<Width<V>() / 2>(v, [](V a, V b) { return a + b; });
 }
 
-// Whether a comparison holds in any lane.
+// Whether any lane of a comparison is true.
 template <class I>
 inline bool Any(I mask) {
 #if defined(__AVX512F__)
@@ -200,7 +200,7 @@ inline bool Any(I mask) {
 #endif
 }
 
-// Lanes of a and b with and without a bit in their number, exchanged: one step of a transposition.
+// One step of a transposition: exchanges the lanes of a that have kBit in their number with the lanes of b that do not.
 template <int kBit, class V>
 inline V Low(V a, V b) {
   return Permute(a, b, [](int lane) { return lane & kBit ? Width<V>() + lane - kBit : lane; });
@@ -210,7 +210,7 @@ inline V High(V a, V b) {
   return Permute(a, b, [](int lane) { return lane & kBit ? Width<V>() + lane : lane + kBit; });
 }
 
-// Transposes the square matrix whose rows are v[0 .. Width): swaps bit after bit of the row's and the lane's number.
+// Transposes the square matrix with the rows v[0 .. Width), one bit of the row and lane numbers after the other.
 template <int kBit = 1, class V>
 inline void Transpose(V* v) {
   if constexpr (kBit < Width<V>()) {
@@ -236,7 +236,7 @@ inline V ReduceRows(V* v, Combine combine) {
   return v[0];
 }
 
-// ---- memory: no alignment is asked for ----
+// ---- memory: any alignment ----
 
 template <class V>
 inline V LoadAs(const void* p) {
@@ -285,8 +285,8 @@ inline Simd<float>::F Load(const Half* p) {
   using S = Simd<float>;
   const S::I bits = __builtin_convertvector(LoadAs<S::Bits16>(p), S::I);
   const S::I magnitude = (bits & 0x7fff) << 13;
-  // The exponents' biases differ by 112. A subnormal is the fraction of 2^-14 (no float subnormals: they may be
-  // flushed).
+  // The biases of the exponents differ by 112. Subnormals are a difference of normal floats: float subnormals may be
+  // flushed.
   const S::I subnormal = (S::I)((S::F)(magnitude + (113 << 23)) - 0x1p-14f);
   const S::I finite = magnitude < (1 << 23) ? subnormal : magnitude + (112 << 23);
   const S::I wide = magnitude >= (0x7c00 << 13) ? magnitude | 0x7f800000 : finite;
@@ -296,7 +296,7 @@ inline Simd<float>::F Load(const Half* p) {
 inline void Store(Simd<float>::F v, Half* p) {  // to nearest, ties to even
   using S = Simd<float>;
   const S::I bits = (S::I)v, magnitude = bits & 0x7fffffff;
-  // Below 2^-14 the result is subnormal: adding 0.5 leaves its bits, rounded by the addition, at the bottom.
+  // Below 2^-14 the result is subnormal: adding 0.5 leaves its rounded bits at the bottom.
   const S::I subnormal = (S::I)((S::F)magnitude + 0.5f) - 0x3f000000;
   const S::I normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   S::I half = magnitude < (113 << 23) ? subnormal : normal;
@@ -306,7 +306,7 @@ inline void Store(Simd<float>::F v, Half* p) {  // to nearest, ties to even
 }
 #endif
 
-// The last n lanes of v to the n elements before `end`.
+// Stores the last n lanes of v to the n elements before `end`.
 template <class V, class T>
 inline void StoreLast(V v, int n, T* end) {
 #if defined(__AVX512F__)
@@ -319,8 +319,8 @@ inline void StoreLast(V v, int n, T* end) {
   for (int i = 0; i < n; ++i) end[i - n] = lanes[Width<V>() - n + i];
 }
 
-// n zeros (as bits), their whole cache lines past the caches: they are not read first. Fence() makes them visible to
-// other threads.
+// Writes n zeros. Whole cache lines bypass the caches, so they are not read first. Fence() makes them visible to other
+// threads.
 template <class T>
 inline void StreamZeros(T* p, int64_t n) {
   char* at = reinterpret_cast<char*>(p);
@@ -356,9 +356,9 @@ template <class A>
 struct SplitExp {
   using S = Simd<A>;
   typename S::F m;
-  typename S::I biased;  // e in the low bits, under a constant: kZero is e = 0
+  typename S::I biased;  // e in the low bits, plus the bits of kRound
 
-  // Adding this number leaves the nearest integer, plus the exponent's bias, in the low bits of the sum.
+  // Adding kRound leaves the nearest integer, plus the exponent's bias, in the low bits of the sum.
   static constexpr A kRound = A(3ll << (S::kMantissaBits - 1)) + S::kExponentBias;
 
   explicit SplitExp(typename S::F x) {
@@ -384,8 +384,7 @@ inline Simd<float>::F Lookup(Simd<float>::F table, Simd<float>::I index) {
 }
 #endif
 
-// A constant in a register. GCC 12 would take it from memory at every use, and makes two instructions of a maximum with
-// it.
+// Keeps a constant in a register. GCC 12 would load it at every use, and take two instructions for a maximum with it.
 template <class V>
 inline V InRegister(V constant) {
 #if defined(__GNUC__) && !defined(__clang__) && defined(__SSE2__)
@@ -395,7 +394,7 @@ inline V InRegister(V constant) {
 }
 
 #if defined(__AVX2__)
-// 2^(i / kWidth) less i / kWidth in the exponent's place, where Exp adds it back.
+// 2^(i / kWidth), less i / kWidth in the place of the exponent, where Exp adds it back.
 template <int... lane>
 inline Simd<float>::I RootsOfTwo(std::integer_sequence<int, lane...>) {
   constexpr int kWidth = Simd<float>::kWidth;
@@ -406,8 +405,8 @@ inline Simd<float>::I RootsOfTwo(std::integer_sequence<int, lane...>) {
 }
 #endif
 
-// exp(x) for x <= 0 within 2 ulp: exp(0) is exactly 1, exp(-inf) and what is below 2^-bias exactly 0, exp(NaN) NaN.
-// Forced inline: in large functions GCC would rather call it, and save all registers.
+// exp(x) within 2 ulp, for results below 2^bias / 2: exp(0) is exactly 1, results below 2^-bias are exactly 0, exp(NaN)
+// is NaN. Inlining is forced, since GCC would call it in large functions and save all registers.
 template <class V>
 [[gnu::always_inline]] inline V Exp(V x) {
   using A = std::decay_t<decltype(x[0])>;
@@ -415,7 +414,7 @@ template <class V>
   x = Max(InRegister(Broadcast(kLowest)), x);
 #if defined(__AVX2__)
   if constexpr (sizeof(A) == 4) {
-    // exp(x) = 2^(n / kWidth) * exp(r): with the fractions of the power from a register, a cubic is enough.
+    // exp(x) = 2^(n / kWidth) * exp(r). A register holds the roots of two; r is small enough for a cubic.
     using S = Simd<A>;
     constexpr int kWidth = S::kWidth;
     constexpr A kRound = A(3 << (S::kMantissaBits - 1)) / kWidth;
@@ -433,7 +432,7 @@ template <class V>
   return split.m * split.PowerOfTwo();
 }
 
-// exp(x) as above, for any x: where it would be 2^bias / 2 or more, anything from there on (or NaN for infinity).
+// exp(x) as above, for any x. A result of 2^bias / 2 or more may be any such number (NaN for infinity).
 template <class V>
 [[gnu::always_inline]] inline V ExpOfAny(V x) {
   using A = std::decay_t<decltype(x[0])>;
@@ -447,7 +446,7 @@ struct SplitLog {
   V high, low;
 };
 
-// log(x) for normal x > 0, high + low within 2 ulp of it: log(1) is exactly 0, log(NaN) NaN.
+// log(x) for normal x > 0; high + low is within 2 ulp. log(1) is exactly 0, log(NaN) is NaN.
 template <class V>
 inline SplitLog<V> Log(V x) {
   using A = std::decay_t<decltype(x[0])>;

@@ -1,19 +1,19 @@
 // Lattice of one sequence with arcs that skip frames: any table of arcs (multi-blank, token and duration). Alpha, beta,
 // and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
 //
-// Frames are taken one by one, and all columns of a frame at once, a vector of them at a time: what comes from earlier
-// frames needs nothing of the frame itself. Arcs that stay in the frame (0, 1) are then added by a scan over the
-// columns, in the logarithm of the vector's width steps for each vector. All alphas are kept, in the workspace; betas
-// of as many frames as the longest arc spans, in thread-local scratch. A log-probability is read for the last time
-// before its gradient is written, so the gradients may overwrite them.
+// Frames are taken one by one. First the arcs from earlier frames are added, a vector of columns at a time, since they
+// do not depend on the frame itself. Then a scan over the columns adds arcs that stay in the frame (0, 1); each vector
+// takes log2(width) steps. The workspace keeps all alphas; thread-local scratch keeps betas of as many frames as the
+// longest arc spans. A log-probability is read for the last time before its gradient is written, so the gradients may
+// overwrite them.
 //
 // Measured on one core of a Zen 4 at 3.6 GHz, AVX-512, float32, T = 250, U = 60, in ns per node, loss with gradient:
-// five arcs (multi-blank) 7.3, nine (five durations) 11.3. With the scan column by column instead, two dozen cycles
-// each: 23 and 27. Exponentials of each plane taken once and kept in rows, instead of once an arc where an arc is the
-// sum of two planes: 15.0 where this takes 13.6 (T = 200, U = 47); what is saved goes into loads and stores.
+// five arcs (multi-blank) 7.3, nine (five durations) 11.3. A scan column by column, at two dozen cycles each, takes 23
+// and 27. If an arc is the sum of two planes, taking the exp of each plane once and keeping it in rows takes 15.0
+// instead of 13.6 (T = 200, U = 47): loads and stores cost more than exps.
 //
-// Why not the unit-step kernel's wavefront: it keeps one frame per lane, and here each lane would need the values of
-// as many frames before it as the longest arc spans.
+// Why not the unit-step kernel's wavefront: it keeps one frame per lane. Here each lane would also need the values of
+// as many earlier frames as the longest arc spans.
 #include "xla_kernels/cpu/lattice.h"
 #include "xla_kernels/cpu/lattice_planes.h"
 #include "xla_kernels/cpu/scratch.h"
@@ -32,8 +32,8 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   using One = Extended<Scalar<A>>;  // the value of one column
   using Base::args_, Base::frames_, Base::kWidth, Base::labels_, Base::sequence_;
 
-  // Zeros on either side of a row, so that vectors may begin a column early and end late.
-  static constexpr int64_t kMargin = 16;
+  // Zeros on either side of a row, since vectors may begin a column early and end late.
+  static constexpr int64_t kMargin = kSkipMargin;
   static_assert(kWidth <= kMargin);
 
  public:
@@ -69,7 +69,8 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
     return {m, reinterpret_cast<Exponent*>(m + row_size_)};
   }
   Row Alpha(int64_t t) const {
-    return RowAt(static_cast<A*>(args_.workspace) + sequence_ * SkipLatticeWorkspace(args_.frames, args_.columns), t);
+    return RowAt(static_cast<A*>(args_.workspace) + sequence_ * kSkipWorkspace.Elements(args_.frames, args_.columns),
+                 t);
   }
   A* GradRow(int64_t plane) const { return grads_ + plane * row_size_; }
   Row Beta(int64_t t) const { return RowAt(betas_, t % (longest_ + 1)); }
@@ -77,13 +78,13 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   void Clear(const Row& row) const {
     for (int64_t u = -kMargin; u < row_size_ - kMargin; ++u) row.m[u] = 0, row.e[u] = S::kZero;
   }
-  // The margins that a row's vectors do not write.
+  // Clears the margins that vectors of the row do not write.
   void ClearMargins(const Row& row) const {
     for (int64_t u = -kMargin; u < 0; ++u) row.m[u] = 0, row.e[u] = S::kZero;
     for (int64_t u = (labels_ / kWidth + 1) * kWidth; u < row_size_ - kMargin; ++u) row.m[u] = 0, row.e[u] = S::kZero;
   }
 
-  // Log-probabilities of arc k that leave frame t in columns u ...; -inf where it would leave the last column.
+  // Log-probabilities of arc k from nodes (t, u), (t, u + 1), ...; -inf where it would lead beyond the last column.
   F LogArcs(int k, int64_t t, int64_t u) const {
     const int64_t n = labels_ + 1 - topology_.du[k];
     const F x = Base::LoadColumns(Base::LogPlane(topology_.plane[k]), t, u, n);
@@ -92,8 +93,8 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
 
   static One Get(const Row& row, int64_t u) { return {row.m[u], row.e[u]}; }
 
-  // y[i] = x[i] + arc[i] y[i - 1], or from the last lane down y[i] = x[i] + arc[i] y[i + 1]. What lies before the first
-  // lane is *before, in all lanes; it becomes what lies before the next vector.
+  // y[i] = x[i] + arc[i] y[i - 1], or from the last lane down y[i] = x[i] + arc[i] y[i + 1]. All lanes of *before hold
+  // the y before the first lane; Scan replaces it with the one before the next vector.
   template <bool kDown>
   static Value Scan(Value x, Value arc, Value* before) {
     ScanSteps<1, kDown>(&x, &arc);
@@ -111,7 +112,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
       };
       *x = *x + *arc * shift(*x, Zero<S>());
       *arc = *arc * shift(*arc, {Broadcast(A(1)), I{}});
-      arc->e = S::Max(arc->e, I{} + S::kZero);  // zeros times zeros
+      arc->e = S::Max(arc->e, I{} + S::kZero);  // else exponents of products of zeros overflow
       ScanSteps<2 * kBy, kDown>(x, arc);
     }
   }
@@ -138,7 +139,7 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
       within_.Set(u, Normalize(within));
     }
     if (!stays_) return;
-    Value last = Zero<S>();  // of the vector before
+    Value last = Zero<S>();  // last column of the vector before
     for (int64_t u = 0; u <= labels_; u += kWidth) alpha.Set(u, Scan<false>(alpha.Get(u), within_.Get(u - 1), &last));
   }
 
@@ -200,11 +201,11 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   const Topology& topology_;
   const int64_t row_size_;
   int64_t longest_ = 0;  // frames that the longest arc spans
-  bool stays_ = false;   // whether an arc stays in its frame
+  bool stays_ = false;   // whether any arc stays in its frame
   A* betas_;             // betas of longest_ + 1 frames, frame t in row t mod (longest_ + 1)
   A* grads_;             // gradient of one frame, a row for each plane
   Row end_;              // beta of the terminal node
-  Row within_;           // probability to go on to the next column within the frame
+  Row within_;           // probability of the arcs to the next column within the frame
 };
 
 void SkipLattice(bool is_double, const LatticeArgs& args, int64_t sequence) {

@@ -1,11 +1,11 @@
-// The arcs' cotangents -> gradient of the logits, a group of rows at a time; softmax_emission.cc says how.
+// Cotangents of the arcs -> gradient of the logits, a group of rows at a time; softmax_emission.cc explains it.
 #pragma once
 
 #include "xla_kernels/cpu/softmax_rows.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
 
-// A row of n >= kWidth elements in few registers. The last vector ends with the row and may overlap the one before.
+// A row of n >= kWidth elements in registers. The last vector ends with the row and may overlap the one before.
 constexpr int kShortRow = 4;  // vectors, at most
 
 template <class T, int kVectors>
@@ -77,7 +77,7 @@ inline void FillRow(F value, int64_t n, T* dx) {
   Store(value, dx + n - Width<F>());
 }
 
-// The clipped and scaled gradient; 0 stays 0 whatever the scale.
+// The clipped and scaled gradient. 0 stays 0 at any scale.
 template <class F>
 [[gnu::always_inline]] inline F Scaled(F v, F limit, F scale) {
   using A = std::decay_t<decltype(v[0])>;
@@ -85,7 +85,7 @@ template <class F>
   return v == A(0) ? F{} : v * scale;
 }
 
-// Whether rows of zeros are written past the caches.
+// Whether rows of zeros bypass the caches.
 template <class T>
 inline bool IsStreamed(int64_t row_size) {
   return row_size * int64_t(sizeof(T)) >= kStreamedBytes;
@@ -150,7 +150,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const Exponent blank = shape.blanks[0];
   const int64_t anchor = Anchor(shape);
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
-  // Of a logit less the base: only a Bernoulli blank, whose result is not used, can be above what exp takes.
+  // exp(logit - base). Only a Bernoulli blank can be above the base by more than Exp takes; its result is not used.
   const auto exp = [](F x) [[gnu::always_inline]] { return kBernoulli ? ExpOfAny(x) : Exp(x); };
 
   const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
@@ -165,7 +165,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const A clamp = static_cast<const A*>(args.clamp)[sequence];
       for (int lane = first; lane < last; ++lane) {
         scales[lane] = scale;
-        // What is left to do where there is no limit would make NaN of 0 times infinity.
+        // No limit: kInfinity chooses the path without Scaled, where 0 times an infinite scale would give NaN.
         limits[lane] = clamp > 0 ? clamp : scale - scale == 0 ? kInfinity<A> : kLargest<A>;
       }
     });
@@ -183,7 +183,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       zero &= ct(arc) == A(0);
     }
     for (int i = 0; i < shape.durations; ++i) zero &= ct_duration(i) == A(0);
-    // From here on rows of zeros count as outside: they are not read.
+    // From here on, rows without cotangents count as outside: they are not read.
     const I used_label = zero ? I{} + kOutside : label;
     const auto outside = used_label == kOutside;
     Store(used_label, labels);
@@ -206,8 +206,8 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       PadRows<false>(x, shape.classes, row_size, 0, labels, padded);
       x = dx = padded;
     }
-    // The softmax is exp(x - base) / total. The base is a logit of the row, and norm the total; or norm is lse, too
-    // rounded where it is large, and rare: the row is summed once more.
+    // The softmax is exp(x - base) / total. Usually the base is the anchor, and norm the total. If norm is lse, which
+    // is rare, the row is summed once more, since a large lse is rounded too much.
     const F norm = LoadLanes(static_cast<const A*>(args.norm) + r, count);
     const auto anchored = (norm > A(0)) & (norm < kTiny<A>);
     F total = anchored ? norm * (1 / kSumScale<A>) : Broadcast(A(1));
@@ -227,7 +227,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
     sum /= total;
     Store(F{} - sum, minus_sums);  // no -0
     Store((F{} - sum) * scale, factors);
-    T arc_dx[kMaxBlanks + 1][kWidth];  // logits of the classes with arcs, before they are overwritten; then gradients
+    T arc_dx[kMaxBlanks + 1][kWidth];  // logits of classes with arcs, saved from being overwritten; then gradients
     for (int arc = 0; !is_short && arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
     F ends[kWidth];
     for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
@@ -249,7 +249,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       if (anchored[lane]) bases[lane] = LoadAll(row + anchor)[0];
       const F base = Broadcast(bases[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
       const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
-      const F others = minus_sum == minus_sum ? F{} : minus_sum;  // where there is no softmax
+      const F others = minus_sum == minus_sum ? F{} : minus_sum;  // without a softmax: 0, or NaN
       if (is_short) {
         WithShortRow(row, n, [&](auto g) [[gnu::always_inline]] {
           g.Map([&](F v) { return shape.normalize ? exp(v - base) * minus_sum : others; });
@@ -290,7 +290,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
           arc_ct += label == blank ? ct(other) : F{};
         }
       }
-      // Of any: lanes without this arc hold no logit of their row.
+      // ExpOfAny, since lanes without this arc do not hold a logit of their row.
       const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - Load(bases)) : F{};
       F gradient = Scaled(arc_ct - softmax * sum, limit, scale);
       if constexpr (kBernoulli) gradient = arc == 0 || label == blank ? Load(of_blank) : gradient;

@@ -1,26 +1,24 @@
-// Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
+// Softmax emission: rows of V logits -> log-probabilities of the arcs, and cotangents of the arcs -> gradient of the
 // logits.
 //
 // Each pass reads every logit once, and computes one exp for it. The forward pass does not look for the maximum first:
-// it subtracts the logit of the first blank, which makes the sum of the exponentials at least 1 and a blank's
-// probability near 1 as exact as the maximum would. A row whose sum then is above 2^30 or NaN is summed again with its
-// maximum. All that is per row (log, the arcs' own classes, the choice of special values) is done for a group of kWidth
-// rows at once, one row per lane. Nothing depends on how the rows are grouped, so a range of rows may be split anywhere
-// without changing a bit.
+// it subtracts the logit of the first blank. Then the sum of the exponentials is at least 1, and a blank probability
+// near 1 is as exact as with the maximum. If the sum is above 2^30 or NaN, the row is summed again with its maximum.
+// Work per row (log, classes of the arcs, special values) is done for a group of kWidth rows at once, one row per lane.
+// The result does not depend on the grouping, so a range of rows may be split anywhere without changing a bit.
 //
 // Measured on one core of a Zen 4 at 3.6 GHz, GCC 12, AVX-512, float32, in ns per row, forward + backward in place,
-// minima; beside it a flat loop that reads twice and writes once and knows no rows, with a polynomial alone for exp:
+// minima. The loop to compare with reads twice, writes once, knows no rows, and uses a polynomial alone for exp:
 //       V       32    500   1024   4096
 //    here       14    127    241    992
 //    loop        8    135    276   1144
-// AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 what surrounds the two vectors of a row is still a third: rows
-// of up to four vectors take their arcs' gradients in registers (14% less than correcting them afterwards, as long rows
-// do), and any function that is not inlined there costs 2 ns. Five durations cost 7 ns + 7 ns a row, and as much again
-// where they make it end at odd addresses; a Bernoulli blank 6 ns + 5 ns at V = 500.
+// AVX2 takes 1.2 times as long, SSE2 4 times. At V = 32 the work around the two vectors of a row is still a third of
+// the time. Rows of up to four vectors get the gradients of their arcs in registers (14% less than the correction
+// afterwards that long rows use); each function that is not inlined there costs 2 ns. Five durations cost 7 ns + 7 ns a
+// row, and as much again if they make rows end at odd addresses; a Bernoulli blank costs 6 ns + 5 ns at V = 500.
 //
-// Long rows of zeros (padding) are streamed past the caches, not read first: value and gradient of ragged batches, 52%
-// to 61% of whose nodes are valid, then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16:
-// 1%).
+// Long rows of zeros (padding) bypass the caches, so they are not read first. Value and gradient of ragged batches with
+// 52% to 61% valid nodes then take 2% to 16% less (minima of two runs at V = 500, 1024 and 4096; bfloat16: 1%).
 //
 // Tried and left out:
 //   the maximum of each row, or of its blocks, first         forward +13% at V = 500, +19% at V = 1024

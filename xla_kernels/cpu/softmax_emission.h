@@ -1,4 +1,4 @@
-// Softmax emission on the CPU: entry points over a range of rows, so that the caller decides about threads.
+// Softmax emission on the CPU. The functions take a range of rows, so that the caller decides about threads.
 #pragma once
 
 #include "xla_kernels/common/shape.h"

@@ -1,4 +1,4 @@
-// Logits -> log-probabilities of the arcs, a group of rows at a time; softmax_emission.cc says how.
+// Logits -> log-probabilities of the arcs, a group of rows at a time; softmax_emission.cc explains it.
 #pragma once
 
 #include "xla_kernels/cpu/softmax_rows.h"
@@ -12,8 +12,7 @@ inline F Sum(F shift, SplitLog<F> log_sum) {
   return sum + (((shift - (sum - part)) + (log_sum.high - part)) + log_sum.low);
 }
 
-// What the backward pass divides by (common/shape.h), of rows whose log-sum-exp is shift + log(sum). exp is taken of up
-// to kReach.
+// norm of common/shape.h, for rows whose log-sum-exp is shift + log(sum).
 template <class F>
 inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
@@ -23,8 +22,8 @@ inline F Norm(F anchor, F shift, F sum) {
   return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : lse;
 }
 
-// Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors have no loop; long ones are summed in blocks, so
-// that no single element is added to the sum of very many.
+// Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors need no loop. Long rows are summed in blocks, so
+// that no element is added to a sum of very many.
 template <int kWhole, class T, bool kSkip, class F>
 inline F ShortSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift) {
   F sum = ExpOfAny(reader.Last(x) - shift);
@@ -80,12 +79,12 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
   using I = typename S::I;
   using Exponent = typename S::Exponent;
   constexpr int kWidth = S::kWidth;
-  // Up to here a logit less the shift is rounded no more than one less the row's maximum usually is.
+  // Up to this sum, subtracting the shift rounds logits no more than subtracting the maximum usually does.
   constexpr A kTrusted = A(1 << 30);
   const EmissionShape& shape = args.shape;
   const bool padding = shape.classes < kWidth;
   const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
-  const int64_t stride = padding ? kWidth : row_size;  // of the rows that are summed
+  const int64_t stride = padding ? kWidth : row_size;  // between the rows that are summed
   const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
   const int64_t blank = shape.blanks[0], anchor = Anchor(shape);  // the class that is the shift
   const RowReader<T, kBernoulli> reader(n, padding ? -1 : blank);
@@ -108,7 +107,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       x = padded;
     }
 
-    // log-sum-exp of each row is shift + log(sum). Outside rows: 0, 0.
+    // The log-sum-exp of a row is shift + log(sum). Rows outside the lengths have 0 for both.
     F shift = {}, sum = {}, first = {}, norm = {};
     F ends[kWidth];
     for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
@@ -148,7 +147,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       }
     }
 
-    // A NaN of one head is one of both.
+    // A NaN in one head makes both NaN.
     F poison = sum - sum;
     const auto log_prob = [&](F x, F shift, F sum, SplitLog<F> log_sum) {
       const F y = x - shift - log_sum.high - log_sum.low;
@@ -165,7 +164,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
       }
     }
     const SplitLog<F> log_sum = Log(sum);
-    const auto of_class = [&](I k) {  // its logit
+    const auto of_class = [&](I k) {  // the logit of class k, 0 if there is none
       const auto known = ~outside & (k >= 0) & (k < Exponent(shape.classes));
       return known ? Pick(logits, known ? lane_number * Exponent(row_size) + k : I{}) : F{};
     };

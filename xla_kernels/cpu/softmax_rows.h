@@ -1,4 +1,4 @@
-// Groups of rows of logits, one row per lane: where they lie, their labels, and the heads of TDT and HAT.
+// Groups of rows of logits, one row per lane: their positions and labels, and the additional heads of TDT and HAT.
 #pragma once
 
 #include "xla_kernels/common/shape.h"
@@ -16,11 +16,11 @@ constexpr A kLargest = A(0x1.fffffep127f);
 template <class A>
 constexpr A kNaN = A(__builtin_nan(""));
 
-// Elements summed at a time. Where the maximum is needed they are few enough to be still in the L1 cache, and the sum
+// Elements summed at a time. If the maximum is needed, a block is read twice, so it must fit in the L1 cache; the sum
 // is scaled to the new maximum from block to block.
 constexpr int64_t kBlock = 1024;
 
-// Rows of zeros of this size are written past the caches.
+// Rows of zeros of this size or more bypass the caches.
 constexpr int64_t kStreamedBytes = 1024;
 
 // Walks over the rows in order.
@@ -34,8 +34,8 @@ class RowCursor {
         t_(row / shape.columns % shape.frames),
         b_(row / shape.columns / shape.frames) {}
 
-  // Stores the labels of the next `count` rows, and kOutside up to kWidth. Calls visit(sequence, first, last) for each
-  // run of rows [first, last) of one frame.
+  // Stores the labels of the next `count` rows, and kOutside for the others up to kWidth. Calls
+  // visit(sequence, first, last) for the rows [first, last) of each frame.
   template <class A, class Visit>
   void Next(int count, typename Simd<A>::Exponent* labels, Visit visit) {
     constexpr int kWidth = Simd<A>::kWidth;
@@ -98,18 +98,18 @@ inline auto LoadAll(const T* x) {
   return Load(lanes);
 }
 
-// The anchor class of a row.
+// The class of the anchor (common/shape.h).
 inline int64_t Anchor(const EmissionShape& shape) { return shape.bernoulli ? shape.blanks[0] == 0 : shape.blanks[0]; }
 
-// What is subtracted from a row before exp: its maximum, or 0 to keep exp(-inf - max) from being NaN.
+// Subtracted from a row before exp: its maximum, or 0 if that is -inf, since -inf - -inf is NaN.
 template <class F>
 inline F Shift(F max) {
   using A = std::decay_t<decltype(max[0])>;
   return max == -kInfinity<A> ? Broadcast(A(0)) : max;
 }
 
-// A row of n >= kWidth elements in vectors: the last one overlaps the one before, and its lanes that belong to both are
-// taken as -inf. With kSkip so is element `skip` of the row.
+// A row of n >= kWidth elements in vectors. The last one ends with the row and may overlap the one before; lanes in
+// both read as -inf in the last. If kSkip, element `skip` also reads as -inf.
 template <class T, bool kSkip>
 class RowReader {
  public:
@@ -121,7 +121,7 @@ class RowReader {
       : n_(n), whole_((n - 1) / kWidth * kWidth), skip_(skip), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
 
   int64_t whole() const { return whole_; }  // elements before the last vector
-  // The end of the vectors from element i on, up to `end` and two at a time, that do not hold element `skip`.
+  // The end of the pairs of vectors from element i on, up to `end`, that do not hold element `skip`.
   int64_t EndWithout(int64_t i, int64_t end) const {
     return kSkip && i <= skip_ && skip_ < end ? i + (skip_ - i) / (2 * kWidth) * (2 * kWidth) : end;
   }
@@ -165,8 +165,8 @@ template <class T, bool kSkip>
   return {max[0], SumOfLanes(total)};
 }
 
-// The first n < kWidth elements of a group of rows as rows of kWidth elements; with kSkip -inf is in place of `skip`.
-// `inside`: != kOutside where the row may be read.
+// Copies a group of rows of n < kWidth elements into rows of kWidth elements, filled with -inf. If kSkip, element
+// `skip` is also -inf. `inside`: rows with kOutside are not read.
 template <bool kSkip, class T, class Label>
 inline void PadRows(const T* x, int64_t n, int64_t row_size, int64_t skip, const Label* inside, T* padded) {
   using A = Accumulator<T>;
@@ -190,7 +190,7 @@ inline auto Pick(const T* x, I at) {
   return Load(picked);
 }
 
-// The last `count` logits of each row of a group, a head of its own: one row per lane.
+// The durations: the last `count` logits of each row of a group, a head of their own. One row per lane.
 template <class T>
 class DurationHead {
  public:
@@ -199,14 +199,14 @@ class DurationHead {
   using I = typename Simd<A>::I;
   static constexpr int kWidth = Simd<A>::kWidth;
 
-  // Whether the head is read and written as the end of a vector of each row.
+  // Whether the head of a row fits into one vector at the end of the row.
   static bool IsShort(int64_t row_size, int count) { return count <= kWidth && kWidth <= row_size; }
 
-  // The end of a row as a vector: to be read while the rest of the row is, since one row after the other is what the
-  // hardware can prefetch.
+  // The end of a row as a vector. Read it together with the rest of the row: the hardware can prefetch one row after
+  // the other.
   static F End(const T* row, int64_t row_size) { return Load(row + row_size - kWidth); }
 
-  // `ends`: End of each row, where IsShort. Rows whose label is kOutside are not read; their logits are anything.
+  // `ends`: End of each row, if IsShort. Rows with the label kOutside are not read; their logits are arbitrary.
   DurationHead(const T* x, int64_t row_size, const typename Simd<A>::Exponent* labels, F* ends, int count,
                bool normalize)
       : normalize_(normalize) {
@@ -230,7 +230,7 @@ class DurationHead {
   F logit(int i) const { return logits_[i]; }
   F shift() const { return shift_; }
   F sum() const { return sum_; }
-  // exp(logit - shift) of logit i, unless the input already is log-probabilities: the softmax is this / sum().
+  // exp(logit - shift) of logit i, or 0 if the input already is log-probabilities. The softmax is exp(i) / sum().
   F exp(int i) const { return normalize_ ? exps_[i] : F{}; }
 
  private:
@@ -238,13 +238,13 @@ class DurationHead {
   F logits_[kMaxDurations], exps_[kMaxDurations], shift_ = {}, sum_ = {};
 };
 
-// log sigmoid(x), and the sigmoids of x and -x; for x = +inf and NaN: NaN.
+// log sigmoid(x), and the sigmoids of x and -x. LogSigmoid is NaN for x = +inf and NaN.
 template <class F>
 inline F LogSigmoid(F x) {
   using A = std::decay_t<decltype(x[0])>;
   const F e = Exp(Min(x, -x)), w = e + A(1);
   const SplitLog<F> log = Log(w);
-  const F log1p = log.high + (log.low - ((w - A(1)) - e) / w);  // what w lost of e
+  const F log1p = log.high + (log.low - ((w - A(1)) - e) / w);  // corrects the rounding of w
   return x == kInfinity<A> ? Broadcast(kNaN<A>) : Min(Broadcast(A(0)), x) - log1p;
 }
 template <class F>

@@ -1,10 +1,10 @@
-// The lattice of one sequence in the log domain, for finite arcs of any size: masks of -1e9 or of the lowest float on
-// every path. Rare, so plain loops over nodes and arcs in double precision, 24 bytes a node.
+// The lattice of one sequence in the log domain, for finite arcs of any size, such as masks of -1e9 or of the lowest
+// float on every path. It is rarely needed, so it is plain loops in double precision, with 24 bytes per node.
 //
-// A log weight is a pair 2^32 h + l: h is made of the arcs of 2^20 or more in size, l of all others. Paths through
-// the same masks have the same h, which so cancels exactly, and l decides between them as if there were no masks.
-// Posteriors need no beta: what enters a node is shared among its arcs by their part of its weight, and the share of
-// the terminal node, 1, is handed back from node to node. So they are finite and add up, whatever cancels.
+// A log weight is a pair 2^32 h + l: h sums the arcs of 2^20 or more in size, l all others. Paths through the same
+// masks have the same h, which cancels exactly; then l decides between them as if there were no masks. Posteriors need
+// no beta: each arc that enters a node has a share of the node's weight, and the occupancy of the terminal node, 1,
+// flows back through the shares. So posteriors are finite and add up, whatever cancels.
 #include "xla_kernels/cpu/wide_lattice.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct LogWeight {
-  static constexpr double kUnit = 0x1p32;  // so that no sum of the lowest doubles overflows, and h - h is no NaN
+  static constexpr double kUnit = 0x1p32;  // keeps sums of the lowest doubles finite, so that h - h is not NaN
 
   double h = 0, l = -kInfinity;
 

@@ -1,7 +1,7 @@
-// XLA custom-call handlers of the CUDA kernels: common/ffi_calls.h reads the buffers; launches go to XLA's stream.
+// XLA custom-call handlers of the CUDA kernels. common/ffi_calls.h reads the buffers; launches go to XLA's stream.
 //
 // No handler waits, allocates or reads device memory, so XLA may capture it into a command buffer. In the emulation
-// (runtime.cuh) they are handlers of the CPU platform, which has no stream.
+// (runtime.cuh) the handlers belong to the CPU platform, which has no stream.
 #include "xla_kernels/common/ffi_calls.h"
 #include "xla_kernels/common/registration.h"
 #include "xla_kernels/cuda/lattice.h"
@@ -98,6 +98,21 @@ std::vector<Registration> Registrations() {
       {"jax_rnnt_lattice_loss", reinterpret_cast<void*>(+cuda::kLatticeLoss)},
       {"jax_rnnt_lattice_grad", reinterpret_cast<void*>(+cuda::kLatticeGradient)},
   };
+}
+
+std::vector<Limit> Limits() {
+  static_assert(cuda::kMaxSequences == cuda::kMaxEmissionSequences);
+  std::vector<Limit> limits = CommonLimits();
+  limits.insert(limits.end(), {{"emission_nodes", cuda::kMaxEmissionNodes},
+                               {"lattice_nodes", cuda::kMaxNodes},
+                               {"diagonals", cuda::kMaxDiagonals},
+                               {"sequences", cuda::kMaxSequences},
+                               {"unit_columns", cuda::MaxUnitColumns()}});
+  return limits;
+}
+
+Workspace WorkspaceOfLattice(bool unit_steps, int64_t num_arcs, bool) {
+  return cuda::LatticeWorkspace(unit_steps, num_arcs);
 }
 
 std::pair<int, int> ApiVersion() { return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR}; }

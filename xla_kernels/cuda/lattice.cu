@@ -1,31 +1,31 @@
 // Lattice of unit steps: alpha, beta, and minus the arc posteriors, as numbers m * 2^e (common/extended.h).
 //
 // Nodes are taken by diagonals n = t + u (monotonic: n = t): every arc leads to the next diagonal, in the same column
-// or in the next one. Four launches, the boundary between two being the only synchronisation between blocks; no block
-// waits for another, nothing is atomic, so results are the same bits every time and the launches can be captured.
+// or in the next one. There are four launches. Blocks synchronise only at the boundaries between launches: no block
+// waits for another, and nothing is atomic. So results have the same bits every time, and launches can be captured.
 //
 //   Skew     all of the GPU: log-probabilities into diagonal order, node (t, u) to row n mod T of the workspace, so
 //            that 32 neighbouring columns of a diagonal are one access
 //   Sweep 1  two blocks per sequence: alpha over the first half of the diagonals, beta over the second, both kept
-//   Sweep 2  the same blocks go on through the other halves, where the other's values lie ready, and write posteriors
-//            over the log-probabilities in the workspace; wide mode instead, where a sequence needs it
+//   Sweep 2  the same blocks continue through the other halves, where the other block left its values, and write
+//            posteriors over the log-probabilities in the workspace; or wide mode, if a sequence needs it
 //   Skew     posteriors back into frame order; zeros outside the lengths
 //
 // The loss alone needs Skew, Sweep 1 and the sum over the arcs between the halves: half of the steps.
 //
-// Wide mode (lattice_values.cuh) is one block's work, a diagonal at a time. It is simple and slow: only sequences whose
-// arcs of extreme size may decide take it, and the others do not wait for it.
+// One block runs wide mode (lattice_values.cuh), a diagonal at a time. It is simple and slow. Only sequences in which
+// arcs of extreme size may decide take it, and other sequences do not wait for it.
 //
-// A sweep: a warp takes 32 columns, a lane one. What a lane's label arc hands to the next column moves by a shuffle;
-// from warp to warp by shared memory, a chunk of kChunk diagonals at a time: each warp is one chunk behind its
-// neighbour, and the block meets once per chunk, not once per diagonal. Loads of a chunk are issued before the chunk
-// before it is computed. Where there are more tiles of 32 columns than warps, a warp takes several in turn and keeps
-// their running values in the workspace, so U is not bounded by the size of a block.
+// In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
+// the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
+// neighbour, so the block needs one barrier per chunk, not per diagonal. Loads of a chunk are issued before the chunk
+// before it is computed. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps
+// their running values in the workspace, so the size of a block does not bound U.
 //
-// On the critical path of a step are a shuffle, a multiply-add and an addition of exponents; exp is taken of arcs, off
-// the path. Counted from the instructions: about 60 cycles per diagonal. Memory traffic: 72 bytes per node in float32,
-// of which the two skewing passes are 32 and run at the speed of the memory; reading frame order directly would cost
-// 32 sectors per access on the path instead of 4.
+// The critical path of a step is a shuffle, a multiply-add and an addition of exponents; the exp of the arcs is off the
+// path. By count of instructions, a diagonal takes about 60 cycles. Memory traffic is 72 bytes per node in float32. The
+// two skewing passes have 32 of them, at the speed of the memory; without them, reading frame order would cost 32
+// sectors per access on the critical path instead of 4.
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ namespace {
 constexpr int kMaxWarps = JAX_RNNT_LATTICE_WARPS;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Diagonals of a chunk: as many as registers hold twice, once being computed and once being loaded.
+// Diagonals of a chunk. Registers must hold two chunks: one is computed while the next is loaded.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
 }
 
-// Log-probabilities of the arcs that leave a node, or minus their posteriors: one access.
+// Log-probabilities of the arcs that leave a node, or minus their posteriors, in one access.
 template <class A>
 struct alignas(2 * sizeof(A)) Arcs {
   A blank, label;
@@ -63,15 +63,15 @@ struct alignas(2 * sizeof(A)) Arcs {
 
 // Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
 //
-// Running values, [2 sweeps][3][columns]; of the second sweep they are only used where a warp has several tiles:
-//   0, 1: alpha times the probability of the arc, of the blank and the label arcs that leave the diagonal reached
+// Running values, [2 sweeps][3][columns]; the second sweep only uses its own if a warp has several tiles:
+//   0, 1: alpha times the probability of the blank and of the label arcs that leave the diagonal reached
 //   2:    beta of the diagonal reached
-// Those of the second sweep are also where wide mode keeps a diagonal.
-constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return 2 * frames * columns; }
-constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) { return RunningOffset(frames, columns) + 12 * columns; }
-// Even, so that pairs are aligned in every sequence.
-constexpr int64_t Elements(int64_t frames, int64_t columns) {
-  return (FlagsOffset(frames, columns) + Tiles(frames) * Tiles(columns) + 1) / 2 * 2;
+// Wide mode keeps a diagonal in those of the second sweep.
+// The sizes are plain numbers, since device code cannot call member functions of host constants.
+constexpr int64_t kArcs = 2, kRunning = 12;  // elements per node, per column
+constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return kArcs * frames * columns; }
+constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) {
+  return RunningOffset(frames, columns) + kRunning * columns;
 }
 
 template <class A>
@@ -89,7 +89,7 @@ struct Arguments {
         grad_blank(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[0]) : nullptr),
         grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
-        stride(Elements(args.frames, args.columns)),
+        stride(LatticeWorkspace(args, true)),
         loss(static_cast<A*>(args.loss)) {}
 
   int batch, frames, columns;
@@ -97,8 +97,8 @@ struct Arguments {
   Divider by_frames;  // diagonals to rows
   const int32_t *num_frames, *num_labels;
   const A *log_blank, *log_label;  // in frame order
-  // Between the sweeps: mantissa and exponent of alpha or beta, in diagonal order. At last, in frame order, the
-  // results.
+  // Between the sweeps: mantissas and exponents of alpha or beta, in diagonal order. At the end: the results, in frame
+  // order.
   A *grad_blank, *grad_label;
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
@@ -125,7 +125,7 @@ struct Sequence {
   }
 
   int frames, labels;     // T_b, U_b
-  int diagonals, middle;  // nodes lie on diagonals 0 ... diagonals - 1; the sweeps meet behind `middle`
+  int diagonals, middle;  // nodes lie on diagonals 0 ... diagonals - 1; the sweeps meet after `middle`
   int tiles, plane;
   Arcs<A>* arcs;
   Value<A>* running;
@@ -137,8 +137,8 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: label arcs that do not exist become -inf, and a flag has the bits of the tile's arcs. Back: from the workspace
-// to the gradients, with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
+// Forth: label arcs that do not exist become -inf, and a flag gets the bits of the tile's arcs. Back: from the
+// workspace to the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * (kTile + 1));
@@ -199,10 +199,10 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
 // ---- Sweeps
 // ----------------------------------------------------------------------------------------------------------
 
-// Shared memory of a sweep: for each tile, what crosses to its neighbour in the last two chunks, and what had crossed
-// to it before. First used for the sum over the tiles.
+// Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks, and the value
+// that entered the tile before them. AtMiddle uses it first, for the sums of the tiles.
 template <class A>
-size_t SharedBytes(int tiles) {
+constexpr size_t SharedBytes(int tiles) {
   return size_t(tiles) * (2 * kChunk<A> + 1) * sizeof(Value<A>);
 }
 
@@ -211,12 +211,12 @@ template <class A>
 struct Middle {
   Value<A> likelihood;
   A loss;
-  bool wide;  // wide mode has to find the loss
+  bool wide;  // wide mode must find the loss
 };
 
-// The likelihood is the sum over the arcs that lead from the middle diagonal to the next. A tile's sum does not depend
-// on the number of warps, and tiles are added in order, so neither padding nor batch change a bit. `sums`: shared, one
-// per tile.
+// The likelihood is the sum over the arcs that lead from the middle diagonal to the next. The sum of a tile does not
+// depend on the number of warps, and tiles are added in order, so neither padding nor batch changes a bit. `sums` is
+// shared memory, one per tile.
 template <class A>
 __device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums) {
   using S = Scalar<A>;
@@ -248,12 +248,12 @@ __device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Se
   return {likelihood, LossOf((bits & kBad) != 0, likelihood), NeedsWide<A>(bits, likelihood)};
 }
 
-// Wide mode: the loss and, where asked for, posteriors over the arcs in the workspace. A thread takes the columns
-// u, u + blockDim, ...
+// Wide mode: the loss and, if there is a gradient, posteriors over the arcs in the workspace. A thread takes the
+// columns u, u + blockDim, ...
 //
-// Posteriors do without beta. What enters a node is shared out between its two arcs, and the occupancy of the terminal
-// node, 1, flows back through the shares: it is conserved, whatever the size of the arcs. The shares of blanks wait in
-// grad_blank, in diagonal order. The diagonal at hand lies in the running values of the second sweep: the other block
+// Posteriors need no beta. The two arcs that enter a node have shares of its weight, and the occupancy of the terminal
+// node, 1, flows back through the shares: it is conserved at any size of the arcs. grad_blank keeps the shares of
+// blanks, in diagonal order. The current diagonal lies in the running values of the second sweep, since the other block
 // of this sequence may still read those of the first.
 template <class A>
 __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence, int b) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   for (int u = int(threadIdx.x); u <= labels; u += threads) weights[u] = u == 0 ? LogWeight{0, 0} : Impossible();
   __syncthreads();
   for (int n = 1; n < last; ++n) {
-    // In place, so from the last column to the first.
+    // From the last column to the first, since weights are replaced in place.
     for (int first = labels / threads * threads; first >= 0; first -= threads) {
       const int u = first + int(threadIdx.x);
       const bool node = u <= labels && inside(n, u);
@@ -295,7 +295,7 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   double* const occupancies = reinterpret_cast<double*>(weights);
   for (int n = last - 1; n >= 0; --n) {
     double *const here = occupancies + n % 2 * args.columns, *const next = occupancies + (n + 1) % 2 * args.columns;
-    // Through the blank or the label arc that leads to column u of the next diagonal.
+    // Occupancy of the blank or the label arc that leads to column u of the next diagonal.
     const auto flow = [&](int u, bool blank) {
       const bool end = n + 1 == last;
       if (end ? u != labels : u > labels || !inside(n + 1, u)) return 0.0;
@@ -313,17 +313,17 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   return loss;
 }
 
-// What a lane loads for a chunk: its column of kChunk diagonals.
+// Loads of a lane for a chunk: its column of kChunk diagonals.
 template <class A, int kSweep>
 struct Loads {
   Arcs<A> arcs[kChunk<A>];
-  // Second sweep, of the other direction: alpha of the node or, upwards, beta of the next diagonal.
+  // Second sweep: values of the other direction, alpha of the node or, upwards, beta of the next diagonal.
   Value<A> other[kSweep == 2 ? kChunk<A> : 1];
-  Value<A> beyond;  // second sweep upwards, lanes below kChunk: that beta right of the tile, a step per lane
+  Value<A> beyond;  // second sweep upwards: that beta in the column right of the tile, of step j in lane j
 };
 
-// kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the rest, and
-// posteriors.
+// kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the other
+// diagonals, and posteriors.
 template <class A, int kSweep, bool kUp>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
@@ -349,8 +349,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     minus_inverse = {A(-1) / middle.likelihood.m, -middle.likelihood.e};
   }
 
-  // Running values of all columns, as this sweep finds them. Before the first diagonal upwards, a blank arc of
-  // probability 1 leads to node (0, 0).
+  // Initial running values of all columns. Upwards, a blank arc of probability 1 leads to node (0, 0).
   Value<A>* const blanks = sequence.Running(args, kSweep - 1, 0);
   Value<A>* const labels = sequence.Running(args, kSweep - 1, 1);
   Value<A>* const betas = sequence.Running(args, kSweep - 1, 2);
@@ -380,8 +379,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int length = (end - begin) * kStep, chunks = (length + C - 1) / C;
   const bool several = tiles > warps;  // tiles per warp
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Position in a plane of the node of column u on diagonal n, and of the one on the next diagonal of the sweep.
-  // Unsigned: an address then is one instruction.
+  // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep.
+  // Unsigned, since an address then takes one instruction.
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto position = [&](int n, int u) {
     return (unsigned(n) - args.by_frames(unsigned(n)) * unsigned(args.frames)) * columns + unsigned(u);
@@ -509,7 +508,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Sweep(const __grid_constant
   }
 }
 
-// After Sweep 1, where only the loss is asked for. Grid: sequences.
+// The loss after Sweep 1, if no gradient is asked for. Grid: sequences.
 template <class A>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
@@ -527,9 +526,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant
 template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
-  if (args.frames * args.columns > INT32_MAX / 2 || args.frames + args.columns > INT32_MAX / 4 ||
-      args.batch > INT32_MAX)
-    return cudaErrorInvalidValue;
+  if (!Countable(args)) return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns)), warps = std::min(tiles, kMaxWarps);
@@ -555,8 +552,15 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t LatticeWorkspace(const LatticeArgs& args, bool) {
-  return IsUnitStep(args.topology) ? Elements(args.frames, args.columns) : SkipLatticeWorkspace(args);
+int64_t MaxUnitColumns() {
+  constexpr size_t kEveryDevice = 99 << 10;  // bytes of shared memory that a block may have on every supported device
+  return int64_t(kEveryDevice / std::max(SharedBytes<float>(1), SharedBytes<double>(1))) * kTile;
+}
+
+// Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.
+Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
+  if (unit_steps) return {{{kArcs, 1, 1}, {kRunning, 0, 1}, {1, kTile, kTile}}};
+  return {{{4 + num_arcs, 1, 1}, {num_arcs, kTile, kTile}}};
 }
 
 cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {

@@ -1,20 +1,33 @@
-// Lattices on the GPU: common/shape.h has the arguments and says what is computed.
+// Lattices on the GPU; common/shape.h defines arguments and results.
 #pragma once
 
+#include <cstdint>
+
 #include "xla_kernels/common/shape.h"
+#include "xla_kernels/common/workspace.h"
 #include "xla_kernels/cuda/runtime.cuh"
 
 namespace jax_rnnt::cuda {
 
-// Elements of A per sequence that LatticeArgs::workspace must have.
-int64_t LatticeWorkspace(const LatticeArgs& args, bool gradient);
+// Nodes, diagonals and sequences are counted in int32, with room to step beyond the last.
+constexpr int64_t kMaxNodes = INT32_MAX / 2, kMaxDiagonals = INT32_MAX / 4, kMaxSequences = INT32_MAX;
+// Most columns of the kernel for unit steps: values that cross between tiles must fit into shared memory.
+int64_t MaxUnitColumns();
+inline bool Countable(const LatticeArgs& args) {
+  return args.frames * args.columns <= kMaxNodes && args.frames + args.columns <= kMaxDiagonals &&
+         args.batch <= kMaxSequences;
+}
 
-// Enqueues the work on the stream, with a gradient where args.grad_plane is not null; the error is that of the
-// launches.
+// LatticeArgs::workspace.
+Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs);
+inline int64_t LatticeWorkspace(const LatticeArgs& args, bool) {
+  return LatticeWorkspace(IsUnitStep(args.topology), args.topology.num_arcs).Elements(args.frames, args.columns);
+}
+
+// Enqueues the work on the stream, with the gradient if args.grad_plane is not null. Returns the error of the launches.
 cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream);
 
-// The same for arcs that skip frames; called by the two above.
-int64_t SkipLatticeWorkspace(const LatticeArgs& args);
+// The same for arcs that skip frames; Lattice calls it.
 cudaError_t SkipLattice(bool is_double, const LatticeArgs& args, cudaStream_t stream);
 
 }  // namespace jax_rnnt::cuda

@@ -1,7 +1,7 @@
-// What both lattice kernels compute with: numbers m * 2^e, probabilities of arcs, the loss; tiles of 32 by 32 nodes.
+// Shared by both lattice kernels: numbers m * 2^e, probabilities of arcs, the loss; tiles of 32 by 32 nodes.
 //
-// Fast mode multiplies numbers m * 2^e; an arc outside (-kLimit, kLimit) has probability zero there. Wide mode adds
-// logarithms in float64. A sequence needs it where arcs of such a size may decide: see NeedsWide.
+// Fast mode multiplies numbers m * 2^e; an arc outside [-kLimit, kLimit] has probability zero there. Wide mode adds
+// logarithms in float64. A sequence needs wide mode if arcs of such a size may decide its result: see NeedsWide.
 #pragma once
 
 #include "xla_kernels/common/extended.h"
@@ -27,7 +27,7 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x), zero where |x| > kLimit and for NaN. Adding kRound leaves the nearest exponent in the low bits.
+// exp(x); zero if |x| > kLimit or x is NaN. Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x) {
   using S = Scalar<A>;
@@ -43,13 +43,14 @@ __device__ __forceinline__ Value<A> Probability(A x) {
 
 // ---- Arcs of any size ----
 
-// Bits of the flag of a tile: what its arcs are.
+// Bits of the flag of a tile: which kinds of arcs it has.
 constexpr int kBad = 1;    // NaN or +inf: the loss is NaN
 constexpr int kFaint = 2;  // finite, below -low
 constexpr int kHigh = 4;   // finite, above high
-constexpr int kHuge = 8;   // finite, above low: exponents may wrap around in fast mode, whose values nobody uses then
+constexpr int kHuge = 8;   // finite, above low: exponents of fast mode may wrap around, so its values are not used
 
-// Exponents of paths of arcs between -low and low do not saturate. Arcs up to `high` add 2^20 to a path at most.
+// If all arcs lie between -low and low, exponents of paths do not saturate. Arcs up to `high` add at most 2^20 to a
+// path.
 template <class A>
 struct Limits {
   __device__ __forceinline__ Limits(int frames, int labels)
@@ -64,7 +65,7 @@ struct Limits {
   A low, high;
 };
 
-// The bits of all threads of the block, in all of them; a barrier.
+// Returns the bits of all threads of the block to all of them. Contains a barrier.
 __device__ __forceinline__ int OrBits(int bits) {
   int all = 0;
   if (__syncthreads_or(bits) == 0) return all;
@@ -73,7 +74,7 @@ __device__ __forceinline__ int OrBits(int bits) {
   return all;
 }
 
-// Whether fast mode may be wrong. Where it is right, a path with a faint arc is less than exp(-2^19) of the whole.
+// Whether fast mode may be wrong. Otherwise, a path with a faint arc is less than exp(-2^19) of the likelihood.
 template <class A>
 __device__ __forceinline__ bool NeedsWide(int bits, Value<A> likelihood) {
   if ((bits & kBad) != 0) return false;
@@ -82,7 +83,7 @@ __device__ __forceinline__ bool NeedsWide(int bits, Value<A> likelihood) {
 }
 
 // exp(kCoarseUnit * coarse + fine). `coarse` sums the arcs above kCoarse in size and `fine` all others, so equal masks
-// on all paths cancel, however large they are. The unit keeps sums of float64 arcs finite.
+// on all paths cancel at any size. The unit keeps sums of float64 arcs finite.
 constexpr double kCoarse = 1 << 20, kCoarseUnit = 0x1p32;
 struct LogWeight {
   double coarse, fine;
@@ -90,16 +91,16 @@ struct LogWeight {
 };
 __device__ __forceinline__ LogWeight Impossible() { return {0, -kInfinity<double>}; }
 
-// By an arc of log-probability x, finite or -inf.
+// Times the probability of an arc; its log-probability x is finite or -inf.
 __device__ __forceinline__ LogWeight operator*(LogWeight w, double x) {
   const bool coarse = Abs(x) > kCoarse && x > -kInfinity<double>;
   return {coarse ? w.coarse + x / kCoarseUnit : w.coarse, coarse ? w.fine : w.fine + x};
 }
-// log(a / b), b possible.
+// log(a / b); b must be possible.
 __device__ __forceinline__ double LogRatio(LogWeight a, LogWeight b) {
   return a.Possible() ? (a.coarse - b.coarse) * kCoarseUnit + (a.fine - b.fine) : -kInfinity<double>;
 }
-// a + b; share: of a in it.
+// a + b; *share is the share of a in it.
 __device__ __forceinline__ LogWeight Add(LogWeight a, LogWeight b, double* share) {
   *share = b.Possible() ? 0 : 1;
   if (!a.Possible() || !b.Possible()) return a.Possible() ? a : b;
@@ -110,7 +111,7 @@ __device__ __forceinline__ LogWeight Add(LogWeight a, LogWeight b, double* share
   return sum;
 }
 
-// Beyond the largest A: +inf, as where there is no path.
+// +inf if the loss is beyond the largest A, as if there were no path.
 template <class A>
 __device__ __forceinline__ A LossOf(LogWeight likelihood) {
   constexpr double kMax = sizeof(A) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;
@@ -127,7 +128,7 @@ __device__ __forceinline__ A LossOf(bool bad, Value<A> likelihood) {
   return A(0 - (Log(double(likelihood.m)) + double(likelihood.e) * 0.69314718055994530942));
 }
 
-// No frame: the empty path, if there is no label.
+// Without frames there is only the empty path, which has no label.
 template <class A>
 __device__ __forceinline__ A LossOfNoFrames(int labels) {
   return labels == 0 ? A(0) : kInfinity<A>;

@@ -1,10 +1,10 @@
-"""What the compiler makes of the CUDA kernels: registers, shared memory, spills, 16-byte accesses. Needs nvcc, no GPU.
+"""Reads registers, shared memory, spills and 16-byte accesses of the CUDA kernels from the compiler. Needs no GPU.
 
     python xla_kernels/cuda/resources.py [--architectures 80 90 100] [--nvcc NVCC] [--check]
 
 Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame, if an emission
-kernel lost its 16-byte accesses, or if the table in docs/cuda.md is not this one (registers differ from one compiler
-version to the next, so that is only compared under the version that the table names).
+kernel lost its 16-byte accesses, or if the table in docs/cuda.md differs. Registers depend on the version of the
+compiler, so the tables are only compared under the version that the document names.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def compile_kernels(nvcc, source, architecture, folder):
 
 
 def wide_accesses(nvcc, folder):
-    """{kernel: (16-byte loads, 16-byte stores)} of the emission, as written in PTX."""
+    """{kernel: (16-byte loads, 16-byte stores)} of the emission, counted in PTX."""
     out = folder / "emission.ptx"
     source = f"{ROOT}/xla_kernels/cuda/softmax_emission.cu"
     subprocess.run([nvcc, *OPTIONS, "-arch=compute_90", "-ptx", source, "-o", out], check=True)

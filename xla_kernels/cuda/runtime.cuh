@@ -1,8 +1,8 @@
-// The one include of kernel sources, under nvcc the CUDA toolkit, under any other compiler its emulation on the CPU,
-// and what kernels need beyond the common subset of the two. The only file with inline PTX: each piece has a host body.
+// The one CUDA include of kernel sources: the CUDA toolkit under nvcc, its emulation on the CPU under other compilers,
+// and functions beyond the common subset of the two. Only this file has inline PTX; each piece has a host body.
 //
-// Rules that let one text run on both: shared memory is declared by the macros below, kernels are started by Launch,
-// and no block waits for another.
+// One source runs on both if it follows three rules: the macros below declare shared memory, Launch starts kernels, and
+// no block waits for another.
 #pragma once
 
 #include <stddef.h>
@@ -11,8 +11,8 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 
-// A static shared array, T* name. Bytes rather than T[n]: a shared variable must not have a constructor that does
-// anything, and T's default member initialisers are one.
+// A static shared array, T* name. It is declared as bytes, since a shared variable must not need a constructor, and
+// default member initialisers of T are one.
 #define JAX_RNNT_SHARED_ARRAY(T, name, n)                                     \
   __shared__ __align__(16) unsigned char jax_rnnt_##name##_[sizeof(T) * (n)]; \
   T* const name = reinterpret_cast<T*>(jax_rnnt_##name##_)
@@ -32,7 +32,7 @@
 
 namespace jax_rnnt::cuda {
 
-// Starts kernel(args...). The error is that of this launch only: work that fails later is reported by the stream.
+// Starts kernel(args...). Returns the error of this launch only; the stream reports work that fails later.
 template <class... P, class... A>
 cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A... args) {
 #if defined(__CUDACC__)
@@ -77,7 +77,7 @@ inline double AsFloat(int64_t x) { return Bits<double>(x); }
 
 // ---- functions ----
 
-// 2^x. In float within 2 ulp, subnormal results are 0.
+// 2^x. In float within 2 ulp, and subnormal results are 0.
 __device__ __forceinline__ float Exp2(float x) {
 #if defined(__CUDACC__)
   float y;
@@ -106,7 +106,7 @@ __device__ __forceinline__ double Fma(double x, double y, double z) { return fma
 __device__ __forceinline__ float Abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double Abs(double x) { return fabs(x); }
 
-// Natural logarithm, accurate: for use once per row.
+// Accurate natural logarithm, for use once per row.
 __device__ __forceinline__ float Log(float x) { return logf(x); }
 __device__ __forceinline__ double Log(double x) { return log(x); }
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ float Widen(Half x) {
 #else
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return AsFloat(int32_t(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13));
-  // As a float of the same fields the value is too small by 2^(127 - 15), subnormals included.
+  // Read as a float, the same fields give a value too small by 2^(127 - 15), subnormals included.
   return AsFloat(int32_t(sign | magnitude << 13)) * 0x1p112f;
 #endif
 }
@@ -198,8 +198,8 @@ struct alignas(16) Vector16 {
   T x[16 / sizeof(T)];
 };
 
-// One access each. `from` and `to` must be aligned to 16 bytes. Plain loads, no __ldg: a gradient may be written over
-// what it is computed from.
+// One access each. `from` and `to` must be aligned to 16 bytes. Plain loads, not __ldg, since a gradient may overwrite
+// the logits.
 template <class T>
 __device__ __forceinline__ Vector16<T> Load16(const T* from) {
 #if defined(__CUDACC__)
@@ -227,7 +227,7 @@ __device__ __forceinline__ void Store16(T* to, Vector16<T> v) {
 #endif
 }
 
-// 16 bytes that begin at element `offset` of `low`, a vector that `high` follows. 0 < offset < elements of a vector.
+// The 16 bytes from element `offset` of `low` on, continued in `high`. 0 < offset < elements of a vector.
 template <class T>
 __device__ __forceinline__ Vector16<T> Window(const Vector16<T>& low, const Vector16<T>& high, int offset) {
   union {

@@ -1,20 +1,20 @@
 // Lattice with arcs that skip frames: any table of arcs (multi-blank, token and duration). Alpha, beta, and minus the
 // arc posteriors, as numbers m * 2^e (common/extended.h).
 //
-// Nodes are taken by diagonals n = t + u: every arc leads to a later one. Four launches, and as in lattice.cu no block
-// waits for another and nothing is atomic:
+// Nodes are taken by diagonals n = t + u: every arc leads to a later one. There are four launches. As in lattice.cu, no
+// block waits for another and nothing is atomic:
 //
 //   Skew   all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
 //   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need): a thread takes
-//          the columns u, u + blockDim, ..., and the block meets once per diagonal
-//   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) where a sequence needs it
+//          the columns u, u + blockDim, ..., and the block has one barrier per diagonal
+//   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
 //   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
-// Unlike the kernel for unit steps it reads what came before from memory, that is from the L1 cache, and not from a
-// register or a shuffle: arcs reach as many diagonals back as the longest one spans. So a diagonal costs a few hundred
-// cycles. What it moves per node in float32, for K arcs over P planes and E pairs of an arc and a plane of its own (K,
-// or 2 K where every arc is a sum of two): 4 E + 4 K bytes there, 24 K + 16 for the sweeps, 12 E + 12 P back, beside 3
-// V * 4 for the logits. Of these 16 K + 8 E are the values that arcs lead from or to, which are often in a cache.
+// Unlike the kernel for unit steps, this one reads earlier diagonals from memory, that is from the L1 cache, and not
+// from a register or a shuffle: the longest arc may span many diagonals. So a diagonal costs a few hundred cycles. With
+// K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node moves
+// 4 E + 4 K bytes in the first Skew, 24 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32. The logits
+// move 3 V * 4. The values at the other ends of arcs, 16 K + 8 E of these bytes, are often in a cache.
 #include <algorithm>
 
 #include "xla_kernels/cuda/lattice.h"
@@ -40,7 +40,7 @@ struct Arguments {
         num_frames(args.num_frames),
         num_labels(args.num_labels),
         workspace(static_cast<A*>(args.workspace)),
-        stride(SkipLatticeWorkspace(args)),
+        stride(LatticeWorkspace(args, true)),
         loss(static_cast<A*>(args.loss)) {
     for (int k = 0; k < num_arcs; ++k) {
       dt[k] = int(args.topology.dt[k]);
@@ -67,9 +67,9 @@ struct Arguments {
   bool may_end[kMaxArcs];
 };
 
-// One sequence, as all kernels see it. Its workspace: alpha, beta, the arcs, all in diagonal order; a flag per arc and
-// tile, of which SkipLoss lets the first tell whether the sequence needs wide mode. That mode keeps a LogWeight per
-// node over alpha and beta, and replaces arcs by minus their posteriors.
+// One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag
+// per arc and tile. SkipLoss stores in the first flag whether the sequence needs wide mode. That mode keeps a LogWeight
+// per node in the place of alpha and beta, and replaces arcs by minus their posteriors.
 template <class A>
 struct Sequence {
   __device__ __forceinline__ Sequence(const Arguments<A>& args, int b)
@@ -85,7 +85,7 @@ struct Sequence {
   __device__ __forceinline__ static int Position(const Arguments<A>& args, int n, int u) {
     return (n - int(args.by_frames(uint32_t(n))) * args.frames) * args.columns + u;
   }
-  // Beta of the node that arc k of node (t, u) leads to, zero where there is none.
+  // Beta of the node to which arc k of node (t, u) leads, zero if there is none.
   __device__ __forceinline__ Value<A> Beyond(const Arguments<A>& args, int k, int t, int u) const {
     const int to_t = t + args.dt[k], to_u = u + args.du[k];
     if (Inside(to_t, to_u)) return beta[Position(args, to_t + to_u, to_u)];
@@ -99,8 +99,8 @@ struct Sequence {
 };
 
 // Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that do not
-// exist become -inf, and a flag has the bits of the tile's arcs. Back: minus the posteriors of a plane's arcs, summed,
-// with zeros outside the lengths and where there is no path, NaN where the loss is NaN.
+// exist become -inf, and a flag gets the bits of the tile's arcs. Back: minus the sum of the posteriors of a plane's
+// arcs, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
 }
 
 // Wide mode: the loss, and posteriors over the arcs. The weight of a node is the sum over the arcs that enter it. The
-// occupancy of the terminal node, 1, flows back, shared out between the arcs that enter a node in proportion to their
-// weights: it is conserved, whatever the size of the arcs.
+// occupancy of the terminal node, 1, flows back: the arcs that enter a node share its occupancy in proportion to their
+// weights. So occupancy is conserved at any size of the arcs.
 template <class A>
 __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence) {
   const int diagonals = sequence.frames + sequence.labels;
@@ -227,7 +227,7 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
     }
     __syncthreads();
   };
-  // visit(arc, weight) of all arcs that enter node (t, u); the arc by reference.
+  // Calls visit(arc, weight) for all arcs that enter node (t, u), the arc by reference.
   const auto entering = [&](int t, int u, auto visit) {
     for (int k = 0; k < args.num_arcs; ++k) {
       const int from_t = t - args.dt[k], from_u = u - args.du[k];
@@ -300,8 +300,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipLoss(const __grid_constant
 template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
-  if (args.frames * args.columns > INT32_MAX / 2 || args.frames + args.columns > INT32_MAX / 4 ||
-      args.batch > INT32_MAX || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
+  if (!Countable(args) || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
     return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
@@ -324,12 +323,6 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 }
 
 }  // namespace
-
-// Even, so that values are aligned in every sequence.
-int64_t SkipLatticeWorkspace(const LatticeArgs& args) {
-  const int64_t arcs = args.topology.num_arcs, flags = arcs * Tiles(args.frames) * Tiles(args.columns);
-  return ((4 + arcs) * args.frames * args.columns + flags + 1) / 2 * 2;
-}
 
 cudaError_t SkipLattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
   return is_double ? Run<double>(args, stream) : Run<float>(args, stream);

@@ -1,18 +1,18 @@
-// Softmax emission: rows of V logits -> log-probabilities of the arcs, and the arcs' cotangents -> gradient of the
-// logits. Behind the V may lie D more, the durations: a softmax of their own, through which every lane goes by itself.
-// A Bernoulli blank is left out of the sum.
+// Softmax emission: rows of V logits -> log-probabilities of the arcs, and cotangents of the arcs -> gradient of the
+// logits. D durations may follow the V logits. They have a softmax of their own, which every lane computes by itself. A
+// Bernoulli blank is left out of the sum.
 //
 // Each pass is bound by memory: forward reads every logit inside the lengths once, backward reads it once and writes
 // its gradient once, over the same memory if asked to. Rows outside the lengths are not read; backward writes zeros
 // there. A row belongs to a group of kLanes threads: 8 for rows of up to 512 bytes, so that every lane of a warp has
-// work; a warp up to 16 KiB; a block above. Accesses are of 16 bytes, two or four in flight per thread, whatever V and
-// the alignment of the row.
+// work; a warp up to 16 KiB; a block above. Accesses are 16 bytes wide for any V and any alignment of the row, with two
+// or four in flight per thread.
 //
-// Forward keeps a running maximum and a running sum per lane, rescaled once per 16 bytes: no second read. Backward
-// treats the few vectors that hold an arc's class apart. One exp2 per element and pass: on an H200 the special-function
-// units need a quarter of the time that the memory needs for float32, half for 16-bit types.
+// Forward keeps a running maximum and a running sum per lane, rescaled once per 16 bytes, so it needs no second read.
+// Backward handles the few vectors that hold the class of an arc separately. A pass takes one exp2 per element: on an
+// H200 the special-function units need a quarter of the time of the memory for float32, half for 16-bit types.
 //
-// Offsets: 64 bits from the beginning, 32 bits inside a sequence's rows (T * U1 < 2^31) and inside a row.
+// Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
 
 #include <algorithm>
@@ -25,11 +25,11 @@ namespace {
 #endif
 constexpr int kThreads = JAX_RNNT_EMISSION_THREADS;
 constexpr int kShortRow = 512, kLongRow = 16384;  // bytes; see above
-// 16-byte accesses per thread at a time: with four, the eight elements of each in 16-bit types, or the exp2 of float64,
-// would take more registers than there are.
+// 16-byte accesses per thread at a time. With four, the eight elements of each in 16-bit types, or the exp2 of float64,
+// would take too many registers.
 template <class T>
 constexpr int kInFlight = sizeof(T) == 4 ? 4 : 2;
-// Blocks of a multiprocessor, at least: so many leave 64 to 128 registers per thread, and 16 to 64 KiB in flight.
+// Fewest blocks per multiprocessor. They leave 64 to 128 registers per thread, and 16 to 64 KiB in flight.
 template <class T>
 constexpr int kBlocks = sizeof(T) == 8   ? 2
                         : sizeof(T) == 4 ? 4
@@ -59,7 +59,7 @@ __device__ __forceinline__ A NaN() {
   return kInfinity<A> - kInfinity<A>;
 }
 
-// EmissionShape with everything that a thread needs by value: kernel arguments lie in constant memory.
+// EmissionShape with the blanks by value, since a kernel cannot read host memory.
 struct Shape {
   explicit Shape(const EmissionShape& shape)
       : batch(int(shape.batch)),
@@ -81,7 +81,7 @@ struct Shape {
   Divider by_columns;
   bool one_label_row, normalize, bernoulli;
   int num_blanks;
-  int anchor;  // the class of shape.h; no class where the only one is a Bernoulli blank
+  int anchor;  // the class of shape.h; equals `classes` if the only class is a Bernoulli blank
   int blanks[kMaxBlanks];
 };
 
@@ -105,8 +105,8 @@ __device__ __forceinline__ int Misaligned(const T* x) {
   return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
 }
 
-// Where the 16-byte accesses of a row of n elements begin, to read x and write `other`, and how many there are: none
-// where the two are not aligned alike.
+// Position and number of the 16-byte accesses that read a row of n elements at x and write it at `other`. There are
+// none if the two are not aligned alike.
 template <class T>
 struct Vectors {
   static constexpr int kElements = 16 / sizeof(T);
@@ -117,16 +117,16 @@ struct Vectors {
     count = (n - head) / kElements;
     rest = n - count * kElements;
   }
-  // Position of element i of those outside the vectors.
+  // Position of the i-th element outside the vectors.
   __device__ __forceinline__ int Rest(int i) const { return i < head ? i : i + count * kElements; }
 
   int head, count, rest;
 };
 
-// exp(x[i]) summed: sum * exp(max).
+// The sum of exp(x[i]) as sum * exp(max).
 template <class A>
 struct LogSumExp {
-  A max = kLowest<A>, sum = 0;  // finite, so that -inf less the maximum is no NaN
+  A max = kLowest<A>, sum = 0;  // max is finite, so that -inf - max is not NaN
 
   template <int kCount>
   __device__ __forceinline__ void Add(const A (&x)[kCount]) {
@@ -145,9 +145,9 @@ struct LogSumExp {
   }
 };
 
-// Elements i ... i + kElements - 1 of a row of n. Where the row is not aligned they are cut out of two vectors, of
-// which the second is the first of the next lane and comes from the L1 cache; not where those would reach outside the
-// row.
+// Elements i ... i + kElements - 1 of a row of n. If the row is not aligned, they are cut out of two aligned vectors;
+// the second is the first of the next lane and comes from the L1 cache. Elements are read one by one if these vectors
+// would reach outside the row.
 template <class T>
 __device__ __forceinline__ Vector16<T> LoadPart(const T* x, int n, int misaligned, int i) {
   constexpr int kElements = Vectors<T>::kElements;
@@ -162,8 +162,8 @@ __device__ __forceinline__ Vector16<T> LoadPart(const T* x, int n, int misaligne
   return v;
 }
 
-// Of all elements but `skip`. Which lane adds which elements does not depend on where the row lies: the same row gives
-// the same bits in any batch and padding.
+// This lane's sum of the row without element `skip`. The assignment of elements to lanes does not depend on the
+// address, so the same row gives the same bits in any batch and padding.
 template <class T, int kLanes>
 __device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, int skip, int lane) {
   using A = Accumulator<T>;
@@ -195,7 +195,7 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, i
   return total;
 }
 
-// The total of a group of threads, in all of them. `mask`: the group's lanes of the warp.
+// Returns the total of a group of threads to all of them. `mask`: lanes of the warp that belong to the group.
 template <int kLanes, class A>
 __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total, unsigned mask) {
   constexpr int kInWarp = kLanes < 32 ? kLanes : 32;
@@ -216,7 +216,7 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total, unsigned ma
   return total;
 }
 
-// A head of few logits; every lane goes through all of them.
+// The sum of a head of few logits; every lane reads all of them.
 template <class T>
 __device__ __forceinline__ LogSumExp<Accumulator<T>> SumDurations(const T* x, int n) {
   LogSumExp<Accumulator<T>> total;
@@ -227,7 +227,7 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumDurations(const T* x, in
   return total;
 }
 
-// The row's norm of shape.h. `anchor`: its logit, -inf where there is none.
+// norm of shape.h. `anchor`: the logit of the anchor, -inf if there is none.
 template <class A>
 __device__ __forceinline__ A Normalizer(const LogSumExp<A>& total, A anchor) {
   if (total.sum != total.sum) return total.sum;
@@ -237,11 +237,11 @@ __device__ __forceinline__ A Normalizer(const LogSumExp<A>& total, A anchor) {
   return total.sum == 0 || Abs(lse) < kTiny<A> ? A(0) : lse;
 }
 
-// For x = +inf and NaN: NaN.
+// NaN for x = +inf and NaN.
 template <class A>
 __device__ __forceinline__ A LogSigmoid(A x) {
   const A e = Exp2((x > 0 ? -x : x) * kLog2E<A>), w = 1 + e;
-  const A log1p = Log(w) - ((w - 1) - e) / w;  // what w lost of e
+  const A log1p = Log(w) - ((w - 1) - e) / w;  // corrects the rounding of w
   return x == kInfinity<A> ? NaN<A>() : (x > 0 ? A(0) : x) - log1p;
 }
 template <class A>
@@ -255,7 +255,7 @@ __device__ __forceinline__ unsigned GroupMask() {
   return kLanes >= 32 ? 0xffffffffu : ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
 }
 
-// What other lanes of the group have read may be written after it.
+// After it, a lane may overwrite logits that other lanes of the group have read.
 template <int kLanes>
 __device__ __forceinline__ void SyncGroup() {
   if (kLanes > 32) {
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       if (total.sum == 0 && logit == logit) return -kInfinity<A>;
       return shape.normalize ? (y > 0 ? A(0) : y) : y == kInfinity<A> ? NaN<A>() : y;
     };
-    A z = 0, poison = (total.sum - total.sum) + (of_durations.sum - of_durations.sum);  // a NaN anywhere is one of all
+    A z = 0, poison = (total.sum - total.sum) + (of_durations.sum - of_durations.sum);  // one NaN makes all NaN
     if (shape.bernoulli) {
       z = Widen(x[shape.blanks[0]]);
       poison += z < kInfinity<A> ? A(0) : NaN<A>();
@@ -384,8 +384,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     }
 
     const int bernoulli = shape.bernoulli ? shape.blanks[0] : -1;
-    // Softmax: exp(x - anchor) / total. Where norm is lse, too rounded where it is large, and rare, the row is summed
-    // once more. All lanes of the group read the anchor and the durations before a lane writes over them.
+    // The softmax is exp(x - anchor) / total. If norm is lse, which is rare, the row is summed once more, since a large
+    // lse is rounded too much. All lanes of the group read the anchor and the durations before a lane overwrites them.
     A anchor = 0, total = args.norm[at.index] * (1 / kSumScale<A>);
     if (args.norm[at.index] > 0 && args.norm[at.index] < kTiny<A>) {
       anchor = Widen(x[shape.anchor]);
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       total = row_sum.sum == 0 ? A(1) : row_sum.sum;
     }
     const A scale = args.scale[b], clamp = args.clamp[b], limit = clamp > 0 ? clamp : kInfinity<A>;
-    A ct_blank = 0, ct_label = 0;  // of a Bernoulli blank, and of labels that are none
+    A ct_blank = 0, ct_label = 0;  // cotangents of a Bernoulli blank, and of labels beside it
     if (bernoulli >= 0) {
       ct_label = args.ct_arc[1][at.index];
       if (at.label == bernoulli) ct_label -= ct_label;  // 0, but NaN stays
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     SyncGroup<kLanes>();
     A factor = shape.normalize || sum != sum ? A(0) - sum : A(0);  // no -0
     if (shape.normalize) factor /= total;
-    // Comparisons with NaN are false: NaN stays. So does 0, whatever the scale.
+    // NaN stays, since comparisons with it are false. 0 stays 0 at any scale.
     const auto clip = [&](A v) {
       v = v > limit ? limit : v < -limit ? -limit : v;
       return v == 0 ? v : v * scale;
@@ -439,8 +439,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     }
     const Vectors<T> vectors(x, shape.classes, dx);
 
-    // Vectors that hold the class of an arc are left for last, so that all others are spared the comparisons. Bit s:
-    // such a vector may be this lane's vector number s, s + 32, ...
+    // Vectors that hold the class of an arc come last, so that all others need no comparisons. Bit s: this lane's
+    // vector number s, s + 32, ... may be such a vector.
     uint32_t with_arc = 0;
     for (int arc = 0; arc <= num_blanks; ++arc) {
       const int k = (arc < num_blanks ? shape.blanks[arc] : at.label) - vectors.head, vector = k / kElements;
@@ -466,7 +466,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     for (; with_arc != 0; with_arc &= with_arc - 1) {
       for (int i = (__ffs(int(with_arc)) - 1) * kLanes + lane; i < vectors.count; i += 32 * kLanes) {
         const int first = vectors.head + i * kElements;
-        // One by one: unrolled, the comparisons would take more registers than all the rest.
+        // Not unrolled: the comparisons would take more registers than all other code.
 #pragma unroll 1
         for (int k = first; k < first + kElements; ++k) dx[k] = Narrow<T>(gradient(k));
       }
@@ -478,12 +478,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   }
 }
 
-// Chooses the group of threads for a row, and launches kernel<T, kLanes>(shape, args).
+// Chooses the number of threads per row, and launches Kernel<T, kLanes>.
 template <class T, template <class, int> class Kernel, class Pointers>
 cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
   const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
   if (shape.batch * rows == 0) return cudaSuccess;
-  if (rows > INT32_MAX || shape.batch > INT32_MAX) return cudaErrorInvalidValue;
+  if (rows > kMaxEmissionNodes || shape.batch > kMaxEmissionSequences) return cudaErrorInvalidValue;
   const auto launch = [&](auto kernel, int lanes) {
     const int rows_per_block = kThreads / lanes;
     const dim3 grid(unsigned((rows + rows_per_block - 1) / rows_per_block),

@@ -1,10 +1,10 @@
 // Checks the CUDA kernels through their host entry points: small problems of every kind against double precision, stage
-// by stage. Needs neither Python nor JAX. Compiled by a host compiler it runs them emulated on the CPU (checks.py), by
-// nvcc on the GPU (benchmarks/gpu.sh). Prints what is wrong, "N passed, M failed", and a checksum of all results: it
-// must not depend on the order in which blocks and threads run. --first: ends with the first failure.
+// by stage. Needs neither Python nor JAX. A host compiler builds it with the emulation (checks.py), nvcc for the GPU
+// (benchmarks/gpu.sh). Prints the failures, "N passed, M failed", and a checksum of all results, which must not depend
+// on the order of blocks and threads. --first: stops at the first failure.
 //
-// Every buffer is an allocation of its own of the exact size, for AddressSanitizer; results and all inputs that must
-// not be read hold NaN.
+// Every buffer has an allocation of its own of the exact size, for AddressSanitizer. Results, and inputs that must not
+// be read, hold NaN.
 #include <cstdio>
 #include <cstring>
 
@@ -111,7 +111,7 @@ void CheckAll() {
   Check<float>("improbable anchors, Bernoulli blank", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.bernoulli = true; }));
   Check<float>("improbable anchors, offset", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.shift = 1e3; }));
   Check<float>("improbable anchors, negative offset", with([](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.shift = -50; o.num_blanks = 2; }));
-  // Neither the batch nor padding changes a bit, whatever the alignment of a row.
+  // Neither the batch nor padding changes a bit, at any alignment of a row.
   Check<float>("alone", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 37; }), true);
   Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 301; }), true);
   Check<float>("alone, durations", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 33; o.durations = 4; }), true);
@@ -122,7 +122,7 @@ void CheckAll() {
   Check<double>("warps with several tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
   const Table multi_blank = {{1, 0, 2, 4}, {0, 1, 0, 0}, {1, 1, 1, 1}, {0, 1, 2, 3}, {}};
   const Table durations = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 1, 2, 3, 4}, {}};
-  // Token and duration: two arcs share a plane, and every arc has two.
+  // Token and duration: every arc has two planes, and two arcs share a plane.
   const Table products = {{3, 1, 3, 0, 1}, {0, 0, 1, 1, 1}, {1, 1, 0, 0, 0}, {0, 0, 1, 1, 1}, {2, 4, 2, 3, 4}};
   CheckSkip<float>("multi-blank", multi_blank, 4, 9, 5);
   CheckSkip<double>("multi-blank, float64", multi_blank, 3, 7, 0, false);
@@ -161,14 +161,14 @@ void CheckAll() {
   CheckSkip<float>("masks, warps with several tiles, monotonic", monotonic, 1, kMany + 10, kMany + 3, true, 0, labels);
   CheckSkip<float>("masks, multi-blank, tiles", multi_blank, 2, 40, 37, true, 0, both);
   CheckSkip<float>("masks, products, more columns than threads", products, 1, 5, 300, true, 0.05, few);
-  // A path through faint arcs wins by high ones, or against a path that is small.
+  // A path through faint arcs dominates, since it also has high arcs, or since the other path is small.
   const Masks high = masks(-2.2e6, 1e5, [](int p, int t, int u) { return u == 0 && t >= 5 ? 1 - p : -1; });
   const Masks small = masks(-2.2e6, -1.9e6, [](int p, int t, int u) {
     return p == 1 || t < 3 || t > 4 ? -1 : u > 2 ? 1 : t == 3 ? 0 : -1;
   });
   const Masks limit = masks(-0x1p21, 0, [](int, int, int) { return 0; });
   const Masks lowest = masks(-3.4028234663852886e38, 0, [](int, int, int) { return 0; });
-  // Many arcs that are extreme only for so long a sequence: exponents would saturate.
+  // The sequence is so long that these arcs count as extreme: exponents would saturate.
   const Masks long_faint = masks(-2e6, 0, [](int, int, int) { return 0; });
   const Masks long_huge = masks(2e6, 0, [](int, int, int) { return 0; });
   for (const Table& table : {unit, monotonic, multi_blank}) {

@@ -1,4 +1,4 @@
-// What the checks of check.cc share: counts, random numbers, buffers.
+// Shared by the checks of check.cc: counts, random numbers, buffers.
 #pragma once
 
 #include <cmath>
@@ -18,10 +18,10 @@ inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 inline int num_passed = 0, num_failed = 0;
 inline uint64_t checksum = 0;
-inline double worst = 0;  // error in units of its tolerance, where no rounding to 16 bits is part of both
+inline double worst = 0;  // largest error in units of its tolerance, 16-bit results left out
 inline bool stop_at_first = false;
 
-// Counts a problem, of which something may be wrong.
+// Counts a problem as passed, or as failed if `problem` is not empty.
 inline void Count(const char* name, const std::string& problem) {
   ++(problem.empty() ? num_passed : num_failed);
   if (problem.empty()) return;
@@ -45,7 +45,7 @@ class Random {
   uint64_t state_;
 };
 
-// n elements of T, `offset` elements behind a 16-byte boundary, at first all bits set: NaN. data() is for kernels.
+// n elements of T, `offset` elements after a 16-byte boundary. Initially all bits are set: NaN. data() is for kernels.
 template <class T>
 class Buffer {
  public:

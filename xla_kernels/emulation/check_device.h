@@ -1,5 +1,5 @@
-// Memory and calls of check.cc. Emulated: the memory of the host. Under nvcc: an allocation of the same size on the GPU
-// beside each of the host, copied there before a call of the kernels and back behind it.
+// Memory and calls of check.cc. Emulated kernels use the memory of the host. Under nvcc every allocation has a
+// counterpart on the GPU: it is copied there before a call of the kernels, and back afterwards.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +52,7 @@ class Memory {
   void *host_, *device_;
 };
 
-// The error is that of the launches, or of the work itself.
+// Returns the error of the launches; ends the program if the work fails.
 template <class Call>
 cudaError_t OnDevice(const Call& call) {
   Memory::ToDevice();

@@ -1,4 +1,4 @@
-// Problems for the lattice alone: any table of arcs, those of unit steps too, and arcs of extreme size.
+// Problems for the lattice alone: any table of arcs, unit steps included, and arcs of extreme size.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,17 @@
 namespace jax_rnnt::cuda {
 
 struct Table {
-  std::vector<int64_t> dt, du, may_end, plane, other;  // other: none where empty
+  std::vector<int64_t> dt, du, may_end, plane, other;  // other may be empty: none
   int64_t Other(size_t k) const { return other.empty() ? -1 : other[k]; }
 };
 
-// Arcs of extreme size, of two sizes at most.
+// Arcs of extreme size; there are at most two sizes.
 struct Masks {
   double size[2] = {0, 0};
-  std::function<int(int plane, int t, int u)> where;  // 0 or 1: masked by that size; below 0: not
+  std::function<int(int plane, int t, int u)> where;  // 0 or 1: masked by that size; below 0: not masked
 };
 
-// A log weight as the count of the masks and the rest: exact where masks cancel, whatever their size.
+// A log weight as the counts of the masks and the rest: exact if masks cancel, at any size.
 struct Weight {
   int count[2] = {0, 0};
   double rest = -kInfinity;
@@ -47,7 +47,7 @@ class SkipProblem {
     int64_t planes = 0;
     for (size_t k = 0; k < table.dt.size(); ++k) planes = std::max({planes, table.plane[k] + 1, table.Other(k) + 1});
     for (int64_t p = 0; p < planes; ++p) {
-      bool labels_only = true;  // then the last column has none of these arcs
+      bool labels_only = true;  // if so, the last column has none of these arcs
       for (size_t k = 0; k < table.dt.size(); ++k)
         labels_only &= (table.plane[k] != p && table.Other(k) != p) || table.du[k] > 0;
       planes_.emplace_back(B * T * U1);
@@ -93,7 +93,7 @@ class SkipProblem {
     Count(name_, problem_);
   }
 
-  // The mask whose size is faint has the bits of -inf.
+  // A faint mask must give the same bits as -inf.
   void CheckFaint() {
     SkipProblem forbidden(*this);
     for (auto& plane : forbidden.planes_) {
@@ -172,7 +172,7 @@ class SkipProblem {
     if (ratio > 0) sum = term;
     sum.rest += std::log1p(std::exp(-std::fabs(ratio)));
   }
-  // As the sum of its planes is rounded.
+  // Rounded like the sum of the planes.
   Weight Arc(size_t k, int b, int t, int u) const {
     Weight weight;
     A sum = 0;

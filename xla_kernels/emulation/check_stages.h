@@ -20,9 +20,9 @@ struct Options {
   bool bernoulli = false;
   int num_blanks = 1, durations = 0, offset = 0;
   double clamp = 0, spread = 4, shift = 0;  // logits: shift + [-spread, spread], a Bernoulli blank without shift
-  double scale = 0;                         // of the first sequence, where not 0
+  double scale = 0;                         // scale of the first sequence, if not 0
   Fault fault = Fault::kNone;
-  std::vector<int> num_frames, num_labels;  // where not empty: instead of random ones
+  std::vector<int> num_frames, num_labels;  // if not empty: instead of random lengths
 };
 
 template <class T>
@@ -52,7 +52,7 @@ struct Traits<double> {
   static constexpr double kEpsilon = 0x1p-53;
 };
 
-// The terminal node included, T_b * (U_b + 1) nodes: log-likelihood, and log alpha and log beta of each node.
+// The log-likelihood, and log alpha and log beta of each node, the terminal node included.
 struct PathSums {
   PathSums(bool monotonic, int frames, int labels, const std::function<double(int, int, int)>& arc)
       : frames(frames), labels(labels), alpha(size_t(frames + 1) * (labels + 1), -kInfinity), beta(alpha) {
@@ -175,8 +175,8 @@ class Problem {
     for (int64_t i = 0; i < nodes_ * R; ++i) logits_[i] = whole.logits_[whole.RowOf(b, *this, i / R) * R + i % R];
   }
 
-  // Runs the three stages and compares each with double precision on that stage's own inputs. `alone`: and compares
-  // with each sequence on its own, bit by bit.
+  // Runs the three stages and compares each with double precision on that stage's own inputs. `alone`: also compares
+  // the bits with those of each sequence on its own.
   void Check(bool alone) {
     Run();
     for (int b = 0; alone && b < B && problem_.empty(); ++b) {
@@ -212,7 +212,7 @@ class Problem {
     options.ragged = false;
     return options;
   }
-  // The row of sequence b here that is row `row` of that sequence alone.
+  // The row of sequence b in this problem that corresponds to row `row` of that sequence alone.
   int64_t RowOf(int b, const Problem& alone, int64_t row) const {
     return (b * frames_ + row / alone.columns_) * columns_ + row % alone.columns_;
   }
@@ -243,7 +243,7 @@ class Problem {
   }
 
   void Wrong(const char* what, int64_t where, double is, double should) {
-    if (!problem_.empty()) return;  // the first tells most
+    if (!problem_.empty()) return;  // the first problem says most
     char text[200];
     snprintf(text, sizeof text, "%s [%lld] is %.9g, should be %.9g", what, static_cast<long long>(where), is, should);
     problem_ = text;
@@ -251,7 +251,7 @@ class Problem {
   void Compare(const char* what, int64_t where, double is, double should, double tolerance) {
     if (is != is && should != should) return;
     const double error = std::fabs(is - should);
-    if (is == should || error <= tolerance) {  // not for NaN, nor for infinities of two signs
+    if (is == should || error <= tolerance) {  // false for NaN and for infinities of different signs
       if (is != should && sizeof(T) > 2) worst = std::fmax(worst, error / tolerance);
       return;
     }
@@ -291,7 +291,7 @@ class Problem {
       CheckNorm(i, softmax);
       for (size_t arc = 0; arc < arcs_.size(); ++arc) {
         const int64_t k = arc < blanks_.size() ? blanks_[arc] : label;
-        double value = kNaN;  // of labels out of range
+        double value = kNaN;  // for labels out of range
         if (k == kNoLabel) {
           value = bad ? kNaN : -kInfinity;
         } else if (0 <= k && k < V) {
@@ -318,7 +318,7 @@ class Problem {
     double Log(double x) const { return sum == 0 ? -kInfinity : x - max - std::log(sum); }
     double max, sum;  // sum of exp(x - max)
   };
-  // Of the logits [begin, end) of a row, a Bernoulli blank left out.
+  // Softmax of the logits [begin, end) of a row, without a Bernoulli blank.
   Softmax SoftmaxOf(int64_t row, int begin, int end) const {
     if (LabelAt(row) == kOutside || !options_.normalize) return {0, 1};
     double max = -kInfinity, sum = 0;
@@ -333,7 +333,7 @@ class Problem {
     return {max, sum};
   }
 
-  // The class of shape.h.
+  // The class of the anchor, as in shape.h.
   int Anchor() const { return options_.bernoulli ? blanks_[0] == 0 : int(blanks_[0]); }
   static bool IsLse(A norm) { return norm <= 0 || norm >= kTiny<A>; }
   void CheckNorm(int64_t row, const Softmax& softmax) {
@@ -461,7 +461,7 @@ class Problem {
       }
       used &= label != kOutside;
       const Softmax softmax = SoftmaxOf(i, 0, V), of_durations = SoftmaxOf(i, V, R);
-      // A cotangent that is tiny itself may be subnormal, once divided by an anchored norm.
+      // A tiny cotangent may become subnormal when it is divided by an anchored norm.
       const double subnormal = sizeof(A) == 8 ? 0 : 0x1p-149 * std::exp(45.0);
       const bool same = options_.bernoulli && label == blanks_[0];
       const double ct_label = same && sum == sum ? 0 : double(ct.back()[i]), ct_blank = same ? sum : double(ct[0][i]);

@@ -1,8 +1,9 @@
 """Builds the CUDA kernels for the CPU and checks them there; needs a C++ compiler and nothing else.
 
-Three builds: plain, in four orders of blocks and threads whose results must be the same bits; AddressSanitizer with
-UndefinedBehaviorSanitizer; ThreadSanitizer. The last two take smaller blocks: GCC's ThreadSanitizer tells 255 threads
-apart, and less is faster. Prints a line per run; the exit code is 1 if any check fails.
+There are three builds: plain, run in four orders of blocks and threads whose results must be the same bits;
+AddressSanitizer with UndefinedBehaviorSanitizer; ThreadSanitizer. The last two use smaller blocks, since GCC's
+ThreadSanitizer distinguishes only 255 threads, and smaller blocks are faster. Prints a line per run; the exit code is 1
+if any check fails.
 """
 
 import concurrent.futures
@@ -54,8 +55,8 @@ ENVIRONMENT = {
 def compile_object(
     source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
 ) -> pathlib.Path:
-    """The object of root / source, compiled unless it is newer than the source and all headers. Headers of root come
-    first."""
+    """The object of root / source, compiled unless it is newer than the source and all headers. Headers under root
+    shadow those of the repository."""
     target = build / mode.name / (pathlib.Path(source).name + ".o")
     newest = max(path.stat().st_mtime for path in [root / source, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
@@ -71,7 +72,7 @@ def link(objects: list[pathlib.Path], mode: Mode, program: pathlib.Path) -> path
 
 
 def run(program: pathlib.Path, order: str, *arguments: str, timeout: float = 300) -> tuple[int | None, str]:
-    """Exit code, None where it ran too long, and output."""
+    """Exit code, or None after a timeout, and output."""
     environment = {**os.environ, **ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
     try:
         done = subprocess.run(

@@ -1,9 +1,9 @@
-// The scheduler of the emulation: fibers, barriers, collectives, shared memory, and what the sanitizers must be told.
+// The scheduler of the emulation: fibers, barriers, collectives, shared memory, and annotations for the sanitizers.
 //
-// One launch at a time, on the thread that calls it. A fiber that waits or ends switches straight to the next one that
-// can run; the launching thread's own stack is only returned to at the end of a round over the block's threads. When a
-// round runs nobody, nobody ever will: that is reported with the places where threads wait. After an error the fibers
-// are left as they are, and the next launch starts them afresh; kernels own nothing that would leak.
+// Launches run one at a time, on the calling thread. A fiber that waits or ends switches directly to the next one that
+// can run; control returns to the stack of the launching thread only after a round over all threads of the block. If a
+// round runs no thread, none can ever run: this is reported, with the places where threads wait. After an error the
+// fibers are abandoned, and the next launch starts them afresh; kernels own nothing that would leak.
 #include "xla_kernels/emulation/cuda_emulation.h"
 
 #include <stdarg.h>
@@ -31,7 +31,7 @@
 #include <sanitizer/tsan_interface.h>
 extern "C" void AnnotateIgnoreWritesBegin(const char* file, int line);
 extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
-// The scheduler runs on all fibers; its own state is no concern of ThreadSanitizer's.
+// The scheduler runs on all fibers, so ThreadSanitizer must not check its own state.
 #define JAX_RNNT_SCHEDULER __attribute__((no_sanitize("thread")))
 #else
 #define JAX_RNNT_SCHEDULER
@@ -50,10 +50,10 @@ dim3 block_size, grid_size;
 namespace {
 
 constexpr unsigned kMaxThreads = 1024, kMaxWarps = kMaxThreads / 32, kMaxGroups = 8;
-constexpr size_t kStackBytes = 256 << 10;    // of which only what is touched takes memory
+constexpr size_t kStackBytes = 256 << 10;    // only touched pages take memory
 constexpr size_t kSharedLimit = 227 << 10;   // of compute capability 9.0, with the opt-in
-constexpr size_t kStaticLimit = 48 << 10;    // without it
-constexpr unsigned kSanitizedThreads = 240;  // ThreadSanitizer's runtime tells 255 threads apart
+constexpr size_t kStaticLimit = 48 << 10;    // without the opt-in
+constexpr unsigned kSanitizedThreads = 240;  // ThreadSanitizer's runtime distinguishes 255 threads
 constexpr unsigned kFibers = kMaxThreads;
 
 enum class State : uint8_t { kReady, kAtBarrier, kInCollective, kExited };
@@ -63,7 +63,7 @@ struct Fiber {
   unsigned linear = 0;
   uint3 index = {};
   State state = State::kExited;
-  const char* operation = "";  // where it waits, unless ready
+  const char* operation = "";  // where it waits, unless it is ready
   Caller caller = {"", 0};
 #if JAX_RNNT_OWN_SWITCH
   void* stack_pointer = nullptr;
@@ -78,10 +78,11 @@ struct Fiber {
 #endif
 };
 
-// Lanes of one mask meet. Two slots in turn: a fast lane may enter the next collective before a slow one has read.
+// The lanes of one mask. Collectives alternate between two slots, since a fast lane may enter the next collective
+// before a slow one has read its result.
 struct Group {
   uint32_t mask, arrived;
-  uint32_t entered[32];  // how often each lane has come here
+  uint32_t entered[32];  // collectives that each lane has entered
   uint64_t value[2][32];
   Operation operation[2];
   Caller caller[2];
@@ -130,19 +131,19 @@ Machine& machine = *new Machine;  // never destroyed: other threads may still la
 
 thread_local char last_message[sizeof Machine::message] = "unspecified launch failure";
 
-// ---- what ThreadSanitizer knows of the order of memory accesses ----
+// ---- the order of memory accesses, for ThreadSanitizer ----
 
 #if JAX_RNNT_TSAN
-// An address stands for a point that orders accesses. Every block has its own, or reuse would order blocks.
+// Each address stands for a point that orders accesses. Every block has its own, since reuse would order blocks.
 struct Tokens {
   uint64_t start, barrier[2], warp[kMaxWarps][kMaxGroups][2];
 };
 Tokens* tokens;
-uint64_t launches;  // orders launches, and a launch's blocks before what the host does next
+uint64_t launches;  // orders launches, and the blocks of a launch before later work of the host
 void Release(void* token) { __tsan_release(token); }
 void Acquire(void* token) { __tsan_acquire(token); }
 
-// Memory without a history of accesses.
+// Replaces memory by new memory, which has no history of accesses.
 template <class T>
 T* Renew(T* old, size_t bytes) {
   AnnotateIgnoreWritesBegin("", 0);
@@ -159,7 +160,7 @@ T* Renew(T* old, size_t bytes) {
 // ---- switching ----
 
 #if JAX_RNNT_OWN_SWITCH
-// Saves the callee's registers and the stack pointer, and takes those of the other stack.
+// Saves the callee-saved registers and the stack pointer, and loads those of the other stack.
 extern "C" void JaxRnntEmulationSwitch(void** save, void* load);
 asm(R"(.text
 .weak JaxRnntEmulationSwitch
@@ -185,7 +186,7 @@ JaxRnntEmulationSwitch:
 )");
 #endif
 
-// After a switch, on the stack that was switched to.
+// Runs after a switch, on the new stack.
 JAX_RNNT_SCHEDULER void Arrived(Fiber* self) {
 #if JAX_RNNT_ASAN
   const void* stack;
@@ -222,7 +223,7 @@ JAX_RNNT_SCHEDULER void SwitchTo(Fiber* to, bool exits = false) {
 
 JAX_RNNT_SCHEDULER Fiber* FiberOf(unsigned thread) { return &machine.fibers[machine.first_fiber + thread]; }
 
-// The next thread of this round, or the launching thread when there is none.
+// The next thread of this round, or the launching thread if there is none.
 JAX_RNNT_SCHEDULER void SwitchAway(bool exits = false) {
   while (!machine.failed && machine.round_position < machine.num_threads) {
     Fiber* const fiber = FiberOf(machine.round[machine.round_position++]);
@@ -259,7 +260,7 @@ __attribute__((format(printf, 1, 2))) JAX_RNNT_SCHEDULER void Append(const char*
   va_end(arguments);
 }
 
-// Ends the launch: the calling thread never goes on.
+// Ends the launch; the calling CUDA thread never continues.
 [[noreturn]] JAX_RNNT_SCHEDULER void Fail(const char* operation, Caller caller, const char* problem) {
   Append("%s at %s:%d: %s [block (%u, %u, %u), thread (%u, %u, %u)]", operation, BaseName(caller.file), caller.line,
          problem, block_index.x, block_index.y, block_index.z, thread_index.x, thread_index.y, thread_index.z);
@@ -268,7 +269,7 @@ __attribute__((format(printf, 1, 2))) JAX_RNNT_SCHEDULER void Append(const char*
   abort();  // nobody switches back to a thread of a failed launch
 }
 
-// Nobody can go on: says where threads wait.
+// No thread can continue: reports where threads wait.
 JAX_RNNT_SCHEDULER void FailDeadlocked() {
   Append("deadlock in block (%u, %u, %u):", block_index.x, block_index.y, block_index.z);
   bool told[kMaxThreads] = {};
@@ -308,7 +309,7 @@ JAX_RNNT_SCHEDULER void ThreadMain() {
   abort();  // an exited thread is never switched to
 }
 
-// A stack above a page that traps.
+// A stack above a guard page.
 char* NewStack() {
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
   void* const memory = mmap(nullptr, kStackBytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -330,7 +331,7 @@ JAX_RNNT_SCHEDULER bool StartThread(Fiber* fiber, unsigned linear) {
   fiber->index = {linear % block_size.x, linear / block_size.x % block_size.y, linear / (block_size.x * block_size.y)};
   fiber->state = State::kReady;
 #if JAX_RNNT_OWN_SWITCH
-  // What JaxRnntEmulationSwitch pops: six registers, then ThreadMain, which must see the stack as after a call.
+  // JaxRnntEmulationSwitch pops six registers, then ThreadMain, which must find the stack as after a call.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&ThreadMain);
@@ -356,7 +357,8 @@ JAX_RNNT_SCHEDULER uint64_t Random(uint64_t below) {
   return (z ^ z >> 31) % below;
 }
 
-// Memory of the block, filled with NaN. Aligned to 16 bytes and no more, as CUDA promises; followed by a gap.
+// Shared memory of the block, filled with NaN and followed by a gap. It is aligned to 16 bytes and not more, as CUDA
+// promises.
 JAX_RNNT_SCHEDULER void* AllocateShared(size_t bytes) {
   char* const data = machine.shared + 16 + machine.shared_used;
   machine.shared_used += (bytes + 31) / 16 * 16;
@@ -372,8 +374,8 @@ constexpr size_t kSharedBytes = kSharedLimit + kStaticLimit + (64 << 10);  // wi
 JAX_RNNT_SCHEDULER bool StartBlock() {
   ++machine.block;
 #if JAX_RNNT_TSAN
-  // Consecutive blocks run on different fibers as long as ThreadSanitizer can tell so many apart: what one fiber does
-  // is ordered, but blocks are not.
+  // Consecutive blocks run on different fibers, as far as ThreadSanitizer can distinguish so many: accesses of one
+  // fiber are ordered, but blocks are not.
   const unsigned sets = std::max(1u, kSanitizedThreads / machine.num_threads);
   machine.first_fiber = unsigned(machine.block % sets) * machine.num_threads;
   tokens = Renew(tokens, sizeof(Tokens));
@@ -453,7 +455,7 @@ JAX_RNNT_SCHEDULER bool Same(Operation a, Operation b) {
   return a.name == b.name && a.width == b.width && a.argument == b.argument;
 }
 
-// Says where the others are.
+// Reports where the other lanes are.
 [[noreturn]] JAX_RNNT_SCHEDULER void FailDifferent(const char* name, Caller caller, const char* other, Caller where) {
   char problem[160];
   snprintf(problem, sizeof problem, "meets another place or kind, %s at %s:%d", other, BaseName(where.file),
@@ -461,7 +463,7 @@ JAX_RNNT_SCHEDULER bool Same(Operation a, Operation b) {
   Fail(name, caller, problem);
 }
 
-// Gives `value` to the lanes of `mask` and waits for theirs: the group, and the slot of this round.
+// Gives `value` to the lanes of `mask` and waits for theirs. Returns the values of all lanes.
 JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation operation, Caller caller,
                                         bool orders) {
   Fiber* const self = machine.current;
@@ -496,7 +498,7 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
     for (unsigned i = 0; i < 32; ++i) {
       if ((mask >> i & 1) == 0) continue;
       Fiber* const other = FiberOf(first + i);
-      if (other != self) other->state = State::kReady;  // it waits for this group: its lane has arrived
+      if (other != self) other->state = State::kReady;  // its lane has arrived, so it waits for this group
     }
   } else {
     Wait(State::kInCollective, operation.name, caller);
@@ -598,7 +600,7 @@ JAX_RNNT_SCHEDULER cudaError_t Run(dim3 grid, dim3 block, size_t shared_bytes, v
   if (!machine.failed) return cudaSuccess;
 
 #if JAX_RNNT_TSAN
-  for (Fiber& fiber : machine.fibers) {  // they stand in the middle of a kernel; what they did lies before what follows
+  for (Fiber& fiber : machine.fibers) {  // fibers stopped inside a kernel; orders their accesses before later ones
     if (fiber.tsan == nullptr) continue;
     __tsan_switch_to_fiber(fiber.tsan, __tsan_switch_to_fiber_no_sync);
     Release(&launches);

@@ -1,19 +1,18 @@
 // Runs CUDA kernel sources on the CPU, for tests: no GPU, no toolkit. Link with cuda_emulation.cc.
 //
-// The threads of a block are fibers, each with its own stack, switched where CUDA threads may wait for each other (at
-// barriers and warp collectives) and where they end. So the kernel's real control flow runs, with divergence, early
-// exits and partial masks, and misuse is reported, never a hang:
+// The threads of a block are fibers, each with its own stack. They switch where CUDA threads may wait for each other
+// (at barriers and warp collectives) and where they end. So the real control flow of a kernel runs, with divergence,
+// early exits and partial masks. Misuse is reported and never hangs:
 //   * barriers that not all threads reach; barriers and collectives of different places or kinds that meet;
 //   * masks that name lanes which have exited or do not call; callers outside their mask; reads from lanes outside it;
 //   * shared memory read before it is written: it is filled with NaN for every block;
 //   * with AddressSanitizer and UndefinedBehaviorSanitizer: accesses out of bounds, of shared memory too; alignment;
-//   * with ThreadSanitizer: races between CUDA threads, of one block or of two. Only barriers, __syncwarp and the end
-//   of
-//     a kernel order memory accesses; shuffles and votes do not.
-// Blocks run one after the other, so a block must not wait for another; the order of blocks and of threads is that of
-// the environment variable JAX_RNNT_EMULATION_ORDER: forward (default), reverse or random:SEED.
+//   * with ThreadSanitizer: races between CUDA threads, within a block or between blocks. Only barriers, __syncwarp and
+//     the end of a kernel order memory accesses; shuffles and votes do not.
+// Blocks run one after the other, so a block must not wait for another. The environment variable
+// JAX_RNNT_EMULATION_ORDER sets the order of blocks and threads: forward (default), reverse or random:SEED.
 //
-// Not covered: time, weak memory order, the approximations of the GPU's own exp2 and log2, flushed subnormals.
+// Not modelled: time, weak memory order, the approximations of the GPU's own exp2 and log2, flushed subnormals.
 #pragma once
 
 #include <stddef.h>
@@ -48,7 +47,7 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719,
 };
-// For cudaErrorLaunchFailure: what was wrong in the last failed launch of the calling thread.
+// For cudaErrorLaunchFailure: the problem in the last failed launch of the calling thread.
 const char* cudaGetErrorString(cudaError_t error);
 
 using std::max;
@@ -56,7 +55,7 @@ using std::min;
 
 namespace jax_rnnt::emulation {
 
-// Where a kernel calls a barrier or a collective.
+// The place where a kernel calls a barrier or a collective.
 struct Caller {
   static constexpr Caller Here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
@@ -65,7 +64,7 @@ struct Caller {
   int line;
 };
 
-// What a collective does, apart from the values; lanes that meet must agree.
+// The operation of a collective, apart from the values; lanes that meet must agree on it.
 struct Operation {
   const char* name;
   int width, argument;
@@ -90,20 +89,20 @@ struct SharedSlot {
 };
 void* SharedArray(SharedSlot* slot, size_t bytes, Caller caller);
 
-// `Place` is a lambda expression's type: one array for each place of the source.
+// `Place` is the type of a lambda expression, so each place in the source has its own array.
 template <class T, size_t n, class Place>
 T* SharedArray(Place, Caller caller = Caller::Here()) {
   static SharedSlot slot = {};
   return static_cast<T*>(SharedArray(&slot, n * sizeof(T), caller));
 }
 
-// Waits for all threads of the block; the sum of `value`.
+// Waits for all threads of the block; returns the sum of their values.
 int Barrier(int value, const char* name, Caller caller);
-// Waits for the lanes of `mask`; the values of those that are not 0, as a mask.
+// Waits for the lanes of `mask`; returns the mask of those whose value is true.
 uint32_t Vote(uint32_t mask, bool value, const char* name, Caller caller);
 void SyncWarp(uint32_t mask, Caller caller);
-// Waits for the lanes of `mask`; the value of lane `source`, which may lie outside the warp if it is not `inside` the
-// segment: then the own value.
+// Waits for the lanes of `mask`; returns the value of lane `source`, or the caller's own if the source is not `inside`
+// the segment (it may then lie outside the warp).
 uint64_t Shuffle(uint32_t mask, uint64_t value, int source, bool inside, Operation operation, Caller caller);
 
 int Lane();
@@ -130,7 +129,7 @@ T Shuffle(uint32_t mask, T value, int source, bool inside, Operation operation, 
 #define gridDim (::jax_rnnt::emulation::grid_size)
 constexpr int warpSize = 32;
 
-// 1 + the position of the lowest bit that is set, 0 where there is none.
+// 1 + the position of the lowest bit that is set, or 0 if none is.
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

@@ -1,5 +1,5 @@
-// Checks of the emulation itself: right results of what it offers, a report of every kind of misuse, and a working
-// next launch after each report. Prints what failed and "N passed, M failed".
+// Checks the emulation itself: its functions give right results, every kind of misuse is reported, and the launch after
+// a report works. Prints the failures and "N passed, M failed".
 #include "xla_kernels/emulation/cuda_emulation.h"
 
 #include <cstdio>
@@ -34,7 +34,7 @@ __global__ void ShufflesAndVotes(int* errors) {
   check(__shfl_xor_sync(kAll, float(lane), 16) == float(lane ^ 16));
   check(__ballot_sync(kAll, lane % 3 == 0) == 0x49249249u);
   check(__any_sync(kAll, lane == 31) == 1 && __all_sync(kAll, lane < 31) == 0 && __all_sync(kAll, 1) == 1);
-  const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;  // halves of a warp on their own
+  const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;  // the halves of a warp diverge
   for (int i = 0; i < (lane < 16 ? 2 : 5); ++i) check(__shfl_xor_sync(half, lane + i, 1) == (lane ^ 1) + i);
   __syncwarp();
 }
@@ -141,7 +141,7 @@ void RightUse() {
   for (int count : errors) right = right && count == 0;
   Expect(right, "shuffles and votes give the right values");
   int nan = 0;
-  for (int i = 0; i < 2; ++i) {  // the second time shared memory has been written before
+  for (int i = 0; i < 2; ++i) {  // the first launch leaves values in shared memory
     Launch(&Poisoned, dim3(1), dim3(1), 16, nullptr, &nan);
     Expect(nan == 1, "fresh shared memory is NaN");
   }
@@ -187,7 +187,7 @@ void Misuse() {
 
 void Conversions() {
   bool half = true, bfloat16 = true;
-  for (int i = 0; i < 1 << 16; ++i) {  // every value survives a round trip; halfway cases go to the even neighbour
+  for (int i = 0; i < 1 << 16; ++i) {  // every value survives a round trip; ties go to the even neighbour
     const Half h = {uint16_t(i)};
     const BFloat16 b = {uint16_t(i)};
     const float x = Widen(h), y = Widen(b);

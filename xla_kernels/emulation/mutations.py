@@ -1,9 +1,9 @@
-"""Whether the checks of the emulation find what they are for: typical CUDA bugs, each put into a copy of the kernels.
+"""Puts typical CUDA bugs into copies of the kernels, one at a time; the checks of the emulation must find each.
 
-Prints a table of bugs and of what found each: EMU a report of the emulation, ASAN, UBSAN or RACE one of a sanitizer,
-NaN or value a wrong result; "-" nothing. A bug is left at the first run that finds it, unless --all is given. Every bug
-must be found by one run at least, and no run may object to the sources as they are: exit code 1 otherwise. With other
-arguments: only bugs whose names contain them.
+Prints a table with the finding of each run: EMU is a report of the emulation, ASAN, UBSAN or RACE one of a sanitizer,
+NaN or value a wrong result, "-" nothing. Stops at the first run that finds the bug, unless --all is given. The exit
+code is 1 if a bug is not found, or if a run reports anything for the unchanged sources. Other arguments select the bugs
+whose names contain them.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ RUNS = (
     ("asan", "forward"),
     ("tsan", "forward"),
 )
-# What is wrong; the file; text in it; what it is replaced by, wherever it stands.
+# Name of the bug; file; text in the file; its replacement, at every occurrence.
 MUTATIONS = (
     (
         "missing __syncthreads: block reduction",
@@ -190,7 +190,7 @@ def verdict(code: int | None, output: str) -> str:
 
 
 def try_mutation(mutation, objects, every_run) -> list[str]:
-    """Verdicts of the runs on the mutated kernels, up to the first that finds the bug or of all of them."""
+    """Verdicts of the runs on the mutated kernels: of all, or up to the first that finds the bug."""
     _, source, old, new = mutation
     text = (checks.ROOT / source).read_text()
     if old not in text:

@@ -1,0 +1,16 @@
+"""The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
+
+`loading` registers the compiled kernels, `primitive` binds one as a primitive, `grouped` makes a primitive of plain JAX
+that the partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the
+mesh axes and shardings of types. `tests/test_public.py` holds that no other file imports any of it from JAX.
+"""
+
+from jax_rnnt._xla.avals import result_aval as result_aval
+from jax_rnnt._xla.avals import vary_together as vary_together
+from jax_rnnt._xla.grouped import Grouped as Grouped
+from jax_rnnt._xla.grouped import most_over_groups as most_over_groups
+from jax_rnnt._xla.loading import export_checks as export_checks
+from jax_rnnt._xla.primitive import Kernel as Kernel
+from jax_rnnt._xla.primitive import beyond as beyond
+from jax_rnnt._xla.retracing import is_trained as is_trained
+from jax_rnnt._xla.retracing import trace as trace

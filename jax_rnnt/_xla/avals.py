@@ -1,0 +1,62 @@
+"""Types of arrays: over which mesh axes they are sharded (explicit axes), and over which they vary (`jax.shard_map`).
+
+Every operand of one operation must vary over the same manual axes.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def _varying(aval) -> frozenset:
+    axes = getattr(aval, "mat", None)  # jax >= 0.10
+    return frozenset(axes.varying if axes is not None else getattr(aval, "vma", None) or ())
+
+
+def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each marked as varying over the union of the manual mesh axes over which any of them varies."""
+    avals = [jax.typeof(x) for x in arrays]
+    union = frozenset().union(*map(_varying, avals))
+
+    def vary(x, missing):
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax < 0.8
+
+    return tuple(vary(x, tuple(sorted(union - _varying(a)))) for x, a in zip(arrays, avals))
+
+
+def spec_of(aval) -> list:
+    """Over which explicit mesh axes each dimension is sharded."""
+    sharding = getattr(aval, "sharding", None)
+    spec = list(sharding.spec) if sharding is not None else []
+    return spec + [None] * (aval.ndim - len(spec))
+
+
+def aval_like(like, shape, dtype, spec):
+    """An array of this shape and sharding, with the mesh and the varying axes of `like`."""
+    kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+    if getattr(like, "sharding", None) is not None:
+        spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
+        kwargs["sharding"] = NamedSharding(like.sharding.mesh, spec)
+    return like.update(**kwargs)
+
+
+def result_aval(like, shape, dtype, num_batch_dims):
+    """An array of this shape with the batch sharding and the varying axes of `like`."""
+    spec = spec_of(like)[: None if tuple(shape) == tuple(like.shape) else num_batch_dims]
+    return aval_like(like, shape, dtype, spec)
+
+
+def plain_aval(aval):
+    """The same shape and dtype, without sharding and varying axes."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+def on_mesh(avals) -> bool:
+    """Whether types have the shardings and varying axes of a mesh: here and now, or those of `avals`."""
+    shardings = (getattr(aval, "sharding", None) for aval in avals)
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
+    return not all(mesh.empty for mesh in (jax.sharding.get_abstract_mesh(), *meshes))

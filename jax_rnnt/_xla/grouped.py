@@ -1,0 +1,167 @@
+"""A primitive of plain JAX that the partitioner splits as a whole, by its one batch dimension.
+
+The lowering knows over how many devices the partitioner will spread the program, and splits the batch into as many
+groups. Each group works on its own part, so data sharded over the batch stays in place. Results that the groups share
+are summed over them once. On one device, or where the mesh axes are manual, there is one group.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh
+
+from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
+from jax_rnnt._xla.primitive import new_primitive, unpartitioned
+
+_GROUPS = "jax_rnnt_groups"
+
+
+def most_over_groups(x: jax.Array, grouped: bool) -> jax.Array:
+    """The maximum of x over the groups of `Grouped`. All groups get the same, so loops over it need no masks."""
+    return jax.lax.pmax(x, _GROUPS) if grouped else x
+
+
+def _split(function, axes, arrays, groups):
+    """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""
+    parts = [x.reshape(groups, -1, *x.shape[1:]) if a == 0 else x for a, x in zip(axes, arrays)]
+    return jax.vmap(function, axes, axis_name=_GROUPS)(*parts)
+
+
+def _merge(xs):
+    return [x.reshape(-1, *x.shape[2:]) for x in xs]
+
+
+class Grouped:
+    """A function of one batch dimension, as a primitive that the partitioner splits as a whole.
+
+    `vmap` adds leading dimensions, `depth` of them, to the operands in `mapped`, and runs one element after the other.
+
+    Parameters
+    ----------
+    name : str
+        Name of the primitive.
+    function : callable
+        ``function(static, shared, batched, grouped, platforms) -> (batched results, shared results)``, two lists each,
+        in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
+        `platforms`: those that the program is lowered for.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self.name, self.function = name, function
+        self.primitive = new_primitive(name, self.abstract_eval)
+        mlir.register_lowering(self.primitive, self.lower)
+        batching.primitive_batchers[self.primitive] = self.batch
+        ad.primitive_jvps[self.primitive] = self.jvp
+
+    def __call__(self, static, shared, batched, batched_results, shared_results=()):
+        """(batched results, shared results).
+
+        `batched_results` lists (trailing shape, dtype) of each; `shared_results` lists (index in `shared` of the
+        operand with the same shape, dtype).
+        """
+        operands = vary_together(*shared, *batched)
+        outputs = self.primitive.bind(
+            *operands, static=static, num_shared=len(shared), mapped=(False,) * len(operands), depth=0,
+            batched_results=tuple(batched_results), shared_results=tuple(shared_results),
+        )  # fmt: skip
+        return outputs[: len(batched_results)], outputs[len(batched_results) :]
+
+    def abstract_eval(self, *avals, num_shared, mapped, depth, batched_results, shared_results, static):
+        extents = next((aval.shape[:depth] for aval, m in zip(avals, mapped) if m), ())
+        specs = [spec_of(aval)[:depth] for aval, m in zip(avals, mapped) if m]
+        outer = [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
+
+        def own(i):
+            """Shape and sharding of an element of this operand."""
+            first = depth if mapped[i] else 0
+            return avals[i].shape[first:], spec_of(avals[i])[first:]
+
+        def result(i, shape, dtype, spec):
+            return aval_like(avals[i], (*extents, *shape), dtype, (*outer, *spec))
+
+        (batch, *_), (axes, *_) = own(num_shared)
+        outputs = [result(num_shared, (batch, *shape), dtype, [axes]) for shape, dtype in batched_results]
+        return outputs + [result(i, own(i)[0], dtype, own(i)[1]) for i, dtype in shared_results]
+
+    def lower(self, ctx, *operands, mapped, depth, static, num_shared, batched_results, shared_results):
+        axes = ctx.module_context.axis_context
+        alone = unpartitioned(ctx)
+        function = functools.partial(self.function, platforms=tuple(ctx.module_context.platforms))
+        devices = 1 if alone else getattr(axes, "num_devices", None) or axes.mesh.size
+
+        def run(*operands):
+            if depth:
+                return self._each(function, operands, mapped, depth, devices, static, num_shared)
+            outputs, sums = self._over_batch(function, operands, devices, False, static, num_shared)
+            return [*outputs, *sums]
+
+        def without_mesh(*operands):
+            if alone or jax.__version_info__ < (0, 7):  # which has no explicit axes
+                return run(*operands)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return run(*operands)
+
+        # Inside, all arrays are plain: no shardings, no varying axes.
+        plain = [plain_aval(aval) for aval in ctx.avals_in]
+        return mlir.lower_fun(without_mesh, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+
+    def _over_batch(self, function, operands, devices, grouped, static, num_shared):
+        groups = math.gcd(operands[num_shared].shape[0], devices)
+        if groups <= 1:
+            return function(static, operands[:num_shared], operands[num_shared:], grouped)
+
+        def part(*operands):
+            return function(static, operands[:num_shared], operands[num_shared:], True)
+
+        axes = [None] * num_shared + [0] * (len(operands) - num_shared)
+        outputs, sums = _split(part, axes, operands, groups)
+        return _merge(outputs), [jnp.sum(x, 0) for x in sums]
+
+    def _each(self, function, operands, mapped, depth, devices, static, num_shared):
+        """All mapped elements, one after the other in each group."""
+        extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
+        count = math.prod(extents)
+        flat = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
+        groups = math.gcd(count, devices)
+
+        def part(*operands):
+            def one(own):
+                own = iter(own)
+                each = [next(own) if m else x for x, m in zip(operands, mapped)]
+                return self._over_batch(function, each, 1 if groups > 1 else devices, groups > 1, static, num_shared)
+
+            outputs, sums = jax.lax.map(one, [x for x, m in zip(operands, mapped) if m])
+            return [*outputs, *sums]
+
+        if groups <= 1:
+            outputs = part(*flat)
+        else:
+            outputs = _merge(_split(part, [0 if m else None for m in mapped], flat, groups))
+        return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
+
+    def batch(self, operands, axes, *, mapped, depth, **params):
+        size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+        operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
+        inner = (x.shape[axis is not None :][:depth] for x, axis, m in zip(operands, axes, mapped) if m)
+        extents = size, *next(inner, ())
+
+        def widen(x, axis, m):
+            """With all leading dimensions, or none."""
+            if axis is None and m:
+                return jnp.broadcast_to(x[None], (size, *x.shape))
+            if axis is not None and not m:
+                return jnp.broadcast_to(jnp.expand_dims(x, range(1, depth + 1)), (*extents, *x.shape[1:]))
+            return x
+
+        operands = map(widen, operands, axes, mapped)
+        mapped = tuple(axis is not None or m for axis, m in zip(axes, mapped))
+        outputs = self.primitive.bind(*operands, mapped=mapped, depth=depth + 1, **params)
+        return outputs, [0] * len(outputs)
+
+    def jvp(self, primals, tangents, **_):
+        message = f"{self.name} has no derivative in forward mode and none of second order; "
+        raise NotImplementedError(message + "use implementation='reference'.")

@@ -1,0 +1,102 @@
+"""Loads the extension modules and registers their handlers with XLA, if they fit the installed jaxlib."""
+
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.extend
+from jax import export
+
+from jax_rnnt import _installation
+
+TARGETS = (
+    "jax_rnnt_softmax_emission_fwd",
+    "jax_rnnt_softmax_emission_bwd",
+    "jax_rnnt_lattice_loss",
+    "jax_rnnt_lattice_grad",
+)
+# JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
+PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
+
+# By platform: the kind of its kernels, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform).
+KERNELS: dict[str, str] = {}
+# By platform: why it has no kernels.
+MISSING: dict[str, str] = {}
+# By platform: the largest sizes that its kernels take, by name. A name without an entry has no limit.
+LIMITS: dict[str, dict[str, int]] = {}
+# ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `lattice.workspace`.
+WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
+
+
+def _runtime_api() -> tuple[int, int] | None:
+    """(major, minor) of the installed jaxlib's FFI; None if its headers are missing or name no version."""
+    try:
+        text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    except OSError:
+        return None
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    return (int(numbers["MAJOR"]), int(numbers["MINOR"])) if len(numbers) == 2 else None
+
+
+def _load() -> None:
+    """Registers the handlers of every extension module that is installed and fits."""
+    runtime = _runtime_api()
+    for platform, registry, name in PLATFORMS:
+        try:
+            module = __import__(f"jax_rnnt.{name}", fromlist=[name])
+        except ImportError as error:
+            MISSING[platform] = _installation.explain(platform, name, error)
+            continue
+        built = module.api_version()
+        # A handler newer than the runtime would make JAX unable to initialise its backend at all: never register it.
+        if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
+            MISSING[platform] = f"jax_rnnt.{name} was built for XLA FFI {built}, newer than this jaxlib's {runtime}"
+            continue
+        if not hasattr(module, "limits"):
+            MISSING[platform] = f"jax_rnnt.{name} was built from an older source; install again"
+            continue
+        for target, handler in module.registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform=registry)
+        KERNELS[platform], LIMITS[platform], WORKSPACES[platform] = module.kernels, module.limits(), module.workspace
+    for target in TARGETS:
+        jax.ffi.register_ffi_target_as_batch_partitionable(target)
+
+
+_load()
+if "cpu" in MISSING:
+    _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {MISSING['cpu']}.")
+
+
+def default_platform() -> str:
+    """The default backend's platform by the name that lowering uses: JAX calls both makes of GPU "gpu"."""
+    backend = jax.extend.backend.get_backend()
+    if backend.platform == "gpu":
+        return "rocm" if "rocm" in backend.platform_version.lower() else "cuda"
+    return backend.platform
+
+
+def instruction_set(platform: str) -> str:
+    """Of the platform's kernels, as far as their module tells."""
+    module = sys.modules[next(f"jax_rnnt.{module}" for name, _, module in PLATFORMS if name == platform)]
+    return module.target() if hasattr(module, "target") else f"{KERNELS[platform]} kernels"
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """Safety checks to disable when a program that calls this library is exported.
+
+    Returns
+    -------
+    list of export.DisabledSafetyCheck
+        For the `disabled_checks` argument of `jax.export.export`: one for each custom call of this library. The
+        program then runs where `jax_rnnt` of the same major version is imported.
+
+    Examples
+    --------
+    >>> import jax, jax_rnnt
+    >>> def double(x):
+    ...     return 2 * x
+    >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
+    """
+    return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

@@ -1,0 +1,235 @@
+"""One kernel is one primitive; without a kernel it runs the pure-JAX reference.
+
+`jax.ffi.ffi_call` alone would all-gather sharded logits under jit and fail under `jax.shard_map` and on explicit-axis
+meshes (jax 0.6.2 ... 0.12), so each primitive carries
+  * a lowering to the custom call on every platform that has the kernel, and to the pure-JAX reference on all others;
+  * one batching rule: all leading dimensions are batch, vmap adds one more;
+  * an abstract evaluation that keeps batch sharding and varying manual axes;
+  * a Shardy rule: batch dimensions are sharded, all others need replication;
+  * a JVP rule: that of the reference, for forward mode and second derivatives.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import layout
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import ad, batching, mlir, xla
+
+from jax_rnnt import _installation
+from jax_rnnt._xla import loading
+from jax_rnnt._xla.avals import result_aval, vary_together
+
+
+@functools.cache
+def _warn_reference(reason: str) -> None:  # once for each reason
+    _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
+
+
+def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | None:
+    """A sentence about the first of (name in `limits`, things counted, their number) above its limit.
+
+    Symbolic sizes are taken to fit.
+    """
+    for name, things, number in numbers:
+        if isinstance(number, int) and name in limits and number > limits[name]:
+            return f"the kernels take at most {limits[name]} {things}, got {number}"
+    return None
+
+
+def unpartitioned(ctx) -> bool:
+    """Whether the SPMD partitioner will not run over this operation: one device, or every mesh axis is manual."""
+    axes = ctx.module_context.axis_context
+    if (num_devices := getattr(axes, "num_devices", None)) is not None:
+        return num_devices == 1
+    mesh, manual = getattr(axes, "mesh", None), getattr(axes, "manual_axes", None)
+    if mesh is not None and manual is not None:
+        return set(manual) == set(mesh.axis_names)
+    return type(axes).__name__ == "ReplicaAxisContext"  # pmap before jax 0.8
+
+
+def new_primitive(name: str, abstract_eval: Callable) -> Primitive:
+    """A primitive of several results that runs by its lowering."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    return primitive
+
+
+def _sharding_rule(num_batch_dims: int, operands, results) -> str:
+    """Shardy rule: one factor per batch dimension, shared; every other dimension has its own and needs replication."""
+    sizes: list[int] = []
+
+    def factor(size):
+        sizes.append(size)
+        return len(sizes) - 1
+
+    def symbol(i):  # i, j, ..., z, z_1, z_2, ...
+        return chr(ord("i") + i) if i < 18 else f"z_{i - 17}"
+
+    batch = [factor(d) for d in operands[0].shape[:num_batch_dims]]
+
+    def dimensions(aval):
+        own = [factor(d) for d in aval.shape[num_batch_dims:]]
+        return "[" + ", ".join(map(symbol, batch + own)) + "]"
+
+    left, right = (", ".join(map(dimensions, avals)) for avals in (operands, results))
+    factors = ", ".join(f"{symbol(i)}={size}" for i, size in enumerate(sizes))
+    replicated = ", ".join(map(symbol, range(num_batch_dims, len(sizes))))
+    need = f" need_replication={{{replicated}}}" if replicated else ""
+    return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
+
+
+def _row_major(x):
+    if jax.__version_info__ < (0, 7):  # where Layout meant what Format means now
+        make = layout.DeviceLocalLayout  # type: ignore[attr-defined]
+    else:
+        make = layout.Layout
+    return layout.with_layout_constraint(x, make(tuple(range(x.ndim))))
+
+
+def _encoded(attributes):
+    return {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
+
+
+class Kernel:
+    """Calls the kernel `target`, or `reference` where the platform has no kernel for the problem.
+
+    Parameters
+    ----------
+    target : str
+        Name in XLA's registry, the same on all platforms.
+    reference : callable
+        ``reference(*operands, **attributes) -> results`` in plain JAX; all leading dimensions are batch.
+    results : callable
+        ``results(*operands, **attributes) -> [(trailing shape, dtype), ...]`` from the operands' avals.
+    aliases : callable, optional
+        ``aliases(number of operands) -> {operand: result}`` of the same shape, where the kernel can write the result
+        over the operand.
+    workspace : callable, optional
+        ``workspace(sizes, *operands, **attributes) -> elements`` of the first operand's dtype that the kernel needs for
+        each batch element, from the platform's entry of `loading.WORKSPACES` and the operands' avals. The custom call
+        gets one more result of this size.
+    unsupported : callable, optional
+        ``unsupported(limits, *operands, **attributes)``: why the kernel does not take this problem, from the platform's
+        entry of `loading.LIMITS` and the operands' avals; None where it does.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        reference: Callable[..., Sequence[jax.Array]],
+        results: Callable,
+        aliases: Callable[[int], dict[int, int]] = lambda operands: {},
+        workspace: Callable = lambda sizes, *operands, **attributes: 0,
+        unsupported: Callable[..., str | None] = lambda limits, *operands, **attributes: None,
+    ):
+        self.target, self.reference, self.results = target, reference, results
+        self.aliases, self.workspace, self.unsupported = aliases, workspace, unsupported
+        self.primitive = new_primitive(target, self.abstract_eval)
+        # The bare in-place custom call, without a rule for the partitioner: used only where no partitioner runs.
+        self.in_place = new_primitive(f"{target}_in_place", self.abstract_eval)
+        mlir.register_lowering(self.primitive, self.lower_reference)
+        for platform in loading.KERNELS:
+            for primitive, rule in ((self.primitive, self.lower), (self.in_place, self.lower_in_place)):
+                mlir.register_lowering(primitive, functools.partial(rule, platform=platform), platform=platform)
+        batching.primitive_batchers[self.primitive] = self.batch
+        ad.primitive_jvps[self.primitive] = self.jvp
+
+    def __call__(self, *operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
+        """Every operand has `num_batch_dims` leading batch dimensions.
+
+        `strict` refuses to lower to the reference. `alias` allows the results to take the memory of the operands in
+        `aliases`.
+        """
+        params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
+        return self.primitive.bind(*vary_together(*operands), **params)
+
+    def abstract_eval(self, *avals, num_batch_dims, strict, alias, **attributes):
+        first = avals[0]
+        batch = first.shape[:num_batch_dims]
+        outputs = self.results(*avals, **attributes)
+        return [result_aval(first, batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
+
+    def lower(self, ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
+        """The kernel of this platform, if it takes the problem."""
+        params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
+        if reason := self.unsupported(loading.LIMITS[platform], *ctx.avals_in, **attributes):
+            return self.lower_reference(ctx, *operands, reason=reason, **params)
+        aliases = self.aliases(len(operands)) if alias else {}
+        exporting = ctx.module_context.lowering_parameters.for_export
+        if aliases and platform == "cpu" and unpartitioned(ctx) and not exporting:
+            # XLA's CPU layout assignment copies an aliased operand unless its layout is fixed beforehand; the
+            # constraint itself gathers sharded operands under the partitioner of jax <= 0.10 (hence `unpartitioned`).
+            def in_place(*operands):
+                fixed = [_row_major(x) if i in aliases else x for i, x in enumerate(operands)]
+                return self.in_place.bind(*fixed, **params)
+
+            return mlir.lower_fun(in_place, multiple_results=True)(ctx, *operands)
+        extra: dict[str, ir.Attribute] = {
+            "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(num_batch_dims))})
+        }
+        # On other platforms XLA inserts a copy where it needs one.
+        lowering = {"operand_output_aliases": aliases} if aliases and platform != "cpu" else {}
+        return self._custom_call(
+            ctx, operands, platform, num_batch_dims, attributes, extra_attributes=extra, **lowering
+        )
+
+    def lower_in_place(self, ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
+        lowering = {"operand_output_aliases": self.aliases(len(operands))}
+        return self._custom_call(ctx, operands, platform, num_batch_dims, attributes, **lowering)
+
+    def lower_reference(self, ctx, *operands, num_batch_dims, strict, alias, reason=None, **attributes):
+        missing = loading.MISSING
+        known = reason is None and "cpu" in missing  # the import has warned
+        platforms = ctx.module_context.platforms
+        reason = reason or "; ".join(
+            f"there are no kernels for platform {name}" + (f", as {missing[name]}" if name in missing else "")
+            for name in platforms
+        )
+        if strict:
+            message = f"implementation='kernel': jax_rnnt has no kernel {self.target} for this: {reason}; "
+            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        if not known:
+            _warn_reference(reason)
+        function = functools.partial(self.reference, **attributes)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    def _custom_call(self, ctx, operands, platform, num_batch_dims, attributes, **lowering):
+        first, extended = ctx.avals_in[0], ctx
+        elements = self.workspace(loading.WORKSPACES[platform], *ctx.avals_in, **attributes)
+        if not (isinstance(elements, int) and elements == 0):
+            space = result_aval(first, (*first.shape[:num_batch_dims], elements), first.dtype, num_batch_dims)
+            extended = ctx.replace(avals_out=[*ctx.avals_out, space])
+        if "extra_attributes" in lowering:
+            avals = [*extended.avals_in, *extended.avals_out]
+            if all(isinstance(d, int) for aval in avals for d in aval.shape):  # not where a dimension is symbolic
+                text = _sharding_rule(num_batch_dims, extended.avals_in, extended.avals_out)
+                lowering["extra_attributes"]["sdy.sharding_rule"] = ir.Attribute.parse(text)
+        rule = jax.ffi.ffi_lowering(self.target, **lowering)
+        return rule(extended, *operands, **_encoded(attributes))[: len(ctx.avals_out)]
+
+    def batch(self, operands, axes, *, num_batch_dims, **params):
+        size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+        operands = [
+            jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(operands, axes)
+        ]
+        outputs = self.primitive.bind(*vary_together(*operands), num_batch_dims=num_batch_dims + 1, **params)
+        return outputs, [0] * len(outputs)
+
+    def jvp(self, primals, tangents, *, num_batch_dims, strict, alias, **attributes):
+        def instantiate(primal, tangent):
+            if not jnp.issubdtype(primal.dtype, jnp.inexact):
+                return np.zeros(primal.shape, jax.dtypes.float0)
+            return ad.instantiate_zeros(tangent) if type(tangent) is ad.Zero else tangent
+
+        function = functools.partial(self.reference, **attributes)
+        return jax.jvp(function, primals, tuple(map(instantiate, primals, tangents)))

@@ -1,0 +1,170 @@
+"""Traces a function in one place and evaluates it in another: joint networks, which run on tiles.
+
+A function is traced where the user calls the loss. It is evaluated in the lowering of the tiled passes, outside any
+mesh. A jaxpr traced under a mesh carries mesh axes and shardings in all its avals, those of loops and branches too, and
+custom-derivative rules must be traced in the original mesh context. So the derivative is traced there as well, as two
+jaxprs without such rules: one makes the result and the residuals, the other the gradients. Both are evaluated equation
+by equation, on plain arrays.
+
+JAX has no function for this. `jax.closure_convert` hoists the constants, but returns a function that evaluates the same
+jaxpr. Under an empty mesh, JAX cannot trace a function that closes over arrays with varying manual axes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jax_rnnt._xla.avals import on_mesh, plain_aval
+
+
+def is_trained(x) -> bool:
+    """Whether it has a gradient: keys and integers have none."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """The derivative of a function traced on a mesh."""
+
+    forward: ClosedJaxpr  # values -> result, *residuals
+    backward: ClosedJaxpr  # *residuals, cotangent of the result -> gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of arrays with one result, as a jaxpr. It takes its constants first, then its arguments."""
+
+    jaxpr: Jaxpr
+    on_mesh: bool  # whether it was traced where there is a mesh
+    derivative: Derivative | None = None  # where there is one
+
+    @property
+    def random(self) -> bool:
+        """Whether it may draw random numbers."""
+        return any(word in name for name in _primitives(self.jaxpr) for word in ("random", "threefry", "rng"))
+
+    def __call__(self, *values):
+        return _evaluate(self.jaxpr, *values)[0] if self.on_mesh else self._as_traced(*values)
+
+    def _as_traced(self, *values):
+        count = len(self.jaxpr.constvars)
+        return jax.core.eval_jaxpr(self.jaxpr, values[:count], *values[count:])[0]
+
+    def differentiable(self) -> "Traced":
+        """The same with its derivative. Call it in the mesh context of the trace."""
+        if not self.on_mesh:
+            return self
+        structure: Any = None
+
+        def forward(values):
+            nonlocal structure
+            result, pull = _vjp(self._as_traced, values)
+            residuals, structure = jax.tree.flatten(pull)
+            return result, *residuals
+
+        def backward(residuals, cotangent):
+            return jax.tree.unflatten(structure, residuals)(cotangent)[0]
+
+        made = jax.make_jaxpr(forward)([v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)])
+        result, *residuals = made.out_avals
+        return dataclasses.replace(self, derivative=Derivative(made, jax.make_jaxpr(backward)(residuals, result)))
+
+    def vjp(self, *values):
+        """(result, function from its cotangent to the gradients of the values that have one)."""
+        if self.derivative is None:
+            result, pull = _vjp(self, values)
+            return result, lambda cotangent: pull(cotangent)[0]
+        forward, backward = self.derivative.forward, self.derivative.backward
+        result, *residuals = _evaluate(forward.jaxpr, *forward.consts, *values)
+        # Sums over devices (the transposes of `pvary`) follow after all tiles: their loop cannot wait for devices.
+        evaluate = functools.partial(_evaluate, backward.jaxpr, drop=(*_OF_MESH, "psum_invariant"))
+        return result, lambda cotangent: evaluate(*backward.consts, *residuals, cotangent)
+
+
+def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
+    """(the function, its constants, shape and dtype of its result)"""
+    # A fresh lambda: JAX caches traces by function identity and could return stale constants.
+    closed, made = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
+    types = (v.aval for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars))
+    return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], made
+
+
+def _vjp(function, values):
+    def of_trained(trained):
+        trained = iter(trained)
+        return function(*(next(trained) if is_trained(x) else x for x in values))
+
+    return jax.vjp(of_trained, [x for x in values if is_trained(x)])
+
+
+def _primitives(jaxpr) -> Iterator[str]:
+    """Names of the primitives, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for param in jax.tree.leaves(equation.params):
+            inner = param.jaxpr if isinstance(param, ClosedJaxpr) else param
+            if isinstance(inner, Jaxpr):
+                yield from _primitives(inner)
+
+
+# Primitives that do nothing to plain arrays.
+_OF_MESH = ("pvary", "pcast", "reshard", "sharding_constraint")
+# Primitives that call a jaxpr: the name of the parameter that holds it.
+_CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+
+
+def _evaluate(jaxpr, *operands, drop=_OF_MESH):
+    """Evaluates a jaxpr outside any mesh, given its constants and arguments.
+
+    Primitives in `drop` return their operands.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive, equation.params
+        arguments = [read(v) for v in equation.invars]
+        if primitive.name in drop:
+            outputs = arguments
+        elif primitive.name in _CALLS:
+            called = params[_CALLS[primitive.name]]
+            outputs = _evaluate(called.jaxpr, *called.consts, *arguments, drop=drop)
+        else:
+            params = jax.tree.map(functools.partial(_anew, drop=drop), params)
+            if primitive.name in ("checkpoint", "remat2"):
+                called = _anew(ClosedJaxpr(params["jaxpr"], ()), drop=drop)
+                arguments = [*called.consts, *arguments]
+                params["jaxpr"] = _without_constants(called.jaxpr)
+            outputs = _bind(primitive, arguments, params)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _bind(primitive, arguments, params):
+    bound = primitive.get_bind_params(params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax < 0.10
+    outputs = primitive.bind(*functions, *arguments, **params)
+    return outputs if primitive.multiple_results else [outputs]
+
+
+def _anew(param, drop):
+    """An equation's parameter, remade in the present context."""
+    if isinstance(param, ClosedJaxpr):
+        function = functools.partial(_evaluate, param.jaxpr, *param.consts, drop=drop)
+        return jax.make_jaxpr(function)(*(plain_aval(v.aval) for v in param.jaxpr.invars))
+    if isinstance(param, jax.core.ShapedArray):
+        return plain_aval(param)
+    return None if isinstance(param, jax.sharding.Sharding) else param
+
+
+def _without_constants(jaxpr):
+    """The same with its constants as its first arguments."""
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
