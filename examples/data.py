@@ -1,7 +1,7 @@
-"""Strings of digits to train on: handwritten (scikit-learn's scans) or spoken (a folder of recordings).
+"""Strings of digits as training data: handwritten (scikit-learn's scans) or spoken (a folder of recordings).
 
-Both classes have the same attributes and the same method `batch(rng, size, split)`, a pure function of the random
-generator, so that batch number n of a run can be made again without making those before it.
+Both classes have the same attributes and the same method `batch(rng, size, split)`. It is a pure function of the random
+generator, so a resumed run can make batch n without those before it.
 """
 
 import re
@@ -12,11 +12,11 @@ import numpy as np
 from scipy.fft import rfft
 from scipy.ndimage import map_coordinates
 
-CLASSES = 11  # class d is digit d, the last one blank
+CLASSES = 11  # class d is digit d; the last class is the blank
 
 
 class DataError(Exception):
-    """What is wrong with the user's data, in one line."""
+    """A problem with the user's data, in one line."""
 
 
 def pad(items, length, dtype):
@@ -28,7 +28,7 @@ def pad(items, length, dtype):
 
 
 def collate(features, labels, max_frames, max_labels):
-    """Lists of utterances to what a training step takes."""
+    """Lists of utterances -> the arrays of a training step."""
     features, feature_lengths = pad(features, max_frames, np.float32)
     targets, target_lengths = pad(labels, max_labels, np.int32)
     return dict(features=features, feature_lengths=feature_lengths, targets=targets, target_lengths=target_lengths)
@@ -71,20 +71,20 @@ class HandwrittenDigits:
         return collate(lines, labels, self.max_frames, self.max_labels)
 
     def draw(self, rng, scans, widths):
-        """Scans [n, 8, 8] -> glyphs [n, max_width, height] by one random affine map each, columns first."""
+        """Scans [n, 8, 8] -> glyphs [n, max_width, height], each by a random affine map."""
         column, row = np.mgrid[: self.max_width, : self.height].astype(np.float32)
         scale, shift, slant = rng.normal(0, 1, (3, len(scans), 1, 1)) * np.reshape((0.05, 0.25, 0.05), (3, 1, 1, 1))
-        y = 3.5 - (row - (self.height - 1) / 2 - shift) / (1 + scale)  # upwards, as spectra are
+        y = 3.5 - (row - (self.height - 1) / 2 - shift) / (1 + scale)  # features run upwards, as in a spectrum
         x = (column + 0.5) * 8 / widths[:, None, None] - 0.5 + slant * (y - 3.5)
         index = np.broadcast_to(np.arange(len(scans))[:, None, None], x.shape)
         return map_coordinates(scans, [index, y, x], order=1)
 
 
 class SpokenDigits:
-    """3 to 7 recordings of one speaker joined with random pauses. A frame is a log-mel spectrum, 80 a second.
+    """3 to 7 recordings of one speaker, joined with random pauses. A frame is a log-mel spectrum; a second has 80.
 
-    `folder`, or its subfolder `recordings`, holds {digit}_{speaker}_{index}.wav: 8 kHz, mono, 16 bit. By the convention
-    of the Free Spoken Digit Dataset, indices 0 to 4 are for testing.
+    `folder`, or its subfolder `recordings`, holds {digit}_{speaker}_{index}.wav: 8 kHz, mono, 16 bit. As in the
+    Free Spoken Digit Dataset, indices 0 to 4 are for testing.
     """
 
     name = "spoken-digits"
@@ -137,7 +137,7 @@ class SpokenDigits:
         return collate(features, labels, self.max_frames, self.max_labels)
 
     def join(self, rng, recordings, augment):
-        """An utterance (samples, digits) over faint noise; as many digits as there is time for."""
+        """An utterance (samples, digits) over faint noise. Digits that would make it too long are left out."""
         pieces, digits, room = [], [], self.max_seconds * self.rate - self.window
         for _ in range(rng.integers(self.min_labels, self.max_labels + 1)):
             digit, samples = recordings[rng.integers(len(recordings))]

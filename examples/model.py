@@ -1,7 +1,7 @@
 """A small transducer in Flax NNX: convolutional encoder, stateless predictor, additive joint, greedy decoding.
 
-B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V outputs: labels, blank and what
-else the loss has (variants.py).
+B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V outputs: labels, blank and
+further ones that the loss needs (variants.py).
 """
 
 import math
@@ -25,7 +25,7 @@ class Block(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Strided convolutions over time and height, then residual ones over time: [B, T, F] -> [B, N, E]."""
+    """Strided convolutions over time and height, then residual convolutions over time: [B, T, F] -> [B, N, E]."""
 
     def __init__(self, features, width, strides, channels, *, rngs):
         sizes = (1, *channels)
@@ -63,26 +63,26 @@ class Joint(nnx.Module):
         self.output = nnx.Linear(width, outputs, rngs=rngs)
 
     def project(self, frames, states):
-        """Encoder and predictor rows of which `linear` makes logits."""
+        """Encoder and predictor rows for `linear`."""
         return self.frame(frames), self.state(states)
 
     @property
     def linear(self):
-        """What is left to do for every pair, for joint_rnnt_loss."""
+        """The rest of the joint, from projected rows to logits, for `joint_rnnt_loss`."""
         return LinearJoint(self.output.kernel[...], self.output.bias[...])
 
     def __call__(self, frames, states):
         frames, states = self.project(frames, states)
         hidden = jnp.tanh(frames + states)
-        # Two dimensions for the matmul: over four, XLA's CPU backend transposes its gradient into a second buffer.
+        # A two-dimensional matmul: with four, XLA's CPU backend transposes its gradient into a second buffer.
         logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
 class Transducer(nnx.Module):
-    """Encoder, predictor and joint with `outputs` logits, that of the blank at `blank`, labels before it."""
+    """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it."""
 
-    history = 4  # labels that the predictor sees: what it needs to count the repeats of a digit
+    history = 4  # labels that the predictor sees; it must count the repeats of a digit
 
     def __init__(self, features, outputs, blank, width, strides, channels, *, rngs):
         self.blank = blank
@@ -92,11 +92,11 @@ class Transducer(nnx.Module):
         self.joint = Joint(width, width, width, outputs, rngs=rngs)
 
     def lengths(self, feature_lengths):
-        """Encoder frames of an input of so many frames."""
+        """Encoder frames for inputs of `feature_lengths` frames."""
         return -(-feature_lengths // self.reduction)
 
     def states(self, targets):
-        """Predictor states [B, U1, P]; column u has read the first u targets."""
+        """Predictor states [B, U1, P]; the state in column u follows the first u targets."""
         columns = targets.shape[1] + 1
         past = jnp.pad(targets, ((0, 0), (self.history, 0)), constant_values=self.blank)
         return self.predictor(jnp.stack([past[:, i : i + columns] for i in range(self.history)], -1))
@@ -107,7 +107,7 @@ class Transducer(nnx.Module):
 
 
 class PrunedTransducer(Transducer):
-    """With a linear score of every class by encoder and by predictor alone, for the loss that says where to prune."""
+    """Adds linear scores of all classes from encoder and predictor alone, for the simple loss that chooses the band."""
 
     def __init__(self, features, outputs, blank, width, strides, channels, *, rngs):
         super().__init__(features, outputs, blank, width, strides, channels, rngs=rngs)
@@ -116,11 +116,11 @@ class PrunedTransducer(Transducer):
 
 
 def greedy_decode(model, decide, features, feature_lengths, max_labels, max_per_frame=3):
-    """Most likely step at each node, followed from (0, 0): labels [B, max_labels] and their number [B].
+    """Follows the most likely step of each node from (0, 0): labels [B, max_labels] and their number [B].
 
-    `decide(logits [B, V], blank)` gives the symbol to write, blank for none, and the frames to move on by. All
-    utterances advance at once, each at its own frame. At most `max_per_frame` labels leave a frame that is not left by
-    a label itself, so every utterance ends.
+    `decide(logits [B, V], blank)` returns the symbol to write, or blank for none, and the number of frames to read. All
+    utterances advance together, each at its own frame. A frame emits at most `max_per_frame` labels that do not read
+    it, so every utterance ends.
     """
     frames, lengths = model.encoder(features), model.lengths(feature_lengths)
     rows = jnp.arange(len(features))

@@ -1,4 +1,4 @@
-"""Draws what the loss sums over: the posterior of every alignment, as a picture."""
+"""Draws the alignments that the loss sums over, as posteriors of the nodes."""
 
 import matplotlib
 
@@ -8,8 +8,8 @@ import numpy as np
 
 
 def draw_lattices(file, samples, reduction):
-    """One column a sample: its lattice, brightest where alignments pass, over its input with the labels where the best
-    path writes them.
+    """Draws a column per sample. The upper picture is the lattice: bright nodes lie on likely alignments. The lower one
+    is the input, with labels at the frames where the best path writes them.
 
     `samples` holds tuples (features [T, F], targets [U], frames of the best path's labels [U], blank posteriors
     [N, U1], label posteriors [N, U1]) without padding; an encoder frame spans `reduction` input frames.
@@ -20,7 +20,7 @@ def draw_lattices(file, samples, reduction):
     )  # fmt: skip
     for (lattice, image), (features, targets, emitted, blank, label) in zip(axes.T, samples):
         frames, columns = blank.shape
-        occupancy = blank + label  # a path leaves every node it visits by one arc
+        occupancy = blank + label  # a path leaves each of its nodes by one arc
         mesh = lattice.imshow(
             occupancy.T, origin="lower", aspect="auto", cmap="magma", vmin=0, vmax=1, interpolation="nearest",
             extent=(0, frames * reduction, -0.5, columns - 0.5),

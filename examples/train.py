@@ -4,11 +4,12 @@
     python examples/train.py --data FOLDER    # connected spoken digits, from {digit}_{speaker}_{index}.wav recordings
     python examples/train.py --loss tdt       # another loss of the family: variants.py
 
-The workdir receives checkpoints, from which --resume continues exactly, and lattice.png: the posteriors of all
-alignments of three held-out samples, and the best alignment of each.
+The workdir receives checkpoints, from which --resume continues exactly, and lattice.png: posteriors and best alignment
+of three held-out samples.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -29,7 +30,6 @@ try:
     from tqdm import tqdm
     from variants import VARIANTS
 
-    from jax_rnnt import rnnt_align, rnnt_posteriors
 except ModuleNotFoundError as error:
     raise SystemExit(f"examples/train.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
 
@@ -55,14 +55,14 @@ def parse_arguments():
 
 
 def select_devices(count):
-    """The devices that share each batch. A CPU is split into `count` of them, unless XLA_FLAGS already splits it."""
+    """The devices that share each batch. A CPU is split into `count` or 2 devices, unless XLA_FLAGS splits it."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count or 2)
     return jax.devices()[:count]
 
 
 def make_train_step(graphdef, optimizer, loss, mesh, pmap):
-    """Returns (state, host batch) -> (state, loss). State is replicated, the batch is split over the mesh."""
+    """Returns (state, host batch) -> (state, loss). The state is replicated, and the batch is split over the mesh."""
 
     def loss_fn(params, batch):
         return loss(nnx.merge(graphdef, params), batch)
@@ -73,18 +73,18 @@ def make_train_step(graphdef, optimizer, loss, mesh, pmap):
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    if pmap:  # every device sees its part of the batch only, and says itself when to average
+    if pmap:  # every device runs the program on its part of the batch, with an explicit average
         step = functools.partial(step, average=functools.partial(jax.lax.pmean, axis_name="data"))
         step = jax.pmap(step, "data", in_axes=(None, 0), out_axes=None, devices=mesh.devices.tolist())
         split = functools.partial(jax.tree.map, lambda x: x.reshape(mesh.size, -1, *x.shape[1:]))
-    else:  # one program for the whole batch, that XLA splits, adding the all-reduce
+    else:  # XLA splits one program for the whole batch and adds the all-reduce
         step = jax.jit(step, donate_argnums=0)
         split = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("data")))
     return lambda state, batch: step(state, split(batch))
 
 
 def edit_distance(a, b):
-    """Fewest insertions, deletions and substitutions that turn a into b (Levenshtein)."""
+    """The fewest insertions, deletions and substitutions that turn a into b (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -94,7 +94,7 @@ def edit_distance(a, b):
 
 
 def error_rate(decode, params, batches):
-    """Percentage of held-out labels that are wrong, missing or too many."""
+    """Edit distance between hypotheses and targets, as a percentage of the target labels."""
     errors = total = 0
     for batch in batches:
         labels, counts = jax.device_get(decode(params, batch["features"], batch["feature_lengths"]))
@@ -105,13 +105,12 @@ def error_rate(decode, params, batches):
 
 
 def draw_samples(model, loss, batch, file):
-    """Picture of the alignments of the batch's first three utterances."""
+    """Draws the alignments of the first three utterances of the batch."""
     batch = {name: x[:3] for name, x in batch.items()}
     logits = model(batch["features"], batch["targets"])
     lengths = model.lengths(batch["feature_lengths"])
     arrays = logits, batch["targets"], lengths, batch["target_lengths"]
-    _, emitted = rnnt_align(*arrays, blank=model.blank, loss=loss)
-    arcs = rnnt_posteriors(*arrays, blank=model.blank, loss=loss)
+    emitted, arcs = loss.align(*arrays).frames, loss.posteriors(*arrays)
     samples = []
     for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
         features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count]
@@ -141,9 +140,8 @@ def main():
     schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
-    loss = functools.partial(variant.loss, fastemit_lambda=args.fastemit, implementation=args.implementation)
-    if args.joint == "fused":
-        loss = functools.partial(loss, fused=True)
+    options = {"fastemit_lambda": args.fastemit, "implementation": args.implementation}
+    loss = functools.partial(variant.compute, dataclasses.replace(variant.loss, **options), fused=args.joint == "fused")
     train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
 
     @jax.jit
@@ -151,7 +149,7 @@ def main():
         return greedy_decode(nnx.merge(graphdef, params), variant.decide, features, lengths, 2 * data.max_labels)
 
     def train_batch(step):
-        """Depends on seed and step alone: a resumed run sees what an uninterrupted one would."""
+        """Depends on seed and step alone, so a resumed run sees the same batches as an uninterrupted one."""
         return data.batch(np.random.default_rng((args.seed, step)), batch_size, "train")
 
     test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
@@ -182,7 +180,7 @@ def main():
                 tqdm.write(f"step {step + 1}: held-out CER {error_rate(decode, state[0], test):.1f}%")
 
     cer = error_rate(decode, state[0], test)
-    draw_samples(nnx.merge(graphdef, state[0]), variant.of_logits, test[0], workdir / "lattice.png")
+    draw_samples(nnx.merge(graphdef, state[0]), variant.loss, test[0], workdir / "lattice.png")
     seconds = time.perf_counter() - started
     speed = batch_size / np.median(durations) if durations else 0  # the median leaves compilation out
     if args.log_json:

@@ -1,6 +1,5 @@
-"""The losses that the example can train with: their function, the logits that they need, and how these are decoded."""
+"""The losses that the example can train with: their values, the logits that they need, and the decoding of these."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,30 +10,26 @@ from model import PrunedTransducer, Transducer
 import jax_rnnt
 
 DURATIONS = 0, 1, 2, 3, 4  # frames that a symbol of the token-and-duration transducer may read
-BIG_BLANKS = 2, 3, 4  # frames of the multi-blank transducer's further blanks
-COLUMNS = 4  # of the lattice that pruning keeps in every frame
+BIG_BLANKS = 2, 3, 4  # frames that the big blanks of the multi-blank transducer read
+COLUMNS = 4  # columns of the lattice that pruning keeps in every frame
 
 
-# ------------------------------------------------------------------------- training: (model, batch, options) -> loss
+# ----------------------------------------------------------- training: (loss, model, batch, fused) -> value of the loss
 
 
-def of_logits(function):
-    """Of a loss of the logits of all nodes, which are made in tiles where `fused`."""
-
-    def loss(model, batch, fused=False, **options):
-        lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
-        options |= {"blank": model.blank}
-        if fused:
-            rows = model.joint.project(model.encoder(batch["features"]), model.states(batch["targets"]))
-            joint = model.joint.linear
-            return jax_rnnt.joint_rnnt_loss(joint, *rows, batch["targets"], *lengths, loss=function, **options)
-        return function(model(batch["features"], batch["targets"]), batch["targets"], *lengths, **options)
-
-    return loss
+def of_all_logits(loss, model, batch, fused):
+    """The loss of the logits of all nodes; if `fused`, they are computed in tiles."""
+    lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
+    if fused:
+        rows = model.joint.project(model.encoder(batch["features"]), model.states(batch["targets"]))
+        logits = jax_rnnt.JointLogits(model.joint.linear, *rows)
+    else:
+        logits = model(batch["features"], batch["targets"])
+    return loss(logits, batch["targets"], *lengths)
 
 
-def pruned(model, batch, **options):
-    """Pruned RNN-T (Kuang et al. 2022): a loss without a joint network tells which columns the joint is needed for."""
+def pruned(loss, model, batch, fused):
+    """Pruned RNN-T (Kuang et al. 2022): posteriors of a simple loss choose the columns for which the joint runs."""
     frames, states = model.encoder(batch["features"]), model.states(batch["targets"])
     lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
     simple, posteriors = jax_rnnt.simple_rnnt_loss(
@@ -43,34 +38,33 @@ def pruned(model, batch, **options):
     )  # fmt: skip
     first = jax_rnnt.prune_ranges(*posteriors, *lengths, COLUMNS)
     logits = model.joint(*jax_rnnt.prune_inputs(frames, states, first, COLUMNS))
-    loss = jax_rnnt.pruned_rnnt_loss(logits, first, batch["targets"], *lengths, blank=model.blank, **options)
-    return 0.5 * simple + loss
+    return 0.5 * simple + loss(jax_rnnt.BandLogits(logits, first), batch["targets"], *lengths)
 
 
-# ------------------------------------------- decoding: (logits [B, V], blank) -> (symbol [B], frames to move on by [B])
-# A blank moves on by one frame at least, whatever is said here: greedy_decode sees to it.
+# --------------------------------------- decoding: (logits [B, V], blank) -> (symbol [B], number of frames to read [B])
+# greedy_decode makes every blank read at least one frame.
 
 
 def label_stays(logits, blank):
-    """Most likely symbol; labels read no frame."""
+    """The most likely symbol; labels read no frame."""
     symbol = jnp.argmax(logits, -1)
     return symbol, jnp.zeros_like(symbol)
 
 
 def label_moves(logits, blank):
-    """Most likely symbol; labels read their frame."""
+    """The most likely symbol; labels read their frame."""
     symbol = jnp.argmax(logits, -1)
     return symbol, jnp.ones_like(symbol)
 
 
 def token_and_duration(logits, blank):
-    """Most likely symbol and, apart from it, frames."""
+    """The most likely symbol and, independently, the most likely duration."""
     moves = jnp.array(DURATIONS)[jnp.argmax(logits[:, blank + 1 :], -1)]
     return jnp.argmax(logits[:, : blank + 1], -1), moves
 
 
 def big_blank(logits, blank):
-    """Most likely symbol; big blanks, classes blank - 1 - i, say how many frames they read."""
+    """The most likely symbol; big blank i, class blank - 1 - i, reads BIG_BLANKS[i] frames, a label none."""
     best = jnp.argmax(logits, -1)
     moves = jnp.array((*reversed(BIG_BLANKS), 1))
     first = blank + 1 - len(moves)
@@ -79,7 +73,7 @@ def big_blank(logits, blank):
 
 
 def bernoulli_blank(logits, blank):
-    """Blank or not by the sign of its logit, and only then the most likely label; labels read no frame."""
+    """The sign of the blank's logit decides about the blank, then the most likely label wins. Labels read no frame."""
     label = jnp.argmax(logits[:, :blank], -1)
     return jnp.where(logits[:, blank] > 0, blank, label), jnp.zeros_like(label)
 
@@ -88,9 +82,9 @@ def bernoulli_blank(logits, blank):
 
 
 class Variant(NamedTuple):
-    loss: Callable
+    loss: jax_rnnt.TransducerLoss
     decide: Callable
-    of_logits: Callable  # the loss of all logits, whose lattice the picture shows
+    compute: Callable = of_all_logits
     extra_blanks: int = 0  # classes between the labels and the blank
     durations: int = 0  # logits after the blank
     model: type = Transducer
@@ -104,14 +98,15 @@ class Variant(NamedTuple):
         return self.blank + 1 + self.durations
 
 
-tdt_loss = functools.partial(jax_rnnt.tdt_loss, durations=DURATIONS, sigma=0.05)
-multiblank_loss = functools.partial(jax_rnnt.multiblank_rnnt_loss, big_blank_durations=BIG_BLANKS, sigma=0.05)
+tdt = jax_rnnt.TDTLoss(DURATIONS, sigma=0.05)
+multiblank = jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS, sigma=0.05)
 
+# The blank of every loss is its default, the last class.
 VARIANTS = {
-    "rnnt": Variant(of_logits(jax_rnnt.rnnt_loss), label_stays, jax_rnnt.rnnt_loss),
-    "monotonic": Variant(of_logits(jax_rnnt.monotonic_rnnt_loss), label_moves, jax_rnnt.monotonic_rnnt_loss),
-    "tdt": Variant(of_logits(tdt_loss), token_and_duration, tdt_loss, durations=len(DURATIONS)),
-    "multiblank": Variant(of_logits(multiblank_loss), big_blank, multiblank_loss, extra_blanks=len(BIG_BLANKS)),
-    "hat": Variant(of_logits(jax_rnnt.hat_loss), bernoulli_blank, jax_rnnt.hat_loss),
-    "pruned": Variant(pruned, label_stays, jax_rnnt.rnnt_loss, model=PrunedTransducer),
+    "rnnt": Variant(jax_rnnt.RNNTLoss(), label_stays),
+    "monotonic": Variant(jax_rnnt.MonotonicRNNTLoss(), label_moves),
+    "tdt": Variant(tdt, token_and_duration, durations=len(DURATIONS)),
+    "multiblank": Variant(multiblank, big_blank, extra_blanks=len(BIG_BLANKS)),
+    "hat": Variant(jax_rnnt.HATLoss(), bernoulli_blank),
+    "pruned": Variant(jax_rnnt.RNNTLoss(), label_stays, pruned, model=PrunedTransducer),
 }

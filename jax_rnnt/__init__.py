@@ -4,11 +4,19 @@ from jax_rnnt._align import expected_emission_frames as expected_emission_frames
 from jax_rnnt._align import minimum_latency as minimum_latency
 from jax_rnnt._align import rnnt_align as rnnt_align
 from jax_rnnt._align import rnnt_posteriors as rnnt_posteriors
-from jax_rnnt._ffi import export_checks as export_checks
+from jax_rnnt._hat import HATLoss as HATLoss
 from jax_rnnt._hat import hat_loss as hat_loss
 from jax_rnnt._joint import joint_rnnt_loss as joint_rnnt_loss
+from jax_rnnt._layouts import AdditiveLogits as AdditiveLogits
+from jax_rnnt._layouts import BandLogits as BandLogits
+from jax_rnnt._layouts import JointLogits as JointLogits
+from jax_rnnt._layouts import PackedLogits as PackedLogits
+from jax_rnnt._loss import TransducerLoss as TransducerLoss
+from jax_rnnt._monotonic import ConstrainedRNNTLoss as ConstrainedRNNTLoss
+from jax_rnnt._monotonic import MonotonicRNNTLoss as MonotonicRNNTLoss
 from jax_rnnt._monotonic import constrained_rnnt_loss as constrained_rnnt_loss
 from jax_rnnt._monotonic import monotonic_rnnt_loss as monotonic_rnnt_loss
+from jax_rnnt._multiblank import MultiblankRNNTLoss as MultiblankRNNTLoss
 from jax_rnnt._multiblank import multiblank_rnnt_loss as multiblank_rnnt_loss
 from jax_rnnt._packed import rnnt_loss_packed as rnnt_loss_packed
 from jax_rnnt._pruned import prune_inputs as prune_inputs
@@ -18,14 +26,30 @@ from jax_rnnt._pruned import simple_rnnt_loss as simple_rnnt_loss
 from jax_rnnt._rnnt import RNNTLoss as RNNTLoss
 from jax_rnnt._rnnt import rnnt_loss as rnnt_loss
 from jax_rnnt._selftest import selftest as selftest
+from jax_rnnt._tdt import TDTLoss as TDTLoss
 from jax_rnnt._tdt import tdt_loss as tdt_loss
+from jax_rnnt._transducer import Alignment as Alignment
+from jax_rnnt._transducer import Composition as Composition
 from jax_rnnt._validate import validate_inputs as validate_inputs
+from jax_rnnt._xla import export_checks as export_checks
 from jax_rnnt.emissions.joint import LinearJoint as LinearJoint
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
+    "AdditiveLogits",
+    "Alignment",
+    "BandLogits",
+    "Composition",
+    "ConstrainedRNNTLoss",
+    "HATLoss",
+    "JointLogits",
     "LinearJoint",
+    "MonotonicRNNTLoss",
+    "MultiblankRNNTLoss",
+    "PackedLogits",
     "RNNTLoss",
+    "TDTLoss",
+    "TransducerLoss",
     "constrained_rnnt_loss",
     "expected_emission_frames",
     "export_checks",

@@ -1,27 +1,58 @@
-"""What is known about the alignment of targets and frames: posteriors, the best path, expected frames."""
+"""Questions about the alignment of targets and frames, as functions: posteriors, the best path, expected frames."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jax_rnnt import _checks, _transducer, seam
-from jax_rnnt._loss_argument import apply_loss, given
-from jax_rnnt._reduce import reduce
-from jax_rnnt._rnnt import rnnt_loss
-from jax_rnnt.emissions.virtual import Inquiry
+from jax_rnnt._loss import TransducerLoss, build
+from jax_rnnt._rnnt import RNNTLoss
+from jax_rnnt._transducer import Alignment
 
 
-def _composition(name, loss, logits, targets, logit_lengths, target_lengths, **options):
-    """(spec, arrays, operands) that `loss` makes of these arguments."""
-    expected = "a loss of this library that takes logits, not jitted, its own arguments bound"
-    logits = Inquiry(_checks.array(name, "logits", logits))
-    arrays = dict(logits=logits, targets=targets, logit_lengths=logit_lengths, target_lengths=target_lengths)
-    found = apply_loss(name, loss, expected, **arrays, **given(**options))
-    if not isinstance(found, _transducer.Composition):
-        raise TypeError(f"{name}: loss must be {expected}, got {loss!r}.")
-    return found.spec, found.arrays, found.operands
+class _Default:
+    """Marks a default, to recognise an explicit argument: no option may be given both in `loss` and at the call."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == (other.value if isinstance(other, _Default) else other)
+
+    def __hash__(self):
+        return hash(self.value)
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+RNNT = RNNTLoss()
+BLANK: Any = _Default(-1)
+CLAMP: Any = _Default(-1.0)
+REDUCTION: Any = _Default("mean")
+FUSED: Any = _Default(True)
+FASTEMIT: Any = _Default(0.0)
+DELAY_PENALTY: Any = _Default(0.0)
+IMPLEMENTATION: Any = _Default(None)
+
+
+def chosen(function: str, loss: Any, **options) -> TransducerLoss:
+    """`loss`, or the default one with these options."""
+    if not isinstance(loss, TransducerLoss):
+        names = ", ".join(
+            sorted(kind.__name__ for kind in TransducerLoss.__subclasses__() if kind.__module__.startswith("jax_rnnt"))
+        )
+        expected = f"a TransducerLoss, such as {names}"
+        raise TypeError(f"{function}: loss must be {expected}, got {loss!r}.")
+    given = {name: x for name, x in options.items() if not isinstance(x, _Default)}
+    if loss is RNNT:
+        return build(function, RNNTLoss, **given)
+    if given:
+        name, value = next(iter(given.items()))
+        expected = f"given in loss alone, as {type(loss).__name__}({name}={value!r})"
+        raise TypeError(f"{function}: {name} must be {expected}, got it at the call beside loss={loss!r}.")
+    return loss
 
 
 def rnnt_posteriors(
@@ -29,24 +60,25 @@ def rnnt_posteriors(
     targets: jax.Array,
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
-    blank: int = -1,
-    fused_log_softmax: bool = True,
+    blank: int = BLANK,
+    fused_log_softmax: bool = FUSED,
     *,
-    loss: Callable[..., Any] = rnnt_loss,
-    delay_penalty: float | jax.Array = 0.0,
+    loss: TransducerLoss = RNNT,
+    delay_penalty: float | jax.Array = DELAY_PENALTY,
     label_windows: jax.Array | None = None,
-    implementation: str | None = None,
+    key: jax.Array | None = None,
+    implementation: str | None = IMPLEMENTATION,
 ) -> tuple[jax.Array, jax.Array]:
     """Posterior probability of every blank and every label, given the targets.
 
     T frames, U labels, V classes; `...` is any number of batch dimensions. The posterior of an arc is the probability
-    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b). Where
-    several arcs of a kind leave a node (big blanks, durations), it is their sum.
+    that an alignment drawn from the model uses it: alpha(source) * arc * beta(destination) / alpha(T_b, U_b). Several
+    arcs of a kind that leave one node (big blanks, durations) are summed.
 
     Parameters
     ----------
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
-        Output of the joint network.
+        Output of the joint network, or another layout, such as `JointLogits`.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
@@ -55,13 +87,14 @@ def rnnt_posteriors(
         The blank class; a negative one counts from the end.
     fused_log_softmax : bool, default True
         False: `logits` already are log-probabilities and are used as they are.
-    loss : callable, default rnnt_loss
-        Any loss of this library that takes logits, its own arguments bound by `functools.partial`; or an `RNNTLoss`,
-        which brings all options itself. Logits have the shape that it wants: a band's [..., T, S, V], packed ones
-        [N, V].
-    delay_penalty, label_windows, implementation
-        As for `rnnt_loss`. These, `blank` and `fused_log_softmax` are passed on to `loss` where they differ from the
-        default, so that it may have others bound.
+    loss : TransducerLoss, default RNNTLoss()
+        Any loss of the family. It holds all options: giving one at the call as well is a TypeError.
+    label_windows : Array, integer [..., U, 2], optional
+        As for `rnnt_loss`.
+    key : Array, optional
+        JAX random key, for a loss that draws.
+    delay_penalty, implementation
+        As for `rnnt_loss`, for the default loss.
 
     Returns
     -------
@@ -93,12 +126,11 @@ def rnnt_posteriors(
     >>> [round(float(p), 3) for p in label[:, 0]]
     [0.333, 0.333, 0.333]
     """
-    spec, arrays, operands = _composition(
-        "rnnt_posteriors", loss, logits, targets, logit_lengths, target_lengths,
-        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
-        implementation=implementation,
+    loss = chosen(
+        "rnnt_posteriors", loss, blank=blank, fused_log_softmax=fused_log_softmax,
+        delay_penalty=delay_penalty, implementation=implementation,
     )  # fmt: skip
-    return _transducer.posteriors(spec, *arrays, operands)
+    return loss._posteriors("rnnt_posteriors", logits, targets, logit_lengths, target_lengths, label_windows, key)
 
 
 def expected_emission_frames(
@@ -106,13 +138,14 @@ def expected_emission_frames(
     targets: jax.Array,
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
-    blank: int = -1,
-    fused_log_softmax: bool = True,
+    blank: int = BLANK,
+    fused_log_softmax: bool = FUSED,
     *,
-    loss: Callable[..., Any] = rnnt_loss,
-    delay_penalty: float | jax.Array = 0.0,
+    loss: TransducerLoss = RNNT,
+    delay_penalty: float | jax.Array = DELAY_PENALTY,
     label_windows: jax.Array | None = None,
-    implementation: str | None = None,
+    key: jax.Array | None = None,
+    implementation: str | None = IMPLEMENTATION,
 ) -> jax.Array:
     """Expected frame of every label, over all alignments of the targets.
 
@@ -121,23 +154,23 @@ def expected_emission_frames(
 
         frame(u) = sum over t of t * label(t, u)
 
-    in which frames count from 0.
+    Frames count from 0.
 
     Parameters
     ----------
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
-        Output of the joint network.
+        Output of the joint network, or another layout, such as `JointLogits`.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, key, implementation
         As for `rnnt_posteriors`.
 
     Returns
     -------
     Array, float32 (float64 for float64 logits) [..., U]
-        0 past U_b and where no path exists; NaN as for `rnnt_posteriors`. It has a gradient, by way of the reference.
+        0 past U_b and where no path exists; NaN as for `rnnt_posteriors`. Its gradient runs on the reference lattice.
 
     Raises
     ------
@@ -156,13 +189,13 @@ def expected_emission_frames(
     >>> [round(float(t), 3) for t in frames]
     [1.0]
     """
-    spec, arrays, operands = _composition(
-        "expected_emission_frames", loss, logits, targets, logit_lengths, target_lengths,
-        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
-        implementation=implementation,
+    loss = chosen(
+        "expected_emission_frames", loss, blank=blank, fused_log_softmax=fused_log_softmax,
+        delay_penalty=delay_penalty, implementation=implementation,
     )  # fmt: skip
-    label = _transducer.posteriors(spec, *arrays, operands)[1][..., :-1]
-    return jnp.sum(seam.frame(label).astype(label.dtype) * label, -2)
+    return loss._emission_frames(
+        "expected_emission_frames", logits, targets, logit_lengths, target_lengths, label_windows, key
+    )
 
 
 def minimum_latency(
@@ -170,34 +203,35 @@ def minimum_latency(
     targets: jax.Array,
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
-    blank: int = -1,
-    reduction: str = "mean",
-    fused_log_softmax: bool = True,
+    blank: int = BLANK,
+    reduction: str = REDUCTION,
+    fused_log_softmax: bool = FUSED,
     *,
-    loss: Callable[..., Any] = rnnt_loss,
-    delay_penalty: float | jax.Array = 0.0,
+    loss: TransducerLoss = RNNT,
+    delay_penalty: float | jax.Array = DELAY_PENALTY,
     label_windows: jax.Array | None = None,
-    implementation: str | None = None,
+    key: jax.Array | None = None,
+    implementation: str | None = IMPLEMENTATION,
 ) -> jax.Array:
-    """Expected latency of the labels (Shinohara and Watanabe 2022), to be added to a loss.
+    """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to a loss.
 
     T frames, U labels, V classes; `...` is any number of batch dimensions. With the label posteriors of
     `rnnt_posteriors`::
 
         latency = sum over u < U_b, t < T_b of (t + 1) * label(t, u) / max(U_b, 1)
 
-    Unlike FastEmit it is a function with a gradient of its own: that of all posteriors, by way of the reference, which
-    takes several times as long as the loss.
+    Unlike FastEmit it is a function with a gradient of its own. This gradient differentiates all posteriors on the
+    reference lattice, which takes several times as long as the loss.
 
     Parameters
     ----------
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
-        Output of the joint network.
+        Output of the joint network, or another layout, such as `JointLogits`.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, key, implementation
         As for `rnnt_posteriors`.
     reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
         As for `rnnt_loss`.
@@ -227,17 +261,11 @@ def minimum_latency(
     >>> round(float(minimum_latency(*batch)), 3)
     2.0
     """
-    name = "minimum_latency"
-    spec, arrays, operands = _composition(
-        name, loss, logits, targets, logit_lengths, target_lengths,
-        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
-        implementation=implementation,
+    loss = chosen(
+        "minimum_latency", loss, blank=blank, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        delay_penalty=delay_penalty, implementation=implementation,
     )  # fmt: skip
-    reduction = _checks.reduction(name, reduction)
-    _, label = _transducer.posteriors(spec, *arrays, operands)
-    total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
-    num_labels = arrays[3]
-    return reduce(total / jnp.maximum(num_labels, 1).astype(total.dtype), num_labels, reduction)
+    return loss._latency("minimum_latency", logits, targets, logit_lengths, target_lengths, label_windows, key)
 
 
 def rnnt_align(
@@ -245,14 +273,15 @@ def rnnt_align(
     targets: jax.Array,
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
-    blank: int = -1,
-    fused_log_softmax: bool = True,
+    blank: int = BLANK,
+    fused_log_softmax: bool = FUSED,
     *,
-    loss: Callable[..., Any] = rnnt_loss,
-    delay_penalty: float | jax.Array = 0.0,
+    loss: TransducerLoss = RNNT,
+    delay_penalty: float | jax.Array = DELAY_PENALTY,
     label_windows: jax.Array | None = None,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    key: jax.Array | None = None,
+    implementation: str | None = IMPLEMENTATION,
+) -> Alignment:
     """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
 
     T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With log-probabilities l,
@@ -265,24 +294,24 @@ def rnnt_align(
     Parameters
     ----------
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
-        Output of the joint network.
+        Output of the joint network, or another layout, such as `JointLogits`.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
-    blank, fused_log_softmax, loss, delay_penalty, label_windows, implementation
+    blank, fused_log_softmax, loss, delay_penalty, label_windows, key, implementation
         As for `rnnt_posteriors`.
 
     Returns
     -------
     score : Array, float32 (float64 for float64 logits) [...]
         Log-probability of the path, delay penalty and `sigma` included; 0 for T_b = U_b = 0, -inf where no path exists,
-        NaN where a length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient is that
-        of the path's own arcs.
+        NaN where a length or a label is out of range or logits inside the lengths are NaN or +inf. Its gradient with
+        respect to an arc is 1 on the path, else 0.
     frames : Array, int32 [..., U]
-        The frame of label u, counted from 0 and never decreasing; -1 past U_b and where there is no path. Of ways into
-        a node that are equally good the blank is taken, so labels come early, and of several durations the one that the
-        loss is given first: deterministic, whatever the batch.
+        The frame of label u, counted from 0 and never decreasing; -1 past U_b, and where there is no path or the score
+        is NaN. Ties do not depend on the batch: of equally good arcs into a node the blank wins, so labels come early;
+        of equally good durations the first one of the loss wins.
 
     Raises
     ------
@@ -291,7 +320,7 @@ def rnnt_align(
 
     See Also
     --------
-    rnnt_posteriors, expected_emission_frames : Over all alignments and not the best alone.
+    rnnt_posteriors, expected_emission_frames : Averages over all alignments.
 
     Examples
     --------
@@ -302,9 +331,8 @@ def rnnt_align(
     >>> frames.tolist()
     [1]
     """
-    spec, arrays, operands = _composition(
-        "rnnt_align", loss, logits, targets, logit_lengths, target_lengths,
-        blank=blank, fused_log_softmax=fused_log_softmax, delay_penalty=delay_penalty, label_windows=label_windows,
-        implementation=implementation,
+    loss = chosen(
+        "rnnt_align", loss, blank=blank, fused_log_softmax=fused_log_softmax,
+        delay_penalty=delay_penalty, implementation=implementation,
     )  # fmt: skip
-    return _transducer.align(spec, *arrays, operands)
+    return loss._align("rnnt_align", logits, targets, logit_lengths, target_lengths, label_windows, key)

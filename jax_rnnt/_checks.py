@@ -1,4 +1,4 @@
-"""Static checks of arguments: every error names the function, the argument, what was expected and what came."""
+"""Static checks of arguments: every error names the function, the argument, the expected and the given value."""
 
 import numbers
 from typing import Any
@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.emissions.virtual import Inquiry, JointLogits
-
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -16,20 +14,18 @@ _INT32 = np.iinfo(np.int32)
 
 
 def array(function: str, name: str, x) -> Any:
-    """x, if it is an array or can be one."""
+    """x, made an array if it is none; a TypeError if it cannot be one."""
     try:
-        made = x if hasattr(x, "dtype") else np.asarray(x)
+        made = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
     except ValueError:  # lists of different lengths
         made = None
-    if made is None or made.dtype == object or isinstance(x, JointLogits):
+    if (dtype := getattr(made, "dtype", None)) is None or dtype == np.dtype(object):
         raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
     return made
 
 
 def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
-    if isinstance(x, Inquiry):
-        return Inquiry(floating(function, name, x.logits, rank, dimensions))
     x = array(function, name, x)
     if str(x.dtype) not in FLOATS:
         raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
@@ -41,10 +37,10 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
 
 
 def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
-    """x as an int32 array of exactly this shape; values beyond int32, out of range anyway, are clipped."""
+    """x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range anyway."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        if np.size(x) or not isinstance(x, np.ndarray):  # an empty list has no dtype of its own
+        if np.size(x) or not isinstance(x, np.ndarray):  # an empty list becomes a float array
             raise TypeError(f"{function}: {name} must have an integer dtype, got {x.dtype}.")
         x = x.astype(np.int32)
     if tuple(x.shape) != tuple(shape):
@@ -53,18 +49,6 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: st
         low = max(_INT32.min, jnp.iinfo(x.dtype).min)
         x = np.clip(x, low, _INT32.max) if isinstance(x, np.ndarray) else jnp.clip(x, low, _INT32.max)
     return jnp.asarray(x, jnp.int32)
-
-
-def arrays(function: str, logits, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
-    """The four arrays that a loss takes: logits [..., T, U1, V], targets [..., U] and two lengths [...]."""
-    if not isinstance(logits, JointLogits):  # which have been checked
-        logits = floating(function, "logits", logits, 3, "[..., T, U + 1, V]")
-    batch, columns, classes = logits.shape[:-3], logits.shape[-2], logits.shape[-1]
-    if columns < 1 or classes < 1:
-        expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
-        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
-    columns_of = "predictor_out" if isinstance(logits, JointLogits) else "logits"
-    return logits, *sequences(function, targets, logit_lengths, target_lengths, batch, columns - 1, columns_of)
 
 
 def sequences(
@@ -87,12 +71,10 @@ def sequences(
 
 
 def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = "") -> None:
-    """An error where a mesh axis of type Explicit splits one of these dimensions of x, given by names.
+    """Raises if a mesh axis of type Explicit splits one of these dimensions of x: {index from the end: name}.
 
-    Dimensions count from the end. JAX would fail later, in terms of its own operations. Axes of type Auto need no
-    check, as the partitioner gathers where it must.
+    JAX would fail later, in terms of its own operations. Axes of type Auto need no check: the partitioner gathers.
     """
-    x = x.logits if isinstance(x, Inquiry) else x
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None:
         return
@@ -132,9 +114,14 @@ def scalar(function: str, name: str, x):
     return x
 
 
+def is_known(x) -> bool:
+    """Whether the values of x can be read now."""
+    return not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+
+
 def is_zero(x) -> bool:
-    """Whether x is known to be 0 while tracing: a Python number, not an array."""
-    return isinstance(x, float) and x == 0
+    """Whether x is a Python 0, known while tracing."""
+    return isinstance(x, (int, float)) and x == 0
 
 
 def choice(function: str, name: str, x, choices):

@@ -1,10 +1,46 @@
-"""hat_loss: Bernoulli blank and label softmax o any unit-step lattice."""
+"""HATLoss and hat_loss: Bernoulli blank and label softmax on any unit-step lattice."""
+
+from __future__ import annotations
 
 import jax
 
-from jax_rnnt import _checks, _transducer
-from jax_rnnt._topologies import by_name
+from jax_rnnt import _checks
+from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._pytree import static
+from jax_rnnt._topologies import TOPOLOGIES
 from jax_rnnt.emissions.softmax import Softmax
+
+
+class HATLoss(TransducerLoss):
+    """Hybrid autoregressive transducer loss (Variani et al. 2020): blank or not, then which label; see `hat_loss`.
+
+    Parameters
+    ----------
+    topology : {"standard", "monotonic", "constrained"}
+        The lattice: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import HATLoss
+    >>> loss = HATLoss()(jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    4.629
+    """
+
+    topology: str = static("standard")
+
+    def _check(self, function):
+        super()._check(function)
+        _checks.choice(function, "topology", self.topology, tuple(TOPOLOGIES))
+
+    def compose(self) -> Composition:
+        """Bernoulli blank, label softmax."""
+        arcs, steps = TOPOLOGIES[self.topology]
+        emission = Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)
+        return Composition(emission, arcs, steps, bounded=True)
 
 
 def hat_loss(
@@ -24,14 +60,13 @@ def hat_loss(
     implementation: str | None = None,
     inplace: bool = True,
 ) -> jax.Array:
-    """Hybrid autoregressive transducer loss (Variani et al. 2020): blank or not, and only then which label.
+    """Hybrid autoregressive transducer loss (Variani et al. 2020): first blank or not, then which label.
 
-    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With logits x::
+    T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. With logits x, these
+    log-probabilities replace the softmax in the recursion of `rnnt_loss`::
 
         l[blank] = log sigmoid(x[blank])
         l[k]     = log(1 - sigmoid(x[blank])) + x[k] - log sum over classes j other than blank of exp(x[j])
-
-    take the place of the softmax in the recursion of `rnnt_loss`.
 
     Parameters
     ----------
@@ -77,14 +112,9 @@ def hat_loss(
     >>> round(float(loss), 3)  # 6 log 2 + 2 log 4 - log 10
     4.629
     """
-    name = "hat_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    blank = _checks.class_index(name, "blank", blank, arrays[0].shape[-1])
-    arcs, steps = by_name(name, topology)
-    normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
-    emission = Softmax((blank,), normalize, bernoulli=normalize)
-    return _transducer.evaluate(
-        name, arrays, emission, arcs, steps=steps,
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "hat_loss", HATLoss, topology=topology,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value("hat_loss", logits, targets, logit_lengths, target_lengths, label_windows)

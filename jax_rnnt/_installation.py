@@ -1,4 +1,4 @@
-"""Why an extension module is not here, and the command that brings it back."""
+"""Explains why an extension module is missing, and names the command that brings it back."""
 
 import importlib
 import importlib.metadata
@@ -11,7 +11,7 @@ import warnings
 import jax
 
 _PACKAGE = pathlib.Path(__file__).parent
-_CURES = {  # by words of the reason in the build's note
+_CURES = {  # by words in the reason that the build's note gives
     "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
     "CUDA compiler": "install the CUDA toolkit, put nvcc on the PATH and run",
 }
@@ -20,7 +20,7 @@ _CURES = {  # by words of the reason in the build's note
 def explain(platform: str, module: str, error: ImportError) -> str:
     """Why `module` of this package, with the kernels of `platform`, could not be imported, and the cure."""
     name = f"{__package__}.{module}"
-    if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it is here and does not load
+    if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it exists but does not load
         return f"the extension module {name} cannot be imported ({error}); run `{_reinstall()}`"
     if elsewhere := _installed_folder(module):
         return (

@@ -1,10 +1,68 @@
-"""monotonic_rnnt_loss and constrained_rnnt_loss: at most one label a frame."""
+"""Losses with at most one label a frame, as values and as functions."""
+
+from __future__ import annotations
 
 import jax
 
-from jax_rnnt import _checks, _transducer, seam
-from jax_rnnt.emissions import softmax
+from jax_rnnt import _checks, seam
+from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._pytree import static
+from jax_rnnt.emissions.softmax import Softmax
 from jax_rnnt.lattices.topology import MONOTONIC
+
+
+class MonotonicRNNTLoss(TransducerLoss):
+    """Monotonic RNN-T loss (Tripathi et al. 2019): every frame emits one symbol; see `monotonic_rnnt_loss`.
+
+    Parameters
+    ----------
+    final_blank : bool, default False
+        True: the last frame emits a blank, so that U_b <= T_b - 1.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import MonotonicRNNTLoss
+    >>> loss = MonotonicRNNTLoss(blank=0)(jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    4.646
+    """
+
+    final_blank: bool = static(False)
+
+    def _check(self, function):
+        super()._check(function)
+        self._set("final_blank", _checks.boolean(function, "final_blank", self.final_blank))
+
+    def compose(self) -> Composition:
+        """Softmax, labels that read a frame."""
+        steps = (seam.final_blank,) if self.final_blank else ()
+        return Composition(Softmax((self.blank,), self.fused_log_softmax), MONOTONIC, steps, bounded=True)
+
+
+class ConstrainedRNNTLoss(TransducerLoss):
+    """Constrained RNN-T loss (k2): every frame ends with a blank, after at most one label; see `constrained_rnnt_loss`.
+
+    Parameters
+    ----------
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import ConstrainedRNNTLoss
+    >>> loss = ConstrainedRNNTLoss(blank=0)(jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    7.865
+    """
+
+    def compose(self) -> Composition:
+        """Softmax, labels that read a frame and pay its blank."""
+        emission = Softmax((self.blank,), self.fused_log_softmax)
+        return Composition(emission, MONOTONIC, (seam.pay_next_blank,), bounded=True)
 
 
 def monotonic_rnnt_loss(
@@ -33,7 +91,7 @@ def monotonic_rnnt_loss(
         alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t - 1, u - 1) exp l[t - 1, u - 1, targets[u - 1]]
         loss        = -log alpha(T_b, U_b)
 
-    There is a path where U_b <= T_b. This is k2's rnnt_type="modified".
+    A path exists if U_b <= T_b. This is k2's rnnt_type="modified".
 
     Parameters
     ----------
@@ -78,15 +136,12 @@ def monotonic_rnnt_loss(
     >>> round(float(loss), 3)  # 4 log 5 - log 6: six ways to put two labels into four frames
     4.646
     """
-    name = "monotonic_rnnt_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
-    steps = (seam.final_blank,) if _checks.boolean(name, "final_blank", final_blank) else ()
-    return _transducer.evaluate(
-        name, arrays, emission, MONOTONIC, steps=steps,
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "monotonic_rnnt_loss", MonotonicRNNTLoss, final_blank=final_blank,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value("monotonic_rnnt_loss", logits, targets, logit_lengths, target_lengths, label_windows)
 
 
 def constrained_rnnt_loss(
@@ -105,7 +160,7 @@ def constrained_rnnt_loss(
     implementation: str | None = None,
     inplace: bool = True,
 ) -> jax.Array:
-    """Constrained RNN-T loss (k2): every frame emits a blank, and at most one label before it.
+    """Constrained RNN-T loss (k2): every frame ends with a blank, after at most one label.
 
     T frames, U labels, V classes (blank included); `...` is any number of batch dimensions. Node (t, u): t frames read,
     u labels written. With log-probabilities l of the softmax over V and y = targets::
@@ -115,7 +170,7 @@ def constrained_rnnt_loss(
                       + alpha(t - 1, u - 1) exp(l[t - 1, u - 1, y[u - 1]] + l[t - 1, u, blank])
         loss        = -log alpha(T_b, U_b)
 
-    which are the paths of the RNN-T with at most one label a frame; there is one where U_b <= T_b.
+    These are the RNN-T's paths with at most one label a frame. One exists if U_b <= T_b.
 
     Parameters
     ----------
@@ -159,11 +214,9 @@ def constrained_rnnt_loss(
     >>> round(float(loss), 3)  # 6 log 5 - log 6
     7.865
     """
-    name = "constrained_rnnt_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    emission = softmax.checked(name, arrays[0], blank, fused_log_softmax)
-    return _transducer.evaluate(
-        name, arrays, emission, MONOTONIC, steps=(seam.pay_next_blank,),
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "constrained_rnnt_loss", ConstrainedRNNTLoss,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value("constrained_rnnt_loss", logits, targets, logit_lengths, target_lengths, label_windows)

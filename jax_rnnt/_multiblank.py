@@ -1,12 +1,65 @@
-"""multiblank_rnnt_loss: softmax emission with several blanks o lattice with blanks of several frames."""
+"""MultiblankRNNTLoss and multiblank_rnnt_loss: several blanks, lattice with blanks over several frames."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 
-from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt import _checks, seam
+from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._pytree import option, static
 from jax_rnnt.emissions.softmax import Softmax
 from jax_rnnt.lattices import topology
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _BigBlanks:  # a separate base, so that its field is the first argument
+    big_blank_durations: Sequence[int] = static()
+
+
+class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
+    """Multi-blank transducer loss (Xu et al. 2022): big blanks read several frames; see `multiblank_rnnt_loss`.
+
+    Parameters
+    ----------
+    big_blank_durations : sequence of int
+        Frames that each big blank reads: distinct integers >= 2. Big blank i is class blank - 1 - i.
+    sigma : float or scalar Array, default 0.0
+        Logit under-normalisation: every arc pays sigma once. It has a gradient.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import MultiblankRNNTLoss
+    >>> criterion = MultiblankRNNTLoss([2, 3], sigma=0.05)
+    >>> loss = criterion(jnp.zeros((4, 3, 6)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    4.873
+    """
+
+    sigma: float | jax.Array = option(0.0)
+
+    def _check(self, function):
+        super()._check(function)
+        durations = _checks.durations(function, "big_blank_durations", self.big_blank_durations, 2)
+        self._set("big_blank_durations", durations)
+        if 0 <= self.blank < len(durations):
+            expected = f"at least {len(durations)}, as big blank i is class blank - 1 - i"
+            raise ValueError(f"{function}: blank must be {expected}, got {self.blank}.")
+
+    def compose(self) -> Composition:
+        """Softmax with a plane for each blank; arcs over several frames."""
+        durations = tuple(self.big_blank_durations)
+        blanks = tuple(range(self.blank, self.blank - 1 - len(durations), -1))
+        emission = Softmax(blanks, self.fused_log_softmax, ("blank", *(f"blank+{d}" for d in durations)))
+        arcs = topology.multi_blank(durations)
+        if self.sigma is None:
+            return Composition(emission, arcs, bounded=True)
+        return Composition(emission, arcs, (seam.UnderNormalize(self.sigma),), bounded=self.sigma == 0)
 
 
 def multiblank_rnnt_loss(
@@ -38,7 +91,7 @@ def multiblank_rnnt_loss(
                       + alpha(t, u - 1) exp(l[t, u - 1, targets[u - 1]] - sigma)
         loss        = -log alpha(T_b, U_b)
 
-    where (T_b, U_b) is entered by a blank of any size; no blank reads beyond it.
+    A blank of any size enters (T_b, U_b); no blank reads beyond it.
 
     Parameters
     ----------
@@ -49,12 +102,12 @@ def multiblank_rnnt_loss(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     big_blank_durations : sequence of int
-        Frames that each big blank reads, 2 or more, no two alike, in any order. Big blank i is class blank - 1 - i.
+        Frames that each big blank reads: distinct integers >= 2, in any order. Big blank i is class blank - 1 - i.
         Kernels take 62.
     blank : int, default -1
         The blank class of one frame; a negative one counts from the end.
     sigma : float or scalar Array, default 0.0
-        Logit under-normalisation: every arc pays sigma once, which favours paths with fewer, bigger steps. The returned
+        Logit under-normalisation: every arc pays sigma once, which favours paths of fewer, longer steps. The returned
         loss includes it.
     clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
         As for `rnnt_loss`.
@@ -86,19 +139,9 @@ def multiblank_rnnt_loss(
     >>> round(float(loss), 3)
     4.873
     """
-    name = "multiblank_rnnt_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    durations = _checks.durations(name, "big_blank_durations", big_blank_durations, 2)
-    classes = arrays[0].shape[-1]
-    blank = _checks.class_index(name, "blank", blank, classes)
-    if blank < len(durations):
-        expected = f"at least {len(durations)}, as big blank i is class blank - 1 - i"
-        raise ValueError(f"{name}: blank must be {expected}, got {blank} of {classes} classes.")
-    blanks = tuple(range(blank, blank - 1 - len(durations), -1))
-    normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
-    emission = Softmax(blanks, normalize, ("blank", *(f"blank+{d}" for d in durations)))
-    return _transducer.evaluate(
-        name, arrays, emission, topology.multi_blank(durations), steps=(seam.under_normalize,), sigma=sigma,
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "multiblank_rnnt_loss", MultiblankRNNTLoss, big_blank_durations=big_blank_durations, sigma=sigma,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value("multiblank_rnnt_loss", logits, targets, logit_lengths, target_lengths, label_windows)

@@ -1,11 +1,12 @@
-"""rnnt_loss_packed: rnnt_loss of logits without padding."""
+"""rnnt_loss_packed: the RNN-T loss of `PackedLogits`."""
+
+from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jax_rnnt import _checks, _transducer
-from jax_rnnt.emissions.packed import Packed, offsets
+from jax_rnnt._layouts import PackedLogits
+from jax_rnnt._loss import build
+from jax_rnnt._rnnt import RNNTLoss
 
 
 def rnnt_loss_packed(
@@ -42,8 +43,8 @@ def rnnt_loss_packed(
     blank : int, default -1
         The blank class; a negative one counts from the end.
     max_frames : int, optional
-        A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Taken from
-        `logit_lengths` where these are known, and else N, which is correct but wasteful: give it under jit.
+        A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Default: the
+        largest of `logit_lengths`; where these are traced, N: correct but wasteful, so give it under jit.
     clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
         As for `rnnt_loss`.
 
@@ -51,8 +52,8 @@ def rnnt_loss_packed(
     -------
     Array, float32 (float64 for float64 logits) [B] for reduction "none", else []
         In nats, with the rules of `rnnt_loss` for odd sequences. NaN also for T_b > max_frames and for sequences that
-        do not fit into the N rows. A sequence whose lengths are out of range takes the rows that they say, none if one
-        is negative.
+        do not fit into the N rows. A sequence whose lengths are out of range still takes as many rows as they say, or
+        none if one is negative.
 
     Raises
     ------
@@ -74,29 +75,9 @@ def rnnt_loss_packed(
     6.347
     """
     name = "rnnt_loss_packed"
-    logits = _checks.floating(name, "logits", logits, 2, "[N, V]")
-    if logits.ndim != 2 or logits.shape[-1] < 1:
-        raise ValueError(f"{name}: logits must have shape [N, V] with V >= 1, got {tuple(logits.shape)}.")
-    _checks.unsplit(name, "logits", logits, {-2: "N"})
-    if np.ndim(targets) != 2:
-        raise ValueError(f"{name}: targets must have shape [B, U], got {np.shape(targets)}.")
-    batch, labels = np.shape(targets)
-    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, (batch,), labels)
-    rows = logits.shape[0]
-    if max_frames is None:
-        known = not isinstance(rest[1], jax.core.Tracer)
-        max_frames = max(min(int(np.max(rest[1], initial=0)), rows), 0) if known else rows
-    elif not isinstance(max_frames, (int, np.integer)) or isinstance(max_frames, bool):
-        raise TypeError(f"{name}: max_frames must be an integer known at trace time, got {max_frames!r}.")
-    elif max_frames < 0:
-        raise ValueError(f"{name}: max_frames must be 0 or more, got {max_frames}.")
-    blank = _checks.class_index(name, "blank", blank, logits.shape[-1])
-    emission = Packed((blank,), _checks.boolean(name, "fused_log_softmax", fused_log_softmax), int(max_frames))
-    targets, num_frames, num_labels = rest
-    first, end = offsets(num_frames, num_labels, rows)
-    num_frames = jnp.where(end > rows, -1, num_frames)  # does not fit: as any other length out of range
-    return _transducer.evaluate(
-        name, (logits, targets, num_frames, num_labels), emission, operands={"first_row": first, "end_row": end},
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        name, RNNTLoss,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value(name, PackedLogits(logits, max_frames), targets, logit_lengths, target_lengths, label_windows)

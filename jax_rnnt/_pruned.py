@@ -1,16 +1,24 @@
 """simple_rnnt_loss, prune_ranges, prune_inputs, pruned_rnnt_loss: pruned RNN-T in four steps (Kuang et al. 2022)."""
 
-import dataclasses
+from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _transducer, seam
-from jax_rnnt._topologies import by_name
-from jax_rnnt._transducer import Spec
-from jax_rnnt.emissions import softmax
-from jax_rnnt.emissions.additive import Additive, Scores
+from jax_rnnt import _checks
+from jax_rnnt._hat import HATLoss
+from jax_rnnt._layouts import AdditiveLogits, BandLogits
+from jax_rnnt._loss import build
+from jax_rnnt._monotonic import ConstrainedRNNTLoss, MonotonicRNNTLoss
+from jax_rnnt._rnnt import RNNTLoss
+
+_LOSSES = {"standard": RNNTLoss, "monotonic": MonotonicRNNTLoss, "constrained": ConstrainedRNNTLoss}
+
+
+def _by_topology(function: str, topology):
+    """The loss of a unit-step lattice by its name."""
+    return _LOSSES[_checks.choice(function, "topology", topology, tuple(_LOSSES))]
 
 
 def simple_rnnt_loss(
@@ -55,17 +63,17 @@ def simple_rnnt_loss(
         As for `rnnt_loss`.
     lm_only_scale, am_only_scale : float or scalar Array, default 0.0
         l and a above. k2's recipes use 0.25 and 0.0.
-    unigram : Array, floating [..., V], optional
-        p above, instead of the sequence's own: k2 takes the mean over the whole batch, padding included. It has a
-        gradient, as have the two scales.
+    unigram : Array, floating [V] or [..., V], optional
+        p above, in place of the sequence's own. k2 takes the mean over the whole batch, padding included. It and the
+        two scales have a gradient.
     topology : {"standard", "monotonic", "constrained"}
         The lattice: that of `rnnt_loss`, `monotonic_rnnt_loss` or `constrained_rnnt_loss`.
     delay_penalty : float or scalar Array, default 0.0
         As for `rnnt_loss`.
     return_posteriors : bool, default False
-        Also returns what `prune_ranges` wants.
+        True: also returns the posteriors that `prune_ranges` takes.
     implementation : {None, "kernel", "reference"}
-        As for `rnnt_loss`; the matrix products are plain JAX in any case, so there is no "kernel".
+        As for `rnnt_loss`; "kernel" is an error, since the matrix products are plain JAX.
 
     Returns
     -------
@@ -81,8 +89,8 @@ def simple_rnnt_loss(
 
     Notes
     -----
-    The product is taken of exponentials, each relative to the largest of its row. Where a frame and a column have no
-    class in common that both give exp(-87) or more (float32), the log-probabilities of that node are only bounds.
+    The matrix product multiplies exponentials, each relative to the largest of its row. If no class has exp(-87) or
+    more in both the frame and the column (float32), the log-probabilities of that node are only bounds.
 
     References
     ----------
@@ -97,42 +105,15 @@ def simple_rnnt_loss(
     7.354
     """
     name = "simple_rnnt_loss"
-    am = _checks.floating(name, "am", am, 2, "[..., T, V]")
-    lm = _checks.floating(name, "lm", lm, 2, "[..., U + 1, V]")
-    batch, classes = am.shape[:-2], am.shape[-1]
-    if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
-        expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
-        raise ValueError(f"{name}: lm must have {expected}, got {tuple(lm.shape)}.")
-    for argument, matrix, rows in (("am", am, "T"), ("lm", lm, "U + 1")):
-        _checks.unsplit(name, argument, matrix, {-1: "V"})
-        if implementation == "reference":
-            _checks.unsplit(name, argument, matrix, {-2: rows}, " with implementation='reference'")
-    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, lm.shape[-2] - 1, "lm")
-    arcs, steps = by_name(name, topology)
-    operands = _transducer.seam_operands(name, rest[0], delay_penalty=delay_penalty)
-    smoothing: dict[str, jax.Array] = {}
-    for scale, x in (("lm_only", lm_only_scale), ("am_only", am_only_scale)):
-        x = _checks.scalar(name, f"{scale}_scale", x)
-        smoothing |= {} if _checks.is_zero(x) else {scale: jnp.asarray(x)}
-    if unigram is not None:
-        unigram = _checks.floating(name, "unigram", unigram, 1, "[..., V]")
-        if unigram.shape not in ((classes,), (*batch, classes)):
-            expected = f"shape {(classes,)} or {(*batch, classes)}"
-            raise ValueError(f"{name}: unigram must have {expected}, got {unigram.shape}.")
-        unigram = jnp.broadcast_to(unigram, (*batch, classes))
-    scores = Scores(am, lm, **smoothing, unigram=unigram if smoothing else None)
-    spec = Spec(
-        Additive((_checks.class_index(name, "blank", blank, classes),)),
-        arcs,
-        steps,
-        bounded=not smoothing,
-        reduction=_checks.reduction(name, reduction),
-        implementation=_checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS),
-    )
-    loss = _transducer.loss(spec, scores, *rest, None, operands)
+    loss = build(
+        name, _by_topology(name, topology), blank=blank, reduction=reduction, delay_penalty=delay_penalty,
+        implementation=implementation,
+    )  # fmt: skip
+    logits = AdditiveLogits(am, lm, lm_only_scale, am_only_scale, unigram)
+    arguments = name, logits, targets, logit_lengths, target_lengths
     if not _checks.boolean(name, "return_posteriors", return_posteriors):
-        return loss
-    return loss, jax.lax.stop_gradient(_transducer.posteriors(spec, scores, *rest, operands))
+        return loss._value(*arguments)
+    return loss._value(*arguments), jax.lax.stop_gradient(loss._posteriors(*arguments))
 
 
 def prune_ranges(
@@ -144,12 +125,12 @@ def prune_ranges(
     *,
     topology: str = "standard",
 ) -> jax.Array:
-    """First column of the band of `width` columns that is kept in every frame: k2's rule.
+    """First of the `width` columns that every frame keeps, by k2's rule.
 
-    T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. In each frame the columns first, ...,
-    first + width - 1 are those that hold most blank posterior, less the label posterior that enters them from outside;
-    then the bound is made monotonic, starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a
-    frame (at most 1 where a frame emits at most one label).
+    T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Each frame takes the `width` columns that
+    hold the most blank posterior, less the label posterior that enters them from outside. The first column is then made
+    monotonic: it starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a frame (by at most 1
+    where a frame emits at most one label).
 
     Parameters
     ----------
@@ -158,11 +139,11 @@ def prune_ranges(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     width : int
-        S, the columns that are kept: 2 or more on the standard lattice, else 1 or more. The band holds a path where
-        U_b <= (width - 1) * T_b on the standard lattice, where U_b <= T_b on the monotonic one, and where also
-        width >= 2 or U_b = 0 on the constrained one. k2 widens the band for the batch, which a static shape forbids.
+        S, the number of columns to keep: 2 or more on the standard lattice, else 1 or more. The band holds a path where
+        U_b <= (width - 1) * T_b on the standard lattice, where U_b <= T_b on the monotonic one, and where also width >=
+        2 or U_b = 0 on the constrained one. k2 widens the band for the batch, which a static shape forbids.
     topology : {"standard", "monotonic", "constrained"}
-        Of the loss that the posteriors come from.
+        The topology of the loss that gave the posteriors.
 
     Returns
     -------
@@ -199,24 +180,19 @@ def prune_ranges(
     batch = blank.shape[:-2]
     num_frames = _checks.integers(name, "logit_lengths", logit_lengths, batch, "[...]")
     num_labels = _checks.integers(name, "target_lengths", target_lengths, batch, "[...]")
-    by_name(name, topology)
+    _by_topology(name, topology)
     smallest = 2 if topology == "standard" else 1
     width = _checks.integer(name, "width", width)
     if width < smallest:
         raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
-    if all(map(_known, (logit_lengths, target_lengths))):
+    if all(map(_checks.is_known, (logit_lengths, target_lengths))):
         frames, labels = (np.asarray(x).astype(np.int64) for x in (logit_lengths, target_lengths))
         _check_width(name, blank.shape, frames, labels, width, topology)
     return _prune_ranges(blank, label, num_frames, num_labels, width, topology == "standard")
 
 
-def _known(x) -> bool:
-    """Whether the values of x can be read now."""
-    return not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
-
-
 def _check_width(name, shape, num_frames, num_labels, width, topology):
-    """An error if a sequence has a path in its lattice, but in no band of this width."""
+    """Raises if a sequence has a path in its lattice but none in any band of this width."""
     frames, columns = shape[-2:]
     used = (num_frames >= 1) & (num_frames <= frames) & (num_labels >= 0) & (num_labels < columns)
     if topology == "standard":
@@ -273,7 +249,7 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
     encoder : Array [..., T, S, E]
         The encoder's rows, repeated.
     predictor : Array [..., T, S, P]
-        The predictor's rows; the last one where the band leaves the columns.
+        The predictor's rows; where the band leaves the columns, the nearest one.
 
     Raises
     ------
@@ -282,7 +258,7 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
 
     See Also
     --------
-    pruned_rnnt_loss : Loss of the logits that the joint makes of them.
+    pruned_rnnt_loss : The loss of the logits that the joint makes from these rows.
 
     Examples
     --------
@@ -329,7 +305,7 @@ def pruned_rnnt_loss(
     implementation: str | None = None,
     inplace: bool = True,
 ) -> jax.Array:
-    """RNN-T loss over a band of the lattice (Kuang et al. 2022): S columns in every frame, the others forbidden.
+    """RNN-T loss over a band of the lattice (Kuang et al. 2022): S columns of every frame, and no others.
 
     T frames, U labels, V classes (blank included), S columns; `...` is any number of batch dimensions. Place (t, s) of
     the logits is node (t, first[t] + s); the recursion is that of `rnnt_loss` over these nodes. With S = U + 1 and
@@ -340,8 +316,8 @@ def pruned_rnnt_loss(
     logits : Array, float16 | bfloat16 | float32 | float64 [..., T, S, V]
         Output of the joint network at the nodes of the band.
     first : Array, integer [..., T]
-        First column of each frame's band: that of `prune_ranges`, or any other. Columns outside [0, U_b] count for
-        nothing. Offsets may go back or start above 0: the loss is that of the paths that stay in the band.
+        First column of each frame's band, from `prune_ranges` or your own. Columns outside [0, U_b] are ignored.
+        Offsets may go back or start above 0: only paths inside the band count.
     targets : Array, integer [..., U]
         Labels; those from `target_lengths` on are never read.
     logit_lengths, target_lengths : Array, integer [...]
@@ -384,18 +360,11 @@ def pruned_rnnt_loss(
     8.27
     """
     name = "pruned_rnnt_loss"
-    logits = _checks.floating(name, "logits", logits, 3, "[..., T, S, V]")
-    batch, (frames, width, classes) = logits.shape[:-3], logits.shape[-3:]
-    if width < 1 or classes < 1:
-        raise ValueError(f"{name}: logits must have shape [..., T, S, V] with S >= 1 and V >= 1, got {logits.shape}.")
-    first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
-    labels = np.shape(targets)[-1] if np.ndim(targets) else 0
-    rest = _checks.sequences(name, targets, logit_lengths, target_lengths, batch, labels)
-    arcs, steps = by_name(name, topology)
-    emission = softmax.checked(name, logits, blank, fused_log_softmax)
-    emission = dataclasses.replace(emission, bernoulli=_checks.boolean(name, "hat", hat) and emission.normalize)
-    return _transducer.evaluate(
-        name, (logits, *rest), emission, arcs, steps=(seam.Unband(labels + 1), *steps), operands={"first": first},
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    kind = _by_topology(name, topology)
+    own = {"topology": topology} if (is_hat := _checks.boolean(name, "hat", hat)) else {}
+    loss = build(
+        name, HATLoss if is_hat else kind, **own,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value(name, BandLogits(logits, first), targets, logit_lengths, target_lengths, label_windows)

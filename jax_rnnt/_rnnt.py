@@ -1,13 +1,36 @@
-"""rnnt_loss: softmax or log-probs emission o standard lattice."""
+"""RNNTLoss and rnnt_loss: softmax or log-probabilities on the standard lattice."""
 
-import dataclasses
-from typing import Any
+from __future__ import annotations
 
 import jax
-import numpy as np
 
-from jax_rnnt import _checks, _transducer
-from jax_rnnt.emissions import softmax
+from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt.emissions.softmax import Softmax
+
+
+class RNNTLoss(TransducerLoss):
+    """RNN-Transducer loss (Graves 2012); `rnnt_loss` has the recursion and the rules for odd sequences.
+
+    Parameters
+    ----------
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss
+    >>> criterion = RNNTLoss(blank=0, reduction="sum")
+    >>> criterion
+    RNNTLoss(blank=0, reduction='sum')
+    >>> loss = criterion(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 2]]), jnp.array([4]), jnp.array([2]))
+    >>> round(float(loss), 3)
+    7.354
+    """
+
+    def compose(self) -> Composition:
+        """Softmax, standard lattice."""
+        return Composition(Softmax((self.blank,), self.fused_log_softmax), bounded=True)
 
 
 def rnnt_loss(
@@ -35,8 +58,7 @@ def rnnt_loss(
         alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t, u - 1) exp l[t, u - 1, targets[u - 1]]
         loss        = -log alpha(T_b, U_b)
 
-    where (T_b, U_b) is entered by a blank. The gradient with respect to the logits is computed with the loss and reads
-    and writes the logits once.
+    A blank enters (T_b, U_b). The value and the gradient read the logits twice and write the gradient once.
 
     Parameters
     ----------
@@ -67,12 +89,13 @@ def rnnt_loss(
         First and last frame (inclusive) in which label u may be emitted (alignment-restricted RNN-T, Mahadeokar et al.
         2021).
     implementation : {None, "kernel", "reference"}
-        "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable twice and in
-        forward mode; None: kernels where there are some, else the reference, with a warning that says why.
+        "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable any number of
+        times, and in forward mode if `clamp` is off; None: kernels where there are some, else the reference, with a
+        warning that says why.
     inplace : bool, default True
-        Lets the gradient take the memory of the logits, which saves their size at the peak. Logits that are still
-        needed are copied first, so set it to False where the logits are an argument of the differentiated program that
-        is not donated.
+        Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
+        still needed: set it to False where the logits are an argument of the differentiated program and are not
+        donated.
 
     Returns
     -------
@@ -92,16 +115,16 @@ def rnnt_loss(
     Notes
     -----
     Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation. `delay_penalty` has a
-    gradient, which FastEmit scales with the arcs. That of `clamp` and `fastemit_lambda`, which act on gradients alone,
-    is exactly 0. Float16 and bfloat16 logits are read as they are, sums are float32.
+    gradient, which FastEmit scales with the arcs. `clamp` and `fastemit_lambda` act on gradients alone; their own
+    gradient is exactly 0. Float16 and bfloat16 logits are read as they are, sums are float32.
 
     Every finite logit is taken as it is. Masks of -1e9 or `finfo.min` give the loss and gradient of a -inf mask where
     another path exists, and the true finite loss where none does. A number added to all logits of a node changes
     neither loss nor gradient beyond the rounding of the logits.
 
     Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
-    kernels, so that it saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V is
-    taken for all of V, and the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on that axis first.
+    kernels, so the split saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V
+    is taken for all of V, and the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on that axis first.
 
     References
     ----------
@@ -117,101 +140,9 @@ def rnnt_loss(
     >>> round(float(loss), 3)
     6.347
     """
-    name = "rnnt_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    return _transducer.evaluate(
-        name, arrays, softmax.checked(name, arrays[0], blank, fused_log_softmax),
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "rnnt_loss", RNNTLoss,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
-
-
-def _equal(x, y) -> bool:
-    """Whether two options are equal: arrays by content, by identity where this process cannot read them."""
-    if x is y:
-        return True
-    arrays = [v for v in (x, y) if isinstance(v, (jax.Array, np.ndarray))]
-    if any(isinstance(v, jax.core.Tracer) or not getattr(v, "is_fully_addressable", True) for v in arrays):
-        return False
-    return bool(np.array_equal(x, y) if arrays else x == y)
-
-
-@dataclasses.dataclass(frozen=True)
-class RNNTLoss:
-    """`rnnt_loss` with its options bound: frozen, hashable, callable.
-
-    Parameters
-    ----------
-    blank : int, default -1
-        As for `rnnt_loss`.
-    clamp : float, default -1.0
-        As for `rnnt_loss`; numbers must be Python numbers for the object to be hashable.
-    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
-        As for `rnnt_loss`.
-    fused_log_softmax : bool, default True
-        As for `rnnt_loss`.
-    fastemit_lambda : float, default 0.0
-        As for `rnnt_loss`.
-    delay_penalty : float, default 0.0
-        As for `rnnt_loss`.
-    implementation : {None, "kernel", "reference"}
-        As for `rnnt_loss`.
-    inplace : bool, default True
-        As for `rnnt_loss`.
-    label_windows : Array, integer [..., U, 2], optional
-        As for `rnnt_loss`. Windows belong to a batch, so they are usually given at the call; an object that binds an
-        array is not hashable, and equal to one that binds an equal array.
-
-    See Also
-    --------
-    rnnt_loss : Meaning of all options.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss
-    >>> criterion = RNNTLoss(blank=0, reduction="sum")
-    >>> loss = criterion(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 2]]), jnp.array([4]), jnp.array([2]))
-    >>> round(float(loss), 3)
-    7.354
-    """
-
-    blank: int = -1
-    clamp: float = -1.0
-    reduction: str = "mean"
-    fused_log_softmax: bool = True
-    _: dataclasses.KW_ONLY
-    fastemit_lambda: float = 0.0
-    delay_penalty: float = 0.0
-    label_windows: Any = None
-    implementation: str | None = None
-    inplace: bool = True
-
-    def __post_init__(self):
-        for name in ("fastemit_lambda", "delay_penalty", "clamp"):
-            _checks.scalar("RNNTLoss", name, getattr(self, name))
-        _checks.integer("RNNTLoss", "blank", self.blank)
-        for name in ("fused_log_softmax", "inplace"):
-            _checks.boolean("RNNTLoss", name, getattr(self, name))
-        _checks.reduction("RNNTLoss", self.reduction)
-        _checks.choice("RNNTLoss", "implementation", self.implementation, _checks.IMPLEMENTATIONS)
-
-    def __eq__(self, other):
-        if other.__class__ is not self.__class__:
-            return NotImplemented
-        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-
-    def __call__(
-        self,
-        logits: jax.Array,
-        targets: jax.Array,
-        logit_lengths: jax.Array,
-        target_lengths: jax.Array,
-        *,
-        label_windows: jax.Array | None = None,
-    ) -> jax.Array:
-        """The loss of a batch; arguments and result as for `rnnt_loss`."""
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if label_windows is not None:
-            options["label_windows"] = label_windows
-        return rnnt_loss(logits, targets, logit_lengths, target_lengths, **options)
+    return loss._value("rnnt_loss", logits, targets, logit_lengths, target_lengths, label_windows)

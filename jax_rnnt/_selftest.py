@@ -5,16 +5,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _ffi
+from jax_rnnt import _checks
+from jax_rnnt._xla import loading
 from jax_rnnt.emissions import softmax
 from jax_rnnt.lattices import lattice
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, durations, products, slots
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, products, slots
 
 
 def _problem(dtype):
@@ -46,15 +44,15 @@ def _results(platform, logits, label, num_frames, num_labels):
     cotangents = -jnp.exp(arcs[0]), -jnp.exp(arcs[1])
     backward = softmax.backward(*operands, cotangents, scale, clamp, strict=True, alias=False, **options)
     results = {
-        _ffi.TARGETS[0]: (forward, arcs),
-        _ffi.TARGETS[1]: ([backward], softmax.backward_reference(*operands, scale, clamp, *cotangents, **options)),
+        loading.TARGETS[0]: (forward, arcs),
+        loading.TARGETS[1]: ([backward], softmax.backward_reference(*operands, scale, clamp, *cotangents, **options)),
     }
     if arcs[0].dtype != logits.dtype:  # the lattice only ever sees the accumulation dtypes
         return results
     # Of the kernels, of the reference.
     values: tuple[list, list] = [], []
     gradients: tuple[list, list] = [], []
-    for topology in (STANDARD, MONOTONIC, durations((2, 0, 1)), products((2, 0, 1))):
+    for topology in (STANDARD, MONOTONIC, products((2, 0, 1))):
         if not lattice.supported(topology, platform):
             continue
         operands = topology, {slot: arcs["label" in slot] for slot in slots(topology)}, num_frames, num_labels
@@ -63,20 +61,12 @@ def _results(platform, logits, label, num_frames, num_labels):
         values[1].append(expected[0])
         gradients[0].extend(jax.tree.leaves(got))
         gradients[1].extend(jax.tree.leaves(expected))
-    return results | {_ffi.TARGETS[2]: values, _ffi.TARGETS[3]: gradients}
-
-
-def _platform() -> str:
-    """The default backend's platform by the name that lowering uses."""
-    backend = jax.extend.backend.get_backend()
-    if backend.platform == "gpu":
-        return "rocm" if "rocm" in backend.platform_version.lower() else "cuda"
-    return backend.platform
+    return results | {loading.TARGETS[2]: values, loading.TARGETS[3]: gradients}
 
 
 def _required(require, platform: str) -> list[str]:
     """The platforms that must have kernels."""
-    known = [name for name, _, _ in _ffi.PLATFORMS]
+    known = [name for name, _, _ in loading.PLATFORMS]
     if require is None:
         return ["cpu", "cuda"] if platform == "cuda" else ["cpu"]
     if isinstance(require, str) or not isinstance(require, Collection) or not set(require) <= set(known):
@@ -114,25 +104,25 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     >>> lines = jax_rnnt.selftest()  # doctest: +SKIP
     cpu   jax_rnnt_softmax_emission_fwd  float32   max error 1.2e-07  ok
     """
-    platform = _platform()
-    missing = [name for name in _required(require, platform) if name in _ffi.MISSING]
+    platform = loading.default_platform()
+    missing = [name for name in _required(require, platform) if name in loading.MISSING]
     if missing:
-        lines = [f"{name:5} no kernels: {_ffi.MISSING[name]}" for name in missing]
+        lines = [f"{name:5} no kernels: {loading.MISSING[name]}" for name in missing]
         print(*lines, sep="\n")
         raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(lines))
-    if platform not in _ffi.KERNELS:
-        reason = _ffi.MISSING.get(platform, "there are none for this platform")
+    if platform not in loading.KERNELS:
+        reason = loading.MISSING.get(platform, "there are none for this platform")
         lines = [f"{platform:5} no kernels, the reference runs: {reason}"]
         print(lines[0])
         return lines
     lines, wrong = [], []
-    for dtype in _DTYPES:
+    for dtype in _checks.FLOATS:
         if dtype == "float64" and not jax.config.read("jax_enable_x64"):
             continue
         for target, (got, expected) in jax.jit(functools.partial(_results, platform))(*_problem(dtype)).items():
             error = _error(got, expected)
             # Arcs and posteriors are float32 for 16-bit logits; only the gradient of the logits is rounded to 16 bits.
-            rounded = dtype if target == _ffi.TARGETS[1] else softmax.accumulation_dtype(jnp.dtype(dtype))
+            rounded = dtype if target == loading.TARGETS[1] else softmax.accumulation_dtype(jnp.dtype(dtype))
             good = error <= 32 * float(jnp.finfo(rounded).eps)
             lines.append(f"{platform:5} {target:30} {dtype:9} max error {error:.1e}  {'ok' if good else 'WRONG'}")
             print(lines[-1])

@@ -1,13 +1,85 @@
-"""tdt_loss: token-and-duration emission o lattice of durations."""
+"""TDTLoss and tdt_loss: tokens with durations, lattice of durations."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks, _transducer, seam
+from jax_rnnt import _checks, _pytree, seam
+from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._pytree import option, static
 from jax_rnnt.emissions.softmax import Softmax
 from jax_rnnt.lattices import topology
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Durations:  # a separate base, so that its field is the first argument
+    durations: Sequence[int] = static()
+
+
+class TDTLoss(TransducerLoss, _Durations):
+    """Token-and-duration transducer loss (Xu et al. 2023): every symbol reads some frames; see `tdt_loss`.
+
+    Parameters
+    ----------
+    durations : sequence of int
+        Frames that duration i reads: distinct integers >= 0, one of them >= 1, in any order.
+    sigma : float or scalar Array, default 0.0
+        Logit under-normalisation: every arc pays sigma once. It has a gradient.
+    omega : float or scalar Array, default 0.0
+        Probability that a call takes the RNN-T loss of the token logits instead; every call then needs `key`. Its
+        gradient is 0.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`; blank=-1 is the last token.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import TDTLoss
+    >>> loss = TDTLoss([0, 1, 2], sigma=0.05)(jnp.zeros((4, 3, 8)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    6.38
+    """
+
+    sigma: float | jax.Array = option(0.0)
+    omega: float | jax.Array = option(0.0)
+
+    def _check(self, function):
+        super()._check(function)
+        self._set("durations", _checks.durations(function, "durations", self.durations, 0))
+        if not any(self.durations):
+            raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
+
+    def _draw(self, function, key):
+        """The loss with a coin (bool) in the place of omega."""
+        traced = isinstance(self.omega, jax.core.Tracer)
+        if not traced and self.omega == 0:
+            return _pytree.replace(self, omega=0.0)
+        if key is None and traced:  # 0, if all is well; NaN where it is not
+            sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
+            return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
+        if key is None:
+            raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
+        # In float32 always: the coin must not depend on jax_enable_x64.
+        return _pytree.replace(
+            self, omega=jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32)
+        )
+
+    def compose(self) -> Composition:
+        """Two softmaxes; an arc is the sum of a token and a duration."""
+        durations = tuple(self.durations)
+        emission = Softmax((self.blank,), self.fused_log_softmax, durations=len(durations))
+        bounded = self.sigma is None or self.sigma == 0
+        if self.fastemit_lambda is None and self.omega is None:
+            steps = () if self.sigma is None else (seam.UnderNormalize(self.sigma, ("blank", "label")),)
+            return Composition(emission, topology.products(durations), steps, bounded)
+        # FastEmit scales both heads of label arcs alone, and the RNN-T has arcs without a duration.
+        both = durations if self.omega is None else durations + tuple(d for d in (0, 1) if d not in durations)
+        steps = (seam.Durations(durations, self.sigma, self.omega),)
+        return Composition(emission, topology.durations(both), steps, bounded)
 
 
 def tdt_loss(
@@ -30,7 +102,7 @@ def tdt_loss(
     implementation: str | None = None,
     inplace: bool = True,
 ) -> jax.Array:
-    """Token-and-duration transducer loss (Xu et al. 2023): every symbol says how many frames it reads.
+    """Token-and-duration transducer loss (Xu et al. 2023): every symbol chooses how many frames it reads.
 
     T frames, U labels, V token classes (blank included), D durations d_i; `...` is any number of batch dimensions. Node
     (t, u): t frames read, u labels written. With log-probabilities l of the softmax over the first V logits and q of
@@ -41,7 +113,7 @@ def tdt_loss(
                       + sum over i of alpha(t - d_i, u - 1) exp(l[.., targets[u - 1]] + q[t - d_i, u - 1, i] - sigma)
         loss        = -log alpha(T_b, U_b)
 
-    where (T_b, U_b) is entered by a blank, exactly; a label leads to nodes with t < T_b only.
+    The last arc is a blank that ends exactly at T_b; labels lead only to nodes with t < T_b.
 
     Parameters
     ----------
@@ -52,15 +124,15 @@ def tdt_loss(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     durations : sequence of int
-        Frames that duration i reads, 0 or more and one of them 1 or more, no two alike, in any order. Kernels take 32;
-        with `omega` the frames 0 and 1 count among them.
+        Frames that duration i reads: distinct integers >= 0, one of them >= 1, in any order. Kernels take 32; with
+        `omega` the frames 0 and 1 count among them.
     blank : int, default -1
         The blank class; a negative one counts from the end of the tokens: -1 is V - 1.
     sigma : float or scalar Array, default 0.0
         Logit under-normalisation: every arc pays sigma once. The returned loss includes it.
     omega : float or scalar Array, default 0.0
-        Probability that this call is the RNN-T loss of the token logits instead, without durations and sigma; one coin
-        for the whole batch.
+        Probability that this call takes the RNN-T loss of the token logits instead, without durations and sigma. One
+        coin decides for the whole batch.
     key : Array, optional
         JAX random key of that coin; required unless omega is 0.
     clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
@@ -95,33 +167,9 @@ def tdt_loss(
     >>> round(float(loss), 3)
     6.38
     """
-    name = "tdt_loss"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    durations = _checks.durations(name, "durations", durations, 0)
-    classes = arrays[0].shape[-1] - len(durations)
-    if not any(durations):
-        raise ValueError(f"{name}: durations must hold one of 1 frame or more, got {durations}.")
-    if classes < 1:
-        expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {len(durations)}"
-        raise ValueError(f"{name}: logits must have {expected}, got {arrays[0].shape}.")
-    blank = _checks.class_index(name, "blank", blank, classes)
-    normalize = _checks.boolean(name, "fused_log_softmax", fused_log_softmax)
-    omega = _checks.scalar(name, "omega", omega)
-    fastemit_lambda = _checks.scalar(name, "fastemit_lambda", fastemit_lambda)
-    operands = {}
-    arcs, step = topology.products(durations), seam.under_normalize_tokens
-    if not _checks.is_zero(fastemit_lambda) or not _checks.is_zero(omega):
-        # FastEmit scales both heads of label arcs alone, and the RNN-T has arcs without a duration.
-        arcs, step = topology.durations(durations), seam.Durations(durations)
-    if not _checks.is_zero(omega):
-        if key is None:
-            raise ValueError(f"{name}: key must be a JAX random key where omega is not 0, got None.")
-        # In float32 always: the coin must not depend on jax_enable_x64.
-        operands["sampled"] = jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(omega, jnp.float32)
-        arcs = topology.durations(durations + tuple(d for d in (0, 1) if d not in durations))
-    return _transducer.evaluate(
-        name, arrays, Softmax((blank,), normalize, durations=len(durations)), arcs,
-        steps=(step,), operands=operands, sigma=sigma,
-        clamp=clamp, reduction=reduction, implementation=implementation, inplace=inplace,
-        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, label_windows=label_windows,
+    loss = build(
+        "tdt_loss", TDTLoss, durations=durations, sigma=sigma, omega=omega,
+        blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
+        fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    return loss._value("tdt_loss", logits, targets, logit_lengths, target_lengths, label_windows, key)

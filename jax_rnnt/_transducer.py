@@ -1,155 +1,228 @@
-"""A transducer loss is emission, seam, lattice: their composition, with the fused gradient.
+"""Composes emission, seam and lattice into the questions, with one fused gradient.
 
-The gradient is composed here and not by chaining the stages' own VJPs: the pullback through seam and lattice has the
-unit cotangent, so the emission's backward kernel can clip the gradient of each sequence before the incoming cotangent
-and the reduction multiply it, in its single pass over the logits.
+Chained VJPs of the stages would apply the incoming cotangent before `clamp`. So the pullback through seam and lattice
+takes the unit cotangent here. The emission's backward kernel clips the gradient of each sequence, then multiplies it by
+the cotangent, in its single pass over the logits.
+
+`loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-from jax_rnnt import _checks, seam
+from jax_rnnt import _pytree, seam
 from jax_rnnt._reduce import reduce
-from jax_rnnt._vma import vary_together
-from jax_rnnt.emissions.emission import Emission, inside_targets, isolate, out_of_range, scale_cotangent, spoiled
-from jax_rnnt.emissions.tiled import materialized, tiled
-from jax_rnnt.emissions.virtual import Inquiry, JointLogits
-from jax_rnnt.lattices import lattice
-from jax_rnnt.lattices.reference import log_likelihood
-from jax_rnnt.lattices.topology import STANDARD, Topology
+from jax_rnnt._xla import vary_together
+from jax_rnnt.emissions.emission import inside_targets, isolate, scale_cotangent, spoiled
+from jax_rnnt.emissions.softmax import Softmax
+from jax_rnnt.lattices import lattice, reference
+from jax_rnnt.lattices.topology import STANDARD, Arc, Topology, expanded
 from jax_rnnt.lattices.viterbi import best_path
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """What is known when a loss is traced. Numbers that people schedule are operands instead: they retrace nothing.
+class Composition:
+    """The parts of a loss: what `TransducerLoss.compose` returns.
 
-    `bounded` tells that the likelihood is a probability, so that the loss cannot be negative.
+    Parameters
+    ----------
+    emission : emissions.Softmax
+        How a row of logits becomes log-probabilities, a plane for each slot.
+    topology : tuple of lattices.Arc, default lattices.STANDARD
+        The arcs that leave a node. Each names the slot of its plane.
+    steps : tuple of callable, default ()
+        ``step(planes, num_frames) -> planes``, called in this order, in plain JAX. `planes` is a dict of slot to Array
+        [..., T, U + 1]; `num_frames` is T_b, int32 [...]. A step may change planes and add slots. It may use fields of
+        the loss, which get the step's gradient. Arcs may be unnormalised. The options of the loss follow: delay
+        penalty, windows and FastEmit act on slots that start with "label".
+    bounded : bool, default False
+        True: the likelihood is at most 1, so a loss below 0 is rounding and becomes 0.
+
+    Examples
+    --------
+    >>> from jax_rnnt import Composition, emissions, lattices
+    >>> Composition(emissions.Softmax((0,)), lattices.MONOTONIC).topology[1]
+    Arc(slot='label', dt=1, du=1, may_end=True, other=None)
     """
 
-    emission: Emission
+    emission: Softmax
     topology: Topology = STANDARD
     steps: tuple[seam.Step, ...] = ()
-    bounded: bool = True
-    reduction: str = "mean"
-    implementation: str | None = None
-    inplace: bool = True
+    bounded: bool | jax.Array = False
 
-    @property
-    def strict(self) -> bool:
-        return self.implementation == "kernel"
-
-    def modify(self, planes, num_frames, operands):
-        """The arcs of the topology, from the planes of the emission."""
-        return seam.modify(planes, num_frames, operands, self.steps)
-
-    def modify_isolated(self, planes, num_frames, operands):
-        """(the same, sequences with a NaN in their planes), which add nothing to gradients of the operands."""
-        bad = spoiled(planes)
-        planes = {slot: isolate(x, bad) for slot, x in planes.items()}
-        return self.modify(planes, num_frames, operands), bad
+    def __post_init__(self):
+        _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
+        _checked_sequence(self, "steps", callable, "functions", 0)
+        if not isinstance(self.emission, Softmax):
+            raise TypeError(f"Composition: emission must be an emissions.Softmax, got {self.emission!r}.")
 
 
-def _reference(spec, logits, nodes, num_frames, num_labels, operands):
+def _checked_sequence(composition, name, suitable, expected, least):
+    """Makes the field a tuple."""
+    value = getattr(composition, name)
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_sequence or not all(map(suitable, value)) or len(value) < least:
+        raise TypeError(f"Composition: {name} must be a sequence of {expected}, got {value!r}.")
+    object.__setattr__(composition, name, tuple(value))
+
+
+class Alignment(typing.NamedTuple):
+    """The best path of a lattice, as `TransducerLoss.align` and `rnnt_align` find it.
+
+    T frames, U labels; `...` is any number of batch dimensions.
+
+    Parameters
+    ----------
+    score : Array [...]
+        Log-probability of the path, in nats.
+    frames : Array, int32 [..., U]
+        The frame of each label; -1 past U_b, and where there is no path or the score is NaN.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss
+    >>> RNNTLoss().align(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1)).frames.tolist()
+    [0]
+    """
+
+    score: jax.Array
+    frames: jax.Array
+
+
+def _strict(loss) -> bool:
+    return loss.implementation == "kernel"
+
+
+def _modify(loss, planes, num_frames, windows):
+    """The arcs of the topology, from the planes of the emission."""
+    return seam.modify(planes, num_frames, loss, windows)
+
+
+def _modify_isolated(loss, planes, num_frames, windows):
+    """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
+    bad = spoiled(planes)
+    return _modify(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, windows), bad
+
+
+def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] in plain JAX."""
-    arcs, bad = spec.modify_isolated(spec.emission.reference(logits, nodes), num_frames, operands)
-    return jnp.where(bad, jnp.nan, -log_likelihood(spec.topology, arcs, num_frames, num_labels))
+    arcs, bad = _modify_isolated(loss, emission.reference(logits, nodes), num_frames, windows)
+    losses = -reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
+    return jnp.where(bad, jnp.nan, losses)
 
 
-def _split(operands):
-    """(operands with a gradient, the others). FastEmit's scale acts on gradients alone, so it has no gradient."""
-    floating = {name for name, x in operands.items() if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
-    learned = floating - {"fastemit_lambda"}
-    return tuple({k: x for k, x in operands.items() if (k in learned) == kept} for kept in (True, False))
-
-
-def _gradients(operands, of_learned):
-    """Of all operands, None for those without a gradient."""
-    return {name: of_learned.get(name) for name in operands}
+def _clamp(loss, cotangent):
+    """The clamp of each sequence; <= 0: off."""
+    clamp = -1.0 if loss.clamp is None else loss.clamp
+    return jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
 
 
 @jax.custom_vjp
-def _reference_clamped(spec, logits, nodes, num_frames, num_labels, clamp, operands):
-    return _reference(spec, logits, nodes, num_frames, num_labels, operands)
+def _reference_clamped(emission, loss, logits, nodes, num_frames, num_labels, windows):
+    return _reference(emission, loss, logits, nodes, num_frames, num_labels, windows)
 
 
-def _reference_clamped_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
-    learned, fixed = _split(operands)
-
-    def function(logits, learned):
-        return _reference(spec, logits, nodes, num_frames, num_labels, fixed | learned)
-
-    loss, vjp = jax.vjp(function, logits, learned)
-    return loss, (spec, nodes, vjp, loss, clamp, operands)
+def _reference_clamped_fwd(emission, loss, logits, *rest):
+    losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *rest), loss, logits)
+    return losses, (emission, loss, rest[0], vjp, losses)
 
 
 def _reference_clamped_bwd(residuals, cotangent):
-    spec, nodes, vjp, loss, clamp, operands = residuals
-    gradient, _ = vjp(vary_together(jnp.ones_like(loss), cotangent)[0])
-    clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
-    of_operands = _gradients(operands, vjp(cotangent)[1])
-    return None, spec.emission.finish(gradient, nodes, cotangent, clamp), *[None] * 4, of_operands
+    emission, loss, nodes, vjp, losses = residuals
+    _, gradient = vjp(vary_together(jnp.ones_like(losses), cotangent)[0])
+    of_loss, _ = vjp(cotangent)
+    return None, of_loss, emission.finish(gradient, nodes, cotangent, _clamp(loss, cotangent)), *[None] * 4
 
 
 _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 
 
 @jax.custom_vjp
-def _fused(spec, logits, nodes, num_frames, num_labels, clamp, operands):
+def _fused(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] by kernel: reads the logits once."""
-    planes, _ = spec.emission.forward(logits, nodes, strict=spec.strict)
-    arcs = spec.modify(planes, num_frames, operands)
-    return lattice.value(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
+    planes, _ = emission.forward(logits, nodes, strict=_strict(loss))
+    arcs = _modify(loss, planes, num_frames, windows)
+    return lattice.value(loss.compose().topology, arcs, num_frames, num_labels, strict=_strict(loss))
 
 
-def _fused_fwd(spec, logits, nodes, num_frames, num_labels, clamp, operands):
-    planes, saved = spec.emission.forward(logits, nodes, strict=spec.strict)
-    learned, fixed = _split(operands)
+def _fused_fwd(emission, *primals):
+    # Whether somebody asks for the gradient of a leaf that acts on the planes. That of clamp and FastEmit is 0.
+    learned = any(x.perturbed for x in jax.tree.leaves(_pytree.replace(primals[0], clamp=None, fastemit_lambda=None)))
+    loss, logits, nodes, num_frames, num_labels, windows = jax.tree.map(lambda x: x.value, primals)
+    planes, saved = emission.forward(logits, nodes, strict=_strict(loss))
 
-    def modify(planes, learned):
+    def modify(planes, loss):
         if learned:
-            return spec.modify_isolated(planes, num_frames, fixed | learned)
-        return spec.modify(planes, num_frames, fixed), None
+            return _modify_isolated(loss, planes, num_frames, windows)
+        return _modify(loss, planes, num_frames, windows), None
 
-    arcs, pullback, bad = jax.vjp(modify, planes, learned, has_aux=True)
-    loss, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
-    loss = loss if bad is None else jnp.where(bad, jnp.nan, loss)
+    arcs, pullback, bad = jax.vjp(modify, planes, loss, has_aux=True)
+    topology = loss.compose().topology
+    losses, gradients = lattice.value_and_grad(topology, arcs, num_frames, num_labels, strict=_strict(loss))
+    losses = losses if bad is None else jnp.where(bad, jnp.nan, losses)
     cotangents, _ = pullback(gradients)
-    # Operands are shared by sequences, each of which has its own cotangent: their gradient has to wait for it.
+    # All sequences share the leaves and each has its own cotangent, so the leaves' gradient waits for it.
     later = (pullback, gradients, bad) if learned else None
-    # For policies of jax.checkpoint: where these are saved, only what computes the logits runs again.
+    # A policy of jax.checkpoint that saves this name recomputes the logits alone.
     name = functools.partial(checkpoint_name, name="rnnt_residuals")
-    loss, saved, cotangents, later = jax.tree.map(name, (loss, saved, cotangents, later))  # jax 0.6: arrays only
-    return loss, (spec, logits, nodes, saved, cotangents, clamp, operands, later)
+    losses, saved, cotangents, later = jax.tree.map(name, (losses, saved, cotangents, later))  # jax 0.6: arrays only
+    return losses, (emission, loss, logits, nodes, saved, cotangents, later)
 
 
 def _fused_bwd(residuals, cotangent):
-    spec, logits, nodes, saved, cotangents, clamp, operands, later = residuals
-    clamp = jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
-    of_operands = dict.fromkeys(operands)
+    emission, loss, logits, nodes, saved, cotangents, later = residuals
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+    of_loss = None
     if later is not None:
         pullback, gradients, bad = later
         scale = jnp.where(bad, 0, cotangent)
-        scaled = {slot: scale_cotangent(g, scale) for slot, g in gradients.items()}
-        of_operands = _gradients(operands, pullback(scaled)[1])
-    arguments = logits, spec.emission.mute(nodes, cotangent), saved, cotangents, cotangent, clamp
-    gradient = spec.emission.backward(*arguments, strict=spec.strict, alias=spec.inplace)
-    return None, gradient, *[None] * 4, of_operands
+        _, of_loss = pullback({slot: scale_cotangent(g, scale) for slot, g in gradients.items()})
+    arguments = logits, emission.mute(nodes, cotangent), saved, cotangents, cotangent, _clamp(loss, cotangent)
+    gradient = emission.backward(*arguments, strict=_strict(loss), alias=loss.inplace)
+    return None, of_loss, gradient, *[None] * 4
 
 
-_fused.defvjp(_fused_fwd, _fused_bwd)
+_fused.defvjp(_fused_fwd, _fused_bwd, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _planes(emission, loss, logits, nodes):
+    """Planes by slot, by kernel. Their gradient reads the logits once more, however many uses the planes have."""
+    return emission.forward(logits, nodes, strict=_strict(loss))[0]
+
+
+def _planes_fwd(emission, loss, logits, nodes):
+    planes, saved = emission.forward(logits, nodes, strict=_strict(loss))
+    return planes, (emission, loss, logits, nodes, saved)
+
+
+def _planes_bwd(residuals, cotangents):
+    emission, loss, logits, nodes, saved = residuals
+    first = next(iter(cotangents.values()))
+    scale = jnp.ones_like(first[..., 0, 0]) if first.size else jnp.ones(first.shape[:-2], first.dtype)
+    arguments = logits, nodes, saved, cotangents, scale, -scale
+    return None, None, emission.backward(*arguments, strict=_strict(loss), alias=loss.inplace), None
+
+
+_planes.defvjp(_planes_fwd, _planes_bwd)
 
 
 def _nonnegative(losses, targets, target_lengths, blanks):
-    """The losses, at least 0 with an unchanged gradient: rounding must not make a likelihood of 1 a negative loss.
+    """Raises losses below 0 to 0, with an unchanged gradient: rounding may lift a likelihood of 1 above 1.
 
-    A label that equals a blank counts twice, so that the likelihood of its sequence may truly exceed 1.
+    Sequences with a label that equals a blank stay as they are: both arcs count, so the likelihood may exceed 1.
     """
     is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in blanks))
     twice = jnp.any(inside_targets(targets, target_lengths) & is_blank, -1)
@@ -157,148 +230,113 @@ def _nonnegative(losses, targets, target_lengths, blanks):
     return losses - below
 
 
-def _prepare(spec, logits, targets, logit_lengths, target_lengths, operands) -> tuple[Any, Any, jax.Array]:
-    """((logits, nodes, num_frames, num_labels), operands, bad [...]), to compute with.
+def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, windows) -> tuple[Any, ...]:
+    """((loss, logits, nodes, num_frames, num_labels, windows), bad [...]) for the computation.
 
-    A sequence with lengths or labels out of range becomes T_b = U_b = 0, so that nothing of it is read and its gradient
-    is zero, and is marked bad.
+    A sequence with lengths or labels out of range is marked bad and gets T_b = U_b = 0: none of its rows is read, and
+    its gradient is zero.
     """
-    frames, classes = spec.emission.dimensions(logits)
-    bad = out_of_range(targets, logit_lengths, target_lengths, frames, classes)
-    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
-    nodes = spec.emission.nodes(logits, targets, num_frames, num_labels, operands)
+    *problem, bad = emission.prepare(logits, targets, logit_lengths, target_lengths)
     # Logits first: its sharding and varying axes are those of the result.
-    leaves, structure = jax.tree.flatten(((logits, nodes, num_frames, num_labels), operands))
-    return *jax.tree.unflatten(structure, vary_together(*leaves)), bad
+    leaves, structure = jax.tree.flatten((*problem, windows, loss))
+    logits, nodes, num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, vary_together(*leaves))
+    return (loss, logits, nodes, num_frames, num_labels, windows), bad
 
 
-@jax.jit
-def loss(spec: Spec, logits, targets, logit_lengths, target_lengths, clamp, operands):
-    """The reduced loss. `clamp` is None where it is known to be off; `operands` are those of the seam."""
-    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
-    if spec.implementation == "reference" and clamp is None:
-        logits, nodes, num_frames, num_labels = arrays
-        losses = _reference(spec, logits, nodes, num_frames, num_labels, operands)
-    else:
-        function = _reference_clamped if spec.implementation == "reference" else _fused
-        losses = function(spec, *arrays, jnp.asarray(-1.0 if clamp is None else clamp), operands)
-    if spec.bounded and spec.emission.normalize and not {"delay_penalty", "sigma"} & set(operands):
-        losses = _nonnegative(losses, targets, target_lengths, spec.emission.blanks)
+_jit = functools.partial(jax.jit, static_argnums=1)
+
+
+@_jit
+def value(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
+    """The reduced loss."""
+    problem = logits, targets, logit_lengths, target_lengths, windows
+    (loss, logits, *rest), bad = _prepare(loss, emission, *problem)
+    function: Callable[..., jax.Array] = _fused
+    if loss.implementation == "reference":  # differentiable in forward mode, unless it clips
+        function = _reference_clamped if emission.clips and loss.clamp is not None else _reference
+    losses = function(emission, loss, logits, *rest)
+    if emission.normalized(logits) and (bounded := loss.compose().bounded) is not False:
+        bounded = bounded if loss.delay_penalty is None else bounded & (loss.delay_penalty == 0)
+        at_least_0 = _nonnegative(losses, targets, target_lengths, emission.blanks)
+        losses = at_least_0 if bounded is True else jnp.where(bounded, at_least_0, losses)
     losses = jnp.where(bad, jnp.nan, losses)
-    return reduce(losses, target_lengths, spec.reduction)
+    return reduce(losses, target_lengths, loss.reduction)
 
 
-def _arcs(spec, arrays, operands):
-    """(arcs by slot, sequences with a NaN in them), without the fused gradient."""
-    logits, nodes, num_frames, _ = arrays
-    if spec.implementation == "reference":
-        planes = spec.emission.reference(logits, nodes)
-    else:
-        planes, _ = spec.emission.forward(logits, nodes, strict=spec.strict)
-    return spec.modify_isolated(planes, num_frames, operands)
+def _plain_planes(loss, emission, logits, nodes):
+    """Planes by slot, without the fused gradient."""
+    if loss.implementation == "reference":
+        return emission.reference(logits, nodes)
+    return _planes(emission, _pure(loss), logits, nodes)
 
 
-@jax.jit
-def posteriors(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
+def _pure(loss):
+    """The loss without its leaves: the static fields."""
+    return jax.tree.map(lambda _: None, loss)
+
+
+def _lattice(loss, emission, *problem):
+    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN) for questions other than the loss."""
+    # FastEmit acts on the loss's gradient alone.
+    loss = _pytree.replace(loss, fastemit_lambda=None)
+    (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
+    arcs, nan = _modify_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    return loss.compose().topology, arcs, num_frames, num_labels, bad | nan
+
+
+@_jit
+def posteriors(loss, emission, *problem):
     """(blank, label) posteriors [..., T, U1], each the sum over all arcs of its kind that leave a node.
 
     NaN for a sequence whose lengths or labels are out of range.
     """
-    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
-    *_, num_frames, num_labels = arrays
-    arcs, nan = _arcs(spec, arrays, operands)
-    bad |= nan
-    if spec.implementation == "reference":
-        _, gradients = lattice.reference_grad(spec.topology, arcs, num_frames, num_labels)
+    return _posteriors(loss, emission, *problem)
+
+
+def _posteriors(loss, emission, *problem):
+    topology, arcs, num_frames, num_labels, bad = _lattice(loss, emission, *problem)
+    if loss.implementation == "reference":
+        _, gradients = lattice.reference_grad(topology, arcs, num_frames, num_labels)
     else:
-        _, gradients = lattice.value_and_grad(spec.topology, arcs, num_frames, num_labels, strict=spec.strict)
+        _, gradients = lattice.value_and_grad(topology, arcs, num_frames, num_labels, strict=_strict(loss))
 
     def kind(name):
-        total = -sum(g for slot, g in gradients.items() if slot.startswith(name))
-        return jnp.where(bad[..., None, None], jnp.nan, 0 + total)  # 0 and no -0
+        zero = jnp.zeros_like(next(iter(gradients.values())))
+        total = sum((g for slot, g in gradients.items() if slot.startswith(name)), zero)
+        return jnp.where(bad[..., None, None], jnp.nan, 0 - total)  # 0 and no -0
 
     return kind("blank"), kind("label")
 
 
-@jax.jit
-def align(spec: Spec, logits, targets, logit_lengths, target_lengths, operands):
-    """(score [...], frames [..., U]) of the best path."""
-    if spec.strict:
-        message = "implementation='kernel': jax_rnnt has no kernel for the best path; "
-        raise NotImplementedError(message + "use implementation=None or 'reference'.")
-    arrays, operands, bad = _prepare(spec, logits, targets, logit_lengths, target_lengths, operands)
-    arcs, nan = _arcs(spec, arrays, operands)
-    bad |= nan
-    score, frames = best_path(spec.topology, arcs, *arrays[2:])
-    return jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)
+@_jit
+def emission_frames(loss, emission, *problem):
+    """The expected frame of every label, [..., U]."""
+    label = _posteriors(loss, emission, *problem)[1][..., :-1]
+    return jnp.sum(seam.frame(label).astype(label.dtype) * label, -2)
 
 
-# ---------------------------------------------------------------------------------------------- for the public losses
+@_jit
+def latency(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
+    """The expected latency, reduced."""
+    _, label = _posteriors(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
+    total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
+    losses = total / jnp.maximum(target_lengths, 1).astype(total.dtype)
+    return reduce(losses, target_lengths, loss.reduction)
 
 
-def seam_operands(function, targets, *, fastemit_lambda=0.0, delay_penalty=0.0, label_windows=None, sigma=0.0):
-    """Operands of the seam, checked; a number known to be 0 is left out."""
-    scalars = {"fastemit_lambda": fastemit_lambda, "delay_penalty": delay_penalty, "sigma": sigma}
-    scalars = {name: _checks.scalar(function, name, x) for name, x in scalars.items()}
-    operands = {name: x for name, x in scalars.items() if not _checks.is_zero(x)}
-    if label_windows is not None:
-        shape = (*targets.shape, 2)
-        operands["label_windows"] = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
-    return operands
+@_jit
+def align(loss, emission, *problem):
+    """The best path."""
+    *arguments, bad = _lattice(loss, emission, *problem)
+    score, frames = best_path(*arguments)
+    return Alignment(jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames))
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Composition:
-    """What a loss is made of: for those that ask something else of its lattice, without what acts on its gradient."""
-
-    spec: Spec
-    arrays: tuple[Any, ...]
-    operands: dict[str, Any]
-
-
-def evaluate(
-    function: str,
-    arrays,
-    emission: Emission,
-    topology: Topology = STANDARD,
-    *,
-    steps: tuple[seam.Step, ...] = (),
-    bounded: bool = True,
-    clamp=-1.0,
-    reduction="mean",
-    implementation=None,
-    inplace=True,
-    operands=None,
-    **options,
-) -> Any:
-    """The loss that these parts make: all that is left for a public function to do once its own arguments are checked.
-
-    `arrays` are (logits, targets, logit_lengths, target_lengths) from `_checks`; `options` are those of
-    `seam_operands`; `operands` are arrays for the steps. Errors name `function`. Of an `Inquiry` in place of logits the
-    result is a `Composition`.
-    """
-    logits, *rest = arrays
-    if isinstance(logits, JointLogits):
-        if implementation == "reference":
-            logits = materialized(logits, emission, *rest)
-        else:
-            emission, logits = tiled(logits, emission)
-        arrays = logits, *rest
-    if implementation == "reference":
-        _checks.unsplit(function, "logits", logits, {-3: "T", -2: "U + 1"}, " with implementation='reference'")
-    spec = Spec(
-        emission,
-        topology,
-        steps,
-        bounded,
-        reduction=_checks.reduction(function, reduction),
-        implementation=_checks.choice(function, "implementation", implementation, _checks.IMPLEMENTATIONS),
-        inplace=_checks.boolean(function, "inplace", inplace),
-    )
-    clamp = _checks.scalar(function, "clamp", clamp)
-    clamp = None if isinstance(clamp, float) and clamp <= 0 else clamp
-    operands = {**seam_operands(function, arrays[1], **options), **(operands or {})}
-    if isinstance(logits, Inquiry):
-        operands.pop("fastemit_lambda", None)
-        return Composition(spec, (logits.logits, *rest), operands)
-    return loss(spec, *arrays, clamp, operands)
+@_jit
+def arcs(loss, emission, *problem):
+    """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
+    (loss, logits, nodes, num_frames, _, windows), bad = _prepare(loss, emission, *problem)
+    planes = _modify(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    topology = loss.compose().topology
+    made = {wide.slot: arc.of(planes) for arc, wide in zip(topology, expanded(topology), strict=True)}
+    return {slot: jnp.where(bad[..., None, None], jnp.nan, x) for slot, x in made.items()}

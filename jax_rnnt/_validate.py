@@ -1,11 +1,13 @@
 """validate_inputs: the opt-in check of data."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _layouts
 
 
 def validate_inputs(
@@ -15,16 +17,16 @@ def validate_inputs(
     target_lengths: jax.Array,
     blank: int = -1,
 ) -> None:
-    """Checks lengths and labels against the shapes, which the losses themselves answer with NaN for that sequence.
+    """Checks lengths and labels; the losses return NaN for such sequences instead of raising.
 
-    T frames, U labels, V classes; `...` is any number of batch dimensions. Eager calls raise; inside a function that is
-    transformed by `jax.experimental.checkify.checkify` the checks become part of its error value. There is a cost: an
-    eager call waits for the lengths and targets.
+    T frames, U labels, V classes; `...` is any number of batch dimensions. Eager calls raise. Under
+    `jax.experimental.checkify.checkify` the checks become part of the function's error value. An eager call waits for
+    the lengths and targets.
 
     Parameters
     ----------
     logits : Array, floating [..., T, U + 1, V]
-        Only its shape and dtype are looked at.
+        An array, `JointLogits` or `AdditiveLogits`: only shape and dtype count. For `tdt_loss` pass the V token logits.
     targets : Array, integer [..., U]
         Each of the first `target_lengths` must lie in [0, V).
     logit_lengths, target_lengths : Array, integer [...]
@@ -35,8 +37,8 @@ def validate_inputs(
     Raises
     ------
     TypeError, ValueError
-        For static mistakes, as the losses raise them; eagerly also ValueError with the first offending position, what
-        was expected and what came.
+        For static mistakes, as the losses raise them. Eager calls also raise a ValueError that names the first
+        offending position, the expected range and the given value.
 
     Examples
     --------
@@ -48,9 +50,9 @@ def validate_inputs(
     ValueError: validate_inputs: targets[0, 1] must lie in [0, 5), got 9.
     """
     name = "validate_inputs"
-    arrays = _checks.arrays(name, logits, targets, logit_lengths, target_lengths)
-    logits, targets, logit_lengths, target_lengths = arrays
-    frames, labels, classes = logits.shape[-3], logits.shape[-2] - 1, logits.shape[-1]
+    layout = _layouts.of(name, logits)
+    targets, logit_lengths, target_lengths = layout.sequences(name, targets, logit_lengths, target_lengths)
+    frames, labels, classes = layout.frames, targets.shape[-1], layout.classes
     _checks.class_index(name, "blank", blank, classes)
     column = jax.lax.broadcasted_iota(jnp.int32, targets.shape, targets.ndim - 1)
     used = column < target_lengths[..., None]

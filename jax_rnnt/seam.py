@@ -1,7 +1,7 @@
-"""What may happen between the two stages: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
+"""The seam between the two stages: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
 
-Steps of a variant come first, `step(arcs, num_frames, operands) -> arcs`: they are static, so they are functions of a
-module or frozen dataclasses. Then come the public options. A slot that starts with "label" is a label arc.
+Steps of a loss come first, ``step(planes, num_frames) -> planes``. Then come the public options. A slot that starts
+with "label" is a label arc.
 """
 
 import dataclasses
@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jax_rnnt.lattices.topology import slots
 
 
 @jax.custom_jvp
@@ -55,98 +57,96 @@ def label_slots(arcs) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ steps of variants
 
-Step = Callable[[dict[str, jax.Array], jax.Array, dict[str, Any]], dict[str, jax.Array]]
+Step = Callable[[dict[str, jax.Array], jax.Array], dict[str, jax.Array]]
 
 
-def pay_next_blank(arcs, num_frames, operands):
+def pay_next_blank(arcs, num_frames):
     """k2's constrained RNN-T: a label also pays the blank of the node that it leads to, in the same frame."""
     blank = arcs["blank"]
     after = jnp.concatenate([blank[..., 1:], jnp.full_like(blank[..., :1], -jnp.inf)], -1)
     return {**arcs, "label": arcs["label"] + after}
 
 
-def final_blank(arcs, num_frames, operands):
+def final_blank(arcs, num_frames):
     """No label in the last frame, so that a path of one symbol a frame ends with a blank."""
     last = frame(arcs["label"]) == num_frames[..., None, None] - 1
     return {**arcs, "label": jnp.where(last, -jnp.inf, arcs["label"])}
 
 
-def _sigma(arc, operands):
-    return jnp.asarray(operands.get("sigma", 0), arc.dtype)
+@dataclasses.dataclass(frozen=True)
+class UnderNormalize:
+    """Subtracts `sigma` once from every arc (Xu et al. 2022): from the given slots, or from all."""
 
+    sigma: Any
+    slots: tuple[str, ...] = ()
 
-def under_normalize(arcs, num_frames, operands):
-    """Every arc pays sigma once (Xu et al. 2022)."""
-    return {slot: x - _sigma(x, operands) for slot, x in arcs.items()}
-
-
-def under_normalize_tokens(arcs, num_frames, operands):
-    """Every arc of a token and a duration pays sigma once: with the token."""
-    return arcs | {slot: arcs[slot] - _sigma(arcs[slot], operands) for slot in ("blank", "label")}
+    def __call__(self, arcs, num_frames):
+        return arcs | {slot: arcs[slot] - jnp.asarray(self.sigma, arcs[slot].dtype) for slot in self.slots or arcs}
 
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
     """Token times duration, arc by arc: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d".
 
-    Where `operands["sampled"]` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no
-    durations, no sigma.
+    Where `sampled` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no durations,
+    no sigma.
     """
 
     durations: tuple[int, ...]
+    sigma: Any = None
+    sampled: Any = None
 
-    def __call__(self, arcs, num_frames, operands):
-        sampled, nothing = operands.get("sampled"), jnp.full_like(arcs["blank"], -jnp.inf)
-        every = dict.fromkeys(self.durations if sampled is None else (*self.durations, 0, 1))
+    def __call__(self, arcs, num_frames):
+        nothing = jnp.full_like(arcs["blank"], -jnp.inf)
+        sigma = jnp.asarray(0 if self.sigma is None else self.sigma, nothing.dtype)
+        every = dict.fromkeys(self.durations if self.sampled is None else (*self.durations, 0, 1))
         out = {}
         for slot, alone in (("blank", 1), ("label", 0)):
             for d in every:
                 if d in self.durations:
-                    arc = arcs[slot] + arcs[f"duration+{self.durations.index(d)}"] - _sigma(nothing, operands)
+                    arc = arcs[slot] + arcs[f"duration+{self.durations.index(d)}"] - sigma
                 else:
                     arc = nothing
-                if sampled is not None:
-                    arc = jnp.where(sampled, arcs[slot] if d == alone else nothing, arc)
+                if self.sampled is not None:
+                    arc = jnp.where(self.sampled, arcs[slot] if d == alone else nothing, arc)
                 out[f"{slot}+{d}"] = arc
         out.pop("blank+0", None)  # would not move
         return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Unband:
-    """Planes of a band, [..., T, S] with column `operands["first"][..., t] + s` in place s -> all `columns`."""
-
-    columns: int
-
-    def __call__(self, arcs, num_frames, operands):
-        return {slot: unband(x, operands["first"], self.columns) for slot, x in arcs.items()}
+# ------------------------------------------------------------------------------------------------------------- all
 
 
-def unband(x, first, columns):
-    """[..., T, S] -> [..., T, columns], -inf outside the band; one-hot and not a gather, so that it shards."""
-    width, rank = x.shape[-1], x.ndim + 1
-    column = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 2) + (columns, 1), rank - 2)
-    place = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (width,), rank - 1)
-    hit = column - first[..., None, None] == place
-    picked = jnp.sum(jnp.where(hit, x[..., None, :], 0), -1)
-    return jnp.where(jnp.any(hit, -1), picked, -jnp.inf)
+def _checked(planes, shape, topology_slots, loss):
+    """Raises, in the name of the loss, unless every slot of its topology has a plane of this shape."""
+    name = type(loss).__name__
+    if not isinstance(planes, dict) or not set(topology_slots) <= set(planes):
+        got = sorted(planes) if isinstance(planes, dict) else repr(planes)
+        expected = f"a plane for every slot of its topology, {sorted(topology_slots)}"
+        raise ValueError(f"{name}.compose(): emission and steps must give {expected}, got {got}.")
+    for slot in topology_slots:
+        if jnp.shape(planes[slot]) != shape:
+            expected = f"shape [..., T, U + 1] = {shape}"
+            raise ValueError(
+                f"{name}.compose(): plane {slot!r} must have {expected} after the steps, got {jnp.shape(planes[slot])}."
+            )
 
 
-# ---------------------------------------------------------------------------------------------------- public options
-
-
-def modify(arcs, num_frames, operands, steps: tuple[Step, ...] = ()):
-    """Steps of the variant, then the options that are present, by the names of the public keywords."""
-    for step in steps:
-        arcs = step(arcs, num_frames, operands)
+def modify(planes, num_frames, loss, windows):
+    """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options."""
+    composition, like = loss.compose(), next(iter(planes.values()))
+    for step in composition.steps:
+        planes = step(planes, num_frames)
+    wanted = slots(composition.topology)
+    _checked(planes, like.shape, wanted, loss)
+    arcs = {slot: planes[slot].astype(like.dtype) for slot in wanted}
     for slot in label_slots(arcs):
         label = arcs[slot]
-        as_scalar = lambda name: jnp.asarray(operands[name], label.dtype)  # noqa: B023, E731
-        if "delay_penalty" in operands:
-            label = delay_penalty(label, num_frames, as_scalar("delay_penalty"))
-        if "label_windows" in operands:
-            label = label_windows(label, operands["label_windows"])
-        if "fastemit_lambda" in operands:
-            label = fastemit(label, as_scalar("fastemit_lambda"))
-        arcs = {**arcs, slot: label}
+        if loss.delay_penalty is not None:
+            label = delay_penalty(label, num_frames, jnp.asarray(loss.delay_penalty, label.dtype))
+        if windows is not None:
+            label = label_windows(label, windows)
+        if loss.fastemit_lambda is not None:
+            label = fastemit(label, jnp.asarray(loss.fastemit_lambda, label.dtype))
+        arcs[slot] = label
     return arcs

@@ -1,1 +1,3 @@
-"""Emissions: logits -> log-probability of the arcs that leave each node."""
+"""Emissions: logits -> log-probabilities of the arcs."""
+
+from jax_rnnt.emissions.softmax import Softmax as Softmax

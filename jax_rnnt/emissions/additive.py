@@ -1,4 +1,4 @@
-"""Additive emission: logits am[t, v] + lm[u, v] that never exist, normalised by one matrix product (Kuang et al. 2022).
+"""Additive emission: logits am[t, v] + lm[u, v], never formed, normalised by one matrix product (Kuang et al. 2022).
 
     lse[t, u]   = log sum over v of exp(am[t, v]) exp(lm[u, v])
     log_blank   = am[t, blank] + lm[u, blank] - lse            log_label = am[t, y[u]] + lm[u, y[u]] - lse
@@ -7,7 +7,7 @@ Smoothing mixes in log-probabilities of either network alone, with p[v] the mean
 
     log_x = (1 - l - a) log_x + l (lm[u, x] - log sum exp lm[u]) + a (am[t, x] + log p[x] - log sum over v of exp am p)
 
-In plain JAX: matrix products do the work, and the gradient through them is another three.
+All of it is plain JAX: XLA's matrix products do the work.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, isolate, label_map, scale_cotangent
+from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, isolate, scale_cotangent
 from jax_rnnt.emissions.softmax import accumulation_dtype, one_hot
 
 
@@ -48,15 +48,23 @@ def _relative(x):
     return x, jnp.exp(x)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Additive(Emission):
-    """Of `Scores`. Each leaf is read relative to its row's largest score: an offset that rows share rounds nothing."""
+    """Reads `Scores`, each row relative to its largest score: a common offset costs no precision.
+
+    `slots` names the plane of each of `blanks`.
+    """
+
+    blanks: tuple[int, ...]
+    slots: tuple[str, ...]
+    clips = False
 
     def dimensions(self, logits):
         return logits.am.shape[-2:]
 
-    def nodes(self, logits, targets, num_frames, num_labels, operands):
-        return label_map(targets, num_labels), num_frames
+    def normalized(self, logits):
+        return logits.lm_only is None and logits.am_only is None
 
     def reference(self, logits, nodes):
         am, lm = logits.am, logits.lm
@@ -75,13 +83,14 @@ class Additive(Emission):
         am_label = _product(jnp.where(forbidden, 0, am), hot.astype(dtype))
         am_label = jnp.where(_product(forbidden.astype(dtype), hot.astype(dtype)) > 0, -jnp.inf, am_label)
         lm_label = jnp.sum(jnp.where(hot, lm, 0), -1)[..., None, :]
-        blank = self.blanks[0]
-        am_blank, lm_blank = am[..., blank, None], lm[..., blank][..., None, :]
-
-        scores = {"blank": am_blank + lm_blank, "label": am_label + lm_label}
-        # Below the range of floats: no class is likely on both sides. What is left is a bound, which keeps p <= 1.
+        # By slot, the score of its class in either network.
+        of = {slot: (am[..., v, None], lm[..., v][..., None, :]) for slot, v in zip(self.slots, self.blanks)}
+        of["label"] = am_label, lm_label
+        scores = {slot: of_am + of_lm for slot, (of_am, of_lm) in of.items()}
+        # The product underflows where no class is likely on both sides. `low` is a lower bound, which keeps p <= 1.
         tiny = jnp.finfo(dtype).tiny
-        low = jnp.maximum(jnp.maximum(scores["blank"], jnp.where(label < 0, -jnp.inf, scores["label"])), -1e30)
+        known = (jnp.where(label < 0, -jnp.inf, x) if slot == "label" else x for slot, x in scores.items())
+        low = functools.reduce(jnp.maximum, known, jnp.asarray(-1e30, dtype))
         log_total = jnp.where(total > tiny, jnp.log(jnp.where(total > tiny, total, 1)), low)
         log_total = jnp.where(jnp.isnan(total) | jnp.isposinf(total), jnp.nan, log_total)
 
@@ -98,18 +107,25 @@ class Additive(Emission):
             log_unigram = jnp.log(unigram + tiny)
             unigram_label = jnp.sum(jnp.where(hot, log_unigram[..., None, :], 0), -1)[..., None, :]
             norm_am = jnp.log(jnp.sum(exp_am * unigram[..., None, :], -1, keepdims=True) + tiny)
-            alone = {
-                "blank": (lm_blank, am_blank + log_unigram[..., blank][..., None, None]),
-                "label": (lm_label, am_label + unigram_label),
-            }
-            for slot, (of_lm, of_am) in alone.items():
+            log_prior = {slot: log_unigram[..., v][..., None, None] for slot, v in zip(self.slots, self.blanks)}
+            log_prior["label"] = unigram_label
+            for slot, (of_am, of_lm) in of.items():
                 mixed = _weighted(1 - weights[0] - weights[1], planes[slot])
                 mixed = mixed + _weighted(weights[0], of_lm - jnp.log(sum_lm)[..., None, :])
-                planes[slot] = mixed + _weighted(weights[1], of_am - norm_am)
+                planes[slot] = mixed + _weighted(weights[1], of_am + log_prior[slot] - norm_am)
         planes["label"] = jnp.where(label == NO_LABEL, -jnp.inf, planes["label"])
         inside = rows[..., None] & columns[..., None, :]
         planes = {slot: jnp.where(bad[..., None, None], jnp.nan, x) for slot, x in planes.items()}
         return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}
+
+    def forward(self, logits, nodes, *, strict=False):
+        if strict:
+            message = "implementation='kernel': jax_rnnt has no kernel for the emission of AdditiveLogits; "
+            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        return self.reference(logits, nodes), ()
+
+    def mute(self, nodes, scale):
+        return nodes  # as in the forward pass, whose products XLA then keeps for the backward pass
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip."""

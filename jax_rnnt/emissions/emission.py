@@ -1,12 +1,11 @@
-"""What an emission is: logits -> log-probabilities ("planes") from which the seam makes the arcs of a lattice.
+"""Emissions: logits -> log-probabilities ("planes"), from which the seam makes the arcs of a lattice.
 
-An emission is a frozen, hashable object, so that it can be static under jit. Its planes are named by slots; a slot that
-starts with "label" is a label arc. `nodes` are the integers that say which rows belong to a sequence and what leaves
-them. Only `reference` must be written: the rest follows from it, until a kernel takes its place.
+Planes are named by slots; a slot that starts with "label" is a label arc.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +21,6 @@ def label_map(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
     last = num_labels[..., None]
     padded = jnp.pad(targets, [(0, 0)] * (targets.ndim - 1) + [(0, 1)])
     return jnp.where(column < last, padded, jnp.where(column == last, NO_LABEL, OUTSIDE))[..., None, :]
-
-
-def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, width: int) -> jax.Array:
-    """int32 [..., T, S]: class of the label arc that leaves column first[..., t] + s in frame t."""
-    rank = first.ndim + 2
-    place = jax.lax.broadcasted_iota(jnp.int32, (1,) * first.ndim + (width,), first.ndim)
-    column = first[..., None] + place
-    index = jax.lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + targets.shape[-1:], rank - 1)
-    picked = jnp.sum(jnp.where(column[..., None] == index, targets[..., None, None, :], 0), -1, dtype=jnp.int32)
-    last = num_labels[..., None, None]
-    within = (column >= 0) & (column < last)
-    return jnp.where(within, picked, jnp.where(column == last, NO_LABEL, OUTSIDE))
 
 
 def inside_targets(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
@@ -69,7 +56,7 @@ def _each(condition: jax.Array, like: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def isolate(x, bad):
-    """x, and 0 in the sequences `bad` [...], whose own gradient is NaN: what sequences share gets nothing from them."""
+    """x with 0 in the sequences `bad` [...]: their own gradient is NaN, but shared arrays get nothing from them."""
     return jnp.where(_each(bad, x), 0, x)
 
 
@@ -84,21 +71,35 @@ def spoiled(planes: dict[str, jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in planes.values()))
 
 
-@dataclasses.dataclass(frozen=True)
 class Emission:
-    """`blanks` are the blank classes; `normalize=False`: the logits already are log-probabilities."""
+    """How logits become planes. A frozen, hashable object, static under jit: `jax.tree_util.register_static`.
 
-    blanks: tuple[int, ...]
-    normalize: bool = True
+    `logits` is an array, or whatever arrays a layout gives in its place.
+    """
+
+    blanks: Any  # classes, a tuple of int
+    clips = True  # whether there are logits whose gradient a clamp can clip
+
+    def normalized(self, logits) -> bool:
+        """Whether the arcs of a node are probabilities that sum to 1 at most."""
+        raise NotImplementedError
 
     def dimensions(self, logits) -> tuple[int, int]:
-        """(T, V): how many frames there may be, and in what range labels must lie."""
-        return logits.shape[-3], logits.shape[-1]
+        """(T, V): the bounds of lengths and labels."""
+        raise NotImplementedError
 
-    def nodes(self, logits, targets, num_frames, num_labels, operands):
-        """(label map, num_frames), or whatever else `reference` wants to know about the rows."""
-        if "first" in operands:
-            return band_label_map(targets, num_labels, operands["first"], logits.shape[-2]), num_frames
+    def prepare(self, logits, targets, logit_lengths, target_lengths):
+        """(logits, nodes, num_frames, num_labels, bad [...]) of a batch.
+
+        A sequence with lengths or labels out of range is bad and gets T_b = U_b = 0. `nodes` holds integers: which rows
+        belong to a sequence, and which label arc leaves each.
+        """
+        bad = out_of_range(targets, logit_lengths, target_lengths, *self.dimensions(logits))
+        num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
+        return logits, self.nodes(logits, targets, num_frames, num_labels), num_frames, num_labels, bad
+
+    def nodes(self, logits, targets, num_frames, num_labels):
+        """(label map, num_frames), or other arrays that tell `reference` which rows to read."""
         return label_map(targets, num_labels), num_frames
 
     def reference(self, logits, nodes) -> dict[str, jax.Array]:
@@ -106,25 +107,32 @@ class Emission:
         raise NotImplementedError
 
     def forward(self, logits, nodes, *, strict=False):
-        """(planes, residuals of `backward`); `strict` insists on a kernel."""
-        self.refuse(strict)
-        return self.reference(logits, nodes), ()
-
-    def mute(self, nodes, scale):
-        """The same nodes without sequences of which `scale` [...] is 0: a masked loss gives 0, whatever its logits."""
-        label, num_frames = nodes
-        return label, jnp.where(scale == 0, 0, num_frames)
-
-    def refuse(self, strict):
-        if strict:
-            message = f"implementation='kernel': jax_rnnt has no kernel for the emission {type(self).__name__}; "
-            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        """(planes, residuals of `backward`) by kernel; `strict` insists on one."""
+        raise NotImplementedError
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         """scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...]."""
-        (gradient,) = jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)
-        return self.finish(gradient, nodes, scale, clamp)
+        raise NotImplementedError
+
+    def mute(self, nodes, scale):
+        """The nodes without sequences whose `scale` [...] is 0: a masked loss has gradient 0, whatever its logits."""
+        label, num_frames = nodes
+        return label, jnp.where(scale == 0, 0, num_frames)
 
     def finish(self, gradient, nodes, scale, clamp):
         """scale * clip(gradient, clamp)."""
         return jax.tree.map(lambda g: clip_and_scale(g, scale, clamp), gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper(Emission):
+    """Another layout of the rows that `inner` reads."""
+
+    inner: Any
+
+    @property
+    def blanks(self):
+        return self.inner.blanks
+
+    def normalized(self, logits):
+        return self.inner.normalized(logits)

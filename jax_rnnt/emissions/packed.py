@@ -1,7 +1,7 @@
-"""Softmax emission of packed logits: the rows of all sequences one after the other, no padding between them.
+"""Emission of packed logits: the rows of all sequences one after the other, no padding between them.
 
-Each row is a sequence of one node for the emission, which so runs on the packed logits as they are, in place; only its
-planes are put where the lattice wants them.
+The inner emission takes each row as a sequence of one node, so it runs on the packed logits in place. Only its planes
+are gathered into the padded lattice.
 """
 
 import dataclasses
@@ -10,8 +10,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions import softmax
-from jax_rnnt.emissions.emission import NO_LABEL, Emission, clip_and_scale
+from jax_rnnt.emissions.emission import NO_LABEL, Wrapper, clip_and_scale, out_of_range
 
 
 class Nodes(typing.NamedTuple):
@@ -31,77 +30,84 @@ def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[ja
     return jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]]), end
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Packed(Emission):
-    """Of logits [N, V] with at most `frames` frames a sequence; `operands["first_row"]` comes from `offsets`."""
+class Packed(Wrapper):
+    """Reads logits [N, V] with at most `frames` frames a sequence."""
 
-    frames: int = 0
+    frames: int
 
     def dimensions(self, logits):
-        return self.frames, logits.shape[-1]
+        return self.frames, self.inner.dimensions(logits[:, None, None])[1]
 
-    def nodes(self, logits, targets, num_frames, num_labels, operands):
-        (batch, labels), rows = targets.shape, logits.shape[0]
-        first, end = operands["first_row"], operands["end_row"]
-        shape = (batch, self.frames, labels + 1)
-        t, u = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-        inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
-        row = jnp.where(inside, first[:, None, None] + t * (num_labels[:, None, None] + 1) + u, 0)
-
-        index = jnp.arange(rows, dtype=jnp.int32)
-        b = jnp.sum(end[:, None] <= index[None], 0, dtype=jnp.int32)
-        known, b = b < batch, jnp.minimum(b, max(batch - 1, 0))
-        if batch == 0:
-            zero = jnp.zeros_like(index)
-            return Nodes(zero[:, None, None], zero, (zero, zero, zero), row, inside)
-        within, columns = index - first[b], num_labels[b] + 1
-        used = known & (within < num_frames[b] * columns)
-        t, u = jnp.where(used, within // columns, 0), jnp.where(used, within % columns, 0)
-        padded = jnp.pad(targets, ((0, 0), (0, 1)))
-        label = jnp.where(u < num_labels[b], padded[b, u], NO_LABEL)
-        return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)
-
-    def _params(self):
-        return dict(blanks=self.blanks, normalize=self.normalize)
+    def prepare(self, logits, targets, logit_lengths, target_lengths):
+        # A sequence takes as many rows as its lengths say, in range or not. One that does not fit is out of range.
+        first, end = offsets(logit_lengths, target_lengths, logits.shape[0])
+        fits = jnp.where(end > logits.shape[0], -1, logit_lengths)
+        bad = out_of_range(targets, fits, target_lengths, *self.dimensions(logits))
+        num_frames, num_labels = (jnp.where(bad, 0, n) for n in (fits, target_lengths))
+        return (
+            logits,
+            _nodes(logits, targets, num_frames, num_labels, first, end, self.frames),
+            num_frames,
+            num_labels,
+            bad,
+        )
 
     def _planes(self, rows, nodes):
         """Planes [B, T, U1] by slot from those of the rows, [N, 1, 1]."""
 
         def place(x):
-            return (
-                jnp.where(nodes.inside, x[nodes.row, 0, 0], -jnp.inf)
-                if x.size
-                else jnp.full(nodes.row.shape, -jnp.inf, x.dtype)
-            )
+            if not x.size:
+                return jnp.full(nodes.row.shape, -jnp.inf, x.dtype)
+            return jnp.where(nodes.inside, x[nodes.row, 0, 0], -jnp.inf)
 
-        return {slot: place(x) for slot, x in zip(("blank", "label"), rows)}
+        return {slot: place(x) for slot, x in rows.items()}
 
     def reference(self, logits, nodes):
-        rows = softmax.softmax_emission(logits[:, None, None], nodes.label, nodes.used, **self._params())
-        return self._planes(rows, nodes)
+        return self._planes(self.inner.reference(logits[:, None, None], (nodes.label, nodes.used)), nodes)
 
     def forward(self, logits, nodes, *, strict=False):
-        operands = logits[:, None, None], nodes.label, nodes.used
-        *rows, norm = softmax.forward(*operands, strict=strict, **self._params())
+        rows, norm = self.inner.forward(logits[:, None, None], (nodes.label, nodes.used), strict=strict)
         return self._planes(rows, nodes), norm
 
     def _of_rows(self, x, nodes):
-        """Of each row, what its sequence has: [B] -> [N]."""
+        """The value of each row's sequence: [B] -> [N]."""
         return x[nodes.place[0]] if x.size else jnp.zeros(nodes.used.shape, x.dtype)
 
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        planes = (cotangents[slot] for slot in ("blank", "label"))
-        zero = jnp.zeros_like(norm)
-        rows = tuple(
-            jnp.where(nodes.used[:, None, None] > 0, x[nodes.place][:, None, None], 0) if x.size else zero
-            for x in planes
-        )
+        zero = jnp.zeros((len(logits), 1, 1), scale.dtype)
+        rows = {
+            slot: jnp.where(nodes.used[:, None, None] > 0, x[nodes.place][:, None, None], 0) if x.size else zero
+            for slot, x in cotangents.items()
+        }
         scale, clamp = self._of_rows(scale, nodes), self._of_rows(clamp, nodes)
-        operands = logits[:, None, None], nodes.label, nodes.used, norm, rows, scale, clamp
-        return softmax.backward(*operands, strict=strict, alias=alias, **self._params())[:, 0, 0]
+        operands = logits[:, None, None], (nodes.label, nodes.used), norm, rows, scale, clamp
+        return self.inner.backward(*operands, strict=strict, alias=alias)[:, 0, 0]
 
     def mute(self, nodes, scale):
         return nodes._replace(used=jnp.where(self._of_rows(scale, nodes) == 0, 0, nodes.used))
 
     def finish(self, gradient, nodes, scale, clamp):
         return clip_and_scale(gradient, self._of_rows(scale, nodes), self._of_rows(clamp, nodes))
+
+
+def _nodes(logits, targets, num_frames, num_labels, first, end, frames) -> Nodes:
+    (batch, labels), rows = targets.shape, logits.shape[0]
+    shape = (batch, frames, labels + 1)
+    t, u = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+    inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
+    row = jnp.where(inside, first[:, None, None] + t * (num_labels[:, None, None] + 1) + u, 0)
+
+    index = jnp.arange(rows, dtype=jnp.int32)
+    b = jnp.sum(end[:, None] <= index[None], 0, dtype=jnp.int32)
+    known, b = b < batch, jnp.minimum(b, max(batch - 1, 0))
+    if batch == 0:
+        zero = jnp.zeros_like(index)
+        return Nodes(zero[:, None, None], zero, (zero, zero, zero), row, inside)
+    within, columns = index - first[b], num_labels[b] + 1
+    used = known & (within < num_frames[b] * columns)
+    t, u = jnp.where(used, within // columns, 0), jnp.where(used, within % columns, 0)
+    padded = jnp.pad(targets, ((0, 0), (0, 1)))
+    label = jnp.where(u < num_labels[b], padded[b, u], NO_LABEL)
+    return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)

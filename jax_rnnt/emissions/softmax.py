@@ -9,10 +9,10 @@ B sequences (`...`, any number of batch dimensions), T frames, U1 columns, V cla
 for cotangents c of the log-probabilities. With ``normalize=False`` the input already is log-probabilities: lse is 0 and
 the softmax term of the gradient is dropped.
 
-The backward pass gets a plane `norm` that holds lse, but not as a float: near 1e4 that is rounded by 5e-4, and exp(x -
-lse) is off by as much. It is the sum of exp(x[v] - x[anchor]) over v, for a class that is in every row, the first blank
-(HAT, whose blank is not in the softmax: class 0, or 1 if that is the blank). An offset that all logits share so drops
-out. Where the anchor is less than exp(-45) of the largest, norm is lse. Sums are scaled to lie between 0 and any lse.
+The backward pass needs lse. A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. So the plane
+`norm` holds the sum of exp(x[v] - x[anchor]) over v: an offset that all logits share drops out. The anchor is the first
+blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the blank). Where the anchor is less than
+exp(-45) of the largest, norm is lse. Sums are scaled to lie between 0 and any positive lse.
 
 With `durations` the last D of V + D logits are a second softmax, all of whose log-probabilities are planes (TDT). With
 `bernoulli` the softmax leaves out the blank, whose logit z is one of its own (HAT):
@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _ffi
+from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
 from jax_rnnt.emissions.emission import label_map as label_map
 
@@ -67,7 +67,7 @@ class RowSum(typing.NamedTuple):
     bad: jax.Array  # where a logit is NaN or +inf
 
     def log_probability(self, x):
-        """Of a class with logit x, or of all where x has them as its last axis; -inf of a dead row."""
+        """Log-probability of a class with logit x, or of all classes on the last axis of x; -inf in a dead row."""
         more = (...,) + (None,) * (x.ndim - self.peak.ndim)
         return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
 
@@ -152,7 +152,7 @@ def softmax_emission(
     normalize : bool
         False: the input already is log-probabilities.
     durations : int
-        D: so many logits at the end are a softmax of their own.
+        D: the last D logits are a second softmax.
     bernoulli : bool
         The only blank is no part of the softmax; its logit is that of a Bernoulli variable.
 
@@ -180,7 +180,7 @@ def softmax_emission(
 
     log_label = log_probability(label)
     if bernoulli:
-        impossible = jnp.isneginf(z)  # where it must not meet the derivative of log_sigmoid
+        impossible = jnp.isneginf(z)  # -inf must not meet the derivative of log_sigmoid
         z = jnp.where(impossible, 0, z)
         log_blanks = [jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))]
         log_label = log_label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
@@ -233,24 +233,26 @@ def _planes(logits, label, num_frames, *, blanks, durations, **_):
     return [plane] * (len(blanks) + durations + 2)
 
 
-def _unsupported(kernels, logits, label, num_frames, *_, blanks, durations, **__):
-    """Limits of xla_kernels/common/shape.h; those of CUDA are what its int32 can count."""
+def _unsupported(limits, logits, label, num_frames, *_, blanks, durations, **__):
     frames, columns, row = logits.shape[-3:]
-    limits = [("blank classes", len(blanks), 63), ("durations", durations, 63), ("logits of a node", row, 1 << 26)]
-    if kernels == "cuda":
-        most = (1 << 31) - 1
-        limits += [("nodes [T, U + 1]", frames * columns, most), ("sequences", math.prod(num_frames.shape), most)]
-    return _ffi.beyond(*limits)
+    return _xla.beyond(
+        limits,
+        ("blanks", "blank classes", len(blanks)),
+        ("durations", "durations", durations),
+        ("row", "logits of a node", row),
+        ("emission_nodes", "nodes [T, U + 1]", frames * columns),
+        ("sequences", "sequences", math.prod(num_frames.shape)),
+    )
 
 
-_forward_kernel = _ffi.define(
+_forward_kernel = _xla.Kernel(
     "jax_rnnt_softmax_emission_fwd", reference=softmax_emission, results=_planes, unsupported=_unsupported
 )
-_backward_kernel = _ffi.define(
+_backward_kernel = _xla.Kernel(
     "jax_rnnt_softmax_emission_bwd",
     reference=backward_reference,
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
-    aliases={0: 0},
+    aliases=lambda operands: {0: 0},
     unsupported=_unsupported,
 )
 
@@ -290,16 +292,62 @@ def backward(
     return _backward_kernel(logits, label, num_frames, norm, scale, clamp, *cotangents, **params)[0]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Softmax(Emission):
-    """One softmax over all classes, and what else the head of this file has.
+    """One softmax over the classes of a row, or two (TDT), or a softmax and a Bernoulli variable (HAT).
 
-    Planes are `slots`, one for each blank class in their order, "label", and "duration+i" for i < `durations`.
+    Its planes are `slots`, "label", and "duration+i" for i < `durations`.
+
+    Parameters
+    ----------
+    blanks : tuple of int
+        Classes with a slot of their own; negative ones count from the end (of the tokens, if there are durations).
+    normalize : bool, default True
+        False: the logits already are log-probabilities.
+    slots : tuple of str, default ("blank",)
+        The slot of each of `blanks`.
+    durations : int, default 0
+        D: the last D logits of a row are a second softmax.
+    bernoulli : bool, default False
+        The only blank is no part of the softmax; its logit is that of a Bernoulli variable.
     """
 
+    blanks: tuple[int, ...]
+    normalize: bool = True
     slots: tuple[str, ...] = ("blank",)
     durations: int = 0
     bernoulli: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
+            raise TypeError(f"Softmax: blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
+        own = {"label", *(f"duration+{i}" for i in range(self.durations))}
+        if (
+            len(self.blanks) != len(self.slots)
+            or not self.blanks
+            or len({*self.slots, *own}) < len(self.slots) + len(own)
+        ):
+            expected = "one slot for each blank, at least one, none of them twice or 'label'"
+            raise ValueError(f"Softmax: slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
+        if self.durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.durations)):
+            expected = "one blank and no durations with bernoulli, and durations of 0 or more"
+            raise ValueError(f"Softmax: there must be {expected}, got {self}.")
+
+    def resolved(self, function: str, classes: int) -> "Softmax":
+        """The same for rows of `classes` logits, with blanks in [0, V)."""
+        tokens = classes - self.durations
+        if tokens < 1:
+            expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.durations}"
+            raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
+        blanks = [_checks.integer(function, "blank", blank) for blank in self.blanks]
+        if not all(-tokens <= blank < tokens for blank in blanks):
+            name, got = ("blank", blanks[0]) if len(blanks) == 1 else ("blank and further blanks", blanks)
+            raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
+        return dataclasses.replace(self, blanks=tuple(blank % tokens for blank in blanks))
+
+    def normalized(self, logits):
+        return self.normalize
 
     def dimensions(self, logits):
         return logits.shape[-3], logits.shape[-1] - self.durations
@@ -323,9 +371,3 @@ class Softmax(Emission):
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
         return backward(logits, label, num_frames, norm, cotangents, scale, clamp, **params)
-
-
-def checked(function: str, logits, blank, fused_log_softmax) -> Softmax:
-    """The emission of a public loss from its arguments, of which the blank may count from the end."""
-    blank = _checks.class_index(function, "blank", blank, logits.shape[-1])
-    return Softmax((blank,), _checks.boolean(function, "fused_log_softmax", fused_log_softmax))

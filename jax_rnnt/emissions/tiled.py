@@ -2,12 +2,11 @@
 
 B sequences, T frames, U1 columns, V classes, E and P the widths of encoder and predictor rows.
 
-The nodes [T, U1] of a sequence are cut into blocks of `frames` by `columns`; those inside the lengths are listed, and a
-tile is the next `blocks` of the list, whatever sequences they are of. Every row of its logits [N, V] is a sequence of
-one node for the emission of the variant. The backward pass lists the blocks that have a cotangent, makes their logits
-again, writes their gradient over them, and sums it over the rows of each encoder and predictor state: densely within a
-block, by a small matrix product over the blocks of a tile, and from tile to tile in float32. Nothing is added in an
-order that could change.
+The nodes [T, U1] of a sequence are cut into blocks of `frames` by `columns`. Blocks inside the lengths are listed; a
+tile takes the next `blocks` of the list, from any sequences. The loss's emission takes every row of a tile's logits [N,
+V] as a sequence of one node. The backward pass lists the blocks that have a cotangent, makes their logits again and
+overwrites them with the gradient. It sums the gradient for each encoder and predictor state: densely within a block, by
+a small matrix product over the blocks of a tile, and from tile to tile in float32. The order of every sum is fixed.
 """
 
 import dataclasses
@@ -19,32 +18,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _ffi
-from jax_rnnt.emissions.emission import OUTSIDE, Emission, isolate, out_of_range, spoiled
-from jax_rnnt.emissions.joint import check_rows, is_trained, pair, split, sum_dtype
-from jax_rnnt.emissions.virtual import JointLogits
+from jax_rnnt import _xla
+from jax_rnnt._xla import is_trained
+from jax_rnnt.emissions.emission import OUTSIDE, Emission, Wrapper, isolate, out_of_range, spoiled
+from jax_rnnt.emissions.joint import LinearJoint, check_rows, pair, split, sum_dtype
 
 
-def tiled(logits: JointLogits, inner: Emission):
+class Joint(typing.NamedTuple):
+    """The checked arguments of `JointLogits`, with V and the dtype of the logits."""
+
+    function: str  # in errors
+    joint: Any
+    encoder: jax.Array  # [..., T, E]
+    predictor: jax.Array  # [..., U1, P]
+    classes: int
+    dtype: Any
+    chunk: int | None
+
+    @property
+    def shape(self):
+        return (*self.encoder.shape[:-1], self.predictor.shape[-2], self.classes)
+
+
+def tiled(logits: Joint, inner: Emission):
     """(emission, its logits) in tiles."""
     frames, columns = block_of(*logits.shape[-3:-1])
     most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
-    rows = logits.chunk or _rows(logits)
-    tiles = -(-most // max(rows // (frames * columns), 1))
-    blocks = max(-(-most // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
-    joint, parameters = split(logits.joint, blocks * frames * columns, logits.encoder, logits.predictor)
-    emission = Tiled(
-        inner.blanks, inner.normalize, inner, joint, logits.shape[-1], logits.dtype, frames, columns, blocks
-    )  # fmt: skip
+
+    def blocks(platform):
+        tiles = -(-most // max((logits.chunk or _rows(logits, platform)) // (frames * columns), 1))
+        return max(-(-most // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+
+    # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
+    linear = isinstance(logits.joint, LinearJoint)
+    choices = tuple(blocks(platform if linear else jax.default_backend()) for platform in ("cpu", "other"))
+    rows = choices[0] * frames * columns
+    joint, parameters = split(logits.function, logits.joint, rows, logits.encoder, logits.predictor)
+    emission = Tiled(inner, joint, logits.classes, logits.dtype, frames, columns, choices[0], choices[1])
     return emission, (parameters, logits.encoder, logits.predictor)
 
 
-def materialized(logits: JointLogits, emission: Emission, targets, num_frames, num_labels):
-    """The logits as an array, for the reference: rows that no sequence reads are made of zeros.
+def materialized(logits: Joint, emission: Emission, targets, num_frames, num_labels):
+    """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
 
-    They are those outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
-    range: NaN there would reach the gradient of the joint's parameters. So would NaN within the lengths: the logits of
-    such a sequence are NaN, and made of zeros.
+    These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
+    range. NaN there would reach the gradient of the joint's parameters. A sequence with NaN inside its lengths is made
+    of zeros too, and its logits become NaN afterwards.
     """
     frames, classes = emission.dimensions(logits)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
@@ -56,17 +75,17 @@ def materialized(logits: JointLogits, emission: Emission, targets, num_frames, n
     bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in rows))
     rows = pair(*(isolate(x, bad).reshape(-1, *x.shape[-2:]) for x in rows))
     made = logits.joint(*rows)
-    check_rows(made, len(rows[0]))
+    check_rows(logits.function, made, len(rows[0]))
     return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
 
 
-def _rows(logits: JointLogits) -> int:
+def _rows(logits: Joint, platform: str) -> int:
     """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others).
 
     With fewer rows than units, adding up the weight's gradient would take as long as making it.
     """
-    classes, *units = (x.shape[-1] for x in (logits, logits.encoder, logits.predictor))
-    most, low, high = (1 << 21, 256, 4096) if jax.default_backend() == "cpu" else (1 << 22, 1024, 1 << 14)
+    classes, *units = logits.classes, *(x.shape[-1] for x in (logits.encoder, logits.predictor))
+    most, low, high = (1 << 21, 256, 4096) if platform == "cpu" else (1 << 22, 1024, 1 << 14)
     return min(max(most // (classes + sum(units)), low, min(max(units), 1024)), high)
 
 
@@ -75,7 +94,7 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 
 
 def block_of(frames: int, columns: int) -> tuple[int, int]:
-    """Frames and columns of a block: its edges waste half of a twentieth each, from 80 of them on; sums are cheap."""
+    """Frames and columns of a block: at most 1/20 of a long axis, so that its edges waste about 1/40."""
     return min(_power_of_two(frames // 20, 4, 16), max(frames, 1)), min(_power_of_two(columns // 20, 4, 8), columns)
 
 
@@ -83,7 +102,7 @@ def block_of(frames: int, columns: int) -> tuple[int, int]:
 
 
 class Tile(typing.NamedTuple):
-    """S blocks: their sequences, what of them is inside the lengths, and what they are made of."""
+    """S blocks: their sequences, their nodes inside the lengths, and their rows of encoder and predictor."""
 
     block: jax.Array  # [S], as in a plane cut into blocks
     sequence: jax.Array  # [S]
@@ -99,26 +118,31 @@ class Work(typing.NamedTuple):
 
     order: jax.Array
     length: jax.Array
-    tiles: jax.Array  # over all groups, the most
+    tiles: jax.Array  # the most of any group
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Tiled(Emission):
-    """Of `(parameters, encoder [..., T, E], predictor [..., U1, P])`, by the emission `inner` on the tiles.
+class Tiled(Wrapper):
+    """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the emission `inner` runs on the tiles.
 
-    `joint` is what is static of the joint network, `classes` and `dtype` are those of its logits. A block has `frames`
-    by `columns` nodes, a tile so many `blocks`.
+    `joint` is the static part of the joint network; `classes` and `dtype` are those of its logits. A block has `frames`
+    by `columns` nodes, a tile has `blocks` blocks on the CPU and `blocks_elsewhere` on other platforms.
     """
 
-    inner: Any = None
-    joint: Any = None
-    classes: int = 1
-    dtype: Any = None
-    frames: int = 1
-    columns: int = 1
-    blocks: int = 1
+    joint: Any
+    classes: int
+    dtype: Any
+    frames: int
+    columns: int
+    blocks: int
+    blocks_elsewhere: int
 
-    # ---- what the composition asks
+    def lowered_for(self, platforms):
+        """The same with the tiles of these platforms."""
+        return self if platforms == ("cpu",) else dataclasses.replace(self, blocks=self.blocks_elsewhere)
+
+    # ---- the interface of `Emission`
 
     def _virtual(self, logits):
         _, encoder, predictor = logits
@@ -128,8 +152,8 @@ class Tiled(Emission):
     def dimensions(self, logits):
         return self.inner.dimensions(self._virtual(logits))
 
-    def nodes(self, logits, targets, num_frames, num_labels, operands):
-        label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels, operands)
+    def nodes(self, logits, targets, num_frames, num_labels):
+        label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels)
         return label, num_frames, num_labels
 
     def forward(self, logits, nodes, *, strict=False):
@@ -165,7 +189,7 @@ class Tiled(Emission):
 
     def mute(self, nodes, scale):
         label, num_frames, num_labels = nodes
-        if self.joint.random:  # rows must come to the places in their tiles that they had in the forward pass
+        if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
             return nodes
         return label, jnp.where(scale == 0, 0, num_frames), num_labels
 
@@ -206,11 +230,11 @@ class Tiled(Emission):
     def work(self, flags, grouped):
         flags = flags.reshape(-1)
         count = jnp.sum(flags, dtype=jnp.int32)
-        # The last one again and again where there are no more, so that nothing outside is read.
+        # Past the end the last block repeats, so that nothing outside is read.
         order = jnp.argsort(~flags, stable=True).astype(jnp.int32)
         place = jnp.arange(-(-flags.size // self.blocks) * self.blocks, dtype=jnp.int32)
         order = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
-        return Work(order, count, _ffi.most_over_groups(-(-count // self.blocks), grouped))
+        return Work(order, count, _xla.most_over_groups(-(-count // self.blocks), grouped))
 
     def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
         place = i * self.blocks + jnp.arange(self.blocks, dtype=jnp.int32)
@@ -244,13 +268,14 @@ def _row(n):
 
 
 def _flat(batch, *arrays):
-    """One batch dimension, for `define_grouped`."""
+    """One batch dimension, for `_xla.Grouped`."""
     return [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
 
 
-def _forward_tiles(static, parameters, batched, grouped):
+def _forward_tiles(static, parameters, batched, grouped, platforms):
     """Planes and residuals [B, T, U1]."""
     tiled, strict = static
+    tiled = tiled.lowered_for(platforms)
     encoder, predictor, _, num_frames, num_labels = batched
     shape = encoder.shape[1], predictor.shape[1]
     flags = tiled.within(shape, num_frames, num_labels)
@@ -275,9 +300,10 @@ def _forward_tiles(static, parameters, batched, grouped):
 
 
 def _negligible(cotangents, scale, clamp):
-    """bool [B, T, U1]: nodes that all together are less than the rounding of the sums which they would enter.
+    """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
-    The occupancies of a column sum to 1 or more, of a frame too unless arcs skip it. What is clipped is smaller.
+    The occupancies of a column sum to 1 or more, those of a frame too unless arcs skip it. A clamp lowers the limit,
+    since clipped sums are smaller.
     """
     first = cotangents[0]
     limit = jnp.finfo(first.dtype).eps / sum(first.shape[1:])
@@ -286,9 +312,10 @@ def _negligible(cotangents, scale, clamp):
     return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
 
 
-def _backward_tiles(static, parameters, batched, grouped):
+def _backward_tiles(static, parameters, batched, grouped, platforms):
     """Gradients of encoder [B, T, E] and predictor [B, U1, P]; of the parameters, summed over the batch."""
     tiled, strict, structure = static
+    tiled = tiled.lowered_for(platforms)
     encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = batched
     shape = encoder.shape[1], predictor.shape[1]
     cotangents, _ = jax.tree.unflatten(structure, planes)
@@ -350,8 +377,8 @@ def not_skipped(tiled, cotangents, scale, clamp):
 def _add_blocks(sums, key, x, live):
     """(sums [K, ...] with x [S, ...] added at key [S], whether x [S] is not finite).
 
-    No two blocks of one key are added by two threads: they are summed first, by a matrix product, so that what is not
-    finite is left out, not to spoil others.
+    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. Blocks that are
+    not finite are left out: the product would spread them.
     """
     finite = jnp.all(jnp.isfinite(x), (1, 2))
     counted = jnp.where((finite & live)[:, None, None], x, 0).astype(sums.dtype)
@@ -361,12 +388,12 @@ def _add_blocks(sums, key, x, live):
         first = jnp.argmax(same, 1) == jnp.arange(count)
         picks = (same & first[:, None]).astype(sums.dtype)
         total = jnp.einsum("rs,sth->rth", picks, counted, precision=jax.lax.Precision.HIGHEST)
-        # Beyond the end there is nothing to add to, so that it is left out.
+        # Keys past the end are dropped.
         key = jnp.where(first, key, len(sums) + jnp.arange(count, dtype=key.dtype))
     else:
         total = counted
     return sums.at[key].add(total, mode="drop", unique_indices=True), ~finite
 
 
-_forward = _ffi.define_grouped("jax_rnnt_tiles_fwd", _forward_tiles)
-_backward = _ffi.define_grouped("jax_rnnt_tiles_bwd", _backward_tiles)
+_forward = _xla.Grouped("jax_rnnt_tiles_fwd", _forward_tiles)
+_backward = _xla.Grouped("jax_rnnt_tiles_bwd", _backward_tiles)

@@ -1,6 +1,6 @@
 """Lattices: topologies as data, and the dynamic program over them."""
 
-from jax_rnnt.lattices.reference import log_likelihood as log_likelihood
+from jax_rnnt.lattices.lattice import log_likelihood as log_likelihood
 from jax_rnnt.lattices.topology import MONOTONIC as MONOTONIC
 from jax_rnnt.lattices.topology import STANDARD as STANDARD
 from jax_rnnt.lattices.topology import Arc as Arc

@@ -4,23 +4,27 @@ There are two kernels behind one pair of custom calls: one for unit steps (stand
 frames (multi-blank, token and duration).
 """
 
+from __future__ import annotations
+
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_rnnt import _ffi
-from jax_rnnt.lattices.reference import inside, log_likelihood
+from jax_rnnt import _checks, _xla
+from jax_rnnt._xla import loading
+from jax_rnnt.lattices import reference
+from jax_rnnt.lattices.reference import inside
 from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, bounded, slots
-
-_MOST_ARCS = 64  # and planes: kMaxArcs of the kernels
 
 
 def reference_grad(topology: Topology, arcs, num_frames, num_labels):
     """(-log likelihood [...], {slot: its gradient [..., T, U1]}) in plain JAX."""
 
     def total(arcs):
-        loss = -log_likelihood(topology, arcs, num_frames, num_labels)
+        loss = -reference.log_likelihood(topology, arcs, num_frames, num_labels)
         return jnp.sum(loss), loss
 
     gradients, loss = jax.grad(total, has_aux=True)(arcs)
@@ -54,79 +58,70 @@ def _problem(first, num_frames, num_labels, *others, dt, du, may_end, plane, oth
 
 
 def _loss_reference(*operands, **attributes):
-    return [-log_likelihood(*_problem(*operands, **attributes))]
+    return [-reference.log_likelihood(*_problem(*operands, **attributes))]
 
 
 def _grad_reference(*operands, **attributes):
     topology, planes, *lengths = _problem(*operands, **attributes)
     loss, gradients = reference_grad(topology, planes, *lengths)
-    return [loss, *(gradients[slot] for slot in planes)]  # whose own order is that of JAX: "10" before "2"
+    return [loss, *(gradients[slot] for slot in planes)]  # JAX sorts the keys of a dict: "10" before "2"
 
 
 def _is_unit_step(**attributes):
     return any(attributes == _attributes(topology) for topology in (STANDARD, MONOTONIC))
 
 
-def _cpu_loss_workspace(first, *_, **attributes):
-    return 0 if _is_unit_step(**attributes) else _cpu_grad_workspace(first, **attributes)
+def _workspace(sizes, first, *_, gradient, **attributes):
+    """Elements for each sequence. The dimensions may be symbols, so the kernels' module only gives the table."""
+    extents = first.shape[-2:]
+    terms = sizes(_is_unit_step(**attributes), len(attributes["dt"]), gradient)
+    blocks = (
+        elements * math.prod(-(-n // size) for n, size in zip(extents, block) if size) for elements, *block in terms
+    )
+    return (sum(blocks) + 1) // 2 * 2
 
 
-def _cpu_grad_workspace(first, *_, **attributes):
-    """Mantissa and exponent of alpha: unit steps, in every eighth frame, from which beta's sweep restarts."""
+def _unsupported_arcs(limits, *, dt, du, plane, other, **_):
+    return _xla.beyond(
+        limits,
+        ("arc_labels", "labels written by an arc", max(du)),
+        ("arcs", "arcs", len(dt)),
+        ("arcs", "planes of arcs", 1 + max(*plane, *other)),
+    )
+
+
+def _unsupported(limits, first, num_frames, *_, **attributes):
     frames, columns = first.shape[-2:]
-    return 2 * -(-frames // 8) * columns if _is_unit_step(**attributes) else 2 * frames * (columns + 32)
+    return _unsupported_arcs(limits, **attributes) or _xla.beyond(
+        limits,
+        ("lattice_nodes", "nodes [T, U + 1]", frames * columns),
+        ("diagonals", "diagonals", frames + columns),
+        ("sequences", "sequences", math.prod(num_frames.shape)),
+        *([("unit_columns", "columns U + 1", columns)] if _is_unit_step(**attributes) else []),
+    )
 
 
-def _cuda_workspace(first, *_, **attributes):
-    """Unit steps: both planes in the order of diagonals, running values of the sweeps; else all arcs, alpha and beta.
-    A flag per tile of 32 by 32 nodes."""
-    frames, columns = first.shape[-2:]
-    nodes, tiles, arcs = frames * columns, -(-frames // 32) * -(-columns // 32), len(attributes["dt"])
-    elements = 2 * nodes + 12 * columns + tiles if _is_unit_step(**attributes) else (4 + arcs) * nodes + arcs * tiles
-    return (elements + 1) // 2 * 2
-
-
-def _unsupported_arcs(*, dt, du, plane, other, **_):
-    labels = ("labels written by an arc", max(du), 1)
-    return _ffi.beyond(labels, ("arcs", len(dt), _MOST_ARCS), ("planes of arcs", 1 + max(*plane, *other), _MOST_ARCS))
-
-
-def _unsupported(kernels, first, num_frames, *_, **attributes):
-    reason = _unsupported_arcs(**attributes)
-    if reason or kernels != "cuda":
-        return reason
-    frames, columns = first.shape[-2:]
-    limits = [
-        ("nodes [T, U + 1]", frames * columns, (1 << 30) - 1),  # int32
-        ("diagonals", frames + columns, (1 << 29) - 1),
-        ("sequences", math.prod(num_frames.shape), (1 << 31) - 1),
-    ]
-    if _is_unit_step(**attributes):  # 144 bytes of shared memory for 32 columns, of the 99 KiB that every device has
-        limits.append(("columns U + 1", columns, 22528))
-    return _ffi.beyond(*limits)
-
-
-_loss_kernel = _ffi.define(
+_loss_kernel = _xla.Kernel(
     "jax_rnnt_lattice_loss",
     reference=_loss_reference,
     results=lambda first, *_, **__: [((), first.dtype)],
-    workspace={"cpu": _cpu_loss_workspace, "cuda": _cuda_workspace},
+    workspace=functools.partial(_workspace, gradient=False),
     unsupported=_unsupported,
 )
-_grad_kernel = _ffi.define(
+_grad_kernel = _xla.Kernel(
     "jax_rnnt_lattice_grad",
     reference=_grad_reference,
     results=lambda first, *others, **__: [((), first.dtype)] + [(first.shape[-2:], first.dtype)] * (len(others) - 1),
-    aliases={0: 1} | {k + 2: k + 1 for k in range(1, _MOST_ARCS)},
-    workspace={"cpu": _cpu_grad_workspace, "cuda": _cuda_workspace},
+    aliases=lambda operands: {0: 1} | {i: i - 1 for i in range(3, operands)},
+    workspace=functools.partial(_workspace, gradient=True),
     unsupported=_unsupported,
 )
 
 
 def supported(topology: Topology, platform: str) -> bool:
     """Whether a platform ("cpu" or "cuda") has a kernel for this topology."""
-    kernels = _ffi.KERNELS.get(platform)
-    return kernels is not None and _unsupported_arcs(**_attributes(topology)) is None
+    limits = loading.LIMITS.get(platform)
+    return limits is not None and _unsupported_arcs(limits, **_attributes(topology)) is None
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
@@ -140,3 +135,100 @@ def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=F
     operands, params = _call(topology, arcs, num_frames, num_labels)
     loss, *planes = _grad_kernel(*operands, strict=strict, alias=True, **params)
     return loss, dict(zip(slots(topology), planes))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 4))
+def _log_likelihood(topology, arcs, num_frames, num_labels, strict):
+    return -value(topology, arcs, num_frames, num_labels, strict=strict)
+
+
+@_log_likelihood.defjvp
+def _(topology, strict, primals, tangents):
+    arcs, num_frames, num_labels = primals
+    loss, gradients = value_and_grad(topology, arcs, num_frames, num_labels, strict=strict)
+    used = inside(num_frames, num_labels, *next(iter(arcs.values())).shape[-2:])
+    # Selected before the product: an arc of -inf, or outside, may have any tangent.
+    terms = (jnp.where(used & (g != 0), tangents[0][slot], 0) * g for slot, g in gradients.items())
+    return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
+
+
+def log_likelihood(
+    topology: Topology,
+    arcs: dict[str, jax.Array],
+    num_frames: jax.Array,
+    num_labels: jax.Array,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Log of the summed weight of all paths from (0, 0) to (T_b, U_b).
+
+    T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Node (t, u): t frames read, u labels
+    written. With w(a) the exponential of the arc log-probability of arc a::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = sum over arcs a = (dt, du) of alpha(t - dt, u - du) * w(a)(t - dt, u - du)
+
+    The result is log alpha(T_b, U_b); only arcs that may end a path enter (T_b, U_b). Arcs that leave nodes outside the
+    lengths are never used, whatever they hold. Arcs need not be normalised.
+
+    Parameters
+    ----------
+    topology : tuple of Arc
+        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `durations(...)`, `TransducerLoss.lattice`, or
+        your own.
+    arcs : dict of str to Array, floating [..., T, U1]
+        Log-probability of each slot's arcs leaving each node, in nats; -inf forbids them.
+    num_frames, num_labels : Array, integer [...]
+        Lengths 0 <= T_b <= T and 0 <= U_b <= U of each sequence.
+    implementation : {None, "kernel", "reference"}
+        "kernel": the compiled kernel, an error where there is none; "reference": a scan in plain JAX; None: the kernel
+        where there is one. Both are differentiable any number of times and in both modes. The kernel's derivative is
+        the arcs' posteriors, by kernel; those of higher order are the reference's.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 arcs) [...]
+        In nats; -inf where there is no path (its gradient is zero), 0 for T_b = U_b = 0, NaN where an arc inside the
+        lengths is NaN or +inf or a length is out of range. The derivative with respect to an arc is its posterior.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a static mistake in an argument, named in the message.
+    NotImplementedError
+        For implementation="kernel" where there is none.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import lattices
+    >>> arcs = {"blank": jnp.log(jnp.full((3, 2), 0.5)), "label": jnp.log(jnp.full((3, 2), 0.5))}
+    >>> score = lattices.log_likelihood(lattices.STANDARD, arcs, jnp.array(3), jnp.array(1))
+    >>> round(float(jnp.exp(score)), 4)  # three paths of four arcs
+    0.1875
+    """
+    name = "log_likelihood"
+    _checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS)
+    if not topology:
+        raise ValueError(f"{name}: topology must hold one Arc at least, got {topology!r}.")
+    wanted = slots(topology)
+    if missing := set(wanted) - set(arcs):
+        raise ValueError(f"{name}: arcs must hold every slot of the topology; missing: {sorted(missing)}.")
+    planes = {slot: _checks.floating(name, f"arcs[{slot!r}]", arcs[slot], 2, "[..., T, U1]") for slot in wanted}
+    shapes = {slot: x.shape for slot, x in planes.items()}
+    if len(set(shapes.values())) != 1 or shapes[wanted[0]][-1] < 1:
+        raise ValueError(f"{name}: arcs must all have one shape [..., T, U1] with U1 >= 1, got {shapes}.")
+    wide = any(x.dtype == np.float64 for x in planes.values())
+    planes = {slot: x.astype(np.float64 if wide else np.float32) for slot, x in planes.items()}
+    (*batch, frames, columns) = shapes[wanted[0]]
+    num_frames, num_labels = (
+        _checks.integers(name, argument, x, tuple(batch), "[...]")
+        for argument, x in (("num_frames", num_frames), ("num_labels", num_labels))
+    )
+    bad = (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels >= columns)
+    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (num_frames, num_labels))
+    arguments = topology, planes, num_frames, num_labels
+    if implementation == "reference":
+        made = reference.log_likelihood(*arguments)
+    else:
+        made = _log_likelihood(*arguments, implementation == "kernel")
+    return jnp.where(bad, jnp.nan, made)

@@ -1,8 +1,8 @@
 """The reference lattice: one dynamic program over any topology, in plain JAX.
 
-The scan runs over anti-diagonals n = t + u, so one step is element-wise over u for every topology, arcs inside a frame
-included; a scan over frames needs an associative scan over u for those, which took 9.9 s to compile where this takes
-less than 1 s.
+The scan runs over anti-diagonals n = t + u, so one step is element-wise over u for every topology, also with arcs
+inside a frame. A scan over frames needs an associative scan over u for those; it took 9.9 s to compile, this takes less
+than 1 s.
 
 A path weight is an extended number (m, e, h) = m * 2^(e + 4096 h): a float mantissa, an integer exponent, and a float
 exponent for large arcs. Float32 logs reach 1e3 ... 1e4, where their spacing is 1e-4 ... 1e-3, and posteriors,
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_rnnt._vma import vary_together
-from jax_rnnt.lattices.topology import Topology, bounded, slots
+from jax_rnnt._xla import vary_together
+from jax_rnnt.lattices.topology import Topology, bounded
 
 _RADIX = 1 << 12  # of h, in powers of 2
 
@@ -130,7 +130,7 @@ def _log_of_sum(a):
     return jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1, m)) + exponent[..., 0])
 
 
-def _skew(x):
+def skew(x):
     """[..., T, U1] -> [T + U1 - 1, ..., U1]: anti-diagonals first; -inf where a diagonal leaves the lattice."""
     frames, columns = x.shape[-2:]
     x = jnp.swapaxes(x, -1, -2)
@@ -146,51 +146,33 @@ def inside(num_frames: jax.Array, num_labels: jax.Array, frames: int, columns: i
     return (t < num_frames[..., None, None]) & (u <= num_labels[..., None, None])
 
 
-def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
-    """Log of the summed weight of all paths from (0, 0) to (T_b, U_b).
+def prepared(topology: Topology, arcs, num_frames, num_labels):
+    """(topology, num_frames, num_labels, planes, bad [...]) of a dynamic program over anti-diagonals.
 
-    T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Node (t, u): t frames read, u labels
-    written. With w(a) the exponential of the arc log-probability of arc a::
-
-        alpha(0, 0) = 1
-        alpha(t, u) = sum over arcs a = (dt, du) of alpha(t - dt, u - du) * w(a)(t - dt, u - du)
-
-    and the result is log alpha(T_b, U_b), where only arcs that may end a path enter (T_b, U_b). Arcs that leave nodes
-    outside the lengths are never used, whatever they hold.
-
-    Parameters
-    ----------
-    topology : tuple of Arc
-        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `durations(...)` or your own.
-    arcs : dict of str to Array, float32 or float64 [..., T, U1]
-        Log-probability of each slot's arcs leaving each node, in nats; -inf forbids them.
-    num_frames, num_labels : Array, int32 [...]
-        Lengths T_b <= T and U_b <= U of each sequence.
-
-    Returns
-    -------
-    Array [...]
-        In nats; -inf where there is no path (its gradient is zero), 0 for T_b = U_b = 0, NaN where an arc inside the
-        lengths is NaN or +inf. The derivative with respect to an arc is the arc's posterior. Differentiable any number
-        of times, in both modes.
+    There is a plane for each arc, with one frame at least, and -inf where an arc leaves a node outside the lengths. A
+    sequence with NaN or +inf inside is bad.
     """
-    shapes = {slot: x.shape for slot, x in arcs.items()}
-    if len(set(shapes.values())) != 1:
-        raise ValueError(f"log_likelihood: arcs must all have one shape [..., T, U1], got {shapes}.")
-    if missing := set(slots(topology)) - set(arcs):
-        raise ValueError(f"log_likelihood: arcs must hold every slot of the topology; missing: {sorted(missing)}.")
     num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in topology))
     frames, columns = planes[0].shape[-2:]
     topology = bounded(topology, frames)
     if frames == 0:
         planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]
         frames = 1
-
     used = [inside(num_frames, num_labels - a.du, frames, columns) for a in topology]
-    bad = [jnp.any(i & (jnp.isnan(x) | (x == jnp.inf)), axis=(-1, -2)) for i, x in zip(used, planes)]
-    poison = jnp.where(functools.reduce(jnp.logical_or, bad), jnp.nan, 0).astype(planes[0].dtype)
-    masked = [jnp.where(i, x + poison[..., None, None], -jnp.inf) for i, x in zip(used, planes)]
-    diagonals = [_from_log(_skew(x)) for x in masked]
+    bad = (jnp.any(i & (jnp.isnan(x) | (x == jnp.inf)), axis=(-1, -2)) for i, x in zip(used, planes))
+    planes = [jnp.where(i, x, -jnp.inf) for i, x in zip(used, planes)]
+    return topology, num_frames, num_labels, planes, functools.reduce(jnp.logical_or, bad)
+
+
+def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
+    """Log of the summed weight of all paths, [...]: `lattices.log_likelihood` has the recursion.
+
+    Differentiable any number of times, in both modes. `num_frames` and `num_labels` lie in their ranges.
+    """
+    topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
+    poison = jnp.where(bad, jnp.nan, 0).astype(planes[0].dtype)
+    frames, columns = planes[0].shape[-2:]
+    diagonals = [_from_log(skew(x + poison[..., None, None])) for x in planes]
 
     depth = max(a.dt + a.du for a in topology)
     column = lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (columns,), num_frames.ndim)
@@ -227,7 +209,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     initial, structure = jax.tree.flatten(
         ((start, *[zero] * (depth - 1)), tuple(zero if a.may_end else None for a in topology))
     )
-    _, *initial = vary_together(zero.m, *initial)  # a carry keeps its varying axes
+    _, *initial = vary_together(num_frames, *initial)  # a carry keeps its varying axes
     (_, ends), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
     ends = [at_once, *(x for x in ends if x is not None)]
     return _log_of_sum(_Number(*(jnp.concatenate(x, -1) for x in zip(*ends)))) + poison

@@ -7,8 +7,8 @@ import dataclasses
 class Arc:
     """A transition out of node (t, u): to (t + dt, u + du), weighted by the log-probability called `slot`.
 
-    Where `other` is given, the log-probability is the sum of the two so called; arcs may share either. `may_end` tells
-    whether the arc may enter the terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
+    With `other`, the log-probability is the sum of both slots; arcs may share slots. `may_end`: the arc may enter the
+    terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
     """
 
     slot: str
@@ -26,7 +26,7 @@ class Arc:
             raise ValueError(f"Arc: other must be a slot beside slot, got {self.slot!r} for both.")
 
     def of(self, planes):
-        """The log-probability of this arc from those by slot."""
+        """The log-probability of this arc, from the planes by slot."""
         return planes[self.slot] if self.other is None else planes[self.slot] + planes[self.other]
 
 
@@ -39,10 +39,21 @@ def slots(topology: Topology) -> tuple[str, ...]:
 
 
 def bounded(topology: Topology, frames) -> Topology:
-    """The same paths, with no arc over more than frames + 1 frames: longer ones fit into no sequence either."""
+    """The same paths, with arcs cut to frames + 1 frames: no sequence holds a longer one."""
     if not isinstance(frames, int):  # symbolic
         return topology
     return tuple(dataclasses.replace(arc, dt=min(arc.dt, frames + 1)) for arc in topology)
+
+
+def expanded(topology: Topology) -> Topology:
+    """The same arcs, each with a slot of its own where it is the sum of two: "label" over 2 frames is "label+2"."""
+    pairs = [(arc.slot, arc.dt) for arc in topology if arc.other is not None]
+
+    def slot(arc):
+        name = f"{arc.slot}+{arc.dt}"
+        return name if pairs.count((arc.slot, arc.dt)) == 1 else f"{name}+{arc.du}+{arc.other}"
+
+    return tuple(arc if arc.other is None else dataclasses.replace(arc, slot=slot(arc), other=None) for arc in topology)
 
 
 STANDARD: Topology = (Arc("blank", 1, 0), Arc("label", 0, 1))
@@ -64,6 +75,6 @@ def durations(durations: tuple[int, ...]) -> Topology:
 
 
 def products(durations: tuple[int, ...]) -> Topology:
-    """The same of independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
+    """`durations` with independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
     blanks = tuple(Arc("blank", d, 0, other=f"duration+{i}") for i, d in enumerate(durations) if d)
     return blanks + tuple(Arc("label", d, 1, False, f"duration+{i}") for i, d in enumerate(durations))

@@ -1,17 +1,17 @@
 """The best path of a lattice, over any topology, in plain JAX: the reference program with max in place of sum.
 
 Scores are sums of two floats (hi + lo), so that the choice between two paths is as good as if their sums were exact:
-the spacing of float32 at the score of a long utterance is 1e-3. Of equal paths the one wins that, seen from the end,
-enters a node by the arc that stands first in the topology's order, blanks before labels.
+the spacing of float32 at the score of a long utterance is 1e-3. Of equal paths, going back from the end, the one wins
+that enters each node by the first arc of the topology, blanks before labels.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_rnnt._vma import vary_together
-from jax_rnnt.lattices.reference import _skew, inside
-from jax_rnnt.lattices.topology import Topology, bounded
+from jax_rnnt._xla import vary_together
+from jax_rnnt.lattices.reference import prepared, skew
+from jax_rnnt.lattices.topology import Topology
 
 
 def _add(a, w):
@@ -44,17 +44,10 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
         The frame t from which the arc of label u leaves; -1 past U_b and where there is no path.
     """
     ranked = tuple(sorted(topology, key=lambda a: a.du))  # stable: blanks first
-    num_frames, num_labels, *planes = vary_together(num_frames, num_labels, *(a.of(arcs) for a in ranked))
-    frames, columns = planes[0].shape[-2:]
-    ranked = bounded(ranked, frames)
-    if frames == 0:
-        planes = [jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]) for x in planes]
-        frames = 1
-    used = [inside(num_frames, num_labels - a.du, frames, columns) for a in ranked]
-    poison = [jnp.any(i & (jnp.isnan(x) | (x == jnp.inf)), axis=(-1, -2)) for i, x in zip(used, planes)]
-    bad = jnp.any(jnp.stack(poison), 0)
-    masked = [jnp.where(i & ~bad[..., None, None], x, -jnp.inf) for i, x in zip(used, planes)]
-    diagonals = [lax.stop_gradient(_skew(x)) for x in masked]
+    ranked, num_frames, num_labels, planes, bad = prepared(ranked, arcs, num_frames, num_labels)
+    masked = [jnp.where(bad[..., None, None], -jnp.inf, x) for x in planes]
+    frames, columns = masked[0].shape[-2:]
+    diagonals = [lax.stop_gradient(skew(x)) for x in masked]
 
     none = len(ranked)  # the rank of no arc
     depth = max(a.dt + a.du for a in ranked)
@@ -116,7 +109,7 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     at = jnp.sum(jnp.where(emits, path[..., :1], 0), 0, dtype=jnp.int32)
     found = jnp.any(emits, 0)
 
-    # Summed over the planes and not carried along: so it is differentiable, and exact enough.
+    # Summed over the planes and not carried along the scan: this is differentiable, and exact enough.
     shape = (1,) * num_frames.ndim + (frames, columns)
     t, v = (lax.broadcasted_iota(jnp.int32, shape, num_frames.ndim + axis) for axis in (0, 1))
     diagonal = (t + v).reshape(frames, columns)

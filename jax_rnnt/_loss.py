@@ -1,0 +1,303 @@
+"""TransducerLoss: a loss as a value. It joins emission, topology and seam, and answers every question."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_rnnt import _checks, _layouts, _pytree, _transducer
+from jax_rnnt._pytree import option, static
+from jax_rnnt._transducer import Alignment, Composition
+from jax_rnnt.lattices.topology import Topology, expanded
+
+
+def _equal(x, y) -> bool:
+    """Whether two fields are equal. Arrays compare by content, or by identity if this process cannot read them."""
+    if x is y:
+        return True
+    arrays = [v for v in (x, y) if isinstance(v, (jax.Array, np.ndarray))]
+    if any(isinstance(v, jax.core.Tracer) or not getattr(v, "is_fully_addressable", True) for v in arrays):
+        return False
+    return bool(np.array_equal(x, y) if arrays else x == y)
+
+
+@typing.dataclass_transform(
+    frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(dataclasses.field, static, option)
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TransducerLoss:
+    """A loss of the transducer family, as a value: frozen, callable, a pytree.
+
+    Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
+    schedule or learn. A field made by ``dataclasses.field(metadata={"static": True})`` belongs to the structure
+    instead, and a new value of it compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
+    `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
+
+    A subclass defines `compose` and inherits every question: the loss itself, `posteriors`, `align`, `emission_frames`,
+    `latency` and `arcs`. Each question takes logits in any layout that suits the loss.
+
+    Parameters
+    ----------
+    blank : int, default -1
+        The blank class; a negative one counts from the end.
+    clamp : float or scalar Array, default -1.0
+        Clips the gradient of each sequence's loss with respect to each logit, before the incoming cotangent and the
+        reduction multiply it; <= 0: off. Its own gradient is 0.
+    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
+        "mean": sum / number of sequences; "mean_target": mean of loss_b / max(U_b, 1); "mean_volume": sum of the losses
+        / max(sum of U_b, 1).
+    fused_log_softmax : bool, default True
+        False: `logits` already are log-probabilities and are used as they are.
+    fastemit_lambda : float or scalar Array, default 0.0
+        FastEmit (Yu et al. 2021): scales the gradient of label arcs by 1 + lambda. The returned loss stays the nll. Its
+        own gradient is 0.
+    delay_penalty : float or scalar Array, default 0.0
+        Adds delay_penalty * ((T_b - 1) / 2 - t) to the label arcs of frame t (k2), which rewards early labels. The
+        returned loss includes it; it has a gradient.
+    implementation : {None, "kernel", "reference"}
+        "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable any number of
+        times, and in forward mode if `clamp` is off; None: kernels where there are some, else the reference, with a
+        warning that says why.
+    inplace : bool, default True
+        Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
+        still needed: set it to False where the logits are an argument of the differentiated program and are not
+        donated.
+
+    See Also
+    --------
+    RNNTLoss : The standard loss. Its function `rnnt_loss` documents the recursion and the rules for odd sequences.
+
+    Examples
+    --------
+    RNN-T with a blank over two frames:
+
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import Composition, TransducerLoss, emissions, lattices
+    >>> class TwoStepLoss(TransducerLoss):
+    ...     def compose(self):
+    ...         arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
+    ...         return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
+    >>> loss = TwoStepLoss(blank=0)(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+    >>> round(float(loss), 3)
+    2.601
+    """
+
+    blank: int = static(-1)
+    clamp: float | jax.Array = option(-1.0, negative=True)
+    reduction: str = static("mean")
+    fused_log_softmax: bool = static(True)
+    _: dataclasses.KW_ONLY
+    fastemit_lambda: float | jax.Array = option(0.0)
+    delay_penalty: float | jax.Array = option(0.0)
+    implementation: str | None = static(None)
+    inplace: bool = static(True)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # Registering needs the fields, so the dataclass is made here and not by a decorator of the user.
+        dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(cls)
+        _pytree.register(cls)
+
+    def __post_init__(self):
+        self._check(type(self).__name__)
+
+    def _check(self, function: str) -> None:
+        """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
+        for field in dataclasses.fields(self):
+            if "off" in field.metadata:
+                _checks.scalar(function, field.name, getattr(self, field.name))
+        _checks.integer(function, "blank", self.blank)
+        for name in ("fused_log_softmax", "inplace"):
+            self._set(name, _checks.boolean(function, name, getattr(self, name)))
+        _checks.reduction(function, self.reduction)
+        _checks.choice(function, "implementation", self.implementation, _checks.IMPLEMENTATIONS)
+
+    def _set(self, name, value):
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other):
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+
+    def __hash__(self):
+        return hash((type(self), *(getattr(self, f.name) for f in dataclasses.fields(self))))
+
+    def __repr__(self):
+        """Fields without a default, then those that differ from it."""
+
+        def shown(field):
+            value, default = getattr(self, field.name), field.default
+            return default is dataclasses.MISSING or not (type(value) is type(default) and _equal(value, default))
+
+        shown_fields = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if shown(f))
+        return f"{type(self).__name__}({', '.join(shown_fields)})"
+
+    # ---- for subclasses
+
+    def compose(self) -> Composition:
+        """The parts of the loss. An option that a Python number switches off (0, clamp <= 0) is None here."""
+        raise NotImplementedError(f"{type(self).__name__} must define compose().")
+
+    def _draw(self, function: str, key) -> TransducerLoss:
+        """The loss for one call; `key` is a JAX random key or None."""
+        return self
+
+    # ---- questions
+
+    @property
+    def lattice(self) -> Topology:
+        """The topology: a table of arcs, whose slots name the planes of `arcs`."""
+        return expanded(_switched_off(self).compose().topology)
+
+    def __call__(
+        self,
+        logits,
+        targets: jax.Array,
+        logit_lengths: jax.Array,
+        target_lengths: jax.Array,
+        *,
+        label_windows: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """The loss of a batch, differentiable.
+
+        Parameters
+        ----------
+        logits : Array, float16 | bfloat16 | float32 | float64 [..., T, U + 1, V]
+            Output of the joint network; or `JointLogits`, `PackedLogits`, `BandLogits`, `AdditiveLogits`.
+        targets : Array, integer [..., U]
+            Labels; those from `target_lengths` on are never read.
+        logit_lengths, target_lengths : Array, integer [...]
+            T_b and U_b of each sequence.
+        label_windows : Array, integer [..., U, 2], optional
+            First and last frame (inclusive) in which label u may be emitted.
+        key : Array, optional
+            JAX random key, for a loss that draws.
+
+        Returns
+        -------
+        Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+            In nats; as for `rnnt_loss`.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
+        """
+        return self._value(type(self).__name__, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def posteriors(
+        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(blank, label) posteriors [..., T, U + 1]; arguments as for the call, results as for `rnnt_posteriors`."""
+        name = f"{type(self).__name__}.posteriors"
+        return self._posteriors(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
+        """Best path: score [...] and frames [..., U]; arguments as for the call, results as for `rnnt_align`."""
+        name = f"{type(self).__name__}.align"
+        return self._align(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def emission_frames(
+        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+    ) -> jax.Array:
+        """Expected frame of every label, [..., U]; as `expected_emission_frames`."""
+        name = f"{type(self).__name__}.emission_frames"
+        return self._emission_frames(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
+        """Expected latency of the labels, reduced like the loss; as `minimum_latency`."""
+        name = f"{type(self).__name__}.latency"
+        return self._latency(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def arcs(
+        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+    ) -> dict[str, jax.Array]:
+        """Log-probabilities of the arcs, after the seam: planes for a dynamic program of one's own.
+
+        Arguments are those of the call.
+
+        Returns
+        -------
+        dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
+            A plane for each slot of `lattice`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
+            the lengths, unless a step of your own fills the plane; NaN for a sequence whose lengths or labels are out
+            of range. With `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus
+            the loss. The gradient reads and writes the logits once.
+        """
+        name = f"{type(self).__name__}.arcs"
+        return self._arcs(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    # ---- the questions, with the name of the called function for its errors
+
+    def _value(self, function, *arguments):
+        return _transducer.value(*_problem(function, self, *arguments))
+
+    def _posteriors(self, function, *arguments):
+        return _transducer.posteriors(*_problem(function, self, *arguments))
+
+    def _align(self, function, *arguments):
+        if self.implementation == "kernel":
+            message = f"{function}: implementation='kernel': jax_rnnt has no kernel for the best path; "
+            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        return _transducer.align(*_problem(function, self, *arguments))
+
+    def _emission_frames(self, function, *arguments):
+        return _transducer.emission_frames(*_problem(function, self, *arguments))
+
+    def _latency(self, function, *arguments):
+        return _transducer.latency(*_problem(function, self, *arguments))
+
+    def _arcs(self, function, *arguments):
+        return _transducer.arcs(*_problem(function, self, *arguments))
+
+
+_pytree.register(TransducerLoss)
+
+Loss = typing.TypeVar("Loss", bound=TransducerLoss)
+
+
+def build(function: str, kind: Callable[..., Loss], **options) -> Loss:
+    """kind(**options); errors name `function`."""
+    made: Any = object.__new__(typing.cast(type, kind))
+    for field in dataclasses.fields(made):
+        object.__setattr__(made, field.name, options.pop(field.name, field.default))
+    assert not options, options
+    made._check(function)
+    return made
+
+
+def _switched_off(loss):
+    """Sets options that a Python number switches off to None, which is no leaf and costs no operation."""
+    off = [
+        f.name
+        for f in dataclasses.fields(loss)
+        if isinstance(x := getattr(loss, f.name), (int, float)) and "off" in f.metadata and f.metadata["off"](x)
+    ]
+    return _pytree.replace(loss, **dict.fromkeys(off))
+
+
+def _problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
+    """The checked arguments of the functions in `_transducer`."""
+    layout = _layouts.of(function, logits)
+    rest = layout.sequences(function, targets, logit_lengths, target_lengths)
+    if label_windows is not None:
+        shape = (*rest[0].shape, 2)
+        label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
+    loss = _switched_off(loss._draw(function, key))
+    emission, arrays = layout.emission(function, loss, _composition(function, loss, layout.classes).emission, *rest)
+    return loss, emission, arrays, *rest, label_windows
+
+
+def _composition(function, loss, classes):
+    """The checked parts of a loss, for rows of `classes` logits."""
+    made = loss.compose()
+    if not isinstance(made, Composition):
+        raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {made!r}.")
+    return dataclasses.replace(made, emission=made.emission.resolved(function, classes))

@@ -1,0 +1,55 @@
+"""Frozen dataclasses as pytrees: fields are leaves unless ``metadata={"static": True}``, as JAX names it.
+
+`jax.tree_util.register_dataclass` rebuilds values by calling the class, so checks of fields would run on whatever JAX
+puts in their place (tracers, None, shardings). Here they run only when a user makes a value.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """A field of the pytree's structure: a new value compiles anew."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def option(default: float, *, negative: bool = False) -> Any:
+    """A leaf that holds a number. A Python 0 switches it off at trace time; `negative`: so does one below 0."""
+    return dataclasses.field(default=default, metadata={"off": lambda x: x == 0 or (negative and x < 0)})
+
+
+def _is_static(field) -> bool:
+    return field.metadata.get("static", False)
+
+
+def _made(cls, names, values):
+    made = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def register(cls):
+    """Registers a dataclass; keys of leaves are the names of fields."""
+    names = [[f.name for f in dataclasses.fields(cls) if _is_static(f) == kept] for kept in (False, True)]
+
+    def flatten_with_keys(x):
+        leaves = [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names[0]]
+        return leaves, tuple(getattr(x, name) for name in names[1])
+
+    def flatten(x):
+        return [getattr(x, name) for name in names[0]], tuple(getattr(x, name) for name in names[1])
+
+    def unflatten(structure, leaves):
+        return _made(cls, names[0] + names[1], [*leaves, *structure])
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+def replace(x, **fields):
+    """`dataclasses.replace` without checks."""
+    values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} | fields
+    return _made(type(x), values.keys(), values.values())

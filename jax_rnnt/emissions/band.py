@@ -1,0 +1,81 @@
+"""Emission of a band of logits: S columns in every frame, [..., T, S, V], of a lattice with U + 1.
+
+Place (t, s) is node (t, first[t] + s). The inner emission reads the rows as they are; its planes are then placed on the
+full lattice.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Wrapper
+
+
+def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """int32 [..., T, S]: class of the label arc that leaves column first[..., t] + s in frame t."""
+    rank = first.ndim + 2
+    place = jax.lax.broadcasted_iota(jnp.int32, (1,) * first.ndim + (width,), first.ndim)
+    column = first[..., None] + place
+    index = jax.lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + targets.shape[-1:], rank - 1)
+    picked = jnp.sum(jnp.where(column[..., None] == index, targets[..., None, None, :], 0), -1, dtype=jnp.int32)
+    last = num_labels[..., None, None]
+    within = (column >= 0) & (column < last)
+    return jnp.where(within, picked, jnp.where(column == last, NO_LABEL, OUTSIDE))
+
+
+def _hit(first, columns, width):
+    """bool [..., T, columns, S]: which place of the band holds which column; one-hot, as a gather would not shard."""
+    rank = first.ndim + 2
+    column = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 2) + (columns, 1), rank - 2)
+    place = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (width,), rank - 1)
+    return column - first[..., None, None] == place
+
+
+def unband(x, first, columns):
+    """[..., T, S] -> [..., T, columns], -inf outside the band."""
+    hit = _hit(first, columns, x.shape[-1])
+    return jnp.where(jnp.any(hit, -1), jnp.sum(jnp.where(hit, x[..., None, :], 0), -1), -jnp.inf)
+
+
+def band(x, first, width):
+    """[..., T, columns] -> [..., T, S], 0 where the band leaves the columns: the transpose of `unband`."""
+    return jnp.sum(jnp.where(_hit(first, x.shape[-1], width), x[..., None], 0), -2)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Band(Wrapper):
+    """Reads (logits [..., T, S, V], first int32 [..., T]); the lattice has `columns` columns."""
+
+    columns: int
+
+    def dimensions(self, logits):
+        return self.inner.dimensions(logits[0])
+
+    def prepare(self, logits, targets, logit_lengths, target_lengths):
+        _, *rest = super().prepare(logits, targets, logit_lengths, target_lengths)
+        return logits[0], *rest
+
+    def nodes(self, logits, targets, num_frames, num_labels):
+        rows, first = logits
+        return (band_label_map(targets, num_labels, first, rows.shape[-2]), num_frames), first
+
+    def _unband(self, planes, first):
+        return {slot: unband(x, first, self.columns) for slot, x in planes.items()}
+
+    def reference(self, logits, nodes):
+        return self._unband(self.inner.reference(logits, nodes[0]), nodes[1])
+
+    def forward(self, logits, nodes, *, strict=False):
+        planes, saved = self.inner.forward(logits, nodes[0], strict=strict)
+        return self._unband(planes, nodes[1]), saved
+
+    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
+        inner, first = nodes
+        cotangents = {slot: band(x, first, logits.shape[-2]) for slot, x in cotangents.items()}
+        return self.inner.backward(logits, inner, residuals, cotangents, scale, clamp, strict=strict, alias=alias)
+
+    def mute(self, nodes, scale):
+        return self.inner.mute(nodes[0], scale), nodes[1]
