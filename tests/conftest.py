@@ -1,12 +1,14 @@
 """Settings of the whole suite, and the choice between kernels and reference.
 
-Eight CPU devices stand in for a small cluster; 64-bit types are on so that truth can be float64 (test_dtypes repeats
-the essentials without them); type and rank promotion are strict, so that no library call relies on an implicit one.
+Eight CPU devices replace a small cluster. 64-bit types are on, so that the truth can be float64 (test_dtypes repeats
+the essentials without them). Type and rank promotion are strict, so that no library call relies on implicit ones.
 JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure.
 
-Four fifths of the suite's time is XLA compiling programs that then run once on a few kilobytes. On CPUs LLVM therefore
-optimises none of them, which takes a quarter off; HLO passes, and so fusions, buffers and custom calls, are the same.
-What is about rounding over many steps, equal bits or memory asks for `optimized`: programs as users compile them.
+XLA takes four fifths of the suite's time to compile programs that run once on a few kilobytes. On CPUs, LLVM therefore
+does not optimise them, which saves a quarter. HLO passes, and so fusions, buffers and custom calls, are the same.
+Compiled programs are kept in pytest's cache, for all workers and for the next run. A program names its kernels, so it
+runs with those of the day.
+Tests of rounding over many steps, equal bits or memory use `optimized`: programs as users compile them.
 """
 
 import os
@@ -26,6 +28,12 @@ QUICK = losses.platform() == "cpu"
 jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
+def pytest_configure(config):
+    if QUICK and not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 def require_kernel():
     reason = losses.missing_kernel()
     if reason is None:
@@ -34,21 +42,25 @@ def require_kernel():
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `loss` runs on the RNN-T loss; marked `family` on every loss of the table, too.
+    """A test that takes `loss` runs on the RNN-T loss; if it is marked `family`, also on every other loss of the table.
 
-    Of the variants it then takes the path with kernels alone, unless the mark says "reference".
+    The other losses run on the path with kernels only, unless the mark says "reference". "slow" makes them slow.
     """
+    marks = metafunc.definition.iter_markers("parametrize")
     names = set(metafunc.fixturenames) & {"loss", "implementation"}
+    names -= {name for mark in marks for name in mark.args[0]}  # the test's own choice
     mark = metafunc.definition.get_closest_marker("family")
     rows = []
     for loss in losses.LOSSES if mark else losses.LOSSES[:1]:
         implementations = ("kernel", "reference") if loss is losses.RNNT or "reference" in mark.args else ("kernel",)
-        rows += [(loss, i) for i in (implementations if "implementation" in names else (None,))]
+        marks = [pytest.mark.slow] if mark and "slow" in mark.args and loss is not losses.RNNT else []
+        rows += [(loss, i, marks) for i in (implementations if "implementation" in names else (None,))]
     if names == {"loss", "implementation"}:
-        ids = [f"{loss.name}-{implementation}" for loss, implementation in rows]
-        metafunc.parametrize(("loss", "implementation"), rows, ids=ids, indirect=True)
+        cases = [pytest.param(loss, i, id=f"{loss.name}-{i}", marks=marks) for loss, i, marks in rows]
+        metafunc.parametrize(("loss", "implementation"), cases, indirect=True)
     elif names == {"loss"}:
-        metafunc.parametrize("loss", [x for x, _ in rows], ids=[x.name for x, _ in rows], indirect=True)
+        cases = [pytest.param(loss, id=loss.name, marks=marks) for loss, _, marks in rows]
+        metafunc.parametrize("loss", cases, indirect=True)
     elif names:
         metafunc.parametrize("implementation", ["kernel", "reference"], indirect=True)
 
@@ -62,16 +74,16 @@ def implementation(request):
 
 @pytest.fixture
 def kernel():
-    """For what only kernels promise (bits, custom calls, memory)."""
+    """For properties that only kernels have (bits, custom calls, memory)."""
     require_kernel()
     return "kernel"
 
 
 @pytest.fixture(scope="module")
 def optimized():
-    """From here to the end of the module, programs are compiled as they are by default."""
+    """From here to the end of the module, programs are compiled with the default options."""
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # a program's key in memory does not say how it was compiled
+    jax.clear_caches()  # the key of a cached program does not contain the compiler's options
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK)
     jax.clear_caches()
@@ -84,7 +96,7 @@ def loss(request):
 
 @pytest.fixture
 def devices():
-    """Eight CPU devices, whatever the default platform is."""
+    """Eight CPU devices, on any default platform."""
     try:
         found = jax.devices("cpu")
     except RuntimeError as error:

@@ -1,11 +1,11 @@
-"""Random logits of every size, in every loss, against sums that lose nothing: `python tests/fuzz_magnitudes.py --help`.
+"""Compares every loss on random logits of any magnitude with exact sums: `python tests/fuzz_magnitudes.py --help`.
 
-Each call draws a loss, a dtype, a shape, options and a batch of problems: magnitudes from 1e-30 to 3e38 by element,
+Each call draws a loss, a dtype, a shape, options and a batch of problems: magnitudes from 1e-30 to 3e38 per element,
 class or frame, masks of random constants on random subsets, -inf, offsets. The truth writes every number as integers
-of 24 bits ("limbs"), whose sums along all paths are one exact matrix product; it shares no code with the library, and
-at the start it is itself compared with `reference_numpy.solve`.
+of 24 bits ("limbs"), whose sums along all paths are one exact matrix product. It shares no code with the library, and
+each run first compares it with `reference_numpy.solve`.
 
-A failure prints the command that repeats it. The exit status is 1 if there was one.
+A failure prints the command that repeats it. The exit status is 1 after a failure.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import reference_numpy as truth
 BATCH = 256
 SHAPES = ((4, 2, 6), (5, 2, 33), (3, 3, 300))  # T, U, V; the reference runs on the first one alone
 DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "float64")
-SMALL_DTYPES = ("float32", "float32", "float64")  # of the reference, which takes long to compile
+SMALL_DTYPES = ("float32", "float32", "float64")  # for the reference, which takes long to compile
 LARGEST = float(np.finfo(np.float32).max)
 MASKS = (-1e4, -1e5, -3e6, -1e9, -1e10, -1e15, -1e30, -LARGEST, -np.inf)
 
@@ -48,7 +48,7 @@ def limbs_of(x):
 
 
 def value_of(limbs):
-    """The float64 nearest to limbs, about: from the highest on, so that what cancels does so exactly."""
+    """About the nearest float64. Sums from the highest limb on, so that cancellation is exact."""
     total = np.zeros(limbs.shape[1:])
     for limb in reversed(limbs):
         total = total * 2.0**BITS + limb
@@ -57,7 +57,7 @@ def value_of(limbs):
 
 @dataclasses.dataclass
 class Scores:
-    """Arc scores [B, T, U1]: exact where finite, `dead` where -inf, `size` as what is rounded goes."""
+    """Arc scores [B, T, U1]: exact limbs, `dead` where -inf, and `size`, the magnitude that is rounded."""
 
     limbs: np.ndarray
     dead: np.ndarray
@@ -77,7 +77,7 @@ class Scores:
 
 
 class Head:
-    """One softmax (or log-probabilities) over the last axis of x [B, T, U1, V], and the way back to x."""
+    """One softmax (or log-probabilities) over the last axis of x [B, T, U1, V], and its pullback to x."""
 
     def __init__(self, x, fused):
         self.x, self.fused = x, fused
@@ -92,7 +92,7 @@ class Head:
             self.norm = Scores(norm.limbs, ~self.alive[..., 0])
 
     def pick(self, classes):
-        """Scores of classes [B, U1], none where negative."""
+        """Scores of classes [B, U1]; a negative class has none."""
         index = np.broadcast_to(np.maximum(classes, 0)[:, None, :, None], (*self.x.shape[:3], 1))
         picked = np.take_along_axis(self.x, index, -1)[..., 0]
         scores = Scores.of(np.where(classes[:, None, :] < 0, -np.inf, picked))
@@ -122,7 +122,7 @@ def sigmoid(z):
 
 
 def emission_of(loss, x, labels, blank, fused):
-    """(slot -> Scores, pullback): `labels` [B, U1] are -1 where there is none."""
+    """(slot -> Scores, pullback). `labels` [B, U1] are -1 for no label."""
     blanks = np.full(labels.shape, blank)
     name = loss.name
     if name == "tdt":
@@ -178,7 +178,7 @@ def emission_of(loss, x, labels, blank, fused):
 
 @functools.cache
 def path_matrix(topology, frames, labels):
-    """(slots, [paths, slots * frames * (labels + 1)]): which arcs each path takes."""
+    """(slots, [paths, slots * frames * (labels + 1)]): the arcs of each path."""
     slots = tuple(dict.fromkeys(arc.slot for arc in topology))
     paths = truth.enumerate_paths(topology, frames, labels)
     out = np.zeros((len(paths), len(slots), frames, labels + 1))
@@ -206,7 +206,7 @@ def shares_of(sums, possible):
     floor = -np.inf
     scores = np.where(possible, value_of(sums), floor)
     best = scores.argmax(1)
-    for _ in range(3):  # rounded scores may choose the second of two that are almost alike
+    for _ in range(3):  # rounded scores may choose the second of two almost equal paths
         base = np.take_along_axis(sums, best[None, :, None], -1)
         below = np.where(possible, value_of(sums - base), floor)
         best = below.argmax(1)
@@ -217,7 +217,7 @@ def shares_of(sums, possible):
 
 
 def answer(loss, p, eps, *, blank, fused, clamp, fastemit_lambda, delay_penalty, label_windows, ties):
-    """Of problems that all have the lengths of the first one."""
+    """The truth of problems that all have the lengths of the first one."""
     n, m = int(p.logit_lengths[0]), int(p.target_lengths[0])
     size = len(p.targets)
     out = Answer(np.full(size, np.inf), np.zeros(p.logits.shape), np.zeros(size), np.zeros(size))
@@ -253,7 +253,7 @@ def answer(loss, p, eps, *, blank, fused, clamp, fastemit_lambda, delay_penalty,
     near = possible & (-below < 40 + 4 * eps * (sizes + own[:, None]))
     out.size = np.where(near, sizes, 0).max(1)
     out.slack = np.where(near.sum(1) <= 1, 0, 4 * eps * (out.size + own))
-    # Equal arcs are equal after rounding, too: then there is no doubt, unless sums of two masks hide the smaller one.
+    # Equal arcs are also equal after rounding, so posteriors are exact, unless sums of two masks hide the smaller one.
     wide = eps < 1e-10
     with np.errstate(over="ignore"):
         rounded = scores if wide else scores.astype(np.float32).astype(np.float64)
@@ -282,7 +282,7 @@ def answer(loss, p, eps, *, blank, fused, clamp, fastemit_lambda, delay_penalty,
 
 
 def rounded_normalizers(loss, p, blank, eps):
-    """[B]: where the anchor of a row is all but impossible, its log-sum-exp is kept, rounded."""
+    """[B]: the error of rows whose anchor is nearly impossible, since they keep a rounded log-sum-exp."""
     x = p.logits.astype(np.float64)
     x = x[..., : -loss.extra_classes] if loss.extra_classes else x
     if loss.name == "hat":
@@ -299,7 +299,7 @@ def rounded_normalizers(loss, p, blank, eps):
 
 
 def random_size(rng, shape=()):
-    """From 1e-30 to 3e38, as often of one magnitude as of another."""
+    """Log-uniform from 1e-30 to 3e38."""
     return np.minimum(10.0 ** rng.uniform(-30, 38.6, shape), LARGEST)
 
 
@@ -368,7 +368,7 @@ def random_logits(rng, shape, labels, blank, fused):
 
 @dataclasses.dataclass
 class Feed:
-    """What a call of the library is given."""
+    """The arguments of a call of the library."""
 
     loss: losses.Loss
     dtype: str
@@ -382,13 +382,13 @@ class Feed:
 
 
 def lengths_of(shape):
-    """The lengths that a batch mixes: few, for each has its own paths."""
+    """The lengths in a batch. They are few, since each has its own table of paths."""
     T, U, _ = shape
     return [(T, U), (T - 1, U - 1), (T, 1), (2, 0)]
 
 
 def feed(seed, call, small, largest=LARGEST):
-    """A batch; a `largest` below that of float32 leaves less to find."""
+    """A batch of problems with magnitudes up to `largest`."""
     rng = np.random.default_rng((seed, call))
     loss = losses.LOSSES[rng.integers(len(losses.LOSSES))]
     shape = SHAPES[0 if small else rng.integers(len(SHAPES))]
@@ -446,7 +446,7 @@ def evaluate(f, problem, implementation, rows=slice(None)):
 
 
 def failures(f, expected, values, gradient, strict=False):
-    """(index, text) of what is wrong. Rounded normalizers are an error if strict, else an excuse."""
+    """(index, text) of each failure. If strict, errors of rounded normalizers are failures, too."""
     p, fused, lam = f.problem, f.options["fused"], 1 + f.options["fastemit_lambda"]
     wide = f.dtype == "float64"
     eps = losses.eps(np.float64 if wide else np.float32)
@@ -457,9 +457,9 @@ def failures(f, expected, values, gradient, strict=False):
     with np.errstate(invalid="ignore", over="ignore"):
         limit = (1e-12 if wide else 1e-5) * np.abs(expected.loss) + base + 4 * eps * expected.size
         largest = float(np.finfo(np.float64 if wide else np.float32).max)
-        near = np.abs(np.abs(expected.loss) - largest) < 1e-5 * largest  # either answer will do
+        near = np.abs(np.abs(expected.loss) - largest) < 1e-5 * largest  # either answer is right
         beyond = expected.loss > largest
-        below = expected.loss < -largest  # of scores that are no probabilities: nothing is promised
+        below = expected.loss < -largest  # scores that are no probabilities: no promise
         close = np.abs(values - expected.loss) <= limit
         right = np.where(beyond & ~near, values == np.inf, close) | (near & (values == np.inf)) | below
     for b in np.flatnonzero(~right):
@@ -501,7 +501,7 @@ def show(f, b, expected, values, gradient):
 
 
 def check_truth():
-    """Limbs against fractions, on some of everything."""
+    """Compares limbs with fractions, on a sample of everything."""
     for call in itertools.islice(itertools.count(), 2 * len(losses.LOSSES)):
         f = feed(987654321, call, True)
         f.options |= {"clamp": -1.0, "fastemit_lambda": 0.0, "label_windows": None}

@@ -1,6 +1,6 @@
-"""The table of losses that the tests run over, problems to run them on, and what counts as equal.
+"""The table of losses under test, problems to run them on, and the tolerances of comparisons.
 
-A new loss of the family is one more entry in LOSSES: its public function, how it differs from the RNN-T loss in the
+A new loss of the family is one more entry in LOSSES: its public function, and its difference from the RNN-T loss in the
 float64 truth.
 """
 
@@ -16,20 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import jax_rnnt
 import reference_numpy as truth
-from jax_rnnt import _ffi
+from jax_rnnt._xla import loading
 
 HERE = pathlib.Path(__file__).parent
 
 
-class Problem(typing.NamedTuple):
+class Problem(cases.Inputs):
     """The four arrays of a call, in order."""
-
-    logits: typing.Any
-    targets: typing.Any
-    logit_lengths: typing.Any
-    target_lengths: typing.Any
 
     def astype(self, dtype):
         return self._replace(logits=np.asarray(self.logits).astype(jnp.dtype(dtype)))
@@ -41,19 +37,19 @@ class Problem(typing.NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
     name: str
+    kind: type  # its class
     function: typing.Callable
     truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
     options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
     extra_classes: int = 0  # logits beyond the V classes
-    first_blank: int = 0  # the smallest class that the blank can be
+    first_blank: int = 0  # the smallest possible class of the blank
 
     def __call__(self, *args, implementation=None, **kwargs):
         return self.function(*args, **self.options, implementation=implementation, **kwargs)
 
-    @property
-    def bound(self):
-        """The function with its own options, as others of the library take it."""
-        return functools.partial(self.function, **self.options)
+    def value(self, **options):
+        """An instance of the loss."""
+        return self.kind(**self.options, **options)
 
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""
@@ -67,7 +63,7 @@ class Loss:
         return topology, emission(logits, labels, blank=logits.shape[-1] - extra - 1, **options)[0]
 
     def blank(self, index):
-        """This blank, or the first that is possible."""
+        """This blank, or the smallest possible one if that is larger."""
         return max(index, self.first_blank) if index >= 0 else index
 
     value_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_loss")
@@ -75,40 +71,49 @@ class Loss:
 
 
 def multiblank(durations):
-    """Big blanks of so many frames."""
+    """The multi-blank loss with these durations of big blanks."""
     tables = {"topology": truth.multi_blank(durations), "emission": truth.multi_blank_emission, "durations": durations}
     options = {"big_blank_durations": durations}
-    return Loss("multiblank", jax_rnnt.multiblank_rnnt_loss, tables, options, first_blank=len(durations))
+    return Loss(
+        "multiblank",
+        jax_rnnt.MultiblankRNNTLoss,
+        jax_rnnt.multiblank_rnnt_loss,
+        tables,
+        options,
+        first_blank=len(durations),
+    )
 
 
 def tdt(durations):
-    """Tokens of so many frames."""
+    """The TDT loss with these durations."""
     tables = {"topology": truth.token_durations(durations), "emission": truth.duration_emission, "durations": durations}
     extra = {"extra_classes": len(durations)}
-    return Loss("tdt", jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
+    return Loss("tdt", jax_rnnt.TDTLoss, jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
 
 
 BIG, DURATIONS = (3, 2), (2, 0, 1)
 LOSSES = (
-    Loss("rnnt", jax_rnnt.rnnt_loss),
-    Loss("monotonic", jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
+    Loss("rnnt", jax_rnnt.RNNTLoss, jax_rnnt.rnnt_loss),
+    Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
     Loss(
         "monotonic_final_blank",
+        jax_rnnt.MonotonicRNNTLoss,
         jax_rnnt.monotonic_rnnt_loss,
         {"topology": truth.MONOTONIC_FINAL_BLANK},
         {"final_blank": True},
     ),
     Loss(
         "constrained",
+        jax_rnnt.ConstrainedRNNTLoss,
         jax_rnnt.constrained_rnnt_loss,
         {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
     ),
     multiblank(BIG),
     tdt(DURATIONS),
-    Loss("hat", jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
+    Loss("hat", jax_rnnt.HATLoss, jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
 )
-RNNT = LOSSES[0]
-TDT = LOSSES[5]
+_BY_NAME = {loss.name: loss for loss in LOSSES}
+RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
 
 
 # ------------------------------------------------------------------------------------------------------ problems
@@ -124,14 +129,16 @@ def problem(B=4, T=7, U=4, V=9, *, loss=RNNT, dtype=np.float64, seed=0, scale=2.
         frames = np.resize([max(T - 7 + n, 1) for n in FRAMES], B)
         labels = np.resize([max(U - 4 + m, 0) if m else 0 for m in LABELS], B)
     else:
-        frames, labels = (np.asarray(x) for x in lengths)
-    logits = rng.normal(0, scale, (B, T, U + 1, V + loss.extra_classes))
+        frames, labels = lengths
+    classes = V + loss.extra_classes
+    case = cases.Case("problem", B, T, U, classes, logit_lengths=frames, target_lengths=labels)
+    logits = rng.normal(0, scale, case.shape)
     targets = rng.integers(0, V - 1, (B, U))
-    return Problem(logits, targets.astype(np.int32), frames.astype(np.int32), labels.astype(np.int32)).astype(dtype)
+    return Problem(logits, targets.astype(np.int32), *case.lengths).astype(dtype)
 
 
 def inside(p):
-    """Which nodes [B, T, U1] lie within the lengths."""
+    """Mask of the nodes [B, T, U1] inside the lengths."""
     _, T, U1, _ = p.logits.shape
     rows = np.arange(T)[:, None] < p.logit_lengths[:, None, None]
     return rows & (np.arange(U1) <= p.target_lengths[:, None, None])
@@ -145,7 +152,7 @@ def poisoned(p, value=np.nan, label=-77):
 
 
 def heads(loss, rows):
-    """Views of what a softmax each normalises in rows [..., V] whose last class (before durations) is the blank."""
+    """Views of the heads, each with its own softmax, of rows [..., V]. The last class before durations is the blank."""
     if loss.name == "hat":
         return [rows[..., :-1]]
     return np.split(rows, [rows.shape[-1] - loss.extra_classes], axis=-1) if loss.extra_classes else [rows]
@@ -153,7 +160,7 @@ def heads(loss, rows):
 
 # ---------------------------------------------------------------------------------------------------- evaluation
 
-SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: changing one compiles nothing
+SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: new values compile nothing
 
 
 @functools.cache
@@ -174,7 +181,7 @@ def _compiled(loss, implementation, static):
 
 
 def evaluate(loss, p, implementation, *, label_windows=None, **options):
-    """(loss [B], gradient of their sum) of the library, as NumPy arrays in the library's dtypes."""
+    """(loss [B], gradient of their sum) from the library, as NumPy arrays in the library's dtypes."""
     scheduled = {k: np.float32(options.pop(k, default)) for k, default in SCHEDULED.items()}
     values, gradient = _compiled(loss, implementation, tuple(sorted(options.items())))(p, scheduled, label_windows)
     return np.asarray(values), np.asarray(gradient)
@@ -203,14 +210,14 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     limit = tolerance(dtype, path_length)
     relative = 16 * eps(jnp.float64 if np.dtype(dtype) == np.float64 else jnp.float32)
     np.testing.assert_allclose(values, true_values, rtol=relative, atol=limit)
-    # One rounding to nearest of a narrower result, subnormal ones included.
+    # A narrower result is rounded to nearest once, subnormals included.
     rounding, smallest = (eps(dtype) / 2, 2.0**-24) if np.dtype(dtype).itemsize == 2 else (0, 0)
     gradient = np.asarray(gradient, np.float64)
     np.testing.assert_allclose(gradient, true_gradient, rtol=rounding, atol=scale * limit + smallest)
 
 
 def bits(x):
-    """The bytes of an array, so that equality means the same bits (NaN included)."""
+    """The bytes of an array: equal bytes are equal bits, NaN included."""
     x = np.ascontiguousarray(x)
     return x.view(np.uint8)
 
@@ -225,12 +232,12 @@ def assert_same_bits(a, b):
 
 
 def custom_calls(text):
-    """How often each of the library's targets is called in an HLO text."""
+    """The number of calls of each target of the library in an HLO text."""
     return dict(collections.Counter(re.findall(r'custom_call_target="(jax_rnnt_\w+)"', text)))
 
 
 def collectives(text):
-    """How often each collective occurs in an HLO text."""
+    """The number of collectives of each kind in an HLO text."""
     names = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
     return dict(collections.Counter(re.findall(rf" {names}(?:-start)?\(", text)))
 
@@ -247,8 +254,8 @@ def once(targets):
 
 
 def emulated():
-    """Whether the kernels of the CPU platform are those of CUDA, run by the emulation (`make emulation`)."""
-    return _ffi.KERNELS.get("cpu") == "cuda"
+    """Whether the CPU platform runs the CUDA kernels in the emulation (`make emulation`)."""
+    return loading.KERNELS.get("cpu") == "cuda"
 
 
 def platform():
@@ -258,7 +265,7 @@ def platform():
 
 @functools.cache
 def missing_kernel():
-    """Why implementation="kernel" cannot run on the default platform; None where it can."""
+    """The reason why implementation="kernel" cannot run on the default platform, or None if it can."""
     required = os.environ.get("JAX_RNNT_REQUIRE")
     if required and platform() != required:
         return f"JAX_RNNT_REQUIRE={required}, but the default platform is {platform()}"

@@ -1,12 +1,12 @@
 """The truth that every test compares with, in float64 NumPy, written without the library.
 
-Three links of the chain live here: `enumerate_paths` writes out every path of a tiny lattice, `log_likelihood` and
-`posteriors` are a dynamic program over the same arcs, fast enough for T + U = 4000, and the emissions turn logits into
-arc scores and arc gradients back into logit gradients. Each works on one sequence, cut to its own lengths, so that
-padding cannot enter; `loss_and_gradient` loops over a batch and applies the rules that concern whole sequences.
+It has three parts. `enumerate_paths` writes out every path of a tiny lattice. `log_likelihood` and
+`posteriors` are a dynamic program over the same arcs, fast enough for T + U = 4000. The emissions turn logits into
+arc scores, and arc gradients into logit gradients. Each part works on one sequence, cut to its own lengths, so that
+padding cannot enter. `loss_and_gradient` loops over a batch and applies the rules for whole sequences.
 
-Float64 sums lose the small scores beside a mask of -1e30. `solve` enumerates paths of a tiny lattice with Python
-fractions instead: emissions accept `fractions_of(logits)`, and then no sum is rounded.
+In float64, sums with a mask of -1e30 lose small scores. So `solve` enumerates paths of a tiny lattice with Python
+fractions: emissions accept `fractions_of(logits)`, and then no sum is rounded.
 
 Legend: T frames, U labels, U1 = U + 1, V classes. Node (t, u): t frames read, u labels written. Every path runs from
 (0, 0) to the terminal node (T, U); only that node has t = T.
@@ -78,7 +78,7 @@ def enumerate_paths(topology, num_frames, num_labels):
 
 
 def enumerate_log_likelihood(topology, arcs, num_frames, num_labels):
-    """log of the summed path weights and each arc's posterior, path by path."""
+    """The log of the sum of path weights, and the posterior of each arc, path by path."""
     paths = enumerate_paths(topology, num_frames, num_labels)
     scores = [math.fsum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
     best = max(scores, default=NEG)
@@ -101,9 +101,9 @@ def _logaddexp(a, b):
 
 
 def _alpha_beta(topology, arcs, num_frames, num_labels):
-    """alpha and beta, each [T + 1, U1], one diagonal n = t + u after the other.
+    """alpha and beta, each [T + 1, U1], computed diagonal by diagonal (n = t + u).
 
-    `skew(x)[n, u] = x[n - u, u]` makes a diagonal a row; an arc then leads from row n to row n + dt + du, du on.
+    `skew(x)[n, u] = x[n - u, u]` turns diagonals into rows; an arc leads from (n, u) to (n + dt + du, u + du).
     """
     T, U1 = num_frames, num_labels + 1
     rows = T + U1  # n runs to T + U
@@ -136,12 +136,12 @@ def _alpha_beta(topology, arcs, num_frames, num_labels):
 
 
 def log_likelihood(topology, arcs, num_frames, num_labels):
-    """log of the summed weight of all paths; -inf where there is none."""
+    """The log of the sum of all path weights; -inf if there is no path."""
     return posteriors(topology, arcs, num_frames, num_labels)[0]
 
 
 def posteriors(topology, arcs, num_frames, num_labels):
-    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 where no path exists."""
+    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 if no path exists."""
     out = {slot: np.zeros((num_frames, num_labels + 1)) for slot in arcs}
     if num_frames == 0:
         return (0.0 if num_labels == 0 else NEG), out
@@ -188,7 +188,7 @@ def _nearest(x):
 
 
 def as_float(x):
-    """float64 of floats or fractions; what is beyond float64 is infinite."""
+    """Floats or fractions as float64; values beyond float64 become infinite."""
     if not _is_exact(x):
         return np.asarray(x, np.float64)
     return np.array([_nearest(v) for v in np.ravel(x)], np.float64).reshape(np.shape(x))
@@ -207,7 +207,7 @@ def log_softmax(x):
 
 
 class _Head:
-    """One group of classes: log-probs of chosen classes, and the way back to its logits."""
+    """One softmax over a group of classes: log-probs of chosen classes, and the pullback to the logits."""
 
     def __init__(self, logits, fused):
         self.fused = fused
@@ -215,7 +215,7 @@ class _Head:
         self.gradient = np.zeros(self.log_probs.shape)
 
     def __getitem__(self, classes):
-        """Score of class `classes[u]` at every node (t, u); -inf where that is negative."""
+        """The score of class `classes[u]` at every node (t, u); -inf for a negative class."""
         classes = np.broadcast_to(classes, self.log_probs.shape[1:2])
         picked = self.log_probs[:, np.arange(len(classes)), np.maximum(classes, 0)]
         return np.where(classes < 0, NEG, picked)
@@ -298,12 +298,12 @@ def _log_sigmoid(x):
 
 
 def hat_emission(logits, labels, *, blank, fused=True):
-    """A Bernoulli blank, and a softmax over the classes that are left; a label that is the blank class is a blank."""
+    """A Bernoulli blank, and a softmax over the other classes. A label equal to the blank class is a blank."""
     if not fused:
         return softmax_emission(logits, labels, blank=blank, fused=False)
     bernoulli = _numbers(logits[..., blank])
     rest = _Head(np.delete(logits, blank, -1), True)
-    place = np.where(labels > blank, labels - 1, labels)  # in the rest
+    place = np.where(labels > blank, labels - 1, labels)  # class among the others
     place = np.where((labels == blank) | (labels < 0), -1, place)
     blanks = np.where(bernoulli == np.inf, np.nan, _log_sigmoid(bernoulli))
     blanks = np.where((rest.log_probs != rest.log_probs).any(-1), np.nan, blanks)  # NaN; fractions have no isnan
@@ -384,7 +384,7 @@ def loss_and_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """One sequence, path by path, without a rounded sum."""
+    """The answer for one sequence, path by path, without rounded sums."""
 
     paths: tuple  # of (slot, t, u)
     scores: list  # of the paths: fractions, or -inf
@@ -413,7 +413,7 @@ def solve(
     delay_penalty=0.0,
     **emission_options,
 ):
-    """The `Solution` of logits [T, U1, V] and labels [U], which hold no more than the sequence."""
+    """The `Solution` of logits [T, U1, V] and labels [U], without padding."""
     frames, columns, classes = logits.shape
     classes -= extra_classes
     blank = blank + classes if blank < 0 else blank
@@ -474,7 +474,7 @@ def reduce(losses, target_lengths, reduction):
 
 
 def uniform_loss(num_frames, num_labels, num_classes):
-    """Closed form for equal logits: every path weighs V ** -(T + U) and there are C(T - 1 + U, U) of them."""
+    """Closed form for equal logits: there are C(T - 1 + U, U) paths of weight V ** -(T + U)."""
     count = math.comb(num_frames - 1 + num_labels, num_labels)
     return (num_frames + num_labels) * math.log(num_classes) - math.log(count)
 

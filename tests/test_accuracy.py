@@ -14,7 +14,7 @@ BOUND = 1e-5  # of posteriors and gradients: the contract
 
 
 def float64_gradient_error(p, gradient, frames=200):
-    """Largest error of a float32 gradient of one RNN-T loss, the truth made a slab of frames at a time."""
+    """Largest error of a float32 gradient of one RNN-T loss. The truth is computed in slabs of frames."""
     logits, labels = p.logits[0], np.append(p.targets[0], -1)
     T, U1, V = logits.shape
     arcs = {"blank": np.empty((T, U1)), "label": np.empty((T, U1))}
@@ -38,6 +38,7 @@ def one_sequence(T, U, V, scale):
     return losses.Problem(logits, targets, np.array([T], np.int32), np.array([U], np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "U", "scale"), [(3900, 100, 1.0), (3900, 100, 6.0), (1000, 3000, 1.0)], ids=str)
 def test_long_lattices(implementation, T, U, scale):
     """T + U = 4000, |log-likelihood| up to ten thousands; plain float32 log alphas are off by 1e-3 to 5e-3 here."""
@@ -77,7 +78,7 @@ def test_large_vocabulary_and_long_lattice(kernel):
 
 @pytest.mark.parametrize(("T", "U"), [(1, 4000), (20000, 1)], ids=str)
 def test_thin_lattices(kernel, T, U):
-    """U + 1 beyond any block of threads; T of several minutes of audio."""
+    """U + 1 exceeds any block of threads; T is several minutes of audio."""
     p = one_sequence(T, U, 3, 1.0)
     values, gradient = losses.evaluate(losses.RNNT, p, kernel)
     value, _, worst = float64_gradient_error(p, gradient, frames=2000)
@@ -87,7 +88,7 @@ def test_thin_lattices(kernel, T, U):
 
 @pytest.mark.parametrize("scale", [0.0, 20.0, 100.0])
 def test_peaked_and_flat(implementation, scale):
-    """All paths alike, and one path that dominates while the others underflow float32's range."""
+    """Equal paths, and one dominant path while the others underflow float32."""
     p = one_sequence(300, 100, 5, scale)
     values, gradient = losses.evaluate(losses.RNNT, p, implementation)
     value, _, worst = float64_gradient_error(p, gradient)
@@ -119,10 +120,11 @@ def test_improbable_beginning(implementation):
     assert worst <= 4 * 200 * losses.eps(np.float32) * np.sqrt(80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "U"), [(20, 900), (900, 20), (300, 300)], ids=str)
 @pytest.mark.parametrize("classes", [2, 3, 1024])
 def test_equal_paths(implementation, T, U, classes):
-    """Scores all alike: sums that double at every step, in the mantissa alone if nobody looks."""
+    """Equal scores: sums double at every step, so mantissas overflow unless they are normalized."""
     scores = np.full((1, T, U + 1, 2), -np.log(classes), np.float32)
     p = losses.Problem(scores, np.zeros((1, U), np.int32), np.array([T], np.int32), np.array([U], np.int32))
     values, gradient = losses.evaluate(losses.RNNT, p, implementation, fused_log_softmax=False)
@@ -135,7 +137,7 @@ def test_equal_paths(implementation, T, U, classes):
 
 @pytest.mark.parametrize("score", [-0.3465735, -0.6931472, -0.3, -1.04], ids=str)
 def test_single_path(implementation, score):
-    """One path of equal arcs, every product of which loses or gains the same part of a binary digit."""
+    """One path of equal arcs: every product moves the mantissa in the same direction."""
     T, U = 400, 400
     scores = np.full((1, T, U + 1, 2), -np.inf, np.float32)
     scores[0, 0, :U, 0] = scores[0, :, U, 1] = score

@@ -1,5 +1,6 @@
-"""Is the alignment the best of all paths, its frames those of the path, and do ties fall the same way every time?"""
+"""Is the alignment the best path, are its frames those of the path, and are ties always broken in the same way?"""
 
+import dataclasses
 import functools
 
 import jax
@@ -48,7 +49,7 @@ def test_best_path(topology):
 
 
 def test_vector():
-    """By the formula; no other library has a forced alignment."""
+    """Numbers from the formula, since no other library has a forced alignment."""
     score, frames = jax_rnnt.rnnt_align(X, LABELS, *LENGTHS, blank=0)
     np.testing.assert_allclose(score, -15.255785035, rtol=1e-9)
     assert frames.dtype == jnp.int32 and frames.tolist() == [0, 2, 2]
@@ -65,8 +66,8 @@ def sequences(loss, p):
 @pytest.mark.family
 def test_align(loss, implementation):
     p = losses.problem(loss=loss)
-    implementation = None if implementation == "kernel" else implementation  # the search has none
-    score, frames = jax_rnnt.rnnt_align(*losses.poisoned(p), loss=loss.bound, implementation=implementation)
+    implementation = None if implementation == "kernel" else implementation  # the search has no kernel
+    score, frames = jax_rnnt.rnnt_align(*losses.poisoned(p), loss=loss.value(implementation=implementation))
     for b, n, m, topology, arcs in sequences(loss, p):
         expected, where = best_of_all(topology, arcs, n, m)
         np.testing.assert_allclose(score[b], expected, rtol=EXACT)
@@ -74,7 +75,7 @@ def test_align(loss, implementation):
 
 
 def by_kind(posteriors):
-    """Posteriors of blanks and of labels, whatever their durations."""
+    """Posteriors of blanks and of labels, summed over durations."""
     return [sum(x for slot, x in posteriors.items() if slot.startswith(kind)) for kind in ("blank", "label")]
 
 
@@ -92,11 +93,11 @@ def assert_posteriors(got, frames, sequences):
 @pytest.mark.family
 def test_posteriors_and_expected_frames(loss, implementation):
     p = losses.problem(loss=loss)
-    options = {"loss": loss.bound, "implementation": implementation}
+    options = {"loss": loss.value(implementation=implementation)}
     got = jax_rnnt.rnnt_posteriors(*losses.poisoned(p), **options)
     assert_posteriors(got, jax_rnnt.expected_emission_frames(*losses.poisoned(p), **options), sequences(loss, p))
     np.testing.assert_allclose(got[1].sum((1, 2)), p.target_lengths, atol=EXACT)
-    latency = jax_rnnt.minimum_latency(*p, reduction="none", **options)
+    latency = loss.value(implementation=implementation, reduction="none").latency(*p)
     frames = np.asarray(jax_rnnt.expected_emission_frames(*p, **options))
     counted = np.where(np.arange(4) < p.target_lengths[:, None], frames + 1, 0).sum(1)
     np.testing.assert_allclose(latency, counted / np.maximum(p.target_lengths, 1), atol=EXACT)
@@ -104,10 +105,10 @@ def test_posteriors_and_expected_frames(loss, implementation):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_durations_arc_by_arc(kernel, sampled):
-    """FastEmit and the sampled RNN-T make an arc of each pair of heads; the posteriors are those of the lattice."""
+    """With FastEmit or sampling, each pair of token and duration is an arc; posteriors stay the same."""
     p = losses.problem(loss=losses.TDT)
-    options = {"omega": 1.0, "key": jax.random.key(0)} if sampled else {"fastemit_lambda": 0.5}
-    options = {"loss": functools.partial(losses.TDT.bound, **options), "implementation": kernel}
+    options = {"omega": 1.0} if sampled else {"fastemit_lambda": 0.5}
+    options = {"loss": losses.TDT.value(**options, implementation=kernel), "key": jax.random.key(0)}
     expected = sequences(losses.RNNT, p._replace(logits=p.logits[..., :-3])) if sampled else sequences(losses.TDT, p)
     got = jax_rnnt.rnnt_posteriors(*p, **options)
     assert_posteriors(got, jax_rnnt.expected_emission_frames(*p, **options), expected)
@@ -116,17 +117,19 @@ def test_durations_arc_by_arc(kernel, sampled):
 @pytest.mark.parametrize("topology", ["standard", "monotonic", "constrained"])
 @pytest.mark.parametrize("hat", [False, True])
 def test_band(kernel, topology, hat):
-    """Of a band: everything has the shape of the whole lattice, in which the other nodes are forbidden."""
+    """Results for a band have the shape of the whole lattice, with the other nodes forbidden."""
     p, width = losses.problem(), 3
     first = np.array([[0, 0, 0, 1, 1, 2, 2], [0] * 7, [0] * 7, [0, 0, 1, 1, 1, 1, 1]], np.int32)
     column = first[..., None] + np.arange(width)
     band = np.take_along_axis(p.logits, column[..., None], 2)
-    call = functools.partial(jax_rnnt.pruned_rnnt_loss, first=first, topology=topology, hat=hat)
-    alone = {"standard": losses.RNNT, "monotonic": losses.LOSSES[1], "constrained": losses.LOSSES[3]}[topology]
+    band = jax_rnnt.BandLogits(band, first)
+    alone = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}[topology]
     options = dict(alone.truth)
+    loss = alone.value(implementation=kernel)
     if hat:
         emission = {"constrained": constrained_hat}.get(topology, truth.hat_emission)
-        alone = losses.Loss("hat", None, {**options, "emission": emission})
+        alone = losses.Loss("hat", None, None, {**options, "emission": emission})
+        loss = jax_rnnt.HATLoss(topology=topology, implementation=kernel)
 
     def forbidden():
         for b, n, m, arcs_of_truth, arcs in sequences(alone, p):
@@ -137,10 +140,10 @@ def test_band(kernel, topology, hat):
                 arcs["label"][:, :-1] = np.where(inside[:, 1:], arcs["label"][:, :-1], -np.inf)
             yield b, n, m, arcs_of_truth, arcs
 
-    got = jax_rnnt.rnnt_posteriors(band, *p[1:], loss=call, implementation=kernel)
-    frames = jax_rnnt.expected_emission_frames(band, *p[1:], loss=call, implementation=kernel)
+    got = jax_rnnt.rnnt_posteriors(band, *p[1:], loss=loss)
+    frames = jax_rnnt.expected_emission_frames(band, *p[1:], loss=loss)
     assert_posteriors(got, frames, forbidden())
-    score, frames = jax_rnnt.rnnt_align(band, *p[1:], loss=call)
+    score, frames = dataclasses.replace(loss, implementation=None).align(band, *p[1:])
     for b, n, m, arcs_of_truth, arcs in forbidden():
         expected, where = best_of_all(arcs_of_truth, arcs, n, m)
         np.testing.assert_allclose(score[b], expected, rtol=EXACT)
@@ -157,53 +160,59 @@ def constrained_hat(logits, labels, *, blank):
 
 def test_packed(implementation):
     p = losses.problem()
-    rows = packed(p, p.logits)
-    call = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=7)
-    got = jax_rnnt.rnnt_posteriors(rows, *p[1:], loss=call, implementation=implementation)
-    frames = jax_rnnt.expected_emission_frames(rows, *p[1:], loss=call, implementation=implementation)
+    rows = jax_rnnt.PackedLogits(packed(p, p.logits), max_frames=7)
+    got = jax_rnnt.rnnt_posteriors(rows, *p[1:], implementation=implementation)
+    frames = jax_rnnt.expected_emission_frames(rows, *p[1:], implementation=implementation)
     assert_posteriors(got, frames, sequences(losses.RNNT, p))
-    for x, y in zip(jax_rnnt.rnnt_align(rows, *p[1:], loss=call), jax_rnnt.rnnt_align(*p), strict=True):
+    for x, y in zip(jax_rnnt.rnnt_align(rows, *p[1:]), jax_rnnt.rnnt_align(*p), strict=True):
         losses.assert_same_bits(x, y)
 
 
-def test_options_of_the_call_and_of_the_loss():
-    """Whichever of the two binds an option; the call's own come first; what only a loss returns has no effect."""
+def test_options_of_the_call_or_of_the_loss():
+    """An option may come from the call or the loss, but not both. Options of value or gradient alone have no effect."""
     p = losses.problem()
-    given = {"blank": 3, "delay_penalty": 0.25, "label_windows": np.array([[[0, 6]] * 4] * 4, np.int32)}
-    expected = jax_rnnt.rnnt_posteriors(*p, **given)
-    bound = functools.partial(jax_rnnt.rnnt_loss, **given, reduction="sum", clamp=0.5)
-    with_object = jax_rnnt.RNNTLoss(**given, reduction="sum", clamp=0.5)
-    other = functools.partial(jax_rnnt.rnnt_loss, **given | {"blank": 2})
-    for options in ({"loss": bound}, {"loss": with_object}, {"loss": other, "blank": 3}):
-        for x, y in zip(jax_rnnt.rnnt_posteriors(*p, **options), expected, strict=True):
-            losses.assert_same_bits(x, y)
+    windows = {"label_windows": np.array([[[0, 6]] * 4] * 4, np.int32)}
+    given = {"blank": 3, "delay_penalty": 0.25}
+    expected = jax_rnnt.rnnt_posteriors(*p, **given, **windows)
+    loss = jax_rnnt.RNNTLoss(**given, reduction="sum", clamp=0.5)
+    for x, y in zip(jax_rnnt.rnnt_posteriors(*p, loss=loss, **windows), expected, strict=True):
+        losses.assert_same_bits(x, y)
+    for option, value in (("blank", 3), ("blank", -1), ("delay_penalty", 0.25), ("implementation", None)):
+        with pytest.raises(TypeError, match=rf"rnnt_posteriors: {option} must be given in loss alone"):
+            jax_rnnt.rnnt_posteriors(*p, loss=loss, **{option: value})
+    joint = jax_rnnt.LinearJoint(np.zeros((9, 5)))
+    arguments = joint, np.zeros((4, 7, 9)), np.zeros((4, 5, 9)), *p[1:]
+    for option, value in (
+        ("reduction", "mean"),
+        ("clamp", -1.0),
+        ("fastemit_lambda", 0.0),
+        ("fused_log_softmax", True),
+    ):
+        with pytest.raises(TypeError, match=rf"joint_rnnt_loss: {option} must be given in loss alone"):
+            jax_rnnt.joint_rnnt_loss(*arguments, loss=jax_rnnt.RNNTLoss(reduction="sum"), **{option: value})
 
 
 @pytest.mark.parametrize("function", ["rnnt_posteriors", "expected_emission_frames", "minimum_latency", "rnnt_align"])
 def test_unsuitable_losses(function):
     p = losses.problem()
-    of_the_user = lambda logits, **_: (logits * 2).sum()
-    doubled, mean = (lambda **p: 2.0 * jax_rnnt.rnnt_loss(**p)), (lambda **p: jnp.mean(jax_rnnt.rnnt_loss(**p)))
-    for loss in ("tdt", None, lambda **_: 0.0, jax.jit(jax_rnnt.rnnt_loss), of_the_user, doubled, mean):
-        with pytest.raises(TypeError, match=rf"{function}: loss must be"):
-            getattr(jax_rnnt, function)(*p, loss=loss)
-    for loss, name in ((jax_rnnt.tdt_loss, "durations"), (jax_rnnt.simple_rnnt_loss, "logits")):  # missing, unknown
-        with pytest.raises(TypeError, match=name):
+    bound = functools.partial(jax_rnnt.tdt_loss, durations=[0, 1])
+    for loss in ("tdt", None, lambda **_: 0.0, jax_rnnt.rnnt_loss, jax_rnnt.RNNTLoss, bound):
+        with pytest.raises(TypeError, match=rf"{function}: loss must be a TransducerLoss, .*RNNTLoss, TDTLoss.* got"):
             getattr(jax_rnnt, function)(*p, loss=loss)
     for logits in (None, "logits", [[1.0], [1.0, 2.0]], p.logits.astype(int)):
         with pytest.raises((TypeError, ValueError), match=rf"{function}.*logits must"):
             getattr(jax_rnnt, function)(logits, *p[1:])
-    with pytest.raises(ValueError, match=rf"{function}: tdt_loss: durations must"):
-        getattr(jax_rnnt, function)(*p, loss=functools.partial(jax_rnnt.tdt_loss, durations=[1, 1]))
+    with pytest.raises(ValueError, match=rf"{function}: blank must lie in"):
+        getattr(jax_rnnt, function)(*p, loss=jax_rnnt.RNNTLoss(blank=9))
 
 
 def test_ties_prefer_blank():
-    """All paths alike: the last arc is a blank as long as it can be, so every label comes as early as it may."""
+    """With equal paths, the search back from the end takes blanks first, so every label comes as early as possible."""
     p = losses.problem(1, 6, 3, 5, lengths=([6], [3]), dtype=np.float32)
     for logits in (np.zeros_like(p.logits), np.full_like(p.logits, 0.1)):
         for name, expected in (("rnnt", [0, 0, 0]), ("monotonic", [0, 1, 2]), ("constrained", [0, 1, 2])):
             loss = next(loss for loss in losses.LOSSES if loss.name == name)
-            _, frames = jax_rnnt.rnnt_align(logits, *p[1:], loss=loss.bound)
+            _, frames = jax_rnnt.rnnt_align(logits, *p[1:], loss=loss.value())
             assert frames[0].tolist() == expected, name
     windows = np.array([[[1, 4], [1, 5], [3, 5]]], np.int32)
     assert jax_rnnt.rnnt_align(np.zeros_like(p.logits), *p[1:], label_windows=windows)[1].tolist() == [[1, 1, 3]]
@@ -211,7 +220,7 @@ def test_ties_prefer_blank():
 
 @pytest.mark.parametrize("spread", [1.0, 1e-4])
 def test_best_path_of_a_long_utterance(spread):
-    """float32 scores of thousands: the path is that of float64, also where paths differ by less than float32 adds."""
+    """float32 scores of thousands: the path is that of float64, even if paths differ by less than float32 resolves."""
     T, U = 2000, 300
     rng = np.random.default_rng(0)
     arcs = {slot: rng.normal(-3, spread, (T, U + 1)).astype(np.float32) for slot in ("blank", "label")}
@@ -256,11 +265,11 @@ def test_vmap_and_shard_map(devices):
         np.testing.assert_array_equal(got[1], expected[1])
 
 
-@pytest.mark.family
+@pytest.mark.family("slow")
 def test_expected_frames_have_a_gradient(loss, implementation):
-    """Their sum is a latency to train on: finite differences, which know nothing of the FastEmit of the loss."""
+    """Their sum is a latency to train on; finite differences confirm it, and the loss's FastEmit does not enter."""
     p = losses.problem(2, 3, 2, 5, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
-    options = {"loss": functools.partial(loss.bound, fastemit_lambda=1.0), "implementation": implementation}
+    options = {"loss": loss.value(fastemit_lambda=1.0, implementation=implementation)}
     call = jax.jit(lambda x: jax_rnnt.expected_emission_frames(x, *p[1:], **options).sum())
     gradient = jax.grad(call)(p.logits)
     direction = np.random.default_rng(0).normal(size=p.logits.shape)
@@ -269,7 +278,7 @@ def test_expected_frames_have_a_gradient(loss, implementation):
 
 
 def test_minimum_latency(implementation):
-    """The number of TransducerLoss.jl's formula; a gradient that is a slope; odd sequences by themselves."""
+    """The value of TransducerLoss.jl's formula; the gradient is its slope; odd sequences affect no other."""
     options = {"blank": 0, "implementation": implementation}
     value = jax_rnnt.rnnt_loss(X, LABELS, *LENGTHS, **options)
     latency = jax_rnnt.minimum_latency(X, LABELS, *LENGTHS, **options)

@@ -1,4 +1,4 @@
-"""The same input, the same bits: call after call, and whatever the number of threads."""
+"""Does the same input give the same bits in every call, with any number of threads?"""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ for loss in losses.LOSSES:
 
 
 def test_number_of_threads(kernel):
-    """XLA makes as many threads as the process may use cores: one, two, all."""
+    """With one, two and all cores: XLA takes one thread per core of the process."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores and Linux")
     outputs = set()
@@ -47,7 +47,7 @@ def test_number_of_threads(kernel):
 
 
 def test_calls_from_many_threads(loss, kernel):
-    """A server calls from its own threads; nobody shares scratch memory."""
+    """A server calls from its own threads; they must not share scratch memory."""
     from concurrent.futures import ThreadPoolExecutor
 
     problems = [losses.problem(8, 100, 60, 9, loss=loss, dtype="float32", seed=seed) for seed in range(8)]

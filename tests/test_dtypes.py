@@ -1,4 +1,4 @@
-"""Which dtypes go in, which come out, and is 16 bit as good as it can be?"""
+"""Are the dtypes of arguments and results right, and are 16-bit results as good as possible?"""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.__name__)
 def test_result_dtypes(loss, implementation, dtype):
-    """Loss float32 (float64 for float64) whatever the options' dtypes; gradient as the logits; wide sums."""
+    """The loss is float32 (float64 for float64) for any dtypes of options; the gradient has the dtype of the logits."""
     p = losses.problem(loss=loss, dtype=dtype)
     values, gradient = losses.evaluate(loss, p, implementation)
     assert values.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -151,7 +151,7 @@ print("ok")
 
 
 def test_without_x64():
-    """JAX's default: no 64-bit type anywhere, and no warning about one."""
+    """In JAX's default configuration there is no 64-bit type, and no warning about one."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM)]
     done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stderr

@@ -1,4 +1,4 @@
-"""Does every odd sequence get what the contract says, and does no other sequence in its batch notice?"""
+"""Does every odd sequence get the promised answer, and does it leave the other sequences of its batch alone?"""
 
 import math
 
@@ -22,7 +22,7 @@ def with_value(p, name, index, value):
     return p._replace(**{name: changed})
 
 
-# What is done to sequence 1 of four (T_b = 5, U_b = 2, V = 9): field, index, value -> loss, gradient inside.
+# Changes of sequence 1 of four (T_b = 5, U_b = 2, V = 9): field, index, value -> loss, gradient inside.
 BAD = {
     "T_b=-1": ("logit_lengths", 1, -1, np.nan, 0),
     "T_b=T+1": ("logit_lengths", 1, 8, np.nan, 0),
@@ -150,7 +150,7 @@ def test_one_path_of_certainty(loss, implementation):
 @pytest.mark.family
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_finite_logits(loss, implementation, dtype):
-    """Anything in [-1e4, 1e4] gives a finite loss >= 0 and a finite gradient, right as far as the dtype goes."""
+    """Logits in [-1e4, 1e4] give a finite loss >= 0 and a finite gradient, right up to the rounding of the dtype."""
     rng = np.random.default_rng(1)
     p = losses.problem(16, loss=loss)
     logits = rng.choice([-1e4, -5000.0, -1.0, 0.0, 3.0, 1e4], p.logits.shape)
@@ -167,7 +167,7 @@ def test_large_finite_logits(loss, implementation, dtype):
 @pytest.mark.family
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_never_negative(loss, implementation, dtype):
-    """Targets that are all but certain: the loss is 0 or above, to the last bit."""
+    """Nearly certain targets: the loss is never below 0, not even by a bit."""
     rng = np.random.default_rng(2)
     for scale in (0.0, 5.0, 30.0):
         p = losses.problem(64, 6, 3, 4, loss=loss, scale=1.0, lengths=(rng.integers(1, 7, 64), rng.integers(0, 4, 64)))
@@ -230,7 +230,7 @@ def test_infinite_loss_under_mean(loss, implementation):
 @pytest.mark.family
 @pytest.mark.parametrize("magnitude", [1e30, 3e38])
 def test_absurd_logits_hurt_only_themselves(loss, implementation, magnitude):
-    """Beyond every promise about the value: no crash, and the neighbours keep their bits."""
+    """No value is promised, but there is no crash, and the neighbours keep their bits."""
     p = losses.problem(loss=loss, dtype=np.float32)
     values, gradient = losses.evaluate(loss, p, implementation)
     signs = np.random.default_rng(3).choice([-1, 1], p.logits.shape[1:])

@@ -1,4 +1,4 @@
-"""Does the softmax stage alone do what the losses to come need: several blanks, labels by frame, scale and clamp?"""
+"""Does the softmax stage alone support every loss: several blanks, labels per frame, scale and clamp?"""
 
 import functools
 
@@ -75,7 +75,7 @@ def test_both_stages(implementation, blanks, normalize):
         label = label_map(classes, by_frame, blanks)
         x, inside = logits_of(classes, dtype, label)
         rng = np.random.default_rng(2)
-        # An arc that does not exist has no cotangent, as the lattice gives none.
+        # An arc that does not exist has no cotangent: the lattice gives it none.
         cotangents = rng.normal(size=(len(blanks) + 1, B, T, U1)).astype(dtype) * inside
         cotangents[-1] *= np.broadcast_to(label >= 0, inside.shape)
         scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
@@ -93,7 +93,7 @@ HEADS = {"durations": dict(durations=4), "one_duration": dict(durations=1), "ber
 
 
 def expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp, *, durations=0, bernoulli=False):
-    """What `expected` gives, row by row from the float64 emissions of the family; every duration is an arc too."""
+    """As `expected`, row by row from the float64 emissions of the family; every duration is also an arc."""
     label = np.broadcast_to(label, inside.shape)
     outputs, dx = np.full((2 + durations, *inside.shape), -np.inf), np.zeros(x.shape)
     for b, t, u in zip(*np.nonzero(inside)):
@@ -112,7 +112,7 @@ def expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp,
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_heads(implementation, head):
-    """A second softmax behind the first, or a Bernoulli blank: rows of every kernel path, both input modes."""
+    """A second softmax after the first, or a Bernoulli blank: rows for every path of the kernels, both input modes."""
     more = head.get("durations", 0)
     for by_frame, dtype, classes, blank in (
         (False, np.float64, 9, 0),
@@ -141,7 +141,7 @@ def test_heads(implementation, head):
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_odd_rows(implementation, head):
-    """A NaN or +inf anywhere in a row is NaN in all its planes; the other rows have the bits that they have without."""
+    """NaN or +inf anywhere in a row gives NaN in all planes; the bits of other rows do not change."""
     more, classes, blank = head.get("durations", 0), 21, 20
     label = np.full((1, 1, 3), 2, np.int32)
     x = np.random.default_rng(0).normal(0, 2, (1, 4, 3, classes + more)).astype(np.float32)
@@ -203,7 +203,7 @@ def test_long_rows(kernel, classes):
 
 
 def assert_norm(norm, x, anchor, dtype):
-    """The scaled sum relative to the anchor where that is at most 45 below the largest logit; else its log."""
+    """norm is the scaled sum relative to an anchor at most 45 below the largest logit, otherwise the log-sum-exp."""
     norm, peak = np.asarray(norm), x.max(-1)
     lse = peak - truth.log_softmax(x).max(-1)
     reach = peak - x[..., anchor]
@@ -221,7 +221,7 @@ def assert_norm(norm, x, anchor, dtype):
 
 
 def test_rows_far_from_their_anchor(implementation):
-    """A masked blank: what the backward pass is told keeps the sign, and gives the softmax."""
+    """A masked blank: norm tells the backward pass which kind it is, and yields the softmax."""
     rng = np.random.default_rng(0)
     label = np.full((1, 1, 4), NO_LABEL, np.int32)
     for dtype in ("float32", "float64"):

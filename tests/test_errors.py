@@ -1,4 +1,4 @@
-"""Does each static mistake raise at trace time, and say which argument, what was expected and what came?"""
+"""Does each static mistake raise at trace time, naming argument, expected and actual value?"""
 
 import functools
 import re
@@ -11,7 +11,7 @@ import pytest
 import jax_rnnt
 import losses
 
-# Call of shape B=4, T=7, U=4, V=9 with one thing wrong: argument, value, what the message must hold beside the name.
+# Mistakes in a call of shape B=4, T=7, U=4, V=9: argument, value, text in the message beside the name.
 f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.zeros, dtype=np.int32)
 WRONG = {
     "logits_rank_2": ("logits", f32((5, 9)), ["(5, 9)"]),
@@ -75,7 +75,7 @@ def test_message(loss, wrong):
 
 @pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])
 def test_raised_while_tracing(loss, name):
-    """Under jit, vmap and grad alike: nothing has to run for the mistake to show."""
+    """The error is raised under jit, vmap and grad alike, before anything runs."""
     value = {"targets": i32((4, 5)), "logits": i32((4, 7, 5, 9)), "blank": 9, "reduction": "avg"}[name]
     with pytest.raises((ValueError, TypeError), match=name):
         jax.eval_shape(lambda: call(loss, name, value))
@@ -86,7 +86,7 @@ def test_raised_while_tracing(loss, name):
 
 
 def test_traced_blank(loss):
-    """A tracer where a Python number is needed is a mistake with a name too."""
+    """A tracer in place of a Python number is reported by name, too."""
     p = losses.problem(loss=loss, dtype=np.float32)
     with pytest.raises(TypeError, match="blank"):
         jax.jit(lambda b: loss(*p, blank=b))(0)
@@ -98,7 +98,7 @@ def test_numpy_integers_are_integers(loss):
 
 
 def test_options_after_fused_log_softmax_are_keywords(loss):
-    """torchaudio's order up to there; then names only."""
+    """Positional arguments follow torchaudio's order up to there; the others need names."""
     p = losses.problem(loss=loss)
     values, _ = loss.expected(p, blank=2, clamp=1.0)
     np.testing.assert_allclose(loss(*p, 2, 1.0, "sum", True), values.sum(), rtol=1e-13)
@@ -126,7 +126,7 @@ def test_loss_object_says_the_same():
     ],
 )  # fmt: skip
 def test_loss_object_says_so_when_built(name, value):
-    """All that needs no batch."""
+    """Errors that do not depend on a batch are raised when the loss is made."""
     with pytest.raises((ValueError, TypeError), match=rf"RNNTLoss: {name} must .*got {re.escape(repr(value))}"):
         jax_rnnt.RNNTLoss(**{name: value})
 
@@ -149,7 +149,7 @@ BAD_DATA = {
 
 @pytest.mark.parametrize("name", BAD_DATA)
 def test_validate_inputs(name):
-    """Quiet on good data whatever lies in the padding; the first offender by name, index and value otherwise."""
+    """Accepts good data with any padding; otherwise names the first offender with index and value."""
     index, limit = BAD_DATA[name]
     p = losses.poisoned(losses.problem())
     assert jax_rnnt.validate_inputs(*p) is None

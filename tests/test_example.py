@@ -1,4 +1,4 @@
-"""Does the example train and decode every loss, resume, agree between jit and pmap, and say what is wrong with data?"""
+"""Does the example train and decode every loss, resume, agree between jit and pmap, and explain bad data?"""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 def train(workdir, *arguments):
-    """Runs the script on two CPU devices; returns the finished process and what it logged, if anything."""
+    """Runs the script on two CPU devices; returns the finished process and its log, if any."""
     log = workdir / "log.json"
     log.unlink(missing_ok=True)
     command = [
@@ -40,6 +40,7 @@ def train(workdir, *arguments):
     return process, json.loads(log.read_text()) if log.exists() else None
 
 
+@pytest.mark.slow
 def test_resume_and_pmap(tmp_path):
     options = "--steps", "4", "--batch", "4", "--save-every", "2"
     process, whole = train(tmp_path, *options)
@@ -49,13 +50,14 @@ def test_resume_and_pmap(tmp_path):
     assert len(whole["losses"]) == 4
     assert np.isfinite(whole["losses"]).all()
 
-    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if interrupted after step 2
+    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as after an interruption at step 2
     process, resumed = train(tmp_path, *options, "--resume", "--pmap")
     assert process.returncode == 0, process.stderr
     assert resumed["first_step"] == 2
     np.testing.assert_allclose(resumed["losses"], whole["losses"][2:], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["monotonic", "tdt", "multiblank", "hat", "pruned"])
 def test_every_loss(tmp_path, name):
     process, log = train(tmp_path, "--steps", "2", "--batch", "4", "--loss", name)
@@ -64,8 +66,9 @@ def test_every_loss(tmp_path, name):
     assert (tmp_path / "lattice.png").exists()
 
 
+@pytest.mark.slow
 def test_fused_joint(tmp_path):
-    """The same losses without all logits at once; the pruned loss has none of them."""
+    """The tiles give the same losses; the pruned loss refuses them, as it has no logits of all nodes."""
     options = "--steps", "3", "--batch", "4", "--loss", "multiblank"
     (_, logits), (process, fused) = train(tmp_path, *options), train(tmp_path, *options, "--joint", "fused")
     assert process.returncode == 0, process.stderr
@@ -92,7 +95,7 @@ def example():
 
 
 def decode(example, name, best, frames=None, **options):
-    """Labels that come out of `best[t][u]`, the classes (or class and duration) that win at node (t, u)."""
+    """The decoded labels if class (or class and duration) `best[t][u]` wins at node (t, u)."""
     variant = example.variants[name]
     logits = np.zeros((len(best), len(best[0]), variant.outputs), np.float32)
     logits[..., variant.blank] = -1  # HAT: no blank unless one is asked for
@@ -127,7 +130,7 @@ def test_standard_decoding(example):
 
 
 def test_blank_of_hat_is_decided_first(example):
-    """By the sign of its logit, however large those of the labels are."""
+    """The sign of its logit decides, however large the logits of labels are."""
     decide = example.variants["hat"].decide
     logits = jnp.full((2, 11), 4.0).at[:, L].set(5.0).at[:, BLANK].set(jnp.array([0.5, -0.5]))
     assert decide(logits, BLANK)[0].tolist() == [BLANK, L]
@@ -145,7 +148,7 @@ def test_tdt_decoding(example):
     skip = column(take(1, 3), take(9, 0), take(9, 0), take(2, 1), take(BLANK, 2), take(9, 0), take(4, 4))
     assert decode(example, "tdt", skip) == [1, 2, 4]
     assert decode(example, "tdt", column(take(L, 0), take(BLANK, 1))) == [L] * 3  # zero durations, three at most
-    assert decode(example, "tdt", column(take(BLANK, 0), take(L, 1))) == [L]  # a blank moves on by itself
+    assert decode(example, "tdt", column(take(BLANK, 0), take(L, 1))) == [L]  # a blank reads a frame at least
     blocked = column(take(L, 0), take(1, 2), take(9, 1), take(2, 1))
     assert decode(example, "tdt", blocked, max_per_frame=1) == [L, 1, 2]
 
@@ -168,6 +171,7 @@ def write_wav(path, *, channels=1, rate=8000, samples=1200):
         file.writeframes(audio.tobytes())
 
 
+@pytest.mark.slow
 def test_recordings(tmp_path):
     folder = tmp_path / "recordings"
     folder.mkdir()

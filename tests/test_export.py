@@ -40,7 +40,7 @@ def test_round_trip(loss, implementation):
 
 
 def test_without_the_checks(loss, kernel):
-    """What export_checks is for; should JAX give the guarantee some day, the helper may go."""
+    """Fails without `export_checks`. If JAX ever gives the guarantee, the helper may go."""
     p = losses.problem(loss=loss, dtype=np.float32)
     with pytest.raises(ValueError, match="custom call"):
         export.export(step(loss, implementation=kernel))(*p)

@@ -1,4 +1,4 @@
-"""Is each loss of the family itself: its own arguments, the numbers of other libraries, its reductions to others?"""
+"""Has each loss of the family its own arguments, the numbers of other libraries, and its identities with others?"""
 
 import functools
 import inspect
@@ -97,7 +97,7 @@ def test_sigma(implementation, name):
     got = losses.evaluate(loss, p, implementation, sigma=0.3)
     losses.assert_matches(got, loss.expected(p, sigma=0.3), np.float64, 11)
     call = jax.jit(lambda s: loss(*p, reduction="none", sigma=s, implementation=implementation))
-    np.testing.assert_allclose(call(np.float64(0.3)), got[0], rtol=EXACT)  # a number that may be scheduled
+    np.testing.assert_allclose(call(np.float64(0.3)), got[0], rtol=EXACT)  # a schedule may pass a NumPy number
 
 
 @pytest.mark.parametrize("durations", [(3, 1), (2, 3), (1,), (0, 4, 2, 1, 3), (5,), (0, 9)], ids=str)
@@ -116,7 +116,7 @@ def test_any_durations(durations):
 
 
 def test_sampled_tdt():
-    """omega=1 is the RNN-T loss of the tokens, omega=0 never; between them a coin of the key; no sigma on heads."""
+    """omega=1 is the RNN-T loss of the tokens, without sigma; omega=0 is TDT; between them, the key tosses a coin."""
     p = losses.problem(loss=next(x for x in losses.LOSSES if x.name == "tdt"))
     tokens = p._replace(logits=p.logits[..., :9])
     for durations in ((2, 0, 1), (4, 2, 3)):
@@ -139,7 +139,7 @@ def test_sampled_tdt():
 
 
 def test_coin_does_not_depend_on_64_bit_types():
-    """Under the same keys the same calls are sampled, whatever the dtype of omega."""
+    """The same keys sample the same calls, for any dtype of omega."""
     p = losses.problem(loss=losses.TDT, dtype=np.float32)
 
     def drawn(omega):
@@ -172,7 +172,6 @@ def test_no_path_with_more_labels_than_frames():
 def test_hat_topologies(topology):
     p = losses.poisoned(losses.problem())
     options = dict(IN_TRUTH[topology])
-    expected = []
     log_probs = p.logits.copy()
     for b in range(4):
         n, m = p.logit_lengths[b], p.target_lengths[b] + 1
@@ -188,7 +187,7 @@ def test_hat_topologies(topology):
 
 
 def test_label_equal_to_a_big_blank_counts_twice(implementation):
-    """One certain class, label and blank of two frames at once: two paths through four frames, and their sum is 2."""
+    """One certain class is both a label and a blank of two frames: two paths through four frames sum to 2."""
     logits = np.tile(np.array([0.0, -np.inf]), (1, 4, 2, 1))
     rest = np.array([[0]], np.int32), np.array([4], np.int32), np.array([1], np.int32)
     value = jax_rnnt.multiblank_rnnt_loss(logits, *rest, [2], implementation=implementation)
@@ -202,8 +201,7 @@ def test_hat_of_certain_blanks():
         logits = p.logits.copy()
         logits[..., -1] = np.where(np.arange(4)[:, None] % 2, size, -size)
         q = p._replace(logits=logits)
-        loss = losses.LOSSES[-1]
-        losses.assert_matches(losses.evaluate(loss, q, None), loss.expected(q), np.float32, 5)
+        losses.assert_matches(losses.evaluate(losses.HAT, q, None), losses.HAT.expected(q), np.float32, 5)
 
 
 # ------------------------------------------------------------------------------------------------------- identities
@@ -274,7 +272,7 @@ def test_hat_is_rnnt_of_its_log_probs():
 
 
 def test_a_forbidden_duration_is_none():
-    """Durations in another order, and one of probability 0."""
+    """A duration of probability 0 changes nothing, nor does the order of durations."""
     p = losses.problem(loss=next(x for x in losses.LOSSES if x.name == "tdt"))
     whole = value_and_gradient(jax_rnnt.tdt_loss, *p, durations=[2, 0, 1])
     order = [*range(9), 10, 11, 9]
@@ -302,18 +300,18 @@ def test_big_blanks_in_another_order():
     "one_way", [x for x in losses.LOSSES if x.name not in ("multiblank", "tdt")], ids=lambda x: x.name
 )
 def test_windows_of_the_best_path_leave_it_alone(one_way):
-    """One path: the loss is minus its score, its frames are the expected ones, and the latency is their mean."""
+    """With one path, the loss is minus its score, the expected frames are its frames, and the latency is their mean."""
     p = losses.problem()
-    score, frames = map(np.asarray, jax_rnnt.rnnt_align(*p, loss=one_way.bound))
+    score, frames = map(np.asarray, jax_rnnt.rnnt_align(*p, loss=one_way.value()))
     options = {"label_windows": np.stack([frames, frames], -1)}
-    values, gradient = value_and_gradient(one_way.bound, *p, **options)
+    values, gradient = value_and_gradient(one_way, *p, **options)
     np.testing.assert_allclose(values, -score, rtol=EXACT)
-    _, of_score = value_and_gradient(lambda x, *r, reduction: -jax_rnnt.rnnt_align(x, *r, loss=one_way.bound)[0], *p)
+    _, of_score = value_and_gradient(lambda x, *r, reduction: -one_way.value().align(x, *r).score, *p)
     np.testing.assert_allclose(gradient, of_score, atol=EXACT)
     expected = np.where(frames < 0, 0, frames)
-    got = jax_rnnt.expected_emission_frames(*p, loss=one_way.bound, **options)
+    got = jax_rnnt.expected_emission_frames(*p, loss=one_way.value(), **options)
     np.testing.assert_allclose(got, expected, atol=EXACT)
-    got = jax_rnnt.minimum_latency(*p, loss=one_way.bound, reduction="none", **options)
+    got = jax_rnnt.minimum_latency(*p, loss=one_way.value(reduction="none"), **options)
     np.testing.assert_allclose(got, (frames + 1).sum(-1) / np.maximum(p.target_lengths, 1), atol=EXACT)
 
 
@@ -324,7 +322,7 @@ DURATIONS_NEEDED = {"multiblank": "big_blank_durations", "tdt": "durations"}
 
 @pytest.mark.family
 def test_messages(loss):
-    """The common mistakes by name, as for `rnnt_loss` (test_errors.py has all of them)."""
+    """Common mistakes are named, as for `rnnt_loss` (test_errors.py has all of them)."""
     p = losses.problem(loss=loss, dtype=np.float32)
     wrong = {
         "targets": np.zeros((4, 5), np.int32),
@@ -341,7 +339,7 @@ def test_messages(loss):
 
 @pytest.mark.parametrize("name", DURATIONS_NEEDED)
 def test_durations_are_checked(name):
-    function, argument = getattr(jax_rnnt, f"{name}_rnnt_loss" if name == "multiblank" else "tdt_loss"), None
+    function = getattr(jax_rnnt, f"{name}_rnnt_loss" if name == "multiblank" else "tdt_loss")
     argument = DURATIONS_NEEDED[name]
     p = losses.problem(dtype=np.float32)
     for value in ([], [2, 2], [-1, 2], 3, None, [1.5], ["2"], [True]):
@@ -365,7 +363,7 @@ def test_big_blanks_must_be_classes():
 @pytest.mark.parametrize("long", [8, 2**64, 2**32 + 1])
 @pytest.mark.parametrize("table", [losses.multiblank, lambda d: losses.tdt((0, 1, *d))], ids=["multiblank", "tdt"])
 def test_durations_beyond_any_length(table, long, implementation):
-    """There are 7 frames: such arcs are never taken, nor what they are modulo 2^32; not all of them are an int64."""
+    """With 7 frames such arcs are never taken, nor are the durations modulo 2^32. Some exceed int64."""
     loss = table((long,))
     p = losses.problem(loss=loss)
     expected = table((8,)).expected(p)

@@ -1,6 +1,6 @@
-"""What users feed: masks of any finite size, common offsets, magnitudes. Is the answer right, and is it told when not?
+"""Are answers right for masks of any finite size, common offsets and all magnitudes?
 
-One batch holds every feed, so that each loss compiles one program. The truth sums Python fractions along every path
+One batch has all inputs ("feeds"), so that each loss compiles one program. The truth sums Python fractions along paths
 (`truth.solve`), so a mask of -1e30 hides nothing from it.
 """
 
@@ -37,7 +37,7 @@ MASKS = {
     "float64": (-1e9, -1e30, -1e300, lowest(np.float64)),
 }
 
-# What is masked: a selection of the logits [T, U1, V + durations].
+# Masks by name, each a selection of the logits [T, U1, V + durations].
 ONE_PATH = ((0, 0, -1), (1, 0, TARGETS[0]), (1, 1, TARGETS[1]), (1, 2, -1), (2, 2, -1), (3, 2, -1))  # t, u, class
 FEEDS = {
     "class without a label": np.s_[..., 2],
@@ -57,7 +57,7 @@ FEEDS = {
 
 
 def fed(logits, name, value):
-    """The logits with `value` where this feed masks."""
+    """The logits with `value` at the places of this mask."""
     out = logits.copy()
     where = FEEDS[name]
     if isinstance(where, np.ndarray):
@@ -71,7 +71,7 @@ def fed(logits, name, value):
 
 
 def bases(loss, dtype):
-    """(name, logits, T_b): equal logits, where every tie is exact, and normal ones of a shorter sequence."""
+    """(name, logits, T_b): equal logits, with exact ties, and normal logits of a shorter sequence."""
     shape = T, U + 1, V + loss.extra_classes
     yield "equal", np.zeros(shape, dtype), T
     yield "normal", np.random.default_rng(0).normal(0, 2, shape).astype(dtype), T - 1
@@ -86,11 +86,11 @@ class Row:
     frames: int
     solution: truth.Solution
     slack: float
-    twin: int | None = None  # the row with -inf for the mask, where the answer must be the same
+    twin: int | None = None  # the row with -inf for the mask, if the answers must be the same
 
 
 def slack(solution, eps):
-    """How much posteriors may change by arcs that are rounded to eps; 0 where one path is far ahead of all others."""
+    """Bound on the change of posteriors by rounding arcs to eps; 0 if one path is far ahead of all others."""
     if solution.value == -INF:
         return 0.0
     arcs = {slot: np.abs(truth.as_float(x)) for slot, x in solution.arcs.items()}
@@ -104,7 +104,7 @@ def slack(solution, eps):
 
 
 def rounding_is_harmless(solution, dtype):
-    """Whether the same paths of arcs rounded to `dtype` share alike: true of equal logits and equal masks."""
+    """Whether rounding arcs to `dtype` keeps the shares of the paths, as it does for equal logits and equal masks."""
     with np.errstate(over="ignore"):
         arcs = {slot: truth.fractions_of(truth.as_float(x).astype(dtype)) for slot, x in solution.arcs.items()}
     scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in solution.paths]
@@ -129,7 +129,7 @@ def row_of(loss, dtype, name, logits, frames, **options):
 
 @functools.cache
 def table(loss, dtype="float32", fused=True):
-    """Every feed of every mask on every base, and the twins with -inf."""
+    """All rows: each mask at each size on each base, and the twins with -inf."""
     rows = []
     for base, logits, frames in bases(loss, jnp.dtype(dtype)):
         if not fused:
@@ -156,7 +156,7 @@ def table(loss, dtype="float32", fused=True):
 
 
 def problem_of(rows, size=SIZE):
-    """The batch, NaN outside the lengths. Repeated to one size, so that every table runs the same program."""
+    """The batch, NaN outside the lengths. Rows are repeated up to `size`, so that all tables run the same program."""
     rows = [rows[i % len(rows)] for i in range(max(size, len(rows)))]
     frames, size = np.array([row.frames for row in rows], np.int32), len(rows)
     logits = np.stack([row.logits for row in rows])
@@ -170,12 +170,12 @@ def none_of(failures):
 
 
 def far(got, expected, limit):
-    """Whether some element is not within the limit; NaN never is."""
+    """Whether some element is beyond the limit; NaN always is."""
     return not (np.abs(np.asarray(got, np.float64) - expected) <= limit).all()
 
 
 def possible(row, dtype):
-    """Whether the loss fits its dtype."""
+    """Whether the loss is finite in its dtype."""
     return row.solution.value != -INF and abs(row.solution.loss) <= float(jnp.finfo(working(dtype)).max)
 
 
@@ -191,7 +191,7 @@ def value_failures(rows, values, dtype, relative=1e-6):
 
 
 def gradient_failures(loss, rows, gradients, dtype, fused=True):
-    """Finite, zero outside the lengths and without a path, sums of each softmax 0, and that of the truth."""
+    """Gradients must be finite, right, 0 outside the lengths and without a path, and sum to 0 over each softmax."""
     narrow = jnp.dtype(dtype).itemsize == 2
     rounding, smallest = (losses.eps(dtype) / 2, 2.0**-24) if narrow else (0, 0)
     for row, gradient in zip(rows, np.asarray(gradients)):
@@ -214,7 +214,7 @@ def gradient_failures(loss, rows, gradients, dtype, fused=True):
 
 
 def twin_failures(rows, *results):
-    """Equal numbers, not bits: a zero may have either sign."""
+    """Twins have equal numbers, not bits: a zero may have either sign."""
     for i, row in enumerate(rows):
         for x in map(np.asarray, results):
             if row.twin is not None and not np.array_equal(x[i], x[row.twin], equal_nan=True):
@@ -232,15 +232,15 @@ def all_failures(loss, rows, got, dtype, implementation, fused=True):
 
 
 def test_the_usual_mask(implementation):
-    """No label in frame 0, or no label cheaper than the mask: what pencil and paper say."""
+    """The mask is on all labels of frame 0, or on all labels: numbers by hand."""
     logits = np.zeros((3, 3, 4), np.float32)
     rest = np.array([[1, 2]], np.int32), np.array([3], np.int32), np.array([2], np.int32)
-    for mask in (*MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the last that the kernels' sweeps take
+    for mask in (*MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the largest size for the kernels' sweeps
         first, everywhere = logits.copy(), logits.copy()
         first[0, :, 1:] = everywhere[..., 1:] = mask
         p = losses.Problem(np.stack([first, everywhere]), *(np.concatenate([x, x]) for x in rest))
         values, _ = losses.evaluate(losses.RNNT, p, implementation, blank=0)
-        # 3 ways to put two labels into two frames, 6 into three; rows of equal logits cost log 4 an arc.
+        # Two labels fit into two frames in 3 ways, into three in 6; with equal logits an arc costs log 4.
         np.testing.assert_allclose(values[0], 4 * math.log(4) - math.log(3), rtol=1e-6, err_msg=f"{mask}")
         expected = -2 * mask - math.log(6)
         expected = expected if expected <= float(np.finfo(np.float32).max) else INF
@@ -290,14 +290,13 @@ def kinds(solution):
 
 @functools.cache
 def question(function, loss, implementation):
-    """A compiled function of the lattice: of a batch, without the fixed options."""
-    call = functools.partial(getattr(jax_rnnt, function), loss=loss.bound)
-    return jax.jit(functools.partial(call, implementation=implementation))
+    """A compiled function of a batch; the loss and its options are bound."""
+    return jax.jit(functools.partial(getattr(jax_rnnt, function), loss=loss.value(implementation=implementation)))
 
 
 @pytest.mark.family
 def test_posteriors_of_masks(loss, implementation):
-    """In [0, 1], one emission of each label, those of the truth."""
+    """Posteriors lie in [0, 1], sum to one emission per label, and are those of the truth."""
     rows = table(loss)
     got = question("rnnt_posteriors", loss, implementation)(*problem_of(rows))
     blank, label = (np.asarray(x) for x in got)
@@ -371,7 +370,7 @@ COSTLY = ("class without a label", "labels of a frame", "run of arcs")
 
 
 def costly(loss):
-    """Rows of a few feeds with the masks -inf, -1e9 and finfo.min, whose answers are all the same."""
+    """Rows with the masks -inf, -1e9 and finfo.min, which must all give the same answers."""
     names = [f"{name} at {m:g}" for name in COSTLY for m in (-INF, -1e9, lowest(np.float32))]
     rows = [row for row in table(loss) if row.name.split(",")[0] in names]
     ids = [table(loss).index(row) if row.twin is None else row.twin for row in rows]
@@ -379,7 +378,7 @@ def costly(loss):
 
 
 def assert_twins(rows, ids, *results):
-    """Rows of one feed and one base are equal, and finite; a path without alternatives leaves nothing to change."""
+    """Rows of one mask and one base have equal, finite results."""
     results = [np.asarray(x) for x in results]
     for i, row in enumerate(rows):
         twin = ids.index(ids[i])
@@ -391,11 +390,11 @@ def assert_twins(rows, ids, *results):
 
 @BOTH
 def test_latency_of_masks(variant, implementation):
-    """Its value and its gradient are those of a mask of -inf."""
+    """Value and gradient are those of a mask of -inf."""
     rows, ids = costly(variant)
     p = problem_of(rows, 0)
     call = lambda x: jax_rnnt.minimum_latency(
-        x, *p[1:], loss=variant.bound, reduction="none", implementation=implementation
+        x, *p[1:], loss=variant.value(reduction="none", implementation=implementation)
     )
 
     @jax.jit
@@ -408,7 +407,7 @@ def test_latency_of_masks(variant, implementation):
 
 @BOTH
 def test_second_derivatives_of_masks(variant):
-    """Hessian times vector, forward over reverse, as for a mask of -inf."""
+    """Hessian-vector products, forward over reverse, are those of a mask of -inf."""
     rows, ids = costly(variant)
     p = problem_of(rows, 0)
     call = lambda x: variant(x, *p[1:], reduction="sum", implementation="reference")
@@ -418,8 +417,8 @@ def test_second_derivatives_of_masks(variant):
     assert_twins(rows, ids, np.where(np.isneginf(p.logits), 0, product))
 
 
-def test_masked_arcs():
-    """`lattices.log_likelihood` itself: arcs of any size, huge ones too, and the posteriors."""
+def test_masked_arcs(implementation):
+    """`lattices.log_likelihood` and its posteriors with arcs of any size, huge ones included."""
     rng = np.random.default_rng(0)
     planes, expected = [], []
     for size in (1e5, 3e6, 1e9, 1e15, 1e30, 1e37):
@@ -444,7 +443,7 @@ def test_masked_arcs():
 
     @jax.jit
     def run(arcs):
-        call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, *lengths)
+        call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
         values, pull = jax.vjp(call, arcs)
         return values, pull(jnp.ones_like(values))[0]
 
@@ -452,7 +451,7 @@ def test_masked_arcs():
     for b, (value, posteriors) in enumerate(expected):
         np.testing.assert_allclose(values[b], value, rtol=1e-6, atol=1e-5)
         for slot, x in posteriors.items():
-            # Sums of 3e6 are right to 1 in 2^31 in float64 only: the arcs themselves are exact here.
+            # Only float64 sums of 3e6 are right to 1 in 2^31, although the arcs themselves are exact.
             np.testing.assert_allclose(gradient[slot][b], x, atol=1e-5, err_msg=f"{b}")
 
 
@@ -468,7 +467,7 @@ def gather(encoder, predictor):
 
 @BOTH
 def test_masks_in_tiles(kernel, variant):
-    """`joint_rnnt_loss` of a joint that makes the same logits."""
+    """`joint_rnnt_loss` with a joint that looks up the same logits."""
     rows = table(variant)
     p = problem_of(rows)
     columns = np.broadcast_to(np.arange(U + 1, dtype=np.float32)[:, None], (len(p.targets), U + 1, 1))
@@ -476,7 +475,7 @@ def test_masks_in_tiles(kernel, variant):
     @jax.jit
     def run(x):
         call = lambda e: jax_rnnt.joint_rnnt_loss(
-            gather, e, columns, *p[1:], loss=variant.bound, reduction="none", chunk=512, implementation=kernel
+            gather, e, columns, *p[1:], loss=variant.value(reduction="none", implementation=kernel), chunk=512
         )
         values, pull = jax.vjp(call, x)
         return values, pull(jnp.ones_like(values))[0]
@@ -487,7 +486,7 @@ def test_masks_in_tiles(kernel, variant):
 
 
 def test_masked_bias():
-    """A class that a `LinearJoint` forbids by its bias is no class: weights of the others get the same gradient."""
+    """A class that the bias of a `LinearJoint` forbids does not matter: the other weights get the same gradient."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(2, T, 3)).astype(np.float32), rng.normal(size=(2, U + 1, 3)).astype(np.float32)
     weight = rng.normal(size=(3, V)).astype(np.float32)
@@ -548,7 +547,7 @@ OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
 
 
 def heads_of(loss, blank):
-    """Selections of the classes that may be shifted together."""
+    """Selections of classes to shift together: those of one softmax."""
     if loss.extra_classes:
         return {"both": np.s_[:], "tokens": np.s_[:V], "durations": np.s_[V:]}
     if loss.name == "hat":
@@ -587,7 +586,7 @@ def offset_failures(rows, limits, values, gradient):
 
 @pytest.mark.family("reference")
 def test_common_offsets(loss, implementation):
-    """Of all logits of a softmax, the same or other ones in each row: loss and gradient do not notice."""
+    """An offset of all logits of a softmax changes neither loss nor gradient. Rows may have different offsets."""
     rows, limits = shifted(loss, -1)
     none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
 
@@ -610,7 +609,7 @@ def test_common_offsets_of_long_rows(loss, implementation, classes):
 @pytest.mark.parametrize("classes", [6, 70])
 @pytest.mark.parametrize("mask", [-50, -1e9, -INF])
 def test_common_offsets_of_masked_blanks(implementation, mask, classes):
-    """A row without a blank to refer to: a frame in which labels must come first."""
+    """Rows whose anchor, the blank, is masked: labels must come first in that frame."""
     rng = np.random.default_rng(0)
     logits = rng.integers(-8, 9, (T, U + 1, classes)) / 4
     logits[1, :U, 0] = mask
@@ -625,7 +624,7 @@ def test_common_offsets_of_masked_blanks(implementation, mask, classes):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_common_offsets_of_other_dtypes(loss, implementation, dtype):
-    """float64 is as much better as its spacing is finer; float16 holds quarters up to 512."""
+    """The error scales with the spacing of the dtype. Up to 512, float16 represents quarters exactly."""
     rng = np.random.default_rng(0)
     wide = dtype == "float64"
     rows = []
@@ -660,7 +659,7 @@ MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
 
 
 def rounded_normalizer(row, blank):
-    """Where the anchor of a row is all but impossible, its log-sum-exp is kept, rounded."""
+    """Whether the row keeps a rounded log-sum-exp, since its anchor is nearly impossible."""
     x = row.logits[: row.frames].astype(np.float64)[..., :V]
     second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
     rounded = (top - x[..., blank] > 45) & (top - second < 20)
@@ -685,7 +684,7 @@ def scaled(loss, fused):
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.family
 def test_magnitudes(loss, implementation, fused):
-    """The loss to 1e-5, or +inf beyond float32; the gradient where rounded arcs leave no doubt which paths are best."""
+    """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
     rows = scaled(loss, fused)
     values, gradient = losses.evaluate(loss, problem_of(rows), implementation, fused_log_softmax=fused)
     none_of(
@@ -695,7 +694,7 @@ def test_magnitudes(loss, implementation, fused):
 
 @pytest.mark.parametrize("magnitude", [1e4, 1e9, 1e30])
 def test_scores_that_are_huge(implementation, magnitude):
-    """Log-weights that are no probabilities: the loss is negative, the best path takes all."""
+    """With huge positive log-weights the loss is negative, and the best path has posterior 1."""
     rng = np.random.default_rng(0)
     logits = (rng.normal(size=(8, T, U + 1, V)) * magnitude).astype(np.float32)
     logits[:4] = np.abs(logits[:4])

@@ -58,7 +58,7 @@ def test_hessian(implementation):
     np.testing.assert_allclose(jax.jit(jax.jacrev(jax.grad(call)))(p.logits), expected, atol=1e-12)
 
 
-@pytest.mark.family
+@pytest.mark.family("slow")
 def test_hessian_vector_product(loss, implementation, small):
     """Both common forms, against the slope of the gradient."""
     call = total(loss, small, implementation)
@@ -87,7 +87,7 @@ def test_gradient_of_a_gradient_penalty(loss, implementation, small):
 
 
 def test_per_example_jacobian(loss, implementation):
-    """jacrev of the vector of losses: nothing of one sequence in another's."""
+    """jacrev of the vector of losses: rows of other sequences are zero."""
     p = losses.problem(2, 3, 2, 4, loss=loss, lengths=([3, 2], [2, 1]))
     call = lambda x: loss(x, *p[1:], reduction="none", implementation=implementation)
     jacobian = jax.jit(jax.jacrev(call))(p.logits)
@@ -98,7 +98,7 @@ def test_per_example_jacobian(loss, implementation):
 
 
 def test_second_derivative_beside_rows_that_no_path_enters(implementation):
-    """Their softmax is never formed: its exponentials may be infinite."""
+    """The softmax of such rows must not be formed, since its exponentials may be infinite."""
     x = np.zeros((4, 3, 5))
     x[3, 0] = 1000
     rest = np.array([1, 2], np.int32), np.int32(4), np.int32(2)

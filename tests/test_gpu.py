@@ -1,6 +1,6 @@
-"""What needs a large device: long lattices, large vocabularies, many runs, captured launches.
+"""Do problems for a large device work: long lattices, large vocabularies, many runs, captured launches?
 
-Every test also runs on a small problem wherever there are kernels, so that its text is known to work. The large ones
+Every test also runs on a small problem wherever there are kernels, to test the test. The large problems
 are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
 """
 
@@ -65,7 +65,7 @@ def test_large_axes(size, dtype):
 @pytest.mark.parametrize("size", sizes((3, 9, 4, 7), [(30, 400, 80, 500), (8, 250, 50, 4096)]), indirect=True, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hundred_runs_give_the_same_bits(size, dtype):
-    """(B, T, U, V), on ever new memory; compared where they are."""
+    """(B, T, U, V). Every run gets new memory; results are compared on the device."""
     B, T, U, V = size
     _, *rest = losses.problem(B, T, U, 2)
     logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, V), dtype)
@@ -82,13 +82,13 @@ def test_a_hundred_runs_give_the_same_bits(size, dtype):
     step = jax.jit(jax.grad(total, has_aux=True))
     first = step(logits, *rest)
     assert np.isfinite(first[1]).all()
-    assert differences(first, (first[0] + 1, first[1])) > 0  # it can tell
+    assert differences(first, (first[0] + 1, first[1])) > 0  # the comparison finds a difference
     counts = []
     for i in range(100):
         again = step(logits, *rest)
         counts.append(differences(first, again))
         if i % 3:
-            del again  # or its memory is only free after the next run
+            del again  # else its memory is freed only after the next run
     assert not np.any(jax.device_get(counts))
 
 
@@ -124,7 +124,7 @@ COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_S
     "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(losses.LOSSES))]), indirect=True, ids=str
 )
 def test_captured_launches(size):
-    """XLA replays calls as a CUDA graph, or starts each by itself: the same bits, within rounding of the truth.
+    """XLA replays calls as a CUDA graph or launches each: the same bits, and right up to rounding.
 
     (B, T, U, V, losses of the table).
     """

@@ -1,6 +1,6 @@
-"""What XLA makes of a sharded training step on GPUs: compiled for eight H100s, on a machine that has none.
+"""Does XLA compile a sharded training step for eight H100s without needless collectives, copies and memory?
 
-Compiling needs jax's CUDA plugin and the extension module with the CUDA kernels, of which only the names matter, but
+Compiling needs jax's CUDA plugin and the names in the extension module of the CUDA kernels, but
 neither driver nor GPU. `make test-gpu-compile` sets both up; without them these tests are skipped.
 """
 
@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
-from jax_rnnt import _ffi
+from jax_rnnt._xla import loading
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 DEVICES = 8
-# As large as real ones: what is independent of the batch must not count.
+# As large as real shapes, so that sizes independent of the batch do not count.
 B, T, U, V, H = 4 * DEVICES, 128, 63, 1024, 256
 NODES = B * T * (U + 1)
 HERE = pathlib.Path(__file__).parent
@@ -34,8 +34,8 @@ CALLS = losses.once(
 
 def mesh_of(devices):
     missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "gpu-compile" else pytest.skip
-    if "cuda" in _ffi.MISSING:
-        missing(_ffi.MISSING["cuda"])
+    if "cuda" in loading.MISSING:
+        missing(loading.MISSING["cuda"])
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=(HERE / "h100.txtpb").read_text(), topology=f"1x1x{devices}"
@@ -90,12 +90,12 @@ def compiled(kind, mesh, dtype):
         spec((B,), np.int32, "data"),
         spec((B,), np.int32, "data"),
     )
-    # Measuring candidates for matmuls would need a GPU.
+    # Autotuning matmuls would need a GPU.
     return jax.jit(step_of(kind, mesh)).lower(*shapes).compile({"xla_gpu_autotune_level": 0})
 
 
 def test_collectives(compiled):
-    """The mean and the gradient of the replicated weight are all that devices exchange."""
+    """Devices exchange only the mean and the gradient of the replicated weight."""
     assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
 
 
@@ -104,7 +104,7 @@ def test_one_call_per_stage(compiled):
 
 
 def test_no_copy_of_the_logits(compiled, kind, dtype):
-    """Nothing moves a buffer of their size; under shard_map the gradient takes their memory."""
+    """No operation copies a buffer of their size; under shard_map the gradient takes their memory."""
     text = compiled.as_text()
     elements = NODES // DEVICES * V
     for shape in re.findall(r"= \w+\[([\d,]*)\][^=]* (?:copy|copy-start|transpose)\(", text):
@@ -114,7 +114,7 @@ def test_no_copy_of_the_logits(compiled, kind, dtype):
 
 
 def test_temporaries(compiled, kind, dtype):
-    """In units of the logits of a device: them alone where the gradient takes their memory, else twice them."""
+    """In units of the logits of a device: 1 if the gradient takes their memory, else 2."""
     logits = NODES // DEVICES * V * dtype.itemsize
     used = compiled.memory_analysis().temp_size_in_bytes / logits
     assert used <= {"shard_map": 1.2, "auto": 2.1}[kind], f"{used:.3f} logits"
@@ -143,7 +143,7 @@ def test_planes_of_the_loss_alone(inplace, gradient, planes):
 
 # ------------------------------------------------------------------------------------------- a joint network in tiles
 
-ROWS = 2048  # of a tile, about what a GPU takes for these shapes
+ROWS = 2048  # rows of a tile, about the default on GPUs for these shapes
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def in_tiles(kind, mesh, dtype):
 
 
 def test_tiles_exchange_sums_alone(in_tiles):
-    """The parameters' gradient, once, and how many tiles there are at most."""
+    """Devices exchange the gradient of the parameters, once, and the largest number of tiles."""
     loops, entry = in_tiles[0].as_text().split("\nENTRY ")
     assert not losses.collectives(loops)
     assert set(losses.collectives(entry)) == {"all-reduce"}
@@ -183,7 +183,7 @@ def test_workspace_of_tiles(in_tiles):
 
 
 def test_tiles_add_nothing_atomically(in_tiles):
-    """Every sum that is scattered goes to places of its own."""
+    """Every scatter-add has unique indices."""
     scatters = [line for line in in_tiles[0].as_text().splitlines() if re.search(r" scatter\(", line)]
     assert len(scatters) >= 2  # encoder and predictor
     assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters

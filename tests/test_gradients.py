@@ -36,7 +36,7 @@ OPTIONS = {
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(loss, implementation, options, fused):
-    """Each against float64; windows beyond the lengths hold anything; float32, and a blank amid the classes."""
+    """Each option against float64, with arbitrary windows beyond the lengths, float32, and a blank amid the classes."""
     for dtype, blank in ((np.float64, -1), (np.float32, 4)):
         p = losses.poisoned(losses.problem(loss=loss, dtype=dtype))
         got = losses.evaluate(loss, p, implementation, fused_log_softmax=fused, blank=blank, **options)
@@ -103,7 +103,7 @@ def test_cotangents(loss, implementation):
 @pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
 @pytest.mark.parametrize("clamp", [-1.0, 0.1])
 def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
-    """What is exactly 0 stays 0: all of a sequence without a path, impossible classes, padding."""
+    """Exact zeros stay 0: sequences without a path, impossible classes, padding."""
     if implementation == "reference" and clamp < 0:
         pytest.skip("plain automatic differentiation: 0 times infinity is NaN")
     p = losses.problem(5, V=classes, loss=loss, lengths=([7, 5, 6, 0, 7], [4, 2, 0, 3, 4]))
@@ -158,7 +158,7 @@ def test_fastemit_is_zero_by_default(loss, implementation):
 @pytest.mark.family
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 def test_slope(loss, implementation, fused):
-    """The gradient is the slope of the value, delay penalty and windows included (FastEmit and clamp are no slopes)."""
+    """The gradient is the slope of the value, with delay penalty and windows; FastEmit and clamp are left out."""
     p = losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 3], [2, 1]))
     windows = np.array([[[0, 1], [1, 2]], [[0, 2], [7, 7]]], np.int32)
     options = {} if fused else {"delay_penalty": 0.3, "label_windows": windows}
@@ -169,7 +169,7 @@ def test_slope(loss, implementation, fused):
 
 @pytest.mark.parametrize("loss_value", [True, False], ids=["value_and_grad", "grad"])
 def test_inplace_changes_nothing(loss, kernel, loss_value):
-    """Where the gradient is written is a matter of memory only, also if the logits are used again afterwards."""
+    """`inplace` changes memory but no number, even if the logits are used again afterwards."""
     p = losses.problem(loss=loss, dtype=np.float32)
 
     def run(inplace):
@@ -187,7 +187,7 @@ def test_inplace_changes_nothing(loss, kernel, loss_value):
 
 @pytest.mark.family
 def test_logits_survive_their_gradient(loss, implementation):
-    """Writing in place must not reach an array that is still alive: the argument, a second loss, a later use."""
+    """Writing in place must not change an array that is still in use: the argument, a second loss, a later use."""
     p, other = losses.problem(loss=loss, dtype=np.float32), loss.blank(0)
     logits = jnp.asarray(p.logits)
 

@@ -1,4 +1,4 @@
-"""Do the identities hold that any transducer loss must satisfy, whatever its implementation?"""
+"""Do the identities hold that every transducer loss must satisfy?"""
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ def test_every_label_is_emitted_once(p, implementation):
 
 
 def test_flow_is_conserved(p, implementation):
-    """What enters a node leaves it."""
+    """The posteriors of arcs into a node and out of it have the same sum."""
     blank, label = posteriors(p, implementation)
     out = blank + label
     into = np.zeros_like(out)

@@ -1,4 +1,4 @@
-"""Does an import without kernels say why, what to do, and in whose line?"""
+"""Does an import without kernels say why and what to do, and point to the importing line?"""
 
 import importlib.util
 import json
@@ -9,11 +9,13 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 import jax_rnnt
 import losses
-from jax_rnnt import _ffi, _installation, _selftest
+from jax_rnnt import _installation, _selftest
+from jax_rnnt._xla import loading, primitive
 
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
 SCRIPT = """
@@ -36,7 +38,7 @@ def copy_without_kernels(folder):
 
 
 def warning_of(folder):
-    """What the import of the package in this folder warns of."""
+    """The warning of an import of the package in this folder."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(folder / "script.py")]
     done = subprocess.run(
@@ -87,7 +89,7 @@ def test_built_without_a_compiler(tmp_path, origin, source):
 
 
 def test_other_reasons(monkeypatch, tmp_path):
-    """A module that does not load, one that is gone, CUDA left out, a folder that was never built."""
+    """The module does not load, is gone, lacks CUDA, or was never built in this folder."""
     monkeypatch.setattr(_installation, "_PACKAGE", tmp_path / "jax_rnnt")
     monkeypatch.setattr(_installation, "_installed_folder", lambda module: None)
     gone = ModuleNotFoundError("No module named 'jax_rnnt._cuda'", name="jax_rnnt._cuda")
@@ -109,7 +111,7 @@ def test_other_reasons(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_note_of_the_build(tmp_path):
-    """What CMake installs without a compiler; in the same build folder it looks for one again."""
+    """CMake installs a note if there is no compiler, and looks again in the same build folder."""
     source = losses.HERE.parent
     if not (source / "CMakeLists.txt").exists():
         pytest.skip("no sources beside the tests")
@@ -129,7 +131,7 @@ def test_note_of_the_build(tmp_path):
 def test_note_of_this_build(kernel):
     from jax_rnnt import _build
 
-    for platform in _ffi.KERNELS:
+    for platform in loading.KERNELS:
         assert not _build.MISSING[platform] and _build.COMPILERS[platform].strip()
 
 
@@ -137,8 +139,8 @@ def test_lowering_warns_in_the_callers_line(monkeypatch):
     import jax
 
     p = losses.problem()
-    monkeypatch.setattr(_ffi, "MISSING", {})
-    _ffi._warn_reference.cache_clear()
+    monkeypatch.setattr(loading, "MISSING", {})
+    primitive._warn_reference.cache_clear()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
     with pytest.warns(RuntimeWarning, match="platform tpu") as seen:
         jax.jit(losses.RNNT.function).trace(*shapes).lower(lowering_platforms=("tpu",))
@@ -170,12 +172,12 @@ def test_required_platforms_are_checked(require):
     ],
 )
 def test_selftest_requires_kernels(monkeypatch, capsys, platform, missing, require, lacks):
-    """The reason and its cure, where kernels should be and are not; elsewhere a line that the reference runs."""
+    """Where kernels should exist but do not, it gives reason and cure; elsewhere it says that the reference runs."""
     kernels = {"cpu": "cpu", "cuda": "cuda"}
     del kernels[missing]
-    monkeypatch.setattr(_ffi, "KERNELS", kernels)
-    monkeypatch.setattr(_ffi, "MISSING", {missing: "a reason: a cure"})
-    monkeypatch.setattr(_selftest, "_platform", lambda: platform)
+    monkeypatch.setattr(loading, "KERNELS", kernels)
+    monkeypatch.setattr(loading, "MISSING", {missing: "a reason: a cure"})
+    monkeypatch.setattr(loading, "default_platform", lambda: platform)
     monkeypatch.setattr(_selftest, "_results", lambda *problem: {})
     if lacks:
         with pytest.raises(RuntimeError, match=rf"required kernels are missing:\n{lacks} .*a reason: a cure"):
@@ -190,9 +192,21 @@ def test_selftest_requires_kernels(monkeypatch, capsys, platform, missing, requi
 
 
 def test_platform_of_the_selftest(monkeypatch):
-    """JAX calls both makes of GPU "gpu"."""
-    assert _selftest._platform() == losses.platform()
+    """JAX names CUDA and ROCm devices "gpu" alike."""
+    assert loading.default_platform() == losses.platform()
     for version, expected in (("PJRT C API\nrocm 60300", "rocm"), ("PJRT C API\ncuda 12090", "cuda")):
         backend = types.SimpleNamespace(platform="gpu", platform_version=version)
-        monkeypatch.setattr(_selftest.jax.extend.backend, "get_backend", lambda b=backend: b)
-        assert _selftest._platform() == expected
+        monkeypatch.setattr(loading.jax.extend.backend, "get_backend", lambda b=backend: b)
+        assert loading.default_platform() == expected
+
+
+def test_module_as_a_program(kernel):
+    """`python -m jax_rnnt`: versions, device, instruction set, then the self-test, whose failure is its status."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_rnnt"], cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
+    assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
+    assert sum("max error" in line for line in lines) >= 4

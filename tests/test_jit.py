@@ -1,4 +1,4 @@
-"""Is anything traced or compiled twice that need not be, and do static and traced options mean the same?"""
+"""Is anything traced or compiled twice needlessly, and do static and traced options give the same numbers?"""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def test_traced_options_do_not_retrace(loss, implementation, option):
 
 @pytest.mark.parametrize("option", VALUES)
 def test_changing_an_eager_float_compiles_nothing(loss, implementation, option):
-    """Schedules are Python floats in many a training script."""
+    """Many training scripts schedule options as Python floats."""
     p = losses.Problem(*map(jnp.asarray, losses.problem(loss=loss)))
     call = lambda x, value: loss(x, *p[1:], implementation=implementation, reduction="sum", **{option: value})
     first, second = VALUES[option]
@@ -74,7 +74,7 @@ def test_changing_lengths_and_labels_compiles_nothing(loss, implementation):
 
 @pytest.mark.parametrize("option", VALUES)
 def test_python_float_equals_traced(loss, implementation, option):
-    """Zero included, which the library may leave out of the program."""
+    """For zero, too, which the library may leave out of the program."""
     p = losses.problem(loss=loss)
     for value in (VALUES[option][1], 0.0):
         options = {option: value, "implementation": implementation}

@@ -1,4 +1,4 @@
-"""Which code runs: the kernels where they are asked for and exist, the reference elsewhere, and an error otherwise?"""
+"""Do kernels run where they exist, does the reference run elsewhere, and is it an error to ask for missing kernels?"""
 
 import os
 import subprocess
@@ -12,8 +12,10 @@ import pytest
 
 import jax_rnnt
 import losses
-from jax_rnnt import _ffi
+from jax_rnnt import _checks
+from jax_rnnt._xla import loading, primitive
 from jax_rnnt.lattices import lattice
+from jax_rnnt.lattices.topology import STANDARD, durations
 
 
 def gradient_of(loss, implementation):
@@ -26,7 +28,7 @@ def value_of(loss, implementation):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_kernel_is_one_custom_call_each(loss, kernel, dtype):
-    """And None means the same on a platform with kernels, with every option on."""
+    """None means the same on a platform with kernels, with every option on."""
     p = losses.problem(loss=loss, dtype=dtype)
     for implementation in (kernel, None):
         text = value_of(loss, implementation).lower(*p).compile().as_text()
@@ -60,7 +62,7 @@ def lower_for(platform, call, p):
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 def test_platform_without_kernels(loss, platform):
-    """Asked for by name: an error that says so. Not asked for: the reference."""
+    """implementation="kernel" is an error that says so; None runs the reference."""
     p = losses.problem(loss=loss, dtype=np.float32)
     with pytest.raises(NotImplementedError, match=platform):
         lower_for(platform, gradient_of(loss, "kernel"), p)
@@ -69,7 +71,7 @@ def test_platform_without_kernels(loss, platform):
 
 
 def test_platform_of_the_lowering_decides(loss, kernel):
-    """Not the one of the process: a program for this platform has the kernels, one for tpu has not."""
+    """Not the platform of the process: a program for this platform has the kernels, one for tpu does not."""
     p = losses.problem(loss=loss, dtype=np.float32)
     here = lower_for(losses.platform(), gradient_of(loss, None), p)
     assert all(f"custom_call @{target}" in here for target in loss.gradient_calls)
@@ -82,10 +84,18 @@ def beyond(loss, T, U, V):
     return loss, [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (np.float32, *[np.int32] * 3))]
 
 
+# Limits of the CUDA kernels, to replace missing ones on other platforms. docs/cuda.md has the same numbers.
+CUDA = {
+    "emission_nodes": (1 << 31) - 1,
+    "lattice_nodes": (1 << 30) - 1,
+    "diagonals": (1 << 29) - 1,
+    "sequences": (1 << 31) - 1,
+    "unit_columns": 22528,
+}
 EMISSION, LATTICE = losses.RNNT.gradient_calls[:2], losses.RNNT.gradient_calls[2:]
 BOTH = EMISSION + LATTICE
 BEYOND = {
-    # what: (problem, whose kernels have the limit, stages that it concerns, the reason)
+    # name: (problem, the only platform with this limit or None, stages without a kernel, the reason)
     "durations": (beyond(losses.tdt(range(33)), 3, 2, 4), None, LATTICE, "at most 64 arcs, got 65"),
     "big_blanks": (beyond(losses.multiblank(range(2, 65)), 3, 2, 65), None, BOTH, "at most (63 blank|64 arcs)"),
     "classes": (beyond(losses.RNNT, 1, 0, (1 << 26) + 1), None, EMISSION, "at most 67108864 logits of a node"),
@@ -98,16 +108,41 @@ BEYOND = {
 
 @pytest.mark.parametrize("case", BEYOND.values(), ids=BEYOND)
 def test_problems_beyond_the_kernels(case, kernel, monkeypatch):
-    """Those stages run on the reference and a warning says why; asked for by name, that is the error."""
+    """Such stages run on the reference, and a warning says why; with implementation="kernel" this is the error."""
     (loss, p), device, stages, reason = case
     if device:
-        monkeypatch.setitem(_ffi.KERNELS, losses.platform(), device)
-    _ffi._warn_reference.cache_clear()
+        monkeypatch.setitem(loading.LIMITS, losses.platform(), CUDA | loading.LIMITS[losses.platform()])
+    primitive._warn_reference.cache_clear()
     with pytest.raises(NotImplementedError, match=reason):
         gradient_of(loss, kernel).lower(*p)
     with pytest.warns(RuntimeWarning, match=f"pure-JAX reference.*{reason}"):
         text = gradient_of(loss, None).lower(*p).as_text()
     assert all((f"custom_call @{target}" in text) == (target not in stages) for target in loss.gradient_calls)
+
+
+def test_limits_of_each_device(kernel):
+    """The modules use the same names as these tests, so that every lookup finds its limit."""
+    common = {"blanks": 63, "durations": 63, "row": 1 << 26, "arcs": 64, "arc_labels": 1}
+    for platform, device in loading.KERNELS.items():
+        assert loading.LIMITS[platform] == common | (CUDA if device == "cuda" else {})
+
+
+@pytest.mark.parametrize("unit_steps", [False, True])
+def test_workspace(unit_steps, kernel):
+    """Elements per sequence, by the formulas in the heads of the kernels."""
+    topology = STANDARD if unit_steps else durations((2, 0, 1))
+    attributes = lattice._attributes(topology)
+    arcs = len(attributes["dt"])
+    sizes, cuda = loading.WORKSPACES[losses.platform()], losses.emulated()
+    for frames, columns in ((0, 1), (1, 1), (8, 5), (9, 33), (65, 64)):
+        nodes, tiles = frames * columns, -(-frames // 32) * -(-columns // 32)
+        first = jax.ShapeDtypeStruct((3, frames, columns), np.float32)
+        for gradient in (False, True):
+            if cuda:
+                expected = 2 * nodes + 12 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
+            else:
+                expected = 2 * -(-frames // 8) * columns * gradient if unit_steps else 2 * frames * (columns + 32)
+            assert lattice._workspace(sizes, first, gradient=gradient, **attributes) == expected + expected % 2
 
 
 def test_as_many_durations_as_the_kernels_take(kernel):
@@ -117,8 +152,8 @@ def test_as_many_durations_as_the_kernels_take(kernel):
 
 
 def test_one_stage_without_kernel(kernel, monkeypatch):
-    """Of a loss with more than ten planes: the lattice on the reference, the emission by kernel."""
-    monkeypatch.setattr(lattice, "_MOST_ARCS", 16)
+    """With too many arcs, the lattice runs on the reference, the emission on the kernel."""
+    monkeypatch.setitem(loading.LIMITS, losses.platform(), loading.LIMITS[losses.platform()] | {"arcs": 16})
     loss = losses.tdt(range(9))
     p = losses.problem(loss=loss)
     with pytest.warns(RuntimeWarning, match="at most 16 arcs, got 17"):
@@ -140,7 +175,7 @@ def test_selftest(kernel, capsys):
 
 
 def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch):
-    """A self-test that cannot fail is none: every kernel off by one part in a hundred."""
+    """The self-test fails if any kernel is off by 1%."""
     from jax_rnnt import _selftest
 
     right = _selftest._results
@@ -149,7 +184,7 @@ def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch):
         return {k: ([x * x.dtype.type(1.01) for x in got], expected) for k, (got, expected) in right(*problem).items()}
 
     monkeypatch.setattr(_selftest, "_results", wrong)
-    monkeypatch.setattr(_selftest, "_DTYPES", ("float32",))
+    monkeypatch.setattr(_checks, "FLOATS", ("float32",))
     with pytest.raises(RuntimeError) as caught:
         jax_rnnt.selftest()
     for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls:
@@ -191,7 +226,7 @@ print("ok")
 
 
 def test_without_extension_module():
-    """A pure-Python install: import works with one warning, the reference runs, asking for kernels is an error."""
+    """A pure-Python install imports with one warning and runs the reference; asking for kernels is an error."""
     command = [sys.executable, "-c", textwrap.dedent(WITHOUT_EXTENSION)]
     options = dict(cwd=losses.HERE, env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=300)
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)

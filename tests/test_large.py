@@ -1,6 +1,6 @@
 """Are offsets 64-bit everywhere? More than 2^31 logits, against one sequence at a time.
 
-Takes about 10 GB and a minute: only on a GPU or where JAX_RNNT_LARGE=1 is set. A small size runs the same everywhere.
+Takes about 10 GB and a minute, so it runs only on a GPU or with JAX_RNNT_LARGE=1. A small size runs everywhere.
 """
 
 import os
@@ -30,7 +30,7 @@ def test_more_than_2_to_the_31_logits(kernel, B, T, U, V):
     logit_lengths, target_lengths = rng.integers(T // 2, T + 1, B, np.int32), rng.integers(U // 2, U + 1, B, np.int32)
     logit_lengths[-1], target_lengths[-1] = T, U  # the last sequence lies beyond 2^31, to its end
 
-    # Every sequence is a different stretch of the same numbers.
+    # Every sequence is another slice of the same numbers.
     rows = T * (U + 1)
     numbers = rng.standard_normal((rows + B, V), np.float32).astype(jnp.bfloat16)
     one = lambda b: numbers[b : b + rows].reshape(T, U + 1, V)

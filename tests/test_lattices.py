@@ -1,4 +1,4 @@
-"""Is the reference lattice right for every topology, and can it be differentiated any number of times, both ways?"""
+"""Is `lattices.log_likelihood` right for every topology, and differentiable any number of times, in both modes?"""
 
 import functools
 
@@ -34,9 +34,9 @@ def arcs_of(topology, shape=SHAPE, *, dtype=np.float64, seed=0, scale=1.0):
 
 
 @functools.cache
-def compiled(topology):
+def compiled(topology, implementation):
     def run(arcs, num_frames, num_labels):
-        value = lattices.log_likelihood(topology, arcs, num_frames, num_labels)
+        value = lattices.log_likelihood(topology, arcs, num_frames, num_labels, implementation)
         return jnp.where(jnp.isfinite(value), value, 0.0).sum(), value
 
     return jax.jit(jax.grad(run, has_aux=True))
@@ -47,18 +47,29 @@ def topology(request):
     return request.param
 
 
+# For what takes long: unit steps, and arcs that skip frames.
+FEW = ("standard", "durations")
+
+
+@pytest.fixture(
+    params=[pytest.param(x, id=k, marks=[] if k in FEW else [pytest.mark.slow]) for k, x in TOPOLOGIES.items()]
+)
+def some_topology(request):
+    return request.param
+
+
 def test_arcs_are_the_same(topology):
-    """Topology is data: the same steps, in any order."""
+    """A topology is data: the same arcs, in any order."""
     assert {(a.slot, a.dt, a.du, a.may_end) for a in topology[0]} == {
         (a.slot, a.dt, a.du, a.may_end) for a in topology[1]
     }
 
 
-def test_value_and_posteriors(topology):
+def test_value_and_posteriors(topology, implementation):
     """Every (T, U) up to (5, 3) in one padded batch, against all paths; no path gives -inf, gradient 0."""
     arcs = arcs_of(topology[1])
     frames, labels = np.array(EVERY, np.int32).T
-    gradient, value = compiled(topology[0])(arcs, frames, labels)
+    gradient, value = compiled(topology[0], implementation)(arcs, frames, labels)
     for b, (n, m) in enumerate(EVERY):
         expected, posteriors = truth.enumerate_log_likelihood(topology[1], {k: x[b] for k, x in arcs.items()}, n, m)
         np.testing.assert_allclose(value[b], expected, rtol=1e-13, atol=1e-13, err_msg=f"T={n}, U={m}")
@@ -66,12 +77,12 @@ def test_value_and_posteriors(topology):
             np.testing.assert_allclose(gradient[slot][b], posteriors[slot], atol=1e-13, err_msg=f"T={n}, U={m}, {slot}")
 
 
-def test_outside_the_lengths_is_never_read(topology):
+def test_outside_the_lengths_is_never_read(topology, implementation):
     arcs = arcs_of(topology[1])
     frames, labels = np.array(EVERY, np.int32).T
     outside = np.arange(T)[:, None] >= frames[:, None, None]
     outside = outside | (np.arange(U + 1) > labels[:, None, None])
-    run = compiled(topology[0])
+    run = compiled(topology[0], implementation)
     expected = run(arcs, frames, labels)
     for garbage in (np.nan, np.inf, -np.inf, 1e300):
         got = run({k: np.where(outside, garbage, x) for k, x in arcs.items()}, frames, labels)
@@ -80,13 +91,13 @@ def test_outside_the_lengths_is_never_read(topology):
         assert not np.asarray(gradient)[outside].any()
 
 
-def test_forbidden_arcs(topology):
+def test_forbidden_arcs(topology, implementation):
     """-inf scores: gradient 0 there, never NaN, the rest as if the arc did not exist."""
     arcs = arcs_of(topology[1], seed=2)
     rng = np.random.default_rng(5)
     arcs = {k: np.where(rng.random(x.shape) < 0.3, -np.inf, x) for k, x in arcs.items()}
     frames, labels = np.array(EVERY, np.int32).T
-    gradient, value = compiled(topology[0])(arcs, frames, labels)
+    gradient, value = compiled(topology[0], implementation)(arcs, frames, labels)
     for b, (n, m) in enumerate(EVERY):
         expected, posteriors = truth.enumerate_log_likelihood(topology[1], {k: x[b] for k, x in arcs.items()}, n, m)
         np.testing.assert_allclose(value[b], expected, rtol=1e-13, atol=1e-13)
@@ -95,21 +106,23 @@ def test_forbidden_arcs(topology):
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
-def test_batch_dimensions(topology, batch):
+def test_batch_dimensions(topology, batch, implementation):
     arcs = arcs_of(topology[1], (*batch, T, U + 1), seed=3)
-    value = lattices.log_likelihood(topology[0], arcs, np.full(batch, T, np.int32), np.full(batch, U - 1, np.int32))
+    value = lattices.log_likelihood(
+        topology[0], arcs, np.full(batch, T, np.int32), np.full(batch, U - 1, np.int32), implementation
+    )
     assert value.shape == batch
     for index in np.ndindex(batch):
         expected = truth.log_likelihood(topology[1], {k: x[index] for k, x in arcs.items()}, T, U - 1)
         np.testing.assert_allclose(value[index], expected, rtol=1e-13)
 
 
-def test_derivatives_of_both_orders_and_modes(topology):
+def test_derivatives_of_both_orders_and_modes(some_topology, implementation):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
     frames, labels = 4, 2
-    arcs = arcs_of(topology[1], (frames, labels + 1), seed=6)
+    arcs = arcs_of(some_topology[1], (frames, labels + 1), seed=6)
     slots, scores = list(arcs), np.stack(list(arcs.values()))
-    paths = truth.enumerate_paths(topology[1], frames, labels)
+    paths = truth.enumerate_paths(some_topology[1], frames, labels)
     visits = np.zeros((len(paths), *scores.shape))
     for i, path in enumerate(paths):
         for slot, t, u in path:
@@ -122,24 +135,26 @@ def test_derivatives_of_both_orders_and_modes(topology):
 
     def value(x):
         arcs = dict(zip(slots, x.reshape(scores.shape)))
-        return lattices.log_likelihood(topology[0], arcs, np.int32(frames), np.int32(labels))
+        return lattices.log_likelihood(some_topology[0], arcs, np.int32(frames), np.int32(labels), implementation)
 
     np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
     orders = [jax.hessian]
-    if topology[1] == truth.STANDARD:
+    if some_topology[1] == truth.STANDARD:
         orders += [lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
     for second in orders:
         np.testing.assert_allclose(jax.jit(second(value))(scores.ravel()), covariance, atol=1e-13)
 
 
-def test_second_derivative_with_forbidden_arcs_and_no_path():
+def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
     """The double `where` of a safe logaddexp must hold in the second derivative too."""
     arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
     arcs["label"][0, 1] = -np.inf
     arcs["blank"][1, 0], arcs["label"][1, 0] = -np.inf, -np.inf
 
     def total(arcs):
-        value = lattices.log_likelihood(lattices.STANDARD, arcs, np.full(2, 3, np.int32), np.full(2, 2, np.int32))
+        value = lattices.log_likelihood(
+            lattices.STANDARD, arcs, np.full(2, 3, np.int32), np.full(2, 2, np.int32), implementation
+        )
         return jnp.where(jnp.isfinite(value), value, 0.0).sum()
 
     for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
@@ -147,12 +162,12 @@ def test_second_derivative_with_forbidden_arcs_and_no_path():
 
 
 def test_program_size_does_not_depend_on_the_lattice(topology):
-    """A loop, not T or U unrolled steps, whose compile time would grow with the utterance."""
+    """The program is a loop; unrolled steps would make compile time grow with the utterance."""
 
     def size(frames, labels):
         shapes = {a.slot: jax.ShapeDtypeStruct((2, frames, labels + 1), jnp.float32) for a in topology[0]}
         lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-        call = lambda arcs, n, m: lattices.log_likelihood(topology[0], arcs, n, m).sum()
+        call = lambda arcs, n, m: lattices.log_likelihood(topology[0], arcs, n, m, "reference").sum()
         return len(jax.jit(jax.grad(call)).lower(shapes, lengths, lengths).as_text().splitlines())
 
     assert size(400, 100) <= 1.1 * size(100, 100)
@@ -160,16 +175,73 @@ def test_program_size_does_not_depend_on_the_lattice(topology):
 
 
 @pytest.mark.parametrize(("frames", "labels"), [(3950, 50), (600, 600)])
-def test_error_does_not_grow_with_the_likelihood(frames, labels):
+def test_error_does_not_grow_with_the_likelihood(frames, labels, implementation):
     """float32 arcs, |log-likelihood| of thousands: posteriors within 1e-5 (plain float32 log alphas: 1e-3)."""
     arcs = arcs_of(truth.STANDARD, (frames, labels + 1), dtype=np.float32, seed=8)
-    call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, np.int32(frames), np.int32(labels))
+    call = lambda arcs: lattices.log_likelihood(
+        lattices.STANDARD, arcs, np.int32(frames), np.int32(labels), implementation
+    )
     value, gradient = jax.jit(jax.value_and_grad(call))(arcs)
     expected, posteriors = truth.posteriors(truth.STANDARD, arcs, frames, labels)
     assert value.dtype == jnp.float32
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for slot in arcs:
         np.testing.assert_allclose(gradient[slot], posteriors[slot], atol=1e-5)
+
+
+def test_one_custom_call(kernel):
+    """Value and gradient: the lattice's kernel, once."""
+    arcs = arcs_of(truth.STANDARD, (2, T, U + 1))
+    call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, np.full(2, T), np.full(2, U)).sum()
+    text = jax.jit(jax.value_and_grad(call)).lower(arcs).compile().as_text()
+    assert losses.custom_calls(text) == losses.once(["jax_rnnt_lattice_grad"])
+    text = jax.jit(call).lower(arcs).compile().as_text()
+    assert losses.custom_calls(text) == losses.once(["jax_rnnt_lattice_loss"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_narrow_arcs(dtype, implementation):
+    arcs = {slot: jnp.asarray(x, dtype) for slot, x in arcs_of(truth.STANDARD, (T, U + 1)).items()}
+    value = lattices.log_likelihood(lattices.STANDARD, arcs, T, U, implementation)
+    wide = {slot: np.asarray(x, np.float64) for slot, x in arcs.items()}
+    assert value.dtype == np.float32
+    np.testing.assert_allclose(value, truth.log_likelihood(truth.STANDARD, wide, T, U), rtol=1e-6)
+
+
+def test_lengths_out_of_range(implementation):
+    """NaN for their own sequence, with a zero gradient."""
+    arcs = arcs_of(truth.STANDARD, (5, T, U + 1))
+    frames, labels = np.array([T, T + 1, -1, T, T]), np.array([U, U, U, U + 1, -1])
+    call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, frames, labels, implementation)
+    values, pull = jax.vjp(call, arcs)
+    np.testing.assert_array_equal(np.isnan(values), [False, True, True, True, True])
+    for g in pull(jnp.ones(5))[0].values():
+        assert np.any(g[0]) and not np.any(g[1:])
+
+
+def test_errors():
+    arcs = arcs_of(truth.STANDARD, (T, U + 1))
+    call = lambda **x: lattices.log_likelihood(
+        **{"topology": lattices.STANDARD, "arcs": arcs, "num_frames": T, "num_labels": U} | x
+    )
+    for changes, message in (
+        ({"arcs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
+        ({"arcs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
+        ({"arcs": arcs | {"label": arcs["label"].astype(int)}}, r"arcs\['label'\] must have one of the dtypes"),
+        ({"num_frames": np.array([T])}, "num_frames must have shape"),
+        ({"num_labels": 1.0}, "num_labels must have an integer dtype"),
+        ({"implementation": "fast"}, "implementation must be"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"log_likelihood: .*{message}"):
+            call(**changes)
+
+
+def test_expanded_topologies():
+    """A slot for each sum of two planes, also where arcs share slot and frames."""
+    assert lattices.topology.expanded(lattices.products((2, 0))) == lattices.durations((2, 0))
+    arcs = tuple(lattices.Arc("label", 1, 1, other=other) for other in ("slow", "fast"))
+    slots = [arc.slot for arc in lattices.topology.expanded((*lattices.STANDARD, *arcs))]
+    assert len(set(slots)) == len(slots) and all(slot.startswith("label") for slot in slots[1:])
 
 
 @pytest.mark.parametrize(("dt", "du"), [(0, 0), (-1, 1), (1, -1)])
@@ -265,7 +337,7 @@ SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
 @pytest.mark.parametrize(("frames", "labels"), [(70, 20), (300, 90)], ids=str)
 @pytest.mark.parametrize("arcs_table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
 def test_shifted_arcs(implementation, arcs_table, frames, labels):
-    """A number added to all blanks or all labels is in every path as often: the loss moves by it, no posterior does.
+    """All paths have equal numbers of blanks and labels, so an offset of all blanks or labels moves only the loss.
 
     Arcs and shifts are multiples of the spacing of float32 at their sum; from 1e9 on the arcs are equal.
     """

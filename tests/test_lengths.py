@@ -80,7 +80,7 @@ def test_padding_size_changes_no_bit_of_the_kernels(loss, kernel, size):
 
 
 def test_padding_size_of_the_reference(loss):
-    """XLA may order a sum differently for another shape, so here to the last bits only."""
+    """Up to the last bits, since XLA may order sums differently for another shape."""
     p = losses.problem(loss=loss)
     values, gradient = losses.evaluate(loss, p, "reference")
     got_values, got = losses.evaluate(loss, padded(p, 14, 9), "reference")
@@ -103,7 +103,7 @@ def test_batch_order_changes_no_bit(loss, implementation):
 
 
 def test_batch_size_changes_no_bit(loss, kernel):
-    """One by one, in pairs or all at once: how the work is split over threads is not visible."""
+    """One by one, in pairs or all at once: the split over threads does not show."""
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype=np.float32)
     values, gradient = losses.evaluate(loss, p, kernel)
     for size in (1, 2):
@@ -157,7 +157,7 @@ print("ok")
 
 
 def test_results_do_not_depend_on_what_memory_held(kernel):
-    """glibc fills what malloc gives with a pattern: whatever a kernel forgets to write shows."""
+    """glibc fills new memory with a pattern, which reveals elements that a kernel does not write."""
     if platform.libc_ver()[0] != "glibc" or losses.platform() != "cpu":
         pytest.skip("MALLOC_PERTURB_ is glibc's")
     command = [sys.executable, "-c", DIRTY]

@@ -16,7 +16,7 @@ PLANE = B * T * (U + 1) * 4
 
 
 def shapes(V=V, dtype=np.float32):
-    """Logits of V classes, all extra ones included, and the rest."""
+    """Shapes of the logits, with V classes including all extra ones, and of the other arguments."""
     sizes = ((B, T, U + 1, V), dtype), ((B, U), np.int32), ((B,), np.int32), ((B,), np.int32)
     return [jax.ShapeDtypeStruct(shape, d) for shape, d in sizes]
 
@@ -34,14 +34,14 @@ def temporaries(f, *args, **jit):
 
 @pytest.fixture
 def matmul(kernel):
-    """On a GPU the temporaries of XLA's matmuls are as large as the logits; test_gpu_compile tells them apart."""
+    """Skips on a GPU: XLA's matmuls need temporaries as large as the logits. test_gpu_compile separates them."""
     if losses.platform() == "cuda":
         pytest.skip("XLA's matmuls have temporaries of their own")
 
 
 @pytest.mark.family
 def test_training_step(loss, kernel, matmul):
-    """Logits from a 2-D joint matmul: they and their gradient share one buffer."""
+    """Logits from a 2-D joint matmul share one buffer with their gradient."""
     hidden = jax.ShapeDtypeStruct((B * T * (U + 1), H), np.float32)
     weight = jax.ShapeDtypeStruct((H, V), np.float32)
 
@@ -55,7 +55,7 @@ def test_training_step(loss, kernel, matmul):
 
 
 def test_extra_memory_is_a_few_planes(kernel):
-    """Gradient of an argument, written to a buffer of its own: at most four float32 planes [B, T, U1] beside it."""
+    """If the gradient has its own buffer, at most four float32 planes [B, T, U1] come on top."""
     gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel, inplace=False))
     assert temporaries(gradient, *shapes()) <= 4 * PLANE + 64 * V + 65536
 
@@ -73,7 +73,7 @@ def test_packed_training_step(kernel):
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_pruned_training_step(kernel, width):
-    """That of the band, and planes of the whole lattice beside it."""
+    """Temporaries are the logits of the band and planes of the whole lattice."""
     hidden = jax.ShapeDtypeStruct((B * T * width, H), np.float32)
     weight = jax.ShapeDtypeStruct((H, V), np.float32)
     first = jax.ShapeDtypeStruct((B, T), np.int32)
@@ -88,7 +88,7 @@ def test_pruned_training_step(kernel, width):
 
 
 def test_simple_loss_forms_no_logits(kernel):
-    """Its gradient works in what the two scores and the planes take: nothing of the logits' size."""
+    """Its gradient needs the memory of the two scores and the planes, and nothing of the logits' size."""
     am, lm = (jax.ShapeDtypeStruct((B, n, V), np.float32) for n in (T, U + 1))
     gradient = jax.value_and_grad(lambda am, lm, *rest: jax_rnnt.simple_rnnt_loss(am, lm, *rest), (0, 1))
     size = temporaries(gradient, am, lm, *shapes()[1:])
@@ -96,12 +96,12 @@ def test_simple_loss_forms_no_logits(kernel):
 
 
 def test_value_alone(kernel):
-    """No buffer of the size of the logits, nor a fraction of one."""
+    """The loss alone needs no buffer of the size of the logits, nor a fraction of it."""
     assert temporaries(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel), *shapes()) <= 4 * PLANE + 65536
 
 
 def test_donated_logits(kernel):
-    """Their gradient takes their place: no temporary, no copy, no new result."""
+    """The gradient takes the memory of the logits: no temporary, no copy, no new result."""
     step = compiled(
         jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation=kernel)), *shapes(), donate_argnums=0
     )
@@ -126,7 +126,7 @@ def test_vmap_keeps_the_buffer(kernel, matmul):
 
     hidden = jax.ShapeDtypeStruct((B, T * (U + 1), H), np.float32)
     weight = jax.ShapeDtypeStruct((H, V), np.float32)
-    # The weight's gradient would add a transpose of the batched logits, which is XLA's.
+    # The gradient of the weight would add XLA's transpose of the batched logits.
     assert temporaries(jax.grad(step, 1), weight, hidden, *shapes()[1:]) <= 1.15 * LOGITS
 
 
@@ -137,6 +137,6 @@ def test_no_float32_copy_of_half_precision_logits(kernel):
 
 
 def test_reference_uses_a_few_copies(kernel):
-    """No number to be proud of, but no [T, U1, V] per step of a scan either."""
+    """The reference needs a few copies of the logits, but not [T, U1, V] for each step of a scan."""
     gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation="reference"))
     assert temporaries(gradient, *shapes()) <= 4 * LOGITS

@@ -1,5 +1,6 @@
-"""Do numbers and arrays that users learn get the slope of the loss, by kernels as in plain JAX?"""
+"""Do learned numbers and arrays get the slope of the loss as gradient, on kernels and in plain JAX?"""
 
+import contextlib
 import functools
 
 import jax
@@ -11,11 +12,10 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 from test_docs import code
-from test_packed import packed
 
 B, T, U, V = 2, 4, 2, 6
 WEIGHTS = np.array([2.0, -3.0])
-CLOSE = {"rtol": 1e-7, "atol": 1e-8}  # what differences of float64 are good for
+CLOSE = {"rtol": 1e-7, "atol": 1e-8}  # the precision of differences of float64
 STEP = 1e-5
 
 
@@ -25,7 +25,7 @@ def small(loss=losses.RNNT):
 
 
 def slope(function, *arrays, directions=None):
-    """Difference quotient of float64 truth along the directions: all ones, so a scalar's derivative, unless given."""
+    """Difference quotient of the float64 truth along directions. The default, all ones, is a scalar's derivative."""
     directions = directions or [np.ones(np.shape(x)) for x in arrays]
     up, down = (function(*(x + h * d for x, d in zip(arrays, directions))) for h in (STEP, -STEP))
     return (up - down) / (2 * STEP)
@@ -54,7 +54,7 @@ def expected(loss, p, **options):
 
 @pytest.mark.family
 def test_scalars(loss, implementation):
-    """Beside the gradient of the logits, for weights that are not one."""
+    """Gradients of scalars, beside that of the logits, with weights other than one."""
     p, scalars = small(loss), scalars_of(loss)
 
     def call(logits, scalars):
@@ -70,7 +70,7 @@ def test_scalars(loss, implementation):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions_and_vmap(implementation, reduction):
-    """Of TDT: one value for each member of a vmap, then under jit, times a cotangent."""
+    """For TDT: a scalar for each element of a vmap, under jit, times a cotangent."""
     loss = losses.TDT
     p = small(loss)
 
@@ -87,7 +87,7 @@ def test_reductions_and_vmap(implementation, reduction):
 
 
 def test_without_jit_and_of_float32(implementation):
-    """A Python float, a NumPy scalar and a float32 array are all the same number."""
+    """A Python float, a NumPy scalar and a float32 array give the same numbers."""
     p = small().astype(np.float32)
     call = lambda d: losses.RNNT(*p, delay_penalty=d, reduction="sum", implementation=implementation)
     wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0].sum(), 0.25)
@@ -97,7 +97,7 @@ def test_without_jit_and_of_float32(implementation):
 
 
 def test_clamp_is_for_logits(implementation):
-    """It bounds the gradient of each logit; that of a scalar stays the slope."""
+    """It limits the gradients of logits; the gradient of a scalar stays the slope."""
     p = small()
 
     def call(logits, penalty):
@@ -115,7 +115,7 @@ def test_clamp_is_for_logits(implementation):
 
 @pytest.mark.family
 def test_settings_have_no_gradient(loss, implementation):
-    """Clamp, FastEmit and TDT's coin act on gradients: their own is exactly 0, and no error."""
+    """Clamp, FastEmit and TDT's coin act on gradients; their own gradient is exactly 0, and no error."""
     p = small(loss)
     settings = {"clamp": 0.1, "fastemit_lambda": 0.5}
     extra = {"key": jax.random.key(0)} if loss is losses.TDT else {}
@@ -189,7 +189,7 @@ def test_simple_loss(implementation):
 
 
 def test_simple_loss_with_its_own_unigram(implementation):
-    """The unigram of the sequence's columns is a function of lm, too."""
+    """The unigram of a sequence is also a function of lm."""
     implementation = None if implementation == "kernel" else implementation
     p, (am, lm) = small(), heads()
 
@@ -225,11 +225,11 @@ def test_smoothing_of_k2(implementation):
 
 
 def test_operands_of_a_step(implementation):
-    """The risk of the docs: its gradient is the posterior of the label, zero outside the lengths, also under vmap."""
-    names, _ = code("docs/losses.md", "two_step_loss")
-    names, _ = code("docs/losses.md", "risk_loss", **names)
+    """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
+    names, _ = code("docs/losses.md", "class BypassLoss")
+    names, _ = code("docs/losses.md", "class RiskLoss", **names)
     p = small()
-    risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two of them
+    risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two risks for vmap
 
     def posterior(risk):
         out = np.zeros(risk.shape)
@@ -240,18 +240,19 @@ def test_operands_of_a_step(implementation):
         return out
 
     wanted = np.stack([posterior(x) for x in risk]) * WEIGHTS[:, None, None]
-    call = lambda x: names["risk_loss"](*p, x, reduction="none", implementation=implementation)
+    call = lambda x: names["RiskLoss"](risk=x, reduction="none", implementation=implementation)(*p)
     total = lambda x: jnp.sum(call(x) * WEIGHTS)
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
 
 
 def test_a_learned_scale_of_an_operand(implementation):
-    """As users write it: parameters make the risk."""
-    names, _ = code("docs/losses.md", "two_step_loss")
-    names, _ = code("docs/losses.md", "risk_loss", **names)
+    """The risk is a function of parameters, as users write it."""
+    names, _ = code("docs/losses.md", "class BypassLoss")
+    names, _ = code("docs/losses.md", "class RiskLoss", **names)
     p = small()
     frame = np.broadcast_to(np.arange(T)[:, None] - (p.logit_lengths[:, None, None] - 1) / 2, (B, T, U + 1))
-    call = lambda scale: names["risk_loss"](*p, scale * frame, reduction="sum", implementation=implementation)
+    loss = functools.partial(names["RiskLoss"], reduction="sum", implementation=implementation)
+    call = lambda scale: loss(risk=scale * frame)(*p)
     wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0].sum(), 0.3)
     np.testing.assert_allclose(jax.jit(jax.grad(call))(0.3), wanted, **CLOSE)
 
@@ -260,7 +261,7 @@ def test_a_learned_scale_of_an_operand(implementation):
 
 
 def test_in_tiles(implementation):
-    """`joint_rnnt_loss`: scalars bound in the loss, beside weights of the joint."""
+    """`joint_rnnt_loss`: gradients of scalars bound in the loss and of weights of the joint."""
     loss = losses.TDT
     p = losses.problem(B, T, U, V, loss=loss, lengths=([4, 3], [2, 1]))
     rng = np.random.default_rng(0)
@@ -270,8 +271,7 @@ def test_in_tiles(implementation):
     def call(weight, bias, penalty, sigma):
         return jax_rnnt.joint_rnnt_loss(
             jax_rnnt.LinearJoint(weight, bias), encoder, predictor, *p[1:],
-            loss=functools.partial(loss.bound, sigma=sigma), delay_penalty=penalty, reduction="none",
-            implementation=implementation,
+            loss=loss.value(sigma=sigma, delay_penalty=penalty, reduction="none", implementation=implementation),
         )  # fmt: skip
 
     def along(weight, bias, penalty, sigma):
@@ -280,23 +280,6 @@ def test_in_tiles(implementation):
 
     leaves = weight, bias, np.array(0.3), np.array(0.07)
     assert_slopes(weighted(call)(*leaves), lambda *x: along(*x) @ WEIGHTS, leaves)
-
-
-def test_in_a_band_and_in_packed_rows(implementation):
-    p = small()
-    first = np.zeros((B, T), np.int32)
-    rows = packed(p, p.logits, extra=0)
-    calls = (
-        lambda d: jax_rnnt.pruned_rnnt_loss(
-            p.logits, first, *p[1:], delay_penalty=d, reduction="none", implementation=implementation
-        ),
-        lambda d: jax_rnnt.rnnt_loss_packed(
-            rows, *p[1:], max_frames=T, delay_penalty=d, reduction="none", implementation=implementation
-        ),
-    )
-    wanted = slope(lambda d: expected(losses.RNNT, p, delay_penalty=d)[0], 0.3) @ WEIGHTS
-    for call in calls:
-        np.testing.assert_allclose(weighted(call)(0.3)[0], wanted, **CLOSE)
 
 
 # --------------------------------------------------------------------------------------------------------- isolation
@@ -309,7 +292,7 @@ def spoil(x, index):
 
 
 def shared(name, p, implementation):
-    """(losses of (what sequences share, their own arrays), shared, own arrays, an index into each to spoil)"""
+    """(losses of (shared, own), shared arrays, own arrays of the sequences, an index into each own array to spoil)"""
     rest, rng = p[1:], np.random.default_rng(5)
     options = {"reduction": "none", "implementation": implementation}
     am, lm = rng.normal(0, 1, (B, T, V)), rng.normal(0, 1, (B, U + 1, V))
@@ -336,9 +319,9 @@ def shared(name, p, implementation):
     }[name]
 
 
-@pytest.mark.parametrize("name", ["dense", "clamped", "simple", "joint"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("clamped", marks=pytest.mark.slow), "simple", "joint"])
 def test_nan_reaches_nothing_shared(implementation, name):
-    """Of a sequence with NaN inside, whether its loss is masked or not: the others' gradients are as without it."""
+    """A sequence with NaN inside changes no gradient of the others, whether its loss is masked or not."""
     p = losses.problem(B, T, U, V, scale=1.0, lengths=([4, 3], [2, 1]))
     call, shared_, own, places = shared(
         name, p, None if name == "simple" and implementation == "kernel" else implementation
@@ -364,3 +347,29 @@ def test_nan_reaches_nothing_shared(implementation, name):
                     assert not np.any(got[1])
                 else:
                     assert np.isnan(got[1]).any()
+
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "auto", "explicit"])
+def test_on_a_mesh(kind, devices, implementation):
+    """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
+    if kind == "explicit" and not hasattr(jax, "set_mesh"):
+        pytest.skip("explicit axes need jax.set_mesh")
+    p = losses.problem(16, loss=losses.TDT)
+    loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=implementation)
+    total = lambda loss, p: loss(*p)
+    wanted = jax.jit(jax.grad(total))(loss, p)
+    axis = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(axis,))
+    spec = jax.sharding.PartitionSpec("data")
+    if kind == "shard_map":
+        whole = jax.sharding.PartitionSpec()
+        mean = lambda loss, p: jax.lax.pmean(loss(*p), "data")
+        total = jax.shard_map(mean, mesh=mesh, in_specs=(whole, spec), out_specs=whole)
+    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+        placed = jax.tree.map(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), p)
+        got = jax.jit(jax.grad(total))(loss, placed)
+    for leaf in ("sigma", "delay_penalty"):
+        np.testing.assert_allclose(getattr(got, leaf), getattr(wanted, leaf), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Is the loss of packed logits that of the same logits in a padded array?"""
+"""Do packed logits give the loss of the same logits in a padded array?"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ EXACT = 1e-12
 
 
 def packed(p, x, extra=5, fill=np.nan):
-    """The rows of [B, T, U1, ...] inside the lengths, then `extra` rows of something."""
+    """The rows of [B, T, U1, ...] inside the lengths, then `extra` rows of `fill`."""
     lengths = zip(p.logit_lengths, p.target_lengths, strict=True)
     rows = [x[b, :n, : m + 1].reshape(-1, *x.shape[3:]) for b, (n, m) in enumerate(lengths)]
     return np.concatenate([*rows, np.full((extra, *x.shape[3:]), fill, x.dtype)])
@@ -50,7 +50,7 @@ def test_value_and_gradient(implementation, dtype):
 
 
 def test_max_frames(kernel):
-    """Known from concrete lengths, N otherwise, or given; a sequence beyond it is NaN."""
+    """It is given, or known from concrete lengths, or N. A longer sequence is NaN."""
     p = losses.problem()
     rows, (expected, _) = packed(p, p.logits), losses.RNNT.expected(p)
     np.testing.assert_allclose(evaluate(p, rows, kernel, jit=False)[0], expected, rtol=EXACT)
@@ -64,7 +64,7 @@ def test_max_frames(kernel):
 
 
 def test_odd_sequences(implementation):
-    """Empty ones take no rows; what does not fit is NaN; a NaN row hurts its own sequence."""
+    """Empty sequences take no rows; sequences beyond the rows are NaN; a NaN row affects only its own sequence."""
     p = losses.problem(5, lengths=([7, 0, 5, 0, 6], [4, 2, 2, 0, 3]))
     rows, (expected, gradient) = packed(p, p.logits), losses.RNNT.expected(p)
     got = evaluate(p, rows, implementation, max_frames=7)

@@ -1,4 +1,4 @@
-"""Is the additive loss that of its joint, are the ranges k2's, and is the pruned loss that of its band?"""
+"""Is the simple loss that of am + lm, are the ranges k2's, and is the pruned loss that of its band?"""
 
 import itertools
 import re
@@ -97,8 +97,8 @@ def test_simple_is_the_loss_of_the_sum(topology):
     np.testing.assert_allclose(values, expected, rtol=EXACT)
     np.testing.assert_allclose(gradients[0], gradient.sum(2), atol=EXACT)
     np.testing.assert_allclose(gradients[1], gradient.sum(1), atol=EXACT)
-    whole = getattr(jax_rnnt, {"standard": "rnnt_loss"}.get(topology, f"{topology}_rnnt_loss"))
-    for got, wanted in zip(posteriors, jax_rnnt.rnnt_posteriors(*p, loss=whole), strict=True):
+    whole = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}[topology]
+    for got, wanted in zip(posteriors, whole.value().posteriors(*p), strict=True):
         np.testing.assert_allclose(got, wanted, atol=EXACT)
     reference = jax_rnnt.simple_rnnt_loss(
         am, lm, *p[1:], topology=topology, reduction="none", implementation="reference"
@@ -120,7 +120,7 @@ def smoothed_truth(am, lm, labels, lm_only, am_only, blank):
 
 
 def test_smoothing_of_a_batch():
-    """Each sequence by itself: its own unigram, nothing of its padding."""
+    """Each sequence has its own unigram, without its padding."""
     am, lm, p = simple_problem()
     values = jax_rnnt.simple_rnnt_loss(
         *poisoned_heads(am, lm, p), *p[1:], reduction="none", lm_only_scale=0.25, am_only_scale=0.1
@@ -132,7 +132,7 @@ def test_smoothing_of_a_batch():
 
 
 def test_unigram_of_the_batch():
-    """k2's: the mean over the batch, given by the caller."""
+    """k2's unigram, the mean over the batch, is given by the caller."""
     am, lm, p = simple_problem()
     unigram = np.exp(truth.log_softmax(lm)).mean((0, 1))
     call = lambda **o: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], am_only_scale=0.2, reduction="none", **o)
@@ -163,7 +163,7 @@ def test_simple_loss_in_float32():
 
 
 def test_simple_loss_of_odd_sequences():
-    """-inf with a path and without, NaN, lengths out of range: every sequence by itself; peaks that share no class."""
+    """-inf with and without a path, NaN, lengths out of range, peaks of am and lm in different classes."""
     am, lm, p = simple_problem(8)
     p = p._replace(
         logit_lengths=np.array([7, 7, 7, 7, 0, 0, 8, 5], np.int32),
@@ -202,7 +202,7 @@ def banded(p, first, width):
 @pytest.mark.parametrize("hat", [False, True], ids=["softmax", "hat"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_pruned_is_the_loss_with_other_nodes_forbidden(topology, hat):
-    """Any band, also one that no path stays in: the truth with -inf at all classes of the other nodes."""
+    """For any band, also one without a path, the truth has -inf at all classes of the other nodes."""
     p = losses.problem()
     rng = np.random.default_rng(0)
     first = np.sort(rng.integers(-1, 3, (4, 7)), 1).astype(np.int32)
@@ -250,7 +250,7 @@ def test_full_band_is_the_whole_lattice(kernel, topology):
 
 
 def test_ranges_of_a_ragged_batch():
-    """Non-decreasing, from 0, in steps below the width, over (T_b, U_b) where it can be reached; batch-free."""
+    """Ranges start at 0, rise in steps below the width, contain (T_b, U_b) if possible, and ignore the batch."""
     am, lm, p = simple_problem()
     p = p._replace(target_lengths=np.array([4, 2, 0, 3], np.int32))
     _, posteriors = jax_rnnt.simple_rnnt_loss(*poisoned_heads(am, lm, p), *p[1:], return_posteriors=True)
@@ -271,11 +271,11 @@ def test_ranges_of_a_ragged_batch():
 @pytest.mark.parametrize(("topology", "steepest"), [("standard", None), ("monotonic", 1)])
 @pytest.mark.parametrize("width", [2, 3, 6])
 def test_ranges_of_any_posteriors(topology, steepest, width):
-    """Also of planes that no lattice has: the rule as loops, and a window over the last column at the end."""
+    """Random planes, which no lattice has, against the rule as loops. The last window contains the last column."""
     rng = np.random.default_rng(0)
     blank, label = rng.random((2, 50, 9, 8))
     frames, labels = rng.integers(1, 10, 50).astype(np.int32), rng.integers(0, 8, 50).astype(np.int32)
-    # Under jit: some of these lengths have no path in a band of this width.
+    # Under jit, since otherwise lengths without a path in a band of this width would be an error.
     ranges = jax.jit(lambda *p: jax_rnnt.prune_ranges(*p, width, topology=topology))
     got = np.asarray(ranges(blank, label, frames, labels))
     most = steepest or width - 1
@@ -292,9 +292,10 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
     assert (np.diff(got) >= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_width_that_holds_no_path(topology):
-    """Against every offset of every band: known lengths raise just where only a wider band holds a path."""
+    """Tries every band: known lengths raise if, and only if, no band of this width holds a path."""
     T, U = 4, 6
     uniform = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
     rng = np.random.default_rng(0)
@@ -330,7 +331,7 @@ def test_width_that_holds_no_path(topology):
 
 
 def test_width_of_a_batch():
-    """The sequence that needs most is named; lengths out of range need nothing; traced lengths cannot be known."""
+    """The error names the sequence that needs most. Lengths out of range and traced lengths raise nothing."""
     planes = np.zeros((2, 2, 2, 4, 7))
     frames, labels = np.array([[2, 9], [4, 2]], np.uint8), np.array([[3, 6], [6, 6]], np.uint8)
     call = lambda frames, labels, planes=planes: jax_rnnt.prune_ranges(*planes, frames, labels, 2)
@@ -349,7 +350,7 @@ def test_width_of_a_batch():
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bands_that_go_back_or_start_late(implementation, topology):
-    """The loss of the paths that stay in the band, all of them written out; none: +inf, gradient 0."""
+    """The loss sums the enumerated paths inside the band; without one it is +inf with gradient 0."""
     T, U, width = 5, 3, 2
     bands = {
         "back": ([0, 1, 0, 1, 2], True),
@@ -378,7 +379,7 @@ def test_bands_that_go_back_or_start_late(implementation, topology):
 
 
 def test_pruned_training_step(devices):
-    """Both losses of a step under shard_map and vmap, with a joint in between: the same numbers."""
+    """Both losses of a step, with the joint between them, are the same under shard_map and vmap."""
     am, lm, p = simple_problem(16, np.float32)
 
     def step(am, lm, *rest):
@@ -400,7 +401,7 @@ def test_pruned_training_step(devices):
 
 
 def test_inputs_of_any_band():
-    """Rows of the band's columns, the nearest one where it leaves them: nothing that could poison a gradient."""
+    """Rows for the band's columns; outside the lattice the nearest column, so nothing poisons a gradient."""
     rng = np.random.default_rng(0)
     encoder, predictor = rng.normal(size=(2, 3, 4, 6)), rng.normal(size=(2, 3, 5, 7))
     first = rng.integers(-2, 6, (2, 3, 4)).astype(np.int32)

@@ -1,8 +1,10 @@
 """Are the public names the promised ones, documented, and shaped as users of other libraries expect?"""
 
+import ast
 import copy
 import dataclasses
 import inspect
+import pathlib
 import pickle
 import pydoc
 import re
@@ -10,6 +12,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,7 +45,7 @@ def test_names():
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=jax_rnnt.__all__)
 def test_docstring(function):
-    """numpydoc sections, every parameter in them, and an example."""
+    """It has numpydoc sections with every parameter, and an example."""
     doc = inspect.getdoc(function)
     sections = [line for line, under in zip(doc.splitlines(), doc.splitlines()[1:]) if under and set(under) == {"-"}]
     parameters = inspect.signature(function).parameters
@@ -60,7 +63,7 @@ def test_docstring(function):
 
 
 def test_examples_in_docstrings():
-    """They run as written, in JAX's default configuration."""
+    """The examples run as written, in JAX's default configuration."""
     program = """
 import doctest, importlib, pkgutil, sys, jax_rnnt
 names = [m.name for m in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt.")]
@@ -81,10 +84,144 @@ def test_signature_of_rnnt_loss():
     assert set(keyword_only) == set(list(KEYWORDS)[4:])
 
 
-def test_signature_of_the_object():
-    parameters = inspect.signature(jax_rnnt.RNNTLoss).parameters
-    assert {k: p.default for k, p in parameters.items()} == KEYWORDS
-    assert list(parameters)[:4] == list(KEYWORDS)[:4]
+LOSS_KEYWORDS = {k: default for k, default in KEYWORDS.items() if k != "label_windows"}
+OWN = {  # arguments of each loss before and beside the common ones
+    "RNNTLoss": ((), {}),
+    "MonotonicRNNTLoss": ((), {"final_blank": False}),
+    "ConstrainedRNNTLoss": ((), {}),
+    "HATLoss": ((), {"topology": "standard"}),
+    "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
+    "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_signatures_of_the_losses(name):
+    first, own = OWN[name]
+    parameters = inspect.signature(getattr(jax_rnnt, name)).parameters
+    assert tuple(parameters)[: len(first)] == first
+    common = {k: p.default for k, p in parameters.items() if k not in first}
+    assert common == LOSS_KEYWORDS | own
+    positional = [k for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [*first, *list(KEYWORDS)[:4]]
+
+
+def test_losses_are_pytrees():
+    """Numbers are leaves, all other fields are structure. A new number compiles nothing, a new structure does."""
+    p = losses.problem()
+    loss = jax_rnnt.TDTLoss([2, 0, 1], sigma=0.5)
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loss)}
+    assert paths == {".clamp", ".fastemit_lambda", ".delay_penalty", ".sigma", ".omega"}
+    assert jax.tree.map(lambda x: x, loss) == loss
+    assert jax.tree.map(lambda x: 2 * x, loss).sigma == 1.0
+    assert jax.tree.map(lambda x: None, loss).durations == (2, 0, 1)
+    run = jax.jit(lambda loss, p: loss(*p))
+    for penalty in (0.0, 0.5, np.float32(0.25)):
+        expected = losses.RNNT.expected(p, delay_penalty=float(penalty))[0].mean()
+        np.testing.assert_allclose(run(jax_rnnt.RNNTLoss(delay_penalty=float(penalty)), p), expected, rtol=1e-12)
+    assert run._cache_size() == 1
+    run(jax_rnnt.RNNTLoss(blank=0), p)
+    assert run._cache_size() == 2
+    stacked = jax.tree.map(lambda *x: np.stack(x), *(jax_rnnt.RNNTLoss(delay_penalty=x) for x in (0.0, 0.5)))
+    values = jax.vmap(lambda loss: loss(*p))(stacked)
+    wanted = [losses.RNNT.expected(p, delay_penalty=x)[0].mean() for x in (0.0, 0.5)]
+    np.testing.assert_allclose(values, wanted, rtol=1e-12)
+
+
+def test_repr_is_short():
+    """It shows fields that differ from their default or have none."""
+    assert repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
+    assert repr(jax_rnnt.RNNTLoss(-1, 0.5)) == "RNNTLoss(clamp=0.5)"
+    assert repr(jax_rnnt.TDTLoss([1, 2], blank=0)) == "TDTLoss(durations=(1, 2), blank=0)"
+    assert eval(repr(jax_rnnt.HATLoss(topology="monotonic")), vars(jax_rnnt)) == jax_rnnt.HATLoss(topology="monotonic")
+
+
+def test_a_loss_in_a_module():
+    """As an attribute of an nnx module, beside parameters."""
+    nnx = pytest.importorskip("flax.nnx")
+    p = losses.problem(dtype=np.float32)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.eye(9, dtype=jnp.float32))
+            self.loss = jax_rnnt.RNNTLoss(blank=0)
+
+    @nnx.jit
+    def value(model):
+        return model.loss(jnp.asarray(p.logits) @ model.weight[...], *p[1:])
+
+    np.testing.assert_allclose(value(Model()), losses.RNNT.expected(p, blank=0)[0].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blank": "x"}, "blank must be an integer"),
+        ({"clamp": "x"}, "clamp must be a real number"),
+        ({"reduction": "mean_batch"}, "reduction must be .*'mean'"),
+        ({"implementation": "fast"}, "implementation must be"),
+        ({"inplace": 1}, "inplace must be True or False"),
+        ({"delay_penalty": np.zeros(3)}, "delay_penalty must be a scalar"),
+    ],
+)
+def test_errors_of_fields(options, message):
+    """Errors are raised when a loss is made, not when it is called."""
+    with pytest.raises((TypeError, ValueError), match=f"RNNTLoss: {message}"):
+        jax_rnnt.RNNTLoss(**options)
+    with pytest.raises((TypeError, ValueError), match=f"RNNTLoss: {message}"):
+        dataclasses.replace(jax_rnnt.RNNTLoss(), **options)
+
+
+def test_errors_of_a_loss_of_ones_own():
+    """A slot without a plane, a plane of another shape and a wrong result are named."""
+    p = losses.problem()
+    softmax = jax_rnnt.emissions.Softmax((0,))
+
+    def error(composition):
+        class Own(jax_rnnt.TransducerLoss):
+            def compose(self):
+                return composition
+
+        with pytest.raises((TypeError, ValueError)) as caught:
+            Own()(*p)
+        return str(caught.value)
+
+    arcs = (*jax_rnnt.lattices.STANDARD, jax_rnnt.lattices.Arc("lable", 0, 1))
+    compose = jax_rnnt.Composition
+    assert re.search(
+        r"Own.compose\(\): .*\['blank', 'label', 'lable'\], got \['blank', 'label'\]", error(compose(softmax, arcs))
+    )
+    narrow = lambda planes, _: planes | {"label": planes["label"][..., :-1]}
+    assert re.search(
+        r"Own.*'label' must have shape .*\(4, 7, 5\).*got \(4, 7, 4\)", error(compose(softmax, steps=(narrow,)))
+    )
+    assert "Own.compose() must return a Composition, got 3" in error(3)
+    assert "Own: blank must lie in" in error(compose(jax_rnnt.emissions.Softmax((9,))))
+
+    for make, message in (
+        (lambda: compose(None), "Composition: emission must be an emissions.Softmax"),
+        (lambda: compose(softmax, ()), "Composition: topology must be .* at least one"),
+        (lambda: compose(softmax, steps=(None,)), "Composition: steps must be"),
+        (lambda: jax_rnnt.emissions.Softmax((0, 1)), "one slot for each blank"),
+        (lambda: jax_rnnt.emissions.Softmax((0,), slots=("label",)), "or 'label'"),
+        (lambda: jax_rnnt.emissions.Softmax((0, 1), slots=("blank", "more"), bernoulli=True), "one blank"),
+        (lambda: jax_rnnt.emissions.Softmax((0,), durations=-1), "durations of 0 or more"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make()
+
+    class Unfinished(jax_rnnt.TransducerLoss):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Unfinished must define compose\(\)"):
+        Unfinished()(*p)
+
+    class Failing(jax_rnnt.TransducerLoss):
+        def compose(self):
+            raise ValueError("Composition of nothing")
+
+    with pytest.raises(ValueError, match=r"^Composition of nothing$"):
+        Failing()(*p)
 
 
 def test_loss_object():
@@ -106,14 +243,14 @@ def test_loss_object():
 
 
 def test_equality_of_loss_objects_with_arrays():
-    """By content, without a warning or an error; a tracer equals itself alone."""
-    windows = np.array([[[0, 3], [1, 4]]])
-    bound = jax_rnnt.RNNTLoss(label_windows=windows)
-    for other in (windows.copy(), jax.numpy.asarray(windows)):
-        assert bound == jax_rnnt.RNNTLoss(label_windows=other)
-    for other in (windows + 1, windows[0], None):
-        assert bound != jax_rnnt.RNNTLoss(label_windows=other)
-    assert bound != jax_rnnt.RNNTLoss(label_windows=windows, blank=0) and bound != windows.tolist()
+    """Arrays compare by content, without warning or error; a tracer equals only itself."""
+    penalty = np.array(0.5)
+    bound = jax_rnnt.RNNTLoss(delay_penalty=penalty)
+    for other in (penalty.copy(), jnp.asarray(penalty)):
+        assert bound == jax_rnnt.RNNTLoss(delay_penalty=other)
+    for other in (penalty + 1, 0.0):
+        assert bound != jax_rnnt.RNNTLoss(delay_penalty=other)
+    assert bound != jax_rnnt.RNNTLoss(delay_penalty=penalty, blank=0) and bound != 0.5
     assert pickle.loads(pickle.dumps(bound)) == bound == copy.deepcopy(bound)
     with pytest.raises(TypeError, match="unhashable"):
         hash(bound)
@@ -121,16 +258,16 @@ def test_equality_of_loss_objects_with_arrays():
 
     @jax.jit
     def compare(x):
-        mine = jax_rnnt.RNNTLoss(label_windows=x)
-        assert mine == jax_rnnt.RNNTLoss(label_windows=x) and mine != bound
-        assert mine != jax_rnnt.RNNTLoss(label_windows=x + 1)
+        mine = jax_rnnt.RNNTLoss(delay_penalty=x)
+        assert mine == jax_rnnt.RNNTLoss(delay_penalty=x) and mine != bound
+        assert mine != jax_rnnt.RNNTLoss(delay_penalty=x + 1)
         return x
 
-    compare(windows)
+    compare(penalty)
 
 
 def test_linear_joint_is_a_value():
-    """With its default activation: copied, pickled and printed."""
+    """With its default activation it can be copied, pickled and printed."""
     joint = jax_rnnt.LinearJoint(jax.numpy.ones((3, 4)), jax.numpy.zeros(4))
     rows = np.linspace(-1, 1, 6).reshape(2, 3)
     for twin in (pickle.loads(pickle.dumps(joint)), copy.deepcopy(joint)):
@@ -143,7 +280,7 @@ def test_linear_joint_is_a_value():
 
 
 def test_loss_object_through_a_transformation():
-    """As an argument that jit does not trace, or in a closure."""
+    """It may be a static argument of jit, or be closed over."""
     p = losses.problem()
     criterion = jax_rnnt.RNNTLoss(clamp=0.25)
     gradient = jax.jit(jax.grad(lambda x: criterion(x, *p[1:])))(p.logits)
@@ -151,7 +288,7 @@ def test_loss_object_through_a_transformation():
 
 
 def test_import_is_light():
-    """Nothing but JAX and NumPy comes in, and no warning goes out."""
+    """The import loads nothing but JAX and NumPy, and does not warn."""
     program = (
         "import sys, jax; before = set(sys.modules); "
         "import jax_rnnt; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
@@ -162,3 +299,41 @@ def test_import_is_light():
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "[]", done.stderr
+
+
+MACHINERY = ("jax._src", "jax.extend", "jax.ffi", "jax.interpreters")
+
+
+def machinery_in(source):
+    """Internals of JAX that a module imports or reaches through `jax`, and all names that contain "jaxpr"."""
+    used = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            used |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Attribute | ast.Name):
+            used.add(ast.unparse(node))
+    return {name for name in used if "jaxpr" in name or f"{name}.".startswith(tuple(f"{m}." for m in MACHINERY))}
+
+
+def test_machinery_is_in_one_folder():
+    package = pathlib.Path(jax_rnnt.__file__).parent
+    folder = package / "_xla"
+    found = {path: machinery_in(path.read_text()) for path in package.rglob("*.py")}
+    assert any(found[path] for path in folder.glob("*.py"))
+    assert not {path.name: names for path, names in found.items() if names and path.parent != folder}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import jax.extend",
+        "from jax.interpreters import ad",
+        "from jax import ffi",
+        "jax.ffi.include_dir()",
+        "jax.make_jaxpr(f)",
+    ],
+)
+def test_machinery_is_found(line):
+    assert machinery_in(f"import jax\n{line}")

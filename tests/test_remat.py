@@ -62,7 +62,7 @@ def test_checkpoint_under_vmap(loss, implementation):
 
 @pytest.mark.parametrize(("policy", "runs"), [("names", 1), ("nothing", 2)])
 def test_saved_residuals_spare_the_second_run(kernel, policy, runs):
-    """By its name a policy keeps the planes, never the logits: only the joint runs again, not emission or lattice."""
+    """A policy saves the planes by name, not the logits: the joint runs again, but emission and lattice do not."""
     p = losses.problem(dtype=np.float32)
     size, classes = p.logits.size, p.logits.shape[-1]
     weight = np.random.default_rng(2).normal(size=(classes, classes)).astype(np.float32)

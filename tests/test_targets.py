@@ -1,4 +1,4 @@
-"""Is the loss right on every instruction set the kernels were compiled for, not only on this machine's best?"""
+"""Is the loss right on every compiled instruction set that this machine can run, not only on its best?"""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def cpu():
 
 @pytest.fixture
 def use_target(cpu):
-    """Switches, and back to the default at the end."""
+    """Switches the instruction set, and restores the default at the end."""
     default = cpu.targets()[0] if not hasattr(cpu, "target") else cpu.target()
     yield cpu.use_target
     cpu.use_target(default)

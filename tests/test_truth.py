@@ -1,4 +1,4 @@
-"""Is the truth true? The float64 dynamic program against the enumeration of all paths, its gradient against slopes."""
+"""Does the float64 dynamic program agree with the enumeration of all paths, and its gradient with slopes?"""
 
 import numpy as np
 import pytest

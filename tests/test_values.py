@@ -20,7 +20,7 @@ def test_value_and_gradient(loss, implementation, blank, dtype):
 
 
 def test_every_small_length_against_all_paths(implementation):
-    """One batch holds every (T, U) up to (5, 3), padded to the largest; the truth here is the enumeration of paths."""
+    """One batch has every (T, U) up to (5, 3), padded to the largest; the truth is the enumeration of paths."""
     frames, labels = np.array(truth.every_length(5, 3)).T
     p = losses.problem(len(frames), 5, 3, 6, lengths=(frames, labels))
     values, _ = losses.evaluate(losses.RNNT, losses.poisoned(p), implementation, blank=0)
@@ -33,7 +33,7 @@ def test_every_small_length_against_all_paths(implementation):
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 1000])
 def test_vocabulary_sizes(loss, kernel, classes):
-    """Around every vector width, where the remainder of a row is handled apart."""
+    """Sizes around every vector width, since the remainder of a row has its own code."""
     for dtype in (np.float32, np.float64):
         p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, lengths=([3, 2], [2, 1]))
         for blank in {0, classes - 1}:
@@ -70,14 +70,14 @@ def test_small_cases(implementation, case):
 
 @pytest.mark.parametrize("name", ["tiny", "small", "characters", "lattice_bound"])
 def test_speech_shapes(kernel, name):
-    """In float32, as they are benchmarked."""
+    """In float32, as in the benchmarks."""
     p = losses.Problem(*cases.make_inputs(cases.CASES[name], np.float32))
     losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 500)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 2), (2, 1, 2)], ids=str)
 def test_any_number_of_batch_dimensions(loss, implementation, batch):
-    """Leading dimensions only arrange the sequences."""
+    """All leading dimensions are batch."""
     p = losses.problem(loss=loss)
     size = int(np.prod(batch))
     shaped = losses.Problem(*(np.reshape(x[:size], batch + x.shape[1:]) for x in p))
@@ -94,7 +94,7 @@ def test_any_number_of_batch_dimensions(loss, implementation, batch):
 
 @pytest.mark.family
 def test_log_probs_mode(loss, implementation):
-    """fused_log_softmax=False takes the numbers as they are, normalised or not."""
+    """fused_log_softmax=False takes scores as they are, normalised or not."""
     p = losses.problem(loss=loss)
     got = losses.evaluate(loss, p, implementation, fused_log_softmax=False)
     losses.assert_matches(got, loss.expected(p, fused_log_softmax=False), np.float64, 11)
@@ -102,7 +102,7 @@ def test_log_probs_mode(loss, implementation):
 
 @pytest.mark.family
 def test_value_alone_equals_value_with_gradient(loss, implementation):
-    """The loss without a gradient is another kernel; both must say the same."""
+    """The loss without a gradient is another kernel; both must agree."""
     for dtype in (np.float32, np.float64):
         p = losses.problem(loss=loss, dtype=dtype)
         alone = jax.jit(lambda *p: loss(*p, reduction="none", implementation=implementation))(*p)

@@ -1,4 +1,4 @@
-"""Do the numbers equal those that other libraries publish or compute?
+"""Are the numbers equal to those that other libraries publish or compute?
 
 X[t, u, v] = 2 sin(1 + 3t + 5u + 7v), T = 5, U = 3, V = 6, labels [1, 3, 2], blank 0; a gradient is summed up as
 check(g) = sum of g[t, u, v] cos(1 + t + 2u + 3v). Each number was reproduced by running the libraries named beside it.
@@ -139,7 +139,7 @@ def test_token_and_duration(sigma, expected, token, duration):
 
 
 def test_truth_gives_the_same_numbers():
-    """The float64 truth of this suite against the vectors, so that both stand on the same ground."""
+    """The float64 truth of this suite gives the same vectors."""
     for labels, options, value, wanted in VECTORS.values():
         logits = X if options.get("fused_log_softmax", True) else truth.log_softmax(X)
         got, gradient = losses.RNNT.expected((logits[None], labels[None], [T], [U]), blank=0, **options)

@@ -1,4 +1,4 @@
-"""Does vmap add a batch dimension, and nothing else: same numbers, one custom call, no loop?"""
+"""Does vmap only add a batch dimension, with the same numbers, one custom call and no loop?"""
 
 import jax
 import jax.numpy as jnp
