@@ -120,6 +120,33 @@ def test_pruned_training():
     np.testing.assert_allclose(names["loss"], 0.5 * names["simple"] + expected, rtol=EXACT)
 
 
+def test_losses_of_the_readme():
+    p = losses.problem(loss=losses.TDT)
+    rng = np.random.default_rng(0)
+    outputs = {"encoder_out": rng.normal(size=(4, 7, 6)), "predictor_out": rng.normal(size=(4, 5, 6))}
+    given = outputs | {"weight": rng.normal(size=(6, 12)), "bias": rng.normal(size=12)}
+    names, _ = code("README.md", "loss.align(", **p._asdict(), **given)
+    hidden = np.tanh(outputs["encoder_out"][:, :, None] + outputs["predictor_out"][:, None])
+    logits = hidden @ given["weight"] + given["bias"]
+    expected = jax_rnnt.tdt_loss(logits, *p[1:], (0, 1, 2), sigma=0.05)
+    np.testing.assert_allclose(names["value"], expected, rtol=EXACT)
+    assert names["frames"].shape == (4, 4)
+
+
+def test_linen_module():
+    """A joint that is a bound submodule: initialised, and with a gradient for each parameter."""
+    nn = pytest.importorskip("flax.linen")
+    names, _ = code(
+        "docs/troubleshooting.md", "is_initializing", nn=nn, jnp=jnp, joint_rnnt_loss=jax_rnnt.joint_rnnt_loss
+    )
+    arrays = jnp.ones((2, 5, 8), jnp.float32), jnp.ones((2, 3), int), jnp.array([5, 4]), jnp.array([3, 2])
+    model = names["Transducer"]()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        variables = model.init(jax.random.key(0), *arrays)
+        gradient = jax.grad(lambda v: model.apply(v, *arrays))(variables)
+    assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradient))
+
+
 def test_training_step_of_the_readme():
     nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
     names, _ = code("README.md", "def train_step")
