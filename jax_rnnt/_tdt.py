@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_rnnt import _checks, _pytree, seam
 from jax_rnnt._loss import Composition, TransducerLoss, build
@@ -56,7 +57,7 @@ class TDTLoss(TransducerLoss, _Durations):
     def _draw(self, function, key):
         """The loss with a coin (bool) in the place of omega."""
         traced = isinstance(self.omega, jax.core.Tracer)
-        if not traced and self.omega == 0:
+        if not traced and np.asarray(self.omega) == 0:
             return _pytree.replace(self, omega=0.0)
         if key is None and traced:  # 0, if all is well; NaN where it is not
             sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)

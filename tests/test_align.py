@@ -17,8 +17,6 @@ from test_lattices import EVERY, TOPOLOGIES, T, U, arcs_of
 from test_packed import packed
 from test_vectors import LABELS, LENGTHS, X
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 EXACT = 1e-13
 
 

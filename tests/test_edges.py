@@ -11,8 +11,6 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 

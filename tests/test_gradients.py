@@ -11,8 +11,6 @@ import pytest
 import losses
 import reference_numpy as truth
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 WINDOWS = np.array(
     [
         [[0, 2], [1, 4], [1, 6], [3, 6]],

@@ -8,8 +8,6 @@ import pytest
 import jax_rnnt
 import losses
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 EXACT = 1e-12
 
 

@@ -43,7 +43,8 @@ class Mode:
 MODES = (
     Mode("plain", (), ("forward", "reverse", "random:1", "random:2")),
     Mode("asan", ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", *SMALL_BLOCKS), ("forward",)),
-    Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("forward", "reverse")),
+    # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
+    Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
 )
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",
