@@ -71,6 +71,16 @@ def _unsplit_by_reference(function, loss, name, x, dimensions):
         _checks.unsplit(function, name, x, dimensions, " with implementation='reference'")
 
 
+def _rows_of_frames(function, logits, columns):
+    """Checked logits [..., T, columns, V]; `columns` is the name of their number."""
+    dimensions = f"[..., T, {columns}, V]"
+    logits = _checks.floating(function, "logits", logits, 3, dimensions)
+    if min(logits.shape[-2:]) < 1:
+        expected = f"shape {dimensions} with {columns} >= 1 and V >= 1"
+        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
+    return logits
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dense(_Layout):
     """An array [..., T, U + 1, V]."""
@@ -86,11 +96,7 @@ class _Dense(_Layout):
         return self.logits.dtype
 
     def checked(self, function):
-        logits = _checks.floating(function, "logits", self.logits, 3, "[..., T, U + 1, V]")
-        if min(logits.shape[-2:]) < 1:
-            expected = "shape [..., T, U + 1, V] with U + 1 >= 1 and V >= 1"
-            raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
-        return _Dense(logits)
+        return _Dense(_rows_of_frames(function, self.logits, "U + 1"))
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1
@@ -210,10 +216,7 @@ class BandLogits(_Layout):
         return self.logits.dtype
 
     def checked(self, function):
-        logits = _checks.floating(function, "logits", self.logits, 3, "[..., T, S, V]")
-        if min(logits.shape[-2:]) < 1:
-            expected = "shape [..., T, S, V] with S >= 1 and V >= 1"
-            raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
+        logits = _rows_of_frames(function, self.logits, "S")
         return BandLogits(logits, _checks.integers(function, "first", self.first, logits.shape[:-2], "[..., T]"))
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
@@ -381,11 +384,8 @@ class JointLogits(_Layout):
     def tree_unflatten(cls, structure, leaves):
         function, chunk = structure
         joint, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
-        made = object.__new__(cls)
-        values = dict(joint=joint, encoder_out=encoder_out, predictor_out=predictor_out, chunk=chunk)
-        for name, value in values.items():
-            object.__setattr__(made, name, value)
-        return made
+        names = "joint", "encoder_out", "predictor_out", "chunk"
+        return _pytree.make(cls, names, (joint, encoder_out, predictor_out, chunk))
 
     @functools.cached_property
     def _made(self):

@@ -265,10 +265,10 @@ Loss = typing.TypeVar("Loss", bound=TransducerLoss)
 
 def build(function: str, kind: Callable[..., Loss], **options) -> Loss:
     """kind(**options); errors name `function`."""
-    made: Any = object.__new__(typing.cast(type, kind))
-    for field in dataclasses.fields(made):
-        object.__setattr__(made, field.name, options.pop(field.name, field.default))
+    fields: Any = dataclasses.fields(typing.cast(type, kind))
+    values = {field.name: options.pop(field.name, field.default) for field in fields}
     assert not options, options
+    made = _pytree.make(kind, values.keys(), values.values())
     made._check(function)
     return made
 
@@ -291,13 +291,13 @@ def _problem(function, loss, logits, targets, logit_lengths, target_lengths, lab
         shape = (*rest[0].shape, 2)
         label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
     loss = _switched_off(loss._draw(function, key))
-    emission, arrays = layout.emission(function, loss, _composition(function, loss, layout.classes).emission, *rest)
+    emission, arrays = layout.emission(function, loss, _head(function, loss, layout.classes), *rest)
     return loss, emission, arrays, *rest, label_windows
 
 
-def _composition(function, loss, classes):
-    """The checked parts of a loss, for rows of `classes` logits."""
+def _head(function, loss, classes):
+    """The emission of a loss, for rows of `classes` logits."""
     made = loss.compose()
     if not isinstance(made, Composition):
         raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {made!r}.")
-    return dataclasses.replace(made, emission=made.emission.resolved(function, classes))
+    return made.emission.resolved(function, classes)

@@ -24,7 +24,8 @@ def _is_static(field) -> bool:
     return field.metadata.get("static", False)
 
 
-def _made(cls, names, values):
+def make(cls, names, values):
+    """A value with these fields, without checks."""
     made = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
@@ -43,7 +44,7 @@ def register(cls):
         return [getattr(x, name) for name in names[0]], tuple(getattr(x, name) for name in names[1])
 
     def unflatten(structure, leaves):
-        return _made(cls, names[0] + names[1], [*leaves, *structure])
+        return make(cls, names[0] + names[1], [*leaves, *structure])
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
@@ -52,4 +53,4 @@ def register(cls):
 def replace(x, **fields):
     """`dataclasses.replace` without checks."""
     values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} | fields
-    return _made(type(x), values.keys(), values.values())
+    return make(type(x), values.keys(), values.values())

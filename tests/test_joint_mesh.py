@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
 from jax_rnnt import joint_rnnt_loss
+from meshes import mesh_of
 from networks import CHUNK, H, Network, V, assert_close, closure, linear, materialized, tiles
 
 pytestmark = pytest.mark.slow
@@ -49,16 +50,6 @@ def test_vmap_of_vmap():
 
 
 # --------------------------------------------------------------------------------------------------------- sharding
-
-
-@contextlib.contextmanager
-def mesh_of(devices, kind, shape=(8,), names=("data",)):
-    if kind == "explicit" and not hasattr(jax, "set_mesh"):
-        pytest.skip("explicit axes need jax.set_mesh")
-    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=(axis,) * len(names))
-    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
-        yield mesh
 
 
 def place(network, mesh, *names):

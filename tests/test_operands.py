@@ -1,6 +1,5 @@
 """Do learned numbers and arrays get the slope of the loss as gradient, on kernels and in plain JAX?"""
 
-import contextlib
 import functools
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import jax_rnnt
 import losses
 import reference_numpy as truth
+from meshes import mesh_of
 from test_docs import code
 
 B, T, U, V = 2, 4, 2, 6
@@ -355,20 +355,15 @@ def test_nan_reaches_nothing_shared(implementation, name):
 @pytest.mark.parametrize("kind", ["shard_map", "auto", "explicit"])
 def test_on_a_mesh(kind, devices, implementation):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
-    if kind == "explicit" and not hasattr(jax, "set_mesh"):
-        pytest.skip("explicit axes need jax.set_mesh")
     p = losses.problem(16, loss=losses.TDT)
     loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=implementation)
     total = lambda loss, p: loss(*p)
     wanted = jax.jit(jax.grad(total))(loss, p)
-    axis = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(axis,))
-    spec = jax.sharding.PartitionSpec("data")
-    if kind == "shard_map":
-        whole = jax.sharding.PartitionSpec()
-        mean = lambda loss, p: jax.lax.pmean(loss(*p), "data")
-        total = jax.shard_map(mean, mesh=mesh, in_specs=(whole, spec), out_specs=whole)
-    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+    whole, spec = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+        if kind == "shard_map":
+            mean = lambda loss, p: jax.lax.pmean(loss(*p), "data")
+            total = jax.shard_map(mean, mesh=mesh, in_specs=(whole, spec), out_specs=whole)
         placed = jax.tree.map(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), p)
         got = jax.jit(jax.grad(total))(loss, placed)
     for leaf in ("sigma", "delay_penalty"):

@@ -1,17 +1,17 @@
 """Does every device work on its own part of the batch without collectives, for every way to shard it?"""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
+from meshes import mesh_of
 from test_docs import code
 from test_packed import packed
 
@@ -25,16 +25,6 @@ def batch(loss):
     """Sixteen ragged sequences, two per device."""
     p = losses.problem(16, loss=loss, dtype=np.float32)
     return p, loss.expected(p)
-
-
-@contextlib.contextmanager
-def mesh_of(devices, kind, shape=(8,), names=("data",)):
-    if kind == "explicit" and not hasattr(jax, "set_mesh"):
-        pytest.skip("explicit axes need jax.set_mesh")
-    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    mesh = Mesh(np.array(devices).reshape(shape), names, axis_types=(axis,) * len(names))
-    with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
-        yield mesh
 
 
 def place(p, mesh, *specs):
