@@ -11,6 +11,7 @@ programs as users compile them. Compiled programs are kept in pytest's cache, fo
 program names its kernels, so it runs with those of the day.
 """
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -24,6 +25,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import losses
+
+# Tracing makes millions of objects and few cycles: the collector took a tenth of the suite's time.
+gc.freeze()
+gc.set_threshold(200_000, 50, 1000)
 
 QUICK = losses.platform() == "cpu"
 OPTIONS = {  # in the order of what they save; an XLA without one goes without

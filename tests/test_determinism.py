@@ -33,6 +33,7 @@ for loss in losses.LOSSES:
 """
 
 
+@pytest.mark.slow
 def test_number_of_threads(kernel):
     """With one, two and all cores: XLA takes one thread per core of the process."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:

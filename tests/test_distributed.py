@@ -55,6 +55,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_two_processes(kernel):
     if losses.platform() != "cpu":
         pytest.skip("two processes share no GPU")

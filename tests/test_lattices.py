@@ -117,7 +117,16 @@ def test_batch_dimensions(topology, batch, implementation):
         np.testing.assert_allclose(value[index], expected, rtol=1e-13)
 
 
-def test_derivatives_of_both_orders_and_modes(some_topology, implementation):
+ORDERS = {
+    "forward over reverse": jax.hessian,
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("reverse over reverse", "forward over forward")]
+
+
+@pytest.mark.parametrize("order", ["forward over reverse", *SLOW])
+def test_derivatives_of_both_orders_and_modes(some_topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
     frames, labels = 4, 2
     arcs = arcs_of(some_topology[1], (frames, labels + 1), seed=6)
@@ -138,11 +147,7 @@ def test_derivatives_of_both_orders_and_modes(some_topology, implementation):
         return lattices.log_likelihood(some_topology[0], arcs, np.int32(frames), np.int32(labels), implementation)
 
     np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
-    orders = [jax.hessian]
-    if some_topology[1] == truth.STANDARD:
-        orders += [lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))]
-    for second in orders:
-        np.testing.assert_allclose(jax.jit(second(value))(scores.ravel()), covariance, atol=1e-13)
+    np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
 
 
 def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):

@@ -14,6 +14,7 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
+from networks import lookup
 
 B, T, U, V = 4, 7, 4, 9
 EXACT = 1e-11
@@ -57,13 +58,6 @@ def first_columns(p):
     return np.clip(steps, 0, np.maximum(p.target_lengths[:, None] - WIDTH + 1, 0)).astype(np.int32)
 
 
-def gather(encoder, predictor):
-    """A joint that looks up: the encoder row holds logits, and the predictor row tells which."""
-    rows = encoder.reshape(len(encoder), U + 1, -1)
-    hit = predictor == jnp.arange(U + 1, dtype=predictor.dtype)[None]
-    return jnp.sum(jnp.where(hit[..., None], rows, 0), -2)
-
-
 def problem(loss):
     """Arrays to differentiate, and the rest of a call."""
     p = losses.problem(B, T, U, V, loss=loss, scale=1.0)
@@ -85,7 +79,7 @@ def layout(name, p):
 
     return {
         "array": lambda x: x,
-        "JointLogits": lambda x: JointLogits(gather, x.reshape(B, T, -1), column, chunk=64),
+        "JointLogits": lambda x: JointLogits(lookup(U + 1), x.reshape(B, T, -1), column, chunk=64),
         "PackedLogits": lambda x: PackedLogits(packed(p, x), T),
         "BandLogits": lambda x: BandLogits(banded(x), first),
         "AdditiveLogits": lambda am, lm: AdditiveLogits(am, lm),
@@ -131,10 +125,11 @@ def answers_of_array(kind, name):
 
 
 def pairs():
-    """Of most losses packed rows are fast enough; the RNN-T and durations stand for the other layouts."""
+    """The RNN-T stands for the other losses, and tiles of durations; the rest of the table is slow."""
     for kind in LOSSES:
         for name in LAYOUTS[1:]:
-            fast = kind in ("RNNTLoss", "TDTLoss") or name == "PackedLogits" or table()[kind][name] != "yes"
+            representative = kind == "RNNTLoss" or (kind, name) == ("TDTLoss", "JointLogits")
+            fast = representative or table()[kind][name] != "yes"
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if fast else [pytest.mark.slow])
 
 
@@ -212,7 +207,9 @@ def test_what_is_never_read(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("RNNTLoss", "TDTLoss") else [pytest.mark.slow]) for kind in LOSSES]
+)
 def test_leaves(kind, name):
     """In every layout a learned leaf has the array's gradient, which is its slope; settings have exactly 0."""
     variant = LOSSES[kind]
@@ -306,10 +303,10 @@ BAD = {
     "a prior of another size": (lambda p: AdditiveLogits(*am_lm(p), unigram=np.ones(3)), "unigram must have shape"),
     "no scale": (lambda p: AdditiveLogits(*am_lm(p), lm_only_scale="1"), "lm_only_scale must be a real number"),
     "no joint": (lambda p: JointLogits(None, *am_lm(p)), "joint must be callable"),
-    "batches": (lambda p: JointLogits(gather, am_lm(p)[0][:3], am_lm(p)[1]), "predictor_out must have shape"),
+    "batches": (lambda p: JointLogits(lookup(U + 1), am_lm(p)[0][:3], am_lm(p)[1]), "predictor_out must have shape"),
     "another shape": (lambda p: JointLogits(lambda e, q: e[0], *am_lm(p)), "joint must make logits"),
     "layout in a layout": (
-        lambda p: BandLogits(JointLogits(gather, *am_lm(p)), first_columns(p)),
+        lambda p: BandLogits(JointLogits(lookup(U + 1), *am_lm(p)), first_columns(p)),
         "logits must be an array",
     ),
 }

@@ -156,6 +156,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_what_memory_held(kernel):
     """glibc fills new memory with a pattern, which reveals elements that a kernel does not write."""
     if platform.libc_ver()[0] != "glibc" or losses.platform() != "cpu":

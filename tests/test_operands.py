@@ -352,7 +352,7 @@ def test_nan_reaches_nothing_shared(implementation, name):
 # ---------------------------------------------------------------------------------------------------------- sharding
 
 
-@pytest.mark.parametrize("kind", ["shard_map", "auto", "explicit"])
+@pytest.mark.parametrize("kind", ["shard_map", "auto", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_on_a_mesh(kind, devices, implementation):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
     p = losses.problem(16, loss=losses.TDT)

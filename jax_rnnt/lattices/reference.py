@@ -46,6 +46,16 @@ def _lowest(dtype):
     return np.asarray(-0.9 * float(jnp.finfo(dtype).max), dtype)
 
 
+def _where(condition, x, y):
+    """`jnp.where` for scalars and arrays of the condition's shape, without a nested jit for each of its 50 calls.
+
+    A program with the gradient is traced and lowered in two thirds of the time.
+    """
+    dtype = next(v.dtype for v in (x, y) if not isinstance(v, float | int))
+    x, y = (lax.full_like(condition, v, dtype) if jnp.ndim(v) == 0 else v for v in (x, y))
+    return lax.select(condition, x, y)
+
+
 def _zero(m):
     return _Number(jnp.zeros_like(m), jnp.zeros_like(m, jnp.int32), jnp.full_like(m, _lowest(m.dtype)))
 
@@ -62,7 +72,7 @@ def _normalize(a):
     uint, mantissa, bias = _float_layout(a.m.dtype)
     bits = lax.bitcast_convert_type(lax.stop_gradient(a.m), uint)
     k = lax.shift_right_logical(bits, jnp.full_like(bits, mantissa)).astype(jnp.int32) - bias
-    k = jnp.where(jnp.abs(k) > 64, 0, k)  # zero and NaN stay what they are
+    k = _where(jnp.abs(k) > 64, 0, k)  # zero and NaN stay what they are
     return _Number(a.m * _pow2(-k, a.m.dtype), a.e + k, a.h)
 
 
@@ -76,9 +86,13 @@ def _parts_of_ln2(multiple, dtype):
     return [np.asarray(x, dtype) for x in (*parts, rest)]
 
 
+def _truncate(x):
+    return lax.sign(x) * lax.floor(lax.abs(x))
+
+
 def _reduce(x, multiple):
     """(n, x - n * multiple * ln 2 but for its last part, that part) for a small integer n of the sign of x."""
-    n = jnp.trunc(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
+    n = _truncate(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
     first, second, last = _parts_of_ln2(multiple, x.dtype)
     return n, x - n * first - n * second, n * last
 
@@ -86,18 +100,18 @@ def _reduce(x, multiple):
 def _from_log(x):
     """exp(x); -inf gives zero with a zero derivative."""
     zero = x == -jnp.inf
-    x = jnp.where(zero, 0, x)
+    x = _where(zero, 0, x)
     size = jnp.abs(lax.stop_gradient(x))
     near = ~(size > 2.0**11)  # NaN too
     far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # beyond exact reduction
-    high, rest, late = _reduce(jnp.where(far, x - lax.stop_gradient(x), x), _RADIX**2)
+    high, rest, late = _reduce(_where(far, x - lax.stop_gradient(x), x), _RADIX**2)
     low, rest, later = _reduce(rest, _RADIX)
     lowest, rest, last = _reduce(rest - (late + later), _RADIX)  # float64: late is large where high is
-    whole = jnp.trunc(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
-    h = jnp.where(zero, _lowest(x.dtype), jnp.where(near, 0, jnp.where(far, whole, _RADIX * high + (low + lowest))))
-    k, rest, latest = _reduce(jnp.where(near, x, rest - last), 1)
-    e = jnp.where(jnp.isnan(k), 0, k).astype(jnp.int32)
-    return _Number(jnp.where(zero, 0, jnp.exp(rest - latest)), e, h)
+    whole = _truncate(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
+    h = _where(zero, _lowest(x.dtype), _where(near, 0, _where(far, whole, _RADIX * high + (low + lowest))))
+    k, rest, latest = _reduce(_where(near, x, rest - last), 1)
+    e = _where(jnp.isnan(k), 0, k).astype(jnp.int32)
+    return _Number(_where(zero, 0, jnp.exp(rest - latest)), e, h)
 
 
 def _multiply(a, b):
@@ -107,27 +121,28 @@ def _multiply(a, b):
 def _gap(a, b):
     """By how many bits the exponent of a exceeds that of b, cut where the lesser number is negligible."""
     bias = _float_layout(a.m.dtype)[2]
-    return jnp.clip(_RADIX * (a.h - b.h) + (a.e - b.e).astype(a.m.dtype), -bias, bias).astype(jnp.int32)
+    bits = _RADIX * (a.h - b.h) + (a.e - b.e).astype(a.m.dtype)
+    return lax.clamp(np.asarray(-bias, bits.dtype), bits, np.asarray(bias, bits.dtype)).astype(jnp.int32)
 
 
 def _add(a, b):
     d = _gap(a, b)
     m = a.m * _pow2(jnp.minimum(d, 0), a.m.dtype) + b.m * _pow2(jnp.minimum(-d, 0), b.m.dtype)
-    return _Number(m, jnp.where(d < 0, b.e, a.e), jnp.where(d < 0, b.h, a.h))
+    return _Number(m, _where(d < 0, b.e, a.e), _where(d < 0, b.h, a.h))
 
 
 def _log_of_sum(a):
     """Log of the sum over the last axis; -inf, with a zero derivative, where it is zero or no float holds its log."""
     dtype = a.m.dtype
     size = _RADIX * (a.h - jnp.max(a.h, -1, keepdims=True)) + a.e.astype(dtype)
-    place = jnp.argmax(jnp.where(a.m == 0, -jnp.inf, size), -1)[..., None]
+    place = jnp.argmax(_where(a.m == 0, -jnp.inf, size), -1)[..., None]
     largest = lax.broadcasted_iota(place.dtype, a.m.shape, a.m.ndim - 1) == place
-    top = _Number(*(jnp.sum(jnp.where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a))
+    top = _Number(*(jnp.sum(_where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a))
     # Relative to the top by integers, which the float size has rounded.
     m = jnp.sum(a.m * _pow2(_gap(a, top), dtype), -1)
     exponent = top.e.astype(dtype) * np.asarray(np.log(2), dtype) + top.h * np.asarray(_RADIX * np.log(2), dtype)
     none = (m == 0) | (exponent[..., 0] == -jnp.inf)
-    return jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1, m)) + exponent[..., 0])
+    return _where(none, -jnp.inf, jnp.log(_where(none, 1, m)) + exponent[..., 0])
 
 
 def skew(x):
@@ -184,7 +199,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
 
     def shift(a, du):
         def along(x, fill):
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
+            return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
 
         return _Number(along(a.m, 0), along(a.e, 0), along(a.h, _lowest(a.h.dtype))) if du else a
 
@@ -200,7 +215,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
             coming[k - 1] = entered if coming[k - 1] is None else _add(coming[k - 1], entered)
             if arc.may_end:  # kept by column: a sum over columns in every step is half of its time on a TPU
                 here = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
-                ends[j] = _Number(*(jnp.where(here, x, y) for x, y in zip(leaves, ends[j])))
+                ends[j] = _Number(*(_where(here, x, y) for x, y in zip(leaves, ends[j])))
         coming = [zero if x is None else x for x in coming]
         return (tuple(coming), tuple(ends)), None
 

@@ -1,0 +1,174 @@
+"""Are answers right for logits with common offsets, and for all magnitudes?"""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import losses
+from feeds import INF, T, U, V, far, gradient_failures, lowest, none_of, problem_of, row_of, value_failures
+
+# ----------------------------------------------------------------------------------------------------------- offsets
+
+# (offsets, parts of one in which the logits are counted): logit + offset is a float32.
+OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
+
+
+def heads_of(loss, blank):
+    """Selections of classes to shift together: those of one softmax."""
+    if loss.extra_classes:
+        return {"both": np.s_[:], "tokens": np.s_[:V], "durations": np.s_[V:]}
+    if loss.name == "hat":
+        return {"labels": [k for k in range(V) if k != blank % V]}
+    return {"all": np.s_[:]}
+
+
+@functools.cache
+def shifted(loss, blank, classes=V):
+    """(rows, their limits): each row of logits is shifted by plus or minus the offset; the truth is not shifted."""
+    rng = np.random.default_rng(0)
+    rows, limits = [], []
+    for offsets, spacing in OFFSETS:
+        shape = T, U + 1, classes + loss.extra_classes
+        logits = rng.integers(-2 * spacing, 2 * spacing + 1, shape) / spacing
+        plain = row_of(loss, "float32", "", logits, T, blank=blank)
+        for offset, (head, where) in itertools.product(offsets, heads_of(loss, blank).items()):
+            for kind, sign in (("alike", 1), ("alike", -1), ("by row", rng.choice([-1, 1], (T, U + 1, 1)))):
+                moved = logits.copy()
+                moved[..., where] += offset * sign
+                assert (moved == moved.astype(np.float32)).all()
+                name = f"{offset:g} to {head}, {kind}"
+                rows.append(dataclasses.replace(plain, name=name, logits=moved.astype(np.float32)))
+                limits.append(1e-5 if offset <= 1e3 else 1e-4)
+    return rows, limits
+
+
+def offset_failures(rows, limits, values, gradient):
+    for row, limit, value, got in zip(rows, limits, values, gradient):
+        expected = row.solution.loss
+        if far(value, expected, limit * max(1, abs(expected))):
+            yield f"{row.name}: loss off by {value - expected:.2g}"
+        if far(got, row.solution.gradient, limit):
+            yield f"{row.name}: gradient off by {np.abs(got - row.solution.gradient).max():.2g}"
+
+
+@pytest.mark.family("reference")
+def test_common_offsets(loss, implementation):
+    """An offset of all logits of a softmax changes neither loss nor gradient. Rows may have different offsets."""
+    rows, limits = shifted(loss, -1)
+    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
+
+
+@pytest.mark.family
+def test_common_offsets_of_the_first_blank(loss, kernel):
+    blank = loss.blank(0)
+    rows, limits = shifted(loss, blank)
+    got = losses.evaluate(loss, problem_of(rows), kernel, blank=blank)
+    none_of(offset_failures(rows, limits, *got))
+
+
+@pytest.mark.parametrize("classes", [70, 300])
+def test_common_offsets_of_long_rows(loss, implementation, classes):
+    rows, limits = shifted(loss, 0, classes)
+    got = losses.evaluate(loss, problem_of(rows), implementation, blank=0)
+    none_of(offset_failures(rows, limits, *got))
+
+
+@pytest.mark.parametrize("classes", [6, 70])
+@pytest.mark.parametrize("mask", [-50, -1e9, -INF])
+def test_common_offsets_of_masked_blanks(implementation, mask, classes):
+    """Rows whose anchor, the blank, is masked: labels must come first in that frame."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-8, 9, (T, U + 1, classes)) / 4
+    logits[1, :U, 0] = mask
+    rest = np.array([[1, 2]], np.int32), np.array([T], np.int32), np.array([U], np.int32)
+    expected = losses.RNNT.expected(losses.Problem(logits[None], *rest), blank=0)
+    for offset, limit in ((1e3, 1e-5), (-1e3, 1e-5), (1e4, 1e-4), (-1e4, 1e-4)):
+        moved = np.where(logits > -1e3, logits + offset, logits).astype(np.float32)
+        values, gradient = losses.evaluate(losses.RNNT, losses.Problem(moved[None], *rest), implementation, blank=0)
+        np.testing.assert_allclose(values, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], atol=limit)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_common_offsets_of_other_dtypes(loss, implementation, dtype):
+    """The error scales with the spacing of the dtype. Up to 512, float16 represents quarters exactly."""
+    rng = np.random.default_rng(0)
+    wide = dtype == "float64"
+    rows = []
+    for offset in (1e6, -1e9) if wide else (256.0, -256.0):
+        logits = rng.integers(-8, 9, (T, U + 1, V)) / 4
+        row = row_of(loss, dtype, f"{offset:g}", logits, T)
+        assert (logits + offset == (logits + offset).astype(dtype)).all()
+        rows.append(dataclasses.replace(row, logits=(logits + offset).astype(dtype)))
+    values, gradient = losses.evaluate(loss, problem_of(rows), implementation)
+    expected = [np.stack(x) for x in zip(*((row.solution.loss, row.solution.gradient) for row in rows))]
+    losses.assert_matches((values[:2], gradient[:2]), expected, dtype, T + U)
+
+
+@pytest.mark.family("reference")
+def test_the_largest_logits(loss, implementation):
+    """Equal logits of 3e38, and the largest and lowest of float32, are equal logits."""
+    rows = []
+    plain = np.zeros((T, U + 1, V + loss.extra_classes), np.float32)
+    for value in (3e38, -3e38, lowest(np.float32), -lowest(np.float32)):
+        for name, where in heads_of(loss, -1).items():
+            row = row_of(loss, "float32", f"{value:g} in {name}", plain, T)
+            logits = plain.copy()
+            logits[..., where] = value
+            rows.append(dataclasses.replace(row, logits=logits))
+    got = losses.evaluate(loss, problem_of(rows), implementation)
+    none_of(offset_failures(rows, [1e-5] * len(rows), *got))
+
+
+# --------------------------------------------------------------------------------------------------------- magnitudes
+
+MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
+
+
+def rounded_normalizer(row, blank):
+    """Whether the row keeps a rounded log-sum-exp, since its anchor is nearly impossible."""
+    x = row.logits[: row.frames].astype(np.float64)[..., :V]
+    second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
+    rounded = (top - x[..., blank] > 45) & (top - second < 20)
+    return min(float(np.max(np.where(rounded, np.abs(top), 0) * losses.eps(np.float32))), 1.0)
+
+
+@functools.cache
+def scaled(loss, fused):
+    rng = np.random.default_rng(0)
+    top = np.finfo(np.float32).max
+    rows = []
+    for magnitude in MAGNITUDES:
+        for frames in (T, T - 1, T):
+            logits = rng.normal(size=(T, U + 1, V + loss.extra_classes)) * magnitude
+            logits = np.clip(logits if fused else -np.abs(logits), -top, top).astype(np.float32)
+            row = row_of(loss, "float32", f"{magnitude:g}", logits, frames, fused_log_softmax=fused)
+            extra = rounded_normalizer(row, 0 if loss.name == "hat" else V - 1) if fused else 0
+            rows.append(dataclasses.replace(row, slack=row.slack + extra))
+    return rows
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
+@pytest.mark.family
+def test_magnitudes(loss, implementation, fused):
+    """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
+    rows = scaled(loss, fused)
+    values, gradient = losses.evaluate(loss, problem_of(rows), implementation, fused_log_softmax=fused)
+    none_of(
+        [*value_failures(rows, values, "float32", 1e-5), *gradient_failures(loss, rows, gradient, "float32", False)]
+    )
+
+
+@pytest.mark.parametrize("magnitude", [1e4, 1e9, 1e30])
+def test_scores_that_are_huge(implementation, magnitude):
+    """With huge positive log-weights the loss is negative, and the best path has posterior 1."""
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=(8, T, U + 1, V)) * magnitude).astype(np.float32)
+    logits[:4] = np.abs(logits[:4])
+    rows = [row_of(losses.RNNT, "float32", f"{b}", x, T, fused_log_softmax=False) for b, x in enumerate(logits)]
+    got = losses.evaluate(losses.RNNT, problem_of(rows), implementation, fused_log_softmax=False)
+    assert all(row.slack == 0 for row in rows) or magnitude == 1e4
+    none_of([*value_failures(rows, got[0], "float32"), *gradient_failures(losses.RNNT, rows, got[1], "float32", False)])
