@@ -7,6 +7,7 @@ CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h' -o -name '*.c
 SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
+comma = ,
 
 .PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
 
@@ -51,29 +52,39 @@ from-sdist: setup
 	build/from-sdist/bin/pip install --quiet build/sdist/jax_rnnt-*.tar.gz -Ccmake.define.JAX_RNNT_CUDA=off
 	cd build && from-sdist/bin/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1"
 
-# The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
-build/sanitize/.installed: $(SOURCES)
-	test -x build/sanitize/bin/python || $(PYTHON) -m venv build/sanitize
-	build/sanitize/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=address,undefined -Ccmake.define.JAX_RNNT_CUDA=off \
-	  -Cbuild-dir=build/sanitize-objects -Cinstall.strip=false
+# What builds the kernels, as pyproject.toml asks for it: the two builds below need no environment of their own each.
+build/tools/.installed: pyproject.toml
+	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
+	build/tools/bin/python -c "import tomllib; f = open('pyproject.toml', 'rb'); \
+	  print(*tomllib.load(f)['build-system']['requires'], sep='\n')" > build/tools/requirements.txt
+	build/tools/bin/pip install --quiet ninja -r build/tools/requirements.txt
 	touch $@
 
-sanitize: build/sanitize/.installed
+# The package alone, built in another way and for the tests of $(VENV): $(call package,FOLDER,OPTIONS).
+package = build/tools/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
+  -Cbuild-dir=$(1)-objects $(2) .
+
+# The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
+build/sanitize/.installed: $(SOURCES) build/tools/.installed
+	$(call package,build/sanitize,-Ccmake.define.JAX_RNNT_SANITIZE=address$(comma)undefined \
+	  -Ccmake.define.JAX_RNNT_CUDA=off -Cinstall.strip=false)
+	touch $@
+
+sanitize: setup build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  build/sanitize/bin/pytest -n auto --dist worksteal -m 'not slow' --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
+	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
+	  --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
   sharding memory remat export
-build/emulation/.installed: $(SOURCES)
-	test -x build/emulation/bin/python || $(PYTHON) -m venv build/emulation
-	build/emulation/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
-	  -Cbuild-dir=build/emulation-objects
+build/emulation/.installed: $(SOURCES) build/tools/.installed
+	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
 
-emulation: build/emulation/.installed
-	JAX_RNNT_REQUIRE=cpu build/emulation/bin/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
+emulation: setup build/emulation/.installed
+	JAX_RNNT_REQUIRE=cpu PYTHONPATH=$(CURDIR)/build/emulation $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
 	  $(NO_KERNEL:%=--ignore tests/test_%.py) $(ARGS)
 
 # Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
