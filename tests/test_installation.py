@@ -14,7 +14,7 @@ import pytest
 
 import jax_rnnt
 import losses
-from jax_rnnt import _installation, _selftest
+from jax_rnnt import __main__, _bench, _installation, _selftest
 from jax_rnnt._xla import loading, primitive
 
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
@@ -171,7 +171,7 @@ def test_required_platforms_are_checked(require):
         ("tpu", "cpu", None, "cpu"),
     ],
 )
-def test_selftest_requires_kernels(monkeypatch, capsys, platform, missing, require, lacks):
+def test_selftest_requires_kernels(monkeypatch, platform, missing, require, lacks):
     """Where kernels should exist but do not, it gives reason and cure; elsewhere it says that the reference runs."""
     kernels = {"cpu": "cpu", "cuda": "cuda"}
     del kernels[missing]
@@ -182,10 +182,8 @@ def test_selftest_requires_kernels(monkeypatch, capsys, platform, missing, requi
     if lacks:
         with pytest.raises(RuntimeError, match=rf"required kernels are missing:\n{lacks} .*a reason: a cure"):
             jax_rnnt.selftest(require=require)
-        assert capsys.readouterr().out.startswith(lacks)
         return
     lines = jax_rnnt.selftest(require=require)
-    assert capsys.readouterr().out.splitlines() == lines
     if platform not in kernels:
         (line,) = lines
         assert platform in line and "the reference runs" in line
@@ -200,13 +198,87 @@ def test_platform_of_the_selftest(monkeypatch):
         assert loading.default_platform() == expected
 
 
-def test_module_as_a_program(kernel):
-    """`python -m jax_rnnt`: versions, device, instruction set, then the self-test, whose failure is its status."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_rnnt"], cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False
-    )
+# ------------------------------------------------------------------------------------------------- python -m jax_rnnt
+
+
+def test_info_of_the_module_as_a_program(kernel):
+    """`python -m jax_rnnt info`: versions, device, instruction set, and why other kernels are missing."""
+    command = [sys.executable, "-m", "jax_rnnt", "info"]
+    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
     assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
-    assert sum("max error" in line for line in lines) >= 4
+
+
+def test_json_of_info(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "MISSING", {"cuda": "a reason: a cure"})
+    assert __main__.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["jax_rnnt"] == jax_rnnt.__version__ and found["missing"] == {"cuda": "a reason: a cure"}
+    assert set(found["kernels"]) == set(loading.KERNELS) == set(found["ffi"]) - {"runtime"}
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "selftest"], ["selftest", "--json"], ["selftest"], []])
+def test_status_of_the_selftest(capsys, monkeypatch, arguments):
+    """The status is 1 where kernels are wrong or missing; the answer holds the reason."""
+    monkeypatch.setattr(jax_rnnt, "selftest", lambda require: [f"a line, {require}"])
+    assert __main__.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert (json.loads(out)["lines"] if "--json" in arguments else out.splitlines())[-1] == "a line, None"
+
+    def fail(require):
+        raise RuntimeError("a reason")
+
+    monkeypatch.setattr(jax_rnnt, "selftest", fail)
+    assert __main__.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert json.loads(out)["error"] == "a reason" if "--json" in arguments else out.endswith("a reason\n")
+
+
+@pytest.mark.parametrize(("text", "platforms"), [("cpu,cuda", ["cpu", "cuda"]), ("", []), ("cpu", ["cpu"])])
+def test_platforms_of_the_selftest(monkeypatch, text, platforms):
+    seen = []
+    monkeypatch.setattr(jax_rnnt, "selftest", lambda require: seen.append(require) or [])
+    assert __main__.main(["selftest", "--require", text]) == 0
+    assert seen == [platforms]
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), ("multiblank", "float32", 9)]
+)
+def test_bench(capsys, monkeypatch, loss, dtype, classes):
+    """A row for each implementation, with figures that fit the shape."""
+
+    def half_a_second(function, *arguments):
+        jax.block_until_ready(function(*arguments))
+        return 0.5
+
+    monkeypatch.setattr(_bench, "_seconds", half_a_second)
+    assert __main__.main(["bench", "2", "6", "3", "9", "--loss", loss, "--dtype", dtype, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    size = 2 * 6 * 4 * classes * (2 if dtype == "bfloat16" else 4)
+    assert found["logits_bytes"] == size
+    assert found["copy_bytes_per_second"] == pytest.approx(2 * size / 0.5)
+    rows = found["rows"]
+    assert set(rows) == {"jax_rnnt", "its reference"} | ({"plain JAX"} if loss == "rnnt" else set())
+    for row in rows.values():
+        assert row["milliseconds"] == 500
+        assert row["share_of_copy_bandwidth"] == pytest.approx(1.5)
+        assert row["memory_bytes"] >= size  # the gradient
+    assert [line.split()[0] for line in _bench.text(found)[3:]] == [name.split()[0] for name in rows]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "2", "6", "3", "0"], "expected a positive integer, got 0"),
+        (["bench", "2", "6", "3", "4", "--loss", "multiblank"], "V must be at least 5 for --loss multiblank, got 4"),
+        (["bench", "2", "6", "3", "9", "--loss", "ctc"], "invalid choice: 'ctc'"),
+        (["selftest", "--require", "tpu"], "require must be None or a sequence of 'cpu', 'cuda', got ['tpu']"),
+    ],
+)
+def test_wrong_arguments_of_the_program(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(arguments)
+    assert caught.value.code == 2 and message in capsys.readouterr().err

@@ -162,9 +162,9 @@ def test_one_stage_without_kernel(kernel, monkeypatch):
 
 
 def test_selftest(kernel, capsys):
-    """One line a kernel and dtype, printed and returned, all within rounding."""
+    """One line a kernel and dtype, returned and not printed, all within rounding."""
     lines = jax_rnnt.selftest()
-    assert capsys.readouterr().out.splitlines() == lines
+    assert not capsys.readouterr().out
     for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls:
         found = [line for line in lines if target in line]
         assert {dtype for line in found for dtype in line.split() if dtype.startswith(("float", "bfloat"))} >= {

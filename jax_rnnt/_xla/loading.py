@@ -3,6 +3,7 @@
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Callable
 
 import jax
@@ -30,7 +31,7 @@ LIMITS: dict[str, dict[str, int]] = {}
 WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
 
 
-def _runtime_api() -> tuple[int, int] | None:
+def runtime_api() -> tuple[int, int] | None:
     """(major, minor) of the installed jaxlib's FFI; None if its headers are missing or name no version."""
     try:
         text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
@@ -42,7 +43,7 @@ def _runtime_api() -> tuple[int, int] | None:
 
 def _load() -> None:
     """Registers the handlers of every extension module that is installed and fits."""
-    runtime = _runtime_api()
+    runtime = runtime_api()
     for platform, registry, name in PLATFORMS:
         try:
             module = __import__(f"jax_rnnt.{name}", fromlist=[name])
@@ -77,10 +78,15 @@ def default_platform() -> str:
     return backend.platform
 
 
+def module(platform: str) -> types.ModuleType:
+    """The loaded extension module with this platform's kernels."""
+    return sys.modules[next(f"jax_rnnt.{name}" for lowered, _, name in PLATFORMS if lowered == platform)]
+
+
 def instruction_set(platform: str) -> str:
     """Of the platform's kernels, as far as their module tells."""
-    module = sys.modules[next(f"jax_rnnt.{module}" for name, _, module in PLATFORMS if name == platform)]
-    return module.target() if hasattr(module, "target") else f"{KERNELS[platform]} kernels"
+    target = getattr(module(platform), "target", None)
+    return target() if target else f"{KERNELS[platform]} kernels"
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:

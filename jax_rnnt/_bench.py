@@ -1,0 +1,103 @@
+"""Times value and gradient of a loss at a user's own shape, beside the reference, plain JAX and a copy."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt._hat import HATLoss
+from jax_rnnt._monotonic import ConstrainedRNNTLoss, MonotonicRNNTLoss
+from jax_rnnt._multiblank import MultiblankRNNTLoss
+from jax_rnnt._rnnt import RNNTLoss
+from jax_rnnt._tdt import TDTLoss
+from jax_rnnt._xla import loading
+
+LOSSES = {
+    "rnnt": RNNTLoss,
+    "monotonic": MonotonicRNNTLoss,
+    "constrained": ConstrainedRNNTLoss,
+    "hat": HATLoss,
+    "multiblank": MultiblankRNNTLoss,
+    "tdt": TDTLoss,
+}
+_DURATIONS = {"multiblank": (2, 4, 8), "tdt": (0, 1, 2, 3, 4)}
+
+
+def _seconds(function, *arguments, budget=2.0):
+    """Median time of a call, after one call; three calls at least."""
+    jax.block_until_ready(function(*arguments))
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < budget:
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _variants(name):
+    """{row: the loss}: kernels where there are some, the reference, and the softmax outside the loss."""
+    durations = {"durations": _DURATIONS["tdt"]} if name == "tdt" else {}
+    durations |= {"big_blank_durations": _DURATIONS["multiblank"]} if name == "multiblank" else {}
+    kind: Any = LOSSES[name]
+
+    def make(**options):
+        return kind(inplace=False, **durations, **options)
+
+    rows = {"jax_rnnt": make()}
+    if loading.default_platform() in loading.KERNELS:
+        rows["its reference"] = make(implementation="reference")
+    if name in ("rnnt", "monotonic"):  # the emission is one log_softmax
+        outside = make(implementation="reference", fused_log_softmax=False)
+        rows["plain JAX"] = lambda logits, *rest: outside(jax.nn.log_softmax(logits.astype(jnp.float32)), *rest)
+    return rows
+
+
+def bench(B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "float32") -> dict[str, Any]:
+    """Figures of value and gradient for B full sequences of T frames and U labels. V excludes durations.
+
+    A share of 1 means: the three passes over the logits that a gradient needs take the time of a copy of as many bytes,
+    measured in the same process. Memory is what a program needs beside its arguments, the gradient included.
+    """
+    classes = V + (len(_DURATIONS["tdt"]) if loss == "tdt" else 0)
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(B, T, U + 1, classes)).astype(np.float32), dtype)
+    labels = (len(_DURATIONS["multiblank"]) if loss == "multiblank" else 0, V - 1)
+    rest = jnp.asarray(rng.integers(*labels, (B, U)), jnp.int32), jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
+    words = jnp.zeros(-(-logits.nbytes // 4), jnp.uint32)
+    copied = 2 * words.nbytes / _seconds(jax.jit(lambda x: x ^ 1), words)
+    rows = {}
+    for name, function in _variants(loss).items():
+        compiled = jax.jit(jax.value_and_grad(function)).lower(logits, *rest).compile()
+        seconds = _seconds(compiled, logits, *rest)
+        memory = compiled.memory_analysis()
+        rows[name] = {
+            "milliseconds": 1e3 * seconds,
+            "share_of_copy_bandwidth": 3 * logits.nbytes / seconds / copied,
+            "memory_bytes": memory and memory.temp_size_in_bytes + memory.output_size_in_bytes,
+        }
+    return {
+        "shape": [B, T, U, V],
+        "loss": loss,
+        "dtype": dtype,
+        "device": jax.devices()[0].device_kind,
+        "logits_bytes": logits.nbytes,
+        "copy_bytes_per_second": copied,
+        "rows": rows,
+    }
+
+
+def text(figures: dict[str, Any]) -> list[str]:
+    """A table of `bench`'s figures."""
+    size, speed = figures["logits_bytes"], figures["copy_bytes_per_second"]
+    lines = [
+        f"{figures['loss']} {figures['dtype']} {figures['shape']} on {figures['device']}: value and gradient",
+        f"logits {size / 1e6:.1f} MB; a copy moves {speed / 1e9:.1f} GB/s, reading and writing",
+        f"{'':14} {'ms':>10} {'share of copy':>14} {'memory MB':>10}",
+    ]
+    for name, row in figures["rows"].items():
+        memory = "unknown" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e6:.1f}"
+        lines.append(f"{name:14} {row['milliseconds']:10.2f} {row['share_of_copy_bandwidth']:14.0%} {memory:>10}")
+    return lines
