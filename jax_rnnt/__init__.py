@@ -11,6 +11,8 @@ from jax_rnnt._layouts import AdditiveLogits as AdditiveLogits
 from jax_rnnt._layouts import BandLogits as BandLogits
 from jax_rnnt._layouts import JointLogits as JointLogits
 from jax_rnnt._layouts import PackedLogits as PackedLogits
+from jax_rnnt._lengths import lengths_from_paddings as lengths_from_paddings
+from jax_rnnt._lengths import paddings_from_lengths as paddings_from_lengths
 from jax_rnnt._loss import TransducerLoss as TransducerLoss
 from jax_rnnt._monotonic import ConstrainedRNNTLoss as ConstrainedRNNTLoss
 from jax_rnnt._monotonic import MonotonicRNNTLoss as MonotonicRNNTLoss
@@ -55,9 +57,11 @@ __all__ = [
     "export_checks",
     "hat_loss",
     "joint_rnnt_loss",
+    "lengths_from_paddings",
     "minimum_latency",
     "monotonic_rnnt_loss",
     "multiblank_rnnt_loss",
+    "paddings_from_lengths",
     "prune_inputs",
     "prune_ranges",
     "pruned_rnnt_loss",

@@ -1,0 +1,92 @@
+"""Lengths of sequences from paddings, the convention of Lingvo, axlearn and Optax, and back."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_rnnt import _checks
+
+
+def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
+    """Lengths of sequences whose padding comes last.
+
+    T frames (or labels); `...` is any number of batch dimensions.
+
+    Parameters
+    ----------
+    paddings : Array, bool, integer or floating [..., T]
+        0 or False: a frame; anything else: padding.
+
+    Returns
+    -------
+    Array, int32 [...]
+        The number of frames. -1 where a frame follows padding: no length describes such a sequence, and -1 makes its
+        loss NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `paddings` is no array of numbers, or has no dimension.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import lengths_from_paddings
+    >>> lengths_from_paddings(jnp.array([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])).tolist()
+    [2, 0, -1]
+    """
+    name = "lengths_from_paddings"
+    paddings = _checks.array(name, "paddings", paddings)
+    if not (jnp.issubdtype(paddings.dtype, jnp.number) or paddings.dtype == jnp.bool_):
+        raise TypeError(f"{name}: paddings must be an array of bool, integers or floats, got {paddings.dtype}.")
+    if jnp.ndim(paddings) == 0:
+        raise ValueError(f"{name}: paddings must have shape [..., T], got shape ().")
+    is_frame = ~jnp.asarray(paddings).astype(jnp.bool_)
+    lengths = jnp.sum(is_frame, -1, dtype=jnp.int32)
+    in_order = ~jnp.any(is_frame[..., 1:] & ~is_frame[..., :-1], -1)
+    return jnp.where(in_order, lengths, jnp.int32(-1))
+
+
+def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax.Array:
+    """Paddings of sequences of these lengths, in `size` frames.
+
+    T = size; `...` is any number of batch dimensions.
+
+    Parameters
+    ----------
+    lengths : Array, integer [...]
+        Frames (or labels) of each sequence: from 0 to `size`. A negative one counts as 0, a larger one as `size`.
+    size : int
+        T, the extent of the padded dimension.
+    dtype : dtype, default bool
+        That of the result. Optax and Lingvo take floats.
+
+    Returns
+    -------
+    Array, `dtype` [..., T]
+        1 where a sequence is padded, else 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `lengths` is no array of integers, or `size` is no integer from 0 on.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import paddings_from_lengths
+    >>> paddings_from_lengths(jnp.array([2, 0]), 3, jnp.float32).tolist()
+    [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    name = "paddings_from_lengths"
+    lengths = _checks.integers(name, "lengths", lengths, jnp.shape(lengths), "[...]")
+    try:
+        frames = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name}: size must be an integer, got {size!r}.") from None
+    if frames < 0:
+        raise ValueError(f"{name}: size must be 0 or more, got {frames}.")
+    place = lax.broadcasted_iota(jnp.int32, (*(1 for _ in lengths.shape), frames), lengths.ndim)
+    return (place >= lengths[..., None]).astype(dtype)
