@@ -1,0 +1,288 @@
+"""A model of the kernels' performance from their own machine code. Needs nvcc and nvdisasm, no GPU.
+
+    python xla_kernels/cuda/model.py [emission] [lattice] [--root DIRECTORY] [--check]
+
+Compiles the kernels for sm_90, runs their machine code on real inputs (sass.py) and counts what ran. The launches are
+those of the host code itself, linked with a runtime that launches nothing (model_host.cc). docs/cuda.md explains the
+tables and states the assumptions. --check fails if the tables there are out of date or a floor is missed.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import ctypes
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import sass
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = ("softmax_emission", "lattice", "skip_lattice")
+OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"]
+
+# ------------------------------------------------------------------------------------------------- the kernels, launched
+
+Launch = collections.namedtuple("Launch", "kernel grid block shared parameters")
+
+
+class Kernels:
+    """The kernels' host code and machine code. `launches` lists the launches of the last call."""
+
+    def __init__(self, root=ROOT, nvcc=None, nvdisasm=None, flags=()):
+        nvcc, nvdisasm = nvcc or shutil.which("nvcc"), nvdisasm or sass.find_nvdisasm()
+        if nvcc is None:
+            raise FileNotFoundError("no nvcc on the path")
+        if nvdisasm is None:
+            raise FileNotFoundError(sass.INSTALL)
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+
+            def compile_source(source):
+                code = ["-gencode=arch=compute_90,code=sm_90", "--keep", f"--keep-dir={name}"]
+                path = f"{root}/xla_kernels/cuda/{source}.cu"
+                if source == "host":
+                    code, path = [], pathlib.Path(__file__).with_name("model_host.cc")
+                command = [nvcc, *OPTIONS, *flags, *code, f"-I{root}", "-c", path, "-o", folder / f"{source}.o"]
+                if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+                    raise RuntimeError(done.stderr)
+
+            names = ["host", *SOURCES]
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(compile_source, names))
+            library = folder / "model.so"
+            subprocess.run(["g++", "-shared", "-o", library, *(folder / f"{n}.o" for n in names)], check=True)
+            self.kernels = {}
+            for source in SOURCES:
+                self.kernels.update(sass.load(folder / f"{source}.cubin", nvdisasm))
+            try:
+                self.library = ctypes.CDLL(str(library))
+            except OSError as error:
+                raise RuntimeError(f"the host code calls what model_host.cc does not define: {error}") from error
+        self.launches = []
+        self._listener = ctypes.CFUNCTYPE(
+            None,
+            ctypes.c_char_p,
+            ctypes.POINTER(ctypes.c_uint),
+            ctypes.POINTER(ctypes.c_uint),
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_void_p),
+        )(self._launched)
+        self.library.model_listen(self._listener)
+        self.library.model_lattice.restype = ctypes.c_int64
+
+    def _launched(self, name, grid, block, shared, arguments):
+        kernel = self.kernels[name.decode()]
+        values = [ctypes.string_at(arguments[i], size) for i, (_, size) in enumerate(kernel.parameters)]
+        self.launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
+
+    def call(self, function, *arguments):
+        """The launches that the host code makes. Arrays are passed as pointers."""
+        self.launches = []
+        pointers = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in arguments]
+        error = getattr(self.library, function)(*pointers)
+        if error:
+            raise RuntimeError(f"{function}: CUDA error {error}")
+        return self.launches
+
+
+def run_block(launch, memory, index):
+    return sass.Block(
+        launch.kernel, launch.grid, launch.block, launch.shared, launch.parameters, memory, index
+    ).run()
+
+
+
+# --------------------------------------------------------------------------------------------------------------- machine
+
+# H200: the bandwidth of a copy, 4.3 TB/s, in bytes a cycle of one of 132 multiprocessors at 1.98 GHz.
+MULTIPROCESSORS, COPY = 132, 16.45
+WARPS, REGISTERS, SHARED, BLOCKS = 64, 65536, 228 << 10, 32  # of a multiprocessor
+LOADED = 800  # cycles from a load to its result when memory is busy
+
+
+def resident(launch):
+    """Blocks of a launch that a multiprocessor holds."""
+    warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
+    by_registers = REGISTERS // (warps * -(-launch.kernel.registers * 32 // 256) * 256)
+    by_shared = SHARED // (launch.kernel.shared + launch.shared)  # with the KiB of the system
+    return min(WARPS // warps, by_registers, by_shared, BLOCKS)
+
+
+# -------------------------------------------------------------------------------------------------------------- emission
+
+CASES = {32: (64, 1000, 200), 129: (32, 1500, 300), 500: (30, 400, 80), 1024: (16, 300, 60), 4096: (8, 250, 50)}  # V: B, T, U
+DTYPES = {"float16": (0, np.uint16), "bfloat16": (1, np.uint16), "float32": (2, np.float32)}
+Emission = collections.namedtuple("Emission", "kernel rows bytes counts passes resident flight alone simulated")
+
+
+def narrow(values, dtype):
+    if dtype == "float32":
+        return values.astype(np.float32)
+    return sass.to_half(values.astype(np.float64), dtype == "bfloat16").astype(np.uint16)
+
+
+def widen(values, dtype):
+    if dtype == "float32":
+        return values.astype(np.float64)
+    return sass.from_half(values.astype(np.uint32), dtype == "bfloat16").astype(np.float64)
+
+
+class EmissionProblem:
+    """Inputs and results of the emission at a benchmark's shape. Only the first `rows` rows have values."""
+
+    def __init__(self, V, dtype, offset=0, rows=256, seed=0, case=None):
+        self.memory, self.dtype = sass.Memory(), dtype
+        self.B, self.T, U = case or CASES[V]
+        self.V, self.U1 = V, U + 1
+        self.code, kind = DTYPES[dtype]
+        random = np.random.default_rng(seed)
+        nodes = self.B * self.T * self.U1
+        self.rows = min(rows, nodes)
+        self.sizes = np.array([self.B, self.T, self.U1, V], np.int64)
+        self.logits = self.memory.zeros((nodes, V), kind, offset)
+        self.logits[: self.rows] = narrow(3 * random.normal(size=(self.rows, V)), dtype)
+        self.x = widen(self.logits[: self.rows], dtype)
+        label = random.integers(0, V - 1, (self.B, self.U1)).astype(np.int32)
+        label[:, -1] = -1
+        self.label = self.memory.array(label)
+        self.num_frames = self.memory.array(np.full(self.B, self.T, np.int32))
+        self.blank_plane, self.label_plane, self.norm = (self.memory.zeros(nodes) for _ in range(3))
+        self.row_label = label[0, np.arange(self.rows) % self.U1]
+        assert self.rows <= self.T * self.U1
+
+    def lse(self):
+        top = self.x.max(1)
+        return top + np.log(np.exp(self.x - top[:, None]).sum(1))
+
+    def forward(self, kernels):
+        (launch,) = kernels.call(
+            "model_emission_forward", self.code, self.sizes, self.logits, self.label, self.num_frames,
+            self.blank_plane, self.label_plane, self.norm,
+        )  # fmt: skip
+        return launch
+
+    def backward(self, kernels):
+        # norm as common/shape.h defines it, and cotangents as a loss gives them
+        n, random = self.rows, np.random.default_rng(1)
+        self.norm[:n] = np.exp(self.x - self.x[:, -1:]).sum(1) * 2.0**-124
+        self.blank_plane[:n], self.label_plane[:n] = -random.random((2, n))
+        self.label_plane[:n][self.row_label < 0] = 0
+        self.scale, self.clamp = self.memory.array(np.full(self.B, 0.5, np.float32)), self.memory.zeros(self.B)
+        (launch,) = kernels.call(
+            "model_emission_backward", self.code, self.sizes, self.logits, self.label, self.num_frames, self.norm,
+            self.blank_plane, self.label_plane, self.scale, self.clamp, self.logits,
+        )  # fmt: skip
+        return launch
+
+    def gradient(self):
+        """float64: what the backward pass must write."""
+        n = np.arange(self.rows)
+        ct = self.blank_plane[n].astype(np.float64) + self.label_plane[n]
+        dx = -np.exp(self.x - self.lse()[:, None]) * ct[:, None]
+        dx[:, -1] += self.blank_plane[n]
+        used = self.row_label >= 0
+        dx[n[used], self.row_label[used]] += self.label_plane[n][used]
+        return 0.5 * dx
+
+
+def written_rows(blocks, array):
+    """Rows of an array that the blocks have stored to."""
+    start, step, end = array.ctypes.data, array.strides[0], array.ctypes.data + array.nbytes
+    rows = set()
+    for block in blocks:
+        for addresses, _ in block.stored:
+            mine = addresses[(addresses >= start) & (addresses < end)]
+            rows.update(((mine - np.uint64(start)) // np.uint64(step)).tolist())
+    return sorted(rows)
+
+
+def emission(kernels, V, dtype, backward, aligned, at_least=16):
+    """Runs blocks until they have done so many rows, and models them."""
+    problem = EmissionProblem(V, dtype, 0 if aligned else 1)
+    launch = problem.backward(kernels) if backward else problem.forward(kernels)
+    blocks, rows = [], []
+    while len(rows) < at_least:
+        blocks.append(run_block(launch, problem.memory, (len(blocks), 0, 0)))
+        rows = written_rows(blocks, problem.logits if backward else problem.norm)
+    assert max(rows) < problem.rows
+    size = 2 if dtype != "float32" else 4
+    counts, passes = collections.Counter(), 0
+    for block in blocks:
+        for warp in block.warps:
+            for x, detail in warp.trace:
+                counts[sass.pipe(x)] += 1
+                passes += sass.passes(x, detail) if sass.pipe(x) == "memory" else 0
+    moved = V * size * (2 if backward else 1) + 12
+    traces = [[[w.trace for w in b.warps] for b in blocks]]
+    _, loads = sass.cycles([[traces[0][0]]], LOADED)
+    held = resident(launch)
+    events = sorted([(a, n) for a, _, n in loads] + [(b, -n) for _, b, n in loads])
+    flight = max(np.cumsum([n for _, n in events])) * held
+    return Emission(launch.kernel.name, len(rows), moved, counts, passes, held, flight, None, None)
+
+
+def ceiling(e, rate):
+    """Share of the copy bandwidth if a multiprocessor issues so many instructions a cycle."""
+    clocks = [sum(e.counts.values()) / rate, e.passes / sass.RATES["memory"]]
+    clocks += [n / sass.RATES[pipe] for pipe, n in e.counts.items() if pipe != "memory"]
+    return e.bytes * e.rows / max(clocks) / COPY
+
+
+def emission_rows(kernels, classes, dtypes):
+    yield "| kernel, row | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory | in flight, KiB | at 4 | at 2.7 |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for backward in (False, True):
+        for dtype in dtypes:
+            for V in classes:
+                for aligned in (True, False):
+                    e = emission(kernels, V, dtype, backward, aligned)
+                    n = sum(e.counts.values()) / e.rows
+                    pipes = " | ".join(f"{e.counts[p] / e.rows:.0f}" for p in ("ALU", "FMA", "IMAD", "XU", "memory"))
+                    yield (
+                        f"| `{e.kernel}`{'' if aligned else ', shifted'} | {V} | {n:.0f} | {n / V:.2f} | {pipes} | "
+                        f"{e.flight / 1024:.0f} | {ceiling(e, 4):.0%} | {ceiling(e, 2.7):.0%} |"
+                    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["emission"])
+    parser.add_argument("--root", default=ROOT, type=pathlib.Path, help="a checkout whose kernels are modelled")
+    parser.add_argument("--classes", nargs="+", type=int, default=list(CASES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--flags", default="", help="more options for nvcc: -DJAX_RNNT_...=...")
+    parser.add_argument("--profile", help="emission: print the instructions of a row, forward or backward")
+    options = parser.parse_args()
+    kernels = Kernels(options.root, flags=options.flags.split())
+    if options.profile:
+        for V in options.classes:
+            for dtype in options.dtypes:
+                profile(kernels, V, dtype, options.profile == "backward")
+        return
+    for part in options.parts:
+        for line in {"emission": emission_rows}[part](kernels, options.classes, options.dtypes):
+            print(line, flush=True)
+
+
+def profile(kernels, V, dtype, backward):
+    """Prints how often each instruction ran, a row."""
+    problem = EmissionProblem(V, dtype)
+    launch = problem.backward(kernels) if backward else problem.forward(kernels)
+    block = run_block(launch, problem.memory, (0, 0, 0))
+    rows = len(written_rows([block], problem.logits if backward else problem.norm))
+    counts = collections.Counter(x.number for w in block.warps for x, _ in w.trace)
+    print(launch.kernel.name, V, rows, "rows a block")
+    for x in launch.kernel.code:
+        if counts[x.number]:
+            print(f"{16 * x.number:5x} {counts[x.number] / rows:8.2f}  stall {x.stall:2} wait {x.wait:06b} "
+                  f"write {x.write} read {x.read}  {x.text}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
