@@ -34,31 +34,36 @@ Launch = collections.namedtuple("Launch", "kernel grid block shared parameters")
 class Kernels:
     """The kernels' host code and machine code. `launches` lists the launches of the last call."""
 
-    def __init__(self, root=ROOT, nvcc=None, nvdisasm=None, flags=()):
-        nvcc, nvdisasm = nvcc or shutil.which("nvcc"), nvdisasm or sass.find_nvdisasm()
+    def __init__(self, root=ROOT, flags=(), folder=None, sources=SOURCES):
+        """`folder` keeps what was compiled, for the next call with the same sources and flags."""
+        nvcc, nvdisasm = shutil.which("nvcc"), sass.find_nvdisasm()
         if nvcc is None:
             raise FileNotFoundError("no nvcc on the path")
         if nvdisasm is None:
             raise FileNotFoundError(sass.INSTALL)
         with tempfile.TemporaryDirectory() as name:
-            folder = pathlib.Path(name)
+            folder = pathlib.Path(folder or name).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            headers = [*root.glob("xla_kernels/*/*.h"), *root.glob("xla_kernels/*/*.cuh")]
 
             def compile_source(source):
-                code = ["-gencode=arch=compute_90,code=sm_90", "--keep", f"--keep-dir={name}"]
-                path = f"{root}/xla_kernels/cuda/{source}.cu"
+                code = ["-gencode=arch=compute_90,code=sm_90", "--keep", f"--keep-dir={folder}"]
+                path, out = root / f"xla_kernels/cuda/{source}.cu", folder / f"{source}.o"
                 if source == "host":
                     code, path = [], pathlib.Path(__file__).with_name("model_host.cc")
-                command = [nvcc, *OPTIONS, *flags, *code, f"-I{root}", "-c", path, "-o", folder / f"{source}.o"]
+                if out.exists() and out.stat().st_mtime > max(p.stat().st_mtime for p in (path, *headers)):
+                    return
+                command = [nvcc, *OPTIONS, *flags, *code, f"-I{root}", "-c", path, "-o", out]
                 if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
                     raise RuntimeError(done.stderr)
 
             names = ["host", *SOURCES]
             with concurrent.futures.ThreadPoolExecutor(2) as pool:
                 list(pool.map(compile_source, names))
-            library = folder / "model.so"
+            library = pathlib.Path(name) / "model.so"
             subprocess.run(["g++", "-shared", "-o", library, *(folder / f"{n}.o" for n in names)], check=True)
             self.kernels = {}
-            for source in SOURCES:
+            for source in sources:
                 self.kernels.update(sass.load(folder / f"{source}.cubin", nvdisasm))
             try:
                 self.library = ctypes.CDLL(str(library))
@@ -256,10 +261,11 @@ def main():
     parser.add_argument("--root", default=ROOT, type=pathlib.Path, help="a checkout whose kernels are modelled")
     parser.add_argument("--classes", nargs="+", type=int, default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--build", help="a folder that keeps what was compiled")
     parser.add_argument("--flags", default="", help="more options for nvcc: -DJAX_RNNT_...=...")
     parser.add_argument("--profile", help="emission: print the instructions of a row, forward or backward")
     options = parser.parse_args()
-    kernels = Kernels(options.root, flags=options.flags.split())
+    kernels = Kernels(options.root, options.flags.split(), options.build)
     if options.profile:
         for V in options.classes:
             for dtype in options.dtypes:

@@ -1703,6 +1703,7 @@ def gather(w, space, addresses, size, what):
     if space is None:
         data, at = w.block.memory.view(addresses, size, what)
     else:
+        addresses = addresses & np.uint64(FULL)
         if (addresses & np.uint64(size - 1)).any() or int(addresses.max()) + size > len(space):
             raise IndexError(f"{w.block.kernel.name}: {what}: shared memory at {int(addresses.max()):#x} of {len(space):#x}")
         data, at = space.view(f"u{min(size, 4)}"), (addresses // np.uint64(min(size, 4))).astype(np.int64)
