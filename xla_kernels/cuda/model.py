@@ -86,13 +86,15 @@ class Kernels:
         values = [ctypes.string_at(arguments[i], size) for i, (_, size) in enumerate(kernel.parameters)]
         self.launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
 
-    def call(self, function, *arguments):
-        """The launches that the host code makes. Arrays are passed as pointers."""
+    def call(self, function, *arguments, value=False):
+        """The launches that the host code makes, or the value that it returns. Arrays are passed as pointers."""
         self.launches = []
         pointers = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in arguments]
-        error = getattr(self.library, function)(*pointers)
-        if error:
-            raise RuntimeError(f"{function}: CUDA error {error}")
+        result = getattr(self.library, function)(*pointers)
+        if value:
+            return result
+        if result:
+            raise RuntimeError(f"{function}: CUDA error {result}")
         return self.launches
 
 
@@ -239,6 +241,115 @@ def ceiling(e, rate):
     return e.bytes * e.rows / max(clocks) / COPY
 
 
+# --------------------------------------------------------------------------------------------------------------- lattice
+
+STANDARD = np.array([[1, 0], [0, 1], [1, 1], [0, 1], [-1, -1]])  # rows: dt, du, may_end, plane, other
+MONOTONIC = np.array([[1, 1], [0, 1], [1, 1], [0, 1], [-1, -1]])
+
+
+def token_and_duration(durations):
+    """Arcs of token-and-duration: blanks of every duration above 0, labels of every duration."""
+    arcs = [(d, 0, 1, 0, 2 + i) for i, d in enumerate(durations) if d > 0]
+    arcs += [(d, 1, int(d > 0), 1, 2 + i) for i, d in enumerate(durations)]
+    return np.array(arcs).T
+
+
+def multi_blank(durations):
+    """Arcs of a label, and of a blank of every duration."""
+    return np.array([(0, 1, 1, 0, -1), *((d, 0, 1, 1 + i, -1) for i, d in enumerate(durations))]).T
+
+
+class LatticeProblem:
+    """A lattice of one sequence at full length."""
+
+    def __init__(self, table, T, U, seed=0):
+        self.memory, random = sass.Memory(), np.random.default_rng(seed)
+        self.table, self.T, self.U1 = np.ascontiguousarray(table, np.int64), T, U + 1
+        n = int(max(table[3].max(), table[4].max())) + 1
+        planes = -1 - 3 * np.abs(random.normal(size=(n, T, U + 1)))
+        self.planes = [self.memory.array(p.astype(np.float32)) for p in planes]
+        self.gradients = [self.memory.zeros((T, U + 1)) for _ in range(n)]
+        self.lengths = [self.memory.array(np.array([k], np.int32)) for k in (T, U)]
+        self.loss = self.memory.zeros(1)
+
+    def launches(self, kernels):
+        pointers = [np.array([a.ctypes.data for a in arrays], np.uint64) for arrays in (self.planes, self.gradients)]
+        sizes = np.array([1, self.T, self.U1, self.table.shape[1], len(self.planes)], np.int64)
+        arguments = [sizes, self.table, pointers[0], *self.lengths, self.loss, pointers[1]]
+        size = kernels.call("model_lattice", *arguments, None, value=True)
+        return kernels.call("model_lattice", *arguments, self.memory.zeros(size))
+
+    def run(self, kernels):
+        """{(kernel, block): cycles of the block}; blocks of launches with two of them, the sweeps."""
+        found = {}
+        for launch in self.launches(kernels):
+            for index in np.ndindex(launch.grid):
+                block = run_block(launch, self.memory, index)
+                if launch.grid[0] == 2 and launch.grid[1] == 1 and launch.block[1] == 1:
+                    ends, _ = sass.cycles([[[w.trace for w in block.warps]]])
+                    found[launch.kernel.name, index[0]] = ends[0][2]
+        return found
+
+    def truth(self):
+        """float64: loss and, of every plane, minus the sum of its arcs' posteriors."""
+        T, U1 = self.T, self.U1
+        alpha, beta = np.full((T + 1, U1), -np.inf), np.full((T + 1, U1), -np.inf)
+        alpha[0, 0] = beta[T, U1 - 1] = 0
+        planes = [p.astype(np.float64) for p in self.planes]
+        arcs = [(dt, du, end, planes[p] + (planes[o] if o >= 0 else 0), (p, o)) for dt, du, end, p, o in self.table.T]
+
+        def to(t, u, dt, du, end):
+            t, u = t + dt, u + du
+            return (t, u) if u < U1 and (t < T or (t == T and u == U1 - 1 and end)) else None
+
+        nodes = [(t, u) for t in range(T) for u in range(U1)]
+        for t, u in nodes:
+            for dt, du, end, x, _ in arcs:
+                if node := to(t, u, dt, du, end):
+                    alpha[node] = np.logaddexp(alpha[node], alpha[t, u] + x[t, u])
+        gradients = [np.zeros((T, U1)) for _ in planes]
+        for t, u in reversed(nodes):
+            for dt, du, end, x, _ in arcs:
+                if node := to(t, u, dt, du, end):
+                    beta[t, u] = np.logaddexp(beta[t, u], beta[node] + x[t, u])
+        for t, u in nodes:
+            for dt, du, end, x, which in arcs:
+                if node := to(t, u, dt, du, end):
+                    for p in which:
+                        if p >= 0:
+                            gradients[p][t, u] -= np.exp(alpha[t, u] + x[t, u] + beta[node] - beta[0, 0])
+        return -beta[0, 0], gradients
+
+
+def diagonal_cycles(kernels, table, U, frames):
+    """{(kernel, block): (cycles a diagonal, cycles beside)}: a line through two lattices."""
+    skew = 0 if table[0, 1] == 1 and table.shape[1] == 2 else 1
+    few, many = ({k: v for k, v in LatticeProblem(table, T, U).run(kernels).items()} for T in frames)
+    found = {}
+    for key in few:
+        share = 1 if key[0].startswith("Skip") else 2  # of the diagonals that a block of a sweep takes
+        slope = (many[key] - few[key]) / ((frames[1] - frames[0]) / share)
+        found[key] = slope, few[key] - slope * (frames[0] + skew * U) / share
+    return found
+
+
+LATTICES = {
+    "standard, U = 127": (STANDARD, 127, (64, 128)),
+    "standard, U = 255": (STANDARD, 255, (64, 128)),
+    "token and duration, 5 durations, U = 127": (token_and_duration(range(5)), 127, (48, 64)),
+    "multi-blank, 5 durations, U = 127": (multi_blank((1, 2, 3, 4, 5)), 127, (48, 64)),
+}
+
+
+def lattice_rows(kernels, names=None):
+    yield "| lattice | kernel | direction | cycles a diagonal | cycles beside |"
+    yield "|---|---|---|--:|--:|"
+    for name in names or LATTICES:
+        for (kernel, block), (slope, rest) in diagonal_cycles(kernels, *LATTICES[name]).items():
+            up = (block == 0) != kernel.startswith("Skip")
+            yield f"| {name} | `{kernel}` | {'alpha' if up else 'beta'} | {slope:.0f} | {rest:.0f} |"
+
+
 def emission_rows(kernels, classes, dtypes):
     yield "| kernel, row | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory | in flight, KiB | at 4 | at 2.7 |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
@@ -272,7 +383,8 @@ def main():
                 profile(kernels, V, dtype, options.profile == "backward")
         return
     for part in options.parts:
-        for line in {"emission": emission_rows}[part](kernels, options.classes, options.dtypes):
+        lines = emission_rows(kernels, options.classes, options.dtypes) if part == "emission" else lattice_rows(kernels)
+        for line in lines:
             print(line, flush=True)
 
 

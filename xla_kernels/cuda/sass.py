@@ -1690,12 +1690,19 @@ CACHE = ("E", "CONSTANT", "EF", "EL", "LU", "EU", "NA", "STRONG", "SYS", "GPU", 
 
 
 def touch(w, addresses, size, store=False):
-    """Records an access to global memory: bytes of sectors that the block had not read, or written, before."""
-    sectors = set((addresses // np.uint64(32)).tolist())
-    seen = w.block.written if store else w.block.read
-    new = 32 * len(sectors - seen)
-    seen |= sectors
-    w.detail = "global", 0 if store else new, len(sectors), new if store else 0
+    """Records an access to global memory: (kind, bytes first read by the block, sectors, bytes first written, level).
+
+    A sector comes from memory the first time, from L2 if the block has only written it, and from L1 afterwards.
+    """
+    sectors, read, written = set((addresses // np.uint64(32)).tolist()), w.block.read, w.block.written
+    if store:
+        w.detail = "global", 0, len(sectors), 32 * len(sectors - written), None
+        written |= sectors
+        return
+    new = sectors - read
+    missing = len(new - written)
+    w.detail = "global", 32 * missing, len(sectors), 0, "global" if missing else "L2" if new else "L1"
+    read |= sectors
 
 
 def gather(w, space, addresses, size, what):
@@ -1806,7 +1813,7 @@ PIPES = {
 }
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
 # Cycles until a scoreboard is released: by results, and by operands that have been read.
-LATENCY = {"global": 500, "L1": 33, "LDS": 29, "SHFL": 23, "LDC": 35, "ULDC": 35, "S2R": 25, "S2UR": 25, "XU": 20, "BAR": 25,
+LATENCY = {"global": 500, "L2": 260, "L1": 33, "LDS": 29, "SHFL": 23, "LDC": 35, "ULDC": 35, "S2R": 25, "S2UR": 25, "XU": 20, "BAR": 25,
            "other": 20}  # fmt: skip
 OPERANDS = {"LDG": 14, "STG": 14, "LDGSTS": 14, "STS": 12, "LDS": 10, "SHFL": 10, "other": 8}
 TAKEN = 8  # cycles that a taken branch adds
@@ -1873,7 +1880,7 @@ def cycles(blocks, latency=LATENCY["global"], copy=None):
             free[at] = time + 4 / RATES[which]
         if x.name in ("LDG", "LDGSTS"):
             new = detail[1] if detail else 0
-            wait = latency if new else LATENCY["L1"]
+            wait = latency if new else LATENCY[detail[4] if detail else "L1"]
             if copy and new:
                 dram = max(dram, time) + new / copy
                 wait = max(wait, dram - time)
