@@ -366,12 +366,44 @@ def emission_rows(kernels, classes, dtypes):
                     )
 
 
+def profile(kernels, V, dtype, backward):
+    """Prints how often each instruction of an emission kernel ran, a row."""
+    problem = EmissionProblem(V, dtype)
+    launch = problem.backward(kernels) if backward else problem.forward(kernels)
+    block = run_block(launch, problem.memory, (0, 0, 0))
+    rows = len(written_rows([block], problem.logits if backward else problem.norm))
+    print_profile(launch, [block], rows, "row")
+
+
+def profile_lattice(kernels, table, T, U, only=""):
+    """Prints how often each instruction of the sweeps ran, and how long warps waited before it, a diagonal."""
+    problem = LatticeProblem(table, T, U)
+    for launch in problem.launches(kernels):
+        for index in np.ndindex(launch.grid):
+            block = run_block(launch, problem.memory, index)
+            if "Sweep" in launch.kernel.name and only in f"{launch.kernel.name} {index[0]}":
+                print(index)
+                print_profile(launch, [block], T + U, "diagonal of the lattice")
+
+
+def print_profile(launch, blocks, share, unit):
+    counts = collections.Counter(x.number for b in blocks for w in b.warps for x, _ in w.trace)
+    waits = collections.Counter()
+    ends, _ = sass.cycles([[[w.trace for w in b.warps] for b in blocks]], waits=waits)
+    print(f"{launch.kernel.name}: {sum(counts.values()) / share:.1f} instructions, {ends[-1][2] / share:.1f} cycles a {unit}")
+    for x in launch.kernel.code:
+        if n := counts[x.number]:
+            print(f"{16 * x.number:5x} {n / share:8.2f} waits {waits[x.number] / n:6.1f}  stall {x.stall:2} wait {x.wait:06b} "
+                  f"write {x.write} read {x.read}  {x.text}")  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["emission"])
+    parser.add_argument("parts", nargs="*", default=["emission", "lattice"])
     parser.add_argument("--root", default=ROOT, type=pathlib.Path, help="a checkout whose kernels are modelled")
     parser.add_argument("--classes", nargs="+", type=int, default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--lattices", nargs="+", default=list(LATTICES), metavar="LATTICE", help="; ".join(LATTICES))
     parser.add_argument("--build", help="a folder that keeps what was compiled")
     parser.add_argument("--flags", default="", help="more options for nvcc: -DJAX_RNNT_...=...")
     parser.add_argument("--profile", help="emission: print the instructions of a row, forward or backward")
@@ -383,23 +415,12 @@ def main():
                 profile(kernels, V, dtype, options.profile == "backward")
         return
     for part in options.parts:
-        lines = emission_rows(kernels, options.classes, options.dtypes) if part == "emission" else lattice_rows(kernels)
+        if part == "emission":
+            lines = emission_rows(kernels, options.classes, options.dtypes)
+        else:
+            lines = lattice_rows(kernels, options.lattices)
         for line in lines:
             print(line, flush=True)
-
-
-def profile(kernels, V, dtype, backward):
-    """Prints how often each instruction ran, a row."""
-    problem = EmissionProblem(V, dtype)
-    launch = problem.backward(kernels) if backward else problem.forward(kernels)
-    block = run_block(launch, problem.memory, (0, 0, 0))
-    rows = len(written_rows([block], problem.logits if backward else problem.norm))
-    counts = collections.Counter(x.number for w in block.warps for x, _ in w.trace)
-    print(launch.kernel.name, V, rows, "rows a block")
-    for x in launch.kernel.code:
-        if counts[x.number]:
-            print(f"{16 * x.number:5x} {counts[x.number] / rows:8.2f}  stall {x.stall:2} wait {x.wait:06b} "
-                  f"write {x.write} read {x.read}  {x.text}")  # fmt: skip
 
 
 if __name__ == "__main__":

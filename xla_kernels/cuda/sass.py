@@ -1834,12 +1834,13 @@ def passes(x, detail):
     return max(1, detail[1])
 
 
-def cycles(blocks, latency=LATENCY["global"], copy=None):
+def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
     """Replays the traces of blocks, a list of lists of warps' traces, on one multiprocessor.
 
     The blocks of a list run one after the other, the lists side by side. Every scheduler issues at most one instruction
     a cycle, each warp in order. `copy`: bytes a cycle that memory moves, None for any number. Returns [(list, place in
-    it, cycle of its end)] and [(first cycle, last cycle, bytes)] of the loads that go to memory.
+    it, cycle of its end)] and [(first cycle, last cycle, bytes)] of the loads that go to memory. `waits`, a Counter:
+    cycles that warps wait for the scoreboards of an instruction, by its number.
     """
     heap, free, memory_free, dram, loads, ends = [], {}, 0.0, 0.0, [], []
     arrived, running, keys = {}, {}, itertools.count()
@@ -1865,6 +1866,8 @@ def cycles(blocks, latency=LATENCY["global"], copy=None):
             allowed = int(x.operands[1].value) if len(x.operands) > 1 else 0
             if len(w.groups) > allowed:
                 ready = max(ready, w.groups[len(w.groups) - allowed - 1])
+        if waits is not None:
+            waits[x.number] += ready - time
         which = pipe(x)
         at = w.scheduler, which
         ready = max(ready, free.get((w.scheduler, "issue"), 0.0), free.get(at, 0.0))
