@@ -32,6 +32,7 @@ RZ, PT = 255, 7
 UNIFORM = 256  # register UR0; URZ is UNIFORM + 63. Predicates UP0 ... UPT follow PT.
 PARAMETERS = 0x210  # of constant bank 0, on sm_90
 SHARED_BASE = 0x400  # the first KiB of shared memory belongs to the system
+STACK = 1 << 14  # bytes of local memory of a thread
 INSTALL = "no nvdisasm: pip install nvidia-cuda-nvdisasm, or name one in the environment variable NVDISASM"
 
 
@@ -118,6 +119,7 @@ class Instruction:
     when the result is there (write) or the operands have been read (read); 7 is none."""
 
     def __init__(self, number, text, low, high):
+        text = re.sub(r"\s*\(\*.*?\*\)", "", text)  # remarks
         self.number, self.text, self.bits = number, text, low >> 32  # a 32-bit immediate lies there
         control = high >> 41
         self.stall, self.write, self.read, self.wait = (control & 15, control >> 5 & 7, control >> 8 & 7,
@@ -296,7 +298,7 @@ class Warp:
         self.trace = []  # (Instruction, detail); detail: what memory or a barrier met, or None
         self.detail = None
         self.group = None
-        self.slots = {}
+        self.local = None  # the stack, at first use
 
     def split(self, group, mask, pc):
         """Lanes `mask` of the group continue at pc."""
@@ -349,6 +351,7 @@ class Block:
         constants = dict(kernel.constants)
         bank = bytearray(constants[0])
         struct.pack_into("<6I", bank, 0, *block, *grid)
+        struct.pack_into("<I", bank, 0x28, STACK)
         for (offset, size), value in zip(kernel.parameters, parameters, strict=True):
             assert len(value) == size
             bank[PARAMETERS + offset : PARAMETERS + offset + size] = value
@@ -1274,18 +1277,18 @@ def _(x):
     return run
 
 
-@op("HMNMX2")
+@op("HMNMX2", "VHMNMX")
 def _(x):
-    only(x, "BF16_V2", "NAN", "XORSIGN")
-    assert "XORSIGN" not in x
+    only(x, "BF16_V2", "NAN")
     *ops, op_ = half_operands(x)
     bfloat, p = "BF16_V2" in x, pred(op_)
-    d, (a, b) = x.operands[0].index, (halves(o, x, bfloat) for o in ops)
+    d, gets = x.operands[0].index, [halves(o, x, bfloat) for o in ops]
     low, high = (np.minimum, np.maximum) if "NAN" in x else (np.fmin, np.fmax)
 
     def run(w, m):
-        least = lanes(p(w))
-        v = [to_half(np.where(least, low(s, t), high(s, t)), bfloat) for s, t in zip(a(w), b(w))]
+        least, v = lanes(p(w)), []
+        for parts in zip(*(g(w) for g in gets)):
+            v.append(to_half(np.where(least, functools.reduce(low, parts), functools.reduce(high, parts)), bfloat))
         put(w, d, v[0] | v[1] << np.uint32(16), m)
 
     return run
@@ -1438,12 +1441,13 @@ def _(x):
 @op("VOTE")
 def _(x):
     only(x, "ANY", "ALL", "EQ")
-    d, out, o = x.operands
+    *d, out, o = x.operands  # the register may be missing
     p = pred(o)
 
     def run(w, m):
         votes, active = p(w) & m, w.group.mask
-        put(w, d.index, np.uint32(votes), m)
+        if d:
+            put(w, d[0].index, np.uint32(votes), m)
         put_pred(w, out.index, FULL if (votes != 0 if "ANY" in x else votes == active) else 0, m)
 
     return run
@@ -1768,6 +1772,26 @@ def conflicts(addresses, size):
     """Passes that an access to shared memory takes: distinct words in the fullest of the 32 banks."""
     words_ = np.unique(np.concatenate([addresses // np.uint64(4) + np.uint64(k) for k in range(max(1, size // 4))]))
     return int(np.bincount((words_ % np.uint64(32)).astype(np.int64)).max()) if len(words_) else 1
+
+
+@op("LDL", "STL")
+def _(x):
+    only(x, "64", "128", "LU")
+    o, r = sorted(x.operands, key=lambda o: o.kind != "memory")
+    count, where = {"64": 2, "128": 4}.get(x.modifiers[0] if x.modifiers else "", 1), address(o)
+
+    def run(w, m):
+        at = ((where(w) & np.uint64(FULL)) // np.uint64(4)).astype(np.int64)
+        if w.local is None:
+            w.local = np.zeros((STACK // 4, 32), np.uint32)
+        for k in range(count):
+            if x.name == "LDL":
+                put(w, r.index + k, w.local[np.where(lanes(m), at + k, 0), LANES], m)
+            else:
+                on = lanes(m)
+                w.local[at[on] + k, LANES[on]] = w.r[r.index + k][on]
+
+    return run
 
 
 @op("LDGSTS")
