@@ -1721,6 +1721,19 @@ def gather(w, space, addresses, size, what):
     return data, at
 
 
+def extend(value, kind):
+    """Words from 8 or 16 bits, with sign for S8 and S16."""
+    if kind[0] != "S":
+        return value.astype(np.uint32)
+    size = SIZES[kind]
+    return value.astype(f"u{size}").view(f"i{size}").astype(np.int32).view(np.uint32)
+
+
+def words_of(w, index, k):
+    """The k-th register of a vector; all of RZ are zero."""
+    return w.r[index] if index == RZ else w.r[index + k]
+
+
 @op("LDG", "LDS", "LD")
 def _(x):
     only(x, *SIZES, *CACHE)
@@ -1737,11 +1750,8 @@ def _(x):
         else:
             w.detail = ("shared", conflicts(addresses, size))
         for k in range(max(1, size // 4)):
-            v = data[at + k]
-            if kind[0] == "S":
-                v = v.view(f"i{size}").astype(np.int32).view(np.uint32)
             if d.index != RZ:
-                w.r[d.index + k][on] = v
+                w.r[d.index + k][on] = extend(data[at + k], kind)
 
     return run
 
@@ -1762,8 +1772,7 @@ def _(x):
         else:
             w.detail = ("shared", conflicts(addresses, size))
         for k in range(max(1, size // 4)):
-            v = 0 if s.index == RZ else w.r[s.index + k][on]
-            data[at + k] = v if size >= 4 or s.index == RZ else v.astype(data.dtype)
+            data[at + k] = words_of(w, s.index, k)[on].astype(data.dtype)
 
     return run
 
@@ -1776,20 +1785,26 @@ def conflicts(addresses, size):
 
 @op("LDL", "STL")
 def _(x):
-    only(x, "64", "128", "LU")
+    only(x, *SIZES, "LU")
     o, r = sorted(x.operands, key=lambda o: o.kind != "memory")
-    count, where = {"64": 2, "128": 4}.get(x.modifiers[0] if x.modifiers else "", 1), address(o)
+    kind = next((k for k in x.modifiers if k in SIZES), "32")
+    size, where = SIZES.get(kind, 4), address(o)
 
     def run(w, m):
-        at = ((where(w) & np.uint64(FULL)) // np.uint64(4)).astype(np.int64)
         if w.local is None:
-            w.local = np.zeros((STACK // 4, 32), np.uint32)
-        for k in range(count):
+            w.local = np.zeros((STACK, 32), np.uint8)
+        at = np.where(lanes(m), (where(w) & np.uint64(FULL)).astype(np.int64), 0)
+        for k in range(max(1, size // 4)):
+            value = np.zeros(32, np.uint32) if x.name == "LDL" else words_of(w, r.index, k)
+            for byte in range(min(size, 4)):
+                place = at + 4 * k + byte
+                if x.name == "LDL":
+                    value |= w.local[place, LANES].astype(np.uint32) << np.uint32(8 * byte)
+                else:
+                    on = lanes(m)
+                    w.local[place[on], LANES[on]] = (value >> np.uint32(8 * byte)).astype(np.uint8)[on]
             if x.name == "LDL":
-                put(w, r.index + k, w.local[np.where(lanes(m), at + k, 0), LANES], m)
-            else:
-                on = lanes(m)
-                w.local[at[on] + k, LANES[on]] = w.r[r.index + k][on]
+                put(w, r.index + k, extend(value, kind), m)
 
     return run
 
