@@ -1,17 +1,23 @@
 """A model of the kernels' performance from their own machine code. Needs nvcc and nvdisasm, no GPU.
 
-    python xla_kernels/cuda/model.py [emission] [lattice] [--root DIRECTORY] [--check]
+    python xla_kernels/cuda/model.py [--check] [--write]
+    python xla_kernels/cuda/model.py emission --classes 500 --dtypes bfloat16 --profile backward
+    python xla_kernels/cuda/model.py lattice --lattices 'standard, U = 127' --profile 'Sweep<float, 2>'
 
 Compiles the kernels for sm_90, runs their machine code on real inputs (sass.py) and counts what ran. The launches are
 those of the host code itself, linked with a runtime that launches nothing (model_host.cc). docs/cuda.md explains the
-tables and states the assumptions. --check fails if the tables there are out of date or a floor is missed.
+tables and states the assumptions. --check fails if the tables there are out of date or a floor is missed; --write
+writes them. --profile prints, for every instruction, how often it ran and how long warps waited before it.
 """
 
 import argparse
 import collections
 import concurrent.futures
 import ctypes
+import itertools
+import multiprocessing
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -99,10 +105,7 @@ class Kernels:
 
 
 def run_block(launch, memory, index):
-    return sass.Block(
-        launch.kernel, launch.grid, launch.block, launch.shared, launch.parameters, memory, index
-    ).run()
-
+    return sass.Block(launch.kernel, launch.grid, launch.block, launch.shared, launch.parameters, memory, index).run()
 
 
 # --------------------------------------------------------------------------------------------------------------- machine
@@ -123,9 +126,17 @@ def resident(launch):
 
 # -------------------------------------------------------------------------------------------------------------- emission
 
-CASES = {32: (64, 1000, 200), 129: (32, 1500, 300), 500: (30, 400, 80), 1024: (16, 300, 60), 4096: (8, 250, 50)}  # V: B, T, U
+CASES = {
+    32: (64, 1000, 200),
+    129: (32, 1500, 300),
+    500: (30, 400, 80),
+    1024: (16, 300, 60),
+    4096: (8, 250, 50),
+}  # V: B, T, U
 DTYPES = {"float16": (0, np.uint16), "bfloat16": (1, np.uint16), "float32": (2, np.float32)}
-Emission = collections.namedtuple("Emission", "kernel rows bytes counts passes resident flight alone simulated")
+# Of all rows: their number, bytes moved, instructions by pipe, cycles of the memory pipe. Of a multiprocessor: most bytes
+# of loads in flight, and bytes moved a cycle if warps wait for nothing but memory.
+Emission = collections.namedtuple("Emission", "kernel rows bytes counts passes flight alone")
 
 
 def narrow(values, dtype):
@@ -225,20 +236,21 @@ def emission(kernels, V, dtype, backward, aligned, at_least=16):
             for x, detail in warp.trace:
                 counts[sass.pipe(x)] += 1
                 passes += sass.passes(x, detail) if sass.pipe(x) == "memory" else 0
-    moved = V * size * (2 if backward else 1) + 12
-    traces = [[[w.trace for w in b.warps] for b in blocks]]
-    _, loads = sass.cycles([[traces[0][0]]], LOADED)
+    moved = V * size * (2 if backward else 1) + 12  # and three planes
+    first = blocks[0]
+    ends, loads = sass.cycles([[[w.trace for w in first.warps]]], LOADED)
     held = resident(launch)
     events = sorted([(a, n) for a, _, n in loads] + [(b, -n) for _, b, n in loads])
-    flight = max(np.cumsum([n for _, n in events])) * held
-    return Emission(launch.kernel.name, len(rows), moved, counts, passes, held, flight, None, None)
+    flight = max(itertools.accumulate(n for _, n in events)) * held
+    alone = held * moved * len(written_rows([first], problem.logits if backward else problem.norm)) / ends[0][2]
+    return Emission(launch.kernel.name, len(rows), moved * len(rows), counts, passes, flight, alone)
 
 
 def ceiling(e, rate):
     """Share of the copy bandwidth if a multiprocessor issues so many instructions a cycle."""
     clocks = [sum(e.counts.values()) / rate, e.passes / sass.RATES["memory"]]
     clocks += [n / sass.RATES[pipe] for pipe, n in e.counts.items() if pipe != "memory"]
-    return e.bytes * e.rows / max(clocks) / COPY
+    return e.bytes / max(clocks) / COPY
 
 
 # --------------------------------------------------------------------------------------------------------------- lattice
@@ -322,48 +334,97 @@ class LatticeProblem:
 
 
 def diagonal_cycles(kernels, table, U, frames):
-    """{(kernel, block): (cycles a diagonal, cycles beside)}: a line through two lattices."""
-    skew = 0 if table[0, 1] == 1 and table.shape[1] == 2 else 1
-    few, many = ({k: v for k, v in LatticeProblem(table, T, U).run(kernels).items()} for T in frames)
-    found = {}
-    for key in few:
-        share = 1 if key[0].startswith("Skip") else 2  # of the diagonals that a block of a sweep takes
-        slope = (many[key] - few[key]) / ((frames[1] - frames[0]) / share)
-        found[key] = slope, few[key] - slope * (frames[0] + skew * U) / share
-    return found
+    """{(kernel, block): cycles a diagonal}, from the cycles at two numbers of frames. A sweep takes half of the
+    diagonals; a sweep of skipping arcs takes all."""
+    few, many = (LatticeProblem(table, T, U).run(kernels) for T in frames)
+    steps = {key: (frames[1] - frames[0]) / (1 if key[0].startswith("Skip") else 2) for key in few}
+    return {key: (many[key] - few[key]) / steps[key] for key in few}
 
 
-LATTICES = {
+LATTICES = {  # arcs, U, and two numbers of frames
     "standard, U = 127": (STANDARD, 127, (64, 128)),
     "standard, U = 255": (STANDARD, 255, (64, 128)),
-    "token and duration, 5 durations, U = 127": (token_and_duration(range(5)), 127, (48, 64)),
-    "multi-blank, 5 durations, U = 127": (multi_blank((1, 2, 3, 4, 5)), 127, (48, 64)),
+    "token and duration, 5 durations, U = 63": (token_and_duration(range(5)), 63, (32, 64)),
+    "multi-blank, 5 durations, U = 63": (multi_blank(range(1, 6)), 63, (32, 64)),
+}
+
+# ---------------------------------------------------------------------------------------------------------------- tables
+
+# Floors. Emission: share of the copy bandwidth at 4 instructions a cycle, for V = 32 and above, and bytes in flight.
+SHARES = {"float32": (1.0, 1.5), "bfloat16": (1.0, 1.2), "float16": (1.0, 1.2)}
+FLIGHT = 32 << 10
+# Lattice: cycles a diagonal at U = 127; how much more at U = 255, and with arcs that skip frames.
+DIAGONAL, WIDE, SKIPPING = 120, 1.3, 2.5
+
+HEADS = {
+    "emission": "| emission ({version}) | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory "
+    "| KiB in flight | at 4 | at 2.7 | alone |\n|---|" + "--:|" * 12,
+    "lattice": "| lattice ({version}) | kernel | alpha, cycles a diagonal | beta |\n|---|---|--:|--:|",
 }
 
 
-def lattice_rows(kernels, names=None):
-    yield "| lattice | kernel | direction | cycles a diagonal | cycles beside |"
-    yield "|---|---|---|--:|--:|"
-    for name in names or LATTICES:
-        for (kernel, block), (slope, rest) in diagonal_cycles(kernels, *LATTICES[name]).items():
-            up = (block == 0) != kernel.startswith("Skip")
-            yield f"| {name} | `{kernel}` | {'alpha' if up else 'beta'} | {slope:.0f} | {rest:.0f} |"
+def emission_row(kernels, V, dtype, backward, aligned):
+    """A row of the table, and what it misses."""
+    e = emission(kernels, V, dtype, backward, aligned)
+    n = sum(e.counts.values()) / e.rows
+    pipes = " | ".join(f"{e.counts[p] / e.rows:.0f}" for p in ("ALU", "FMA", "IMAD", "XU", "memory"))
+    name = f"`{e.kernel}`{'' if aligned else ', shifted'}"
+    shares = f"{ceiling(e, 4):.0%} | {ceiling(e, 2.7):.0%} | {e.alone / COPY:.0%}"
+    faults = []
+    if ceiling(e, 4) < (floor := SHARES[dtype][V > 32]):
+        faults.append(
+            f"{name}, V = {V}: {ceiling(e, 4):.0%} of the copy bandwidth at 4 instructions a cycle, below {floor:.0%}"
+        )
+    if e.flight < FLIGHT:
+        faults.append(f"{name}, V = {V}: {e.flight / 1024:.0f} KiB in flight, below {FLIGHT >> 10}")
+    return f"| {name} | {V} | {n:.0f} | {n / V:.2f} | {pipes} | {e.flight / 1024:.0f} | {shares} |", faults
 
 
-def emission_rows(kernels, classes, dtypes):
-    yield "| kernel, row | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory | in flight, KiB | at 4 | at 2.7 |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
-    for backward in (False, True):
-        for dtype in dtypes:
-            for V in classes:
-                for aligned in (True, False):
-                    e = emission(kernels, V, dtype, backward, aligned)
-                    n = sum(e.counts.values()) / e.rows
-                    pipes = " | ".join(f"{e.counts[p] / e.rows:.0f}" for p in ("ALU", "FMA", "IMAD", "XU", "memory"))
-                    yield (
-                        f"| `{e.kernel}`{'' if aligned else ', shifted'} | {V} | {n:.0f} | {n / V:.2f} | {pipes} | "
-                        f"{e.flight / 1024:.0f} | {ceiling(e, 4):.0%} | {ceiling(e, 2.7):.0%} |"
-                    )
+def lattice_row(kernels, name):
+    """Rows of the table, and {kernel: cycles a diagonal, the slower direction}."""
+    found = {}
+    for (kernel, block), value in diagonal_cycles(kernels, *LATTICES[name]).items():
+        found.setdefault(kernel, {})["alpha" if (block == 0) != kernel.startswith("Skip") else "beta"] = value
+    rows = [f"| {name} | `{k}` | {v['alpha']:.0f} | {v['beta']:.0f} |" for k, v in found.items()]
+    return "\n".join(rows), {k: max(v.values()) for k, v in found.items()}
+
+
+def lattice_faults(found):
+    """What the lattices miss. `found`: {lattice: {kernel: cycles a diagonal}}."""
+    faults = []
+    unit = found.get("standard, U = 127", {})
+    for name, kernels in found.items():
+        for kernel, value in kernels.items():
+            limit = DIAGONAL
+            if "255" in name:
+                limit = WIDE * unit.get(kernel, DIAGONAL)
+            elif kernel.startswith("Skip"):
+                limit = SKIPPING * max(unit.values(), default=DIAGONAL)
+            if value > limit:
+                faults.append(f"{name}, `{kernel}`: {value:.0f} cycles a diagonal, above {limit:.0f}")
+    return faults
+
+
+def work(task):
+    part, *arguments = task
+    return {"emission": emission_row, "lattice": lattice_row}[part](KERNELS, *arguments)
+
+
+def tables(tasks, version):
+    """Runs the tasks on two processes. Returns {part: table} and what misses a floor."""
+    lines, faults, lattices = {}, [], {}
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for (part, *arguments), (row, result) in zip(tasks, pool.imap(work, tasks)):
+            if part not in lines:
+                lines[part] = [HEADS[part].format(version=version)]
+                print(f"\n{lines[part][0]}")
+            print(row, flush=True)
+            lines[part].append(row)
+            if part == "emission":
+                faults += result
+            else:
+                lattices[arguments[0]] = result
+    return {part: "\n".join(rows) for part, rows in lines.items()}, faults + lattice_faults(lattices)
 
 
 def profile(kernels, V, dtype, backward):
@@ -390,7 +451,9 @@ def print_profile(launch, blocks, share, unit):
     counts = collections.Counter(x.number for b in blocks for w in b.warps for x, _ in w.trace)
     waits = collections.Counter()
     ends, _ = sass.cycles([[[w.trace for w in b.warps] for b in blocks]], waits=waits)
-    print(f"{launch.kernel.name}: {sum(counts.values()) / share:.1f} instructions, {ends[-1][2] / share:.1f} cycles a {unit}")
+    print(
+        f"{launch.kernel.name}: {sum(counts.values()) / share:.1f} instructions, {ends[-1][2] / share:.1f} cycles a {unit}"
+    )
     for x in launch.kernel.code:
         if n := counts[x.number]:
             print(f"{16 * x.number:5x} {n / share:8.2f} waits {waits[x.number] / n:6.1f}  stall {x.stall:2} wait {x.wait:06b} "
@@ -398,29 +461,58 @@ def print_profile(launch, blocks, share, unit):
 
 
 def main():
+    global KERNELS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["emission", "lattice"])
+    parser.add_argument("parts", nargs="*", default=["emission", "lattice"], help="emission, lattice")
     parser.add_argument("--root", default=ROOT, type=pathlib.Path, help="a checkout whose kernels are modelled")
     parser.add_argument("--classes", nargs="+", type=int, default=list(CASES))
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--lattices", nargs="+", default=list(LATTICES), metavar="LATTICE", help="; ".join(LATTICES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    parser.add_argument("--lattices", nargs="+", default=list(LATTICES), choices=list(LATTICES))
     parser.add_argument("--build", help="a folder that keeps what was compiled")
     parser.add_argument("--flags", default="", help="more options for nvcc: -DJAX_RNNT_...=...")
-    parser.add_argument("--profile", help="emission: print the instructions of a row, forward or backward")
+    parser.add_argument("--profile", help="forward, backward, or a kernel of the lattice")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    kernels = Kernels(options.root, options.flags.split(), options.build)
-    if options.profile:
-        for V in options.classes:
-            for dtype in options.dtypes:
-                profile(kernels, V, dtype, options.profile == "backward")
+    try:
+        KERNELS = Kernels(options.root, options.flags.split(), options.build)
+    except FileNotFoundError as error:
+        if not options.check:
+            sys.exit(f"cuda-model: {error}")
+        print(f"cuda-model: left out, {error}")
         return
-    for part in options.parts:
-        if part == "emission":
-            lines = emission_rows(kernels, options.classes, options.dtypes)
-        else:
-            lines = lattice_rows(kernels, options.lattices)
-        for line in lines:
-            print(line, flush=True)
+    if options.profile and "lattice" in options.parts:
+        for name in options.lattices:
+            table, U, frames = LATTICES[name]
+            profile_lattice(KERNELS, table, frames[0], U, options.profile)
+    if options.profile and "emission" in options.parts:
+        for V, dtype in itertools.product(options.classes, options.dtypes):
+            profile(KERNELS, V, dtype, options.profile == "backward")
+    if options.profile:
+        return
+    tasks = []
+    if "emission" in options.parts:
+        every = itertools.product((False, True), options.dtypes, options.classes, (True, False))
+        tasks += [("emission", V, dtype, backward, aligned) for backward, dtype, V, aligned in every]
+    if "lattice" in options.parts:
+        tasks += [("lattice", name) for name in options.lattices]
+    release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    found, faults = tables(tasks, f"nvcc {re.search(r'release ([0-9.]+)', release)[1]}")
+
+    path = options.root / "docs/cuda.md"
+    document = path.read_text()
+    for table in found.values():
+        head = table.partition(" (nvcc")[0]
+        old = re.search(rf"^{re.escape(head)} \(nvcc.*\n(\|.*\n)+", document, re.MULTILINE)
+        if options.write and old:
+            document = document.replace(old[0], table + "\n")
+        elif old is None or (old[0].splitlines()[0] == table.splitlines()[0] and old[0] != table + "\n"):
+            faults.append(f"the table of the {head[2:]} in docs/cuda.md is out of date: make cuda-model ARGS=--write")
+    if options.write:
+        path.write_text(document)
+    print("\n" + "\n".join(faults or ["every floor is met"]))
+    if options.check and faults:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -199,9 +199,12 @@ def load(cubin, nvdisasm):
             part.splitlines()[1:],
             registers[symbol],
             shared[5] if shared else SHARED_BASE,
-            [(offset, bits >> 18) for _, _, offset, bits in sorted(  # EIATTR_KPARAM_INFO
-                attributes(data[info[4] : info[4] + info[5]], 0x17, "<IHHI"), key=lambda x: x[1]
-            )],
+            [
+                (offset, bits >> 18)
+                for _, _, offset, bits in sorted(  # EIATTR_KPARAM_INFO
+                    attributes(data[info[4] : info[4] + info[5]], 0x17, "<IHHI"), key=lambda x: x[1]
+                )
+            ],
             constants,
         )
     return kernels
@@ -1174,7 +1177,9 @@ def _(x):
     get = double(o, x) if "F64" in x else real(o, x)
     how = next((ROUND[k] for k in x.modifiers if k in ROUND), np.rint)
     kind = next((k for k in x.modifiers if k[0] in "SU"), "S32")
-    low, high = (0, 2 ** int(kind[1:]) - 1) if kind[0] == "U" else (-(2 ** (int(kind[1:]) - 1)), 2 ** (int(kind[1:]) - 1) - 1)
+    low, high = (
+        (0, 2 ** int(kind[1:]) - 1) if kind[0] == "U" else (-(2 ** (int(kind[1:]) - 1)), 2 ** (int(kind[1:]) - 1) - 1)
+    )
 
     def run(w, m):
         v = how(get(w).astype(np.float64))
@@ -1380,7 +1385,12 @@ def _(x):
 
         def narrow(w, m):
             v = constant_lanes(w, o, size)
-            put(w, d.index, v if kind == "U" else v.astype(f"u{size}").view(f"i{size}").astype(np.int32).view(np.uint32), m)
+            put(
+                w,
+                d.index,
+                v if kind == "U" else v.astype(f"u{size}").view(f"i{size}").astype(np.int32).view(np.uint32),
+                m,
+            )
 
         return narrow
     count = {"64": 2, "128": 4}.get("".join(x.modifiers), 1)
@@ -1420,7 +1430,10 @@ def _(x):
 
     def run(w, m):
         by, clamp = (b(w) & np.uint32(31)).astype(np.int64), c(w)
-        limit, segment = (clamp & np.uint32(31)).astype(np.int64), (clamp >> np.uint32(8) & np.uint32(31)).astype(np.int64)
+        limit, segment = (
+            (clamp & np.uint32(31)).astype(np.int64),
+            (clamp >> np.uint32(8) & np.uint32(31)).astype(np.int64),
+        )
         least = LANES & segment
         most = least | limit & ~segment
         if how == "UP":
@@ -1716,7 +1729,9 @@ def gather(w, space, addresses, size, what):
     else:
         addresses = addresses & np.uint64(FULL)
         if (addresses & np.uint64(size - 1)).any() or int(addresses.max()) + size > len(space):
-            raise IndexError(f"{w.block.kernel.name}: {what}: shared memory at {int(addresses.max()):#x} of {len(space):#x}")
+            raise IndexError(
+                f"{w.block.kernel.name}: {what}: shared memory at {int(addresses.max()):#x} of {len(space):#x}"
+            )
         data, at = space.view(f"u{min(size, 4)}"), (addresses // np.uint64(min(size, 4))).astype(np.int64)
     return data, at
 
