@@ -1,229 +1,22 @@
-"""Runs the machine code of CUDA kernels (sm_90) on the CPU, one warp instruction at a time, and records what ran.
+"""What each instruction does. An opcode is a function under `@op`: it reads the instruction once and returns
+run(warp, mask), which executes it for the lanes of the mask.
 
-A cubin is disassembled by nvdisasm. A warp is 32 lanes: a register is a row of 32 words, a predicate a mask of 32 bits.
-Lanes diverge and reconverge as the code says (BSSY, BSYNC, BREAK, WARPSYNC), barriers stop warps, and global memory is
-memory of this process. So a launch gives real results, and each warp a trace: the instructions it issued, with the
-sectors and the barriers they met. `cycles` replays traces in order, with the stalls and scoreboards that the compiler
-wrote into the instructions.
+A register is a row of 32 words, a predicate a mask of 32 bits. Instructions of the uniform datapath are the vector
+instructions of the same name, on registers whose lanes are equal. An opcode or a form of it that is missing raises
+Unsupported and names it.
 
 Approximations: MUFU results are rounded from double precision; DFMA rounds the product to 64 bits first.
-
-An opcode or a form of it without an entry here raises Unsupported and names it: add a function under `@op`.
 """
 
 import functools
-import heapq
-import importlib.util
-import itertools
-import mmap
-import os
-import pathlib
 import re
-import shutil
-import struct
-import subprocess
-import types
 
 import numpy as np
+from sass import PT, RZ, UNIFORM, Operand, Unsupported
 
 FULL = 0xFFFFFFFF
 LANES = np.arange(32)
-RZ, PT = 255, 7
-UNIFORM = 256  # register UR0; URZ is UNIFORM + 63. Predicates UP0 ... UPT follow PT.
-PARAMETERS = 0x210  # of constant bank 0, on sm_90
-SHARED_BASE = 0x400  # the first KiB of shared memory belongs to the system
 STACK = 1 << 14  # bytes of local memory of a thread
-INSTALL = "no nvdisasm: pip install nvidia-cuda-nvdisasm, or name one in the environment variable NVDISASM"
-
-
-class Unsupported(Exception):
-    """An opcode, a modifier or an operand that the interpreter does not know."""
-
-
-def find_nvdisasm():
-    """Path of nvdisasm, or None: from $NVDISASM, the package nvidia-cuda-nvdisasm, or the path."""
-    if name := os.environ.get("NVDISASM"):
-        return name if os.path.isfile(name) else None
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        for found in sorted(pathlib.Path(folder).glob("*/bin/nvdisasm")):
-            return str(found)
-    return shutil.which("nvdisasm")
-
-
-# ------------------------------------------------------------------------------------------------------------- decoding
-
-
-class Operand:
-    """An operand as text and in parts: kind is reg, pred, imm, const, memory, special, barrier or label."""
-
-    def __init__(self, text):
-        self.text = text
-        self.negative = self.absolute = self.inverted = False
-        self.suffix, self.index, self.value, self.terms = "", None, None, ()
-        body = text.replace(".reuse", "")
-        if re.fullmatch(r"-?0x[0-9a-f]+", body):
-            self.kind, self.value = "imm", int(body, 16)
-            return
-        if re.fullmatch(r"[+-]?(\d[\d.]*(e[+-]?\d+)?|INF|QNAN|SNAN)", body):
-            self.kind, self.value = "imm", body
-            return
-        if body.startswith("`("):
-            self.kind, self.value = "label", body[2:-1]
-            return
-        if body[0] in "!~":
-            self.inverted, body = True, body[1:]
-        if body[0] == "-":
-            self.negative, body = True, body[1:]
-        if body[0] == "|":
-            self.absolute = True
-            body = re.sub(r"\|", "", body)
-        if m := re.fullmatch(r"(U?)P(\d|T)((?:\.\w+)*)", body):
-            self.kind, self.suffix = "pred", m[3]
-            self.index = (PT if m[2] == "T" else int(m[2])) + (8 if m[1] else 0)
-        elif m := re.fullmatch(r"(U?)R(\d+|Z)((?:\.\w+)*)", body):
-            self.kind, self.suffix, self.index = "reg", m[3], register(m[1], m[2])
-        elif m := re.fullmatch(r"c\[0x([0-9a-f]+)\]\[(.*)\]((?:\.\w+)*)", body):
-            self.kind, self.value, self.terms, self.suffix = "const", int(m[1], 16), address_terms(m[2]), m[3]
-        elif m := re.fullmatch(r"(?:desc\[UR\d+\])?\[(.*)\]", body):
-            self.kind, self.terms = "memory", address_terms(m[1])
-        elif body.startswith(("SR", "PR")):
-            self.kind = "special"
-        elif re.fullmatch(r"(B|SB)\d+", body):
-            self.kind, self.index = "barrier", int(body.strip("SB"))
-        else:
-            raise Unsupported(f"operand {text!r}")
-
-
-def register(uniform, number):
-    if uniform:
-        return UNIFORM + (63 if number == "Z" else int(number))
-    return RZ if number == "Z" else int(number)
-
-
-def address_terms(text):
-    """[(register or None, scale or "64", constant)] of an address."""
-    terms = []
-    for part in text.split("+"):
-        if m := re.fullmatch(r"(U?)R(\d+|Z)((?:\.\w+)*)", part):
-            terms.append((register(m[1], m[2]), m[3], 0))
-        elif re.fullmatch(r"-?0x[0-9a-f]+", part):
-            terms.append((None, "", int(part, 16)))
-        elif part:
-            raise Unsupported(f"address {text!r}")
-    return terms
-
-
-class Instruction:
-    """One instruction and its control bits: cycles to the next issue; scoreboards to wait for (a mask), and those set
-    when the result is there (write) or the operands have been read (read); 7 is none."""
-
-    def __init__(self, number, text, low, high):
-        text = re.sub(r"\s*\(\*.*?\*\)", "", text)  # remarks
-        self.number, self.text, self.bits = number, text, low >> 32  # a 32-bit immediate lies there
-        control = high >> 41
-        self.stall, self.write, self.read, self.wait = (control & 15, control >> 5 & 7, control >> 8 & 7,
-                                                        control >> 11 & 63)  # fmt: skip
-        self.guard, self.guard_inverted = PT, False
-        if m := re.match(r"@(!?)(U?)P(\d|T)\s+", text):
-            self.guard = (PT if m[3] == "T" else int(m[3])) + (8 if m[2] else 0)
-            self.guard_inverted, text = bool(m[1]), text[m.end() :]
-        self.opcode, _, rest = text.partition(" ")
-        self.name, *self.modifiers = self.opcode.split(".")
-        self.operands = [Operand(x.strip()) for x in re.split(r",| (?=`\()", rest) if x.strip()]
-        self.target = None  # number of the instruction that a branch names
-        self.run = None  # compiled at first use
-
-    def __contains__(self, modifier):
-        return modifier in self.modifiers
-
-
-class Kernel:
-    """Code of a kernel, sizes of its parameters, and what a block of it takes."""
-
-    def __init__(self, symbol, name, lines, registers, shared, parameters, constants):
-        self.symbol, self.name, self.registers, self.shared = symbol, name, registers, shared
-        self.parameters, self.constants = parameters, constants  # [(offset, size)]; {bank: bytes}
-        self._lines, self._code = lines, None
-
-    @property
-    def code(self):
-        """The instructions, decoded at first use."""
-        if self._code is None:
-            self._code, labels = [], {}
-            for i, line in enumerate(self._lines):
-                if m := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/", line):
-                    high = re.search(r"/\* 0x([0-9a-f]{16}) \*/", self._lines[i + 1])
-                    self._code.append(Instruction(len(self._code), m[2], int(m[3], 16), int(high[1], 16)))
-                    assert int(m[1], 16) == 16 * self._code[-1].number
-                elif m := re.match(r"(\S+):$", line):
-                    labels[m[1]] = len(self._code)
-            for instruction in self._code:
-                for operand in instruction.operands:
-                    if operand.kind == "label" and operand.value in labels:
-                        instruction.target = labels[operand.value]
-            self._lines = None
-        return self._code
-
-
-def load(cubin, nvdisasm):
-    """{symbol: Kernel} of a cubin."""
-    data = pathlib.Path(cubin).read_bytes()
-    text = subprocess.run([nvdisasm, "-c", "-hex", cubin], capture_output=True, text=True, check=True).stdout
-    start, count, names = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 60))
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, start + 64 * i) for i in range(count)]
-    sections = {}
-    for header in headers:
-        at = headers[names][4] + header[0]
-        sections[data[at : data.index(b"\0", at)].decode()] = header
-    registers, (_, _, _, _, at, size, link, *_) = {}, sections[".symtab"]
-    info, names = sections[".nv.info"], headers[link][4]
-    for symbol, value in attributes(data[info[4] : info[4] + info[5]], 0x2F, "<II"):  # EIATTR_REGCOUNT
-        start = names + struct.unpack_from("<I", data, at + 24 * symbol)[0]
-        registers[data[start : data.index(b"\0", start)].decode()] = value
-    kernels = {}
-    symbols = [part.partition(":\n")[0] for part in text.split("\n.text.")[1:]]
-    short = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout.splitlines()
-    for part, symbol, name in zip(text.split("\n.text.")[1:], symbols, short):
-        name = name.replace("jax_rnnt::cuda::", "").replace("(anonymous namespace)", "")
-        name = re.search(r"(\w+(?:<[^()]*>)?)\(", name)[1]
-        info = sections[f".nv.info.{symbol}"]
-        shared = sections.get(f".nv.shared.{symbol}")
-        constants = {}
-        for bank in range(18):
-            if section := sections.get(f".nv.constant{bank}.{symbol}" if bank != 3 else ".nv.constant3"):
-                constants[bank] = data[section[4] : section[4] + section[5]]
-        kernels[symbol] = Kernel(
-            symbol,
-            name,
-            part.splitlines()[1:],
-            registers[symbol],
-            shared[5] if shared else SHARED_BASE,
-            [
-                (offset, bits >> 18)
-                for _, _, offset, bits in sorted(  # EIATTR_KPARAM_INFO
-                    attributes(data[info[4] : info[4] + info[5]], 0x17, "<IHHI"), key=lambda x: x[1]
-                )
-            ],
-            constants,
-        )
-    return kernels
-
-
-def attributes(info, wanted, form):
-    """Values of an attribute in a section .nv.info."""
-    i = 0
-    while i + 4 <= len(info):
-        kind, attribute, size = struct.unpack_from("<BBH", info, i)
-        i += 4
-        if kind != 4:  # the value is in the 16 bits
-            continue
-        if attribute == wanted:
-            yield struct.unpack_from(form, info, i)
-        i += size
-
-
-# --------------------------------------------------------------------------------------------------------------- state
 
 
 @functools.cache
@@ -235,209 +28,12 @@ def mask_of(array):
     return int.from_bytes(np.packbits(array, bitorder="little").tobytes(), "little")
 
 
-class Memory:
-    """Global memory: a part of this process that takes no pages until they are written."""
-
-    def __init__(self, size=1 << 36):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which older Pythons do not name
-        data = np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
-        self.views = {1: data, 2: data.view(np.uint16), 4: data.view(np.uint32)}
-        self.base, self.used = data.ctypes.data, 0
-        self.starts, self.ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-
-    def zeros(self, shape, dtype=np.float32, offset=0):
-        """An array, `offset` elements after a multiple of 4096 bytes."""
-        dtype, count = np.dtype(dtype), int(np.prod(shape, dtype=np.int64))
-        start = self.used + offset * dtype.itemsize
-        end = start + count * dtype.itemsize
-        self.used = (end + 8191) // 4096 * 4096  # with a gap
-        self.starts = np.append(self.starts, np.uint64(self.base + start))
-        self.ends = np.append(self.ends, np.uint64(self.base + end))
-        return self.views[1][start:end].view(dtype).reshape(shape)
-
-    def array(self, values):
-        values = np.asarray(values)
-        array = self.zeros(values.shape, values.dtype)
-        array[...] = values
-        return array
-
-    def view(self, addresses, size, what):
-        """(all of memory as words, indexes)."""
-        if (addresses & np.uint64(size - 1)).any():
-            raise ValueError(f"{what}: an address is not a multiple of {size}")
-        i = np.searchsorted(self.starts, addresses, "right") - 1
-        if (i < 0).any() or (addresses + np.uint64(size) > self.ends[i]).any():
-            raise IndexError(f"{what}: outside all arrays")
-        word = min(size, 4)
-        return self.views[word], ((addresses - np.uint64(self.base)) // np.uint64(word)).astype(np.int64)
-
-
 class Barrier:
     """A convergence barrier: the lanes that meet at BSYNC."""
 
     def __init__(self, mask):
         self.mask = mask
 
-
-class Group:
-    """Lanes of a warp that run together."""
-
-    __slots__ = ("barriers", "mask", "parts", "pc", "state")
-
-    def __init__(self, mask, pc, barriers):
-        self.mask, self.pc, self.barriers = mask, pc, barriers
-        self.state = None  # None: may run. Otherwise what it waits for: (kind, detail)
-        self.parts = None  # of a collective: the groups that it merged
-
-
-class Warp:
-    def __init__(self, block, number, mask):
-        self.block, self.number, self.alive = block, number, mask
-        self.registers = np.zeros((UNIFORM + 64, 32), np.uint32)
-        self.r = list(self.registers)
-        self.f = list(self.registers.view(np.float32))
-        self.p = [0] * 7 + [FULL] + [0] * 7 + [FULL]
-        self.groups = [Group(mask, 0, {})]
-        self.trace = []  # (Instruction, detail); detail: what memory or a barrier met, or None
-        self.detail = None
-        self.group = None
-        self.local = None  # the stack, at first use
-
-    def split(self, group, mask, pc):
-        """Lanes `mask` of the group continue at pc."""
-        other = Group(mask, pc, dict(group.barriers))
-        group.mask &= ~mask
-        self.groups.append(other)
-        return other
-
-    def wake(self):
-        """Releases groups whose convergence barrier or WARPSYNC is complete."""
-        groups = self.groups
-        waiting = 0
-        for g in groups:
-            if g.state is not None and g.state[0] == "warp":
-                waiting |= g.mask
-        for g in list(groups):
-            if g.state is None or g not in self.groups:
-                continue
-            kind, detail = g.state
-            if kind == "converge":
-                need = detail.mask & self.alive
-                here = [x for x in groups if x.state == g.state and x.pc == g.pc]
-                if sum(x.mask for x in here) & need == need:
-                    self.merge(here)
-            elif kind == "warp" and detail & self.alive & ~waiting == 0:
-                here = [x for x in groups if x.state is not None and x.state[0] == "warp" and x.pc == g.pc]
-                here = [x for x in here if x.state[1] & detail]
-                if "COLLECTIVE" in self.block.code[g.pc - 1]:
-                    parts = [x.mask for x in here]
-                    self.merge(here).parts = parts
-                else:
-                    self.merge(here)
-
-    def merge(self, groups):
-        first = groups[0]
-        first.mask = sum(x.mask for x in groups)
-        first.state = None
-        for x in groups[1:]:
-            self.groups.remove(x)
-        return first
-
-
-class Block:
-    """A block of a launch. `run` executes it; `warps` then have the traces."""
-
-    def __init__(self, kernel, grid, block, dynamic, parameters, memory, index):
-        self.kernel, self.code, self.memory = kernel, kernel.code, memory
-        self.grid, self.size, self.index = grid, block, index
-        self.shared = np.full((kernel.shared + dynamic + 15) // 16 * 16, 0xFF, np.uint8)
-        constants = dict(kernel.constants)
-        bank = bytearray(constants[0])
-        struct.pack_into("<6I", bank, 0, *block, *grid)
-        struct.pack_into("<I", bank, 0x28, STACK)
-        for (offset, size), value in zip(kernel.parameters, parameters, strict=True):
-            assert len(value) == size
-            bank[PARAMETERS + offset : PARAMETERS + offset + size] = value
-        constants[0] = bytes(bank)
-        self.constants = {k: np.frombuffer(v + bytes(-len(v) % 8), np.uint8) for k, v in constants.items()}
-        self.cached = {}
-        threads = block[0] * block[1] * block[2]
-        self.warps = []
-        for first in range(0, threads, 32):
-            n = min(32, threads - first)
-            self.warps.append(Warp(self, first // 32, (1 << n) - 1))
-        self.arrived = {}  # barrier: [lanes, [votes for, votes against], [(warp, group)]]
-        self.read, self.written = set(), set()  # sectors of global memory
-        self.stored = []  # (addresses, bytes) of global stores
-
-    def constant(self, bank, offset, size=4):
-        """32 lanes of a word of a constant bank."""
-        key = bank, offset, size
-        if key not in self.cached:
-            data = self.constants[bank][offset : offset + size].tobytes()
-            self.cached[key] = np.full(32, int.from_bytes(data, "little"), np.uint32)
-        return self.cached[key]
-
-    def run(self, limit=20_000_000):
-        with np.errstate(all="ignore"):
-            self._run(limit)
-        return self
-
-    def _run(self, limit):
-        code, issued = self.code, 0
-        while any(w.groups for w in self.warps):
-            progress = False
-            for warp in self.warps:
-                while True:
-                    group = next((g for g in warp.groups if g.state is None), None)
-                    if group is None:
-                        before = len(warp.groups), [g.state for g in warp.groups]
-                        warp.wake()
-                        if (len(warp.groups), [g.state for g in warp.groups]) == before:
-                            break
-                        continue
-                    progress = True
-                    warp.group = group
-                    trace = warp.trace
-                    while group.state is None and group.mask:
-                        x = code[group.pc]
-                        active = group.mask
-                        if x.guard != PT:
-                            active &= ~warp.p[x.guard] if x.guard_inverted else warp.p[x.guard]
-                        group.pc += 1
-                        warp.detail = None
-                        if active:
-                            run = x.run or compile_instruction(x)
-                            run(warp, active)
-                        trace.append((x, warp.detail))
-                        issued += 1
-                    if not group.mask and group in warp.groups:
-                        warp.groups.remove(group)
-                    if issued > limit:
-                        raise RuntimeError(f"{self.kernel.name}: more than {limit} instructions in a block")
-            self.release()
-            if not progress and any(w.groups for w in self.warps):
-                where = {g.pc - 1 for w in self.warps for g in w.groups}
-                raise RuntimeError(f"{self.kernel.name}: deadlock at {[code[i].text for i in sorted(where)]}")
-
-    def release(self):
-        """Opens the barriers at which all threads have arrived."""
-        for key, (count, results, groups) in list(self.arrived.items()):
-            alive = sum(w.alive.bit_count() for w in self.warps)
-            if count < (key[1] or alive):
-                continue
-            del self.arrived[key]
-            for warp in {id(w): w for w, _ in groups}.values():
-                mine = [g for w, g in groups if w is warp]
-                warp.result = results
-                by_place = {}
-                for g in mine:
-                    by_place.setdefault(g.pc, []).append(g)
-                for same in by_place.values():
-                    warp.merge(same)
-
-
-# ---------------------------------------------------------------------------------------------------------- semantics
 
 OPS = {}
 
@@ -450,7 +46,7 @@ def op(*names):
     return add
 
 
-# Instructions of the uniform datapath run as the vector instruction of the same name, on registers whose lanes are equal.
+# Uniform instructions whose name is not U and the name of the vector instruction.
 UNIFORM_NAMES = {"VOTEU": "VOTE", "S2UR": "S2R", "ULDC": "LDC", "UMOV": "MOV"}
 
 
@@ -460,7 +56,7 @@ def compile_instruction(x):
         raise Unsupported(f"opcode {x.opcode}: {x.text}")
     try:
         run = OPS[name](x)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+    except (AssertionError, KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise Unsupported(f"form of an opcode: {x.text} ({error!r})") from error
     if x.name != name:  # uniform: one value for the warp, whatever lanes are active
 
@@ -557,6 +153,10 @@ def integer(o, x=None):
 def signed(o, x=None):
     get = integer(o, x)
     return lambda w: get(w).view(np.int32)
+
+
+def widened(get, kind):
+    return lambda w: get(w).astype(kind).view(np.uint64)
 
 
 def addend(o, x=None):
@@ -680,9 +280,9 @@ def _(x):
 
         return low
     if "U32" in x:
-        a, b = (lambda w, g=integer(o, x): g(w).astype(np.uint64) for o in (oa, ob))
+        a, b = (widened(integer(o, x), np.uint64) for o in (oa, ob))
     else:
-        a, b = (lambda w, g=signed(o, x): g(w).astype(np.int64).view(np.uint64) for o in (oa, ob))
+        a, b = (widened(signed(o, x), np.int64) for o in (oa, ob))
     c = wide(oc, x)
 
     def product(w, m):
@@ -901,11 +501,11 @@ def _(x):
     only(x, "FTZ")
     d, oa, ob, op_ = x.operands
     if x.name == "FSEL":
-        a, b = (lambda w, g=real(o, x): g(w).view(np.uint32) for o in (oa, ob))
+        a, b = real(oa, x), real(ob, x)
     else:
         a, b = integer(oa, x), integer(ob, x)
     p = pred(op_)
-    return lambda w, m: put(w, d.index, np.where(lanes(p(w)), a(w), b(w)), m)
+    return lambda w, m: put(w, d.index, np.where(lanes(p(w)), a(w), b(w)).view(np.uint32), m)
 
 
 @op("VIMNMX", "VIMNMX3", "IMNMX")
@@ -1320,8 +920,8 @@ def _(x):
 
 @op("F2FP")
 def _(x):
-    only(x, "BF16", "F16", "F32", "PACK_AB", "RELU", "RZ")
-    assert "PACK_AB" in x and "RZ" not in x
+    only(x, "BF16", "F16", "F32", "PACK_AB", "RELU")
+    assert "PACK_AB" in x
     d, oa, ob = x.operands
     a, b, bfloat = real(oa, x), real(ob, x), "BF16" in x
 
@@ -1632,9 +1232,9 @@ def _(x):
 
 @op("BAR")
 def _(x):
-    only(x, "SYNC", "RED", "OR", "AND", "POPC", "DEFER_BLOCKING", "ARV")
+    only(x, "SYNC", "RED", "OR", "AND", "POPC", "DEFER_BLOCKING")
     numbers = [o for o in x.operands if o.kind != "pred"]
-    assert all(o.kind == "imm" for o in numbers) and "ARV" not in x
+    assert all(o.kind == "imm" for o in numbers)
     key = numbers[0].value, numbers[1].value if len(numbers) > 1 else 0
     p = next((pred(o) for o in x.operands if o.kind == "pred"), None)
 
@@ -1702,8 +1302,10 @@ def address(o):
 
 
 SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-CACHE = ("E", "CONSTANT", "EF", "EL", "LU", "EU", "NA", "STRONG", "SYS", "GPU", "SM", "WEAK", "LTC64B", "LTC128B", "LTC256B",
-         "BYPASS", "ACCESS", "PRIVATE", "U")  # fmt: skip
+CACHE = (
+    *("E", "CONSTANT", "EF", "EL", "LU", "EU", "NA", "STRONG", "SYS", "GPU", "SM", "WEAK", "PRIVATE", "U"),
+    *("LTC64B", "LTC128B", "LTC256B", "BYPASS", "ACCESS"),
+)
 
 
 def touch(w, addresses, size, store=False):
@@ -1850,129 +1452,3 @@ def _(x):
             target[into[~full] + k] = 0
 
     return run
-
-
-# --------------------------------------------------------------------------------------------------------------- cycles
-
-# Pipes of a multiprocessor: warp instructions a cycle. Four schedulers issue one each; every pipe is there four times,
-# but for memory.
-RATES = {"issue": 4, "ALU": 2, "FMA": 4, "IMAD": 2, "XU": 0.5, "FP64": 2, "memory": 1, "uniform": 2, "control": 4}
-PIPES = {
-    "FMA": "FADD FMUL FFMA HADD2 HMUL2 HFMA2",
-    "IMAD": "IMAD",
-    "XU": "MUFU F2I I2F F2F POPC FLO BREV FRND",
-    "FP64": "DADD DMUL DFMA DSETP DMNMX",
-    "memory": "LDG STG LDS STS LDC LDGSTS SHFL S2R S2UR MATCH REDUX CCTL ULDC",
-    "control": "BRA JMP EXIT BSSY BSYNC BREAK WARPSYNC ENDCOLLECTIVE CALL RET BAR B2R NOP YIELD MEMBAR DEPBAR LDGDEPBAR",
-}
-PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
-# Cycles until a scoreboard is released: by results, and by operands that have been read.
-LATENCY = {"global": 500, "L2": 260, "L1": 33, "LDS": 29, "SHFL": 23, "LDC": 35, "ULDC": 35, "S2R": 25, "S2UR": 25, "XU": 20, "BAR": 25,
-           "other": 20}  # fmt: skip
-OPERANDS = {"LDG": 14, "STG": 14, "LDGSTS": 14, "STS": 12, "LDS": 10, "SHFL": 10, "other": 8}
-TAKEN = 8  # cycles that a taken branch adds
-BARRIER = 20  # cycles from the last arrival to the next instruction
-
-
-def pipe(x):
-    found = PIPE_OF.get(x.name)
-    return found or ("uniform" if x.name[0] == "U" else "ALU")
-
-
-def passes(x, detail):
-    """Cycles that an access occupies the memory pipe."""
-    if detail is None:
-        return 1
-    if detail[0] == "global":
-        return max(1, detail[2] / 4)  # 128 bytes a cycle
-    return max(1, detail[1])
-
-
-def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
-    """Replays the traces of blocks, a list of lists of warps' traces, on one multiprocessor.
-
-    The blocks of a list run one after the other, the lists side by side. Every scheduler issues at most one instruction
-    a cycle, each warp in order. `copy`: bytes a cycle that memory moves, None for any number. Returns [(list, place in
-    it, cycle of its end)] and [(first cycle, last cycle, bytes)] of the loads that go to memory. `waits`, a Counter:
-    cycles that warps wait for the scoreboards of an instruction, by its number.
-    """
-    heap, free, memory_free, dram, loads, ends = [], {}, 0.0, 0.0, [], []
-    arrived, running, keys = {}, {}, itertools.count()
-
-    def start(slot, place, time):
-        running[slot] = len(blocks[slot][place])
-        for k, trace in enumerate(blocks[slot][place]):
-            scheduler = (slot * len(blocks[slot][place]) + k) % 4
-            w = types.SimpleNamespace(slot=slot, place=place, trace=trace, at=0, scheduler=scheduler)
-            w.boards, w.groups, w.pending = [0.0] * 6, [], []
-            heapq.heappush(heap, (time, next(keys), w))
-
-    for slot in range(len(blocks)):
-        start(slot, 0, 0.0)
-    while heap:
-        time, key, w = heapq.heappop(heap)
-        x, detail = w.trace[w.at]
-        ready = time
-        for b in range(6):
-            if x.wait >> b & 1 and w.boards[b] > ready:
-                ready = w.boards[b]
-        if x.name == "DEPBAR":
-            allowed = int(x.operands[1].value) if len(x.operands) > 1 else 0
-            if len(w.groups) > allowed:
-                ready = max(ready, w.groups[len(w.groups) - allowed - 1])
-        if waits is not None:
-            waits[x.number] += ready - time
-        which = pipe(x)
-        at = w.scheduler, which
-        ready = max(ready, free.get((w.scheduler, "issue"), 0.0), free.get(at, 0.0))
-        if which == "memory":
-            ready = max(ready, memory_free)
-        if ready > time:
-            heapq.heappush(heap, (ready, key, w))
-            continue
-        free[w.scheduler, "issue"] = time + 1
-        if which == "memory":
-            memory_free = max(memory_free, time) + passes(x, detail)
-        else:
-            free[at] = time + 4 / RATES[which]
-        if x.name in ("LDG", "LDGSTS"):
-            new = detail[1] if detail else 0
-            wait = latency if new else LATENCY[detail[4] if detail else "L1"]
-            if copy and new:
-                dram = max(dram, time) + new / copy
-                wait = max(wait, dram - time)
-            if new:
-                loads.append((time, time + wait, new))
-            if x.name == "LDGSTS":
-                w.pending.append(time + wait)
-        else:
-            wait = LATENCY.get(x.name, LATENCY.get(which, LATENCY["other"]))
-            if copy and x.name == "STG" and detail:
-                dram = max(dram, time) + detail[3] / copy
-        if x.name == "LDGDEPBAR":
-            w.groups.append(max(w.pending, default=time))
-            w.pending = []
-        if x.write < 6:
-            w.boards[x.write] = max(w.boards[x.write], time + wait)
-        if x.read < 6:
-            w.boards[x.read] = max(w.boards[x.read], time + OPERANDS.get(x.name, OPERANDS["other"]))
-        w.at += 1
-        after = time + max(x.stall, 1)
-        if w.at < len(w.trace):
-            if which == "control" and w.trace[w.at][0].number != x.number + 1:
-                after += TAKEN
-            if detail and detail[0] == "bar" and detail[2]:
-                meet = w.slot, w.place, id(detail[1])
-                arrived.setdefault(meet, []).append((after, key, w))
-                if len(arrived[meet]) == len({id(v) for v, _ in detail[1][2]}):
-                    for _, k, v in arrived.pop(meet):
-                        heapq.heappush(heap, (after + BARRIER, k, v))
-            else:
-                heapq.heappush(heap, (after, key, w))
-        else:
-            running[w.slot] -= 1
-            if running[w.slot] == 0:
-                ends.append((w.slot, w.place, after))
-                if w.place + 1 < len(blocks[w.slot]):
-                    start(w.slot, w.place + 1, after)
-    return ends, loads

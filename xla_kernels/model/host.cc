@@ -114,8 +114,8 @@ int model_emission_backward(int dtype, const int64_t* sizes, const void* logits,
   const int64_t blank = sizes[3] - 1;
   const EmissionShape shape = {sizes[0], sizes[1], sizes[2], sizes[3], 0, 1, true, false, 1, &blank};
   return cuda::EmissionBackward(
-      DType(dtype),
-      {shape, logits, label, num_frames, norm, &ct_blank, ct_label, nullptr, scale, clamp, dlogits}, nullptr);
+      DType(dtype), {shape, logits, label, num_frames, norm, &ct_blank, ct_label, nullptr, scale, clamp, dlogits},
+      nullptr);
 }
 
 // sizes: B, T, U1, arcs, planes; table: dt, du, may_end, plane, other of all arcs. Returns the elements of the
@@ -125,9 +125,16 @@ int64_t model_lattice(const int64_t* sizes, const int64_t* table, const void* co
                       void* workspace) {
   using namespace jax_rnnt;
   const int64_t n = sizes[3];
-  const LatticeArgs args = {
-      {int(n), int(sizes[4]), table, table + n, table + 2 * n, table + 3 * n, table + 4 * n},
-      sizes[0], sizes[1], sizes[2], log_plane, num_frames, num_labels, loss, grad_plane, workspace};
+  const LatticeArgs args = {{int(n), int(sizes[4]), table, table + n, table + 2 * n, table + 3 * n, table + 4 * n},
+                            sizes[0],
+                            sizes[1],
+                            sizes[2],
+                            log_plane,
+                            num_frames,
+                            num_labels,
+                            loss,
+                            grad_plane,
+                            workspace};
   if (workspace == nullptr) {
     return sizes[0] * cuda::LatticeWorkspace(IsUnitStep(args.topology), n).Elements(sizes[1], sizes[2]);
   }
