@@ -80,7 +80,7 @@ def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
             if x.wait >> b & 1 and w.boards[b] > ready:
                 ready = w.boards[b]
         if x.name == "DEPBAR":
-            allowed = int(x.operands[1].value) if len(x.operands) > 1 else 0
+            allowed = x.operands[1].value
             if len(w.groups) > allowed:
                 ready = max(ready, w.groups[len(w.groups) - allowed - 1])
         if waits is not None:
@@ -114,7 +114,7 @@ def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
                 dram = max(dram, time) + detail[3] / copy
         if x.name == "LDGDEPBAR":
             w.groups.append(max(w.pending, default=time))
-            w.pending = []
+            w.pending, wait = [], w.groups[-1] - time
         if x.write < 6:
             w.boards[x.write] = max(w.boards[x.write], time + wait)
         if x.read < 6:

@@ -74,6 +74,7 @@ class Warp:
         self.trace = []  # (Instruction, detail); detail: what memory or a barrier met, or None
         self.detail = None
         self.group = None
+        self.copies, self.copy_groups = [], []  # of LDGSTS, which have not arrived
         self.local = None  # the stack, at first use
 
     def split(self, group, mask, pc):

@@ -9,6 +9,7 @@ Approximations: MUFU results are rounded from double precision; DFMA rounds the 
 """
 
 import functools
+import itertools
 import re
 
 import numpy as np
@@ -16,6 +17,7 @@ from sass import PT, RZ, UNIFORM, Operand, Unsupported
 
 FULL = 0xFFFFFFFF
 LANES = np.arange(32)
+SHARED_WINDOW = 0x1000  # high word of generic addresses of shared memory
 STACK = 1 << 14  # bytes of local memory of a thread
 
 
@@ -955,6 +957,8 @@ def special(w, name):
         "SR_GTMASK": lambda: FULL & ~((2 << LANES) - 1),
         "SR_GEMASK": lambda: FULL & ~((1 << LANES) - 1),
         "SR_CgaCtaId": lambda: LANES * 0,
+        "SR_SWINHI": lambda: LANES * 0 + SHARED_WINDOW,
+        "SR_SWINLO": lambda: LANES * 0,
         "SRZ": lambda: LANES * 0,
     }
     if name not in values:
@@ -1273,9 +1277,33 @@ def _(x):
     return run
 
 
-@op("NOP", "YIELD", "MEMBAR", "ERRBAR", "CCTL", "DEPBAR", "LDGDEPBAR", "NANOSLEEP", "FENCE", "ACQBULK", "PREEXIT")
+@op("NOP", "YIELD", "MEMBAR", "ERRBAR", "CCTL", "NANOSLEEP", "FENCE", "ACQBULK", "PREEXIT")
 def _(x):
     return lambda w, m: None
+
+
+@op("LDGDEPBAR")
+def _(x):
+    def run(w, m):
+        w.copy_groups.append(w.copies)
+        w.copies = []
+
+    return run
+
+
+@op("DEPBAR")
+def _(x):
+    only(x, "LE")
+    allowed = x.operands[1].value
+
+    def run(w, m):
+        arrived = w.copy_groups[: len(w.copy_groups) - allowed]
+        del w.copy_groups[: len(arrived)]
+        for target, into, words in itertools.chain(*arrived):
+            for k, row in enumerate(words):
+                target[into + k] = row
+
+    return run
 
 
 # ---- memory
@@ -1325,7 +1353,7 @@ def touch(w, addresses, size, store=False):
 
 
 def gather(w, space, addresses, size, what):
-    """uint32 words [n, 1 or more] at the addresses."""
+    """(a memory as words, the indexes of the addresses)."""
     if space is None:
         data, at = w.block.memory.view(addresses, size, what)
     else:
@@ -1443,12 +1471,12 @@ def _(x):
         addresses, places = read(w)[on], write(w)[on]
         target, into = gather(w, w.block.shared, places, size, x.text)
         full = lanes(extra(w))[on] if extra and "ZFILL" in x else np.ones(len(addresses), bool)
+        words = np.zeros((max(1, size // 4), len(addresses)), target.dtype)
         if full.any():
             data, at = gather(w, None, addresses[full], size, x.text)
             touch(w, addresses[full], size)
-            for k in range(max(1, size // 4)):
-                target[into[full] + k] = data[at + k]
-        for k in range(max(1, size // 4)):
-            target[into[~full] + k] = 0
+            for k, row in enumerate(words):
+                row[full] = data[at + k]
+        w.copies.append((target, into, words))  # the words arrive when the warp waits for them
 
     return run
