@@ -23,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 
-import interpreter
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "cuda"))
+import interpreter
 import operations
 import sass
+from cases import GPU_LARGE
 from cycles import RATES, cycles, memory_cycles, pipe
-
-ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = ("softmax_emission", "lattice", "skip_lattice")
-OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"]
+from resources import OPTIONS, ROOT, SOURCES, kernel_name
 
 # ----------------------------------------------------------------------------------------------- the kernels, launched
 
@@ -60,7 +61,8 @@ class Kernels:
                     code, path = [], pathlib.Path(__file__).with_name("host.cc")
                 if out.exists() and out.stat().st_mtime > max(p.stat().st_mtime for p in (path, *headers)):
                     return
-                command = [nvcc, *OPTIONS, *flags, *code, f"-I{root}", "-c", path, "-o", out]
+                options = [f"-I{root}", *OPTIONS, *flags, *code, "-Xcompiler", "-fPIC"]
+                command = [nvcc, *options, "-c", path, "-o", out]
                 if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
                     raise RuntimeError(done.stderr)
 
@@ -71,7 +73,7 @@ class Kernels:
             subprocess.run(["g++", "-shared", "-o", library, *(folder / f"{n}.o" for n in names)], check=True)
             self.kernels = {}
             for source in sources:
-                self.kernels.update(sass.load(folder / f"{source}.cubin", nvdisasm))
+                self.kernels.update(sass.load(folder / f"{source}.cubin", nvdisasm, kernel_name))
             try:
                 self.library = ctypes.CDLL(str(library))
             except OSError as error:
@@ -113,7 +115,7 @@ def run_block(launch, memory, index):
 # ------------------------------------------------------------------------------------------------------------- machine
 
 # H200: the bandwidth of a copy, 4.3 TB/s, in bytes a cycle of one of 132 multiprocessors at 1.98 GHz.
-MULTIPROCESSORS, COPY = 132, 16.45
+COPY = 16.45
 WARPS, REGISTERS, SHARED, BLOCKS = 64, 65536, 228 << 10, 32  # of a multiprocessor
 LOADED = 800  # cycles from a load to its result when memory is busy
 
@@ -128,13 +130,7 @@ def resident(launch):
 
 # ------------------------------------------------------------------------------------------------------------ emission
 
-CASES = {
-    32: (64, 1000, 200),
-    129: (32, 1500, 300),
-    500: (30, 400, 80),
-    1024: (16, 300, 60),
-    4096: (8, 250, 50),
-}  # V: B, T, U
+CASES = {case.V: case.shape[:3] for case in sorted(GPU_LARGE, key=lambda case: case.V)}  # V: B, T, U + 1
 DTYPES = {"float16": (0, np.uint16), "bfloat16": (1, np.uint16), "float32": (2, np.float32)}
 # Of all rows: their number, bytes moved, instructions by pipe, cycles of the memory pipe. Of a multiprocessor: most
 # bytes of loads in flight, and bytes moved a cycle if blocks do not slow each other down.
@@ -158,8 +154,7 @@ class EmissionProblem:
 
     def __init__(self, V, dtype, offset=0, rows=256, seed=0, case=None):
         self.memory, self.dtype = interpreter.Memory(), dtype
-        self.B, self.T, U = case or CASES[V]
-        self.V, self.U1 = V, U + 1
+        self.V, (self.B, self.T, self.U1) = V, case or CASES[V]
         self.code, kind = DTYPES[dtype]
         random = np.random.default_rng(seed)
         nodes = self.B * self.T * self.U1
@@ -294,12 +289,12 @@ class LatticeProblem:
         return kernels.call("model_lattice", *arguments, self.memory.zeros(size))
 
     def run(self, kernels):
-        """{(kernel, block): cycles of the block}; blocks of launches with two of them, the sweeps."""
+        """Runs all launches. Returns {(kernel, block): cycles of the block} of the sweeps."""
         found = {}
         for launch in self.launches(kernels):
             for index in np.ndindex(launch.grid):
                 block = run_block(launch, self.memory, index)
-                if launch.grid[0] == 2 and launch.grid[1] == 1 and launch.block[1] == 1:
+                if "Sweep" in launch.kernel.name:
                     ends, _ = cycles([[[w.trace for w in block.warps]]])
                     found[launch.kernel.name, index[0]] = ends[0][2]
         return found

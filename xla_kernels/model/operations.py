@@ -569,7 +569,7 @@ def _(x):
 def _(x):
     only(x)
     d, a = x.operands[0].index, integer(x.operands[1], x)
-    return lambda w, m: put(w, d, np.bitwise_count(a(w)).astype(np.uint32), m)
+    return lambda w, m: put(w, d, np.array([k.bit_count() for k in a(w).tolist()], np.uint32), m)
 
 
 @op("BREV")

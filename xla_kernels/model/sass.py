@@ -116,8 +116,8 @@ class Instruction:
 class Kernel:
     """Code of a kernel, sizes of its parameters, and what a block of it takes."""
 
-    def __init__(self, symbol, name, lines, registers, shared, parameters, constants):
-        self.symbol, self.name, self.registers, self.shared = symbol, name, registers, shared
+    def __init__(self, name, lines, registers, shared, parameters, constants):
+        self.name, self.registers, self.shared = name, registers, shared
         self.parameters, self.constants = parameters, constants  # [(offset, size)]; {bank: bytes}
         self._lines, self._code = lines, None
 
@@ -141,46 +141,35 @@ class Kernel:
         return self._code
 
 
-def load(cubin, nvdisasm):
-    """{symbol: Kernel} of a cubin."""
+def load(cubin, nvdisasm, name_of=str):
+    """{symbol: Kernel} of a cubin. `name_of` shortens a symbol."""
     data = pathlib.Path(cubin).read_bytes()
-    text = subprocess.run([nvdisasm, "-c", "-hex", cubin], capture_output=True, text=True, check=True).stdout
+
+    def text_at(start):
+        return data[start : data.index(b"\0", start)].decode()
+
     start, count, names = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 60))
     headers = [struct.unpack_from("<IIQQQQIIQQ", data, start + 64 * i) for i in range(count)]
-    sections = {}
-    for header in headers:
-        at = headers[names][4] + header[0]
-        sections[data[at : data.index(b"\0", at)].decode()] = header
-    registers, info, at = {}, sections[".nv.info"], sections[".symtab"][4]
-    names = headers[sections[".symtab"][6]][4]
-    for symbol, value in attributes(data[info[4] : info[4] + info[5]], 0x2F, "<II"):  # EIATTR_REGCOUNT
-        start = names + struct.unpack_from("<I", data, at + 24 * symbol)[0]
-        registers[data[start : data.index(b"\0", start)].decode()] = value
+    sections = {text_at(headers[names][4] + header[0]): header for header in headers}
+    content = {name: data[header[4] : header[4] + header[5]] for name, header in sections.items()}
+    strings, registers = headers[sections[".symtab"][6]][4], {}
+    for entry, value in attributes(content[".nv.info"], 0x2F, "<II"):  # EIATTR_REGCOUNT
+        registers[text_at(strings + struct.unpack_from("<I", content[".symtab"], 24 * entry)[0])] = value
+
+    code = subprocess.run([nvdisasm, "-c", "-hex", cubin], capture_output=True, text=True, check=True).stdout
     kernels = {}
-    symbols = [part.partition(":\n")[0] for part in text.split("\n.text.")[1:]]
-    short = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout.splitlines()
-    for part, symbol, name in zip(text.split("\n.text.")[1:], symbols, short):
-        name = name.replace("jax_rnnt::cuda::", "").replace("(anonymous namespace)", "")
-        name = re.search(r"(\w+(?:<[^()]*>)?)\(", name)[1]
-        info = sections[f".nv.info.{symbol}"]
+    for part in code.split("\n.text.")[1:]:
+        symbol, _, lines = part.partition(":\n")
+        found = attributes(content[f".nv.info.{symbol}"], 0x17, "<IHHI")  # EIATTR_KPARAM_INFO
+        parameters = {ordinal: (offset, bits >> 18) for _, ordinal, offset, bits in found}
         shared = sections.get(f".nv.shared.{symbol}")
-        constants = {}
-        for bank in range(18):
-            if section := sections.get(f".nv.constant{bank}.{symbol}" if bank != 3 else ".nv.constant3"):
-                constants[bank] = data[section[4] : section[4] + section[5]]
         kernels[symbol] = Kernel(
-            symbol,
-            name,
-            part.splitlines()[1:],
+            name_of(symbol),
+            lines.splitlines(),
             registers[symbol],
             shared[5] if shared else SHARED_BASE,
-            [
-                (offset, bits >> 18)
-                for _, _, offset, bits in sorted(  # EIATTR_KPARAM_INFO
-                    attributes(data[info[4] : info[4] + info[5]], 0x17, "<IHHI"), key=lambda x: x[1]
-                )
-            ],
-            constants,
+            [parameters[k] for k in sorted(parameters)],
+            {k: content[name] for k in range(18) if (name := f".nv.constant{k}.{symbol}") in content},
         )
     return kernels
 
