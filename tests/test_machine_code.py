@@ -101,10 +101,13 @@ def test_64_bit_addition_and_comparison():
     """Pairs (R3:R2) and (R5:R4): sum, difference and product by two instructions with a carry, and their order."""
     w = warp()
     w.registers[5, ::2] = w.registers[3, ::2]  # equal high words
+    w.registers[2, :4] = 0  # a difference without borrow
     execute(w, "IADD3 R10, P2, R2, R4, RZ")
     execute(w, "IADD3.X R11, R3, R5, RZ, P2, !PT")
     execute(w, "IADD3 R12, P2, R2, -R4, RZ")
     execute(w, "IADD3.X R13, R3, ~R5, RZ, P2, !PT")
+    execute(w, "LEA R18, P2, -R2, R4, 0x1")
+    execute(w, "IMAD.X R19, RZ, RZ, ~RZ, P2")
     execute(w, "IMAD.WIDE.U32 R14, R2, R4, R6")
     execute(w, "IMAD.WIDE R16, R2, R4, RZ")
     execute(w, "ISETP.LT.U32.AND P3, PT, R2, R4, PT")
@@ -119,6 +122,7 @@ def test_64_bit_addition_and_comparison():
     for lane in range(32):
         a, b, c = (pair(r, lane) for r in (2, 4, 6))
         low, other = int(w.registers[2, lane]), int(w.registers[4, lane])
+        assert pair(18, lane) == (other - low * 2 % WORD) % 2**64
         assert pair(10, lane) == (a + b) % 2**64
         assert pair(12, lane) == (a - b) % 2**64
         assert pair(14, lane) == (low * other + c) % 2**64

@@ -343,7 +343,9 @@ def _(x):
     carry = pred(rest.pop()) if "X" in x else None
     oc = rest.pop(0) if "HI" in x and "SX32" not in x else None
     shift = np.uint64(rest[0].value)
-    a, b, c = integer(oa, x), addend(ob, x), integer(oc, x) if oc else None
+    a, b, c = words(oa, x), addend(ob, x), integer(oc, x) if oc else None
+    assert not oa.inverted
+    assert not (oa.negative and "HI" in x)
 
     def lea(w, m):
         low = a(w)
@@ -352,6 +354,8 @@ def _(x):
             v = (low | high.astype(np.uint64) << np.uint64(32)) << shift >> np.uint64(32)
         else:
             v = low.astype(np.uint64) << shift & np.uint64(FULL)
+        if oa.negative:  # as in addend
+            v = np.uint64(1 << 32) - v
         v = v + b(w)
         if carry:
             v = v + lanes(carry(w)).astype(np.uint64)
