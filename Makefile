@@ -9,7 +9,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 OLDEST_JAX = 0.6.2
 comma = ,
 
-.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
+.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check cuda-model bench bench-peers bench-variants bench-joint lint format clean
 
 setup: $(VENV)/.installed
 
@@ -88,8 +88,13 @@ emulation: setup build/emulation/.installed
 	  $(NO_KERNEL:%=--ignore tests/test_%.py) $(ARGS)
 
 # Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
-cuda-check:
+cuda-check: setup
 	$(PYTHON) xla_kernels/cuda/resources.py --check
+	$(BIN)/python xla_kernels/model/model.py --check
+
+# Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=--write: into docs/cuda.md.
+cuda-model: setup
+	$(BIN)/python xla_kernels/model/model.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py $(ARGS)
