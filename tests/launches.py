@@ -165,13 +165,15 @@ def _target_of(x):
 
 
 def _flops(x, own):
-    """(whether an operand has 32 bits or more, flop) of a product."""
+    """(whether an operand has 32 bits or more and is not split into 16-bit parts, flop) of a product."""
     if x.opcode != "dot":
         raise ValueError(f"a product that this program does not count: {x.name} {x.rest[:80]}")
     (dtype, left), (other, _) = (arrays(own[name].shape)[0] for name in x.operands[:2])
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)[1]
     summed = math.prod(left[int(i)] for i in contracted.split(",") if i)
-    return max(WIDTHS[dtype], WIDTHS[other]) > 2, 2 * summed * math.prod(arrays(x.shape)[0][1])
+    parts = re.search(r"algorithm=dot_bf16_bf16_f32(?:_x(\d))?", x.rest)
+    wide = max(WIDTHS[dtype], WIDTHS[other]) > 2 and not parts
+    return wide, 2 * summed * math.prod(arrays(x.shape)[0][1]) * int(parts and parts[1] or 1)
 
 
 def _sort_launches(x):

@@ -38,8 +38,8 @@ class Linear:
 
     def _logits(self, parameters, hidden):
         weight, *bias = parameters
-        logits = _product(hidden, weight, "nh,hv->nv")
-        return (logits + bias[0].astype(logits.dtype)[None] if bias else logits).astype(weight.dtype)
+        logits = hidden @ weight
+        return logits + bias[0].astype(logits.dtype)[None] if bias else logits
 
     def logits(self, parameters, encoder, predictor):
         wide = accumulation_dtype(parameters[0].dtype)
@@ -49,21 +49,31 @@ class Linear:
     def pullback(self, parameters, encoder, predictor):
         weight, *bias = parameters
         wide = accumulation_dtype(weight.dtype)
-        hidden, pull = jax.vjp(self._hidden, encoder.astype(wide), predictor.astype(wide))
+        hidden = self._hidden(encoder.astype(wide), predictor.astype(wide))
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
-        def gradients(x):
-            of_hidden = _product(x, weight, "nv,hv->nh").reshape(shape)
-            of_weight = _product(hidden, x, "nh,nv->hv")
-            of_bias = [jnp.sum(x, 0, dtype=wide) for _ in bias]
-            return [of_weight, *of_bias], *pull(of_hidden)
+        def gradients(x, totals, encoder, predictor):
+            made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
+            made += [jnp.sum(x.reshape(len(encoder), -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
+            # First of all, so that the memory of the hidden units is free for their gradient.
+            x, totals = jax.lax.optimization_barrier((x, [a + b for a, b in zip(totals, made)]))
+            rows = encoder.astype(wide)[:, :, None] + predictor.astype(wide)[:, None]
+            _, pull = jax.vjp(self.activation, rows)
+            (of_rows,) = pull((x @ weight.T).reshape(shape).astype(wide))
+            if weight.dtype != wide:  # kept in 16 bits: XLA would keep the float32 sum
+                of_rows = jax.lax.optimization_barrier(of_rows.astype(weight.dtype)).astype(wide)
+            return totals, jnp.sum(of_rows, 2), jnp.sum(of_rows, 1)
 
         return self._logits(parameters, hidden), gradients
 
+    def zeros(self, parameters, blocks):
+        """Where the gradients of the parameters are summed; that of the bias for each block of a tile alone."""
+        weight, *bias = (jnp.zeros(x.shape, accumulation_dtype(parameters[0].dtype)) for x in parameters)
+        return [weight, *(jnp.broadcast_to(x, (blocks, *x.shape)) for x in bias)]
 
-def _product(x, y, dimensions):
-    """A matrix product, summed and returned in float32 or better."""
-    return jnp.einsum(dimensions, x, y, preferred_element_type=accumulation_dtype(y.dtype))
+    def totals(self, sums):
+        weight, *bias = sums
+        return [weight, *(jnp.sum(x, 0) for x in bias)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +101,18 @@ class Rows:
         made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
         logits, of_values = self.function.vjp(*parameters, *made)
 
-        def gradients(x):
-            *of_parameters, of_encoder, of_predictor = of_values(x)
-            return of_parameters, *pull([of_encoder, of_predictor])
+        def gradients(x, totals, *_):
+            *made, of_encoder, of_predictor = of_values(x)
+            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([of_encoder, of_predictor])
 
         return logits, gradients
+
+    def zeros(self, parameters, blocks):
+        """Where the gradients of the parameters are summed."""
+        return [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if _xla.is_trained(x)]
+
+    def totals(self, sums):
+        return sums
 
 
 def sum_dtype(x):
