@@ -25,43 +25,63 @@ def pair(encoder, predictor):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,)."""
+    """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,).
+
+    On a CPU (`wide`), products are rounded to the dtype of the weight after the next operation, and hidden units are
+    kept for their gradient. Elsewhere memory traffic costs more than arithmetic: products are rounded at once, and
+    hidden units are made again.
+    """
 
     activation: Callable[[jax.Array], jax.Array]
+    wide: bool = True
     random = False
 
     def differentiable(self):
         return self
 
-    def _hidden(self, encoder, predictor):
-        return self.activation(encoder[:, :, None] + predictor[:, None])
+    def lowered_for(self, platforms):
+        """The same for these platforms."""
+        return dataclasses.replace(self, wide=platforms == ("cpu",))
+
+    def fence(self, x):
+        """x, of which XLA knows nothing: it shares no result with x itself. On a CPU it would copy x."""
+        return x if self.wide else jax.lax.optimization_barrier(x)
+
+    def _sum(self, dtype, encoder, predictor):
+        wide = accumulation_dtype(dtype)
+        return encoder.astype(wide)[:, :, None] + predictor.astype(wide)[:, None]
+
+    def _product(self, x, weight, dimensions):
+        """A matrix product, summed in float32 or better."""
+        wide = accumulation_dtype(weight.dtype) if self.wide else weight.dtype
+        return jnp.einsum(dimensions, x, weight, preferred_element_type=wide)
 
     def _logits(self, parameters, hidden):
         weight, *bias = parameters
-        logits = hidden @ weight
-        return logits + bias[0].astype(logits.dtype)[None] if bias else logits
+        logits = self._product(hidden, weight, "nh,hv->nv")
+        return (logits + bias[0].astype(logits.dtype)[None] if bias else logits).astype(weight.dtype)
 
     def logits(self, parameters, encoder, predictor):
-        wide = accumulation_dtype(parameters[0].dtype)
-        hidden = self._hidden(encoder.astype(wide), predictor.astype(wide))
-        return self._logits(parameters, hidden.reshape(-1, hidden.shape[-1]).astype(parameters[0].dtype))
+        dtype = parameters[0].dtype
+        hidden = self.activation(self._sum(dtype, encoder, predictor))
+        return self._logits(parameters, hidden.reshape(-1, hidden.shape[-1]).astype(dtype))
 
     def pullback(self, parameters, encoder, predictor):
         weight, *bias = parameters
         wide = accumulation_dtype(weight.dtype)
-        hidden = self._hidden(encoder.astype(wide), predictor.astype(wide))
+        hidden = self.activation(self._sum(weight.dtype, encoder, predictor))
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
         def gradients(x, totals, encoder, predictor):
             made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
-            made += [jnp.sum(x.reshape(len(encoder), -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
+            made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
             # First of all, so that the memory of the hidden units is free for their gradient.
-            x, totals = jax.lax.optimization_barrier((x, [a + b for a, b in zip(totals, made)]))
-            rows = encoder.astype(wide)[:, :, None] + predictor.astype(wide)[:, None]
-            _, pull = jax.vjp(self.activation, rows)
-            (of_rows,) = pull((x @ weight.T).reshape(shape).astype(wide))
-            if weight.dtype != wide:  # kept in 16 bits: XLA would keep the float32 sum
-                of_rows = jax.lax.optimization_barrier(of_rows.astype(weight.dtype)).astype(wide)
+            x, totals = self.fence((x, [a + b for a, b in zip(totals, made)]))
+            _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor))
+            (of_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
+            if not self.wide:
+                # Two sums read it. Without the fence, XLA keeps it in float32.
+                of_rows = self.fence(of_rows.astype(weight.dtype)).astype(wide)
             return totals, jnp.sum(of_rows, 2), jnp.sum(of_rows, 1)
 
         return self._logits(parameters, hidden), gradients
@@ -89,6 +109,12 @@ class Rows:
 
     def differentiable(self):
         return dataclasses.replace(self, function=self.function.differentiable())
+
+    def lowered_for(self, platforms):
+        return self
+
+    def fence(self, x):
+        return x
 
     def logits(self, parameters, encoder, predictor):
         return self.function(*parameters, *pair(encoder, predictor))

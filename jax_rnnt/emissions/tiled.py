@@ -171,9 +171,9 @@ class Tiled(Wrapper):
 
     def lowered_for(self, platforms):
         """The same with the tiles of these platforms."""
-        if platforms == ("cpu",):
-            return self
-        return dataclasses.replace(self, **dict(zip(("frames", "columns", "blocks"), self.elsewhere)))
+        joint = self.joint.lowered_for(platforms)
+        frames, columns, blocks = (self.frames, self.columns, self.blocks) if platforms == ("cpu",) else self.elsewhere
+        return dataclasses.replace(self, joint=joint, frames=frames, columns=columns, blocks=blocks)
 
     # ---- the interface of `Emission`
 
@@ -354,7 +354,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
     inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
     planes = [jnp.where(inside, tiled.join(x[place], shape), fill) for x, (_, fill) in zip(stores, made)]
-    return jax.lax.optimization_barrier(planes), []  # all at once, so that none keeps the memory of `stores`
+    return planes, []
 
 
 def _negligible(cotangents, scale, clamp):
@@ -401,10 +401,8 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         per_row = [jnp.repeat(x[tile.sequence], tiled.frames * tiled.columns) for x in (scale, clamp)]
         operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
         of_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
-        again = tile
-        if platforms != ("cpu",):  # hidden units are made again: cheaper than to keep them in float32
-            again = tiled.tile(jax.lax.optimization_barrier(i), work, encoder, predictor, label, num_frames, num_labels)
         of_states, infinite, totals = sums
+        again = tiled.tile(tiled.joint.fence(i), work, encoder, predictor, label, num_frames, num_labels)
         totals, of_encoder, of_predictor = pull(of_logits, totals, again.encoder, again.predictor)
         made = [
             _add_blocks(x, g, *(tiled.part(i, goal) for goal in each), platforms)
