@@ -122,6 +122,18 @@ class Program:
                     found[target] = self.of(x.called("body")) + self.of(x.called("condition"))
         return found
 
+    def describe(self):
+        """Prints the kernels of a turn of each loop."""
+        for own in list(self.computations.values()):
+            for loop in own.values():
+                if loop.opcode == "while" and (target := self._target(loop.called("body"))):
+                    print(f"\n{target}: {self._turns(loop)} turns")
+                    body = self.computations[loop.called("body")]
+                    for x in body.values():
+                        if x.opcode != "while" and (cost := self.instruction(x, body)).launches:
+                            flops = (cost.tensor + cost.vector) / 1e9
+                            print(f"  {x.name:45} {cost.bytes / 1e6:8.1f} MB {flops:8.1f} Gflop  {x.shape[:80]}")
+
     def _target(self, body):
         targets = [_target_of(x) for x in self.computations[body].values() if x.opcode == "custom-call"]
         return next((t for t in targets if t in self.tiles), None)

@@ -43,12 +43,13 @@ class Joint(typing.NamedTuple):
 
 def tiled(logits: Joint, inner: Emission):
     """(emission, its logits) in tiles."""
+    planes = len(jax.tree.leaves(_made(inner, 1, logits.classes, logits.dtype)))
 
     def choice(platform):
         """Frames and columns of a block, and blocks of a tile."""
         block = block_of(logits.shape[-3:-1], platform)
         blocks = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], block)) * math.prod(logits.shape[:-3])
-        tiles = -(-blocks // max((logits.chunk or _rows(logits, platform)) // math.prod(block), 1))
+        tiles = -(-blocks // max((logits.chunk or _rows(logits, planes, platform)) // math.prod(block), 1))
         blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
         return *block, blocks if platform == "cpu" or tiles <= 1 else _rounded(blocks, math.prod(block))
 
@@ -58,6 +59,13 @@ def tiled(logits: Joint, inner: Emission):
     joint, parameters = split(logits.function, logits.joint, math.prod(own), logits.encoder, logits.predictor)
     emission = Tiled(inner, joint, logits.classes, logits.dtype, *own, elsewhere)
     return emission, (parameters, logits.encoder, logits.predictor)
+
+
+def _made(inner: Emission, rows: int, classes: int, dtype, strict=False):
+    """Types of (planes, residuals) that the inner emission makes of a tile."""
+    logits = jax.ShapeDtypeStruct((rows, 1, 1, classes), dtype)
+    nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,))]
+    return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, tuple(nodes))
 
 
 def materialized(logits: Joint, emission: Emission, targets, num_frames, num_labels):
@@ -84,19 +92,21 @@ def materialized(logits: Joint, emission: Emission, targets, num_frames, num_lab
 _BUDGET = 256e6  # bytes
 
 
-def _rows(logits: Joint, platform: str) -> int:
-    """Rows of a tile: few enough for the caches (CPU), enough to hide a launch of each kernel (others).
+def _rows(logits: Joint, planes: int, platform: str) -> int:
+    """Rows of a tile: few enough for the caches (CPU), enough to hide the launches of its kernels (others).
 
-    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. Elsewhere a
-    tile may have an eighth of the logits, at most 256 MB; planes, sums of gradients and sums of blocks take a quarter.
+    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. Elsewhere the
+    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it.
     """
     units = [x.shape[-1] for x in (logits.encoder, logits.predictor)]
     if platform == "cpu":
         return min(max((1 << 21) // (logits.classes + sum(units)), 256, min(max(units), 1024)), 4096)
-    width = np.dtype(logits.dtype).itemsize
-    most = min(_BUDGET, width * math.prod(logits.shape) / 8)
-    # Logits, hidden units and their gradient.
-    return max(int(0.75 * most / (width * (logits.classes + max(units)))), 1024)
+    width, sums = logits.dtype.itemsize, np.dtype(sum_dtype(logits)).itemsize
+    most = 0.94 * min(_BUDGET, width * math.prod(logits.shape) / 8)
+    fixed = sums * (logits.encoder.size + logits.predictor.size + planes * math.prod(logits.shape[:-1]))
+    # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
+    row = width * (logits.classes + max(units) + (0 if isinstance(logits.joint, LinearJoint) else sum(units)))
+    return max(int(max(most - fixed, most / 4) / row), 1024)
 
 
 def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
@@ -112,8 +122,8 @@ def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
 
 
 def _rounded(blocks: int, nodes: int) -> int:
-    """Blocks of a tile such that its rows are a multiple of 128: else XLA copies the operands of products to pad them."""
-    step = 128 // math.gcd(128, nodes)
+    """Blocks of a tile such that its rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    step = 64 // math.gcd(64, nodes)
     return -(-blocks // step) * step
 
 
@@ -228,10 +238,7 @@ class Tiled(Wrapper):
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
-        size = self.frames * self.columns * self.blocks
-        logits = jax.ShapeDtypeStruct((size, 1, 1, self.classes), self.dtype)
-        nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size, 1, 1), (size,))]
-        made = jax.eval_shape(functools.partial(self.inner.forward, strict=strict), logits, tuple(nodes))
+        made = _made(self.inner, self.frames * self.columns * self.blocks, self.classes, self.dtype, strict)
         planes, saved = (jax.tree.leaves(x) for x in made)
         return ([(x, -math.inf) for x in planes], [(x, 0) for x in saved]), jax.tree.structure(made)
 
@@ -330,6 +337,16 @@ def _flat(batch, *arrays):
     return [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
 
 
+def _for_each(tiles, step, carry):
+    """`fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
+
+    def turn(state):
+        i, _, carry = state
+        return i + 1, i + 1 < tiles, step(i, carry)
+
+    return jax.lax.while_loop(lambda state: state[1], turn, (jnp.int32(0), tiles > 0, carry))[2]
+
+
 def _forward_tiles(static, parameters, batched, grouped, platforms):
     """Planes and residuals [B, T, U1]."""
     tiled, strict = static
@@ -349,7 +366,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     (planes, saved), _ = tiled._planes(strict)
     made = *planes, *saved  # of one dtype
     stores = jnp.zeros((len(made), work.block.size, tiled.frames * tiled.columns), made[0][0].dtype)
-    stores = jax.lax.fori_loop(0, work.tiles, step, stores)
+    stores = _for_each(work.tiles, step, stores)
     place = jnp.maximum(jnp.cumsum(flags.reshape(-1), dtype=jnp.int32) - 1, 0)
     frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
     inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
@@ -418,7 +435,7 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     ]
     infinite = jnp.zeros(work.block.size, bool)
     totals = tiled.joint.zeros(parameters, tiled.blocks)
-    states, infinite, totals = jax.lax.fori_loop(0, work.tiles, step, (states, infinite, totals))
+    states, infinite, totals = _for_each(work.tiles, step, (states, infinite, totals))
     totals = tiled.joint.totals(totals)
     bad = bad.at[work.sequence].max(infinite & work.live)
     used = (
