@@ -11,6 +11,7 @@ same T and U and of unit logits; fewer classes and units do for that. Beside it 
 """
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
@@ -61,11 +62,13 @@ def compiled_for_h100(step, loss, case, dtype=jnp.bfloat16):
     config = (Path(__file__).parents[1] / "tests" / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("data",)), PartitionSpec())
-    spec = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    integers = lambda *shape: spec(*shape, dtype=np.int32)
+
+    def spec(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
     parameters = spec(case.H, case.V), spec(case.V)
     rows = spec(case.B, case.T, case.H), spec(case.B, case.U + 1, case.H)
-    rest = integers(case.B, case.U), integers(case.B), integers(case.B)
+    rest = [spec(*shape, dtype=np.int32) for shape in ((case.B, case.U), (case.B,), (case.B,))]
     tiles, lowered_for = [], tiled.Tiled.lowered_for
 
     def seen(self, platforms):
@@ -78,8 +81,7 @@ def compiled_for_h100(step, loss, case, dtype=jnp.bfloat16):
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(tiled.Tiled, "lowered_for", seen),
     ):
-        run = lambda *arguments: step(loss, *arguments)
-        lowered = jax.jit(jax.value_and_grad(run, (0, 1))).lower(parameters, rows, rest)
+        lowered = jax.jit(jax.value_and_grad(functools.partial(step, loss), (0, 1))).lower(parameters, rows, rest)
     # Autotuning products would need a GPU.
     return lowered.compile({"xla_gpu_autotune_level": 0}), tiles[-1] if tiles else None
 
@@ -88,7 +90,10 @@ def listed(loss, case, block, seed=0):
     """Blocks that the forward pass and the backward pass list, for a newly initialised network."""
     rng = np.random.default_rng(seed)
     classes, units = 128, 64
-    draw = lambda *shape: rng.standard_normal(shape, np.float32)
+
+    def draw(*shape):
+        return rng.standard_normal(shape, np.float32)
+
     weight = draw(units, classes + len(getattr(loss, "durations", ()))) * np.float32(units**-0.5)
     rows = draw(case.B, case.T, units), draw(case.B, case.U + 1, units)
     rest = rng.integers(0, classes - 1, (case.B, case.U), np.int32), *case.lengths

@@ -18,8 +18,8 @@ KERNELS = {
 }
 # Instructions without a kernel; `while` and `call` count what they run.
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "while",
-    "call", "conditional", "opt-barrier", "optimization-barrier",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "while", "call", "opt-barrier",
 }  # fmt: skip
 LAUNCH, TENSOR_FLOPS, VECTOR_FLOPS, BANDWIDTH = 2.5e-6, 600e12, 50e12, 4.3e12  # seconds, 16-bit and float32 flop/s, B/s
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -139,7 +139,7 @@ class Program:
         return next((t for t in targets if t in self.tiles), None)
 
     def _turns(self, x):
-        if known := re.search(r'known_trip_count[^\d]*(\d+)', x.rest):
+        if known := re.search(r"known_trip_count[^\d]*(\d+)", x.rest):
             return int(known[1])
         target = self._target(x.called("body"))
         if target is None:
@@ -185,7 +185,7 @@ def _flops(x, own):
     summed = math.prod(left[int(i)] for i in contracted.split(",") if i)
     parts = re.search(r"algorithm=dot_bf16_bf16_f32(?:_x(\d))?", x.rest)
     wide = max(WIDTHS[dtype], WIDTHS[other]) > 2 and not parts
-    return wide, 2 * summed * math.prod(arrays(x.shape)[0][1]) * int(parts and parts[1] or 1)
+    return wide, 2 * summed * math.prod(arrays(x.shape)[0][1]) * int((parts and parts[1]) or 1)
 
 
 def _sort_launches(x):

@@ -200,7 +200,7 @@ JOINTS = {
 
 @pytest.fixture(scope="module", params=JOINTS)
 def by_default(request):
-    """(program, its text, the share of the limits that it may take, types of its loops' tiles): no `chunk`, bfloat16."""
+    """(program, its text, how much of the limit it may take, rows of a tile, nodes): no `chunk`, bfloat16."""
     loss, kind, share = JOINTS[request.param]
     sharding = NamedSharding(mesh_of(1), P())
     batch, frames, labels, classes, width = 32, 400, 128, 1024, 640
@@ -214,7 +214,8 @@ def by_default(request):
     def spec(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    parameters, rows = (spec(width, classes), spec(classes)), (spec(batch, frames, width), spec(batch, labels + 1, width))
+    parameters = spec(width, classes), spec(classes)
+    rows = spec(batch, frames, width), spec(batch, labels + 1, width)
     rest = spec(batch, labels, dtype=np.int32), spec(batch, dtype=np.int32), spec(batch, dtype=np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")  # decides the rows of a tile for a function
@@ -222,14 +223,13 @@ def by_default(request):
     compiled = lowered.compile({"xla_gpu_autotune_level": 0})
     text = compiled.as_text()
     rows = max(int(n) for n in re.findall(rf"bf16\[(\d+),1,1,{classes}\]", text))
-    # Full blocks alone: those at the edges are a part of a tile more.
     return compiled, text, share, rows, batch * frames * (labels + 1)
 
 
 def test_launches_of_tiles(by_default):
     """With all blocks listed; each launch costs about 2.5 us, the products of the step 15 ms."""
     _, text, share, rows, nodes = by_default
-    turns = 1.03 * nodes / rows
+    turns = 1 + 1.03 * nodes / rows  # of which a block's edges take 1%
     tiles = dict.fromkeys(("jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"), turns)
     assert launches.Program(text, tiles).total.launches <= 1200 * share
 

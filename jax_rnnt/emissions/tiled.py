@@ -57,7 +57,8 @@ def tiled(logits: Joint, inner: Emission):
     linear = isinstance(logits.joint, LinearJoint)
     own, elsewhere = (choice(platform if linear else jax.default_backend()) for platform in ("cpu", "other"))
     joint, parameters = split(logits.function, logits.joint, math.prod(own), logits.encoder, logits.predictor)
-    emission = Tiled(inner, joint, logits.classes, logits.dtype, *own, elsewhere)
+    frames, columns, blocks = own
+    emission = Tiled(inner, joint, logits.classes, logits.dtype, frames, columns, blocks, elsewhere)
     return emission, (parameters, logits.encoder, logits.predictor)
 
 
@@ -122,7 +123,7 @@ def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
 
 
 def _rounded(blocks: int, nodes: int) -> int:
-    """Blocks of a tile such that its rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    """Blocks of a tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
     step = 64 // math.gcd(64, nodes)
     return -(-blocks // step) * step
 
@@ -422,8 +423,8 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         again = tiled.tile(tiled.joint.fence(i), work, encoder, predictor, label, num_frames, num_labels)
         totals, of_encoder, of_predictor = pull(of_logits, totals, again.encoder, again.predictor)
         made = [
-            _add_blocks(x, g, *(tiled.part(i, goal) for goal in each), platforms)
-            for x, g, each in zip(of_states, (of_encoder, of_predictor), goals)
+            _add_blocks(x, g, tiled.part(i, place), tiled.part(i, goal), platforms)
+            for x, g, (place, goal) in zip(of_states, (of_encoder, of_predictor), goals)
         ]
         of_states, flags = zip(*made)
         infinite = jax.lax.dynamic_update_slice_in_dim(infinite, flags[0] | flags[1], i * tiled.blocks, 0)
@@ -465,7 +466,7 @@ def _add_blocks(sums, x, place, goal, platforms):
     finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN
     x = jnp.where(finite, x, 0).astype(sums.dtype)
     if len(place) > 1:
-        picks = (_row(len(place)).T == place[None]).astype(sums.dtype)
+        picks = (place[None] == _row(len(place)).T).astype(sums.dtype)
         x = jnp.einsum("rs,sth->rth", picks, x, precision=_exact(sums.dtype, platforms))
     return sums.at[goal].add(x, mode="drop", unique_indices=True), ~jnp.all(finite, (1, 2))
 
