@@ -51,7 +51,7 @@ def tiled(logits: Joint, inner: Emission):
         blocks = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], block)) * math.prod(logits.shape[:-3])
         tiles = -(-blocks // max((logits.chunk or _rows(logits, planes, platform)) // math.prod(block), 1))
         blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
-        return *block, blocks if platform == "cpu" or tiles <= 1 else _rounded(blocks, math.prod(block))
+        return *block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block))
 
     # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
     linear = isinstance(logits.joint, LinearJoint)
@@ -119,22 +119,22 @@ def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
     frames, columns = (max(n, 1) for n in shape)
     if platform == "cpu":
         return min(_power_of_two(frames // 20, 4, 16), frames), min(_power_of_two(columns // 20, 4, 8), columns)
-    return _divisor(frames, 16, 24), _divisor(columns, 8, 12)
+    return _divisor(frames, (24, 20, 16)), _divisor(columns, (12, 10, 8))
 
 
 def _rounded(blocks: int, nodes: int) -> int:
-    """Blocks of a tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    """Blocks of a large tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
     step = 64 // math.gcd(64, nodes)
-    return -(-blocks // step) * step
+    return blocks if blocks < 4 * step else -(-blocks // step) * step
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
     return min(max(1 << max(n, 1).bit_length() - 1, low), high)
 
 
-def _divisor(n: int, low: int, high: int) -> int:
-    """The size from `low` to `high` whose multiples exceed n the least; n where that is smaller."""
-    return min(n, min(range(high, low - 1, -1), key=lambda size: -n % size))
+def _divisor(n: int, sizes: tuple[int, ...]) -> int:
+    """The size whose multiples exceed n the least; n where that is smaller."""
+    return min(n, min(sizes, key=lambda size: -n % size))
 
 
 # ------------------------------------------------------------------------------------------------------- the tiles
@@ -463,7 +463,7 @@ def _add_blocks(sums, x, place, goal, platforms):
     Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. What is not finite
     is left out: the product would spread it.
     """
-    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN
+    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN; the largest numbers round to inf in 16 bits
     x = jnp.where(finite, x, 0).astype(sums.dtype)
     if len(place) > 1:
         picks = (place[None] == _row(len(place)).T).astype(sums.dtype)
