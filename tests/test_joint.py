@@ -141,12 +141,12 @@ def test_overflow_stays_in_its_sequence(elsewhere):
 
 def test_places_of_sums_are_distinct():
     """No two blocks of a tile add to one place, and each place gets its key's sum."""
-    keys = np.random.default_rng(0).integers(0, 5, 24)
-    place, goal = tiled.Tiled.goals(types.SimpleNamespace(blocks=8), jnp.asarray(keys), 5)
-    for keys, place, goal in zip(*(np.asarray(x).reshape(3, 8) for x in (keys, place, goal)), strict=True):
+    keys = np.random.default_rng(0).integers(0, 5, 24, np.int32)
+    made = tiled.Tiled.goals(types.SimpleNamespace(blocks=8), jnp.asarray(keys), 5)
+    for key, place, goal in zip(*(np.asarray(x).reshape(3, 8) for x in (keys, *made)), strict=True):
         assert len(set(goal)) == 8
-        assert set(goal[goal < 5]) == set(keys)
-        np.testing.assert_array_equal(goal[place], keys)
+        assert set(goal[goal < 5]) == set(key)
+        np.testing.assert_array_equal(goal[place], key)
 
 
 @JOINTS
