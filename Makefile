@@ -123,7 +123,7 @@ clean:
 	rm -rf $(VENV) build dist
 
 # ---- CUDA kernels without a GPU ----
-.PHONY: emulation-check emulation-mutations test-gpu-compile
+.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile joint-model
 
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
@@ -134,14 +134,21 @@ emulation-check:
 emulation-mutations:
 	$(PYTHON) xla_kernels/emulation/mutations.py
 
-# Compiles a sharded training step for eight GPUs. XLA only asks for names and sizes: those of the emulation stand in.
-test-gpu-compile:
+# Compiles for GPUs without one. XLA only asks for names and sizes: those of the emulation stand in.
+gpu-compile:
 	test -x build/gpu-compile/bin/python || $(PYTHON) -m venv build/gpu-compile
 	build/gpu-compile/bin/pip install --quiet '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON \
 	  -Cbuild-dir=build/gpu-compile-objects
 	printf 'from jax_rnnt._cpu import *\n' > \
 	  "$$(build/gpu-compile/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_rnnt/_cuda.py"
+
+# A sharded training step for eight GPUs, and a joint network in tiles.
+test-gpu-compile: gpu-compile
 	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/test_gpu_compile.py $(ARGS)
+
+# Launches, memory and a model of time of a joint network in tiles; no clock.
+joint-model: gpu-compile
+	JAX_PLATFORMS=cpu build/gpu-compile/bin/python benchmarks/joint_model.py $(ARGS)
 
 # ---- CUDA kernels on a GPU ----
 .PHONY: gpu

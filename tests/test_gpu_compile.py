@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
+import launches
 import losses
 from jax_rnnt._xla import loading
 
@@ -143,7 +144,7 @@ def test_planes_of_the_loss_alone(inplace, gradient, planes):
 
 # ------------------------------------------------------------------------------------------- a joint network in tiles
 
-ROWS = 2048  # rows of a tile, about the default on GPUs for these shapes
+ROWS = 2048  # rows of a tile: 64 MB, where the default takes 256
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +188,115 @@ def test_tiles_add_nothing_atomically(in_tiles):
     scatters = [line for line in in_tiles[0].as_text().splitlines() if re.search(r" scatter\(", line)]
     assert len(scatters) >= 2  # encoder and predictor
     assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters
+
+
+JOINTS = {
+    "rnnt": (losses.RNNT, "linear", 1.0),
+    "tdt": (losses.tdt((0, 1, 2, 3, 4)), "linear", 1.0),
+    "hat": (losses.HAT, "linear", 1.0),
+    "function": (losses.RNNT, "function", 1.5),
+}
+
+
+@pytest.fixture(scope="module", params=JOINTS)
+def by_default(request):
+    """(program, its text, how much of the limit it may take, rows of a tile, nodes): no `chunk`, bfloat16."""
+    loss, kind, share = JOINTS[request.param]
+    sharding = NamedSharding(mesh_of(1), P())
+    batch, frames, labels, classes, width = 32, 400, 128, 1024, 640
+
+    def run(parameters, rows, rest):
+        joint = jax_rnnt.LinearJoint(*parameters)
+        if kind == "function":
+            joint = lambda encoder, predictor: jnp.tanh(encoder + predictor) @ parameters[0] + parameters[1][None]
+        return jax_rnnt.joint_rnnt_loss(joint, *rows, *rest, loss=loss.value(implementation="kernel"))
+
+    def spec(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    parameters = spec(width, classes), spec(classes)
+    rows = spec(batch, frames, width), spec(batch, labels + 1, width)
+    rest = spec(batch, labels, dtype=np.int32), spec(batch, dtype=np.int32), spec(batch, dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")  # decides the rows of a tile for a function
+        lowered = jax.jit(jax.value_and_grad(run, (0, 1))).lower(parameters, rows, rest)
+    compiled = lowered.compile({"xla_gpu_autotune_level": 0})
+    text = compiled.as_text()
+    rows = max(int(n) for n in re.findall(rf"bf16\[(\d+),1,1,{classes}\]", text))
+    return compiled, text, share, rows, batch * frames * (labels + 1)
+
+
+def test_launches_of_tiles(by_default):
+    """With all blocks listed; each launch costs about 2.5 us, the products of the step 15 ms."""
+    _, text, share, rows, nodes = by_default
+    turns = 1 + 1.03 * nodes / rows  # of which a block's edges take 1%
+    tiles = dict.fromkeys(("jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"), turns)
+    assert launches.Program(text, tiles).total.launches <= 1200 * share
+
+
+def test_default_workspace_of_tiles(by_default):
+    """At most 256 MB, where the logits have 3.4 GB; an eighth of them would be 420 MB."""
+    compiled, *_ = by_default
+    assert compiled.memory_analysis().temp_size_in_bytes <= 256e6
+
+
+def test_logits_of_a_tile_in_their_dtype(by_default):
+    """The products round to 16 bits: no array has the logits or hidden units of a tile in float32."""
+    _, text, _, rows, _ = by_default
+    program = launches.Program(text)
+    loops = [own for own in program.computations.values() if any(_emission(x) for x in own.values())]
+    assert len(loops) == 2
+    kernels = [x for own in loops for x in own.values() if x.opcode in ("fusion", "custom-call", "copy")]
+    shapes = [dims for x in kernels for dtype, dims in launches.arrays(x.shape) if dtype == "f32"]
+    assert shapes and max(map(np.prod, shapes)) < rows * 640
+
+
+def _emission(x):
+    return x.opcode == "custom-call" and "softmax_emission" in x.rest
+
+
+def test_counted_launches():
+    """A loop counts as often as it runs, a fused product by its dimensions, an update in place by its update."""
+    text = """HloModule m
+
+%product (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  ROOT %d = bf16[64,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%update (s: f32[100,16], u: f32[4,16], i: s32[]) -> f32[100,16] {
+  %s = f32[100,16]{1,0} parameter(0)
+  %u = f32[4,16]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %r = f32[100,16]{1,0} dynamic-update-slice(%s, %u, %i, %z)
+}
+
+%body (p: (s32[], bf16[64,32], bf16[32,16])) -> (s32[], bf16[64,32], bf16[32,16]) {
+  %p = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+  %x = bf16[64,32]{1,0} get-tuple-element(%p), index=1
+  %y = bf16[32,16]{1,0} get-tuple-element(%p), index=2
+  %f = bf16[64,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%product
+  ROOT %t = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) tuple(%p)
+}
+
+%condition (q: (s32[], bf16[64,32], bf16[32,16])) -> pred[] {
+  ROOT %q = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+}
+
+ENTRY %main (v: (s32[], bf16[64,32], bf16[32,16]), s: f32[100,16], u: f32[4,16], i: s32[]) -> f32[100,16] {
+  %v = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+  %s = f32[100,16]{1,0} parameter(1)
+  %u = f32[4,16]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %w = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) while(%v), condition=%condition, body=%body, TRIPS
+  ROOT %e = f32[100,16]{1,0} fusion(%s, %u, %i), kind=kLoop, calls=%update
+}
+"""
+    cost = launches.Program(text.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}')).total
+    assert cost.launches == 5 + 1
+    assert cost.tensor == 5 * 2 * 64 * 32 * 16 and cost.vector == 0
+    assert cost.bytes == 5 * 2 * (64 * 32 + 32 * 16 + 64 * 16) + 2 * 4 * 4 * 16 + 4
+    with pytest.raises(ValueError, match="no one said"):
+        launches.Program(text.replace("TRIPS", "")).total  # noqa: B018

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 import warnings
 
 import jax
@@ -101,6 +102,51 @@ def test_float32_is_close_to_float64():
         jax.tree.map(lambda x: x.astype(np.float64), x) for x in (network.parameters, network.rows)
     )
     assert_close(gradients(tiles)(network), gradients(materialized)(wide), 1e-5)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Tiles as they are lowered for other platforms than a CPU."""
+    lowered_for = tiled.Tiled.lowered_for
+    monkeypatch.setattr(tiled.Tiled, "lowered_for", lambda self, _: lowered_for(self, ("other",)))
+    monkeypatch.setattr(tiled, "block_of", lambda *_: (4, 3))  # so that a tile has several
+
+
+def test_as_on_other_platforms(elsewhere):
+    """Other blocks, sums in another order, hidden units made twice."""
+    network, weights = Network(), np.array([1.0, -2.0, 0.5, 3.0])
+    got = gradients(tiles, reduction="none")(network, weights)
+    assert_close(got, gradients(materialized, reduction="none")(network, weights), 1e-12)
+    wide, network = network, Network(dtype=jnp.bfloat16)
+    wide.parameters, wide.rows = (
+        jax.tree.map(lambda x: x.astype(np.float64), x) for x in (network.parameters, network.rows)
+    )
+    got, peer = (gradients(f)(network)[1] for f in (tiles, materialized))
+    _, expected = gradients(materialized)(wide)
+    for a, b, true in zip(*map(jax.tree.leaves, (got, peer, expected)), strict=True):
+        error, of_peer = (np.abs(np.asarray(x, np.float64) - true).max() for x in (a, b))
+        assert error <= max(1.5 * of_peer, losses.eps(jnp.bfloat16) * np.abs(true).max())
+
+
+def test_overflow_stays_in_its_sequence(elsewhere):
+    """A sum beyond the range of float32 makes the gradient of its sequence NaN, and of no other one in its tile."""
+    network = Network(dtype=np.float32)
+    run = gradients(tiles, chunk=256, reduction="none")
+    (_, (_, got)), (_, (_, expected)) = (run(network, np.array([1.0, w, 1.0, 1.0], np.float32)) for w in (3e38, 0.0))
+    others = np.array([0, 2, 3])
+    for a, b in zip(got, expected, strict=True):
+        assert np.isnan(a[1]).any()
+        np.testing.assert_allclose(a[others], b[others], atol=1e-6)
+
+
+def test_places_of_sums_are_distinct():
+    """No two blocks of a tile add to one place, and each place gets its key's sum."""
+    keys = np.random.default_rng(0).integers(0, 5, 24, np.int32)
+    made = tiled.Tiled.goals(types.SimpleNamespace(blocks=8), jnp.asarray(keys), 5)
+    for key, place, goal in zip(*(np.asarray(x).reshape(3, 8) for x in (keys, *made)), strict=True):
+        assert len(set(goal)) == 8
+        assert set(goal[goal < 5]) == set(key)
+        np.testing.assert_array_equal(goal[place], key)
 
 
 @JOINTS

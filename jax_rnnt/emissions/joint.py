@@ -25,45 +25,75 @@ def pair(encoder, predictor):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,)."""
+    """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,).
+
+    On a CPU (`wide`), products are rounded to the dtype of the weight after the next operation, and hidden units are
+    kept for their gradient. Elsewhere memory traffic costs more than arithmetic: products are rounded at once, and
+    hidden units are made again.
+    """
 
     activation: Callable[[jax.Array], jax.Array]
+    wide: bool = True
     random = False
 
     def differentiable(self):
         return self
 
-    def _hidden(self, encoder, predictor):
-        return self.activation(encoder[:, :, None] + predictor[:, None])
+    def lowered_for(self, platforms):
+        """The same for these platforms."""
+        return dataclasses.replace(self, wide=platforms == ("cpu",))
+
+    def fence(self, x):
+        """x, of which XLA knows nothing: it shares no result with x itself. On a CPU it would copy x."""
+        return x if self.wide else jax.lax.optimization_barrier(x)
+
+    def _sum(self, dtype, encoder, predictor):
+        wide = accumulation_dtype(dtype)
+        return encoder.astype(wide)[:, :, None] + predictor.astype(wide)[:, None]
+
+    def _product(self, x, weight, dimensions):
+        """A matrix product, summed in float32 or better."""
+        wide = accumulation_dtype(weight.dtype) if self.wide else weight.dtype
+        return jnp.einsum(dimensions, x, weight, preferred_element_type=wide)
 
     def _logits(self, parameters, hidden):
         weight, *bias = parameters
-        logits = _product(hidden, weight, "nh,hv->nv")
+        logits = self._product(hidden, weight, "nh,hv->nv")
         return (logits + bias[0].astype(logits.dtype)[None] if bias else logits).astype(weight.dtype)
 
     def logits(self, parameters, encoder, predictor):
-        wide = accumulation_dtype(parameters[0].dtype)
-        hidden = self._hidden(encoder.astype(wide), predictor.astype(wide))
-        return self._logits(parameters, hidden.reshape(-1, hidden.shape[-1]).astype(parameters[0].dtype))
+        dtype = parameters[0].dtype
+        hidden = self.activation(self._sum(dtype, encoder, predictor))
+        return self._logits(parameters, hidden.reshape(-1, hidden.shape[-1]).astype(dtype))
 
     def pullback(self, parameters, encoder, predictor):
         weight, *bias = parameters
         wide = accumulation_dtype(weight.dtype)
-        hidden, pull = jax.vjp(self._hidden, encoder.astype(wide), predictor.astype(wide))
+        hidden = self.activation(self._sum(weight.dtype, encoder, predictor))
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
-        def gradients(x):
-            of_hidden = _product(x, weight, "nv,hv->nh").reshape(shape)
-            of_weight = _product(hidden, x, "nh,nv->hv")
-            of_bias = [jnp.sum(x, 0, dtype=wide) for _ in bias]
-            return [of_weight, *of_bias], *pull(of_hidden)
+        def gradients(x, totals, encoder, predictor):
+            made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
+            made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
+            # First of all, so that the memory of the hidden units is free for their gradient.
+            x, totals = self.fence((x, [a + b for a, b in zip(totals, made)]))
+            _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor))
+            (of_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
+            if not self.wide:
+                # Two sums read it. Without the fence, XLA keeps it in float32.
+                of_rows = self.fence(of_rows.astype(weight.dtype)).astype(wide)
+            return totals, jnp.sum(of_rows, 2), jnp.sum(of_rows, 1)
 
         return self._logits(parameters, hidden), gradients
 
+    def zeros(self, parameters, blocks):
+        """Where the gradients of the parameters are summed; that of the bias for each block of a tile alone."""
+        weight, *bias = (jnp.zeros(x.shape, accumulation_dtype(parameters[0].dtype)) for x in parameters)
+        return [weight, *(jnp.broadcast_to(x, (blocks, *x.shape)) for x in bias)]
 
-def _product(x, y, dimensions):
-    """A matrix product, summed and returned in float32 or better."""
-    return jnp.einsum(dimensions, x, y, preferred_element_type=accumulation_dtype(y.dtype))
+    def totals(self, sums):
+        weight, *bias = sums
+        return [weight, *(jnp.sum(x, 0) for x in bias)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +110,12 @@ class Rows:
     def differentiable(self):
         return dataclasses.replace(self, function=self.function.differentiable())
 
+    def lowered_for(self, platforms):
+        return self
+
+    def fence(self, x):
+        return x
+
     def logits(self, parameters, encoder, predictor):
         return self.function(*parameters, *pair(encoder, predictor))
 
@@ -91,11 +127,18 @@ class Rows:
         made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
         logits, of_values = self.function.vjp(*parameters, *made)
 
-        def gradients(x):
-            *of_parameters, of_encoder, of_predictor = of_values(x)
-            return of_parameters, *pull([of_encoder, of_predictor])
+        def gradients(x, totals, *_):
+            *made, of_encoder, of_predictor = of_values(x)
+            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([of_encoder, of_predictor])
 
         return logits, gradients
+
+    def zeros(self, parameters, blocks):
+        """Where the gradients of the parameters are summed."""
+        return [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if _xla.is_trained(x)]
+
+    def totals(self, sums):
+        return sums
 
 
 def sum_dtype(x):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
@@ -42,20 +43,30 @@ class Joint(typing.NamedTuple):
 
 def tiled(logits: Joint, inner: Emission):
     """(emission, its logits) in tiles."""
-    frames, columns = block_of(*logits.shape[-3:-1])
-    most = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], (frames, columns))) * math.prod(logits.shape[:-3])
+    planes = len(jax.tree.leaves(_made(inner, 1, logits.classes, logits.dtype)))
 
-    def blocks(platform):
-        tiles = -(-most // max((logits.chunk or _rows(logits, platform)) // (frames * columns), 1))
-        return max(-(-most // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    def choice(platform):
+        """Frames and columns of a block, and blocks of a tile."""
+        block = block_of(logits.shape[-3:-1], platform)
+        blocks = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], block)) * math.prod(logits.shape[:-3])
+        tiles = -(-blocks // max((logits.chunk or _rows(logits, planes, platform)) // math.prod(block), 1))
+        blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+        return *block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block))
 
     # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
     linear = isinstance(logits.joint, LinearJoint)
-    choices = tuple(blocks(platform if linear else jax.default_backend()) for platform in ("cpu", "other"))
-    rows = choices[0] * frames * columns
-    joint, parameters = split(logits.function, logits.joint, rows, logits.encoder, logits.predictor)
-    emission = Tiled(inner, joint, logits.classes, logits.dtype, frames, columns, choices[0], choices[1])
+    own, elsewhere = (choice(platform if linear else jax.default_backend()) for platform in ("cpu", "other"))
+    joint, parameters = split(logits.function, logits.joint, math.prod(own), logits.encoder, logits.predictor)
+    frames, columns, blocks = own
+    emission = Tiled(inner, joint, logits.classes, logits.dtype, frames, columns, blocks, elsewhere)
     return emission, (parameters, logits.encoder, logits.predictor)
+
+
+def _made(inner: Emission, rows: int, classes: int, dtype, strict=False):
+    """Types of (planes, residuals) that the inner emission makes of a tile."""
+    logits = jax.ShapeDtypeStruct((rows, 1, 1, classes), dtype)
+    nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,))]
+    return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, tuple(nodes))
 
 
 def materialized(logits: Joint, emission: Emission, targets, num_frames, num_labels):
@@ -79,23 +90,51 @@ def materialized(logits: Joint, emission: Emission, targets, num_frames, num_lab
     return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
 
 
-def _rows(logits: Joint, platform: str) -> int:
-    """Rows of a tile: enough for its matrix products, few enough for the caches (CPU) or the memory (others).
+_BUDGET = 256e6  # bytes
 
-    With fewer rows than units, adding up the weight's gradient would take as long as making it.
+
+def _rows(logits: Joint, planes: int, platform: str) -> int:
+    """Rows of a tile: few enough for the caches (CPU), enough to hide the launches of its kernels (others).
+
+    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. Elsewhere the
+    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it.
     """
-    classes, *units = logits.classes, *(x.shape[-1] for x in (logits.encoder, logits.predictor))
-    most, low, high = (1 << 21, 256, 4096) if platform == "cpu" else (1 << 22, 1024, 1 << 14)
-    return min(max(most // (classes + sum(units)), low, min(max(units), 1024)), high)
+    units = [x.shape[-1] for x in (logits.encoder, logits.predictor)]
+    if platform == "cpu":
+        return min(max((1 << 21) // (logits.classes + sum(units)), 256, min(max(units), 1024)), 4096)
+    width, sums = logits.dtype.itemsize, np.dtype(sum_dtype(logits)).itemsize
+    most = 0.94 * min(_BUDGET, width * math.prod(logits.shape) / 8)
+    fixed = sums * (logits.encoder.size + logits.predictor.size + planes * math.prod(logits.shape[:-1]))
+    # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
+    row = width * (logits.classes + max(units) + (0 if isinstance(logits.joint, LinearJoint) else sum(units)))
+    return max(int(max(most - fixed, most / 4) / row), 1024)
+
+
+def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
+    """Frames and columns of a block.
+
+    At most 1/20 of a long axis, so that its edges waste about 1/40. Elsewhere than on a CPU blocks are larger: a tile
+    has more of them, and their sums cost the square of their number.
+    """
+    frames, columns = (max(n, 1) for n in shape)
+    if platform == "cpu":
+        return min(_power_of_two(frames // 20, 4, 16), frames), min(_power_of_two(columns // 20, 4, 8), columns)
+    return _divisor(frames, (24, 20, 16)), _divisor(columns, (12, 10, 8))
+
+
+def _rounded(blocks: int, nodes: int) -> int:
+    """Blocks of a large tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    step = 64 // math.gcd(64, nodes)
+    return blocks if blocks < 4 * step else -(-blocks // step) * step
 
 
 def _power_of_two(n: int, low: int, high: int) -> int:
     return min(max(1 << max(n, 1).bit_length() - 1, low), high)
 
 
-def block_of(frames: int, columns: int) -> tuple[int, int]:
-    """Frames and columns of a block: at most 1/20 of a long axis, so that its edges waste about 1/40."""
-    return min(_power_of_two(frames // 20, 4, 16), max(frames, 1)), min(_power_of_two(columns // 20, 4, 8), columns)
+def _divisor(n: int, sizes: tuple[int, ...]) -> int:
+    """The size whose multiples exceed n the least; n where that is smaller."""
+    return min(n, min(sizes, key=lambda size: -n % size))
 
 
 # ------------------------------------------------------------------------------------------------------- the tiles
@@ -107,18 +146,21 @@ class Tile(typing.NamedTuple):
     block: jax.Array  # [S], as in a plane cut into blocks
     sequence: jax.Array  # [S]
     inside: jax.Array  # [S, frames, columns]
-    live: jax.Array  # [S]
     encoder: jax.Array  # [S, frames, E]
     predictor: jax.Array  # [S, columns, P]
     nodes: tuple[jax.Array, jax.Array]  # of the inner emission: label [N, 1, 1], 1 or 0 frames [N]
 
 
 class Work(typing.NamedTuple):
-    """The blocks to do, one after the other in `order`, and how many there are."""
+    """The blocks to do, one after the other; those past the end repeat the last one."""
 
-    order: jax.Array
-    length: jax.Array
-    tiles: jax.Array  # the most of any group
+    tiles: jax.Array  # how many, the most of any group
+    some: jax.Array  # whether there is a block
+    block: jax.Array  # [n], as in a plane cut into blocks
+    sequence: jax.Array  # [n]
+    frame: jax.Array  # [n], the first of a block
+    column: jax.Array  # [n], the first of a block
+    live: jax.Array  # [n], whether it is before the end
 
 
 @jax.tree_util.register_static
@@ -127,7 +169,7 @@ class Tiled(Wrapper):
     """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the emission `inner` runs on the tiles.
 
     `joint` is the static part of the joint network; `classes` and `dtype` are those of its logits. A block has `frames`
-    by `columns` nodes, a tile has `blocks` blocks on the CPU and `blocks_elsewhere` on other platforms.
+    by `columns` nodes, a tile has `blocks` blocks. These are for the CPU; other platforms have those in `elsewhere`.
     """
 
     joint: Any
@@ -136,11 +178,13 @@ class Tiled(Wrapper):
     frames: int
     columns: int
     blocks: int
-    blocks_elsewhere: int
+    elsewhere: tuple[int, int, int]
 
     def lowered_for(self, platforms):
         """The same with the tiles of these platforms."""
-        return self if platforms == ("cpu",) else dataclasses.replace(self, blocks=self.blocks_elsewhere)
+        joint = self.joint.lowered_for(platforms)
+        frames, columns, blocks = (self.frames, self.columns, self.blocks) if platforms == ("cpu",) else self.elsewhere
+        return dataclasses.replace(self, joint=joint, frames=frames, columns=columns, blocks=blocks)
 
     # ---- the interface of `Emission`
 
@@ -195,10 +239,7 @@ class Tiled(Wrapper):
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
-        size = self.frames * self.columns * self.blocks
-        logits = jax.ShapeDtypeStruct((size, 1, 1, self.classes), self.dtype)
-        nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size, 1, 1), (size,))]
-        made = jax.eval_shape(functools.partial(self.inner.forward, strict=strict), logits, tuple(nodes))
+        made = _made(self.inner, self.frames * self.columns * self.blocks, self.classes, self.dtype, strict)
         planes, saved = (jax.tree.leaves(x) for x in made)
         return ([(x, -math.inf) for x in planes], [(x, 0) for x in saved]), jax.tree.structure(made)
 
@@ -228,30 +269,55 @@ class Tiled(Wrapper):
         return rows[:, :, None] & (columns * self.columns <= num_labels[:, None])[:, None]
 
     def work(self, flags, grouped):
+        """The blocks with a flag, of flags [B, blocks of frames, blocks of columns]."""
+        _, frames, columns = flags.shape
         flags = flags.reshape(-1)
-        count = jnp.sum(flags, dtype=jnp.int32)
+        place = jnp.cumsum(flags, dtype=jnp.int32)
+        count = place[-1]
+        size = -(-flags.size // self.blocks) * self.blocks
+        own = jnp.arange(flags.size, dtype=jnp.int32)
+        order = jnp.zeros(size, jnp.int32)
+        order = order.at[jnp.where(flags, place - 1, size + own)].set(own, mode="drop", unique_indices=True)
         # Past the end the last block repeats, so that nothing outside is read.
-        order = jnp.argsort(~flags, stable=True).astype(jnp.int32)
-        place = jnp.arange(-(-flags.size // self.blocks) * self.blocks, dtype=jnp.int32)
-        order = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
-        return Work(order, count, _xla.most_over_groups(-(-count // self.blocks), grouped))
+        place = jnp.arange(size, dtype=jnp.int32)
+        block = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
+        sequence, inner = block // (frames * columns), block % (frames * columns)
+        return Work(
+            tiles=_xla.most_over_groups(-(-count // self.blocks), grouped),
+            some=count > 0,
+            block=block,
+            sequence=sequence,
+            frame=inner // columns * self.frames,
+            column=inner % columns * self.columns,
+            live=place < count,
+        )
+
+    def goals(self, key, count):
+        """(place in its tile of the first block with the same key [n], the key of those blocks [n], in [0, count)).
+
+        The other blocks have distinct keys from `count` on.
+        """
+        keys = key.reshape(-1, self.blocks)
+        place = jnp.argmax(keys[:, :, None] == keys[:, None], -1).astype(jnp.int32)
+        own = _row(self.blocks)
+        return place.reshape(-1), jnp.where(place == own, keys, count + own).reshape(-1)
+
+    def part(self, i, x):
+        """That of tile i of an array [n] of all blocks to do."""
+        return jax.lax.dynamic_slice_in_dim(x, i * self.blocks, self.blocks)
 
     def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
-        place = i * self.blocks + jnp.arange(self.blocks, dtype=jnp.int32)
-        live = place < work.length
-        block = jax.lax.dynamic_slice_in_dim(work.order, i * self.blocks, self.blocks)
-        frames, columns = self.grid((encoder.shape[1], predictor.shape[1]))
-        sequence, place = block // (frames * columns), block % (frames * columns)
-        frame = (place // columns * self.frames)[:, None] + _row(self.frames)
-        column = (place % columns * self.columns)[:, None] + _row(self.columns)
+        names = "block", "sequence", "frame", "column", "live"
+        block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
+        frame, column = frame[:, None] + _row(self.frames), column[:, None] + _row(self.columns)
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
         rows = [_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column))]
-        encoder, predictor = (jnp.where(work.length > 0, x, 0) for x in rows)
+        encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
         labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
         nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
-        return Tile(block, sequence, inside, live, encoder, predictor, nodes)
+        return Tile(block, sequence, inside, encoder, predictor, nodes)
 
 
 def _rows_of(x, sequence, index):
@@ -272,6 +338,16 @@ def _flat(batch, *arrays):
     return [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
 
 
+def _for_each(tiles, step, carry):
+    """`fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
+
+    def turn(state):
+        i, _, carry = state
+        return i + 1, i + 1 < tiles, step(i, carry)
+
+    return jax.lax.while_loop(lambda state: state[1], turn, (jnp.int32(0), tiles > 0, carry))[2]
+
+
 def _forward_tiles(static, parameters, batched, grouped, platforms):
     """Planes and residuals [B, T, U1]."""
     tiled, strict = static
@@ -285,18 +361,18 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
         tile = tiled.tile(i, work, *batched)
         logits = tiled.joint.logits(parameters, tile.encoder, tile.predictor)
         made = tiled.inner.forward(logits[:, None, None], tile.nodes, strict=strict)
-        made = [x.reshape(tiled.blocks, -1) for x in jax.tree.leaves(made)]
-        return [jax.lax.dynamic_update_slice_in_dim(s, x, i * tiled.blocks, 0) for s, x in zip(stores, made)]
+        made = jnp.stack([x.reshape(tiled.blocks, -1) for x in jax.tree.leaves(made)])
+        return jax.lax.dynamic_update_slice_in_dim(stores, made, i * tiled.blocks, 1)
 
     (planes, saved), _ = tiled._planes(strict)
-    size = (work.order.size, tiled.frames * tiled.columns)
-    stores = [jnp.full(size, fill, x.dtype) for x, fill in (*planes, *saved)]
-    stores = jax.lax.fori_loop(0, work.tiles, step, stores)
+    made = *planes, *saved  # of one dtype
+    stores = jnp.zeros((len(made), work.block.size, tiled.frames * tiled.columns), made[0][0].dtype)
+    stores = _for_each(work.tiles, step, stores)
     place = jnp.maximum(jnp.cumsum(flags.reshape(-1), dtype=jnp.int32) - 1, 0)
     frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
     inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
-    fills = [fill for _, fill in (*planes, *saved)]
-    return [jnp.where(inside, tiled.join(x[place], shape), fill) for x, fill in zip(stores, fills)], []
+    planes = [jnp.where(inside, tiled.join(x[place], shape), fill) for x, (_, fill) in zip(stores, made)]
+    return planes, []
 
 
 def _negligible(cotangents, scale, clamp):
@@ -329,6 +405,10 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
     work = tiled.work(flags, grouped)
     planes = [tiled.cut(x) for x in planes]
+    _, columns = tiled.grid(shape)
+    keys = work.block // columns, work.sequence * columns + work.block % columns
+    counts = [len(encoder) * n for n in tiled.grid(shape)]
+    goals = [tiled.goals(key, count) for key, count in zip(keys, counts)]
 
     def step(i, sums):
         tile = tiled.tile(i, work, encoder, predictor, label, num_frames, num_labels)
@@ -339,23 +419,26 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         per_row = [jnp.repeat(x[tile.sequence], tiled.frames * tiled.columns) for x in (scale, clamp)]
         operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
         of_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
-        of_parameters, of_encoder, of_predictor = pull(of_logits)
-        of_states, bad, totals = sums
-        _, columns = tiled.grid(shape)
-        keys = tile.block // columns, tile.sequence * columns + tile.block % columns
-        updates = [_add_blocks(*each, tile.live) for each in zip(of_states, keys, (of_encoder, of_predictor))]
-        of_states, infinite = zip(*updates)
-        bad = bad.at[tile.sequence].max((infinite[0] | infinite[1]) & tile.live)
-        totals = [x + y.astype(x.dtype) for x, y in zip(totals, of_parameters)]
-        return list(of_states), bad, totals
+        of_states, infinite, totals = sums
+        again = tiled.tile(tiled.joint.fence(i), work, encoder, predictor, label, num_frames, num_labels)
+        totals, of_encoder, of_predictor = pull(of_logits, totals, again.encoder, again.predictor)
+        made = [
+            _add_blocks(x, g, tiled.part(i, place), tiled.part(i, goal), platforms)
+            for x, g, (place, goal) in zip(of_states, (of_encoder, of_predictor), goals)
+        ]
+        of_states, flags = zip(*made)
+        infinite = jax.lax.dynamic_update_slice_in_dim(infinite, flags[0] | flags[1], i * tiled.blocks, 0)
+        return list(of_states), infinite, totals
 
-    counts = [len(encoder) * n for n in tiled.grid(shape)]
     states = [
         jnp.zeros((n, size, x.shape[-1]), sum_dtype(x))
         for n, size, x in zip(counts, (tiled.frames, tiled.columns), (encoder, predictor))
     ]
-    totals = [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if is_trained(x)]
-    states, bad, totals = jax.lax.fori_loop(0, work.tiles, step, (states, bad, totals))
+    infinite = jnp.zeros(work.block.size, bool)
+    totals = tiled.joint.zeros(parameters, tiled.blocks)
+    states, infinite, totals = _for_each(work.tiles, step, (states, infinite, totals))
+    totals = tiled.joint.totals(totals)
+    bad = bad.at[work.sequence].max(infinite & work.live)
     used = (
         _row(shape[0]) < num_frames[:, None],
         (_row(shape[1]) <= num_labels[:, None]) & (num_frames > 0)[:, None],
@@ -374,25 +457,26 @@ def not_skipped(tiled, cotangents, scale, clamp):
     return jnp.any(kept, -1).reshape(-1, *tiled.grid(cotangents[0].shape[1:]))
 
 
-def _add_blocks(sums, key, x, live):
-    """(sums [K, ...] with x [S, ...] added at key [S], whether x [S] is not finite).
+def _add_blocks(sums, x, place, goal, platforms):
+    """(sums [K, ...] with x [S, ...] added at the key of each block, whether x [S] is not finite).
 
-    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. Blocks that are
-    not finite are left out: the product would spread them.
+    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. What is not finite
+    is left out: the product would spread it.
     """
-    finite = jnp.all(jnp.isfinite(x), (1, 2))
-    counted = jnp.where((finite & live)[:, None, None], x, 0).astype(sums.dtype)
-    count = len(key)
-    if count > 1:
-        same = key[:, None] == key[None]
-        first = jnp.argmax(same, 1) == jnp.arange(count)
-        picks = (same & first[:, None]).astype(sums.dtype)
-        total = jnp.einsum("rs,sth->rth", picks, counted, precision=jax.lax.Precision.HIGHEST)
-        # Keys past the end are dropped.
-        key = jnp.where(first, key, len(sums) + jnp.arange(count, dtype=key.dtype))
-    else:
-        total = counted
-    return sums.at[key].add(total, mode="drop", unique_indices=True), ~finite
+    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN; the largest numbers round to inf in 16 bits
+    x = jnp.where(finite, x, 0).astype(sums.dtype)
+    if len(place) > 1:
+        picks = (place[None] == _row(len(place)).T).astype(sums.dtype)
+        x = jnp.einsum("rs,sth->rth", picks, x, precision=_exact(sums.dtype, platforms))
+    return sums.at[goal].add(x, mode="drop", unique_indices=True), ~jnp.all(finite, (1, 2))
+
+
+def _exact(dtype, platforms) -> Any:
+    """The precision of a product with zeros and ones that rounds no factor."""
+    if platforms == ("cuda",) and dtype == jnp.float32:
+        # Three 16-bit parts of every number on tensor cores; a float32 product takes ten times as long.
+        return jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return jax.lax.Precision.HIGHEST
 
 
 _forward = _xla.Grouped("jax_rnnt_tiles_fwd", _forward_tiles)
