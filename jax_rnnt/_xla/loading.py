@@ -10,6 +10,7 @@ import jax.extend
 from jax import export
 
 from jax_rnnt import _installation
+from jax_rnnt._xla import devices
 
 TARGETS = (
     "jax_rnnt_softmax_emission_fwd",
@@ -77,10 +78,26 @@ def default_platform() -> str:
     return backend.platform
 
 
+def _module(platform: str):
+    return sys.modules.get(next(f"jax_rnnt.{module}" for name, _, module in PLATFORMS if name == platform))
+
+
+def missing(platform: str) -> str | None:
+    """Why programs for this platform run without kernels; None if they have them."""
+    return MISSING.get(platform) or (devices.unfit(_module(platform)) if platform in KERNELS else None)
+
+
+def limits(platform: str) -> dict[str, int]:
+    """`LIMITS` of the platform, with those of its devices."""
+    return LIMITS[platform] | devices.limits(_module(platform))
+
+
 def instruction_set(platform: str) -> str:
     """Of the platform's kernels, as far as their module tells."""
-    module = sys.modules[next(f"jax_rnnt.{module}" for name, _, module in PLATFORMS if name == platform)]
-    return module.target() if hasattr(module, "target") else f"{KERNELS[platform]} kernels"
+    module = _module(platform)
+    if hasattr(module, "target"):
+        return module.target()
+    return f"{KERNELS[platform]} kernels {getattr(module, 'architectures', '')}".strip()
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
