@@ -26,6 +26,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import losses
 
 QUICK = losses.platform() == "cpu"
+if not QUICK:  # GPUs multiply float32 as TF32 and TPUs as bfloat16; tests compare float32 results at 1e-5
+    jax.config.update("jax_default_matmul_precision", "highest")
 OPTIONS = {  # in the order of what they save; an XLA without one goes without
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
