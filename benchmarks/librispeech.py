@@ -89,7 +89,11 @@ class Torchaudio:
         )
         self.version = json.loads(self.process.stdout.readline() or "{}")
         if not self.version:
+            self.close()
             raise OSError(f"{python} has no torch and torchaudio")
+
+    def close(self):
+        self.process.communicate()
 
     def run(self, *batch):
         try:
@@ -208,6 +212,9 @@ def main(argv=None):
         peer = None
         record["left_out"].append(("torchaudio", str(error)))
 
+    def left():
+        return args.budget - (time.monotonic() - start)
+
     # The same number of batches of either order, spread over those of the published table.
     for i in range(args.batches):
         for order in ORDERS:
@@ -223,9 +230,9 @@ def main(argv=None):
             if peer:
                 contestants["torchaudio"] = lambda batch=(order, index, share): lambda: peer.run(*batch)
             limit = 2e-2 if gpu else 1e-3  # a GPU multiplies float32 as TF32
-            take_turns(
-                row, contestants, args, limit, lambda: args.budget - time.monotonic() + start, record["left_out"]
-            )
+            take_turns(row, contestants, args.repeat, limit, left, record["left_out"])
+    if peer:
+        peer.close()
     record["load_average"]["after"] = os.getloadavg()
     print(report(record))
     if args.output:

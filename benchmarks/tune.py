@@ -133,7 +133,8 @@ class Compiler:
                 for source in self.sources:
                     concerned = source in KERNELS and build.part in ("all", PARTS.get(source))
                     key = source, tuple(build.flags if concerned else ())
-                    jobs.setdefault(key, pool.submit(self.compile, source, key[1]))
+                    if key not in jobs:
+                        jobs[key] = pool.submit(self.compile, source, key[1])
             done = []
             for build in rows:
                 try:

@@ -1,5 +1,5 @@
-"""Do programs for a GPU run on the reference, with one warning, where the kernels cannot run, and are the limits those of
-the device? The extension module is faked; no GPU is needed."""
+"""Do programs for a GPU run on the reference, with one warning, where its kernels cannot run, and do limits follow the
+device? The extension module is faked; no GPU is needed."""
 
 import re
 import types
@@ -27,7 +27,7 @@ WHEEL = "75-real;80-real;90-real;100"
 
 
 def module(*found, driver=13000, runtime=13000, architectures=WHEEL):
-    """What the extension module says on a machine with these devices; columns of the unit-step kernel take 4.5 bytes."""
+    """What the extension module says on a machine with these devices; 32 columns take 144 bytes (docs/cuda.md)."""
     return types.SimpleNamespace(
         devices=lambda: list(found),
         driver_version=lambda: driver,
@@ -110,7 +110,7 @@ def test_unfit_devices_run_the_reference(fake, answer, loss, capsys):
     assert str(warning.message).startswith("jax_rnnt runs on its pure-JAX reference: the CUDA kernels ")
     with pytest.raises(NotImplementedError, match=r"implementation='kernel': .* for this: the CUDA kernels"):
         step(loss, "kernel").lower(*p)
-    with pytest.raises(RuntimeError, match="required kernels are missing:\n.*the CUDA kernels"):
+    with pytest.raises(RuntimeError, match=r"required kernels are missing:\n.*the CUDA kernels"):
         jax_rnnt.selftest(require=(losses.platform(),))
     (line,) = jax_rnnt.selftest(require=())
     assert "the reference runs: the CUDA kernels" in line
