@@ -159,12 +159,10 @@ def report(record):
             continue
         sizes = [(len(row["T"]), max(row["T"]), max(row["U"])) for row in common]
         B, T, U = (sum(x) / len(x) for x in zip(*sizes))
-        valid = np.mean(
-            [np.dot(r["T"], np.add(r["U"], 1)) / (len(r["T"]) * max(r["T"]) * (max(r["U"]) + 1)) for r in common]
-        )
-        text.append(
-            f"### {order}: {len(common)} batches, on average B={B:.1f} T={T:.0f} U={U:.0f}, {valid:.0%} valid\n"
-        )
+        nodes = [np.dot(row["T"], np.add(row["U"], 1)) for row in common]
+        valid = np.mean([n / (B * T * (U + 1)) for n, (B, T, U) in zip(nodes, sizes)])
+        size = f"B={B:.1f} T={T:.0f} U={U:.0f}, {valid:.0%} of the nodes valid"
+        text.append(f"### {order}: {len(common)} batches, on average {size}\n")
         lines = ["| | ms a batch | of the fastest steps | x in memory | MB at most |", "|---|--:|--:|--:|--:|"]
         mean, best = (
             {n: np.mean([f(r["times"][n]["seconds"]) for r in common]) * 1e3 for n in names} for f in (np.median, min)

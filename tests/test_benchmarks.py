@@ -83,6 +83,7 @@ def test_contestants_compute_one_loss(librispeech, monkeypatch, capsys):
     monkeypatch.setattr(librispeech, "batches", lambda order, share: [np.array([[3, 4], [2, 1]])])
     wrong = {"wrong": lambda *p: 1.01 * librispeech.logits_in_memory(*p)}
     monkeypatch.setattr(librispeech, "OURS", librispeech.OURS | wrong)
+    monkeypatch.setattr(librispeech, "ORDERS", ("file order",))
     for module in (librispeech, problems):
         monkeypatch.setattr(module, "H", 4)
     records = []
@@ -93,7 +94,7 @@ def test_contestants_compute_one_loss(librispeech, monkeypatch, capsys):
     right = {"ours, logits in memory", "ours, packed", "ours, in tiles"}
     for row in record["batches"]:
         assert set(row["times"]) - {"torchaudio"} == right and "wrong" in row["failed"]
-    assert sum(why.startswith("Disagreement") for _, why in record["left_out"]) == len(record["batches"]) == 2
+    assert sum(why.startswith("Disagreement") for _, why in record["left_out"]) == len(record["batches"]) == 1
     text = load("librispeech").report(record)
     assert "### file order: 1 batches, on average B=2.0 T=4 U=2, 71% of the nodes valid" in text  # 9 + 8 of 24
 
