@@ -150,7 +150,7 @@ PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE JAX_RNNT_LARGE PYTHONPATH PYTHONUNBUFFERED=1
 OUT=$(cd "$OUT" && pwd)
 export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
-LIMIT=${LIMIT:-$((DRY_RUN ? 6000 : 585))}
+LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
 
 chosen=("$@")
 [[ $# == 0 ]] && chosen=("${PARTS[@]}")
@@ -165,7 +165,7 @@ main() {
       echo "no such part: $part; there are ${PARTS[*]}"
       return 2
     fi
-    most=$((DRY_RUN ? 900 : SECONDS_OF[$part]))
+    most=$((DRY_RUN ? 1800 : SECONDS_OF[$part]))
     most=$((LIMIT - SECONDS < most ? LIMIT - SECONDS : most))
     begun=$EPOCHREALTIME
     echo "== $part, $most s at most"
