@@ -17,22 +17,20 @@ def unfit(module) -> str | None:
     if not hasattr(module, "devices"):
         return None
     driver, runtime = module.driver_version(), module.runtime_version
+    install = _installation.reinstall
     if 0 < driver // 1000 < runtime // 1000:
         return (
-            f"the CUDA kernels were built with CUDA {_version(runtime)}, and the driver supports CUDA "
-            f"{_version(driver)} at most: update the driver, or put an nvcc of CUDA {driver // 1000} on the PATH and run "
-            f"`{_installation.reinstall()}`"
+            f"the CUDA kernels were built with CUDA {_version(runtime)}, and the driver supports CUDA {_version(driver)} "
+            f"at most: update the driver, or put an nvcc of CUDA {driver // 1000} on the PATH and run `{install()}`"
         )
     for i, (major, minor, _) in enumerate(module.devices()):
         if not _has_code(module.architectures, major, minor, newest_ptx=driver >= runtime):
-            build = (
-                f", or build for it: `{_installation.reinstall()} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
-                if (major, minor) >= OLDEST
-                else ""
-            )
+            cure = "hide it by CUDA_VISIBLE_DEVICES"
+            if (major, minor) >= OLDEST:
+                cure += f", or run `{install()} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
             return (
-                f"the CUDA kernels have code for {module.architectures.replace(';', ', ')}, and none for device {i}, of "
-                f"compute capability {major}.{minor}: hide it by CUDA_VISIBLE_DEVICES{build}"
+                f"the CUDA kernels have code for {module.architectures.replace(';', ', ')}, "
+                f"and none for device {i}, of compute capability {major}.{minor}: {cure}"
             )
     return None
 
