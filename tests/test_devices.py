@@ -50,7 +50,10 @@ def module(*found, driver=13000, runtime=13000, architectures=WHEEL):
         (module(H100, architectures="native"), None),
         (module(A10, architectures="80-real"), None),  # code of a minor version runs on later ones
         (module(A100, architectures="75"), None),  # by PTX
-        (module(driver=12080), "built with CUDA 13.0, and the driver supports CUDA 12.8 at most: update the driver"),
+        (
+            module(driver=12080),
+            "CUDA 13.0, and the driver supports CUDA 12.8 at most: update it, or put an nvcc of CUDA 12 on",
+        ),
         (module(H100, driver=11080, runtime=12090), "built with CUDA 12.9, and the driver supports CUDA 11.8"),
         (module(V100), "none for device 0, of compute capability 7.0: hide it by CUDA_VISIBLE_DEVICES$"),
         (module(H100, V100), "none for device 1, of compute capability 7.0"),

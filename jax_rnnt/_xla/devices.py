@@ -20,8 +20,9 @@ def unfit(module) -> str | None:
     install = _installation.reinstall
     if 0 < driver // 1000 < runtime // 1000:
         return (
-            f"the CUDA kernels were built with CUDA {_version(runtime)}, and the driver supports CUDA {_version(driver)} "
-            f"at most: update the driver, or put an nvcc of CUDA {driver // 1000} on the PATH and run `{install()}`"
+            f"the CUDA kernels were built with CUDA {_version(runtime)}, and the driver supports CUDA "
+            f"{_version(driver)} at most: update it, or put an nvcc of CUDA {driver // 1000} on the PATH and run "
+            f"`{install()}`"
         )
     for i, (major, minor, _) in enumerate(module.devices()):
         if not _has_code(module.architectures, major, minor, newest_ptx=driver >= runtime):
