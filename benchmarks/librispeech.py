@@ -84,9 +84,7 @@ class Torchaudio:
 
     def __init__(self, python, threads):
         command = [python, str(HERE / "librispeech_torch.py"), *([str(threads)] if threads else [])]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.version = json.loads(self.process.stdout.readline() or "{}")
         if not self.version:
             self.close()

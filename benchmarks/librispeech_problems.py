@@ -55,4 +55,4 @@ def make(lengths, T, columns, seed=0):
         rows[0][b, :frames] = rng.random((frames, H), np.float32)
         rows[1][b, : labels + 1] = rng.random((labels + 1, H), np.float32)
         targets[b, :labels] = rng.integers(1, V, labels)
-    return parameters, rows, (targets, *(np.asarray(x, np.int32) for x in lengths))
+    return parameters, rows, (targets, *(np.array(x, np.int32) for x in lengths))  # contiguous, for torchaudio

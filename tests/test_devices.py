@@ -23,7 +23,7 @@ V100, T4, A100, A10, H100, B200 = (
     (9, 0, 227 << 10),
     (10, 0, 227 << 10),
 )
-WHEEL = "75-real;80-real;90-real;100"
+WHEEL = "75-real 80-real 90-real 100"
 
 
 def module(*found, driver=13000, runtime=13000, architectures=WHEEL):

@@ -30,8 +30,8 @@ def unfit(module) -> str | None:
             if (major, minor) >= OLDEST:
                 cure += f", or run `{install()} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
             return (
-                f"the CUDA kernels have code for {module.architectures.replace(';', ', ')}, "
-                f"and none for device {i}, of compute capability {major}.{minor}: {cure}"
+                f"the CUDA kernels have code for {module.architectures}, and none for device {i}, of compute capability "
+                f"{major}.{minor}: {cure}"
             )
     return None
 
@@ -52,7 +52,7 @@ def _has_code(architectures: str, major: int, minor: int, *, newest_ptx: bool) -
     The driver compiles PTX only if it is as new as the toolkit (`newest_ptx`). Names without a number, such as
     "native", are taken to fit.
     """
-    for name in architectures.split(";"):
+    for name in architectures.split():
         match = _CAPABILITY.fullmatch(name)
         if match is None:
             return True

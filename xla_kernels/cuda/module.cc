@@ -6,7 +6,7 @@
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/lattice.h"
 
-// As CMake names them: "75-real;80-real;90"; empty in the emulation.
+// As CMake names them: "75-real 80-real 90"; empty in the emulation.
 #ifndef JAX_RNNT_ARCHITECTURES
 #define JAX_RNNT_ARCHITECTURES ""
 #endif
