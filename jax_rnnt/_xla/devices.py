@@ -30,8 +30,8 @@ def unfit(module) -> str | None:
             if (major, minor) >= OLDEST:
                 cure += f", or run `{install()} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
             return (
-                f"the CUDA kernels have code for {module.architectures}, and none for device {i}, of compute capability "
-                f"{major}.{minor}: {cure}"
+                f"the CUDA kernels have code for {module.architectures}, and none for device {i}, "
+                f"of compute capability {major}.{minor}: {cure}"
             )
     return None
 
