@@ -169,7 +169,7 @@ def counters(program, args, timeout):
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not installed"
-    command = [ncu, "--csv", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
+    command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
     command += ["--kernel-name", "regex:Forward|Backward|Skew|Sweep|Total|Loss", str(program), "all", "0"]
     try:
         done = subprocess.run([*command, *shapes(args)], capture_output=True, text=True, timeout=timeout)

@@ -172,6 +172,26 @@ def test_report_of_tuning(tune, tmp_path):
     assert "No counters: ncu is not installed" in text and "X=2: no time left" in text
 
 
+def test_counters(tune, tmp_path, monkeypatch):
+    """Rows of ncu's table by kernel; where it may not read counters, its words."""
+    ncu, args = tmp_path / "ncu", tune.parse(["--dry-run"])
+    monkeypatch.setattr(tune.shutil, "which", lambda name: str(ncu))
+    issue, dram, _ = tune.COUNTERS
+    rows = [
+        ("ID", "Kernel Name", "Metric Name", "Metric Value"),
+        (0, "Skew", issue, "12.5"),
+        (0, "Skew", dram, "1,000.0"),
+    ]
+    text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in rows)
+    ncu.write_text(f"#!/bin/sh\ncat <<'EOF'\n==PROF== connected\n{text}\nEOF\n")
+    ncu.chmod(0o755)
+    assert tune.counters("program", args, 10) == [("Skew", {issue: 12.5, dram: 1000.0})]
+    ncu.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\nexit 1\n")
+    assert tune.counters("program", args, 10) == "ERR_NVGPUCTRPERM"
+    monkeypatch.setattr(tune.shutil, "which", lambda name: None)
+    assert tune.counters("program", args, 10) == "ncu is not installed"
+
+
 # ------------------------------------------------------------------------------------------------------ parts of gpu.sh
 
 
