@@ -77,7 +77,7 @@ run_part() {
       ;;
     benchmark)
       if [[ $DRY_RUN ]]; then
-        "$PYTHON" benchmarks/gpu.py --dry-run --budget 1700 --only librispeech tiny
+        "$PYTHON" benchmarks/gpu.py --dry-run --budget 1700 --only tiny
       else
         "$PYTHON" benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 15))" --output "$OUT"
       fi
