@@ -85,7 +85,7 @@ run_part() {
     tune) "$PYTHON" benchmarks/tune.py "${TUNE[@]}" --budget "$((SECONDS_OF[tune] - 5))" --output "$OUT" ;;
     librispeech)
       if [[ $DRY_RUN ]]; then
-        "$PYTHON" benchmarks/librispeech.py --batches 1 --repeat 1 --share 0.04
+        "$PYTHON" benchmarks/librispeech.py --batches 1 --repeat 1 --share 0.1 --shrink 20
       else
         "$PYTHON" benchmarks/librispeech.py --budget "$((SECONDS_OF[librispeech] - 10))" --output "$OUT"
       fi

@@ -179,6 +179,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=3, help="of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
+    parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="steps of each batch and contestant (%(default)s)")
     parser.add_argument("--budget", type=float, default=600, help="seconds (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads and cores on a CPU (%(default)s)")
@@ -198,6 +199,7 @@ def main(argv=None):
         "load_average": {"before": load},
         "versions": {"jax": jax.__version__},
         "share": share,
+        "shrink": args.shrink,
         "batches": [],
         "left_out": [],
     }
@@ -214,7 +216,7 @@ def main(argv=None):
     # The same number of batches of either order, spread over those of the published table.
     for i in range(args.batches):
         for order in ORDERS:
-            chosen = batches(order, share)
+            chosen = batches(order, share, args.shrink)
             index = i * len(chosen) // args.batches
             lengths = chosen[index]
             row = {"order": order, "index": index, "T": lengths[0].tolist(), "U": lengths[1].tolist()}
@@ -224,7 +226,7 @@ def main(argv=None):
             arguments = *arguments, jnp.asarray(nodes_of(lengths))
             contestants = {name: lambda f=f, a=arguments: Ours(f, a).run for name, f in OURS.items()}
             if peer:
-                contestants["torchaudio"] = lambda batch=(order, index, share): lambda: peer.run(*batch)
+                contestants["torchaudio"] = lambda batch=(order, index, share, args.shrink): lambda: peer.run(*batch)
             limit = 2e-2 if gpu else 1e-3  # a GPU multiplies float32 as TF32
             take_turns(row, contestants, args.repeat, limit, left, record["left_out"])
     if peer:

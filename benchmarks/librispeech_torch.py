@@ -1,6 +1,6 @@
 """torchaudio's step on batches of librispeech.py, in its own process: one step for each line of JSON on standard input.
 
-[order, index of the batch, share]
+[order, index of the batch, share, shrink]
 -> {"seconds": s, "loss": x, "gradient": [some of that of the weight], "megabytes": peak on a GPU}
 """
 
@@ -24,8 +24,8 @@ def main():
     for line in sys.stdin:
         if line != loaded:
             loaded = line
-            order, index, share = json.loads(line)
-            lengths = batches(order, share)[index]
+            order, index, *rest = json.loads(line)
+            lengths = batches(order, *rest)[index]
             parameters, rows, rest = make(lengths, *padded(lengths), seed=index)
             leaves = [torch.from_numpy(x).to(device).requires_grad_() for x in (*parameters, *rows)]
             weight, bias, encoder, predictor = leaves

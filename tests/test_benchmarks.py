@@ -60,6 +60,7 @@ def test_batches_of_lengths(librispeech):
     pairs = {tuple(x) for x in rows["sorted"].tolist()}
     assert all((T, U) in pairs for T, U in np.concatenate(found, 1).T.tolist())
     assert problems.batches("sorted", 0.1)[0].tolist() == found[0][:, ::10].tolist()
+    assert problems.batches("sorted", 0.1, 20)[0].tolist() == (found[0][:, ::10] // 20).tolist()
 
 
 def test_inputs_do_not_depend_on_the_padding(librispeech):
@@ -80,7 +81,7 @@ def test_contestants_compute_one_loss(librispeech, monkeypatch, capsys):
     """A whole run on two short utterances; a contestant that computes something else is found and left out."""
     problems = sys.modules["librispeech_problems"]
     monkeypatch.setattr(librispeech, "ROWS", 4)
-    monkeypatch.setattr(librispeech, "batches", lambda order, share: [np.array([[3, 4], [2, 1]])])
+    monkeypatch.setattr(librispeech, "batches", lambda order, share, shrink: [np.array([[3, 4], [2, 1]])])
     wrong = {"wrong": lambda *p: 1.01 * librispeech.logits_in_memory(*p)}
     monkeypatch.setattr(librispeech, "OURS", librispeech.OURS | wrong)
     monkeypatch.setattr(librispeech, "ORDERS", ("file order",))
