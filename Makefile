@@ -3,13 +3,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-CXX_SOURCES = $(shell find xla_kernels -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find xla_kernels benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 comma = ,
 
-.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check cuda-model bench bench-peers bench-variants bench-joint lint format clean
+.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check cuda-model bench bench-peers \
+  bench-variants bench-joint bench-librispeech lint format clean
 
 setup: $(VENV)/.installed
 
@@ -78,7 +79,7 @@ sanitize: setup build/sanitize/.installed
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
-  sharding memory remat export
+  sharding memory remat export benchmarks
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
@@ -107,6 +108,9 @@ bench-variants: setup
 
 bench-joint: setup
 	$(BIN)/python benchmarks/joint.py $(ARGS)
+
+bench-librispeech: setup
+	$(BIN)/python benchmarks/librispeech.py --torch-python build/peers/bin/python $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,28 +10,34 @@
 # Environment, with defaults: PYTHON (python3); OUT, the folder of results (benchmarks/results); COMMIT, the commit, if
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
-# Every part has its own time limit and runs even if others fail; the exit code is 1 if any failed. Results:
-# DATE-DEVICE.json and .md, parts.tsv (part, seconds, exit code), gpu.log.
+# Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
+# exit code is 1 if any failed. Results: DATE-DEVICE.json and .md, -tune.json, -librispeech.json, parts.tsv (part, seconds,
+# exit code), gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PARTS=(build selftest check benchmark large suite memcheck racecheck example)
+PARTS=(build check selftest benchmark tune librispeech suite large memcheck racecheck example)
 # Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
-declare -A SECONDS_OF=([build]=100 [selftest]=30 [check]=15 [benchmark]=160 [large]=70 [suite]=110 [memcheck]=30
-  [racecheck]=30 [example]=40)
+declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [tune]=45 [librispeech]=55 [suite]=100
+  [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors public truth distributed forward_mode align pruned gpu_compile sharding targets gpu large)
-KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu)
+NOT_CUDA=(example errors public truth distributed forward_mode align pruned gpu_compile sharding joint_mesh targets gpu
+  large)
+KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu cuda/devices.cu)
 
 run_part() {
   case $1 in
     build)
       rm -rf build/gpu/site
       compile_check > build/gpu/check.log 2>&1 &
+      local check=$!
+      "$PYTHON" benchmarks/tune.py --build "${TUNE[@]}" > build/gpu/tune.log 2>&1 &
+      local tune=$!
       install site "-Ccmake.define.JAX_RNNT_CUDA=on" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$ARCHITECTURE-real"
       local code=$?
-      wait $! || { code=$?; cat build/gpu/check.log; }
+      wait $check || { code=$?; cat build/gpu/check.log; }
+      wait $tune || { code=$?; cat build/gpu/tune.log; }
       if [[ $DRY_RUN ]]; then
         install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
         "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]/#/xla_kernels/}" \
@@ -71,9 +77,17 @@ run_part() {
       ;;
     benchmark)
       if [[ $DRY_RUN ]]; then
-        "$PYTHON" benchmarks/gpu.py --dry-run --budget 120 --only librispeech tiny
+        "$PYTHON" benchmarks/gpu.py --dry-run --budget 1700 --only tiny
       else
-        "$PYTHON" benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 20))" --output "$OUT"
+        "$PYTHON" benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 15))" --output "$OUT"
+      fi
+      ;;
+    tune) "$PYTHON" benchmarks/tune.py "${TUNE[@]}" --budget "$((SECONDS_OF[tune] - 5))" --output "$OUT" ;;
+    librispeech)
+      if [[ $DRY_RUN ]]; then
+        "$PYTHON" benchmarks/librispeech.py --batches 1 --repeat 1 --share 0.1 --shrink 20
+      else
+        "$PYTHON" benchmarks/librispeech.py --budget "$((SECONDS_OF[librispeech] - 10))" --output "$OUT"
       fi
       ;;
   esac
@@ -108,6 +122,8 @@ sanitizer() {
 # Only warnings of this library are errors, not those of the driver or of JAX's plugin.
 pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
 
+if [[ ${DRY_RUN-} ]]; then TUNE=(--dry-run); else TUNE=(--architecture "${ARCHITECTURE-}"); fi
+
 # The script calls itself for each part, so that `timeout` can end the part and all that it started.
 if [[ ${1-} == --part ]]; then
   run_part "$2"
@@ -134,38 +150,45 @@ PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE JAX_RNNT_LARGE PYTHONPATH PYTHONUNBUFFERED=1
 OUT=$(cd "$OUT" && pwd)
 export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
-LIMIT=${LIMIT:-$((DRY_RUN ? 6000 : 585))}
+LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
 
 chosen=("$@")
 [[ $# == 0 ]] && chosen=("${PARTS[@]}")
-failed=0
-rm -f "$OUT/parts.tsv"
-touch build/gpu/started
-exec > >(tee "$OUT/gpu.log") 2>&1
-nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
-for part in "${chosen[@]}"; do
-  if [[ ! ${SECONDS_OF[$part]-} ]]; then
-    echo "no such part: $part; there are ${PARTS[*]}"
-    exit 2
-  fi
-  most=$((DRY_RUN ? 600 : SECONDS_OF[$part]))
-  most=$((LIMIT - SECONDS < most ? LIMIT - SECONDS : most))
-  begun=$EPOCHREALTIME
-  echo "== $part, $most s at most"
-  if ((most > 0)); then
-    timeout --signal=INT --kill-after=8 "$most" bash benchmarks/gpu.sh --part "$part"
-    code=$?
-  else
-    code=124
-  fi
-  ((code == 0)) || failed=1
-  took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
-  printf '%s\t%s\t%s\n' "$part" "$took" "$code" >> "$OUT/parts.tsv"
-  echo "== $part: exit code $code after $took s"
-done
-find "$OUT" -maxdepth 1 -name '*.json' -newer build/gpu/started | while read -r result; do
-  "$PYTHON" benchmarks/gpu_report.py "$result" "$OUT/parts.tsv"
-done
-echo "== part, seconds, exit code"
-cat "$OUT/parts.tsv"
-exit $failed
+
+main() {
+  local failed=0 part most begun code took
+  rm -f "$OUT/parts.tsv"
+  touch build/gpu/started
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
+  for part in "${chosen[@]}"; do
+    if [[ ! ${SECONDS_OF[$part]-} ]]; then
+      echo "no such part: $part; there are ${PARTS[*]}"
+      return 2
+    fi
+    most=$((DRY_RUN ? 1800 : SECONDS_OF[$part]))
+    most=$((LIMIT - SECONDS < most ? LIMIT - SECONDS : most))
+    begun=$EPOCHREALTIME
+    echo "== $part, $most s at most"
+    if ((most > 0)); then
+      timeout --signal=INT --kill-after=8 "$most" bash benchmarks/gpu.sh --part "$part"
+      code=$?
+    else
+      code=124
+    fi
+    ((code == 0)) || failed=1
+    took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
+    printf '%s\t%s\t%s\n' "$part" "$took" "$code" >> "$OUT/parts.tsv"
+    echo "== $part: exit code $code after $took s"
+  done
+  find "$OUT" -maxdepth 1 -name '*.json' ! -name '*-tune.json' ! -name '*-librispeech.json' -newer build/gpu/started |
+    while read -r result; do
+      "$PYTHON" benchmarks/gpu_report.py "$result" "$OUT/parts.tsv"
+    done
+  echo "== part, seconds, exit code"
+  cat "$OUT/parts.tsv"
+  return $failed
+}
+
+# A pipe, whose end the shell awaits, so that the log has the last lines.
+main 2>&1 | tee "$OUT/gpu.log"
+exit "${PIPESTATUS[0]}"

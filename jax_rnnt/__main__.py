@@ -56,6 +56,7 @@ def _info() -> tuple[dict[str, Any], list[str]]:
     devices = jax.devices()
     runtime = loading.runtime_api()
     ffi = {"runtime": runtime and ".".join(map(str, runtime))}
+    missing = {name: why for name, *_ in loading.PLATFORMS if (why := loading.missing(name))}
     kernels = {name: loading.instruction_set(name) for name in loading.KERNELS}
     for name in loading.KERNELS:
         ffi[name] = ".".join(map(str, loading.module(name).api_version()))
@@ -65,14 +66,14 @@ def _info() -> tuple[dict[str, Any], list[str]]:
         "host": platform.machine(),
         "kernels": kernels,
         "ffi": ffi,
-        "missing": dict(loading.MISSING),
+        "missing": missing,
     }
     lines = [", ".join(f"{name} {version}" for name, version in versions.items())]
     lines.append(
         f"device: {devices[0].device_kind} ({len(devices)} x {devices[0].platform}), host: {platform.machine()}"
     )
     lines += [f"kernels for {name}: {which}, XLA FFI {ffi[name]}" for name, which in kernels.items()]
-    lines += [f"no kernels for {name}: {why}" for name, why in loading.MISSING.items()]
+    lines += [f"no kernels for {name}: {why}" for name, why in missing.items()]
     lines.append(f"XLA FFI of jaxlib: {ffi['runtime'] or 'unknown'}")
     return found, lines
 

@@ -21,7 +21,7 @@ def explain(platform: str, module: str, error: ImportError) -> str:
     """Why `module` of this package, with the kernels of `platform`, could not be imported, and the cure."""
     name = f"{__package__}.{module}"
     if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it exists but does not load
-        return f"the extension module {name} cannot be imported ({error}); run `{_reinstall()}`"
+        return f"the extension module {name} cannot be imported ({error}); run `{reinstall()}`"
     if elsewhere := _installed_folder(module):
         return (
             f"{__package__} was imported from the source folder {_PACKAGE.parent}, which hides the build installed in "
@@ -33,8 +33,8 @@ def explain(platform: str, module: str, error: ImportError) -> str:
         return f"the source folder {_PACKAGE.parent} was not built; run `pip install -e {_PACKAGE.parent}`"
     if reason := note.MISSING[platform]:
         cure = next((cure for words, cure in _CURES.items() if words in reason), "run")
-        return f"{reason}: {cure} `{_reinstall()}`"
-    return f"the extension module {name} was built and is gone ({error}); run `{_reinstall()}`"
+        return f"{reason}: {cure} `{reinstall()}`"
+    return f"the extension module {name} was built and is gone ({error}); run `{reinstall()}`"
 
 
 def _distribution() -> importlib.metadata.Distribution | None:
@@ -56,7 +56,7 @@ def _installed_folder(module: str) -> pathlib.Path | None:
     return None
 
 
-def _reinstall() -> str:
+def reinstall() -> str:
     """The command that builds this copy again, from where it came."""
     distribution = _distribution()
     origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")

@@ -105,12 +105,13 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     cpu   jax_rnnt_softmax_emission_fwd  float32   max error 1.2e-07  ok
     """
     platform = loading.default_platform()
-    missing = [name for name in _required(require, platform) if name in loading.MISSING]
+    reasons = {name: loading.missing(name) for name in {*_required(require, platform), platform}}
+    missing = [name for name in _required(require, platform) if reasons[name]]
     if missing:
-        lines = [f"{name:5} no kernels: {loading.MISSING[name]}" for name in missing]
+        lines = [f"{name:5} no kernels: {reasons[name]}" for name in missing]
         raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(lines))
-    if platform not in loading.KERNELS:
-        reason = loading.MISSING.get(platform, "there are none for this platform")
+    if platform not in loading.KERNELS or reasons[platform]:
+        reason = reasons[platform] or "there are none for this platform"
         return [f"{platform:5} no kernels, the reference runs: {reason}"]
     lines, wrong = [], []
     for dtype in _checks.FLOATS:

@@ -31,6 +31,8 @@ gc.freeze()
 gc.set_threshold(200_000, 50, 1000)
 
 QUICK = losses.platform() == "cpu"
+if not QUICK:  # GPUs multiply float32 as TF32 and TPUs as bfloat16; tests compare float32 results at 1e-5
+    jax.config.update("jax_default_matmul_precision", "highest")
 OPTIONS = {  # in the order of what they save; an XLA without one goes without
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,

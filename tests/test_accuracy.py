@@ -124,11 +124,16 @@ def test_improbable_beginning(implementation):
 @pytest.mark.parametrize(("T", "U"), [(20, 900), (900, 20), (300, 300)], ids=str)
 @pytest.mark.parametrize("classes", [2, 3, 1024])
 def test_equal_paths(implementation, T, U, classes):
-    """Equal scores: sums double at every step, so mantissas overflow unless they are normalized."""
+    """Equal scores: sums double at every step, so mantissas overflow unless they are normalized.
+
+    The loss is small if the sum over paths nearly cancels the scores (4.1 for T = U = 300 and two classes). A GPU's
+    exponential is right within 2 ulp, 2^-22 below 2, and is off alike for equal arcs, so the errors of a path add up.
+    """
+    ulps = (T + U) * 2.0**-22 if losses.platform() == "cuda" and implementation == "kernel" else 0
     scores = np.full((1, T, U + 1, 2), -np.log(classes), np.float32)
     p = losses.Problem(scores, np.zeros((1, U), np.int32), np.array([T], np.int32), np.array([U], np.int32))
     values, gradient = losses.evaluate(losses.RNNT, p, implementation, fused_log_softmax=False)
-    np.testing.assert_allclose(values[0], truth.uniform_loss(T, U, classes), rtol=1e-6)
+    np.testing.assert_allclose(values[0], truth.uniform_loss(T, U, classes), rtol=1e-6, atol=ulps)
     arcs = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
     _, posteriors = truth.posteriors(truth.STANDARD, arcs, T, U)
     assert np.abs(gradient[0, ..., 1] + posteriors["blank"]).max() <= BOUND

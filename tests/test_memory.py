@@ -72,7 +72,7 @@ def test_packed_training_step(kernel):
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_pruned_training_step(kernel, width):
+def test_pruned_training_step(kernel, matmul, width):
     """Temporaries are the logits of the band and planes of the whole lattice."""
     hidden = jax.ShapeDtypeStruct((B * T * width, H), np.float32)
     weight = jax.ShapeDtypeStruct((H, V), np.float32)

@@ -1,8 +1,9 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
-`loading` registers the compiled kernels, `primitive` binds one as a primitive, `grouped` makes a primitive of plain JAX
-that the partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the
-mesh axes and shardings of types. `tests/test_public.py` holds that no other file imports any of it from JAX.
+`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
+primitive, `grouped` makes a primitive of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
+function where it was not traced, and `avals` has the mesh axes and shardings of types. `tests/test_public.py` holds
+that no other file imports any of it from JAX.
 """
 
 from jax_rnnt._xla.avals import result_aval as result_aval

@@ -3,7 +3,6 @@
 import pathlib
 import re
 import sys
-import types
 from collections.abc import Callable
 
 import jax
@@ -11,6 +10,7 @@ import jax.extend
 from jax import export
 
 from jax_rnnt import _installation
+from jax_rnnt._xla import devices
 
 TARGETS = (
     "jax_rnnt_softmax_emission_fwd",
@@ -78,15 +78,27 @@ def default_platform() -> str:
     return backend.platform
 
 
-def module(platform: str) -> types.ModuleType:
-    """The loaded extension module with this platform's kernels."""
-    return sys.modules[next(f"jax_rnnt.{name}" for lowered, _, name in PLATFORMS if lowered == platform)]
+def module(platform: str):
+    """The loaded extension module with this platform's kernels, or None."""
+    return sys.modules.get(next(f"jax_rnnt.{name}" for lowered, _, name in PLATFORMS if lowered == platform))
+
+
+def missing(platform: str) -> str | None:
+    """Why programs for this platform run without kernels; None if they have them."""
+    return MISSING.get(platform) or (devices.unfit(module(platform)) if platform in KERNELS else None)
+
+
+def limits(platform: str) -> dict[str, int]:
+    """`LIMITS` of the platform, with those of its devices."""
+    return LIMITS[platform] | devices.limits(module(platform))
 
 
 def instruction_set(platform: str) -> str:
     """Of the platform's kernels, as far as their module tells."""
-    target = getattr(module(platform), "target", None)
-    return target() if target else f"{KERNELS[platform]} kernels"
+    found = module(platform)
+    if hasattr(found, "target"):
+        return found.target()
+    return f"{KERNELS[platform]} kernels {getattr(found, 'architectures', '')}".strip()
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:

@@ -159,9 +159,10 @@ class Kernel:
         return [result_aval(first, batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
 
     def lower(self, ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
-        """The kernel of this platform, if it takes the problem."""
+        """The kernel of this platform, if its devices have it and it takes the problem."""
         params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
-        if reason := self.unsupported(loading.LIMITS[platform], *ctx.avals_in, **attributes):
+        reason = loading.missing(platform) or self.unsupported(loading.limits(platform), *ctx.avals_in, **attributes)
+        if reason:
             return self.lower_reference(ctx, *operands, reason=reason, **params)
         aliases = self.aliases(len(operands)) if alias else {}
         exporting = ctx.module_context.lowering_parameters.for_export

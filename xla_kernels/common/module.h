@@ -19,7 +19,12 @@ inline void Export(pybind11::module_& m, const char* kernels) {
   m.def("api_version", &ApiVersion);
   m.def("registrations", [] {
     py::dict handlers;
-    for (const auto& [target, handler] : Registrations()) handlers[target] = py::capsule(handler);
+    for (const auto& [target, execute, instantiate] : Registrations()) {
+      py::dict stages;
+      stages["execute"] = py::capsule(execute);
+      if (instantiate != nullptr) stages["instantiate"] = py::capsule(instantiate);
+      handlers[target] = stages;
+    }
     return handlers;
   });
   m.def(

@@ -9,9 +9,11 @@
 
 namespace jax_rnnt {
 
+// The handlers of a target by stage. XLA calls `instantiate`, if there is one, when it compiles or loads a program.
 struct Registration {
   const char* target;
-  void* handler;
+  void* execute;
+  void* instantiate = nullptr;
 };
 
 std::vector<Registration> Registrations();

@@ -2,8 +2,11 @@
 //
 // No handler waits, allocates or reads device memory, so XLA may capture it into a command buffer. In the emulation
 // (runtime.cuh) the handlers belong to the CPU platform, which has no stream.
+//
+// Before that, when XLA instantiates a handler, all kernels are loaded: CUDA may not load them during a capture.
 #include "xla_kernels/common/ffi_calls.h"
 #include "xla_kernels/common/registration.h"
+#include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
@@ -83,6 +86,14 @@ ffi::Error LatticeGradientHandler(Stream stream, ffi::AnyBuffer first_plane, ffi
                         {dt, du, may_end, plane, other});
 }
 
+// Some versions of XLA pass operands and results to this stage, some do not.
+ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  LoadKernels();
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateHandler,
+                       ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kEmissionBackward, EmissionBackwardHandler, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLattice<Context>(), JAX_RNNT_TRAITS);
@@ -92,11 +103,15 @@ XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLattice<Con
 }  // namespace cuda
 
 std::vector<Registration> Registrations() {
+  const auto stages = [](const char* target, XLA_FFI_Handler* execute) {
+    return Registration{target, reinterpret_cast<void*>(execute),
+                        reinterpret_cast<void*>(static_cast<XLA_FFI_Handler*>(cuda::kInstantiate))};
+  };
   return {
-      {"jax_rnnt_softmax_emission_fwd", reinterpret_cast<void*>(+cuda::kEmissionForward)},
-      {"jax_rnnt_softmax_emission_bwd", reinterpret_cast<void*>(+cuda::kEmissionBackward)},
-      {"jax_rnnt_lattice_loss", reinterpret_cast<void*>(+cuda::kLatticeLoss)},
-      {"jax_rnnt_lattice_grad", reinterpret_cast<void*>(+cuda::kLatticeGradient)},
+      stages("jax_rnnt_softmax_emission_fwd", cuda::kEmissionForward),
+      stages("jax_rnnt_softmax_emission_bwd", cuda::kEmissionBackward),
+      stages("jax_rnnt_lattice_loss", cuda::kLatticeLoss),
+      stages("jax_rnnt_lattice_grad", cuda::kLatticeGradient),
   };
 }
 

@@ -552,9 +552,8 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t MaxUnitColumns() {
-  constexpr size_t kEveryDevice = 99 << 10;  // bytes of shared memory that a block may have on every supported device
-  return int64_t(kEveryDevice / std::max(SharedBytes<float>(1), SharedBytes<double>(1))) * kTile;
+int64_t MaxUnitColumns(int64_t shared_bytes) {
+  return shared_bytes / int64_t(std::max(SharedBytes<float>(1), SharedBytes<double>(1))) * kTile;
 }
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.

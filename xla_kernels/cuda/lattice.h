@@ -11,8 +11,10 @@ namespace jax_rnnt::cuda {
 
 // Nodes, diagonals and sequences are counted in int32, with room to step beyond the last.
 constexpr int64_t kMaxNodes = INT32_MAX / 2, kMaxDiagonals = INT32_MAX / 4, kMaxSequences = INT32_MAX;
-// Most columns of the kernel for unit steps: values that cross between tiles must fit into shared memory.
-int64_t MaxUnitColumns();
+// Most columns of the kernel for unit steps: values that cross between tiles must fit into the shared memory that a
+// block may have. A device of capability 7.5 has 64 KiB; all others have the 99 KiB of 8.6, or more.
+constexpr int64_t kSharedBytes = 99 << 10;
+int64_t MaxUnitColumns(int64_t shared_bytes = kSharedBytes);
 inline bool Countable(const LatticeArgs& args) {
   return args.frames * args.columns <= kMaxNodes && args.frames + args.columns <= kMaxDiagonals &&
          args.batch <= kMaxSequences;

@@ -1,6 +1,6 @@
 """Reads registers, shared memory, spills and 16-byte accesses of the CUDA kernels from the compiler. Needs no GPU.
 
-    python xla_kernels/cuda/resources.py [--architectures 80 90 100] [--nvcc NVCC] [--check]
+    python xla_kernels/cuda/resources.py [--architectures 75 80 90 100] [--nvcc NVCC] [--check]
 
 Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame, if an emission
 kernel lost its 16-byte accesses, or if the table in docs/cuda.md differs. Registers depend on the version of the
@@ -62,7 +62,7 @@ def wide_accesses(nvcc, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architectures", nargs="+", default=["80", "90", "100"])
+    parser.add_argument("--architectures", nargs="+", default=["75", "80", "90", "100"])
     parser.add_argument("--nvcc", default=shutil.which("nvcc"))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()

@@ -32,10 +32,22 @@
 
 namespace jax_rnnt::cuda {
 
+// While an object lives, Launch loads kernels onto the current device and starts none, in this thread. See LoadKernels.
+class Loading {
+ public:
+  Loading() { active = true; }
+  ~Loading() { active = false; }
+  static inline thread_local bool active = false;
+};
+
 // Starts kernel(args...). Returns the error of this launch only; the stream reports work that fails later.
 template <class... P, class... A>
 cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A... args) {
 #if defined(__CUDACC__)
+  if (Loading::active) {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, kernel);
+  }
   constexpr size_t kWithoutOptIn = 48 << 10;
   if (shared_bytes > kWithoutOptIn) {
     const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -50,6 +62,8 @@ cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
   return cudaLaunchKernelEx(&config, kernel, P(args)...);
 #else
   (void)stream;
+  if (Loading::active) return emulation::Load(reinterpret_cast<const void*>(kernel));
+  if (!emulation::IsLoaded(reinterpret_cast<const void*>(kernel))) return cudaErrorInvalidDeviceFunction;
   return emulation::Run(grid, block, shared_bytes, [&] { kernel(P(args)...); });
 #endif
 }
@@ -159,7 +173,7 @@ __device__ __forceinline__ T Narrow(A x) {
 template <>
 __device__ __forceinline__ BFloat16 Narrow<BFloat16, float>(float x) {
   BFloat16 y;
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
 #else
   const uint32_t bits = uint32_t(AsInt(x));

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/emulation/check_skip.h"
 #include "xla_kernels/emulation/check_stages.h"
 
@@ -191,6 +192,7 @@ void CheckAll() {
 int main(int argc, char** argv) {
   using namespace jax_rnnt::cuda;
   stop_at_first = argc > 1 && strcmp(argv[1], "--first") == 0;
+  LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckAll();
   printf("largest error: %.2f of what is allowed\n", worst);
   printf("%d passed, %d failed, checksum %016llx\n", num_passed, num_failed, static_cast<unsigned long long>(checksum));

@@ -17,7 +17,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
-KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice"))
+KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice", "devices"))
 OTHERS = ("xla_kernels/emulation/cuda_emulation.cc", "xla_kernels/emulation/check.cc")
 TEST = "xla_kernels/emulation/cuda_emulation_test.cc"
 HEADERS = [

@@ -14,6 +14,7 @@
 
 #include <mutex>
 #include <new>
+#include <set>
 #include <vector>
 
 #if defined(__has_feature)
@@ -570,6 +571,25 @@ JAX_RNNT_SCHEDULER void* SharedArray(SharedSlot* slot, size_t bytes, Caller call
   return slot->data;
 }
 
+namespace {
+std::mutex loaded_mutex;
+std::set<const void*>& LoadedKernels() {
+  static std::set<const void*>* const kernels = new std::set<const void*>;
+  return *kernels;
+}
+}  // namespace
+
+cudaError_t Load(const void* kernel) {
+  const std::lock_guard<std::mutex> lock(loaded_mutex);
+  LoadedKernels().insert(kernel);
+  return cudaSuccess;
+}
+
+bool IsLoaded(const void* kernel) {
+  const std::lock_guard<std::mutex> lock(loaded_mutex);
+  return LoadedKernels().empty() || LoadedKernels().count(kernel) != 0;
+}
+
 JAX_RNNT_SCHEDULER cudaError_t Run(dim3 grid, dim3 block, size_t shared_bytes, void (*thread)(const void*),
                                    const void* context) {
   const std::lock_guard<std::mutex> lock(machine.mutex);
@@ -625,6 +645,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid argument";
     case cudaErrorInvalidConfiguration:
       return "invalid configuration argument";
+    case cudaErrorInvalidDeviceFunction:
+      return "a kernel that LoadKernels did not load";
     case cudaErrorLaunchFailure:
       return jax_rnnt::emulation::last_message;
   }

@@ -45,6 +45,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDeviceFunction = 98,
   cudaErrorLaunchFailure = 719,
 };
 // For cudaErrorLaunchFailure: the problem in the last failed launch of the calling thread.
@@ -72,6 +73,10 @@ struct Operation {
 
 extern uint3 thread_index, block_index;
 extern dim3 block_size, grid_size;
+
+// A kernel counts as loaded after Load. If none was loaded, every one does.
+cudaError_t Load(const void* kernel);
+bool IsLoaded(const void* kernel);
 
 cudaError_t Run(dim3 grid, dim3 block, size_t shared_bytes, void (*thread)(const void*), const void* context);
 

@@ -17,6 +17,7 @@ import checks
 
 LATTICE, EMISSION, SKIP = (f"xla_kernels/cuda/{name}.cu" for name in ("lattice", "softmax_emission", "skip_lattice"))
 VALUES = "xla_kernels/cuda/lattice_values.cuh"  # a header of LATTICE and SKIP
+DEVICES = "xla_kernels/cuda/devices.cu"
 RUNS = (
     ("plain", "forward"),
     ("plain", "reverse"),
@@ -165,6 +166,8 @@ MUTATIONS = (
         "((bits & kFaint) != 0 && ((bits & kHigh) != 0 || small))",
         "(bits & kFaint) != 0",
     ),
+    ("not loaded before a capture: long rows", DEVICES, "classes <= 1 << 20", "classes <= 1 << 8"),
+    ("not loaded before a capture: the loss alone", DEVICES, "gradient : {false, true}", "gradient : {true}"),
     ("wide: all bits of the flags alike", VALUES, "__syncthreads_or(bits & bit)", "__syncthreads_or(bits)"),
     ("wide: one sum for masks and all else", VALUES, "Abs(x) > kCoarse", "Abs(x) > 1e308"),
     ("wide: -inf among the masks", VALUES, "Abs(x) > kCoarse && x > -kInfinity<double>", "Abs(x) > kCoarse"),
