@@ -30,6 +30,7 @@ from jax_rnnt._tdt import TDTLoss as TDTLoss
 from jax_rnnt._tdt import tdt_loss as tdt_loss
 from jax_rnnt._transducer import Alignment as Alignment
 from jax_rnnt._transducer import Composition as Composition
+from jax_rnnt._transducer import DecodingRules as DecodingRules
 from jax_rnnt._validate import validate_inputs as validate_inputs
 from jax_rnnt._xla import export_checks as export_checks
 from jax_rnnt.emissions.joint import LinearJoint as LinearJoint
@@ -41,6 +42,7 @@ __all__ = [
     "BandLogits",
     "Composition",
     "ConstrainedRNNTLoss",
+    "DecodingRules",
     "HATLoss",
     "JointLogits",
     "LinearJoint",

@@ -1,0 +1,342 @@
+"""Beam search: the N most probable label sequences, each a sum over its alignments.
+
+B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. One `lax.while_loop` steps all utterances
+together, each at its own frame. A step expands the hypotheses that stand on the frame of their utterance by every move
+of the loss. Hypotheses that have left it wait in the same pool. Candidates with equal labels on the same frame are one
+hypothesis: their probabilities are added. The W best of all make the next pool. Once none is left on the frame, the
+utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, and a hypothesis that reads
+several frames at once needs no place of its own.
+
+Labels are compared by hashes of 64 bits. Two different hypotheses on a frame are taken for one with a probability
+of 2^-64 a pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks
+from jax_rnnt.decode import _predictor
+from jax_rnnt.decode._predictor import same_state
+from jax_rnnt.decode._search import Hypotheses, positive, prepare, replace_rows
+from jax_rnnt.emissions.softmax import row_sum
+
+
+class Beam(typing.NamedTuple):
+    """The hypotheses of all utterances; a dead one has the score -inf."""
+
+    score: jax.Array  # [B, W]: log of the sum over alignments, with fusion
+    path: jax.Array  # [B, W]: of its best alignment
+    frame: jax.Array  # [B, W]: the next one, in this part
+    count: jax.Array  # [B, W]
+    hash: jax.Array  # uint32 [B, W, 2]: of the labels
+    labels: jax.Array  # [B, W, L]
+    frames: jax.Array
+    durations: jax.Array
+
+
+class Networks(typing.NamedTuple):
+    """Leaves [B W, ...], after the last label of each hypothesis."""
+
+    rows: jax.Array  # [B W, P]
+    predictor: Any
+    lm: Any
+    fused: Any  # [B W, V]: added to the score of each next label; None without fusion
+
+
+class Carry(typing.NamedTuple):
+    frame: jax.Array  # [B]: of the utterance
+    round: jax.Array  # [B]: labels written on that frame by the hypotheses that stand on it
+    beam: Beam
+    networks: Networks
+
+
+class Stream(typing.NamedTuple):
+    """Where a part of a stream ended; the beam's frames count from the start of the next part."""
+
+    first: jax.Array  # [B]: frames of the stream before the next part
+    bad: jax.Array  # [B]: NaN has been met
+    beam: Beam
+    networks: Networks
+
+
+def beam(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    width: int,
+    *,
+    max_symbols: int = 10,
+    merge: bool = True,
+    length_norm: float = 0.0,
+    lm=None,
+    lm_weight: float | jax.Array = 0.0,
+    ilm_weight: float | jax.Array = 0.0,
+    start: int | None = None,
+    exact_end: bool = False,
+    state: Any = None,
+) -> Hypotheses:
+    """The N best label sequences of each utterance, by time-synchronous beam search.
+
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. As in `greedy`, a move is an
+    arc of the loss with its log-probability. Hypotheses with equal labels are merged: their score is the log of the
+    summed probability of their alignments. With a beam that loses none, and `exact_end`, it is minus the loss of these
+    labels.
+
+    Parameters
+    ----------
+    loss, joint, predictor, encoder_out, lengths, start, exact_end
+        As for `greedy`. The predictor runs on B `width` sequences.
+    max_labels : int
+        Labels that a hypothesis has room for, over the whole stream.
+    width : int
+        Hypotheses that are kept, N.
+    max_symbols : int, default 10
+        Labels that one frame may emit.
+    merge : bool, default True
+        False: alignments of equal labels stay apart. With `width` 1 this is `greedy`.
+    length_norm : float, default 0.0
+        Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
+    lm : Predictor, optional
+        A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token (those of
+        blanks are not read). It gets the same start label.
+    lm_weight : float or scalar Array
+        Adds lm_weight times the language model's log-probability to each label (shallow fusion).
+    ilm_weight : float or scalar Array
+        Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
+        of ``joint(0, predictor row)``. For `HATLoss` it is the model's own (Variani et al. 2020); for others, without
+        blanks, an estimate (Meng et al. 2021). A Python 0 skips its network.
+    state : pytree, optional
+        `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole stream.
+
+    Returns
+    -------
+    Hypotheses
+        The `width` best of each utterance, best first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `greedy`; a language model of another vocabulary.
+
+    See Also
+    --------
+    mwer_loss : Training with N-best lists.
+
+    References
+    ----------
+    Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+    Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
+    Meng et al., "Internal Language Model Estimation for Domain-Adaptive End-to-End Speech Recognition", 2021,
+    arXiv:2011.01991.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
+    >>> found = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
+    >>> found.labels.tolist(), np.exp(found.scores).round(3).tolist()
+    ([[[-1, -1], [1, -1], [2, -1]]], [[0.5, 0.15, 0.1]])
+    """
+    function = "beam"
+    most, width = positive(function, "max_labels", max_labels), positive(function, "width", width)
+    merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
+    weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
+    for name, x in weights.items():
+        _checks.scalar(function, name, x)
+    if lm is None and not _checks.is_zero(lm_weight):
+        raise ValueError(f"{function}: lm must be given with lm_weight={lm_weight!r}, got None.")
+    search, start, rows, network = prepare(
+        function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width
+    )
+    symbols, lengths, dtype = search.symbols, search.lengths, search.dtype
+    batch, frames, _ = search.encoder_out.shape
+    tokens = search.classes - symbols.emission.durations
+
+    # ---- the networks after a label
+
+    internal = not _checks.is_zero(ilm_weight)
+
+    def fused(log_probs, rows):
+        """[N, V]: what fusion adds to the score of each label."""
+        total = jnp.zeros((len(rows), tokens), dtype)
+        if log_probs is not None:
+            weighted = jnp.asarray(lm_weight, dtype) * log_probs.astype(dtype)
+            total = jnp.where(jnp.isneginf(log_probs), -jnp.inf, total + weighted)
+        if internal:
+            silence = jnp.zeros((len(rows), search.encoder_out.shape[-1]), search.encoder_out.dtype)
+            logits = search.joint(silence, rows).astype(dtype)[:, :tokens]
+            logits = jnp.where(symbols.is_blank(logits), -jnp.inf, logits)
+            own = row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
+            total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
+        return total
+
+    log_probs, lm_state = None, None
+    if lm is not None:
+        log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, start)
+        if log_probs.shape[-1] != tokens:
+            expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
+            raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
+    fuses = lm is not None or internal
+    networks = Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+
+    def after_label(networks, label):
+        rows, network = predictor.step(networks.predictor, label)
+        log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
+        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+
+    # ---- the beam at the start
+
+    zeros = jnp.zeros(batch, jnp.int32)
+    none = jnp.zeros((batch, width), jnp.int32)
+    first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
+    alone = jnp.broadcast_to(first, (batch, width))
+    empty = jnp.full((batch, width, most), -1, jnp.int32)
+    hashes = jnp.zeros((batch, width, 2), jnp.uint32)
+    fresh = Stream(
+        zeros, jnp.zeros(batch, bool), Beam(alone, alone, none, none, hashes, empty, empty, empty), networks
+    )  # fmt: skip
+    if state is None:
+        state = fresh
+    else:
+        same_state(function, "state of beam", fresh, state)
+
+    # ---- one step
+
+    def per_frame(carry):
+        """(score of each blank move [B, W, moves], of each label move likewise, of labels [B, W, V], NaN met [B])."""
+        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
+        logits = search.joint(encoder, carry.networks.rows).reshape(batch, width, -1)
+        moves, labels = symbols.scores(logits)
+        if fuses:
+            labels = labels + carry.networks.fused.reshape(batch, width, -1)
+        return moves, labels
+
+    def step(carry_and_bad):
+        carry, bad = carry_and_bad
+        now = carry.beam
+        active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
+        moves, labels = per_frame(carry)
+        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & active, -1)
+        may_write = (carry.round < symbols.labels_per_frame)[:, None] & (now.count < most)
+        allowed = symbols.allowed(
+            jnp.broadcast_to(carry.frame[:, None], active.shape), lengths[:, None], may_write, exact_end
+        )
+        moves = jnp.where(allowed & active[..., None] & ~jnp.isnan(moves), moves, -jnp.inf)
+        moves = [moves[..., i] for i in range(len(symbols.moves))]
+        best, classes = jax.lax.top_k(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
+
+        # Candidates [B, C]: those that wait, then blanks, then labels.
+        own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+        found = [(own, jnp.where(active, -jnp.inf, 0).astype(dtype), jnp.full_like(own, -1), jnp.zeros_like(own))]
+        for move, gain in zip(symbols.blanks, moves):
+            found.append((own, gain, jnp.full_like(own, -1), jnp.full_like(own, move.frames)))
+        for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
+            gain = (gain[..., None] + best).reshape(batch, -1)
+            parent = jnp.repeat(own, best.shape[-1], 1)
+            # No more than W of them can stay.
+            _, chosen = jax.lax.top_k(take(now.score, parent) + gain, min(width, gain.shape[-1]))
+            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
+            found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
+        parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
+
+        score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
+        frame, writes = take(now.frame, parent) + reads, label >= 0
+        count = take(now.count, parent) + writes.astype(jnp.int32)
+        key = jnp.where(writes[..., None], hashed(take(now.hash, parent), label), take(now.hash, parent))
+        if merge:
+            score, path = merged(score, path, frame, count, key)
+        score, chosen = jax.lax.top_k(score, width)
+        pick = lambda x: take(x, chosen)
+        parent, label, reads, writes = map(pick, (parent, label, reads, writes))
+        place = (jnp.arange(most, dtype=jnp.int32)[None, None] == pick(count)[..., None] - 1) & writes[..., None]
+        write = lambda x, value: jnp.where(place, value[..., None], take(x, parent))
+        beam = Beam(
+            score, pick(path), pick(frame), pick(count), pick(key), write(now.labels, label),
+            write(now.frames, state.first[:, None] + take(now.frame, parent)), write(now.durations, reads),
+        )  # fmt: skip
+
+        networks = jax.tree.map(lambda x: flat(take(x.reshape(batch, width, *x.shape[1:]), parent)), carry.networks)
+        writes, label = flat(writes & (score > -jnp.inf)), flat(label)
+
+        def advance(networks):
+            return replace_rows(writes, after_label(networks, jnp.where(writes, label, 0)), networks)
+
+        networks = jax.lax.cond(jnp.any(writes), advance, lambda x: x, networks)
+
+        # The next frame on which a hypothesis waits, if none is left on this one.
+        waits = jnp.where(score > -jnp.inf, beam.frame, np.iinfo(np.int32).max).min(-1)
+        waits = jnp.where(carry.frame < lengths, waits, carry.frame)
+        return Carry(waits, jnp.where(waits == carry.frame, carry.round + 1, 0), beam, networks), bad
+
+    def running(carry_and_bad):
+        return jnp.any(carry_and_bad[0].frame < lengths)
+
+    now = state.beam
+    frame = jnp.where(now.score > -jnp.inf, now.frame, np.iinfo(np.int32).max).min(-1)
+    carry = search.vary((Carry(frame, zeros, now, state.networks), state.bad | search.bad))
+    (_, _, now, networks), bad = jax.lax.while_loop(running, step, carry)
+
+    after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
+    norm = jnp.asarray(length_norm, dtype)
+    ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.count + 1).astype(dtype) ** norm
+    _, order = jax.lax.top_k(ranks, width)
+    score, count, labels, times, durations = (
+        take(x, order) for x in (now.score, now.count, now.labels, now.frames, now.durations)
+    )
+    score = jnp.where(bad[:, None], jnp.nan, score)
+    dead = jnp.isneginf(score)
+    count = jnp.where(dead, 0, count)
+    labels, times, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, times, durations))
+    return Hypotheses(labels, times, durations, count, score, count == most, after)
+
+
+def flat(x):
+    """[B, W, ...] -> [B W, ...]"""
+    return x.reshape(-1, *x.shape[2:])
+
+
+@jax.vmap
+def take(x, index):
+    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def hashed(key, label):
+    """uint32 [..., 2]: the hashes of the labels behind `key` [..., 2] and of one more label [...]."""
+    multipliers = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32), np.array([0x9E3779B1, 0x27D4EB2F], np.uint32)
+    first, second = (x.reshape((1,) * label.ndim + (2,)) for x in multipliers)
+    mixed = (key ^ ((label + 1).astype(jnp.uint32)[..., None] * first)) * second
+    mixed = (mixed ^ (mixed >> 15)) * first
+    return mixed ^ (mixed >> 13)
+
+
+def merged(score, path, frame, count, key):
+    """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
+
+    def same(x):
+        return x[:, :, None] == x[:, None]
+
+    alive = score > -jnp.inf
+    parts = [same(x) for x in (frame, count, key[..., 0], key[..., 1])]
+    equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
+    each = jnp.where(equal, score[:, None], -jnp.inf)
+    peak = each.max(-1)
+    finite = jnp.where(alive, peak, 0)
+    total = finite + jnp.log(jnp.where(alive, jnp.exp(each - finite[..., None]).sum(-1), 1))
+    # With one path the sum is that path's, without rounding.
+    total = jnp.where(equal.sum(-1) > 1, total, score)
+    paths = jnp.where(equal, path[:, None], -jnp.inf)
+    kept = jnp.argmax(paths, -1) == jnp.arange(score.shape[1])[None]
+    return jnp.where(alive & kept, total, -jnp.inf), path
