@@ -161,7 +161,7 @@ def beam(
         function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width
     )
     symbols, lengths, dtype = search.symbols, search.lengths, search.dtype
-    batch, frames, _ = search.encoder_out.shape
+    batch = len(lengths)
     tokens = search.classes - symbols.emission.durations
 
     # ---- the networks after a label
@@ -258,13 +258,14 @@ def beam(
         if merge:
             score, path = merged(score, path, frame, count, key)
         score, chosen = jax.lax.top_k(score, width)
-        pick = lambda x: take(x, chosen)
-        parent, label, reads, writes = map(pick, (parent, label, reads, writes))
-        place = (jnp.arange(most, dtype=jnp.int32)[None, None] == pick(count)[..., None] - 1) & writes[..., None]
-        write = lambda x, value: jnp.where(place, value[..., None], take(x, parent))
+        parent, label, reads, writes, path, frame, count, key = (
+            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, key)
+        )
+        here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
+        written = label, state.first[:, None] + frame - reads, reads
+        old = (take(x, parent) for x in (now.labels, now.frames, now.durations))
         beam = Beam(
-            score, pick(path), pick(frame), pick(count), pick(key), write(now.labels, label),
-            write(now.frames, state.first[:, None] + take(now.frame, parent)), write(now.durations, reads),
+            score, path, frame, count, key, *(jnp.where(here, x[..., None], y) for x, y in zip(written, old))
         )  # fmt: skip
 
         networks = jax.tree.map(lambda x: flat(take(x.reshape(batch, width, *x.shape[1:]), parent)), carry.networks)
@@ -289,6 +290,9 @@ def beam(
     (_, _, now, networks), bad = jax.lax.while_loop(running, step, carry)
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
+    if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
+        score, path = merged(now.score, now.path, jnp.zeros_like(now.frame), now.count, now.hash)
+        now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.count + 1).astype(dtype) ** norm
     _, order = jax.lax.top_k(ranks, width)

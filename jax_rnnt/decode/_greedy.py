@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_rnnt import _checks
 from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import Hypotheses, positive, prepare, replace_rows
 
@@ -127,6 +128,7 @@ def greedy(
     function = "greedy"
     most = positive(function, "max_labels", max_labels)
     size = positive(function, "window", window)
+    exact_end = _checks.boolean(function, "exact_end", exact_end)
     search, _, rows, network = prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start)
     symbols, lengths = search.symbols, search.lengths
     batch = lengths.shape[0]
@@ -172,10 +174,9 @@ def greedy(
         written = jnp.where(emits & (duration == 0), on_frame + 1, jnp.where(going, 0, carry.written))
 
         here = (columns == carry.counts[:, None]) & emits[:, None]
-        keep = lambda new, old: jnp.where(here, new[:, None], old)
-        labels = keep(found, carry.labels)
-        frames = keep(state.first + carry.frame + at, carry.frames)
-        durations = keep(duration, carry.durations)
+        new = found, state.first + carry.frame + at, duration
+        old = carry.labels, carry.frames, carry.durations
+        labels, frames, durations = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
 
         def advance(rows, network):
             made = predictor.step(network, jnp.where(emits, found, 0))
