@@ -23,7 +23,7 @@ from jax_rnnt import LinearJoint, RNNTLoss, decode
 
 T, V, H = 400, 1024, 640
 SHARE, SECONDS, RIVAL = 0.2, 0.04, 4  # label frames; of a frame; from a planted class to its rival
-MAX_LABELS, MAX_SYMBOLS, WIDTH = 120, 3, 8
+MAX_LABELS, MAX_SYMBOLS, WIDTH, THRESHOLD = 120, 3, 8, 8.0
 BATCHES = 1, 16, 128
 PREDICTORS = "stateless", "lstm"
 LOSS = RNNTLoss(blank=0)
@@ -56,7 +56,10 @@ def make_predictor(kind, directions, seed):
     labels = directions[1:]
     forbid = -1.5 * (labels + jnp.roll(labels, RIVAL, 0) + jnp.roll(labels, -RIVAL, 0))
     forbid = jnp.concatenate([jnp.zeros((1, H)), forbid])
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / np.float32(shape[0] ** 0.5))
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.float32(shape[0] ** 0.5))
+
     if kind == "stateless":
         mix = draw(2 * H, H)
 
@@ -80,15 +83,20 @@ def make_predictor(kind, directions, seed):
 # ------------------------------------------------------------------------------------------------------ contestants
 
 
+def keep(condition, new, old):
+    """Rows of `new` where the condition holds, else of `old`."""
+
+    def pick(x, y):
+        return jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)
+
+
 def frame_by_frame(joint, predictor, encoder, lengths, max_labels):
     """Greedy search as in most code: all utterances on the same frame, symbol after symbol, in one program."""
     batch, frames = encoder.shape[:2]
     state = predictor.initial(batch)
     rows, state = predictor.step(state, jnp.zeros(batch, jnp.int32))
-
-    def keep(condition, new, old):
-        pick = lambda x, y: jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        return jax.tree.map(pick, new, old)
 
     def step(carry):
         t, emitted, rows, state, labels, counts, scores = carry
@@ -102,7 +110,10 @@ def frame_by_frame(joint, predictor, encoder, lengths, max_labels):
         score = jnp.where(emits, jnp.max(log_probs, -1), log_probs[:, 0])
         scores = scores + jnp.where(waits | (t >= lengths), 0, score)
         labels = jnp.where((jnp.arange(max_labels) == counts[:, None]) & emits[:, None], symbol[:, None], labels)
-        advance = lambda rows, state: keep(emits, predictor.step(state, jnp.where(emits, symbol, 0)), (rows, state))
+
+        def advance(rows, state):
+            return keep(emits, predictor.step(state, jnp.where(emits, symbol, 0)), (rows, state))
+
         rows, state = jax.lax.cond(jnp.any(emits), advance, lambda *x: x, rows, state)
         emitted = emitted + emits
         more = jnp.any(emits)
@@ -121,9 +132,7 @@ def host_loop(joint, predictor, encoder, lengths, max_labels):
 
     @jax.jit
     def advance(rows, state, symbol, emits):
-        made = predictor.step(state, symbol)
-        pick = lambda x, y: jnp.where(emits.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-        return jax.tree.map(pick, made, (rows, state))
+        return keep(emits, predictor.step(state, symbol), (rows, state))
 
     def run(encoder, lengths):
         batch, frames = encoder.shape[:2]
@@ -145,6 +154,11 @@ def host_loop(joint, predictor, encoder, lengths, max_labels):
     return run
 
 
+def best(found):
+    """The first of the N best."""
+    return jax.tree.map(lambda x: x[:, 0], found._replace(state=()))
+
+
 def picked(result):
     return result.labels, result.counts, result.scores
 
@@ -161,11 +175,11 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels, host=True)
     programs = {
         "label-looping": lambda *x: picked(greedy(*x)),
         "label-looping, one frame": lambda *x: picked(greedy(*x, window=1)),
-        f"beam {WIDTH}": lambda *x: picked(jax.tree.map(lambda x: x[:, 0], beam(*x)._replace(state=()))),
+        f"beam {WIDTH}": lambda *x: picked(best(beam(*x))),
+        f"beam {WIDTH}, threshold": lambda *x: picked(best(beam(*x, threshold=THRESHOLD))),
     }
     if host:
-        slow = lambda *x: frame_by_frame(*networks, *x, max_labels)
-        programs["frame by frame"] = slow
+        programs["frame by frame"] = lambda *x: frame_by_frame(*networks, *x, max_labels)
     made, results = [], {}
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()

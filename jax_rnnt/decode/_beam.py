@@ -1,11 +1,13 @@
 """Beam search: the N most probable label sequences, each a sum over its alignments.
 
-B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. One `lax.while_loop` steps all utterances
-together, each at its own frame. A step expands the hypotheses that stand on the frame of their utterance by every move
-of the loss. Hypotheses that have left it wait in the same pool. Candidates with equal labels on the same frame are one
+B utterances, W hypotheses of each, M that a step expands, V tokens, C candidates, L labels at most. One
+`lax.while_loop` steps all utterances together, each at its own frame. A step takes the M best hypotheses that stand on
+the frame of their utterance, runs the predictor where they have a new label, and expands them by every move of the
+loss. Hypotheses that have left the frame wait in the same pool. Candidates with equal labels on the same frame are one
 hypothesis: their probabilities are added. The W best of all make the next pool. Once none is left on the frame, the
-utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, and a hypothesis that reads
-several frames at once needs no place of its own.
+utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, a hypothesis that reads
+several frames at once needs no place of its own, and one that falls out of the pool before its turn costs neither
+predictor nor joint network.
 
 Labels are compared by hashes of 64 bits. Two different hypotheses on a frame are taken for one with a probability
 of 2^-64 a pair.
@@ -35,6 +37,8 @@ class Beam(typing.NamedTuple):
     path: jax.Array  # [B, W]: of its best alignment
     frame: jax.Array  # [B, W]: the next one, in this part
     count: jax.Array  # [B, W]
+    written: jax.Array  # [B, W]: labels on that frame
+    pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
     hash: jax.Array  # uint32 [B, W, 2]: of the labels
     labels: jax.Array  # [B, W, L]
     frames: jax.Array
@@ -42,17 +46,16 @@ class Beam(typing.NamedTuple):
 
 
 class Networks(typing.NamedTuple):
-    """Leaves [B W, ...], after the last label of each hypothesis."""
+    """Leaves [B, W, ...], after the last label of each hypothesis that is not pending."""
 
-    rows: jax.Array  # [B W, P]
+    rows: jax.Array  # [B, W, P]
     predictor: Any
     lm: Any
-    fused: Any  # [B W, V]: added to the score of each next label; None without fusion
+    fused: Any  # [B, W, V]: added to the score of each next label; None without fusion
 
 
 class Carry(typing.NamedTuple):
     frame: jax.Array  # [B]: of the utterance
-    round: jax.Array  # [B]: labels written on that frame by the hypotheses that stand on it
     beam: Beam
     networks: Networks
 
@@ -77,6 +80,8 @@ def beam(
     *,
     max_symbols: int = 10,
     merge: bool = True,
+    threshold: float | jax.Array | None = None,
+    expand: int = 4,
     length_norm: float = 0.0,
     lm=None,
     lm_weight: float | jax.Array = 0.0,
@@ -104,6 +109,12 @@ def beam(
         Labels that one frame may emit.
     merge : bool, default True
         False: alignments of equal labels stay apart. With `width` 1 this is `greedy`.
+    threshold : float or scalar Array, optional
+        Drops hypotheses of which the score is more than this, in nats, below the best. Time follows the hypotheses that
+        are left.
+    expand : int, default 4
+        Hypotheses of an utterance that a step expands, the best first. It is a matter of speed; where the beam is full
+        it also touches which hypotheses compete.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
     lm : Predictor, optional
@@ -151,7 +162,10 @@ def beam(
     """
     function = "beam"
     most, width = positive(function, "max_labels", max_labels), positive(function, "width", width)
+    expand = min(positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
+    if threshold is not None:
+        _checks.scalar(function, "threshold", threshold)
     weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
     for name, x in weights.items():
         _checks.scalar(function, name, x)
@@ -190,6 +204,7 @@ def beam(
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
     fuses = lm is not None or internal
     networks = Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+    networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
 
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
@@ -199,14 +214,14 @@ def beam(
     # ---- the beam at the start
 
     zeros = jnp.zeros(batch, jnp.int32)
+    own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     none = jnp.zeros((batch, width), jnp.int32)
     first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
     alone = jnp.broadcast_to(first, (batch, width))
     empty = jnp.full((batch, width, most), -1, jnp.int32)
     hashes = jnp.zeros((batch, width, 2), jnp.uint32)
-    fresh = Stream(
-        zeros, jnp.zeros(batch, bool), Beam(alone, alone, none, none, hashes, empty, empty, empty), networks
-    )  # fmt: skip
+    start_beam = Beam(alone, alone, none, none, none, none - 1, hashes, empty, empty, empty)
+    fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
     if state is None:
         state = fresh
     else:
@@ -214,37 +229,51 @@ def beam(
 
     # ---- one step
 
-    def per_frame(carry):
-        """(score of each blank move [B, W, moves], of each label move likewise, of labels [B, W, V], NaN met [B])."""
-        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
-        logits = search.joint(encoder, carry.networks.rows).reshape(batch, width, -1)
-        moves, labels = symbols.scores(logits)
-        if fuses:
-            labels = labels + carry.networks.fused.reshape(batch, width, -1)
-        return moves, labels
-
     def step(carry_and_bad):
         carry, bad = carry_and_bad
         now = carry.beam
         active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
-        moves, labels = per_frame(carry)
-        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & active, -1)
-        may_write = (carry.round < symbols.labels_per_frame)[:, None] & (now.count < most)
-        allowed = symbols.allowed(
-            jnp.broadcast_to(carry.frame[:, None], active.shape), lengths[:, None], may_write, exact_end
-        )
-        moves = jnp.where(allowed & active[..., None] & ~jnp.isnan(moves), moves, -jnp.inf)
+        # The pool is sorted: these are the best.
+        turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
+        at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
+        takes_part = take(active, turn)
+        label = jnp.where(takes_part, take(now.pending, turn), -1)
+        mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
+
+        def advance(mine):
+            return replace_rows(flat(label >= 0), after_label(mine, jnp.maximum(flat(label), 0)), mine)
+
+        mine = jax.lax.cond(jnp.any(label >= 0), advance, lambda x: x, mine)
+        place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
+
+        def keep(new, old):
+            new = take(new.reshape(batch, expand, *new.shape[1:]), place)
+            return jnp.where(at_turn.reshape(batch, width, *(1,) * (old.ndim - 2)), new, old)
+
+        networks = jax.tree.map(keep, mine, carry.networks)
+        pending = jnp.where(at_turn & active, -1, now.pending)
+
+        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
+        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, -1))
+        if fuses:
+            labels = labels + mine.fused.reshape(labels.shape)
+        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
+        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.count, turn) < most)
+        frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
+        moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
         best, classes = jax.lax.top_k(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
+        classes = classes.astype(jnp.int32)
 
-        # Candidates [B, C]: those that wait, then blanks, then labels.
-        own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-        found = [(own, jnp.where(active, -jnp.inf, 0).astype(dtype), jnp.full_like(own, -1), jnp.zeros_like(own))]
+        # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
+        waits = jnp.where(active & at_turn, -jnp.inf, 0).astype(dtype)
+        found = [(own, waits, jnp.full_like(own, -1), jnp.zeros_like(own))]
         for move, gain in zip(symbols.blanks, moves):
-            found.append((own, gain, jnp.full_like(own, -1), jnp.full_like(own, move.frames)))
+            found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
             gain = (gain[..., None] + best).reshape(batch, -1)
-            parent = jnp.repeat(own, best.shape[-1], 1)
+            parent = jnp.repeat(turn, best.shape[-1], 1)
             # No more than W of them can stay.
             _, chosen = jax.lax.top_k(take(now.score, parent) + gain, min(width, gain.shape[-1]))
             parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
@@ -252,46 +281,43 @@ def beam(
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
         score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
-        frame, writes = take(now.frame, parent) + reads, label >= 0
-        count = take(now.count, parent) + writes.astype(jnp.int32)
-        key = jnp.where(writes[..., None], hashed(take(now.hash, parent), label), take(now.hash, parent))
+        writes = label >= 0
+        stays = writes & (reads == 0)
+        frame, count = take(now.frame, parent) + reads, take(now.count, parent) + writes.astype(jnp.int32)
+        written = jnp.where(reads == 0, take(now.written, parent) + stays.astype(jnp.int32), 0)
+        key = take(now.hash, parent)
+        key = jnp.where(writes[..., None], hashed(key, label), key)
         if merge:
-            score, path = merged(score, path, frame, count, key)
+            score, path = merged(score, path, (frame, written, count), key)
         score, chosen = jax.lax.top_k(score, width)
-        parent, label, reads, writes, path, frame, count, key = (
-            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, key)
+        if threshold is not None:
+            score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
+        parent, label, reads, writes, path, frame, count, written, key = (
+            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, written, key)
         )
         here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
-        written = label, state.first[:, None] + frame - reads, reads
+        new = label, state.first[:, None] + frame - reads, reads
         old = (take(x, parent) for x in (now.labels, now.frames, now.durations))
-        beam = Beam(
-            score, path, frame, count, key, *(jnp.where(here, x[..., None], y) for x, y in zip(written, old))
-        )  # fmt: skip
+        rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
+        pending = jnp.where(writes, label, take(pending, parent))
+        beam = Beam(score, path, frame, count, written, pending, key, *rows)
+        networks = jax.tree.map(lambda x: take(x, parent), networks)
 
-        networks = jax.tree.map(lambda x: flat(take(x.reshape(batch, width, *x.shape[1:]), parent)), carry.networks)
-        writes, label = flat(writes & (score > -jnp.inf)), flat(label)
-
-        def advance(networks):
-            return replace_rows(writes, after_label(networks, jnp.where(writes, label, 0)), networks)
-
-        networks = jax.lax.cond(jnp.any(writes), advance, lambda x: x, networks)
-
-        # The next frame on which a hypothesis waits, if none is left on this one.
-        waits = jnp.where(score > -jnp.inf, beam.frame, np.iinfo(np.int32).max).min(-1)
-        waits = jnp.where(carry.frame < lengths, waits, carry.frame)
-        return Carry(waits, jnp.where(waits == carry.frame, carry.round + 1, 0), beam, networks), bad
+        # The frame of the utterance stays as long as a hypothesis stands on it.
+        first = jnp.where(score > -jnp.inf, frame, np.iinfo(np.int32).max).min(-1)
+        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks), bad
 
     def running(carry_and_bad):
         return jnp.any(carry_and_bad[0].frame < lengths)
 
     now = state.beam
     frame = jnp.where(now.score > -jnp.inf, now.frame, np.iinfo(np.int32).max).min(-1)
-    carry = search.vary((Carry(frame, zeros, now, state.networks), state.bad | search.bad))
-    (_, _, now, networks), bad = jax.lax.while_loop(running, step, carry)
+    carry = search.vary((Carry(frame, now, state.networks), state.bad | search.bad))
+    (_, now, networks), bad = jax.lax.while_loop(running, step, carry)
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, path = merged(now.score, now.path, jnp.zeros_like(now.frame), now.count, now.hash)
+        score, path = merged(now.score, now.path, (now.count,), now.hash)
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.count + 1).astype(dtype) ** norm
@@ -307,7 +333,7 @@ def beam(
 
 
 def flat(x):
-    """[B, W, ...] -> [B W, ...]"""
+    """[B, M, ...] -> [B M, ...]"""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -326,14 +352,14 @@ def hashed(key, label):
     return mixed ^ (mixed >> 13)
 
 
-def merged(score, path, frame, count, key):
+def merged(score, path, places, key):
     """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
 
     def same(x):
         return x[:, :, None] == x[:, None]
 
     alive = score > -jnp.inf
-    parts = [same(x) for x in (frame, count, key[..., 0], key[..., 1])]
+    parts = [same(x) for x in (*places, key[..., 0], key[..., 1])]
     equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
     each = jnp.where(equal, score[:, None], -jnp.inf)
     peak = each.max(-1)
