@@ -8,7 +8,7 @@ SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CX
 # Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
 OLDEST_JAX = 0.6.2
 
-.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check bench bench-peers bench-variants bench-joint lint format clean
+.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check bench bench-peers bench-variants bench-joint bench-decode lint format clean
 
 setup: $(VENV)/.installed
 
@@ -91,6 +91,9 @@ bench-variants: setup
 
 bench-joint: setup
 	$(BIN)/python benchmarks/joint.py $(ARGS)
+
+bench-decode: setup
+	$(BIN)/python benchmarks/decode.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

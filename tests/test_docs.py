@@ -191,7 +191,7 @@ def test_decoding():
 
     parts = [(names["encoder_out"][:, i : i + 4], np.clip(names["lengths"] - i, 0, 4)) for i in (0, 4)]
     streamed, _ = code("docs/decoding.md", "state = found.state", **names, parts=parts)
-    np.testing.assert_array_equal(streamed["found"].scores, best.scores)
+    np.testing.assert_allclose(streamed["found"].scores, best.scores, rtol=EXACT)  # no jit here
 
     def count_errors(labels, counts):
         return counts

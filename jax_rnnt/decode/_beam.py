@@ -36,7 +36,7 @@ class Beam(typing.NamedTuple):
     score: jax.Array  # [B, W]: log of the sum over alignments, with fusion
     path: jax.Array  # [B, W]: of its best alignment
     frame: jax.Array  # [B, W]: the next one, in this part
-    count: jax.Array  # [B, W]
+    counts: jax.Array  # [B, W]
     written: jax.Array  # [B, W]: labels on that frame
     pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
     hash: jax.Array  # uint32 [B, W, 2]: of the labels
@@ -258,7 +258,7 @@ def beam(
         if fuses:
             labels = labels + mine.fused.reshape(labels.shape)
         bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
-        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.count, turn) < most)
+        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.counts, turn) < most)
         frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
@@ -283,7 +283,7 @@ def beam(
         score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
         writes = label >= 0
         stays = writes & (reads == 0)
-        frame, count = take(now.frame, parent) + reads, take(now.count, parent) + writes.astype(jnp.int32)
+        frame, count = take(now.frame, parent) + reads, take(now.counts, parent) + writes.astype(jnp.int32)
         written = jnp.where(reads == 0, take(now.written, parent) + stays.astype(jnp.int32), 0)
         key = take(now.hash, parent)
         key = jnp.where(writes[..., None], hashed(key, label), key)
@@ -317,13 +317,13 @@ def beam(
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, path = merged(now.score, now.path, (now.count,), now.hash)
+        score, path = merged(now.score, now.path, (now.counts,), now.hash)
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
-    ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.count + 1).astype(dtype) ** norm
+    ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
     _, order = jax.lax.top_k(ranks, width)
     score, count, labels, times, durations = (
-        take(x, order) for x in (now.score, now.count, now.labels, now.frames, now.durations)
+        take(x, order) for x in (now.score, now.counts, now.labels, now.frames, now.durations)
     )
     score = jnp.where(bad[:, None], jnp.nan, score)
     dead = jnp.isneginf(score)

@@ -205,9 +205,8 @@ def begin(function: str, name: str, predictor, batch: int, start: int):
 
 def same_state(function: str, name: str, before, after):
     """Raises unless both states have the same structure, shapes and dtypes."""
-    structures = [jax.tree.structure(x) for x in (before, after)]
-    if structures[0] != structures[1]:
-        expected, got = structures
+    expected, got = (jax.tree.structure(x) for x in (before, after))
+    if not expected == got:  # noqa: SIM201 (its type has no !=)
         raise ValueError(f"{function}: {name} must keep the structure of its state, {expected}, got {got}.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
