@@ -205,8 +205,9 @@ def begin(function: str, name: str, predictor, batch: int, start: int):
 
 def same_state(function: str, name: str, before, after):
     """Raises unless both states have the same structure, shapes and dtypes."""
-    expected, got = (jax.tree.structure(x) for x in (before, after))
-    if not expected == got:  # noqa: SIM201 (its type has no !=)
+    structures: list[Any] = [jax.tree.structure(x) for x in (before, after)]
+    expected, got = structures
+    if expected != got:
         raise ValueError(f"{function}: {name} must keep the structure of its state, {expected}, got {got}.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
