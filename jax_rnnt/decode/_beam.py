@@ -153,6 +153,7 @@ def beam(
     Examples
     --------
     >>> import jax.numpy as jnp
+    >>> import numpy as np
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
     >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
