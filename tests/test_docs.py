@@ -185,22 +185,19 @@ def test_decoding():
     assert names["nbest"].shape == (3, 4, 20) and names["times"].shape == (3, 20)
     assert (names["log_probabilities"][:, 0] > -np.inf).all()
 
+    def compiled(marker, wanted, **more):
+        return jax.jit(lambda: [code("docs/decoding.md", marker, **names, **more)[0][name] for name in wanted])()
+
     lm = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.full((len(labels), 4), -1.0), 1, start=0)
-    fused, _ = code("docs/decoding.md", "lm=language_model", **names, language_model=lm)
-    assert np.isfinite(fused["found"].scores[:, 0]).all()
-
+    (fused,) = compiled("lm=language_model", ["found"], language_model=lm)
+    assert np.isfinite(fused.scores[:, 0]).all()
     parts = [(names["encoder_out"][:, i : i + 4], np.clip(names["lengths"] - i, 0, 4)) for i in (0, 4)]
-    streamed, _ = code("docs/decoding.md", "state = found.state", **names, parts=parts)
-    np.testing.assert_allclose(streamed["found"].scores, best.scores, rtol=EXACT)  # no jit here
-
-    def count_errors(labels, counts):
-        return counts
-
-    given = names | {"count_errors": count_errors, "dataclasses": dataclasses}
-    mwer, _ = code(
-        "docs/decoding.md", "value = mwer_loss", **given, JointLogits=jax_rnnt.JointLogits, mwer_loss=jax_rnnt.mwer_loss
-    )
-    assert np.isfinite(mwer["value"]) and mwer["nll"].shape == (3, 4)
+    (streamed,) = compiled("state = found.state", ["found"], parts=parts)
+    np.testing.assert_allclose(streamed.scores, best.scores, rtol=EXACT)
+    given = {"count_errors": lambda labels, counts: counts, "dataclasses": dataclasses}
+    given |= {"JointLogits": jax_rnnt.JointLogits, "mwer_loss": jax_rnnt.mwer_loss}
+    value, nll = compiled("value = mwer_loss", ["value", "nll"], **given)
+    assert np.isfinite(value) and nll.shape == (3, 4)
 
 
 def test_decoding_of_a_loss_of_ones_own():

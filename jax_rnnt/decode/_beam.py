@@ -153,13 +153,12 @@ def beam(
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> import numpy as np
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
     >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
     >>> found = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
-    >>> found.labels.tolist(), np.exp(found.scores).round(3).tolist()
-    ([[[-1, -1], [1, -1], [2, -1]]], [[0.5, 0.15, 0.1]])
+    >>> found.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(found.scores[0])]
+    ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
     """
     function = "beam"
     most, width = positive(function, "max_labels", max_labels), positive(function, "width", width)
