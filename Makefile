@@ -10,7 +10,7 @@ OLDEST_JAX = 0.6.2
 comma = ,
 
 .PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check cuda-model bench bench-peers \
-  bench-variants bench-joint bench-librispeech lint format clean
+  bench-variants bench-joint bench-librispeech bench-decode lint format clean
 
 setup: $(VENV)/.installed
 
@@ -111,6 +111,9 @@ bench-joint: setup
 
 bench-librispeech: setup
 	$(BIN)/python benchmarks/librispeech.py --torch-python build/peers/bin/python $(ARGS)
+
+bench-decode: setup
+	$(BIN)/python benchmarks/decode.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

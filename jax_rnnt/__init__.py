@@ -1,5 +1,6 @@
 """jax_rnnt: the RNN-Transducer loss family for JAX."""
 
+from jax_rnnt import decode as decode
 from jax_rnnt._align import expected_emission_frames as expected_emission_frames
 from jax_rnnt._align import minimum_latency as minimum_latency
 from jax_rnnt._align import rnnt_align as rnnt_align
@@ -20,6 +21,7 @@ from jax_rnnt._monotonic import constrained_rnnt_loss as constrained_rnnt_loss
 from jax_rnnt._monotonic import monotonic_rnnt_loss as monotonic_rnnt_loss
 from jax_rnnt._multiblank import MultiblankRNNTLoss as MultiblankRNNTLoss
 from jax_rnnt._multiblank import multiblank_rnnt_loss as multiblank_rnnt_loss
+from jax_rnnt._mwer import mwer_loss as mwer_loss
 from jax_rnnt._packed import rnnt_loss_packed as rnnt_loss_packed
 from jax_rnnt._pruned import prune_inputs as prune_inputs
 from jax_rnnt._pruned import prune_ranges as prune_ranges
@@ -32,6 +34,7 @@ from jax_rnnt._tdt import TDTLoss as TDTLoss
 from jax_rnnt._tdt import tdt_loss as tdt_loss
 from jax_rnnt._transducer import Alignment as Alignment
 from jax_rnnt._transducer import Composition as Composition
+from jax_rnnt._transducer import DecodingRules as DecodingRules
 from jax_rnnt._validate import validate_inputs as validate_inputs
 from jax_rnnt._xla import export_checks as export_checks
 from jax_rnnt.emissions.joint import LinearJoint as LinearJoint
@@ -43,6 +46,7 @@ __all__ = [
     "BandLogits",
     "Composition",
     "ConstrainedRNNTLoss",
+    "DecodingRules",
     "HATLoss",
     "JointLogits",
     "LinearJoint",
@@ -61,6 +65,7 @@ __all__ = [
     "minimum_latency",
     "monotonic_rnnt_loss",
     "multiblank_rnnt_loss",
+    "mwer_loss",
     "paddings_from_lengths",
     "prune_inputs",
     "prune_ranges",

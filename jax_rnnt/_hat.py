@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_rnnt import _checks
-from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._loss import Composition, DecodingRules, TransducerLoss, build
 from jax_rnnt._pytree import static
 from jax_rnnt._topologies import TOPOLOGIES
 from jax_rnnt.emissions.softmax import Softmax
@@ -41,6 +41,13 @@ class HATLoss(TransducerLoss):
         arcs, steps = TOPOLOGIES[self.topology]
         emission = Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)
         return Composition(emission, arcs, steps, bounded=True)
+
+    def decoding(self) -> DecodingRules:
+        """As the loss whose lattice it has: constrained labels are followed by a blank in their frame."""
+        made = self.compose()
+        if self.topology == "constrained":
+            return DecodingRules(made.emission, labels_per_frame=1)
+        return DecodingRules(made.emission, made.topology)
 
 
 def hat_loss(

@@ -423,7 +423,11 @@ class JointLogits(_Layout):
             raise ValueError(f"{function}: predictor_out must have {expected}, got {predictor.shape}.")
         _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
         _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
-        encoder, predictor = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (encoder, predictor))
+        predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
+        own = encoder.shape[:-2]
+        alike = next((i for i, (n, m) in enumerate(zip(own, batch)) if n != m), len(own))
+        if alike == 0 or len(own) < len(batch) or any(n != 1 for n in own[alike:]):
+            encoder = jnp.broadcast_to(encoder, (*batch, *encoder.shape[-2:]))  # else the emission shares its rows
         if isinstance(joint, LinearJoint):
             joint = _linear(function, joint, (encoder.shape[-1], predictor.shape[-1]))
         made = JointLogits(joint, encoder, predictor, chunk)

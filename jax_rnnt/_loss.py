@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_rnnt import _checks, _layouts, _pytree, _transducer
 from jax_rnnt._pytree import option, static
-from jax_rnnt._transducer import Alignment, Composition
+from jax_rnnt._transducer import Alignment, Composition, DecodingRules
 from jax_rnnt.lattices.topology import Topology, expanded
 
 
@@ -39,7 +39,8 @@ class TransducerLoss:
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every question: the loss itself, `posteriors`, `align`, `emission_frames`,
-    `latency` and `arcs`. Each question takes logits in any layout that suits the loss.
+    `latency` and `arcs`. Each question takes logits in any layout that suits the loss. `decoding` tells
+    `jax_rnnt.decode` what the classes mean.
 
     Parameters
     ----------
@@ -143,6 +144,29 @@ class TransducerLoss:
     def compose(self) -> Composition:
         """The parts of the loss. An option that a Python number switches off (0, clamp <= 0) is None here."""
         raise NotImplementedError(f"{type(self).__name__} must define compose().")
+
+    def decoding(self) -> DecodingRules:
+        """What `jax_rnnt.decode` knows about the loss: `compose` without the options, which act in training alone.
+
+        A loss whose arcs need steps of the seam even so defines this method itself.
+
+        Returns
+        -------
+        DecodingRules
+
+        Raises
+        ------
+        TypeError
+            `compose` has steps, and the loss does not say what they mean to a decoder.
+        """
+        options = (field.name for field in dataclasses.fields(self) if "off" in field.metadata)
+        made = _pytree.replace(self, **dict.fromkeys(options)).compose()
+        if not isinstance(made, Composition):
+            raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {made!r}.")
+        if made.steps:
+            lacks = "decoding(), which returns its DecodingRules: compose() has steps, which act on known targets"
+            raise TypeError(f"{type(self).__name__} lacks {lacks}.")
+        return DecodingRules(made.emission, made.topology)
 
     def _draw(self, function: str, key) -> TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from jax_rnnt import _checks, seam
-from jax_rnnt._loss import Composition, TransducerLoss, build
+from jax_rnnt._loss import Composition, DecodingRules, TransducerLoss, build
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions.softmax import Softmax
-from jax_rnnt.lattices.topology import MONOTONIC
+from jax_rnnt.lattices.topology import MONOTONIC, MONOTONIC_FINAL_BLANK
 
 
 class MonotonicRNNTLoss(TransducerLoss):
@@ -41,6 +41,11 @@ class MonotonicRNNTLoss(TransducerLoss):
         steps = (seam.final_blank,) if self.final_blank else ()
         return Composition(Softmax((self.blank,), self.fused_log_softmax), MONOTONIC, steps, bounded=True)
 
+    def decoding(self) -> DecodingRules:
+        """Labels that read a frame; with `final_blank` none ends the path."""
+        arcs = MONOTONIC_FINAL_BLANK if self.final_blank else MONOTONIC
+        return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), arcs)
+
 
 class ConstrainedRNNTLoss(TransducerLoss):
     """Constrained RNN-T loss (k2): every frame ends with a blank, after at most one label; see `constrained_rnnt_loss`.
@@ -63,6 +68,10 @@ class ConstrainedRNNTLoss(TransducerLoss):
         """Softmax, labels that read a frame and pay its blank."""
         emission = Softmax((self.blank,), self.fused_log_softmax)
         return Composition(emission, MONOTONIC, (seam.pay_next_blank,), bounded=True)
+
+    def decoding(self) -> DecodingRules:
+        """The same as standard arcs: after a label its frame must be left by a blank."""
+        return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), labels_per_frame=1)
 
 
 def monotonic_rnnt_loss(

@@ -67,13 +67,51 @@ class Composition:
             raise TypeError(f"Composition: emission must be an emissions.Softmax, got {self.emission!r}.")
 
 
-def _checked_sequence(composition, name, suitable, expected, least):
+@dataclasses.dataclass(frozen=True)
+class DecodingRules:
+    """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
+
+    A decoder leaves a node by an arc with its log-probability. Steps of the seam and options that act in training
+    alone, such as sigma, are no part of it.
+
+    Parameters
+    ----------
+    emission : emissions.Softmax
+        How a row of logits becomes log-probabilities: which classes are blanks, and which heads a row has.
+    topology : tuple of lattices.Arc, default lattices.STANDARD
+        The arcs that leave a node. An arc without a label (du = 0) has the slot of a blank; the arcs of labels (du = 1)
+        have the slot "label" and stand for every class that is no blank.
+    labels_per_frame : int, optional
+        Labels that a frame may emit; a blank must follow them. Default: as many as the decoder allows.
+
+    Examples
+    --------
+    >>> from jax_rnnt import DecodingRules, MultiblankRNNTLoss, emissions
+    >>> [(arc.slot, arc.dt) for arc in MultiblankRNNTLoss([2], sigma=0.05).decoding().topology]
+    [('blank', 1), ('label', 0), ('blank+2', 2)]
+    >>> rules = DecodingRules(emissions.Softmax((0,)), labels_per_frame=1)
+    """
+
+    emission: Softmax
+    topology: Topology = STANDARD
+    labels_per_frame: int | None = None
+
+    def __post_init__(self):
+        _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
+        if not isinstance(self.emission, Softmax):
+            raise TypeError(f"DecodingRules: emission must be an emissions.Softmax, got {self.emission!r}.")
+        limit = self.labels_per_frame
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"DecodingRules: labels_per_frame must be None or an integer >= 1, got {limit!r}.")
+
+
+def _checked_sequence(parts, name, suitable, expected, least):
     """Makes the field a tuple."""
-    value = getattr(composition, name)
+    value = getattr(parts, name)
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_sequence or not all(map(suitable, value)) or len(value) < least:
-        raise TypeError(f"Composition: {name} must be a sequence of {expected}, got {value!r}.")
-    object.__setattr__(composition, name, tuple(value))
+        raise TypeError(f"{type(parts).__name__}: {name} must be a sequence of {expected}, got {value!r}.")
+    object.__setattr__(parts, name, tuple(value))
 
 
 class Alignment(typing.NamedTuple):

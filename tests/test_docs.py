@@ -1,5 +1,6 @@
 """Does the code of the documentation run, and does it do what its text promises?"""
 
+import dataclasses
 import re
 
 import jax
@@ -165,3 +166,44 @@ def test_training_step_of_the_readme():
     values = [float(names["train_step"](model, optimizer, batch)) for _ in range(3)]
     np.testing.assert_allclose(values[0], losses.RNNT.expected(p, blank=0)[0].mean(), rtol=1e-5)
     assert values[2] < values[1] < values[0]
+
+
+def decoding_problem():
+    """What docs/decoding.md takes as given; its classes are blank, 1, 2 and 3."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
+    sizes = {"weight": (6, 7), "bias": (7,), "recurrent": (6, 6), "embedding": (4, 6), "encoder_out": (3, 8, 6)}
+    given = {name: draw(*shape) for name, shape in sizes.items()}
+    return given | {"lengths": np.array([8, 5, 0], np.int32)}
+
+
+def test_decoding():
+    with jax.numpy_dtype_promotion("standard"):
+        names, _ = code("docs/decoding.md", "def transcribe", **decoding_problem())
+    best = names["best"]
+    assert [len(x) for x in names["text"]] == best.counts.tolist() and max(best.counts) > 2
+    assert names["nbest"].shape == (3, 4, 20) and names["times"].shape == (3, 20)
+    assert (names["log_probabilities"][:, 0] > -np.inf).all()
+
+    def compiled(marker, wanted, **more):
+        return jax.jit(lambda: [code("docs/decoding.md", marker, **names, **more)[0][name] for name in wanted])()
+
+    lm = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.full((len(labels), 4), -1.0), 1, start=0)
+    (fused,) = compiled("lm=language_model", ["found"], language_model=lm)
+    assert np.isfinite(fused.scores[:, 0]).all()
+    parts = [(names["encoder_out"][:, i : i + 4], np.clip(names["lengths"] - i, 0, 4)) for i in (0, 4)]
+    (streamed,) = compiled("state = found.state", ["found"], parts=parts)
+    np.testing.assert_allclose(streamed.scores, best.scores, rtol=EXACT)
+    given = {"count_errors": lambda labels, counts: counts, "dataclasses": dataclasses}
+    given |= {"JointLogits": jax_rnnt.JointLogits, "mwer_loss": jax_rnnt.mwer_loss}
+    value, nll = compiled("value = mwer_loss", ["value", "nll"], **given)
+    assert np.isfinite(value) and nll.shape == (3, 4)
+
+
+def test_decoding_of_a_loss_of_ones_own():
+    names, _ = code("docs/losses.md", "class BypassLoss")
+    names, _ = code("docs/losses.md", "class RiskLoss", **names)
+    with pytest.raises(TypeError, match="RiskLoss lacks decoding"):
+        names["RiskLoss"](risk=jnp.zeros((3, 2))).decoding()
+    names, _ = code("docs/decoding.md", "class DecodedRiskLoss", **names, DecodingRules=jax_rnnt.DecodingRules)
+    assert names["DecodedRiskLoss"](risk=jnp.zeros((3, 2))).decoding() == jax_rnnt.RNNTLoss().decoding()

@@ -19,7 +19,8 @@ import pytest
 import jax_rnnt
 import losses
 
-FUNCTIONS = [getattr(jax_rnnt, name) for name in jax_rnnt.__all__]
+FUNCTIONS = {name: getattr(jax_rnnt, name) for name in jax_rnnt.__all__}
+FUNCTIONS |= {f"decode.{name}": getattr(jax_rnnt.decode, name) for name in jax_rnnt.decode.__all__}
 KEYWORDS = {
     "blank": -1,
     "clamp": -1.0,
@@ -43,7 +44,7 @@ def test_names():
     assert isinstance(jax_rnnt.__version__, str)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=jax_rnnt.__all__)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_docstring(function):
     """It has numpydoc sections with every parameter, and an example."""
     doc = inspect.getdoc(function)

@@ -96,6 +96,12 @@ def _anchor(blanks, bernoulli) -> int:
     return blanks[0] if not bernoulli else int(blanks[0] == 0)
 
 
+def _log_softmax(x):
+    """Over the last axis of x; NaN where a row holds a NaN or +inf, -inf where all of it is -inf."""
+    row = row_sum(x)
+    return jnp.where(row.bad[..., None], jnp.nan, row.log_probability(x))
+
+
 def _norm(row: RowSum, anchor):
     """`norm` as in the head of this file."""
     scale, tiny = _scale(row.total.dtype)
@@ -351,6 +357,23 @@ class Softmax(Emission):
 
     def dimensions(self, logits):
         return logits.shape[-3], logits.shape[-1] - self.durations
+
+    def log_probabilities(self, rows):
+        """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], of a resolved emission.
+
+        NaN in a head that holds a NaN or +inf; in plain JAX.
+        """
+        x = rows.astype(accumulation_dtype(rows.dtype))
+        tokens, durations = x[..., : x.shape[-1] - self.durations], x[..., x.shape[-1] - self.durations :]
+        if not self.normalize:
+            return tokens, durations
+        if not self.bernoulli:
+            durations = _log_softmax(durations) if self.durations else durations
+            return _log_softmax(tokens), durations
+        is_blank = one_hot(self.blanks[0], tokens)
+        z = tokens[..., self.blanks[0], None]
+        labels = _log_softmax(jnp.where(is_blank, -jnp.inf, tokens)) + jax.nn.log_sigmoid(-z)
+        return jnp.where(is_blank, jax.nn.log_sigmoid(z), labels), durations
 
     def _attributes(self):
         return {name: getattr(self, name) for name in ("blanks", "normalize", "durations", "bernoulli")}

@@ -30,7 +30,7 @@ class Joint(typing.NamedTuple):
 
     function: str  # in errors
     joint: Any
-    encoder: jax.Array  # [..., T, E]
+    encoder: jax.Array  # [..., T, E]; trailing batch dimensions may be 1 where the predictor has more
     predictor: jax.Array  # [..., U1, P]
     classes: int
     dtype: Any
@@ -38,7 +38,8 @@ class Joint(typing.NamedTuple):
 
     @property
     def shape(self):
-        return (*self.encoder.shape[:-1], self.predictor.shape[-2], self.classes)
+        batch, columns = self.predictor.shape[:-2], self.predictor.shape[-2]
+        return (*batch, self.encoder.shape[-2], columns, self.classes)
 
 
 def tiled(logits: Joint, inner: Emission):
@@ -80,6 +81,7 @@ def materialized(logits: Joint, emission: Emission, targets, num_frames, num_lab
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
     rows = []
     for x, last in ((logits.encoder, num_frames), (logits.predictor, num_labels + 1)):
+        x = jnp.broadcast_to(x, (*num_frames.shape, *x.shape[-2:]))
         last = jnp.where(empty, 0, last)[..., None]
         index = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + x.shape[-2:-1], num_frames.ndim)
         rows.append(jnp.where((index < last)[..., None], x, 0))
@@ -168,8 +170,9 @@ class Work(typing.NamedTuple):
 class Tiled(Wrapper):
     """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the emission `inner` runs on the tiles.
 
-    `joint` is the static part of the joint network; `classes` and `dtype` are those of its logits. A block has `frames`
-    by `columns` nodes, a tile has `blocks` blocks. These are for the CPU; other platforms have those in `elsewhere`.
+    The trailing batch dimensions of the encoder may be 1: all sequences of theirs share its rows. `joint` is the static
+    part of the joint network; `classes` and `dtype` are those of its logits. A block has `frames` by `columns` nodes, a
+    tile has `blocks` blocks. These are for the CPU; other platforms have those in `elsewhere`.
     """
 
     joint: Any
@@ -190,7 +193,7 @@ class Tiled(Wrapper):
 
     def _virtual(self, logits):
         _, encoder, predictor = logits
-        shape = (*encoder.shape[:-1], predictor.shape[-2], self.classes)
+        shape = (*predictor.shape[:-2], encoder.shape[-2], predictor.shape[-2], self.classes)
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
     def dimensions(self, logits):
@@ -202,28 +205,30 @@ class Tiled(Wrapper):
 
     def forward(self, logits, nodes, *, strict=False):
         parameters, *rows = logits
-        batch, shape = rows[0].shape[:-2], (rows[0].shape[-2], rows[1].shape[-2])
+        batch, shape = rows[1].shape[:-2], (rows[0].shape[-2], rows[1].shape[-2])
         (planes, saved), structure = self._planes(strict)
         if 0 in (*batch, *shape):
             filled = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in (*planes, *saved)]
         else:
-            results = [(shape, x.dtype) for x, _ in (*planes, *saved)]
-            filled, _ = _forward((self, strict), parameters, _flat(batch, *rows, *nodes), results)
+            flat = _flat(batch, *rows, *nodes)
+            results = [((*flat[1].shape[1:2], *shape), x.dtype) for x, _ in (*planes, *saved)]
+            filled, _ = _forward((self, strict), parameters, flat, results)
             filled = [x.reshape(*batch, *shape) for x in filled]
         return jax.tree.unflatten(structure, filled)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         parameters, *rows = logits
-        batch = rows[0].shape[:-2]
+        batch = rows[1].shape[:-2]
         trained = [i for i, x in enumerate(parameters) if is_trained(x)]
         if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
             of_rows, of_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
         else:
             planes, structure = jax.tree.flatten((cotangents, residuals))
             differentiable = dataclasses.replace(self, joint=self.joint.differentiable())
+            flat = _flat(batch, *rows, *nodes, scale, clamp, *planes)
             of_rows, of_parameters = _backward(
-                (differentiable, strict, structure), parameters, _flat(batch, *rows, *nodes, scale, clamp, *planes),
-                [(x.shape[-2:], x.dtype) for x in rows],
+                (differentiable, strict, structure), parameters, flat,
+                [(x.shape[1:], x.dtype) for x in flat[:2]],
                 [(i, sum_dtype(parameters[i])) for i in trained],
             )  # fmt: skip
         gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
@@ -313,7 +318,9 @@ class Tiled(Wrapper):
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
-        rows = [_rows_of(x, sequence, index) for x, index in ((encoder, frame), (predictor, column))]
+        shared = sequence // (len(predictor) // len(encoder))
+        places = (encoder, shared, frame), (predictor, sequence, column)
+        rows = [_rows_of(x, sequence, index) for x, sequence, index in places]
         encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
         labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
         nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
@@ -333,9 +340,15 @@ def _row(n):
     return jax.lax.broadcasted_iota(jnp.int32, (1, n), 1)
 
 
-def _flat(batch, *arrays):
-    """One batch dimension, for `_xla.Grouped`."""
-    return [x.reshape(-1, *x.shape[len(batch) :]) for x in arrays]
+def _flat(batch, encoder, *arrays):
+    """The encoder with one batch dimension, for `_xla.Grouped`; the others with one more: who shares its rows."""
+    encoder = encoder.reshape(-1, *encoder.shape[-2:])
+    return [encoder, *(x.reshape(len(encoder), -1, *x.shape[len(batch) :]) for x in arrays)]
+
+
+def _unshared(encoder, *arrays):
+    """The arrays of `_flat` with one batch dimension each."""
+    return encoder, *(x.reshape(-1, *x.shape[2:]) for x in arrays)
 
 
 def _for_each(tiles, step, carry):
@@ -349,9 +362,11 @@ def _for_each(tiles, step, carry):
 
 
 def _forward_tiles(static, parameters, batched, grouped, platforms):
-    """Planes and residuals [B, T, U1]."""
+    """Planes and residuals [B, N, T, U1] for B encoders and N sequences of each."""
     tiled, strict = static
     tiled = tiled.lowered_for(platforms)
+    copies = batched[1].shape[1]
+    batched = _unshared(*batched)
     encoder, predictor, _, num_frames, num_labels = batched
     shape = encoder.shape[1], predictor.shape[1]
     flags = tiled.within(shape, num_frames, num_labels)
@@ -372,7 +387,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
     inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
     planes = [jnp.where(inside, tiled.join(x[place], shape), fill) for x, (_, fill) in zip(stores, made)]
-    return planes, []
+    return [x.reshape(-1, copies, *shape) for x in planes], []
 
 
 def _negligible(cotangents, scale, clamp):
@@ -389,10 +404,11 @@ def _negligible(cotangents, scale, clamp):
 
 
 def _backward_tiles(static, parameters, batched, grouped, platforms):
-    """Gradients of encoder [B, T, E] and predictor [B, U1, P]; of the parameters, summed over the batch."""
+    """Gradients of encoder [B, T, E] and predictor [B, N, U1, P]; of the parameters, summed over the batch."""
     tiled, strict, structure = static
     tiled = tiled.lowered_for(platforms)
-    encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = batched
+    copies = batched[1].shape[1]
+    encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = _unshared(*batched)
     shape = encoder.shape[1], predictor.shape[1]
     cotangents, _ = jax.tree.unflatten(structure, planes)
     flags = tiled.within(shape, num_frames, num_labels)
@@ -400,28 +416,33 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     off = spoiled(cotangents) | (scale == 0)
     bad = off & (scale != 0)
     if tiled.joint.random:  # as in `mute`
-        encoder, predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (encoder, predictor, *planes))
+        predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (predictor, *planes))
     else:
         flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
     work = tiled.work(flags, grouped)
     planes = [tiled.cut(x) for x in planes]
-    _, columns = tiled.grid(shape)
-    keys = work.block // columns, work.sequence * columns + work.block % columns
-    counts = [len(encoder) * n for n in tiled.grid(shape)]
+    high, columns = tiled.grid(shape)
+    of_frames = work.sequence // copies * high + work.block // columns % high
+    keys = of_frames, work.sequence * columns + work.block % columns
+    counts = [len(x) * n for x, n in zip((encoder, predictor), (high, columns))]
     goals = [tiled.goals(key, count) for key, count in zip(keys, counts)]
+
+    def frames_of(tile):
+        # As in `mute`; a sequence that counts may share the frames.
+        return jnp.where(off[tile.sequence][:, None, None], 0, tile.encoder) if tiled.joint.random else tile.encoder
 
     def step(i, sums):
         tile = tiled.tile(i, work, encoder, predictor, label, num_frames, num_labels)
         inside = tile.inside.reshape(tiled.blocks, -1)
         rows = [jnp.where(inside, x[tile.block], 0).reshape(-1, 1, 1) for x in planes]
         cotangents, saved = jax.tree.unflatten(structure, rows)
-        logits, pull = tiled.joint.pullback(parameters, tile.encoder, tile.predictor)
+        logits, pull = tiled.joint.pullback(parameters, frames_of(tile), tile.predictor)
         per_row = [jnp.repeat(x[tile.sequence], tiled.frames * tiled.columns) for x in (scale, clamp)]
         operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
         of_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
         of_states, infinite, totals = sums
         again = tiled.tile(tiled.joint.fence(i), work, encoder, predictor, label, num_frames, num_labels)
-        totals, of_encoder, of_predictor = pull(of_logits, totals, again.encoder, again.predictor)
+        totals, of_encoder, of_predictor = pull(of_logits, totals, frames_of(again), again.predictor)
         made = [
             _add_blocks(x, g, tiled.part(i, place), tiled.part(i, goal), platforms)
             for x, g, (place, goal) in zip(of_states, (of_encoder, of_predictor), goals)
@@ -446,9 +467,10 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     gradients = []
     for x, sums, rows in zip((encoder, predictor), states, used):
         sums = sums.reshape(len(x), -1, x.shape[-1])[:, : x.shape[1]]
-        sums = jnp.where((bad[:, None] & rows)[..., None], jnp.nan, sums)
-        gradients.append(sums.astype(x.dtype))
-    return gradients, totals
+        spoils = (bad[:, None] & rows).reshape(len(x), -1, x.shape[1]).any(1)
+        gradients.append(jnp.where(spoils[..., None], jnp.nan, sums).astype(x.dtype))
+    of_encoder, of_predictor = gradients
+    return [of_encoder, of_predictor.reshape(-1, copies, *of_predictor.shape[1:])], totals
 
 
 def not_skipped(tiled, cotangents, scale, clamp):

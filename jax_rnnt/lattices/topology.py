@@ -62,6 +62,9 @@ STANDARD: Topology = (Arc("blank", 1, 0), Arc("label", 0, 1))
 MONOTONIC: Topology = (Arc("blank", 1, 0), Arc("label", 1, 1))
 """One symbol, blank or label, per frame (Tripathi et al. 2019; k2's "modified")."""
 
+MONOTONIC_FINAL_BLANK: Topology = (Arc("blank", 1, 0), Arc("label", 1, 1, may_end=False))
+"""The same, with a blank in the last frame (optimized_transducer's one_sym_per_frame)."""
+
 
 def multi_blank(big_blank_durations: tuple[int, ...]) -> Topology:
     """STANDARD and one blank arc over d frames for each big blank (Xu et al. 2022)."""

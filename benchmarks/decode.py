@@ -1,0 +1,285 @@
+"""Times the decoders beside a frame-by-frame loop in one program and beside the loop on the host that people write.
+
+    python benchmarks/decode.py                          # synthetic model: B = 1, 16, 128; T = 400; V = 1024
+    python benchmarks/decode.py --data FOLDER --workdir RUN   # the example's spoken digits, trained into RUN
+
+The synthetic model is planted: a fifth of the frames asks for a label, beside which a second one is almost as probable,
+and the predictor forbids both afterwards. So 5 of 6 moves of greedy search are blanks, as in speech with subwords. A
+frame stands for 40 ms. All contestants take turns in one run; all greedy ones find the same labels.
+"""
+
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+import bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import LinearJoint, RNNTLoss, decode
+
+T, V, H = 400, 1024, 640
+SHARE, SECONDS, RIVAL = 0.2, 0.04, 4  # label frames; of a frame; from a planted class to its rival
+MAX_LABELS, MAX_SYMBOLS, WIDTH, THRESHOLD = 120, 3, 8, 8.0
+BATCHES = 1, 16, 128
+PREDICTORS = "stateless", "lstm"
+LOSS = RNNTLoss(blank=0)
+
+
+# --------------------------------------------------------------------------------------------------- the model
+
+
+def plant(batch, frames, seed):
+    """(joint, encoder_out [B, T, H], directions of the classes [V, H])."""
+    rng = np.random.default_rng(seed)
+    directions = rng.standard_normal((V, H), np.float32) / np.float32(H**0.5)
+    encoder = 0.01 * rng.standard_normal((batch, frames, H), np.float32)
+    for b in range(batch):
+        at = np.flatnonzero(rng.random(frames) < SHARE)
+        # Neighbours differ by more than rivals, since a label forbids itself and these.
+        planted = 1 + np.cumsum(rng.integers(RIVAL * 2 + 1, V - 1 - RIVAL * 2, len(at))) % (V - 1)
+        rival = 1 + (planted - 1 + RIVAL) % (V - 1)
+        second = 0.6 + 0.2 * rng.random((len(at), 1), np.float32)
+        encoder[b, at] += directions[planted] + second * directions[rival]
+    bias = np.zeros(V, np.float32)
+    bias[0] = 14
+    joint = LinearJoint(jnp.asarray(20 * directions.T), jnp.asarray(bias))
+    return joint, jnp.asarray(encoder), jnp.asarray(directions)
+
+
+def make_predictor(kind, directions, seed):
+    """A predictor of H units that forbids its last label and the rivals of that."""
+    rng = np.random.default_rng(seed)
+    labels = directions[1:]
+    forbid = -1.5 * (labels + jnp.roll(labels, RIVAL, 0) + jnp.roll(labels, -RIVAL, 0))
+    forbid = jnp.concatenate([jnp.zeros((1, H)), forbid])
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / np.float32(shape[0] ** 0.5))
+
+    if kind == "stateless":
+        mix = draw(2 * H, H)
+
+        def function(labels):
+            return 0.01 * jnp.tanh(directions[labels].reshape(len(labels), -1) @ mix) + forbid[labels[:, -1]]
+
+        return decode.stateless_predictor(function, 2, start=0)
+    weights = draw(2 * H, 4 * H)
+
+    def step(state, labels):
+        hidden, cell = state
+        gates = jnp.concatenate([directions[labels], hidden], 1) @ weights
+        read, forget, write, new = jnp.split(gates, 4, 1)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(read) * jnp.tanh(new)
+        hidden = jax.nn.sigmoid(write) * jnp.tanh(cell)
+        return 0.01 * hidden + forbid[labels], (hidden, cell)
+
+    return decode.Predictor(lambda batch: (jnp.zeros((batch, H)),) * 2, step)
+
+
+# ------------------------------------------------------------------------------------------------------ contestants
+
+
+def keep(condition, new, old):
+    """Rows of `new` where the condition holds, else of `old`."""
+
+    def pick(x, y):
+        return jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)
+
+
+def frame_by_frame(joint, predictor, encoder, lengths, max_labels):
+    """Greedy search as in most code: all utterances on the same frame, symbol after symbol, in one program."""
+    batch, frames = encoder.shape[:2]
+    state = predictor.initial(batch)
+    rows, state = predictor.step(state, jnp.zeros(batch, jnp.int32))
+
+    def step(carry):
+        t, emitted, rows, state, labels, counts, scores = carry
+        logits = joint(encoder[:, t], rows)
+        log_probs = jax.nn.log_softmax(logits)
+        symbol = jnp.argmax(logits, -1).astype(jnp.int32)
+        emits = (symbol > 0) & (emitted == jnp.max(emitted)) & (t < lengths) & (counts < max_labels)
+        emits &= emitted < MAX_SYMBOLS
+        # Those that wait for others have their blank already.
+        waits = emitted < jnp.max(emitted)
+        score = jnp.where(emits, jnp.max(log_probs, -1), log_probs[:, 0])
+        scores = scores + jnp.where(waits | (t >= lengths), 0, score)
+        labels = jnp.where((jnp.arange(max_labels) == counts[:, None]) & emits[:, None], symbol[:, None], labels)
+
+        def advance(rows, state):
+            return keep(emits, predictor.step(state, jnp.where(emits, symbol, 0)), (rows, state))
+
+        rows, state = jax.lax.cond(jnp.any(emits), advance, lambda *x: x, rows, state)
+        emitted = emitted + emits
+        more = jnp.any(emits)
+        return t + ~more, jnp.where(more, emitted, 0), rows, state, labels, counts + emits, scores
+
+    zeros = jnp.zeros(batch, jnp.int32)
+    labels = jnp.full((batch, max_labels), -1, jnp.int32)
+    carry = 0, zeros, rows, state, labels, zeros, jnp.zeros(batch)
+    *_, labels, counts, scores = jax.lax.while_loop(lambda carry: carry[0] < frames, step, carry)
+    return labels, counts, scores
+
+
+def host_loop(joint, predictor, encoder, lengths, max_labels):
+    """Greedy search in Python: two compiled functions, and a look at the symbols after each."""
+    best = jax.jit(lambda encoder, t, rows: jnp.argmax(joint(encoder[:, t], rows), -1))
+
+    @jax.jit
+    def advance(rows, state, symbol, emits):
+        return keep(emits, predictor.step(state, symbol), (rows, state))
+
+    def run(encoder, lengths):
+        batch, frames = encoder.shape[:2]
+        rows, state = predictor.step(predictor.initial(batch), jnp.zeros(batch, jnp.int32))
+        labels, lengths = [[] for _ in range(batch)], np.asarray(lengths)
+        for t in range(frames):
+            running = t < lengths
+            for _ in range(MAX_SYMBOLS):
+                symbol = np.asarray(best(encoder, t, rows))
+                emits = running & (symbol > 0) & (np.array([len(x) for x in labels]) < max_labels)
+                if not emits.any():
+                    break
+                for b in np.flatnonzero(emits):
+                    labels[b].append(int(symbol[b]))
+                rows, state = advance(rows, state, symbol * emits, emits)
+                running = emits
+        return labels
+
+    return run
+
+
+def best(found):
+    """The first of the N best."""
+    return jax.tree.map(lambda x: x[:, 0], found._replace(state=()))
+
+
+def picked(result):
+    return result.labels, result.counts, result.scores
+
+
+def found(labels, counts):
+    return [row[:n].tolist() for row, n in zip(np.asarray(labels), np.asarray(counts))]
+
+
+def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, host=True):
+    """Our decoders and the others; all greedy ones must find the same labels."""
+    networks = joint, predictor
+    greedy = functools.partial(decode.greedy, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS)
+    beam = functools.partial(decode.beam, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS, width=WIDTH)
+    programs = {
+        "label-looping": lambda *x: picked(greedy(*x)),
+        "label-looping, one frame": lambda *x: picked(greedy(*x, window=1)),
+        f"beam {WIDTH}": lambda *x: picked(best(beam(*x))),
+        f"beam {WIDTH}, threshold": lambda *x: picked(best(beam(*x, threshold=THRESHOLD))),
+    }
+    if host:
+        programs["frame by frame"] = lambda *x: frame_by_frame(*networks, *x, max_labels)
+    made, results = [], {}
+    for name, program in programs.items():
+        compiled = jax.jit(program).lower(encoder, lengths).compile()
+
+        def run(compiled=compiled):
+            start = clock()
+            jax.block_until_ready(compiled(encoder, lengths))
+            return clock() - start
+
+        result = compiled(encoder, lengths)
+        results[name] = found(result[0], result[1])
+        made.append(bench.Contestant(name, run))
+    if host:
+        loop = host_loop(*networks, encoder, lengths, max_labels)
+        results["host loop"] = loop(encoder, lengths)
+
+        def run_host():
+            start = clock()
+            loop(encoder, lengths)
+            return clock() - start
+
+        made.append(bench.Contestant("host loop", run_host))
+    expected = results["label-looping"]
+    for name, labels in results.items():
+        if not name.startswith("beam"):
+            assert labels == expected, f"{name} found other labels"
+    agreement = np.mean([x == y for x, y in zip(results[f"beam {WIDTH}"], expected)])
+    labels = sum(map(len, expected))
+    blanks = 1 - labels / (labels + int(np.sum(np.asarray(lengths))))
+    print(f"{blanks:.0%} of the moves are blanks; beam {WIDTH} agrees with greedy search on {agreement:.0%}.\n")
+    return made
+
+
+def report(name, made, batch, seconds):
+    print(f"### {name}\n")
+    ours = next(c for c in made if c.name == "label-looping")
+    rows = []
+    for c in made:
+        times = f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}"
+        speed = f"{batch / c.median:.3g}", f"{c.median / seconds:.2g}"
+        rows.append((c.name, *times, *speed, f"{c.median / ours.median:.2f}", str(len(c.seconds))))
+    bench.table(("", "ms", "min", "utterances/s", "real-time factor", "x label-looping", "runs"), rows)
+
+
+# ------------------------------------------------------------------------------------------------ the digits' model
+
+
+def digits(args):
+    """(joint, predictor, encoder_out, lengths, loss, max_labels, seconds of audio) of the example's model."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import mwer
+    from data import SpokenDigits
+
+    data = SpokenDigits(args.data)
+    model, variant = mwer.restore(data, args.workdir)
+    batch = data.batch(np.random.default_rng(0), 16, "test")
+    frames = model.encoder(batch["features"])
+    encoder, rows = model.joint.project(frames, jnp.zeros((1, data.width)))
+    del rows
+    seconds = batch["feature_lengths"].sum() * data.hop / data.rate
+    lengths = jnp.asarray(model.lengths(batch["feature_lengths"]))
+    return model.joint.linear, mwer.predictor_of(model), encoder, lengths, variant.loss, 2 * data.max_labels, seconds
+
+
+def main(argv=None):
+    parser = bench.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
+    parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines (%(default)s)")
+    parser.add_argument("--data", metavar="FOLDER", help="spoken digits, as for examples/train.py")
+    parser.add_argument("--workdir", type=Path, help="of a training run with this data")
+    args = parser.parse_args(argv)
+    budget = bench.settle(args)
+    clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+    load = os.getloadavg()
+    results, checks = {}, []
+    for name in args.only:
+        kind, batch = name.split()
+        joint, encoder, directions = plant(int(batch), args.frames, args.seed)
+        predictor = make_predictor(kind, directions, args.seed)
+        lengths = jnp.full(int(batch), args.frames, jnp.int32)
+        made = contestants(joint, predictor, encoder, lengths, LOSS, MAX_LABELS, clock)
+        bench.take_turns(made, budget, args.repeat)
+        results[name] = made
+        report(f"{kind}, B={batch} T={args.frames} V={V}", made, int(batch), int(batch) * args.frames * SECONDS)
+        by_name = {c.name: c for c in made}
+        ours, slow, beam = (by_name[n] for n in ("label-looping", "frame by frame", f"beam {WIDTH}"))
+        if batch == "16":
+            ratio, best = slow.median / ours.median, slow.best / ours.best
+            checks.append(bench.judge(f"{name}: frame by frame / label-looping", ratio, ">= 2", best))
+        ratio, best = beam.median / ours.median, beam.best / ours.best
+        checks.append(bench.judge(f"{name}: beam {WIDTH} / label-looping", ratio, "<= 6", best))
+    if args.data:
+        *problem, seconds = digits(args)
+        made = contestants(*problem, clock, host=False)
+        bench.take_turns(made, budget, args.repeat)
+        results["spoken digits"] = made
+        report("spoken digits, B=16", made, 16, seconds)
+    bench.report_targets(checks)
+    bench.save(args, load, checks, {"decode": results}, name="-decode")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Fine-tunes a model of train.py to make fewer errors: minimum word error rate training on its own N-best lists.
+
+    python examples/train.py --steps 1000         # first, with the same --data and --loss
+    python examples/mwer.py
+    python examples/mwer.py --steps 200 --width 8
+
+A step decodes the batch by beam search, counts the errors of each hypothesis, and lowers their expected number. The N
+hypotheses of an utterance are scored by one `JointLogits`, in which they share the encoder's rows. It prints the
+held-out error rate before and after.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from pathlib import Path
+
+try:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from data import DataError, HandwrittenDigits, SpokenDigits
+    from flax import nnx
+    from tqdm import tqdm
+    from train import edit_distance, error_rate
+    from variants import VARIANTS, of_all_logits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"examples/mwer.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
+
+from jax_rnnt import JointLogits, decode, mwer_loss
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
+    parser.add_argument("--loss", choices=[x for x in VARIANTS if x != "pruned"], default="rnnt", help="(%(default)s)")
+    parser.add_argument("--workdir", type=Path, help="of train.py; default: runs/DATA-LOSS")
+    parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="utterances per step (%(default)s)")
+    parser.add_argument("--width", type=int, default=4, help="N of the N-best lists (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+    parser.add_argument("--nll", type=float, default=0.1, help="weight of the reference's own loss (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the data (%(default)s)")
+    parser.add_argument("--log-json", type=Path, metavar="FILE", help="write losses and error rates")
+    return parser, parser.parse_args()
+
+
+def restore(data, workdir, loss="rnnt"):
+    """(model, variant) of the last checkpoint of train.py."""
+    variant = VARIANTS[loss]
+    sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
+    graphdef, params = nnx.split(variant.model(*sizes, rngs=nnx.Rngs(0)))
+    workdir = (workdir or Path("runs") / f"{data.name}-{loss}").resolve()
+    with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            raise DataError(f"{workdir} has no checkpoint: run train.py first")
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda step: 0.0))
+        state = checkpoints.restore(step, args=ocp.args.StandardRestore((params, optimizer.init(params))))
+    return nnx.merge(graphdef, state[0]), variant
+
+
+def predictor_of(model):
+    """The model's predictor, from projected label histories to rows of its joint network."""
+
+    def rows(history):
+        return model.joint.state(model.predictor(history))
+
+    return decode.stateless_predictor(rows, model.history, start=model.blank)
+
+
+def search(model, variant, features, feature_lengths, max_labels, width):
+    """The N best hypotheses, by the loss that the model was trained with."""
+    frames = model.joint.frame(model.encoder(features))
+    lengths = model.lengths(feature_lengths)
+    networks = model.joint.linear, predictor_of(model)
+    return decode.beam(variant.loss, *networks, frames, lengths, max_labels, width, max_symbols=3)
+
+
+def expected_errors(model, variant, batch, labels, counts, scores, errors, weight):
+    """The MWER loss of N-best lists [B, N], and a share of the references' own loss."""
+    rows, lengths = model.encoder(batch["features"]), model.lengths(batch["feature_lengths"])
+    targets = jnp.maximum(labels, 0)
+    states = model.states(targets.reshape(-1, targets.shape[-1])).reshape(*targets.shape[:2], -1, rows.shape[-1])
+    frames, states = model.joint.project(rows[:, None], states)  # [B, 1, T, E] and [B, N, U + 1, P]
+    loss = dataclasses.replace(variant.loss, reduction="none")
+    lengths = jnp.broadcast_to(lengths[:, None], counts.shape)
+    nll = loss(JointLogits(model.joint.linear, frames, states), targets, lengths, counts)
+    nll = jnp.where(jnp.isneginf(scores), jnp.inf, nll)  # no hypothesis
+    return mwer_loss(nll, errors) + weight * of_all_logits(variant.loss, model, batch, fused=True)
+
+
+def main():
+    parser, args = parse_arguments()
+    try:
+        data = SpokenDigits(args.data) if args.data else HandwrittenDigits()
+        model, variant = restore(data, args.workdir, args.loss)
+    except DataError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    graphdef, params = nnx.split(model)
+    max_labels = 2 * data.max_labels
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def nbest(params, features, lengths, width):
+        found = search(nnx.merge(graphdef, params), variant, features, lengths, max_labels, width)
+        return found.labels, found.counts, found.scores
+
+    def best(params, features, lengths):
+        labels, counts, _ = nbest(params, features, lengths, args.width)
+        return labels[:, 0], counts[:, 0]
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(args.learning_rate))
+    state = params, optimizer.init(params)
+
+    @jax.jit
+    def train_step(state, *lists):
+        def loss_fn(params):
+            return expected_errors(nnx.merge(graphdef, params), variant, *lists, args.nll)
+
+        params, opt_state = state
+        value, gradient = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
+    before, losses, started = error_rate(best, params, test), [], time.perf_counter()
+    print(f"held-out CER before: {before:.2f}%")
+    for step in tqdm(range(args.steps), unit="step"):
+        batch = data.batch(np.random.default_rng((args.seed, step)), args.batch, "train")
+        labels, counts, scores = jax.device_get(
+            nbest(state[0], batch["features"], batch["feature_lengths"], args.width)
+        )
+        errors = np.zeros(counts.shape, np.float32)
+        for b, n in np.ndindex(counts.shape):
+            reference = batch["targets"][b, : batch["target_lengths"][b]].tolist()
+            errors[b, n] = edit_distance(labels[b, n, : counts[b, n]].tolist(), reference)
+        state, value = train_step(state, batch, labels, counts, scores, errors)
+        losses.append(float(value))
+    after = error_rate(best, state[0], test)
+    print(f"held-out CER after: {after:.2f}% ({args.steps} steps, {time.perf_counter() - started:.0f} seconds)")
+    if args.log_json:
+        args.log_json.write_text(json.dumps(dict(before=before, after=after, losses=losses)))
+
+
+if __name__ == "__main__":
+    main()

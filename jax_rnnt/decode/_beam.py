@@ -1,0 +1,372 @@
+"""Beam search: the N most probable label sequences, each a sum over its alignments.
+
+B utterances, W hypotheses of each, M that a step expands, V tokens, C candidates, L labels at most. One
+`lax.while_loop` steps all utterances together, each at its own frame. A step takes the M best hypotheses that stand on
+the frame of their utterance, runs the predictor where they have a new label, and expands them by every move of the
+loss. Hypotheses that have left the frame wait in the same pool. Candidates with equal labels on the same frame are one
+hypothesis: their probabilities are added. The W best of all make the next pool. Once none is left on the frame, the
+utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, a hypothesis that reads
+several frames at once needs no place of its own, and one that falls out of the pool before its turn costs neither
+predictor nor joint network.
+
+Labels are compared by hashes of 64 bits. Two different hypotheses on a frame are taken for one with a probability
+of 2^-64 a pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks
+from jax_rnnt.decode import _predictor
+from jax_rnnt.decode._predictor import same_state
+from jax_rnnt.decode._search import Hypotheses, positive, prepare, replace_rows
+from jax_rnnt.emissions.softmax import row_sum
+
+
+class Beam(typing.NamedTuple):
+    """The hypotheses of all utterances; a dead one has the score -inf."""
+
+    score: jax.Array  # [B, W]: log of the sum over alignments, with fusion
+    path: jax.Array  # [B, W]: of its best alignment
+    frame: jax.Array  # [B, W]: the next one, in this part
+    counts: jax.Array  # [B, W]
+    written: jax.Array  # [B, W]: labels on that frame
+    pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
+    hash: jax.Array  # uint32 [B, W, 2]: of the labels
+    labels: jax.Array  # [B, W, L]
+    frames: jax.Array
+    durations: jax.Array
+
+
+class Networks(typing.NamedTuple):
+    """Leaves [B, W, ...], after the last label of each hypothesis that is not pending."""
+
+    rows: jax.Array  # [B, W, P]
+    predictor: Any
+    lm: Any
+    fused: Any  # [B, W, V]: added to the score of each next label; None without fusion
+
+
+class Carry(typing.NamedTuple):
+    frame: jax.Array  # [B]: of the utterance
+    beam: Beam
+    networks: Networks
+
+
+class Stream(typing.NamedTuple):
+    """Where a part of a stream ended; the beam's frames count from the start of the next part."""
+
+    first: jax.Array  # [B]: frames of the stream before the next part
+    bad: jax.Array  # [B]: NaN has been met
+    beam: Beam
+    networks: Networks
+
+
+def beam(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    width: int,
+    *,
+    max_symbols: int = 10,
+    merge: bool = True,
+    threshold: float | jax.Array | None = None,
+    expand: int = 4,
+    length_norm: float = 0.0,
+    lm=None,
+    lm_weight: float | jax.Array = 0.0,
+    ilm_weight: float | jax.Array = 0.0,
+    start: int | None = None,
+    exact_end: bool = False,
+    state: Any = None,
+) -> Hypotheses:
+    """The N best label sequences of each utterance, by time-synchronous beam search.
+
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. As in `greedy`, a move is an
+    arc of the loss with its log-probability. Hypotheses with equal labels are merged: their score is the log of the
+    summed probability of their alignments. With a beam that loses none, and `exact_end`, it is minus the loss of these
+    labels.
+
+    Parameters
+    ----------
+    loss, joint, predictor, encoder_out, lengths, start, exact_end
+        As for `greedy`. The predictor runs on B `width` sequences.
+    max_labels : int
+        Labels that a hypothesis has room for, over the whole stream.
+    width : int
+        Hypotheses that are kept, N.
+    max_symbols : int, default 10
+        Labels that one frame may emit.
+    merge : bool, default True
+        False: alignments of equal labels stay apart. With `width` 1 this is `greedy`.
+    threshold : float or scalar Array, optional
+        Drops hypotheses of which the score is more than this, in nats, below the best. Time follows the hypotheses that
+        are left.
+    expand : int, default 4
+        Hypotheses of an utterance that a step expands, the best first. It is a matter of speed; where the beam is full
+        it also touches which hypotheses compete.
+    length_norm : float, default 0.0
+        Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
+    lm : Predictor, optional
+        A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token (those of
+        blanks are not read). It gets the same start label.
+    lm_weight : float or scalar Array
+        Adds lm_weight times the language model's log-probability to each label (shallow fusion).
+    ilm_weight : float or scalar Array
+        Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
+        of ``joint(0, predictor row)``. For `HATLoss` it is the model's own (Variani et al. 2020); for others, without
+        blanks, an estimate (Meng et al. 2021). A Python 0 skips its network.
+    state : pytree, optional
+        `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole stream.
+
+    Returns
+    -------
+    Hypotheses
+        The `width` best of each utterance, best first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `greedy`; a language model of another vocabulary.
+
+    See Also
+    --------
+    mwer_loss : Training with N-best lists.
+
+    References
+    ----------
+    Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+    Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
+    Meng et al., "Internal Language Model Estimation for Domain-Adaptive End-to-End Speech Recognition", 2021,
+    arXiv:2011.01991.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
+    >>> found = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
+    >>> found.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(found.scores[0])]
+    ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
+    """
+    function = "beam"
+    most, width = positive(function, "max_labels", max_labels), positive(function, "width", width)
+    expand = min(positive(function, "expand", expand), width)
+    merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
+    if threshold is not None:
+        _checks.scalar(function, "threshold", threshold)
+    weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
+    for name, x in weights.items():
+        _checks.scalar(function, name, x)
+    if lm is None and not _checks.is_zero(lm_weight):
+        raise ValueError(f"{function}: lm must be given with lm_weight={lm_weight!r}, got None.")
+    search, start, rows, network = prepare(
+        function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width
+    )
+    symbols, lengths, dtype = search.symbols, search.lengths, search.dtype
+    batch = len(lengths)
+    tokens = search.classes - symbols.emission.durations
+
+    # ---- the networks after a label
+
+    internal = not _checks.is_zero(ilm_weight)
+
+    def fused(log_probs, rows):
+        """[N, V]: what fusion adds to the score of each label."""
+        total = jnp.zeros((len(rows), tokens), dtype)
+        if log_probs is not None:
+            weighted = jnp.asarray(lm_weight, dtype) * log_probs.astype(dtype)
+            total = jnp.where(jnp.isneginf(log_probs), -jnp.inf, total + weighted)
+        if internal:
+            silence = jnp.zeros((len(rows), search.encoder_out.shape[-1]), search.encoder_out.dtype)
+            logits = search.joint(silence, rows).astype(dtype)[:, :tokens]
+            logits = jnp.where(symbols.is_blank(logits), -jnp.inf, logits)
+            own = row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
+            total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
+        return total
+
+    log_probs, lm_state = None, None
+    if lm is not None:
+        log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, start)
+        if log_probs.shape[-1] != tokens:
+            expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
+            raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
+    fuses = lm is not None or internal
+    networks = Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+    networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+
+    def after_label(networks, label):
+        rows, network = predictor.step(networks.predictor, label)
+        log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
+        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+
+    # ---- the beam at the start
+
+    zeros = jnp.zeros(batch, jnp.int32)
+    own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+    none = jnp.zeros((batch, width), jnp.int32)
+    first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
+    alone = jnp.broadcast_to(first, (batch, width))
+    empty = jnp.full((batch, width, most), -1, jnp.int32)
+    hashes = jnp.zeros((batch, width, 2), jnp.uint32)
+    start_beam = Beam(alone, alone, none, none, none, none - 1, hashes, empty, empty, empty)
+    fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
+    if state is None:
+        state = fresh
+    else:
+        same_state(function, "state of beam", fresh, state)
+
+    # ---- one step
+
+    def step(carry_and_bad):
+        carry, bad = carry_and_bad
+        now = carry.beam
+        active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
+        # The pool is sorted: these are the best.
+        turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
+        at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
+        takes_part = take(active, turn)
+        label = jnp.where(takes_part, take(now.pending, turn), -1)
+        mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
+
+        def advance(mine):
+            return replace_rows(flat(label >= 0), after_label(mine, jnp.maximum(flat(label), 0)), mine)
+
+        mine = jax.lax.cond(jnp.any(label >= 0), advance, lambda x: x, mine)
+        place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
+
+        def keep(new, old):
+            new = take(new.reshape(batch, expand, *new.shape[1:]), place)
+            return jnp.where(at_turn.reshape(batch, width, *(1,) * (old.ndim - 2)), new, old)
+
+        networks = jax.tree.map(keep, mine, carry.networks)
+        pending = jnp.where(at_turn & active, -1, now.pending)
+
+        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
+        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, -1))
+        if fuses:
+            labels = labels + mine.fused.reshape(labels.shape)
+        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
+        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.counts, turn) < most)
+        frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
+        moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
+        moves = [moves[..., i] for i in range(len(symbols.moves))]
+        best, classes = jax.lax.top_k(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
+        classes = classes.astype(jnp.int32)
+
+        # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
+        waits = jnp.where(active & at_turn, -jnp.inf, 0).astype(dtype)
+        found = [(own, waits, jnp.full_like(own, -1), jnp.zeros_like(own))]
+        for move, gain in zip(symbols.blanks, moves):
+            found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
+        for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
+            gain = (gain[..., None] + best).reshape(batch, -1)
+            parent = jnp.repeat(turn, best.shape[-1], 1)
+            # No more than W of them can stay.
+            _, chosen = jax.lax.top_k(take(now.score, parent) + gain, min(width, gain.shape[-1]))
+            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
+            found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
+        parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
+
+        score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
+        writes = label >= 0
+        stays = writes & (reads == 0)
+        frame, count = take(now.frame, parent) + reads, take(now.counts, parent) + writes.astype(jnp.int32)
+        written = jnp.where(reads == 0, take(now.written, parent) + stays.astype(jnp.int32), 0)
+        key = take(now.hash, parent)
+        key = jnp.where(writes[..., None], hashed(key, label), key)
+        if merge:
+            score, path = merged(score, path, (frame, written, count), key)
+        score, chosen = jax.lax.top_k(score, width)
+        if threshold is not None:
+            score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
+        parent, label, reads, writes, path, frame, count, written, key = (
+            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, written, key)
+        )
+        here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
+        new = label, state.first[:, None] + frame - reads, reads
+        old = (take(x, parent) for x in (now.labels, now.frames, now.durations))
+        rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
+        pending = jnp.where(writes, label, take(pending, parent))
+        beam = Beam(score, path, frame, count, written, pending, key, *rows)
+        networks = jax.tree.map(lambda x: take(x, parent), networks)
+
+        # The frame of the utterance stays as long as a hypothesis stands on it.
+        first = jnp.where(score > -jnp.inf, frame, np.iinfo(np.int32).max).min(-1)
+        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks), bad
+
+    def running(carry_and_bad):
+        return jnp.any(carry_and_bad[0].frame < lengths)
+
+    now = state.beam
+    frame = jnp.where(now.score > -jnp.inf, now.frame, np.iinfo(np.int32).max).min(-1)
+    carry = search.vary((Carry(frame, now, state.networks), state.bad | search.bad))
+    (_, now, networks), bad = jax.lax.while_loop(running, step, carry)
+
+    after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
+    if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
+        score, path = merged(now.score, now.path, (now.counts,), now.hash)
+        now = now._replace(score=score, path=path)
+    norm = jnp.asarray(length_norm, dtype)
+    ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
+    _, order = jax.lax.top_k(ranks, width)
+    score, count, labels, times, durations = (
+        take(x, order) for x in (now.score, now.counts, now.labels, now.frames, now.durations)
+    )
+    score = jnp.where(bad[:, None], jnp.nan, score)
+    dead = jnp.isneginf(score)
+    count = jnp.where(dead, 0, count)
+    labels, times, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, times, durations))
+    return Hypotheses(labels, times, durations, count, score, count == most, after)
+
+
+def flat(x):
+    """[B, M, ...] -> [B M, ...]"""
+    return x.reshape(-1, *x.shape[2:])
+
+
+@jax.vmap
+def take(x, index):
+    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def hashed(key, label):
+    """uint32 [..., 2]: the hashes of the labels behind `key` [..., 2] and of one more label [...]."""
+    multipliers = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32), np.array([0x9E3779B1, 0x27D4EB2F], np.uint32)
+    first, second = (x.reshape((1,) * label.ndim + (2,)) for x in multipliers)
+    mixed = (key ^ ((label + 1).astype(jnp.uint32)[..., None] * first)) * second
+    mixed = (mixed ^ (mixed >> 15)) * first
+    return mixed ^ (mixed >> 13)
+
+
+def merged(score, path, places, key):
+    """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
+
+    def same(x):
+        return x[:, :, None] == x[:, None]
+
+    alive = score > -jnp.inf
+    parts = [same(x) for x in (*places, key[..., 0], key[..., 1])]
+    equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
+    each = jnp.where(equal, score[:, None], -jnp.inf)
+    peak = each.max(-1)
+    finite = jnp.where(alive, peak, 0)
+    total = finite + jnp.log(jnp.where(alive, jnp.exp(each - finite[..., None]).sum(-1), 1))
+    # With one path the sum is that path's, without rounding.
+    total = jnp.where(equal.sum(-1) > 1, total, score)
+    paths = jnp.where(equal, path[:, None], -jnp.inf)
+    kept = jnp.argmax(paths, -1) == jnp.arange(score.shape[1])[None]
+    return jnp.where(alive & kept, total, -jnp.inf), path

@@ -1,0 +1,124 @@
+"""What greedy and beam search share: results, checks of arguments, the joint network on rows."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks, _xla
+from jax_rnnt._layouts import JointLogits
+from jax_rnnt.decode import _predictor
+from jax_rnnt.decode._symbols import Symbols, symbols_of
+from jax_rnnt.emissions.softmax import accumulation_dtype
+
+
+class Hypotheses(typing.NamedTuple):
+    """Decoded label sequences: one of each utterance [B], or the N best, the best one first [B, N].
+
+    L is `max_labels`; `...` is [B] or [B, N].
+
+    Parameters
+    ----------
+    labels : Array, int32 [..., L]
+        -1 from `counts` on.
+    frames : Array, int32 [..., L]
+        The frame that each label was emitted in, counted from the start of the stream; -1 from `counts` on. After
+        merging, those of the best alignment among the merged ones.
+    durations : Array, int32 [..., L]
+        Frames that each label read, 0 for labels that stay on their frame; -1 from `counts` on.
+    counts : Array, int32 [...]
+        Labels of each hypothesis.
+    scores : Array, float32 (float64 for float64 logits) [...]
+        Log-probability in nats, with what `beam` adds to it; from the start of the stream. -inf: there is no (further)
+        hypothesis. NaN: logits held NaN or +inf, or the length was out of range.
+    full : Array, bool [...]
+        The hypothesis holds L labels, so labels may be missing: decode again with more.
+    state : pytree
+        For the next part of a stream.
+
+    Examples
+    --------
+    >>> from jax_rnnt.decode import Hypotheses
+    >>> Hypotheses._fields
+    ('labels', 'frames', 'durations', 'counts', 'scores', 'full', 'state')
+    """
+
+    labels: jax.Array
+    frames: jax.Array
+    durations: jax.Array
+    counts: jax.Array
+    scores: jax.Array
+    full: jax.Array
+    state: Any
+
+
+class Search(typing.NamedTuple):
+    """The checked arguments of a search."""
+
+    function: str
+    symbols: Symbols
+    joint: Callable
+    predictor: Any
+    encoder_out: jax.Array  # [B, T, E]
+    lengths: jax.Array  # [B], 0 where out of range
+    bad: jax.Array  # [B], where the length is out of range
+    classes: int
+    dtype: Any  # of scores
+
+    def frame(self, t):
+        """Encoder rows [B, K, E] of frames t [B, K]; any row for frames outside."""
+        t = jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
+        return jnp.take_along_axis(self.encoder_out, t[..., None], axis=1, mode="promise_in_bounds")
+
+    def vary(self, tree):
+        """Leaves of a loop's first state, which vary over the same manual mesh axes as what the loop makes of it."""
+        like = self.encoder_out, self.lengths
+        return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
+
+
+def positive(function: str, name: str, x) -> int:
+    x = _checks.integer(function, name, x)
+    if x < 1:
+        raise ValueError(f"{function}: {name} must be 1 or more, got {x}.")
+    return x
+
+
+def prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width=1):
+    """(search, start class, rows and state of `width` predictors for each utterance after the start label)."""
+    encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
+    if encoder_out.ndim != 3:
+        raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
+    batch, frames, _ = encoder_out.shape
+    lengths = _checks.integers(function, "lengths", lengths, (batch,), "[B]")
+    bad = (lengths < 0) | (lengths > frames)
+    if _checks.is_known(lengths) and np.any(np.asarray(bad)):
+        expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
+        raise ValueError(f"{function}: lengths must {expected}, got {np.asarray(lengths).tolist()}.")
+    most = positive(function, "max_symbols", max_symbols)
+    if start is not None:
+        start = _checks.integer(function, "start", start)
+    # The classes are known once there is a predictor row, and the start label by default once classes are known.
+    row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
+    rows = jnp.zeros((batch, 1, row.shape[-1]), row.dtype)
+    layout = JointLogits(joint, encoder_out, rows).checked(function)
+    symbols = symbols_of(function, loss, layout.classes, most)
+    start = symbols.emission.blanks[0] if start is None else start
+    first = _predictor.begin(function, "predictor", predictor, batch * width, start)
+    dtype = accumulation_dtype(layout.dtype)
+    lengths = jnp.where(bad, 0, lengths)
+    search = Search(function, symbols, layout.joint, predictor, encoder_out, lengths, bad, layout.classes, dtype)
+    return search, start, *first
+
+
+def replace_rows(condition, new, old):
+    """Rows of the pytree `new` where condition [B] holds, else of `old`."""
+
+    def pick(x, y):
+        return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)

@@ -1,0 +1,104 @@
+"""The classes of a row as a decoder sees them: moves out of a node, from the `DecodingRules` of a loss.
+
+V tokens (labels and blanks), D durations; `...` is any number of dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt._loss import TransducerLoss
+from jax_rnnt._transducer import DecodingRules
+from jax_rnnt.emissions.softmax import Softmax
+
+
+class Move(typing.NamedTuple):
+    """An arc of a node. Its log-probability is that of `token`, or of a label, plus that of duration `duration`."""
+
+    token: int | None  # class of the blank; None: a label
+    duration: int | None
+    frames: int
+    may_end: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbols:
+    """Moves of a loss: `blanks` write nothing, `labels` write any class that is no blank."""
+
+    emission: Softmax
+    blanks: tuple[Move, ...]
+    labels: tuple[Move, ...]
+    labels_per_frame: int
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return self.blanks + self.labels
+
+    def is_blank(self, like):
+        """bool, the shape of `like` [..., V] up to broadcasting."""
+        classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (like.ndim - 1) + like.shape[-1:], like.ndim - 1)
+        found = jnp.zeros(classes.shape, bool)
+        for blank in self.emission.blanks:
+            found |= classes == blank
+        return found
+
+    def scores(self, logits):
+        """(log-probability of each move [..., moves] without that of its label, of each label [..., V]).
+
+        The blanks have -inf among the labels.
+        """
+        tokens, durations = self.emission.log_probabilities(logits)
+        found = []
+        for move in self.moves:
+            score = jnp.zeros_like(tokens[..., 0]) if move.token is None else tokens[..., move.token]
+            found.append(score if move.duration is None else score + durations[..., move.duration])
+        return jnp.stack(found, -1), jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
+
+    def allowed(self, frame, lengths, may_write, exact_end):
+        """bool [..., moves]: which moves may leave a node of this frame, [...]; `may_write` [...]: a label may be."""
+        found = []
+        for move in self.moves:
+            allowed = jnp.ones_like(frame, bool) if move.token is not None else may_write
+            if exact_end:
+                after = frame + move.frames
+                allowed &= (after <= lengths) if move.may_end else (after < lengths)
+            found.append(allowed)
+        return jnp.stack(found, -1)
+
+
+def symbols_of(function: str, loss, classes: int, max_symbols: int) -> Symbols:
+    """The moves of a loss in rows of `classes` logits."""
+    if not isinstance(loss, TransducerLoss):
+        lacks = "a method decoding() that returns DecodingRules"
+        raise TypeError(f"{function}: loss must be a TransducerLoss, got {loss!r}, which lacks {lacks}.")
+    rules = loss.decoding()
+    name = f"{type(loss).__name__}.decoding()"
+    if not isinstance(rules, DecodingRules):
+        raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
+    emission = rules.emission.resolved(function, classes)
+    blanks, labels = [], []
+    for arc in rules.topology:
+        duration = None
+        if arc.other is not None:
+            known = [f"duration+{i}" for i in range(emission.durations)]
+            if arc.other not in known:
+                expected = f"the slot of a duration, one of {known}"
+                raise TypeError(f"{function}: {name}: the second slot of an arc must be {expected}, got {arc}.")
+            duration = known.index(arc.other)
+        if arc.du == 0 and arc.slot in emission.slots:
+            token = emission.blanks[emission.slots.index(arc.slot)]
+            blanks.append(Move(token, duration, arc.dt, arc.may_end))
+        elif arc.du == 1 and arc.slot == "label":
+            labels.append(Move(None, duration, arc.dt, arc.may_end))
+        else:
+            expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
+            raise TypeError(f"{function}: {name}: an arc must have {expected}, got {arc}.")
+    if not blanks or not labels:
+        lacks = "an arc without a label (du=0), which reads a frame" if not blanks else "an arc with a label (du=1)"
+        raise TypeError(f"{function}: {name} lacks {lacks}.")
+    limit = max_symbols if rules.labels_per_frame is None else min(max_symbols, rules.labels_per_frame)
+    return Symbols(emission, tuple(blanks), tuple(labels), limit)
