@@ -33,7 +33,8 @@ def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):
     """The module with parameters, and these as a dictionary. Linen takes widths of inputs from `like`."""
     if flavour == "nnx":
         sizes = (*(x.shape[-1] for x in like), *sizes)
-        module = getattr(jax_rnnt.flax.nnx, name)(*sizes, param_dtype=param_dtype, rngs=nnx.Rngs(1), **options)
+        options["rngs"] = nnx.Rngs(params=1, dropout=1)
+        module = getattr(jax_rnnt.flax.nnx, name)(*sizes, param_dtype=param_dtype, **options)
         return module, nnx.to_pure_dict(nnx.state(module, nnx.Param))
     module = getattr(jax_rnnt.flax.linen, name)(*sizes, param_dtype=param_dtype, **options)
     arguments = like or (jnp.zeros((1, 2), int),)
@@ -75,7 +76,7 @@ def test_steps_equal_the_whole(flavour, name):
     """Column u is what the steps give after the start symbol and u labels; padding of any value changes no other."""
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
     targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
-    whole = jax.jit(predictor)(targets)
+    whole = jax.jit(lambda x: predictor(x))(targets)
     state, rows = predictor.initial(B), []
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for labels in (np.full(B, V - 1), *targets.T):
@@ -218,8 +219,9 @@ def test_decoder_inputs(flavour, name):
         np.testing.assert_allclose(linear(projected[:, 0], row), joint(rows[0][:, 0], plain), rtol=EXACT)
     decode = pytest.importorskip("jax_rnnt.decode")
     loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, T)
-    found = jax.jit(lambda x: decode.greedy(loss, *joint.decoder_inputs(predictor, x), lengths, 5, max_symbols=2))(rows[0])
-    plain = decode.greedy(loss, joint, predictor, rows[0], lengths, 5, max_symbols=2)
+    search = lambda *inputs: decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
+    found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0])
+    plain = search(joint, predictor, rows[0])
     assert found.counts.max() > 0
     np.testing.assert_array_equal(found.labels, plain.labels)
     np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
