@@ -30,6 +30,8 @@ try:
     from tqdm import tqdm
     from variants import VARIANTS
 
+    from jax_rnnt.metrics import label_errors
+
 except ModuleNotFoundError as error:
     raise SystemExit(f"examples/train.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
 
@@ -83,25 +85,14 @@ def make_train_step(graphdef, optimizer, loss, mesh, pmap):
     return lambda state, batch: step(state, split(batch))
 
 
-def edit_distance(a, b):
-    """The fewest insertions, deletions and substitutions that turn a into b (Levenshtein)."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
-    return row[-1]
-
-
 def error_rate(decode, params, batches):
     """Edit distance between hypotheses and targets, as a percentage of the target labels."""
     errors = total = 0
     for batch in batches:
-        labels, counts = jax.device_get(decode(params, batch["features"], batch["feature_lengths"]))
-        for hypothesis, n, target, m in zip(labels, counts, batch["targets"], batch["target_lengths"]):
-            errors += edit_distance(hypothesis[:n].tolist(), target[:m].tolist())
-            total += m
-    return 100 * errors / total
+        labels, counts = decode(params, batch["features"], batch["feature_lengths"])
+        errors += label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total.sum()
+        total += batch["target_lengths"].sum()
+    return float(100 * errors / total)
 
 
 def draw_samples(model, loss, batch, file):
