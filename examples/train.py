@@ -25,11 +25,12 @@ try:
     from data import DataError, HandwrittenDigits, SpokenDigits
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from matplotlib import pyplot as plt
     from model import greedy_decode
-    from picture import draw_lattices
     from tqdm import tqdm
     from variants import VARIANTS
 
+    from jax_rnnt import plot
     from jax_rnnt.metrics import label_errors
 
 except ModuleNotFoundError as error:
@@ -96,17 +97,18 @@ def error_rate(decode, params, batches):
 
 
 def draw_samples(model, loss, batch, file):
-    """Draws the alignments of the first three utterances of the batch."""
+    """Draws lattices and labels of the first three utterances of the batch."""
     batch = {name: x[:3] for name, x in batch.items()}
-    logits = model(batch["features"], batch["targets"])
-    lengths = model.lengths(batch["feature_lengths"])
-    arrays = logits, batch["targets"], lengths, batch["target_lengths"]
-    emitted, arcs = loss.align(*arrays).frames, loss.posteriors(*arrays)
-    samples = []
-    for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
-        features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count]
-        samples.append((features, targets, emitted[i, :count], *(x[i, :frames, : count + 1] for x in arcs)))
-    draw_lattices(file, samples, model.reduction)
+    logits, lengths = model(batch["features"], batch["targets"]), model.lengths(batch["feature_lengths"])
+    _, emitted = loss.posteriors(logits, batch["targets"], lengths, batch["target_lengths"])
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), sharex="col", layout="constrained")
+    for i, (top, bottom) in enumerate(axes.T):
+        frames, labels = lengths[i], batch["target_lengths"][i]
+        features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i]
+        plot.lattice(loss, logits[i], targets, frames, labels, reduction=model.reduction, ax=top)
+        plot.emissions(features, emitted[i, :frames], targets[:labels], reduction=model.reduction, ax=bottom)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def main():

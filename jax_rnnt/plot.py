@@ -130,7 +130,8 @@ def lattice(
         ax.add_collection(LineCollection(lines.tolist(), colors=colors, linewidths=0.5 + 3.5 * weight, zorder=2))
 
     if labels and best.min() >= 0:
-        ax.plot(best * second, np.arange(labels), "o", color="tab:red", markeredgecolor="black", label="best path")
+        style = {"color": "white", "markeredgecolor": "tab:red", "markeredgewidth": 1.5, "zorder": 3}
+        ax.plot(best * second, np.arange(labels), "o", label="best path", **style)
         ax.legend(loc="lower right")
     ax.set(xlim=(-0.5 * second, (frames + 0.5) * second), ylim=(-0.5, labels + 0.5))
     every = 1 + labels // 25  # more names would overlap
@@ -158,8 +159,8 @@ def emissions(
     ----------
     features : Array, floating [reduction T, F]
         A spectrogram or an image, without padding; the last encoder frame may reach beyond.
-    posteriors : Array, floating [T, U + 1] or [T, U]
-        Posteriors of labels: the second result of ``loss.posteriors``, of one utterance and without padding.
+    posteriors : Array, floating [T, U + 1]
+        Posteriors of labels: the second result of ``loss.posteriors``, of one utterance. Further columns are padding.
     targets : Array, integer [U]
     symbols : sequence of str, optional
         What the labels of `targets` are called; default: their numbers.
@@ -189,8 +190,8 @@ def emissions(
     for name, x, shape in (("features", features, "[reduction T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
         if x.ndim != 2:
             raise ValueError(f"emissions: {name} must have shape {shape}, got {x.shape}.")
-    if posteriors.shape[1] not in (len(names), len(names) + 1):
-        expected = f"[T, U + 1] or [T, U] with U = {len(names)}"
+    if posteriors.shape[1] < len(names):
+        expected = f"[T, U + 1] with U = {len(names)} or more"
         raise ValueError(f"emissions: posteriors must have shape {expected}, got {posteriors.shape}.")
     ax = plt.gca() if ax is None else ax
     times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, reduction=reduction)
