@@ -21,10 +21,11 @@ with needed_by("jax_rnnt.plot", "plot"):
     from matplotlib.axes import Axes
     from matplotlib.collections import LineCollection
 
-__all__ = ["arc_posteriors", "emissions", "lattice", "latencies"]
+__all__ = ["arc_posteriors", "emissions", "latencies", "lattice"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
-HALO = [patheffects.withStroke(linewidth=2.5, foreground="white")]  # around dark marks, for dark ground
+# Around dark marks, for dark ground.
+HALO: list[patheffects.AbstractPathEffect] = [patheffects.withStroke(linewidth=2.5, foreground="white")]
 
 
 def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict[str, jax.Array]:
@@ -130,8 +131,8 @@ def lattice(
         ax.add_collection(LineCollection(lines.tolist(), colors=colors, linewidths=0.5 + 3.5 * weight, zorder=2))
 
     if labels and best.min() >= 0:
-        style = {"color": "white", "markeredgecolor": "tab:red", "markeredgewidth": 1.5, "zorder": 3}
-        ax.plot(best * second, np.arange(labels), "o", label="best path", **style)
+        (dots,) = ax.plot(best * second, np.arange(labels), "o", label="best path", zorder=3)
+        dots.set(color="white", markeredgecolor="tab:red", markeredgewidth=1.5)
         ax.legend(loc="lower right")
     ax.set(xlim=(-0.5 * second, (frames + 0.5) * second), ylim=(-0.5, labels + 0.5))
     every = 1 + labels // 25  # more names would overlap
@@ -198,12 +199,13 @@ def emissions(
     size = features.shape[1]
     extent = (0, len(features) * hop, 0, size)
     ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
-    means, heard = [], []
+    means: list[float] = []
+    heard: list[str] = []
     for u, name in enumerate(names):
         mass = posteriors[:, u]
         if not mass.sum() > 0:
             continue
-        mean = np.average(times, weights=mass)
+        mean = float(np.average(times, weights=mass))
         spread = np.sqrt(np.average((times - mean) ** 2, weights=mass))
         (curve,) = ax.plot(times, 0.3 * size * mass, color="tab:red", lw=1.5, ls=("-", "--")[u % 2])
         line = ax.axvline(mean, color="black", lw=0.8)
@@ -269,7 +271,7 @@ def latencies(
         both.append(timing.frames_to_seconds(frames, hop=hop, reduction=reduction))
     ax = plt.gca() if ax is None else ax
     rows = np.arange(len(labels))
-    ax.hlines(rows, *both, color="0.5", lw=1.5, zorder=1)
+    ax.hlines(rows, both[0], both[1], color="0.5", lw=1.5, zorder=1)
     ax.plot(both[0], rows, "o", color="black", label=names[0])
     ax.plot(both[1], rows, "s", markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5, label=names[1])
     later = both[1] - both[0]

@@ -8,12 +8,8 @@ import pytest
 import jax_rnnt
 import losses
 
-flax = pytest.importorskip("flax")
-from flax import nnx
-from flax import linen as nn
-
-import jax_rnnt.flax.linen
-import jax_rnnt.flax.nnx
+nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
+MODULES = {flavour: pytest.importorskip(f"jax_rnnt.flax.{flavour}") for flavour in ("nnx", "linen")}
 
 B, T, U, V, E, P, H = 4, 7, 4, 9, 5, 3, 6
 EXACT = 1e-12
@@ -34,9 +30,9 @@ def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):
     if flavour == "nnx":
         sizes = (*(x.shape[-1] for x in like), *sizes)
         options["rngs"] = nnx.Rngs(params=1, dropout=1)
-        module = getattr(jax_rnnt.flax.nnx, name)(*sizes, param_dtype=param_dtype, **options)
+        module = getattr(MODULES["nnx"], name)(*sizes, param_dtype=param_dtype, **options)
         return module, nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    module = getattr(jax_rnnt.flax.linen, name)(*sizes, param_dtype=param_dtype, **options)
+    module = getattr(MODULES["linen"], name)(*sizes, param_dtype=param_dtype, **options)
     arguments = like or (jnp.zeros((1, 2), int),)
     keywords = {"deterministic": True} if options.get("dropout") else {}
     variables = module.init(jax.random.key(1), *arguments, **keywords)
@@ -122,9 +118,9 @@ def test_lstm_by_hand(flavour):
 
 class NNXModel(nnx.Module):
     def __init__(self, predictor):
-        kind = getattr(jax_rnnt.flax.nnx, predictor)
+        kind = getattr(MODULES["nnx"], predictor)
         self.predictor = kind(V, P, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        self.joint = jax_rnnt.flax.nnx.Joint(E, P, H, V, param_dtype=jnp.float64, rngs=nnx.Rngs(1))
+        self.joint = MODULES["nnx"].Joint(E, P, H, V, param_dtype=jnp.float64, rngs=nnx.Rngs(1))
 
     def __call__(self, features, *batch, tiles):
         return value(self, features, *batch, tiles=tiles)
@@ -134,8 +130,8 @@ class LinenModel(nn.Module):
     kind: str
 
     def setup(self):
-        self.predictor = getattr(jax_rnnt.flax.linen, self.kind)(V, P, param_dtype=jnp.float64)
-        self.joint = jax_rnnt.flax.linen.Joint(H, V, param_dtype=jnp.float64)
+        self.predictor = getattr(MODULES["linen"], self.kind)(V, P, param_dtype=jnp.float64)
+        self.joint = MODULES["linen"].Joint(H, V, param_dtype=jnp.float64)
 
     def __call__(self, features, *batch, tiles):
         return value(self, features, *batch, tiles=tiles)

@@ -62,9 +62,9 @@ def test_frames_to_seconds():
 def test_intervals():
     """A frame each, shared where labels share it; with durations up to the next label."""
     found = timing.intervals([0, 2, 2, 2, 9], "abcde", **HOP)
-    third = 0.04 / 3
-    expected = [(0, 0.04), (0.08, 0.08 + third), (0.08 + third, 0.08 + 2 * third), (0.08 + 2 * third, 0.12), (0.36, 0.4)]
-    np.testing.assert_allclose([x[:2] for x in found], expected)
+    third = 4 / 3
+    expected = [(0, 4), (8, 8 + third), (8 + third, 8 + 2 * third), (8 + 2 * third, 12), (36, 40)]
+    np.testing.assert_allclose([x[:2] for x in found], np.array(expected) / 100)
     assert [x.text for x in found] == list("abcde")
     found = timing.intervals([0, 2, 2, 5], "abcd", durations=[1, 0, 4, 2], hop=1, offset=0.5)
     assert [x[:2] for x in found] == [(0.5, 1.5), (2.5, 4.0), (4.0, 5.5), (5.5, 7.5)]

@@ -6,11 +6,8 @@ import pytest
 import jax_rnnt
 import losses
 
-matplotlib = pytest.importorskip("matplotlib")
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from jax_rnnt import plot
+plt, plot = pytest.importorskip("matplotlib.pyplot"), pytest.importorskip("jax_rnnt.plot")
+plt.switch_backend("Agg")
 
 TIMES = {"hop": 0.01, "reduction": 4}
 RNNT, TDT = jax_rnnt.RNNTLoss(), jax_rnnt.TDTLoss((0, 1, 3))

@@ -110,7 +110,8 @@ class Joint(nn.Module):
 
         Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
         """
-        return JointLogits(self._linear(), *self._project(encoder_out, predictor_out, deterministic), chunk)
+        encoder, predictor = self._project(encoder_out, predictor_out, deterministic)
+        return JointLogits(self._linear(), encoder, predictor, chunk)
 
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.

@@ -98,7 +98,8 @@ class Joint(nnx.Module):
     @property
     def linear(self) -> LinearJoint:
         """The rest of the joint, from projected rows [..., H] to logits [..., V]."""
-        return LinearJoint(self.output.kernel[...].astype(self.dtype), self.output.bias[...], self.activation)
+        kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
+        return LinearJoint(kernel.astype(self.dtype), bias, self.activation)
 
     def __call__(self, encoder_out: jax.Array, predictor_out: jax.Array) -> jax.Array:
         """Logits [..., V] of rows [..., E] and [..., P], whose leading dimensions are broadcast against each other."""
@@ -109,7 +110,8 @@ class Joint(nnx.Module):
 
         Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
         """
-        return JointLogits(self.linear, *self._project(encoder_out, predictor_out), chunk)
+        encoder, predictor = self._project(encoder_out, predictor_out)
+        return JointLogits(self.linear, encoder, predictor, chunk)
 
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
