@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_rnnt
 import losses
+import meshes
 
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
 MODULES = {flavour: pytest.importorskip(f"jax_rnnt.flax.{flavour}") for flavour in ("nnx", "linen")}
@@ -156,16 +158,30 @@ def test_training(flavour, name):
         call = lambda parameters, tiles: nnx.merge(graph, parameters)(*batch, tiles=tiles)
     else:
         model = LinenModel(name)
-        in_tiles, dense = (
-            jax.jit(model.init, static_argnames="tiles")(jax.random.key(0), *batch, tiles=x) for x in (True, False)
-        )
-        assert jax.tree.map(jnp.shape, in_tiles) == jax.tree.map(jnp.shape, dense)
-        parameters, call = dense, lambda parameters, tiles: model.apply(parameters, *batch, tiles=tiles)
+        init = lambda tiles: model.init(jax.random.key(0), *batch, tiles=tiles)
+        parameters = jax.jit(lambda: init(True))()
+        assert jax.tree.map(jnp.shape, parameters) == jax.tree.map(jnp.shape, jax.eval_shape(lambda: init(False)))
+        call = lambda parameters, tiles: model.apply(parameters, *batch, tiles=tiles)
     run = jax.jit(jax.value_and_grad(call), static_argnums=1)
     (a, of_tiles), (b, of_all) = run(parameters, True), run(parameters, False)
     np.testing.assert_allclose(a, b, rtol=EXACT)
     for x, y in zip(jax.tree.leaves(of_tiles), jax.tree.leaves(of_all), strict=True):
         assert np.any(x)
+        np.testing.assert_allclose(x, y, atol=EXACT)
+
+
+def test_a_sharded_batch():
+    """A batch over eight devices gives the loss and the gradients of one device."""
+    p = losses.problem(8, T, U, V)
+    batch = np.random.default_rng(0).normal(size=(8, T, E)), np.minimum(p.targets, V - 2), *p[2:]
+    graph, parameters = nnx.split(NNXModel("LSTMPredictor"))
+    call = lambda parameters, *batch: nnx.merge(graph, parameters)(*batch, tiles=True)
+    run = jax.jit(jax.value_and_grad(call))
+    expected = run(parameters, *batch)
+    with meshes.mesh_of(jax.devices(), "auto") as mesh:
+        split = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+        found = run(parameters, *split)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=EXACT)
 
 
