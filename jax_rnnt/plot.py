@@ -123,7 +123,7 @@ def lattice(
         plane = np.asarray(posteriors[arc.slot], np.float64)
         t, u = np.nonzero(plane > FAINT)
         weight = np.minimum(plane[t, u], 1)
-        ends = np.stack([np.minimum(t + arc.dt, frames), u + arc.du], -1)
+        ends = np.stack([t + arc.dt, u + arc.du], -1)
         lines = np.stack([np.stack([t, u], -1), ends], 1) * [second, 1]
         order = np.argsort(weight)  # the probable ones on top
         lines, weight = lines[order], weight[order]

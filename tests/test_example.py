@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "tqdm"):
+for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "rapidfuzz", "tqdm"):
     pytest.importorskip(name)
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
