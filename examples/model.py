@@ -1,4 +1,4 @@
-"""A small transducer in Flax NNX: convolutional encoder, stateless predictor, additive joint, greedy decoding.
+"""A small transducer in Flax NNX: convolutional encoder, predictor and joint of the library, greedy decoding.
 
 B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V outputs: labels, blank and
 further ones that the loss needs (variants.py).
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_rnnt import LinearJoint
+from jax_rnnt.flax.nnx import Joint, StatelessPredictor
 
 
 class Block(nnx.Module):
@@ -43,42 +43,6 @@ class Encoder(nnx.Module):
         return self.norm(self.blocks(self.project(x.reshape(*x.shape[:2], -1))))
 
 
-class Predictor(nnx.Module):
-    """Stateless predictor (Ghodsi et al. 2020): a function of the last `history` labels, [..., history] -> [..., P]."""
-
-    def __init__(self, symbols, width, history, *, rngs):
-        self.offsets = tuple(symbols * i for i in range(history))  # a label has one embedding for each distance
-        self.embed = nnx.Embed(symbols * history, width, rngs=rngs)
-
-    def __call__(self, labels):
-        return nnx.relu(self.embed(labels + jnp.array(self.offsets)).sum(-2))
-
-
-class Joint(nnx.Module):
-    """Additive joint of frames and states, paired by broadcasting: [..., E], [..., P] -> [..., V]."""
-
-    def __init__(self, encoder_width, predictor_width, width, outputs, *, rngs):
-        self.frame = nnx.Linear(encoder_width, width, rngs=rngs)
-        self.state = nnx.Linear(predictor_width, width, use_bias=False, rngs=rngs)
-        self.output = nnx.Linear(width, outputs, rngs=rngs)
-
-    def project(self, frames, states):
-        """Encoder and predictor rows for `linear`."""
-        return self.frame(frames), self.state(states)
-
-    @property
-    def linear(self):
-        """The rest of the joint, from projected rows to logits, for `joint_rnnt_loss`."""
-        return LinearJoint(self.output.kernel[...], self.output.bias[...])
-
-    def __call__(self, frames, states):
-        frames, states = self.project(frames, states)
-        hidden = jnp.tanh(frames + states)
-        # A two-dimensional matmul: with four, XLA's CPU backend transposes its gradient into a second buffer.
-        logits = self.output(hidden.reshape(-1, hidden.shape[-1]))
-        return logits.reshape(*hidden.shape[:-1], -1)
-
-
 class Transducer(nnx.Module):
     """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it."""
 
@@ -88,22 +52,16 @@ class Transducer(nnx.Module):
         self.blank = blank
         self.reduction = math.prod(time for time, _ in strides)
         self.encoder = Encoder(features, width, strides, channels, rngs=rngs)
-        self.predictor = Predictor(blank + 1, width, self.history, rngs=rngs)
+        self.predictor = StatelessPredictor(blank + 1, width, history=self.history, rngs=rngs)
         self.joint = Joint(width, width, width, outputs, rngs=rngs)
 
     def lengths(self, feature_lengths):
         """Encoder frames for inputs of `feature_lengths` frames."""
         return -(-feature_lengths // self.reduction)
 
-    def states(self, targets):
-        """Predictor states [B, U1, P]; the state in column u follows the first u targets."""
-        columns = targets.shape[1] + 1
-        past = jnp.pad(targets, ((0, 0), (self.history, 0)), constant_values=self.blank)
-        return self.predictor(jnp.stack([past[:, i : i + columns] for i in range(self.history)], -1))
-
     def __call__(self, features, targets):
         """Logits [B, N, U1, V] of all lattice nodes."""
-        return self.joint(self.encoder(features)[:, :, None], self.states(targets)[:, None])
+        return self.joint(self.encoder(features)[:, :, None], self.predictor(targets)[:, None])
 
 
 class PrunedTransducer(Transducer):
@@ -131,7 +89,7 @@ def greedy_decode(model, decide, features, feature_lengths, max_labels, max_per_
     def step(state):
         frame, emitted, labels, count, past = state
         here = frames[rows, jnp.minimum(frame, frames.shape[1] - 1)]
-        logits = model.joint(here, model.predictor(past))
+        logits = model.joint(here, model.predictor.rows(past))
         symbol, moves = (x.astype(labels.dtype) for x in decide(logits, model.blank))
         emit = (symbol != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
         labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(symbol, mode="drop")

@@ -25,12 +25,13 @@ try:
     from data import DataError, HandwrittenDigits, SpokenDigits
     from flax import nnx
     from tqdm import tqdm
-    from train import edit_distance, error_rate
+    from train import error_rate
     from variants import VARIANTS, of_all_logits
 except ModuleNotFoundError as error:
     raise SystemExit(f"examples/mwer.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
 
-from jax_rnnt import JointLogits, decode, mwer_loss
+from jax_rnnt import decode, mwer_loss
+from jax_rnnt.metrics import label_errors
 
 
 def parse_arguments():
@@ -63,32 +64,21 @@ def restore(data, workdir, loss="rnnt"):
     return nnx.merge(graphdef, state[0]), variant
 
 
-def predictor_of(model):
-    """The model's predictor, from projected label histories to rows of its joint network."""
-
-    def rows(history):
-        return model.joint.state(model.predictor(history))
-
-    return decode.stateless_predictor(rows, model.history, start=model.blank)
-
-
 def search(model, variant, features, feature_lengths, max_labels, width):
     """The N best hypotheses, by the loss that the model was trained with."""
-    frames = model.joint.frame(model.encoder(features))
     lengths = model.lengths(feature_lengths)
-    networks = model.joint.linear, predictor_of(model)
-    return decode.beam(variant.loss, *networks, frames, lengths, max_labels, width, max_symbols=3)
+    networks = model.joint.decoder_inputs(model.predictor, model.encoder(features))
+    return decode.beam(variant.loss, *networks, lengths, max_labels, width, max_symbols=3)
 
 
 def expected_errors(model, variant, batch, labels, counts, scores, errors, weight):
     """The MWER loss of N-best lists [B, N], and a share of the references' own loss."""
     rows, lengths = model.encoder(batch["features"]), model.lengths(batch["feature_lengths"])
     targets = jnp.maximum(labels, 0)
-    states = model.states(targets.reshape(-1, targets.shape[-1])).reshape(*targets.shape[:2], -1, rows.shape[-1])
-    frames, states = model.joint.project(rows[:, None], states)  # [B, 1, T, E] and [B, N, U + 1, P]
+    logits = model.joint.logits(rows[:, None], model.predictor(targets))  # of [B, 1, T, E] and [B, N, U + 1, P]
     loss = dataclasses.replace(variant.loss, reduction="none")
     lengths = jnp.broadcast_to(lengths[:, None], counts.shape)
-    nll = loss(JointLogits(model.joint.linear, frames, states), targets, lengths, counts)
+    nll = loss(logits, targets, lengths, counts)
     nll = jnp.where(jnp.isneginf(scores), jnp.inf, nll)  # no hypothesis
     return mwer_loss(nll, errors) + weight * of_all_logits(variant.loss, model, batch, fused=True)
 
@@ -133,10 +123,8 @@ def main():
         labels, counts, scores = jax.device_get(
             nbest(state[0], batch["features"], batch["feature_lengths"], args.width)
         )
-        errors = np.zeros(counts.shape, np.float32)
-        for b, n in np.ndindex(counts.shape):
-            reference = batch["targets"][b, : batch["target_lengths"][b]].tolist()
-            errors[b, n] = edit_distance(labels[b, n, : counts[b, n]].tolist(), reference)
+        references = batch["targets"][:, None], batch["target_lengths"][:, None]
+        errors = label_errors(labels, counts, *references).total.astype(np.float32)
         state, value = train_step(state, batch, labels, counts, scores, errors)
         losses.append(float(value))
     after = error_rate(best, state[0], test)

@@ -25,10 +25,13 @@ try:
     from data import DataError, HandwrittenDigits, SpokenDigits
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from matplotlib import pyplot as plt
     from model import greedy_decode
-    from picture import draw_lattices
     from tqdm import tqdm
     from variants import VARIANTS
+
+    from jax_rnnt import plot
+    from jax_rnnt.metrics import label_errors
 
 except ModuleNotFoundError as error:
     raise SystemExit(f"examples/train.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
@@ -83,39 +86,29 @@ def make_train_step(graphdef, optimizer, loss, mesh, pmap):
     return lambda state, batch: step(state, split(batch))
 
 
-def edit_distance(a, b):
-    """The fewest insertions, deletions and substitutions that turn a into b (Levenshtein)."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
-    return row[-1]
-
-
 def error_rate(decode, params, batches):
     """Edit distance between hypotheses and targets, as a percentage of the target labels."""
     errors = total = 0
     for batch in batches:
-        labels, counts = jax.device_get(decode(params, batch["features"], batch["feature_lengths"]))
-        for hypothesis, n, target, m in zip(labels, counts, batch["targets"], batch["target_lengths"]):
-            errors += edit_distance(hypothesis[:n].tolist(), target[:m].tolist())
-            total += m
-    return 100 * errors / total
+        labels, counts = decode(params, batch["features"], batch["feature_lengths"])
+        errors += label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total.sum()
+        total += batch["target_lengths"].sum()
+    return float(100 * errors / total)
 
 
 def draw_samples(model, loss, batch, file):
-    """Draws the alignments of the first three utterances of the batch."""
+    """Draws lattices and labels of the first three utterances of the batch."""
     batch = {name: x[:3] for name, x in batch.items()}
-    logits = model(batch["features"], batch["targets"])
-    lengths = model.lengths(batch["feature_lengths"])
-    arrays = logits, batch["targets"], lengths, batch["target_lengths"]
-    emitted, arcs = loss.align(*arrays).frames, loss.posteriors(*arrays)
-    samples = []
-    for i, (frames, count) in enumerate(zip(lengths, batch["target_lengths"])):
-        features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i, :count]
-        samples.append((features, targets, emitted[i, :count], *(x[i, :frames, : count + 1] for x in arcs)))
-    draw_lattices(file, samples, model.reduction)
+    logits, lengths = model(batch["features"], batch["targets"]), model.lengths(batch["feature_lengths"])
+    _, emitted = loss.posteriors(logits, batch["targets"], lengths, batch["target_lengths"])
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), sharex="col", layout="constrained")
+    for i, (top, bottom) in enumerate(axes.T):
+        frames, labels = lengths[i], batch["target_lengths"][i]
+        features, targets = batch["features"][i, : batch["feature_lengths"][i]], batch["targets"][i]
+        plot.lattice(loss, logits[i], targets, frames, labels, reduction=model.reduction, ax=top)
+        plot.emissions(features, emitted[i, :frames], targets[:labels], reduction=model.reduction, ax=bottom)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def main():

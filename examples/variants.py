@@ -21,8 +21,7 @@ def of_all_logits(loss, model, batch, fused):
     """The loss of the logits of all nodes; if `fused`, they are computed in tiles."""
     lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
     if fused:
-        rows = model.joint.project(model.encoder(batch["features"]), model.states(batch["targets"]))
-        logits = jax_rnnt.JointLogits(model.joint.linear, *rows)
+        logits = model.joint.logits(model.encoder(batch["features"]), model.predictor(batch["targets"]))
     else:
         logits = model(batch["features"], batch["targets"])
     return loss(logits, batch["targets"], *lengths)
@@ -30,7 +29,7 @@ def of_all_logits(loss, model, batch, fused):
 
 def pruned(loss, model, batch, fused):
     """Pruned RNN-T (Kuang et al. 2022): posteriors of a simple loss choose the columns for which the joint runs."""
-    frames, states = model.encoder(batch["features"]), model.states(batch["targets"])
+    frames, states = model.encoder(batch["features"]), model.predictor(batch["targets"])
     lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
     simple, posteriors = jax_rnnt.simple_rnnt_loss(
         model.frame_scores(frames), model.state_scores(states), batch["targets"], *lengths,

@@ -207,3 +207,46 @@ def test_decoding_of_a_loss_of_ones_own():
         names["RiskLoss"](risk=jnp.zeros((3, 2))).decoding()
     names, _ = code("docs/decoding.md", "class DecodedRiskLoss", **names, DecodingRules=jax_rnnt.DecodingRules)
     assert names["DecodedRiskLoss"](risk=jnp.zeros((3, 2))).decoding() == jax_rnnt.RNNTLoss().decoding()
+
+
+def test_models(tmp_path, monkeypatch):
+    """Training with the modules, error rates, files and pictures: one utterance of seven frames."""
+    for name in ("flax", "optax", "rapidfuzz", "praatio", "matplotlib"):
+        pytest.importorskip(name)
+    import matplotlib
+    import optax
+    from flax import nnx
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    page = "docs/models.md"
+    p = losses.problem(dtype=np.float32)
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(4, 7, 5)).astype(np.float32)
+    names, _ = code(page, "class Transducer(")
+    model = names["Transducer"](5, 8, 9, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
+    batch = [jnp.asarray(x) for x in (features, *p[1:])]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        values = [float(names["train_step"](model, optimizer, *batch)) for _ in range(4)]
+        given = {"key": jax.random.key(0), "encoder_out": batch[0], **p._asdict()}
+        linen, _ = code(page, "class LinenTransducer", **names, **given)
+    assert values[-1] < values[0]
+    assert {x.shape for x in jax.tree.leaves(linen["variables"]["params"]["joint"]["output"])} == {(64, 30), (30,)}
+
+    labels, counts = p.targets.copy(), p.target_lengths
+    longest = int(np.argmax(counts))
+    labels[longest, 0] += 1
+    given = p._asdict() | {"labels": labels, "counts": counts}
+    errors, _ = code(page, "label_errors(labels", **given)
+    assert errors["errors"].total.sum() == 1 and errors["rate"] == 1 / counts.sum()
+
+    symbols, loss = list("abcdefghi"), jax_rnnt.RNNTLoss()
+    given = p.take([longest])._asdict() | {"symbols": symbols, "loss": loss}
+    given["features"] = features[[longest]].repeat(4, 1)
+    files, _ = code(page, "write_ctm(", **given)
+    lines = [line.split() for line in (tmp_path / "test.ctm").read_text().splitlines()]
+    assert [line[4] for line in lines] == files["words"] and len(lines) == counts[longest]
+    pictures, _ = code(page, "plot.lattice(", **vars(jax_rnnt) | files)
+    assert (tmp_path / "utterance-0.png").stat().st_size > 10_000
+    assert "frames" not in pictures["bottom"].get_title() and "later" in pictures["bottom"].get_title()

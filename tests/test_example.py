@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "tqdm"):
+for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "rapidfuzz", "tqdm"):
     pytest.importorskip(name)
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -106,7 +106,7 @@ def decode(example, name, best, frames=None, **options):
         history=8,
         encoder=lambda features: features,
         lengths=lambda lengths: lengths,
-        predictor=lambda past: jnp.sum(past != variant.blank, -1),
+        predictor=types.SimpleNamespace(rows=lambda past: jnp.sum(past != variant.blank, -1)),
         joint=lambda here, u: here[jnp.arange(len(u)), u],
     )
     lengths = jnp.array([len(best) if frames is None else frames], jnp.int32)

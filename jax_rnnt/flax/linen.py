@@ -1,0 +1,258 @@
+"""Flax Linen modules: the joint network and two predictors, as in `jax_rnnt.flax.nnx`.
+
+B sequences, T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks
+from jax_rnnt._extras import needed_by
+from jax_rnnt._layouts import JointLogits
+from jax_rnnt.emissions.joint import LinearJoint
+from jax_rnnt.flax import _rows
+
+with needed_by("jax_rnnt.flax", "flax"):
+    from flax import linen as nn
+
+__all__ = ["Joint", "LSTMPredictor", "StatelessPredictor"]
+
+
+class Joint(nn.Module):
+    """Additive joint network, as `jax_rnnt.flax.nnx.Joint`. Widths E and P follow from the first call.
+
+    `init` works through `logits` and a loss: all parameters exist before tiles are made.
+
+    Parameters
+    ----------
+    width : int
+        H.
+    outputs : int
+        V, or V + D with durations.
+    activation : callable, default jnp.tanh
+        Element-wise and hashable: jnp.tanh, jax.nn.relu.
+    dropout : float, default 0.0
+        Share of projected entries that training drops. Above 0, calls need ``deterministic=``, and those with False
+        a "dropout" key.
+    dtype : dtype, optional
+        Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> from jax_rnnt import RNNTLoss
+    >>> from jax_rnnt.flax.linen import Joint, StatelessPredictor
+    >>> class Model(nn.Module):
+    ...     def setup(self):
+    ...         self.predictor, self.joint = StatelessPredictor(30, 16), Joint(32, 30)
+    ...
+    ...     def __call__(self, encoder_out, targets, logit_lengths, target_lengths):
+    ...         logits = self.joint.logits(encoder_out, self.predictor(targets))
+    ...         return RNNTLoss()(logits, targets, logit_lengths, target_lengths)
+    >>> batch = jnp.ones((2, 5, 24)), jnp.array([[1, 2, 3], [4, 5, 0]]), jnp.array([5, 4]), jnp.array([3, 2])
+    >>> variables = Model().init(jax.random.key(0), *batch)
+    >>> variables["params"]["joint"]["encoder"]["kernel"].shape
+    (24, 32)
+    """
+
+    width: int
+    outputs: int
+    activation: Callable[[jax.Array], jax.Array] = jnp.tanh
+    dropout: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        options = {"dtype": self._dtype, "param_dtype": self.param_dtype}
+        self.encoder = nn.Dense(self.width, **options)
+        self.predictor = nn.Dense(self.width, use_bias=False, **options)
+        self.output = nn.Dense(self.outputs, **options)
+        self.drop = nn.Dropout(self.dropout)
+
+    @property
+    def _dtype(self):
+        return self.param_dtype if self.dtype is None else self.dtype
+
+    def _project(self, encoder_out, predictor_out, deterministic):
+        rows = self.encoder(encoder_out), self.predictor(predictor_out)
+        return tuple(self.drop(x, deterministic=deterministic) for x in rows) if self.dropout else rows
+
+    def _linear(self):
+        if self.is_initializing():
+            self.output(jnp.zeros((1, self.width), self._dtype))
+        parameters = self.output.variables["params"]
+        return LinearJoint(parameters["kernel"].astype(self._dtype), parameters["bias"], self.activation)
+
+    def __call__(
+        self, encoder_out: jax.Array, predictor_out: jax.Array, *, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Logits [..., V] of rows [..., E] and [..., P], whose leading dimensions are broadcast against each other."""
+        return self._linear()(*self._project(encoder_out, predictor_out, deterministic))
+
+    def logits(
+        self,
+        encoder_out: jax.Array,
+        predictor_out: jax.Array,
+        chunk: int | None = None,
+        *,
+        deterministic: bool | None = None,
+    ) -> JointLogits:
+        """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
+
+        Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
+        """
+        encoder, predictor = self._project(encoder_out, predictor_out, deterministic)
+        return JointLogits(self._linear(), encoder, predictor, chunk)
+
+    def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
+        """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
+
+        They hold the parameters, so they may leave `apply` if `predictor` may (``decode.linen_predictor``).
+        """
+        kernel = self.predictor.variables["params"]["kernel"].astype(self._dtype)
+        steps = _rows.projected(predictor, lambda rows: rows.astype(self._dtype) @ kernel)
+        return self._linear(), steps, self.encoder(encoder_out)
+
+
+class StatelessPredictor(nn.Module):
+    """Predictor that sees the last labels only, as `jax_rnnt.flax.nnx.StatelessPredictor`.
+
+    Parameters
+    ----------
+    symbols : int
+        Labels and the start symbol: V of most losses.
+    width : int
+        P.
+    history : int, default 2
+        Labels that it sees.
+    start : int, default -1
+        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+    dtype : dtype, optional
+        Of the rows. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt.flax.linen import StatelessPredictor
+    >>> targets = jnp.array([[1, 2, 3], [4, 5, 0]])
+    >>> rows, variables = StatelessPredictor(30, 16).init_with_output(jax.random.key(0), targets)
+    >>> rows.shape
+    (2, 4, 16)
+    """
+
+    symbols: int
+    width: int
+    history: int = 2
+    start: int = -1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        name = "StatelessPredictor"
+        symbols = _rows.positive(name, "symbols", self.symbols) * _rows.positive(name, "history", self.history)
+        dtype = self.param_dtype if self.dtype is None else self.dtype
+        self.embed = nn.Embed(symbols, self.width, dtype=dtype, param_dtype=self.param_dtype)
+
+    @property
+    def _start(self):
+        return _checks.class_index("StatelessPredictor", "start", self.start, self.symbols)
+
+    def rows(self, past: jax.Array) -> jax.Array:
+        """Rows [..., P] after the last labels [..., history], the newest one last."""
+        offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
+        return nn.relu(self.embed(_rows.inside(past, self.symbols) + offsets).sum(-2))
+
+    def __call__(self, targets: jax.Array) -> jax.Array:
+        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        targets = _rows.checked("StatelessPredictor", targets)
+        return self.rows(_rows.windows(targets, self.history, self._start))
+
+    def initial(self, batch: int) -> jax.Array:
+        """The state before the start symbol: the last labels, int32 [batch, history]."""
+        return jnp.full((batch, self.history), self._start, jnp.int32)
+
+    def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows [B, P] after labels [B], and the next state."""
+        state = _rows.shifted(state, labels)
+        return self.rows(state), state
+
+
+class LSTMPredictor(nn.Module):
+    """Embedding and LSTM layers, all P wide, as `jax_rnnt.flax.nnx.LSTMPredictor`.
+
+    Parameters
+    ----------
+    symbols : int
+        Labels and the start symbol: V of most losses.
+    width : int
+        P.
+    layers : int, default 1
+        LSTM layers.
+    start : int, default -1
+        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+    dtype : dtype, optional
+        Of rows and state. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt.flax.linen import LSTMPredictor
+    >>> targets = jnp.array([[1, 2, 3], [4, 5, 0]])
+    >>> rows, variables = LSTMPredictor(30, 16, layers=2).init_with_output(jax.random.key(0), targets)
+    >>> rows.shape
+    (2, 4, 16)
+    """
+
+    symbols: int
+    width: int
+    layers: int = 1
+    start: int = -1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def setup(self):
+        name = "LSTMPredictor"
+        _rows.positive(name, "symbols", self.symbols)
+        options = {"dtype": self._dtype, "param_dtype": self.param_dtype}
+        self.embed = nn.Embed(self.symbols, self.width, **options)
+        layers = range(_rows.positive(name, "layers", self.layers))
+        self.lstm = [nn.OptimizedLSTMCell(self.width, **options) for _ in layers]
+
+    @property
+    def _dtype(self):
+        return self.param_dtype if self.dtype is None else self.dtype
+
+    def __call__(self, targets: jax.Array) -> jax.Array:
+        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        start = _checks.class_index("LSTMPredictor", "start", self.start, self.symbols)
+        targets = _rows.checked("LSTMPredictor", targets)
+        if self.is_initializing():  # parameters made inside the scan would leak out of it
+            self.step(self.initial(1), jnp.zeros(1, jnp.int32))
+        return _rows.scanned(self, targets, start)
+
+    def initial(self, batch: int) -> Any:
+        """The state before the start symbol: two arrays [batch, P] for each layer."""
+        return [(jnp.zeros((batch, self.width), self._dtype),) * 2 for _ in range(self.layers)]
+
+    def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
+        """Rows [B, P] after labels [B], and the next state."""
+        x, after = self.embed(_rows.inside(labels, self.symbols)), []
+        for cell, carry in zip(self.lstm, state):
+            carry, x = cell(carry, x)
+            after.append(carry)
+        return x, after

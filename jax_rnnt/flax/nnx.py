@@ -1,0 +1,274 @@
+"""Flax NNX modules: the joint network and two predictors.
+
+B sequences, T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks
+from jax_rnnt._extras import needed_by
+from jax_rnnt._layouts import JointLogits
+from jax_rnnt.emissions.joint import LinearJoint
+from jax_rnnt.flax import _rows
+
+with needed_by("jax_rnnt.flax", "flax"):
+    from flax import nnx
+
+__all__ = ["Joint", "LSTMPredictor", "StatelessPredictor"]
+
+
+class Joint(nnx.Module):
+    """Additive joint network: ``activation(encoder_out W + predictor_out P + b) O + c``.
+
+    T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units; `...` is any
+    number of batch dimensions. Dropout acts on projected rows, not on nodes: tiles draw nothing, so `logits` and the
+    call see the same masks.
+
+    Parameters
+    ----------
+    encoder_width, predictor_width : int
+        E and P.
+    width : int
+        H.
+    outputs : int
+        V, or V + D with durations.
+    activation : callable, default jnp.tanh
+        Element-wise and hashable: jnp.tanh, jax.nn.relu.
+    dropout : float, default 0.0
+        Share of projected entries that training drops; ``model.eval()`` turns it off.
+    dtype : dtype, optional
+        Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+    rngs : flax.nnx.Rngs
+        Makes parameters, and masks if there is dropout.
+
+    See Also
+    --------
+    jax_rnnt.JointLogits : What `logits` returns.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_rnnt import RNNTLoss
+    >>> from jax_rnnt.flax.nnx import Joint, StatelessPredictor
+    >>> predictor = StatelessPredictor(30, 16, rngs=nnx.Rngs(0))
+    >>> joint = Joint(24, 16, 32, 30, rngs=nnx.Rngs(1))
+    >>> encoder_out, targets = jnp.ones((2, 5, 24)), jnp.array([[1, 2, 3], [4, 5, 0]])
+    >>> logits = joint.logits(encoder_out, predictor(targets))
+    >>> logits.shape
+    (2, 5, 4, 30)
+    >>> RNNTLoss(reduction="none")(logits, targets, jnp.array([5, 4]), jnp.array([3, 2])).shape
+    (2,)
+    """
+
+    def __init__(
+        self,
+        encoder_width: int,
+        predictor_width: int,
+        width: int,
+        outputs: int,
+        *,
+        activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
+        dropout: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": param_dtype if dtype is None else dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.encoder = nnx.Linear(encoder_width, width, **options)
+        self.predictor = nnx.Linear(predictor_width, width, use_bias=False, **options)
+        self.output = nnx.Linear(width, outputs, **options)
+        # Without dropout no random state: the state of the module is its parameters.
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
+        self.activation = activation
+        self.dtype = options["dtype"]
+
+    def _project(self, encoder_out, predictor_out):
+        rows = self.encoder(encoder_out), self.predictor(predictor_out)
+        return rows if self.dropout is None else tuple(map(self.dropout, rows))
+
+    @property
+    def linear(self) -> LinearJoint:
+        """The rest of the joint, from projected rows [..., H] to logits [..., V]."""
+        kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
+        return LinearJoint(kernel.astype(self.dtype), bias, self.activation)
+
+    def __call__(self, encoder_out: jax.Array, predictor_out: jax.Array) -> jax.Array:
+        """Logits [..., V] of rows [..., E] and [..., P], whose leading dimensions are broadcast against each other."""
+        return self.linear(*self._project(encoder_out, predictor_out))
+
+    def logits(self, encoder_out: jax.Array, predictor_out: jax.Array, chunk: int | None = None) -> JointLogits:
+        """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
+
+        Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
+        """
+        encoder, predictor = self._project(encoder_out, predictor_out)
+        return JointLogits(self.linear, encoder, predictor, chunk)
+
+    def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
+        """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
+
+        ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
+        """
+        return self.linear, _rows.projected(predictor, self.predictor), self.encoder(encoder_out)
+
+
+class StatelessPredictor(nnx.Module):
+    """Predictor that sees the last labels only (Ghodsi et al. 2020): ``relu(sum of their embeddings)``.
+
+    A label has an embedding for each distance. B sequences, U labels, P the width of a row; `...` is any number of
+    batch dimensions. Labels outside the symbols, as padding may hold them, count as the nearest symbol.
+
+    Parameters
+    ----------
+    symbols : int
+        Labels and the start symbol: V of most losses.
+    width : int
+        P.
+    history : int, default 2
+        Labels that it sees.
+    start : int, default -1
+        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+    dtype : dtype, optional
+        Of the rows. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+    rngs : flax.nnx.Rngs
+        Makes the parameters.
+
+    References
+    ----------
+    Ghodsi, Liu, Apfel, Cabrera and Weinstein, "RNN-Transducer with Stateless Prediction Network", ICASSP 2020.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_rnnt.flax.nnx import StatelessPredictor
+    >>> predictor = StatelessPredictor(30, 16, rngs=nnx.Rngs(0))
+    >>> predictor(jnp.array([[1, 2, 3], [4, 5, 0]])).shape
+    (2, 4, 16)
+    >>> rows, state = predictor.step(predictor.initial(2), jnp.array([29, 29]))  # the start symbol
+    >>> rows.shape
+    (2, 16)
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        width: int,
+        *,
+        history: int = 2,
+        start: int = -1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        name = "StatelessPredictor"
+        self.symbols = _rows.positive(name, "symbols", symbols)
+        self.history = _rows.positive(name, "history", history)
+        self.start = _checks.class_index(name, "start", start, symbols)
+        dtype = param_dtype if dtype is None else dtype
+        self.embed = nnx.Embed(symbols * history, width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def rows(self, past: jax.Array) -> jax.Array:
+        """Rows [..., P] after the last labels [..., history], the newest one last."""
+        offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
+        return nnx.relu(self.embed(_rows.inside(past, self.symbols) + offsets).sum(-2))
+
+    def __call__(self, targets: jax.Array) -> jax.Array:
+        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        targets = _rows.checked("StatelessPredictor", targets)
+        return self.rows(_rows.windows(targets, self.history, self.start))
+
+    def initial(self, batch: int) -> jax.Array:
+        """The state before the start symbol: the last labels, int32 [batch, history]."""
+        return jnp.full((batch, self.history), self.start, jnp.int32)
+
+    def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows [B, P] after labels [B], and the next state."""
+        state = _rows.shifted(state, labels)
+        return self.rows(state), state
+
+
+class LSTMPredictor(nnx.Module):
+    """Embedding and LSTM layers, all P wide (Graves 2012).
+
+    B sequences, U labels, P the width of a row; `...` is any number of batch dimensions. Labels outside the symbols, as
+    padding may hold them, count as the nearest symbol.
+
+    Parameters
+    ----------
+    symbols : int
+        Labels and the start symbol: V of most losses.
+    width : int
+        P.
+    layers : int, default 1
+        LSTM layers.
+    start : int, default -1
+        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+    dtype : dtype, optional
+        Of rows and state. Default: `param_dtype`.
+    param_dtype : dtype, default float32
+        Of the parameters.
+    rngs : flax.nnx.Rngs
+        Makes the parameters.
+
+    References
+    ----------
+    Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_rnnt.flax.nnx import LSTMPredictor
+    >>> predictor = LSTMPredictor(30, 16, rngs=nnx.Rngs(0))
+    >>> predictor(jnp.array([[1, 2, 3], [4, 5, 0]])).shape
+    (2, 4, 16)
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        width: int,
+        *,
+        layers: int = 1,
+        start: int = -1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        name = "LSTMPredictor"
+        self.symbols, self.width = _rows.positive(name, "symbols", symbols), width
+        self.layers = _rows.positive(name, "layers", layers)
+        self.start = _checks.class_index(name, "start", start, symbols)
+        self.dtype = param_dtype if dtype is None else dtype
+        options = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.embed = nnx.Embed(symbols, width, **options)
+        for i in range(layers):
+            setattr(self, f"lstm{i}", nnx.OptimizedLSTMCell(width, width, **options))
+
+    def __call__(self, targets: jax.Array) -> jax.Array:
+        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        return _rows.scanned(self, _rows.checked("LSTMPredictor", targets), self.start)
+
+    def initial(self, batch: int) -> Any:
+        """The state before the start symbol: two arrays [batch, P] for each layer."""
+        return [(jnp.zeros((batch, self.width), self.dtype),) * 2 for _ in range(self.layers)]
+
+    def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
+        """Rows [B, P] after labels [B], and the next state."""
+        x, after = self.embed(_rows.inside(labels, self.symbols)), []
+        for i, carry in enumerate(state):
+            carry, x = getattr(self, f"lstm{i}")(carry, x)
+            after.append(carry)
+        return x, after

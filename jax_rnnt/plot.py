@@ -1,0 +1,300 @@
+"""Pictures of lattices and emissions, with matplotlib. Every function draws on Axes, returns them and shows nothing.
+
+They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. T frames of the
+encoder, U labels, F features of an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_rnnt import _checks, lattices, timing
+from jax_rnnt._extras import needed_by
+
+with needed_by("jax_rnnt.plot", "plot"):
+    import matplotlib.pyplot as plt
+    from matplotlib import patheffects
+    from matplotlib.axes import Axes
+    from matplotlib.collections import LineCollection
+
+__all__ = ["arc_posteriors", "emissions", "latencies", "lattice"]
+
+FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
+# Around dark marks, for dark ground.
+HALO: list[patheffects.AbstractPathEffect] = [patheffects.withStroke(linewidth=2.5, foreground="white")]
+
+
+def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict[str, jax.Array]:
+    """Posterior probability of every arc of a loss's lattice, given the targets.
+
+    T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
+    of labels; here each arc of `loss.lattice` has its own plane: each duration, each big blank.
+
+    Parameters
+    ----------
+    loss : TransducerLoss
+    logits, targets, logit_lengths, target_lengths
+        As in a call of the loss.
+
+    Returns
+    -------
+    dict of str to Array, floating [..., T, U + 1]
+        By the slot of the arc. All paths cross each frame and each label, so for unit steps the blanks of a frame add
+        up to 1, and so do the labels of a column.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss
+    >>> from jax_rnnt.plot import arc_posteriors
+    >>> arcs = arc_posteriors(RNNTLoss(), jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+    >>> arcs["label"][:, 0].round(3).tolist()  # three paths
+    [0.333, 0.333, 0.333]
+    """
+    lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
+    planes = loss.arcs(logits, targets, *lengths)
+    return jax.grad(lambda planes: lattices.log_likelihood(loss.lattice, planes, *lengths).sum())(planes)
+
+
+def lattice(
+    loss,
+    logits,
+    targets,
+    logit_length=None,
+    target_length=None,
+    *,
+    symbols: Sequence[str] | None = None,
+    hop: float = 1.0,
+    reduction: int = 1,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the lattice of one utterance: its arcs, as dark and thick as they are probable, and the best path.
+
+    A dot is a node from which the best path writes a label. T frames, U labels, V classes.
+
+    Parameters
+    ----------
+    loss : TransducerLoss
+        Says which arcs there are, and how probable.
+    logits : Array [T, U + 1, V], or a layout of one utterance
+    targets : Array, integer [U]
+    logit_length, target_length : int, optional
+        Default: T and U.
+    symbols : sequence of str, optional
+        What the labels of `targets` are called; default: their numbers.
+    hop, reduction
+        As in `timing.frames_to_seconds`. Default: the axis counts frames.
+    ax : matplotlib.axes.Axes, optional
+        Default: the current ones of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ValueError
+        `targets` are those of a batch, or `symbols` are not one for each label.
+
+    Examples
+    --------
+    ::
+
+        figure, ax = plt.subplots()
+        plot.lattice(loss, logits[0], targets[0], logit_lengths[0], target_lengths[0], ax=ax)
+        figure.savefig("lattice.png")
+    """
+    targets = _checks.array("lattice", "targets", targets)
+    if targets.ndim != 1:
+        raise ValueError(f"lattice: targets must have shape [U], those of one utterance, got {tuple(targets.shape)}.")
+    labels = targets.shape[0] if target_length is None else int(target_length)
+    names = _names("lattice", targets[:labels], symbols)
+    frames = logits.shape[-3] if logit_length is None else int(logit_length)
+    arguments = logits, targets, np.int32(frames), np.int32(labels)
+    posteriors, best = arc_posteriors(loss, *arguments), np.asarray(loss.align(*arguments).frames)[:labels]
+    ax = plt.gca() if ax is None else ax
+    second = timing.frames_to_seconds(1, hop=hop, reduction=reduction)
+
+    for arc in loss.lattice:
+        plane = np.asarray(posteriors[arc.slot], np.float64)
+        t, u = np.nonzero(plane > FAINT)
+        weight = np.minimum(plane[t, u], 1)
+        ends = np.stack([t + arc.dt, u + arc.du], -1)
+        lines = np.stack([np.stack([t, u], -1), ends], 1) * [second, 1]
+        order = np.argsort(weight)  # the probable ones on top
+        lines, weight = lines[order], weight[order]
+        colors = plt.get_cmap("Greys")(0.25 + 0.75 * weight)
+        ax.add_collection(LineCollection(lines.tolist(), colors=colors, linewidths=0.5 + 3.5 * weight, zorder=2))
+
+    if labels and best.min() >= 0:
+        (dots,) = ax.plot(best * second, np.arange(labels), "o", label="best path", zorder=3)
+        dots.set(color="white", markeredgecolor="tab:red", markeredgewidth=1.5)
+        ax.legend(loc="lower right")
+    ax.set(xlim=(-0.5 * second, (frames + 0.5) * second), ylim=(-0.5, labels + 0.5))
+    every = 1 + labels // 25  # more names would overlap
+    ax.set_yticks(range(0, labels + 1, every), ["start", *names][::every])
+    ax.set(xlabel=_time_label(hop), ylabel="labels written")
+    return ax
+
+
+def emissions(
+    features,
+    posteriors,
+    targets,
+    *,
+    symbols: Sequence[str] | None = None,
+    hop: float = 1.0,
+    reduction: int = 1,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws labels over the features that they were heard or seen in, each with its spread in time.
+
+    T frames of the encoder, U labels, F features. A curve at the bottom is the probability that the label is emitted in
+    a frame; the line is its mean frame, and the bar one standard deviation to both sides.
+
+    Parameters
+    ----------
+    features : Array, floating [reduction T, F]
+        A spectrogram or an image, without padding; the last encoder frame may reach beyond.
+    posteriors : Array, floating [T, U + 1]
+        Posteriors of labels: the second result of ``loss.posteriors``, of one utterance. Further columns are padding.
+    targets : Array, integer [U]
+    symbols : sequence of str, optional
+        What the labels of `targets` are called; default: their numbers.
+    hop, reduction
+        As in `timing.frames_to_seconds`. Default: the axis counts input frames.
+    ax : matplotlib.axes.Axes, optional
+        Default: the current ones of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ValueError
+        An argument has another shape, or `symbols` are not one for each label.
+
+    Examples
+    --------
+    ::
+
+        blank, label = loss.posteriors(logits, *batch)
+        plot.emissions(features[0], label[0], targets[0], hop=0.01, reduction=4, ax=ax)
+    """
+    names = _names("emissions", targets, symbols)
+    features, posteriors = np.asarray(features, np.float64), np.asarray(posteriors, np.float64)
+    for name, x, shape in (("features", features, "[reduction T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
+        if x.ndim != 2:
+            raise ValueError(f"emissions: {name} must have shape {shape}, got {x.shape}.")
+    if posteriors.shape[1] < len(names):
+        expected = f"[T, U + 1] with U = {len(names)} or more"
+        raise ValueError(f"emissions: posteriors must have shape {expected}, got {posteriors.shape}.")
+    ax = plt.gca() if ax is None else ax
+    times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, reduction=reduction)
+    size = features.shape[1]
+    extent = (0, len(features) * hop, 0, size)
+    ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
+    means: list[float] = []
+    heard: list[str] = []
+    for u, name in enumerate(names):
+        mass = posteriors[:, u]
+        if not mass.sum() > 0:
+            continue
+        mean = float(np.average(times, weights=mass))
+        spread = np.sqrt(np.average((times - mean) ** 2, weights=mass))
+        (curve,) = ax.plot(times, 0.3 * size * mass, color="tab:red", lw=1.5, ls=("-", "--")[u % 2])
+        line = ax.axvline(mean, color="black", lw=0.8)
+        bar = ax.errorbar(mean, size, xerr=spread, color="black", lw=2, capsize=3, clip_on=False)
+        for artist in (curve, line, *bar.get_children()):
+            artist.set_path_effects(HALO)
+        means.append(mean)
+        heard.append(name + "\n" * (len(heard) % 2))  # names of neighbours on two lines
+    ax.secondary_xaxis("top").set_ticks(means, heard)
+    ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=_time_label(hop), ylabel="feature")
+    return ax
+
+
+def latencies(
+    first,
+    second,
+    targets,
+    *,
+    names: tuple[str, str] = ("first", "second"),
+    symbols: Sequence[str] | None = None,
+    hop: float = 1.0,
+    reduction: int = 1,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws when two models expect to emit each label of an utterance.
+
+    U labels. The title says by how much the second model is later, on average.
+
+    Parameters
+    ----------
+    first, second : Array, floating [U]
+        Frames of the encoder: ``loss.emission_frames`` of either model, or frames of best paths.
+    targets : Array, integer [U]
+    names : tuple of two str
+        What the models are called.
+    symbols : sequence of str, optional
+        What the labels of `targets` are called; default: their numbers.
+    hop, reduction
+        As in `timing.frames_to_seconds`. Default: the axis counts frames.
+    ax : matplotlib.axes.Axes, optional
+        Default: the current ones of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ValueError
+        An argument has another shape, or `symbols` are not one for each label.
+
+    Examples
+    --------
+    ::
+
+        plot.latencies(offline.emission_frames(...)[0], streaming.emission_frames(...)[0], targets[0], hop=0.04, ax=ax)
+    """
+    labels = _names("latencies", targets, symbols)
+    both = []
+    for name, frames in (("first", first), ("second", second)):
+        if np.shape(frames) != (len(labels),):
+            raise ValueError(f"latencies: {name} must have shape [U] = {(len(labels),)}, got {np.shape(frames)}.")
+        both.append(timing.frames_to_seconds(frames, hop=hop, reduction=reduction))
+    ax = plt.gca() if ax is None else ax
+    rows = np.arange(len(labels))
+    ax.hlines(rows, both[0], both[1], color="0.5", lw=1.5, zorder=1)
+    ax.plot(both[0], rows, "o", color="black", label=names[0])
+    ax.plot(both[1], rows, "s", markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5, label=names[1])
+    later = both[1] - both[0]
+    if len(labels):
+        unit = "frames" if hop == 1 else "s"
+        ax.set_title(f"{names[1]} is {abs(later.mean()):.3g} {unit} {'later' if later.mean() >= 0 else 'earlier'}")
+    ax.set_yticks(rows, labels)
+    ax.invert_yaxis()
+    ax.legend()
+    ax.set(xlabel=_time_label(hop), ylabel="label")
+    return ax
+
+
+def _names(function: str, targets: Any, symbols) -> list[str]:
+    if np.ndim(targets) != 1:
+        raise ValueError(f"{function}: targets must have shape [U], got {np.shape(targets)}.")
+    if symbols is None:
+        return [str(label) for label in np.asarray(targets)]
+    if len(symbols) != len(targets):
+        expected = f"one for each of {len(targets)} labels"
+        raise ValueError(f"{function}: symbols must be {expected}, got {len(symbols)}.")
+    return [str(symbol) for symbol in symbols]
+
+
+def _time_label(hop: float) -> str:
+    return "frame" if hop == 1 else "seconds"
