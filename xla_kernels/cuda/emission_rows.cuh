@@ -53,7 +53,7 @@ constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSI
 constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
 template <class T>
-constexpr int kInFlight = sizeof(T) == 8 ? 2 : JAX_RNNT_EMISSION_IN_FLIGHT;
+constexpr unsigned kInFlight = sizeof(T) == 8 ? 2 : JAX_RNNT_EMISSION_IN_FLIGHT;
 template <class T>
 constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kThreads / (sizeof(T) == 8 ? 2 : 1));
 
@@ -129,12 +129,10 @@ struct Team {
   static constexpr int kTeamsPerBlock = kThreads / (kLanes < 32 ? 32 : kLanes);
 
   __device__ __forceinline__ explicit Team(int passes)
-      : lane(int(threadIdx.x) % kLanes),
-        in_warp(int(threadIdx.x) % kInWarp),
-        group(int(threadIdx.x) % 32 / kInWarp),
-        passes(passes),
+      : lane(int(threadIdx.x % kLanes)),
+        in_warp(int(threadIdx.x % kInWarp)),
+        group(int(threadIdx.x % 32 / kInWarp)),
         first((blockIdx.x * kTeamsPerBlock + threadIdx.x / (kLanes < 32 ? 32 : kLanes)) * unsigned(kGroups * passes)) {}
-  __device__ __forceinline__ uint32_t FirstOfGroup() const { return first + unsigned(group * passes); }
   __device__ __forceinline__ bool Owns(int pass) const { return in_warp == pass; }
   // The lane that owns the row of this group.
   __device__ __forceinline__ int Owner(int pass) const { return group * kInWarp + pass; }
@@ -146,7 +144,7 @@ struct Team {
   // Whether this thread writes for the rows that its lane owns: warps of a block own the same rows.
   __device__ __forceinline__ bool writes() const { return kLanes <= 32 || threadIdx.x < 32; }
 
-  int lane, in_warp, group, passes;
+  int lane, in_warp, group;
   uint32_t first;  // row of the team, in a sequence
 };
 
@@ -170,8 +168,8 @@ struct Row {
 template <int kLanes>
 __device__ __forceinline__ Row OwnRow(const Team<kLanes>& team, const Shape& shape, const int32_t* labels,
                                       const int32_t* num_frames, int b) {
-  const uint32_t row = team.FirstOfGroup() + unsigned(team.in_warp);
-  Row own = {int64_t(b) * shape.rows() + row, team.in_warp < team.passes && row < shape.rows(), kOutside};
+  const uint32_t row = team.first + unsigned(team.group * shape.passes + team.in_warp);
+  Row own = {int64_t(b) * shape.rows() + row, team.in_warp < shape.passes && row < shape.rows(), kOutside};
   if (!own.exists) return own;
   const int t = int(shape.by_columns(row)), u = int(row) - t * shape.columns;
   const int64_t label_row = shape.one_label_row ? b : int64_t(b) * shape.frames + t;
@@ -306,58 +304,57 @@ struct LogSumExp {
   }
 };
 
-// This lane's sum of the row without element `skip`; nothing is read unless `read`. The assignment of elements to lanes
-// does not depend on the address, so the same row gives the same bits in any batch and padding.
+// This lane's sum of the row without element `skip`. The assignment of elements to lanes does not depend on the
+// address, so the same row gives the same bits in any batch and padding. Conditions without `lane` are the same for all
+// lanes. A lane that has less to do than others loads the last vector or element, too, and leaves it out of the sum.
 template <class T, int kLanes, Access kAccess>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const T* x, int n, bool read, int skip, int lane) {
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const T* x, unsigned n, unsigned skip, unsigned lane) {
   using A = Accumulator<T>;
-  constexpr int kSize = kElements<T>, kStep = kInFlight<T> * kLanes;
-  constexpr int kRest = (kSize - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
-  const int misaligned = Misaligned(x), count = n / kSize;
-  T rest[kRest];
+  constexpr unsigned kSize = kElements<T>, kStep = kInFlight<T> * kLanes;
+  constexpr unsigned kRest = (kSize - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
+  const unsigned misaligned = Misaligned(x), count = n / kSize, behind = count * kSize;
+  T rest[kRest] = {};
+  if (behind < n) {
 #pragma unroll
-  for (int i = 0; i < kRest; ++i) {
-    const int k = count * kSize + i * kLanes + lane;
-    rest[i] = Narrow<T>(-kInfinity<A>);
-    if (read && k < n && k != skip) rest[i] = x[k];
+    for (unsigned i = 0; i < kRest; ++i) rest[i] = x[min(behind + i * kLanes + lane, n - 1)];
   }
   LogSumExp<A> total;
-  // Conditions on `first` and `skip` are the same for all lanes.
-  for (int first = 0; first < count; first += kStep) {
+  for (unsigned first = 0; first < count; first += kStep) {
     Loaded<T, kAccess> loaded[kInFlight<T>];
 #pragma unroll
-    for (int j = 0; j < kInFlight<T>; ++j) {
-      const int i = first + j * kLanes + lane;
-      loaded[j].low = loaded[j].high = Fill<T>(-kInfinity<A>);
-      if (read && i < count) loaded[j].Load(x + i * kSize, misaligned);
+    for (unsigned j = 0; j < kInFlight<T>; ++j) {
+      if (first + j * kLanes < count) loaded[j].Load(x + min(first + j * kLanes + lane, count - 1) * kSize, misaligned);
     }
     Words v[kInFlight<T>];
 #pragma unroll
-    for (int j = 0; j < kInFlight<T>; ++j) v[j] = loaded[j].Get(misaligned);
+    for (unsigned j = 0; j < kInFlight<T>; ++j) v[j] = loaded[j].Get(misaligned);
     if (first * kSize <= skip && skip < (first + kStep) * kSize) {
 #pragma unroll
-      for (int j = 0; j < kInFlight<T>; ++j) {
-        if (first + j * kLanes + lane == skip / kSize) v[j] = Without<T>(v[j], skip % kSize);
+      for (unsigned j = 0; j < kInFlight<T>; ++j) {
+        if (min(first + j * kLanes + lane, count - 1) == skip / kSize) v[j] = Without<T>(v[j], skip % kSize);
       }
     }
     Words max = v[0];
 #pragma unroll
-    for (int j = 1; j < kInFlight<T>; ++j) {
+    for (unsigned j = 1; j < kInFlight<T>; ++j) {
       if (first + j * kLanes < count) max = MaxWords<T>(max, v[j]);
     }
     total.Rescale(Max(total.max, MaxElement<T>(max)));
 #pragma unroll
-    for (int j = 0; j < kInFlight<T>; ++j) {
+    for (unsigned j = 0; j < kInFlight<T>; ++j) {
       if (first + j * kLanes >= count) break;
       A sum = Exp(Element<T>(v[j], 0) - total.max);
 #pragma unroll
-      for (int e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
-      total.sum += sum;
+      for (unsigned e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
+      if (first + j * kLanes + lane < count) total.sum += sum;
     }
   }
-  if (count * kSize < n) {
+  if (behind < n) {
 #pragma unroll
-    for (int i = 0; i < kRest; ++i) total.Add(Widen(rest[i]));
+    for (unsigned i = 0; i < kRest; ++i) {
+      const unsigned k = behind + i * kLanes + lane;
+      total.Add(k < n && k != skip ? Widen(rest[i]) : -kInfinity<A>);
+    }
   }
   return total;
 }
@@ -390,16 +387,15 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total) {
   return total;
 }
 
-// The sum of the row of a group without element `skip`, nothing unless `read`. `at_edge`: a row of the team is the
-// first or the last one of the tensor, so no access may reach beyond it. All threads of the team call it.
+// The sum of the row of a group without element `skip`. `at_edge`: a row of the team is the first or the last one of
+// the tensor, so no access may reach beyond it. All threads of the team call it.
 template <class T, int kLanes>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, bool read, bool at_edge, int skip,
-                                                            int lane) {
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, bool at_edge, int skip, int lane) {
   if (!__any_sync(kAll, Misaligned(x) != 0)) {
-    return SumGroup<kLanes>(SumLane<T, kLanes, Access::kAligned>(x, n, read, skip, lane));
+    return SumGroup<kLanes>(SumLane<T, kLanes, Access::kAligned>(x, n, skip, lane));
   }
-  if (!at_edge) return SumGroup<kLanes>(SumLane<T, kLanes, Access::kWindow>(x, n, read, skip, lane));
-  return SumGroup<kLanes>(SumLane<T, kLanes, Access::kElements>(x, n, read, skip, lane));
+  if (!at_edge) return SumGroup<kLanes>(SumLane<T, kLanes, Access::kWindow>(x, n, skip, lane));
+  return SumGroup<kLanes>(SumLane<T, kLanes, Access::kElements>(x, n, skip, lane));
 }
 
 // The sum of a head of few logits, by one lane.

@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
     const T* const own_x = logits + own.index * row_size;
     const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
-    const bool at_edge =
-        __any_sync(kAll, own.exists && (own.index == 0 || own.index == int64_t(shape.batch) * shape.rows() - 1));
+    const int64_t last = int64_t(shape.batch) * shape.rows() - 1;
+    const unsigned at_edge = __ballot_sync(kAll, own.index == 0 || own.index == last);
     // Loaded now, for WriteRow.
     A logit_blank = 0, logit_label = 0;
     if (own.label != kOutside) {
@@ -124,11 +124,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     total.max = 0;
     total.sum = 1;
     if (shape.normalize) {
-      const T* x = logits + (int64_t(b) * shape.rows() + team.FirstOfGroup()) * row_size;
-      for (int pass = 0; pass < shape.passes; ++pass, x += row_size) {
-        if ((inside & team.Owners(pass)) == 0) continue;
-        const LogSumExp<A> sum = SumRow<T, kLanes>(x, shape.classes, (inside >> team.Owner(pass) & 1) != 0, at_edge,
-                                                   shape.bernoulli ? shape.blanks[0] : -1, team.lane);
+      const T* const first_x = own_x - int64_t(team.group * shape.passes + team.in_warp) * row_size;
+      for (int pass = 0; pass < shape.passes; ++pass) {
+        const unsigned rows = inside & team.Owners(pass);
+        if (rows == 0) continue;
+        // A group whose row lies outside repeats the row of another group, which costs no traffic.
+        int group = team.group;
+        if (rows != team.Owners(pass) && (inside >> team.Owner(pass) & 1) == 0)
+          group = (__ffs(int(rows)) - 1) / team.kInWarp;
+        const LogSumExp<A> sum =
+            SumRow<T, kLanes>(first_x + int64_t(group * shape.passes + pass) * row_size, shape.classes,
+                              (at_edge & team.Owners(pass)) != 0, shape.bernoulli ? shape.blanks[0] : -1, team.lane);
         if (team.Owns(pass)) total = sum;
       }
     }
@@ -287,38 +293,39 @@ class ArcGradients {
   T gradient_[kHeld];
 };
 
-// dx = gradient(x) for a row of n elements; with 0 for each x if not `read`.
-template <class T, int kLanes, class Gradient>
-__device__ __forceinline__ void MapRow(const T* x, T* dx, int n, bool read, int lane, const Gradient& gradient) {
+// dx = gradient(x) for a row of n elements; without kRead, x is not read and gradient does not depend on it.
+template <class T, int kLanes, bool kRead, class Gradient>
+__device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned lane, const Gradient& gradient) {
   using A = Accumulator<T>;
-  constexpr int kSize = kElements<T>;
+  constexpr unsigned kSize = kElements<T>;
   // 16-byte accesses between the first and the last boundary; none if the rows are not aligned alike.
-  int head = 0, count = 0;
+  unsigned head = 0, count = 0;
   if (Misaligned(x) == Misaligned(dx)) {
     head = min(n, (kSize - Misaligned(x)) % kSize);
     count = (n - head) / kSize;
   }
-  for (int first = 0; first < count; first += kInFlight<T> * kLanes) {
-    Words v[kInFlight<T>];
+  const T* const from = x + head;
+  T* const to = dx + head;
+  for (unsigned first = 0; first < count; first += kInFlight<T> * kLanes) {
+    Words v[kInFlight<T>] = {};
 #pragma unroll
-    for (int j = 0; j < kInFlight<T>; ++j) {
-      const int i = first + j * kLanes + lane;
-      v[j] = Fill<T>(0);
-      if (read && i < count) v[j] = Load16(x + head + i * kSize);
+    for (unsigned j = 0; j < kInFlight<T>; ++j) {
+      const unsigned i = first + j * kLanes + lane;
+      if (kRead && i < count) v[j] = Load16(from + i * kSize);
     }
 #pragma unroll
-    for (int j = 0; j < kInFlight<T>; ++j) {
-      const int i = first + j * kLanes + lane;
+    for (unsigned j = 0; j < kInFlight<T>; ++j) {
+      const unsigned i = first + j * kLanes + lane;
       if (first + j * kLanes >= count) break;
       A values[kSize];
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) values[e] = gradient(Element<T>(v[j], e));
-      if (i < count) Store16(dx + head + i * kSize, Pack<T>(values));
+      for (unsigned e = 0; e < kSize; ++e) values[e] = gradient(Element<T>(v[j], e));
+      if (i < count) Store16(to + i * kSize, Pack<T>(values));
     }
   }
-  for (int i = lane; i < n - count * kSize; i += kLanes) {
-    const int k = i < head ? i : i + count * kSize;
-    dx[k] = Narrow<T>(gradient(read ? Widen(x[k]) : A(0)));
+  for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
+    const unsigned k = i < head ? i : i + count * kSize;
+    dx[k] = Narrow<T>(gradient(kRead ? Widen(x[k]) : A(0)));
   }
 }
 
@@ -342,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       WriteDurations(shape, args, own.index, row.used, logits + own.index * row_size, dlogits + own.index * row_size,
                      finish);
     }
-    int64_t index = int64_t(b) * shape.rows() + team.FirstOfGroup();
+    int64_t index = int64_t(b) * shape.rows() + team.first + team.group * shape.passes;
     for (int pass = 0; pass < shape.passes; ++pass, ++index) {
       const int owner = team.Owner(pass);
       const bool is_used = (used >> owner & 1) != 0;
@@ -363,9 +370,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       }
       ArcGradients<T, kLanes> arcs(shape, args, index, is_used ? label : kOutside, x, softmax, finish, team.lane);
       SyncTeam<kLanes>();
-      if ((exist >> owner & 1) != 0) {
-        MapRow<T, kLanes>(x, dx, shape.classes, is_used && shape.normalize, team.lane,
-                          [&](A v) { return finish(softmax(v)); });
+      const auto gradient = [&](A v) { return finish(softmax(v)); };
+      if (is_used && shape.normalize) {
+        MapRow<T, kLanes, true>(x, dx, shape.classes, team.lane, gradient);
+      } else if ((exist >> owner & 1) != 0) {
+        MapRow<T, kLanes, false>(x, dx, shape.classes, team.lane, gradient);
       }
       SyncTeam<kLanes>();
       arcs.Write(dx);
