@@ -53,7 +53,7 @@ constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSI
 constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
 template <class T>
-constexpr unsigned kInFlight = sizeof(T) == 8 ? 2 : JAX_RNNT_EMISSION_IN_FLIGHT;
+constexpr unsigned kInFlight = sizeof(T) == 4 ? JAX_RNNT_EMISSION_IN_FLIGHT : JAX_RNNT_EMISSION_IN_FLIGHT / 2;
 template <class T>
 constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kThreads / (sizeof(T) == 8 ? 2 : 1));
 
@@ -268,17 +268,16 @@ enum class Access {
 // A vector as loaded. Taking it apart waits for the loads, so all loads come first.
 template <class T, Access kAccess>
 struct Loaded {
-  __device__ __forceinline__ void Load(const T* x, int misaligned) {
-    if constexpr (kAccess == Access::kAligned) {
-      low = Load16(x);
-    } else if constexpr (kAccess == Access::kWindow) {
-      low = Load16(x - misaligned);
-      high = Load16(x - misaligned + kElements<T>);
-    } else {
+  // x: the vector; for windows, its last boundary.
+  __device__ __forceinline__ void Load(const T* x) {
+    if constexpr (kAccess == Access::kElements) {
       Accumulator<T> v[kElements<T>];
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) v[i] = Widen(x[i]);
       low = Pack<T>(v);
+    } else {
+      low = Load16(x);
+      if constexpr (kAccess == Access::kWindow) high = Load16(x + kElements<T>);
     }
   }
   __device__ __forceinline__ Words Get(int misaligned) const {
@@ -304,56 +303,80 @@ struct LogSumExp {
   }
 };
 
-// This lane's sum of the row without element `skip`. The assignment of elements to lanes does not depend on the
-// address, so the same row gives the same bits in any batch and padding. Conditions without `lane` are the same for all
-// lanes. A lane that has less to do than others loads the last vector or element, too, and leaves it out of the sum.
-template <class T, int kLanes, Access kAccess>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const T* x, unsigned n, unsigned skip, unsigned lane) {
+// A row as the lanes of a group read it.
+template <class T>
+struct RowOfLogits {
+  __device__ __forceinline__ RowOfLogits(const T* x, int n, int skip)
+      : x(x), n(unsigned(n)), count(unsigned(n) / kElements<T>), skip(unsigned(skip)), misaligned(Misaligned(x)) {}
+
+  const T* x;
+  unsigned n, count, skip;  // elements, vectors, an element to leave out
+  int misaligned;
+};
+
+// Adds the vectors first + lane, first + kLanes + lane ... of a row, kVectors for each lane. A lane for which there is
+// no last vector repeats that of another lane, and leaves it out of the sum.
+template <unsigned kVectors, unsigned kLanes, Access kAccess, class T>
+__device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
+                                           unsigned first, unsigned lane) {
   using A = Accumulator<T>;
-  constexpr unsigned kSize = kElements<T>, kStep = kInFlight<T> * kLanes;
-  constexpr unsigned kRest = (kSize - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
-  const unsigned misaligned = Misaligned(x), count = n / kSize, behind = count * kSize;
-  T rest[kRest] = {};
-  if (behind < n) {
+  constexpr unsigned kSize = kElements<T>, kStep = kVectors * kLanes;
+  const unsigned last = first + kStep - kLanes + lane, in_row = min(last, row.count - 1);
+  Loaded<T, kAccess> loaded[kVectors];
 #pragma unroll
-    for (unsigned i = 0; i < kRest; ++i) rest[i] = x[min(behind + i * kLanes + lane, n - 1)];
+  for (unsigned j = 0; j < kVectors - 1; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
+  loaded[kVectors - 1].Load(x + in_row * kSize);
+  Words v[kVectors];
+#pragma unroll
+  for (unsigned j = 0; j < kVectors; ++j) v[j] = loaded[j].Get(row.misaligned);
+  if (row.skip - first * kSize < kStep * kSize) {  // false for no element, which is the largest number
+#pragma unroll
+    for (unsigned j = 0; j < kVectors; ++j) {
+      const unsigned i = j < kVectors - 1 ? first + j * kLanes + lane : in_row;
+      if (i == row.skip / kSize) v[j] = Without<T>(v[j], row.skip % kSize);
+    }
   }
+  Words max = v[0];
+#pragma unroll
+  for (unsigned j = 1; j < kVectors; ++j) max = MaxWords<T>(max, v[j]);
+  total.Rescale(Max(total.max, MaxElement<T>(max)));
+#pragma unroll
+  for (unsigned j = 0; j < kVectors; ++j) {
+    A sum = Exp(Element<T>(v[j], 0) - total.max);
+#pragma unroll
+    for (unsigned e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
+    if (j < kVectors - 1 || last < row.count) total.sum += sum;
+  }
+}
+
+// Adds all vectors from `first` on: kVectors at a time, then less.
+template <unsigned kVectors, unsigned kLanes, Access kAccess, class T>
+__device__ __forceinline__ void AddAllVectors(LogSumExp<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
+                                              unsigned first, unsigned lane) {
+  for (; first + (kVectors - 1) * kLanes < row.count; first += kVectors * kLanes) {
+    AddVectors<kVectors, kLanes, kAccess>(total, row, x, first, lane);
+  }
+  if constexpr (kVectors > 1) AddAllVectors<kVectors / 2, kLanes, kAccess>(total, row, x, first, lane);
+}
+
+// This lane's sum of the row without an element. The assignment of elements to lanes does not depend on the address, so
+// the same row gives the same bits in any batch and padding.
+template <unsigned kLanes, Access kAccess, class T>
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const RowOfLogits<T>& row, unsigned lane) {
+  using A = Accumulator<T>;
+  constexpr unsigned kRest = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
+  const unsigned behind = row.count * kElements<T> + lane;
+  T rest[kRest];
+#pragma unroll
+  for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes, row.n - 1)];
   LogSumExp<A> total;
-  for (unsigned first = 0; first < count; first += kStep) {
-    Loaded<T, kAccess> loaded[kInFlight<T>];
-#pragma unroll
-    for (unsigned j = 0; j < kInFlight<T>; ++j) {
-      if (first + j * kLanes < count) loaded[j].Load(x + min(first + j * kLanes + lane, count - 1) * kSize, misaligned);
-    }
-    Words v[kInFlight<T>];
-#pragma unroll
-    for (unsigned j = 0; j < kInFlight<T>; ++j) v[j] = loaded[j].Get(misaligned);
-    if (first * kSize <= skip && skip < (first + kStep) * kSize) {
-#pragma unroll
-      for (unsigned j = 0; j < kInFlight<T>; ++j) {
-        if (min(first + j * kLanes + lane, count - 1) == skip / kSize) v[j] = Without<T>(v[j], skip % kSize);
-      }
-    }
-    Words max = v[0];
-#pragma unroll
-    for (unsigned j = 1; j < kInFlight<T>; ++j) {
-      if (first + j * kLanes < count) max = MaxWords<T>(max, v[j]);
-    }
-    total.Rescale(Max(total.max, MaxElement<T>(max)));
-#pragma unroll
-    for (unsigned j = 0; j < kInFlight<T>; ++j) {
-      if (first + j * kLanes >= count) break;
-      A sum = Exp(Element<T>(v[j], 0) - total.max);
-#pragma unroll
-      for (unsigned e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
-      if (first + j * kLanes + lane < count) total.sum += sum;
-    }
-  }
-  if (behind < n) {
+  const T* const x = Pinned(kAccess == Access::kWindow ? row.x - row.misaligned : row.x);
+  AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
+  if (row.count * kElements<T> < row.n) {
 #pragma unroll
     for (unsigned i = 0; i < kRest; ++i) {
-      const unsigned k = behind + i * kLanes + lane;
-      total.Add(k < n && k != skip ? Widen(rest[i]) : -kInfinity<A>);
+      const unsigned k = behind + i * kLanes;
+      total.Add(k < row.n && k != row.skip ? Widen(rest[i]) : -kInfinity<A>);
     }
   }
   return total;
@@ -391,11 +414,10 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total) {
 // the tensor, so no access may reach beyond it. All threads of the team call it.
 template <class T, int kLanes>
 __device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, bool at_edge, int skip, int lane) {
-  if (!__any_sync(kAll, Misaligned(x) != 0)) {
-    return SumGroup<kLanes>(SumLane<T, kLanes, Access::kAligned>(x, n, skip, lane));
-  }
-  if (!at_edge) return SumGroup<kLanes>(SumLane<T, kLanes, Access::kWindow>(x, n, skip, lane));
-  return SumGroup<kLanes>(SumLane<T, kLanes, Access::kElements>(x, n, skip, lane));
+  const RowOfLogits<T> row(x, n, skip);
+  if (!__any_sync(kAll, row.misaligned != 0)) return SumGroup<kLanes>(SumLane<kLanes, Access::kAligned>(row, lane));
+  if (!at_edge) return SumGroup<kLanes>(SumLane<kLanes, Access::kWindow>(row, lane));
+  return SumGroup<kLanes>(SumLane<kLanes, Access::kElements>(row, lane));
 }
 
 // The sum of a head of few logits, by one lane.

@@ -82,6 +82,18 @@ inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
 inline double AsFloat(int64_t x) { return Bits<double>(x); }
 #endif
 
+// ---- addresses ----
+
+// The same pointer, computed once: without this, the compiler derives each address from base and index anew, with
+// 64-bit products in the innermost loop.
+template <class T>
+__device__ __forceinline__ T* Pinned(T* x) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(x));
+#endif
+  return x;
+}
+
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.

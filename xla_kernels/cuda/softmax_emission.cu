@@ -124,17 +124,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     total.max = 0;
     total.sum = 1;
     if (shape.normalize) {
-      const T* const first_x = own_x - int64_t(team.group * shape.passes + team.in_warp) * row_size;
+      const T* const team_x = Pinned(logits + (int64_t(b) * shape.rows() + team.first) * row_size);
+      const int skip = shape.bernoulli ? shape.blanks[0] : -1;
       for (int pass = 0; pass < shape.passes; ++pass) {
         const unsigned rows = inside & team.Owners(pass);
         if (rows == 0) continue;
         // A group whose row lies outside repeats the row of another group, which costs no traffic.
         int group = team.group;
-        if (rows != team.Owners(pass) && (inside >> team.Owner(pass) & 1) == 0)
+        if (rows != team.Owners(pass) && (rows >> team.Owner(pass) & 1) == 0) {
           group = (__ffs(int(rows)) - 1) / team.kInWarp;
+        }
+        const T* const x = Pinned(team_x + (group * shape.passes + pass) * row_size);  // less than kTeamBytes, or 0
         const LogSumExp<A> sum =
-            SumRow<T, kLanes>(first_x + int64_t(group * shape.passes + pass) * row_size, shape.classes,
-                              (at_edge & team.Owners(pass)) != 0, shape.bernoulli ? shape.blanks[0] : -1, team.lane);
+            SumRow<T, kLanes>(x, shape.classes, (at_edge & team.Owners(pass)) != 0, skip, team.lane);
         if (team.Owns(pass)) total = sum;
       }
     }
@@ -293,6 +295,30 @@ class ArcGradients {
   T gradient_[kHeld];
 };
 
+// Vectors first + lane, first + kLanes + lane ... of `count` of a row: kVectors at a time, then less.
+template <unsigned kVectors, unsigned kLanes, bool kRead, class T, class Gradient>
+__device__ __forceinline__ void MapVectors(const T* x, T* dx, unsigned first, unsigned count, unsigned lane,
+                                           const Gradient& gradient) {
+  constexpr unsigned kSize = kElements<T>;
+  for (; first + (kVectors - 1) * kLanes < count; first += kVectors * kLanes) {
+    const unsigned begin = (first + lane) * kSize;
+    const bool last = first + (kVectors - 1) * kLanes + lane < count;  // whether this lane has a last vector
+    Words v[kVectors] = {};
+#pragma unroll
+    for (unsigned j = 0; j < kVectors; ++j) {
+      if (kRead && (j < kVectors - 1 || last)) v[j] = Load16(x + begin + j * kLanes * kSize);
+    }
+#pragma unroll
+    for (unsigned j = 0; j < kVectors; ++j) {
+      Accumulator<T> values[kSize];
+#pragma unroll
+      for (unsigned e = 0; e < kSize; ++e) values[e] = gradient(Element<T>(v[j], e));
+      if (j < kVectors - 1 || last) Store16(dx + begin + j * kLanes * kSize, Pack<T>(values));
+    }
+  }
+  if constexpr (kVectors > 1) MapVectors<kVectors / 2, kLanes, kRead>(x, dx, first, count, lane, gradient);
+}
+
 // dx = gradient(x) for a row of n elements; without kRead, x is not read and gradient does not depend on it.
 template <class T, int kLanes, bool kRead, class Gradient>
 __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned lane, const Gradient& gradient) {
@@ -304,25 +330,7 @@ __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned l
     head = min(n, (kSize - Misaligned(x)) % kSize);
     count = (n - head) / kSize;
   }
-  const T* const from = x + head;
-  T* const to = dx + head;
-  for (unsigned first = 0; first < count; first += kInFlight<T> * kLanes) {
-    Words v[kInFlight<T>] = {};
-#pragma unroll
-    for (unsigned j = 0; j < kInFlight<T>; ++j) {
-      const unsigned i = first + j * kLanes + lane;
-      if (kRead && i < count) v[j] = Load16(from + i * kSize);
-    }
-#pragma unroll
-    for (unsigned j = 0; j < kInFlight<T>; ++j) {
-      const unsigned i = first + j * kLanes + lane;
-      if (first + j * kLanes >= count) break;
-      A values[kSize];
-#pragma unroll
-      for (unsigned e = 0; e < kSize; ++e) values[e] = gradient(Element<T>(v[j], e));
-      if (i < count) Store16(to + i * kSize, Pack<T>(values));
-    }
-  }
+  MapVectors<kInFlight<T>, kLanes, kRead>(Pinned(x + head), Pinned(dx + head), 0, count, lane, gradient);
   for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
     const unsigned k = i < head ? i : i + count * kSize;
     dx[k] = Narrow<T>(gradient(kRead ? Widen(x[k]) : A(0)));
@@ -353,8 +361,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     for (int pass = 0; pass < shape.passes; ++pass, ++index) {
       const int owner = team.Owner(pass);
       const bool is_used = (used >> owner & 1) != 0;
-      const T* const x = logits + index * row_size;
-      T* const dx = dlogits + index * row_size;
+      const T* const x = Pinned(logits + index * row_size);
+      T* const dx = Pinned(dlogits + index * row_size);
       Softmax<A> softmax;
       softmax.anchor = __shfl_sync(kAll, row.softmax.anchor, owner);
       softmax.factor = __shfl_sync(kAll, row.softmax.factor, owner);
