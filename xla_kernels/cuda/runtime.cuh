@@ -84,12 +84,13 @@ inline double AsFloat(int64_t x) { return Bits<double>(x); }
 
 // ---- addresses ----
 
-// The same pointer, computed once: without this, the compiler derives each address from base and index anew, with
-// 64-bit products in the innermost loop.
+// The same pointer to device memory, computed once: without this, the compiler derives each address from base and index
+// anew, with 64-bit products in the innermost loop.
 template <class T>
 __device__ __forceinline__ T* Pinned(T* x) {
 #if defined(__CUDA_ARCH__)
   asm("" : "+l"(x));
+  __builtin_assume(__isGlobal(x));
 #endif
   return x;
 }

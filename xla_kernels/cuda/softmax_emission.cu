@@ -126,15 +126,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     if (shape.normalize) {
       const T* const team_x = Pinned(logits + (int64_t(b) * shape.rows() + team.first) * row_size);
       const int skip = shape.bernoulli ? shape.blanks[0] : -1;
-      for (int pass = 0; pass < shape.passes; ++pass) {
+      const unsigned mine = inside >> team.Owner(0);
+      int at = team.group * shape.passes * row_size;  // less than kTeamBytes, or 0
+      for (int pass = 0; pass < shape.passes; ++pass, at += row_size) {
         const unsigned rows = inside & team.Owners(pass);
         if (rows == 0) continue;
         // A group whose row lies outside repeats the row of another group, which costs no traffic.
-        int group = team.group;
-        if (rows != team.Owners(pass) && (rows >> team.Owner(pass) & 1) == 0) {
-          group = (__ffs(int(rows)) - 1) / team.kInWarp;
-        }
-        const T* const x = Pinned(team_x + (group * shape.passes + pass) * row_size);  // less than kTeamBytes, or 0
+        int from = at;
+        if ((mine >> pass & 1) == 0) from = ((__ffs(int(rows)) - 1) / team.kInWarp * shape.passes + pass) * row_size;
+        const T* const x = Pinned(team_x + from);
         const LogSumExp<A> sum =
             SumRow<T, kLanes>(x, shape.classes, (at_edge & team.Owners(pass)) != 0, skip, team.lane);
         if (team.Owns(pass)) total = sum;
