@@ -258,6 +258,11 @@ __device__ __forceinline__ int Misaligned(const T* x) {
   return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
 }
 
+template <class T>
+__device__ __forceinline__ const T* LastBoundary(const T* x) {
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(15));
+}
+
 // How to read the vectors of a row, all from their first element on.
 enum class Access {
   kAligned,
@@ -370,7 +375,7 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const RowOfLogits<T
 #pragma unroll
   for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes, row.n - 1)];
   LogSumExp<A> total;
-  const T* const x = Pinned(kAccess == Access::kWindow ? row.x - row.misaligned : row.x);
+  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary(row.x) : row.x);
   AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
   if (row.count * kElements<T> < row.n) {
 #pragma unroll
