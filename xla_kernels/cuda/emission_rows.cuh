@@ -52,8 +52,9 @@ constexpr int kTinyLanes = JAX_RNNT_EMISSION_TINY_LANES, kShortLanes = JAX_RNNT_
 constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSION_SHORT_ROW;
 constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
+// Half for 16-bit types and float64: four spill registers, as a vector has eight elements, or exp2 needs many.
 template <class T>
-constexpr unsigned kInFlight = sizeof(T) == 4 ? JAX_RNNT_EMISSION_IN_FLIGHT : JAX_RNNT_EMISSION_IN_FLIGHT / 2;
+constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 4 ? 1 : 2);
 template <class T>
 constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kThreads / (sizeof(T) == 8 ? 2 : 1));
 
@@ -329,7 +330,7 @@ __device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, con
   const unsigned last = first + kStep - kLanes + lane, in_row = min(last, row.count - 1);
   Loaded<T, kAccess> loaded[kVectors];
 #pragma unroll
-  for (unsigned j = 0; j < kVectors - 1; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
+  for (unsigned j = 0; j + 1 < kVectors; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
   loaded[kVectors - 1].Load(x + in_row * kSize);
   Words v[kVectors];
 #pragma unroll
@@ -337,7 +338,7 @@ __device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, con
   if (row.skip - first * kSize < kStep * kSize) {  // false for no element, which is the largest number
 #pragma unroll
     for (unsigned j = 0; j < kVectors; ++j) {
-      const unsigned i = j < kVectors - 1 ? first + j * kLanes + lane : in_row;
+      const unsigned i = j + 1 < kVectors ? first + j * kLanes + lane : in_row;
       if (i == row.skip / kSize) v[j] = Without<T>(v[j], row.skip % kSize);
     }
   }
@@ -350,7 +351,7 @@ __device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, con
     A sum = Exp(Element<T>(v[j], 0) - total.max);
 #pragma unroll
     for (unsigned e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
-    if (j < kVectors - 1 || last < row.count) total.sum += sum;
+    if (j + 1 < kVectors || last < row.count) total.sum += sum;
   }
 }
 

@@ -2,10 +2,31 @@
 // logits. D durations may follow the V logits. They have a softmax of their own. A Bernoulli blank is left out of the
 // sum.
 //
-// Each pass is bound by memory: forward reads every logit inside the lengths once, backward reads it once and writes
-// its gradient once, over the same memory if asked to. Rows outside the lengths are not read; backward writes zeros
-// there.
+// Forward reads every logit inside the lengths once, backward reads it once and writes its gradient once, over the same
+// memory if asked to. Rows outside the lengths are not read, but for 16 bytes beside a row; backward writes zeros
+// there. So memory should bound both passes, and does if a row takes few instructions: an H200 copies 4 bytes in the
+// time in which a warp issues one. All of the scheme serves this (emission_rows.cuh has the threads and the sums):
 //
+// * A group of lanes takes a row: 2 up to 128 bytes, 4 up to 1 KiB, a warp up to 64 KiB, a block above. Groups of a
+// warp
+//   take several rows each, one after the other.
+// * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents,
+// norm,
+//   the softmax of the durations before the rows; the logarithms, planes and norm after them.
+// * Accesses are 16 bytes wide for any V and any alignment. All accesses of a step are issued before the first is used.
+//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of two
+//   aligned ones, since the assignment of elements to lanes must not depend on the address. Backward has no sums, so it
+//   begins at the first boundary.
+// * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. The
+//   maximum of a step comes first; for 16-bit types by instructions on two elements.
+// * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
+//   was overwritten.
+//
+// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); four accesses in
+// flight for 16-bit types (spills, or fewer threads); -inf in place of absent vectors, zeros in place of rows that are
+// not read (16 moves per step); bounds tested per access (a dozen predicates copied per step).
+//
+// Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
 
 #include "xla_kernels/cuda/emission_rows.cuh"
@@ -59,23 +80,24 @@ __device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointe
   of_durations.sum = 1;
   if (shape.durations > 0 && shape.normalize) of_durations = SumDurations(x + shape.classes, shape.durations);
   A poison = (total.sum - total.sum) + (of_durations.sum - of_durations.sum);  // one NaN makes all NaN
-  if (shape.bernoulli) poison += logit_blank < kInfinity<A> ? A(0) : NaN<A>();
-  const A log_sum = Log(total.sum);
-  for (int arc = 0; arc <= shape.num_blanks; ++arc) {
-    const bool is_label = arc == shape.num_blanks;
-    const int k = is_label ? own.label : shape.blanks[arc];
-    A value;
-    if (shape.bernoulli && k == shape.blanks[0]) {
-      value = LogSigmoid(logit_blank);
-    } else if (unsigned(k) < unsigned(shape.classes)) {
-      const A logit = is_label ? logit_label : arc == 0 ? logit_blank : Widen(x[k]);
-      value = LogProbability(logit, total, log_sum, shape.normalize);
-      if (shape.bernoulli && logit_blank != -kInfinity<A>) value += LogSigmoid(-logit_blank);
-    } else {
-      value = k == kNoLabel ? -kInfinity<A> : NaN<A>();
-    }
-    args.log_arc[arc][own.index] = value + poison;
+  A log_blank = 0, log_not_blank = 0;                                          // of a Bernoulli blank
+  if (shape.bernoulli) {
+    poison += logit_blank < kInfinity<A> ? A(0) : NaN<A>();
+    log_blank = LogSigmoid(logit_blank);
+    if (logit_blank != -kInfinity<A>) log_not_blank = LogSigmoid(-logit_blank);
   }
+  const A log_sum = Log(total.sum);
+  const auto of_class = [&](int k, A logit) {
+    if (shape.bernoulli && k == shape.blanks[0]) return log_blank + poison;
+    return LogProbability(logit, total, log_sum, shape.normalize) + log_not_blank + poison;
+  };
+  args.log_arc[0][own.index] = of_class(shape.blanks[0], logit_blank);
+  for (int i = 1; i < shape.num_blanks; ++i) {
+    args.log_arc[i][own.index] = of_class(shape.blanks[i], Widen(x[shape.blanks[i]]));
+  }
+  args.log_arc[shape.num_blanks][own.index] = unsigned(own.label) < unsigned(shape.classes)
+                                                  ? of_class(own.label, logit_label)
+                                                  : (own.label == kNoLabel ? -kInfinity<A> : NaN<A>()) + poison;
   if (shape.durations > 0) {
     const A log_duration_sum = Log(of_durations.sum);
     for (int i = 0; i < shape.durations; ++i) {
@@ -110,10 +132,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int row_size = shape.row_size();
   for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
     const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
-    const T* const own_x = logits + own.index * row_size;
+    const T* const team_x = Pinned(logits + (int64_t(b) * shape.rows() + team.first) * row_size);
+    const T* const own_x = team_x + unsigned(team.group * shape.passes + team.in_warp) * unsigned(row_size);
     const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
     const int64_t last = int64_t(shape.batch) * shape.rows() - 1;
-    const unsigned at_edge = __ballot_sync(kAll, own.index == 0 || own.index == last);
+    const unsigned at_edge = __ballot_sync(kAll, own.index == last || (own.index == 0 && Misaligned(logits) != 0));
     // Loaded now, for WriteRow.
     A logit_blank = 0, logit_label = 0;
     if (own.label != kOutside) {
@@ -124,7 +147,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     total.max = 0;
     total.sum = 1;
     if (shape.normalize) {
-      const T* const team_x = Pinned(logits + (int64_t(b) * shape.rows() + team.first) * row_size);
       const int skip = shape.bernoulli ? shape.blanks[0] : -1;
       const unsigned mine = inside >> team.Owner(0);
       int at = team.group * shape.passes * row_size;  // less than kTeamBytes, or 0
@@ -306,14 +328,14 @@ __device__ __forceinline__ void MapVectors(const T* x, T* dx, unsigned first, un
     Words v[kVectors] = {};
 #pragma unroll
     for (unsigned j = 0; j < kVectors; ++j) {
-      if (kRead && (j < kVectors - 1 || last)) v[j] = Load16(x + begin + j * kLanes * kSize);
+      if (kRead && (j + 1 < kVectors || last)) v[j] = Load16(x + begin + j * kLanes * kSize);
     }
 #pragma unroll
     for (unsigned j = 0; j < kVectors; ++j) {
       Accumulator<T> values[kSize];
 #pragma unroll
       for (unsigned e = 0; e < kSize; ++e) values[e] = gradient(Element<T>(v[j], e));
-      if (j < kVectors - 1 || last) Store16(dx + begin + j * kLanes * kSize, Pack<T>(values));
+      if (j + 1 < kVectors || last) Store16(dx + begin + j * kLanes * kSize, Pack<T>(values));
     }
   }
   if constexpr (kVectors > 1) MapVectors<kVectors / 2, kLanes, kRead>(x, dx, first, count, lane, gradient);
@@ -392,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 
 // ---- launches ----
 
-// Chooses the number of threads per row, and launches Kernel<T, kLanes>. `arcs`: that the lanes of a row must hold.
+// Chooses the number of threads per row, and launches Kernel<T, kLanes>. Rows of many arcs need many lanes.
 template <class T, template <class, int> class Kernel, class Pointers>
 cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
   const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
