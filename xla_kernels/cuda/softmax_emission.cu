@@ -272,6 +272,10 @@ __device__ __forceinline__ LogSumExp<Accumulator<T>> SumSlowly(const T* x, int n
   return SumGroup<kLanes>(total);
 }
 
+// Arcs that a lane of a group may have to correct. A warp can correct the most arcs of an emission.
+template <int kLanes>
+constexpr int kArcsPerLane = kLanes > kMaxBlanks ? 1 : 2;
+
 // The gradients of the classes that arcs have. Lanes of the group take one arc each, or two. They read the logits
 // before any lane overwrites them, and write when all other gradients of the row are written.
 template <class T, int kLanes>
@@ -310,9 +314,9 @@ class ArcGradients {
       if (class_[i] >= 0) dx[class_[i]] = gradient_[i];
     }
   }
-  static constexpr int kHeld = kLanes > kMaxBlanks ? 1 : 2, kMaxArcs = kHeld * kLanes;
 
  private:
+  static constexpr int kHeld = kArcsPerLane<kLanes>;
   int class_[kHeld];
   T gradient_[kHeld];
 };
@@ -430,10 +434,10 @@ cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cud
                   Shape(shape, int(std::max<int64_t>(1, passes))), pointers);
   };
   const int arcs = shape.num_blanks + 1;
-  if (bytes <= kTinyRow && arcs <= ArcGradients<T, kTinyLanes>::kMaxArcs) {
+  if (bytes <= kTinyRow && arcs <= kArcsPerLane<kTinyLanes> * kTinyLanes) {
     return launch(std::integral_constant<int, kTinyLanes>());
   }
-  if (bytes <= kShortRow && arcs <= ArcGradients<T, kShortLanes>::kMaxArcs) {
+  if (bytes <= kShortRow && arcs <= kArcsPerLane<kShortLanes> * kShortLanes) {
     return launch(std::integral_constant<int, kShortLanes>());
   }
   if (bytes <= kMediumRow) return launch(std::integral_constant<int, 32>());
