@@ -30,6 +30,13 @@
 #define JAX_RNNT_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jax_rnnt::emulation::DynamicShared())
 #endif
 
+// Instructions on two 16-bit elements at a time, and minima that keep NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define JAX_RNNT_SM80 1
+#else
+#define JAX_RNNT_SM80 0
+#endif
+
 namespace jax_rnnt::cuda {
 
 // While an object lives, Launch loads kernels onto the current device and starts none, in this thread. See LoadKernels.
@@ -89,6 +96,19 @@ inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
 inline double AsFloat(int64_t x) { return Bits<double>(x); }
 #endif
 
+// ---- addresses ----
+
+// The same pointer to device memory, computed once: without this, the compiler derives each address from base and index
+// anew, with 64-bit products in the innermost loop.
+template <class T>
+__device__ __forceinline__ T* Pinned(T* x) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(x));
+  __builtin_assume(__isGlobal(x));
+#endif
+  return x;
+}
+
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.
@@ -119,6 +139,23 @@ __device__ __forceinline__ float Fma(float x, float y, float z) { return fmaf(x,
 __device__ __forceinline__ double Fma(double x, double y, double z) { return fma(x, y, z); }
 __device__ __forceinline__ float Abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double Abs(double x) { return fabs(x); }
+
+// The larger of two numbers; if one is NaN, the other.
+__device__ __forceinline__ float Max(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ double Max(double x, double y) { return fmax(x, y); }
+
+// x within [-limit, limit]; NaN stays NaN.
+__device__ __forceinline__ float Clip(float x, float limit) {
+#if JAX_RNNT_SM80
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
+  return y;
+#else
+  return x > limit ? limit : x < -limit ? -limit : x;
+#endif
+}
+__device__ __forceinline__ double Clip(double x, double limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
 // Accurate natural logarithm, for use once per row.
 __device__ __forceinline__ float Log(float x) { return logf(x); }
@@ -205,59 +242,92 @@ __device__ __forceinline__ Half Narrow<Half, float>(float x) {
   return y;
 }
 
+// Two 16-bit elements in a word, the first one in the low half.
+template <class T>
+__device__ __forceinline__ T Half16(uint32_t pair, int i) {
+  return T{uint16_t(i == 0 ? pair : pair >> 16)};
+}
+template <class T>
+__device__ __forceinline__ uint32_t NarrowPair(float x, float y) {
+  return Narrow<T>(x).bits | uint32_t(Narrow<T>(y).bits) << 16;
+}
+// The larger elements; if one is NaN, the other.
+template <class T>
+__device__ __forceinline__ uint32_t MaxPair(uint32_t x, uint32_t y) {
+  return NarrowPair<T>(Max(Widen(Half16<T>(x, 0)), Widen(Half16<T>(y, 0))),
+                       Max(Widen(Half16<T>(x, 1)), Widen(Half16<T>(y, 1))));
+}
+#if JAX_RNNT_SM80
+template <>
+__device__ __forceinline__ uint32_t NarrowPair<BFloat16>(float x, float y) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+}
+template <>
+__device__ __forceinline__ uint32_t NarrowPair<Half>(float x, float y) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+}
+template <>
+__device__ __forceinline__ uint32_t MaxPair<BFloat16>(uint32_t x, uint32_t y) {
+  uint32_t pair;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  return pair;
+}
+template <>
+__device__ __forceinline__ uint32_t MaxPair<Half>(uint32_t x, uint32_t y) {
+  uint32_t pair;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  return pair;
+}
+#endif
+
 // ---- 16-byte accesses ----
 
-template <class T>
-struct alignas(16) Vector16 {
-  T x[16 / sizeof(T)];
+// 16 bytes as one access moves them. They stay 32-bit words until they are used: the compiler takes 16-bit elements
+// apart as soon as they are there, and so waits for an access before it issues the next one.
+struct alignas(16) [[gnu::may_alias]] Words {
+  uint32_t w[4];
 };
 
 // One access each. `from` and `to` must be aligned to 16 bytes. Plain loads, not __ldg, since a gradient may overwrite
 // the logits.
-template <class T>
-__device__ __forceinline__ Vector16<T> Load16(const T* from) {
 #if defined(__CUDACC__)
-  union {
-    uint4 bits;
-    Vector16<T> v;
-  } u;
-  u.bits = *reinterpret_cast<const uint4*>(from);
-  return u.v;
-#else
-  return *reinterpret_cast<const Vector16<T>*>(from);
-#endif
+__device__ __forceinline__ Words Load16(const void* from) {
+  const uint4 v = *static_cast<const uint4*>(from);
+  return {{v.x, v.y, v.z, v.w}};
 }
-template <class T>
-__device__ __forceinline__ void Store16(T* to, Vector16<T> v) {
-#if defined(__CUDACC__)
-  union {
-    Vector16<T> v;
-    uint4 bits;
-  } u;
-  u.v = v;
-  *reinterpret_cast<uint4*>(to) = u.bits;
-#else
-  *reinterpret_cast<Vector16<T>*>(to) = v;
-#endif
+__device__ __forceinline__ void Store16(void* to, const Words& v) {
+  *static_cast<uint4*>(to) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 }
+#else
+inline Words Load16(const void* from) { return *static_cast<const Words*>(from); }
+inline void Store16(void* to, const Words& v) { *static_cast<Words*>(to) = v; }
+#endif
 
-// The 16 bytes from element `offset` of `low` on, continued in `high`. 0 < offset < elements of a vector.
+// The 16 bytes from element `offset` of `low` on, continued in `high`. 0 <= offset < elements in 16 bytes.
 template <class T>
-__device__ __forceinline__ Vector16<T> Window(const Vector16<T>& low, const Vector16<T>& high, int offset) {
-  union {
-    uint32_t words[8];
-    Vector16<T> v[2];
-  } u;
-  u.v[0] = low;
-  u.v[1] = high;
+__device__ __forceinline__ Words Window(const Words& low, const Words& high, int offset) {
   const int bytes = offset * int(sizeof(T));
+  uint32_t w[8];
 #pragma unroll
-  for (int i = 0; i < 6; ++i) u.words[i] = bytes & 8 ? u.words[i + 2] : u.words[i];
+  for (int i = 0; i < 4; ++i) {
+    w[i] = low.w[i];
+    w[i + 4] = high.w[i];
+  }
 #pragma unroll
-  for (int i = 0; i < 5; ++i) u.words[i] = bytes & 4 ? u.words[i + 1] : u.words[i];
+  for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+  if (sizeof(T) <= 4) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) u.words[i] = bytes & 2 ? u.words[i] >> 16 | u.words[i + 1] << 16 : u.words[i];
-  return u.v[0];
+    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+  }
+  if (sizeof(T) <= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
+  }
+  return {{w[0], w[1], w[2], w[3]}};
 }
 
 }  // namespace jax_rnnt::cuda

@@ -16,8 +16,9 @@ import time
 import checks
 
 LATTICE, EMISSION, SKIP = (f"xla_kernels/cuda/{name}.cu" for name in ("lattice", "softmax_emission", "skip_lattice"))
-VALUES = "xla_kernels/cuda/lattice_values.cuh"  # a header of LATTICE and SKIP
 DEVICES = "xla_kernels/cuda/devices.cu"
+VALUES, ROWS, RUNTIME = (f"xla_kernels/cuda/{name}.cuh" for name in ("lattice_values", "emission_rows", "runtime"))
+HEADERS = {VALUES: [LATTICE, SKIP], ROWS: [EMISSION], RUNTIME: [EMISSION]}  # the sources that a mutated header concerns
 RUNS = (
     ("plain", "forward"),
     ("plain", "reverse"),
@@ -29,7 +30,7 @@ RUNS = (
 MUTATIONS = (
     (
         "missing __syncthreads: block reduction",
-        EMISSION,
+        ROWS,
         "parts[threadIdx.x / 32] = total;\n    __syncthreads();",
         "parts[threadIdx.x / 32] = total;",
     ),
@@ -52,27 +53,47 @@ MUTATIONS = (
         "Value<A> in = kUp ? ShuffleUp(out) : ShuffleDown(self), blank, label;",
         "Value<A> in = Zero<S>(), blank, label;\n        if (own) in = kUp ? ShuffleUp(out) : ShuffleDown(self);",
     ),
-    ("mask names exited lanes", EMISSION, "kLanes >= 32 ? 0xffffffffu", "kLanes >= 8 ? 0xffffffffu"),
     (
         "shuffle reads beyond the group",
-        EMISSION,
-        "__shfl_xor_sync(mask, total.max, step)",
-        "__shfl_xor_sync(mask, total.max, step * 2)",
+        ROWS,
+        "__shfl_xor_sync(kAll, total.sum, step)",
+        "__shfl_xor_sync(kAll, total.sum, step * 2)",
     ),
-    ("missing barrier: anchor and durations in place", EMISSION, "    SyncGroup<kLanes>();\n", ""),
-    ("anchor read late", EMISSION, "Exp2((v - anchor)", "Exp2((v - (norm > 0 ? Widen(x[shape.anchor]) : anchor))"),
-    ("anchor: a Bernoulli blank", EMISSION, "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
+    (
+        "missing barrier: anchor, arcs and durations in place",
+        EMISSION,
+        "softmax, finish, team.lane);\n      SyncTeam<kLanes>();",
+        "softmax, finish, team.lane);",
+    ),
+    (
+        "missing barrier: arcs after their row",
+        EMISSION,
+        "      SyncTeam<kLanes>();\n      arcs.Write(dx);",
+        "      arcs.Write(dx);",
+    ),
+    ("arcs: not corrected", EMISSION, "      arcs.Write(dx);\n", ""),
+    ("arcs: a class of two arcs", EMISSION, "ct += args.ct_arc[j][index];", "ct = args.ct_arc[j][index];"),
+    ("arcs: a class written by two lanes", EMISSION, "if (j < arc) class_[i] = -1;", ""),
+    ("head of a row: from another lane", EMISSION, "row.softmax.anchor, owner)", "row.softmax.anchor, owner ^ 1)"),
+    ("total of a row: of the last pass", EMISSION, "if (team.Owns(pass)) total = sum;", "total = sum;"),
+    ("window: another cut", RUNTIME, "bytes & 4 ? w[i + 1] : w[i]", "bytes & 4 ? w[i] : w[i + 1]"),
+    ("window: half a word", RUNTIME, "(bytes & 2) * 8", "(bytes & 2) * 4"),
+    ("window beyond the tensor", ROWS, "if (!at_edge) return", "if (true) return"),
+    ("last vector counted twice", ROWS, "if (j + 1 < kVectors || last < row.count) total.sum", "total.sum"),
+    ("last element counted twice", ROWS, "k < row.n && k != row.skip ?", "k != row.skip ?"),
+    ("anchor: a Bernoulli blank", ROWS, "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
     ("anchor: no class", EMISSION, "shape.anchor < shape.classes ?", "true ?"),
     ("anchor: too far below", EMISSION, "below <= kReach<A>", "below <= 10 * kReach<A>"),
-    ("sum: not scaled", EMISSION, "args.norm[at.index] * (1 / kSumScale<A>)", "args.norm[at.index]"),
+    ("sum: not scaled", EMISSION, "norm * (1 / kSumScale<A>)", "norm"),
     ("a rounded lse for all rows", EMISSION, "below <= kReach<A>", "below < 0"),
-    ("durations: a sum for its maximum", EMISSION, "x[shape.classes + i]) - of_durations.max", "x[shape.classes + i])"),
+    ("durations: a sum for its maximum", EMISSION, "Widen(x[i]) - total.max", "Widen(x[i])"),
     (
         "Bernoulli blank in the softmax",
         EMISSION,
-        "shape.bernoulli ? shape.blanks[0] : -1;\n      total",
-        "-1;\n      total",
+        "const int skip = shape.bernoulli ? shape.blanks[0] : -1;",
+        "const int skip = -1;",
     ),
+    ("Bernoulli blank: another vector", ROWS, "i == row.skip / kSize", "i == row.skip / kSize + 1"),
     ("0 times an infinite scale", EMISSION, "return v == 0 ? v : v * scale;", "return v * scale;"),
     ("durations: a head too early", EMISSION, "x + shape.classes, shape.durations", "x, shape.durations"),
     ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
@@ -80,20 +101,9 @@ MUTATIONS = (
     ("one buffer instead of two", LATTICE, "(chunk & 1)) * C", "0) * C"),
     ("too little shared memory", LATTICE, "(2 * kChunk<A> + 1)", "(2 * kChunk<A>)"),
     ("shared memory read before it is written", LATTICE, "if (lane == 0) sums", "if (lane == 0 && tile < warps) sums"),
-    (
-        "missing bound of rows",
-        EMISSION,
-        "if (row >= int64_t(shape.frames) * shape.columns) return;",
-        "",
-    ),
-    ("missing bound of a vector", EMISSION, "if (k < vectors.count) v[j] = Load16(x + ", "v[j] = Load16(x + "),
-    (
-        "vector beyond the end of a row",
-        EMISSION,
-        "if (first >= 0 && first + 2 * kElements <= n) {",
-        "if (first >= 0) {",
-    ),
-    ("misaligned 16-byte access", EMISSION, "head = (kElements - Misaligned(x)) % kElements;", "head = 0;"),
+    ("missing bound of rows", ROWS, "team.in_warp < shape.passes && row < shape.rows()", "team.in_warp < shape.passes"),
+    ("missing bound of a vector", EMISSION, "if (kRead && (j + 1 < kVectors || last)) v[j]", "if (kRead) v[j]"),
+    ("misaligned 16-byte access", EMISSION, "head = min(n, (kSize - Misaligned(x)) % kSize);", "head = 0;"),
     (
         "nodes read that nobody wrote",
         LATTICE,
@@ -203,7 +213,7 @@ def try_mutation(mutation, objects, every_run) -> list[str]:
         root = pathlib.Path(folder)
         (root / source).parent.mkdir(parents=True)
         (root / source).write_text(text.replace(old, new))
-        sources = [LATTICE, SKIP] if source == VALUES else [source]
+        sources = HEADERS.get(source, [source])
         for other in sources:
             shutil.copy(checks.ROOT / other, root / other) if other != source else None
         programs = {}
