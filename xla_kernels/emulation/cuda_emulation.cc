@@ -51,7 +51,6 @@ namespace {
 
 constexpr unsigned kMaxThreads = 1024, kMaxWarps = kMaxThreads / 32, kMaxGroups = 8;
 constexpr size_t kStackBytes = 256 << 10;    // only touched pages take memory
-constexpr size_t kSharedLimit = 227 << 10;   // of compute capability 9.0, with the opt-in
 constexpr size_t kStaticLimit = 48 << 10;    // without the opt-in
 constexpr unsigned kSanitizedThreads = 240;  // ThreadSanitizer's runtime distinguishes 255 threads
 constexpr unsigned kFibers = kMaxThreads;
@@ -65,6 +64,7 @@ struct Fiber {
   State state = State::kExited;
   const char* operation = "";  // where it waits, unless it is ready
   Caller caller = {"", 0};
+  std::vector<Copy> copies;
 #if JAX_RNNT_OWN_SWITCH
   void* stack_pointer = nullptr;
 #else
@@ -330,6 +330,7 @@ JAX_RNNT_SCHEDULER bool StartThread(Fiber* fiber, unsigned linear) {
   fiber->linear = linear;
   fiber->index = {linear % block_size.x, linear / block_size.x % block_size.y, linear / (block_size.x * block_size.y)};
   fiber->state = State::kReady;
+  fiber->copies.clear();
 #if JAX_RNNT_OWN_SWITCH
   // JaxRnntEmulationSwitch pops six registers, then ThreadMain, which must find the stack as after a call.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
@@ -513,6 +514,7 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
 JAX_RNNT_SCHEDULER unsigned BlockThreads() { return machine.num_threads; }
+JAX_RNNT_SCHEDULER std::vector<Copy>& Copies() { return machine.current->copies; }
 
 JAX_RNNT_SCHEDULER int Barrier(int value, const char* name, Caller caller) {
   BlockBarrier& barrier = machine.barrier;
