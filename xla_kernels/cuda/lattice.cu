@@ -44,11 +44,16 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Steps of the next chunk whose copies start in a step, until all have started.
-#ifndef JAX_RNNT_LATTICE_FETCH
-#define JAX_RNNT_LATTICE_FETCH 2
+// Step of a chunk in which the copies of the next one start. Later steps leave less time, earlier ones delay this chunk.
+#ifndef JAX_RNNT_LATTICE_COPY_STEP
+#define JAX_RNNT_LATTICE_COPY_STEP 2
 #endif
-constexpr int kFetch = JAX_RNNT_LATTICE_FETCH;
+constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
+// Steps from the read of a value in shared memory to its use.
+#ifndef JAX_RNNT_LATTICE_AHEAD
+#define JAX_RNNT_LATTICE_AHEAD 2
+#endif
+constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
 
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
@@ -358,9 +363,10 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   A* const m = Settled(args.grad_blank + int64_t(b) * sequence.plane);
   A* const e = Settled(args.grad_label + int64_t(b) * sequence.plane);
   Arcs<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
-  const bool keep = args.grad_blank != nullptr;
+  const unsigned keep = kSweep == 2 || args.grad_blank != nullptr ? ~0u : 0;
 
-  // The second sweep divides its running values by minus the likelihood, and its products are minus posteriors.
+  // The second sweep divides its running values by minus the likelihood, so their products with those of the other
+  // direction are minus posteriors; their exponents have the bias of BiasedPower.
   Value<A> minus_inverse = {A(1), 0};
   if (kSweep == 2) {
     const Middle<A> middle = AtMiddle(args, sequence, shared);
@@ -368,7 +374,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     const A loss = middle.wide ? Wide(args, sequence, b) : middle.loss;
     if (kUp && threadIdx.x == 0) args.loss[b] = loss;
     if (middle.wide || !(loss < kInfinity<A>)) return;
-    minus_inverse = {A(-1) / middle.likelihood.m, -middle.likelihood.e};
+    minus_inverse = {A(-1) / middle.likelihood.m, S::kExponentBias - middle.likelihood.e};
   }
 
   // Values of a lane: `self` has left the last diagonal in the lane's column, `in` enters the next one from another.
@@ -382,8 +388,12 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int edge = kUp ? 0 : sequence.labels;  // the column of the initial value
   const auto initial = [&](int tile) {
     const int u = tile * kTile + lane;
-    if (kSweep == 1) return State{u == edge ? One<A>() : Zero<S>(), Zero<S>()};
     State state = {Zero<S>(), Zero<S>()};
+    if (kSweep == 1) {
+      if (u == edge) state.self = One<A>();
+      if (!kUp && u == edge - 1) state.in = One<A>();  // a monotonic label arc may enter the terminal node
+      return state;
+    }
     const auto reached = [&](const Value<A>& v) {
       Value<A> x = Normalize(v * minus_inverse);
       x.e = S::Max(x.e, S::kZero);
@@ -402,6 +412,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int length = kUp == (kSweep == 1) ? sequence.middle + 1 : last - 1 - sequence.middle;
   const int chunks = (length + C - 1) / C, empty = kSweep == 1 ? chunks * C - length : 0;
   const int begin = kSweep == 1 ? (kUp ? -empty : last - 1 + empty) : kUp ? sequence.middle + 1 : sequence.middle;
+  // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
+  const int terminal = length - 1 - (chunks - 1) * C;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
   // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep: the
   // smaller of two unsigned numbers, one of which has wrapped around.
@@ -418,29 +430,29 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // The chunk that is being copied.
   struct Fetch {
     int stage;
-    unsigned here, at;
+    unsigned here, first, at;  // nodes that exist; positions of the first step and of the next copy
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
   const auto existing = [&](int chunk, int tile) {
-    if (chunk < 0 || chunk >= chunks) return 0u;
-    return Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
+    const unsigned here =
+        Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
+    return chunk >= 0 && chunk < chunks ? here : 0;
   };
   const auto first_position = [&](int chunk, int tile) {
     return position(begin + chunk * C * kStep, tile * kTile + lane);
   };
-  const auto fetch_step = [&](int j, Fetch& fetch) {
-    const bool here = (fetch.here & 1u << j) != 0, beyond = (fetch.here & 2u << j) != 0;
-    if (here) CopyAsync(&stages[fetch.stage].arcs[j][lane], arcs + fetch.at);
-    if (!(kSweep == 2 && kUp)) {
-      if (kSweep == 2 && here) CopyAsync(&stages[fetch.stage].other[j][lane].m, m + fetch.at);
-      if (kSweep == 2 && here) CopyAsync(reinterpret_cast<A*>(&stages[fetch.stage].other[j][lane].e), e + fetch.at);
-      fetch.at = next(fetch.at);
-      return;
+  const auto start_copies = [&](Fetch& fetch) {
+    Arcs<A>* const to_arcs = Settled(&stages[fetch.stage].arcs[0][lane]);
+    Value<A>* const to_other = Settled(&stages[fetch.stage].other[0][lane]);
+#pragma unroll
+    for (int j = 0; j < C; ++j) {
+      const bool here = Bit(fetch.here, j), other = Bit(fetch.here, kUp ? j + 1 : j);
+      if (here) CopyAsync(to_arcs + 32 * j, arcs + fetch.at);
+      const unsigned after = next(fetch.at), from = kUp ? after : fetch.at;
+      if (kSweep == 2 && other) CopyAsync(&to_other[32 * j].m, m + from);
+      if (kSweep == 2 && other) CopyAsync(reinterpret_cast<A*>(&to_other[32 * j].e), e + from);
+      fetch.at = after;
     }
-    fetch.at = next(fetch.at);
-    if (beyond) CopyAsync(&stages[fetch.stage].other[j][lane].m, m + fetch.at);
-    if (beyond) CopyAsync(reinterpret_cast<A*>(&stages[fetch.stage].other[j][lane].e), e + fetch.at);
-    if (!beyond) stages[fetch.stage].other[j][lane] = Zero<S>();
   };
   // What does not come from memory.
   const auto fetch_rest = [&](int chunk, int tile, const Fetch& fetch) {
@@ -449,37 +461,37 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 #pragma unroll 1
       for (int j = 0; j < empty; ++j) stages[fetch.stage].arcs[j][lane] = {A(0), -kInfinity<A>};
     }
-    if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {  // the terminal node, on diagonal `last`
-      stages[fetch.stage].other[last - 1 - (begin + chunk * C)][lane] = {A(1), S::kExponentBias};
+    if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {
+      stages[fetch.stage].other[terminal][lane] = One<A>();
     }
   };
   const auto fetch_all = [&](int chunk, int tile, int stage) {
-    const Fetch first = {stage, existing(chunk, tile), first_position(chunk, tile)};
-    if (chunk < 0 || chunk >= chunks) return first;
-    Fetch fetch = first;
-#pragma unroll
-    for (int j = 0; j < C; ++j) fetch_step(j, fetch);
+    const unsigned first = first_position(chunk, tile);
+    Fetch fetch = {stage, existing(chunk, tile), first, first};
+    if (chunk < 0 || chunk >= chunks) return fetch;
+    start_copies(fetch);
     fetch_rest(chunk, tile, fetch);
-    return Fetch{stage, first.here, fetch.at};
+    return fetch;
   };
 
   // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
   const auto compute = [&](int chunk, int tile, Fetch done, int chunk_next, int tile_next, State& state) {
     const Stage<A, kSweep>& now = stages[done.stage];
-    Fetch fetch = {done.stage ^ 1, existing(chunk_next, tile_next), done.at};
-    if (tile_next != tile) fetch.at = first_position(chunk_next, tile_next);
-    const Fetch result = fetch;
+    Fetch fetch = {done.stage ^ 1, existing(chunk_next, tile_next), done.at, done.at};
+    if (tile_next != tile) fetch.first = fetch.at = first_position(chunk_next, tile_next);
     const int u = tile * kTile + lane;
     // Arcs that exist: also, before the first diagonal, that which keeps the initial value.
     const unsigned exists = kSweep == 1 && chunk == 0 && u == edge ? done.here | ((1u << empty) - 1) : done.here;
-    const unsigned stored = keep ? done.here : 0;
+    const unsigned stored = done.here & keep;
+    // Where beta of the next diagonal is not zero. Elsewhere, only the exponent says so.
+    const unsigned beyond = done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
     // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
     // arc that is:
     const unsigned before = u > 0 ? done.here >> args.skew : 0;
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
     Value<A>* const leaving = crossings + (tile * 2 + (chunk & 1)) * C;
-    unsigned at = first_position(chunk, tile);
+    unsigned at = done.first;
     // What a step reads from shared memory, a step ahead of the copies, which may not overtake reads.
     struct Read {
       Arcs<A> arcs;
@@ -489,38 +501,41 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       Read read = {};
       read.arcs = now.arcs[j][lane];
       if (kSweep == 2) read.other = now.other[j][lane];
+      if (kSweep == 2 && kUp && !Bit(beyond, j)) read.other.e = S::kZero;
       read.entering = entering[j];
       return read;
     };
-    Read ahead = read(0);
+    Read reads[C];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) reads[j] = read(j);
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      const Read step = ahead;
-      if (j + 1 < C) ahead = read(j + 1);
+      const Read step = reads[j];
+      if (j + kAhead < C) reads[j + kAhead] = read(j + kAhead);
       const unsigned own = stored & 1u << j;
-      const auto probability = [&](A x) { return Probability(x, (exists & 1u << j) != 0); };
+      const auto probability = [&](A x) { return Probability(x, Bit(exists, j)); };
       const Value<A> p_blank = probability(step.arcs.blank), p_label = probability(step.arcs.label);
       const auto keep_value = [&](Value<A> v) {
         if (kSweep == 2) return;
         StoreIf(own, m + at, v.m);
-        StoreIf(own, e + at, S::AsFloat(v.e + S::kExponentBias));
+        StoreIf(own, e + at, S::AsFloat(v.e));
       };
       const auto posterior = [&](Value<A> v) {
         return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e);
       };
       if (kUp) {
         const Value<A> alpha = Plus(state.self, state.in), label = Times(alpha, p_label);
-        keep_value(alpha);
         state.self = Times(alpha, p_blank);
         state.in = ShuffleUp(label);
         if (lane == kExit) leaving[j] = label;
+        keep_value(alpha);
       } else {
         const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
-        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
         state.self = Plus(blank, label);
-        keep_value(state.self);
         state.in = ShuffleDown(state.self);
         if (lane == kExit) leaving[j] = state.self;
+        keep_value(state.self);
+        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
       }
       if (lane == kEntry) state.in = step.entering;
       if (kSweep == 2 && kUp) {
@@ -528,19 +543,19 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
       }
       at = next(at);
-#pragma unroll
-      for (int i = 0; i < kFetch; ++i) {
-        if (j * kFetch + i < C) fetch_step(j * kFetch + i, fetch);
-      }
+      if (j == kCopyStep) start_copies(fetch);
     }
     if (0 <= chunk_next && chunk_next < chunks) fetch_rest(chunk_next, tile_next, fetch);
     state.self = Normalize(state.self);
     state.in = Normalize(state.in);
-    return Fetch{result.stage, result.here, fetch.at};
+    return fetch;
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
   if (lane < C && warp == 0) zeros[lane] = Zero<S>();
+  for (int j = 0; kSweep == 2 && kUp && j < C; ++j) {  // no NaN where no copy arrives
+    stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
+  }
   if (tiles <= warps) {
     State state = initial(warp);
     Fetch fetch = fetch_all(warp < tiles ? 0 : chunks, warp, 0);

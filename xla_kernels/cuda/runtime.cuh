@@ -75,6 +75,19 @@ inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
 inline double AsFloat(int64_t x) { return Bits<double>(x); }
 #endif
 
+// Whether bit j is set, in one instruction; compilers shift first, for a constant j too.
+__device__ __forceinline__ bool Bit(unsigned bits, int j) {
+#if defined(__CUDACC__)
+  int set;
+  asm("{.reg .pred p; .reg .b32 t; and.b32 t, %1, %2; setp.ne.u32 p, t, 0; selp.s32 %0, 1, 0, p;}"
+      : "=r"(set)
+      : "r"(bits), "r"(1u << j));
+  return set != 0;
+#else
+  return (bits >> j & 1) != 0;
+#endif
+}
+
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.
