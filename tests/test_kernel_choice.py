@@ -139,7 +139,7 @@ def test_workspace(unit_steps, kernel):
         first = jax.ShapeDtypeStruct((3, frames, columns), np.float32)
         for gradient in (False, True):
             if cuda:
-                expected = 2 * nodes + 12 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
+                expected = 2 * nodes + 16 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
             else:
                 expected = 2 * -(-frames // 8) * columns * gradient if unit_steps else 2 * frames * (columns + 32)
             assert lattice._workspace(sizes, first, gradient=gradient, **attributes) == expected + expected % 2

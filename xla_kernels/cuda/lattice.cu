@@ -18,14 +18,23 @@
 //
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
-// neighbour, so the block needs one barrier per chunk, not per diagonal. Loads of a chunk are issued before the chunk
-// before it is computed. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps
-// their running values in the workspace, so the size of a block does not bound U.
+// neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
+// memory (cp.async) while the chunk before it is computed, so no step waits for a load. A chunk has no branches: a node
+// that does not exist has arcs of probability zero, and stores have predicates. All chunks are full: the first sweep
+// begins with diagonals without nodes, the second ends with such. If there are more tiles of 32 columns than warps, a
+// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U.
 //
-// The critical path of a step is a shuffle, a multiply-add and an addition of exponents; the exp of the arcs is off the
-// path. By count of instructions, a diagonal takes about 60 cycles. Memory traffic is 72 bytes per node in float32. The
-// two skewing passes have 32 of them, at the speed of the memory; without them, reading frame order would cost 32
-// sectors per access on the critical path instead of 4.
+// The critical path of a step is a shuffle, a multiply-add and an addition of exponents: about 60 cycles. The exp of
+// the arcs is off the path. Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at
+// the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
+// instead of 4.
+//
+// Tried, in cycles of a step as scheduled for sm_90, in order of the sweeps (2 upwards, 2 downwards where they differ):
+//   loads into registers, branches for what does not exist                                226, 329 to 362
+//   copies in one part at the start of a chunk, with waits of the addresses for each other  135 (the first sweep)
+//   a step of the copies in each step; reads from shared memory may not overtake them       142 to 162, 169 to 208
+//   the same, reads one step ahead of the copies                                            110 to 115, 125 to 173
+//   label posteriors in the lane that the arc enters: no column right of the tile           125 instead of 136, upwards
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -652,10 +661,13 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
+// With one warp, this fits into the shared memory that a block may have on every supported device.
 int64_t MaxUnitColumns() {
-  constexpr size_t kEveryDevice = 99 << 10;  // bytes of shared memory that a block may have on every supported device
-  const auto tiles = [](auto bytes) { return (kEveryDevice - bytes(0, 1)) / (bytes(1, 1) - bytes(0, 1)); };
-  return int64_t(std::min(tiles(SharedBytes<float, 2>), tiles(SharedBytes<double, 2>))) * kTile;
+  constexpr int kColumns = 22528;
+  constexpr size_t kEveryDevice = 99 << 10;
+  static_assert(SharedBytes<float, 2>(kColumns / kTile, 1) <= kEveryDevice, "");
+  static_assert(SharedBytes<double, 2>(kColumns / kTile, 1) <= kEveryDevice, "");
+  return kColumns;
 }
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.
