@@ -53,7 +53,8 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Step of a chunk in which the copies of the next one start. Later steps leave less time, earlier ones delay this chunk.
+// Step of a chunk in which the copies of the next one start. Later steps leave less time, earlier ones delay this
+// chunk.
 #ifndef JAX_RNNT_LATTICE_COPY_STEP
 #define JAX_RNNT_LATTICE_COPY_STEP 2
 #endif
@@ -443,8 +444,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
   const auto existing = [&](int chunk, int tile) {
-    const unsigned here =
-        Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
+    const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
     return chunk >= 0 && chunk < chunks ? here : 0;
   };
   const auto first_position = [&](int chunk, int tile) {
@@ -493,7 +493,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     const unsigned exists = kSweep == 1 && chunk == 0 && u == edge ? done.here | ((1u << empty) - 1) : done.here;
     const unsigned stored = done.here & keep;
     // Where beta of the next diagonal is not zero. Elsewhere, only the exponent says so.
-    const unsigned beyond = done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
+    const unsigned beyond =
+        done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
     // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
     // arc that is:
     const unsigned before = u > 0 ? done.here >> args.skew : 0;
@@ -529,9 +530,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         StoreIf(own, m + at, v.m);
         StoreIf(own, e + at, S::AsFloat(v.e));
       };
-      const auto posterior = [&](Value<A> v) {
-        return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e);
-      };
+      const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
       if (kUp) {
         const Value<A> alpha = Plus(state.self, state.in), label = Times(alpha, p_label);
         state.self = Times(alpha, p_blank);

@@ -270,8 +270,8 @@ __device__ __forceinline__ T* Settled(T* p) {
   return p;
 }
 
-// Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler schedules
-// across it. Reads of the same kernel do not see it before a barrier.
+// Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
+// schedules across it. Reads of the same kernel do not see it before a barrier.
 __device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x) {
 #if defined(__CUDACC__)
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(condition), "l"(to), "f"(x));
@@ -288,16 +288,16 @@ __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x
 }
 __device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float y) {
 #if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(condition),
-               "l"(to), "f"(x), "f"(y));
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
+               "f"(x), "f"(y));
 #else
   if (condition != 0) to[0] = x, to[1] = y;
 #endif
 }
 __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x, double y) {
 #if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f64 [%1], {%2, %3};}" ::"r"(condition),
-               "l"(to), "d"(x), "d"(y));
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f64 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
+               "d"(x), "d"(y));
 #else
   if (condition != 0) to[0] = x, to[1] = y;
 #endif
@@ -305,8 +305,8 @@ __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x
 
 // ---- copies from global to shared memory in the background ----
 
-// Starts a copy of *from to *to, which lies in shared memory. Neither may be used before WaitForCopies. The size of T is
-// 4, 8 or 16 bytes. No memory clobber: loads and stores may move across the start of a copy, not across the wait.
+// Starts a copy of *from to *to, which lies in shared memory. Neither may be used before WaitForCopies. The size of T
+// is 4, 8 or 16 bytes. No memory clobber: loads and stores may move across the start of a copy, not across the wait.
 template <class T>
 __device__ __forceinline__ void CopyAsync(T* to, const T* from) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "copies have 4, 8 or 16 bytes");
@@ -320,10 +320,30 @@ __device__ __forceinline__ void CopyAsync(T* to, const T* from) {
 #endif
 }
 
+// Makes a group of the copies that this thread started since the last group.
+__device__ __forceinline__ void CommitCopies() {
+#if !defined(__CUDACC__)
+  emulation::CommitCopies();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// Waits for the groups of this thread except the last kGroups.
+template <int kGroups>
+__device__ __forceinline__ void WaitForCopies() {
+#if !defined(__CUDACC__)
+  emulation::WaitForCopies(kGroups);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+#endif
+}
+
 // Waits for the copies that this thread started. Other threads see them after a barrier.
 __device__ __forceinline__ void WaitForCopies() {
 #if !defined(__CUDACC__)
-  emulation::WaitForCopies();
+  emulation::CommitCopies();
+  emulation::WaitForCopies(0);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

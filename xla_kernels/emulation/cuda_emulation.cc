@@ -64,7 +64,7 @@ struct Fiber {
   State state = State::kExited;
   const char* operation = "";  // where it waits, unless it is ready
   Caller caller = {"", 0};
-  std::vector<Copy> copies;
+  Copies copies;
 #if JAX_RNNT_OWN_SWITCH
   void* stack_pointer = nullptr;
 #else
@@ -330,7 +330,8 @@ JAX_RNNT_SCHEDULER bool StartThread(Fiber* fiber, unsigned linear) {
   fiber->linear = linear;
   fiber->index = {linear % block_size.x, linear / block_size.x % block_size.y, linear / (block_size.x * block_size.y)};
   fiber->state = State::kReady;
-  fiber->copies.clear();
+  fiber->copies.started.clear();
+  fiber->copies.groups = 0;
 #if JAX_RNNT_OWN_SWITCH
   // JaxRnntEmulationSwitch pops six registers, then ThreadMain, which must find the stack as after a call.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
@@ -514,7 +515,7 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
 JAX_RNNT_SCHEDULER unsigned BlockThreads() { return machine.num_threads; }
-JAX_RNNT_SCHEDULER std::vector<Copy>& Copies() { return machine.current->copies; }
+JAX_RNNT_SCHEDULER Copies& ThreadCopies() { return machine.current->copies; }
 
 JAX_RNNT_SCHEDULER int Barrier(int value, const char* name, Caller caller) {
   BlockBarrier& barrier = machine.barrier;

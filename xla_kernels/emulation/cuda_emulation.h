@@ -116,13 +116,27 @@ struct Copy {
   void* to;
   const void* from;
   size_t bytes;
+  unsigned group;
+};
+struct Copies {
+  std::vector<Copy> started;
+  unsigned groups = 0;  // committed
 };
 // The copies that the calling thread has started and not waited for.
-std::vector<Copy>& Copies();
-inline void CopyAsync(void* to, const void* from, size_t bytes) { Copies().push_back({to, from, bytes}); }
-inline void WaitForCopies() {
-  for (const Copy& copy : Copies()) memcpy(copy.to, copy.from, copy.bytes);
-  Copies().clear();
+Copies& ThreadCopies();
+inline void CopyAsync(void* to, const void* from, size_t bytes) {
+  ThreadCopies().started.push_back({to, from, bytes, ThreadCopies().groups});
+}
+inline void CommitCopies() { ++ThreadCopies().groups; }
+// Runs the copies of all committed groups but the last `groups`.
+inline void WaitForCopies(unsigned groups) {
+  Copies& copies = ThreadCopies();
+  size_t done = 0;
+  while (done < copies.started.size() && copies.started[done].group + groups < copies.groups) {
+    memcpy(copies.started[done].to, copies.started[done].from, copies.started[done].bytes);
+    ++done;
+  }
+  copies.started.erase(copies.started.begin(), copies.started.begin() + std::ptrdiff_t(done));
 }
 
 template <class T>
