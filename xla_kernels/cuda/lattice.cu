@@ -56,7 +56,7 @@ constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
 // Step of a chunk in which the copies of the next one start. Later steps leave less time, earlier ones delay this
 // chunk.
 #ifndef JAX_RNNT_LATTICE_COPY_STEP
-#define JAX_RNNT_LATTICE_COPY_STEP 2
+#define JAX_RNNT_LATTICE_COPY_STEP 4
 #endif
 constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
 // Steps from the read of a value in shared memory to its use.
