@@ -53,12 +53,13 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Step of a chunk in which the copies of the next one start. Later steps leave less time, earlier ones delay this
-// chunk.
+// Step of a chunk in which the copies of the next one start, in eighths of a chunk. Later steps leave less time,
+// earlier ones delay this chunk.
 #ifndef JAX_RNNT_LATTICE_COPY_STEP
 #define JAX_RNNT_LATTICE_COPY_STEP 4
 #endif
 constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
+static_assert(0 <= kCopyStep && kCopyStep < 8, "in eighths of a chunk");
 // Steps from the read of a value in shared memory to its use.
 #ifndef JAX_RNNT_LATTICE_AHEAD
 #define JAX_RNNT_LATTICE_AHEAD 2
@@ -551,7 +552,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
       }
       at = next(at);
-      if (j == kCopyStep) start_copies(fetch);
+      if (j == kCopyStep * C / 8) start_copies(fetch);
     }
     if (0 <= chunk_next && chunk_next < chunks) fetch_rest(chunk_next, tile_next, fetch);
     state.self = Normalize(state.self);

@@ -299,6 +299,7 @@ JAX_RNNT_SCHEDULER void FailDeadlocked() {
 JAX_RNNT_SCHEDULER void ThreadMain() {
   Arrived(machine.current);
   JAX_RNNT_ORDER(Acquire(&tokens->start));
+  machine.current->copies = {};  // by the thread itself, so that ThreadSanitizer sees one owner
   machine.thread(machine.context);
   JAX_RNNT_ORDER(Release(&launches));
   Fiber* const self = machine.current;
@@ -330,8 +331,6 @@ JAX_RNNT_SCHEDULER bool StartThread(Fiber* fiber, unsigned linear) {
   fiber->linear = linear;
   fiber->index = {linear % block_size.x, linear / block_size.x % block_size.y, linear / (block_size.x * block_size.y)};
   fiber->state = State::kReady;
-  fiber->copies.started.clear();
-  fiber->copies.groups = 0;
 #if JAX_RNNT_OWN_SWITCH
   // JaxRnntEmulationSwitch pops six registers, then ThreadMain, which must find the stack as after a call.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
