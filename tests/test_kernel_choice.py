@@ -90,7 +90,7 @@ CUDA = {
     "lattice_nodes": (1 << 30) - 1,
     "diagonals": (1 << 29) - 1,
     "sequences": (1 << 31) - 1,
-    "unit_columns": 22528,
+    "unit_columns": 23264,
 }
 EMISSION, LATTICE = losses.RNNT.gradient_calls[:2], losses.RNNT.gradient_calls[2:]
 BOTH = EMISSION + LATTICE
@@ -102,7 +102,7 @@ BEYOND = {
     "nodes": (beyond(losses.RNNT, 1 << 16, (1 << 14) - 1, 2), "cuda", LATTICE, "at most 1073741823 nodes"),
     "nodes_of_emission": (beyond(losses.RNNT, 1 << 17, (1 << 14) - 1, 2), "cuda", BOTH, "at most .* nodes"),
     "diagonals": (beyond(losses.RNNT, 1 << 29, 0, 2), "cuda", LATTICE, "at most 536870911 diagonals"),
-    "labels": (beyond(losses.RNNT, 1, 22528, 2), "cuda", LATTICE, "at most 22528 columns"),
+    "labels": (beyond(losses.RNNT, 1, 23264, 2), "cuda", LATTICE, "at most 23264 columns"),
 }
 
 
@@ -140,7 +140,7 @@ def test_workspace(unit_steps, kernel):
         first = jax.ShapeDtypeStruct((3, frames, columns), np.float32)
         for gradient in (False, True):
             if cuda:
-                expected = 2 * nodes + 12 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
+                expected = 2 * nodes + 16 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
             else:
                 expected = 2 * -(-frames // 8) * columns * gradient if unit_steps else 2 * frames * (columns + 32)
             assert lattice._workspace(sizes, first, gradient=gradient, **attributes) == expected + expected % 2

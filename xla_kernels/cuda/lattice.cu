@@ -18,14 +18,23 @@
 //
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
-// neighbour, so the block needs one barrier per chunk, not per diagonal. Loads of a chunk are issued before the chunk
-// before it is computed. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps
-// their running values in the workspace, so the size of a block does not bound U.
+// neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
+// memory (cp.async) while the chunk before it is computed, so no step waits for a load. A chunk has no branches: a node
+// that does not exist has arcs of probability zero, and stores have predicates. All chunks are full: the first sweep
+// begins with diagonals without nodes, the second ends with such. If there are more tiles of 32 columns than warps, a
+// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U.
 //
-// The critical path of a step is a shuffle, a multiply-add and an addition of exponents; the exp of the arcs is off the
-// path. By count of instructions, a diagonal takes about 60 cycles. Memory traffic is 72 bytes per node in float32. The
-// two skewing passes have 32 of them, at the speed of the memory; without them, reading frame order would cost 32
-// sectors per access on the critical path instead of 4.
+// The critical path of a step is a shuffle, a multiply-add and an addition of exponents: about 60 cycles. The exp of
+// the arcs is off the path. Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at
+// the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
+// instead of 4.
+//
+// Tried, in cycles of a step as scheduled for sm_90, in order of the sweeps (2 upwards, 2 downwards where they differ):
+//   loads into registers, branches for what does not exist                                226, 329 to 362
+//   copies in one part at the start of a chunk, with waits of the addresses for each other  135 (the first sweep)
+//   a step of the copies in each step; reads from shared memory may not overtake them       142 to 162, 169 to 208
+//   the same, reads one step ahead of the copies                                            110 to 115, 125 to 173
+//   label posteriors in the lane that the arc enters: no column right of the tile           125 instead of 136, upwards
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -36,15 +45,30 @@ namespace jax_rnnt::cuda {
 namespace {
 
 #ifndef JAX_RNNT_LATTICE_WARPS
-#define JAX_RNNT_LATTICE_WARPS 8
+#define JAX_RNNT_LATTICE_WARPS 16
 #endif
-// Four warps keep the four schedulers of a multiprocessor busy; more than eight would leave too few registers.
 constexpr int kMaxWarps = JAX_RNNT_LATTICE_WARPS;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Diagonals of a chunk. Registers must hold two chunks: one is computed while the next is loaded.
+// Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
+// Step of a chunk in which the copies of the next one start, in eighths of a chunk. Later steps leave less time,
+// earlier ones delay this chunk.
+#ifndef JAX_RNNT_LATTICE_COPY_STEP
+#define JAX_RNNT_LATTICE_COPY_STEP 4
+#endif
+constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
+static_assert(0 <= kCopyStep && kCopyStep < 8, "in eighths of a chunk");
+// Steps from the read of a value in shared memory to its use.
+#ifndef JAX_RNNT_LATTICE_AHEAD
+#define JAX_RNNT_LATTICE_AHEAD 2
+#endif
+constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
+
+// The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
+// on it needs care for diverging lanes.
+__device__ __forceinline__ int Warp() { return __shfl_sync(kAll, int(threadIdx.x) / 32, 0); }
 
 template <class A>
 __device__ __forceinline__ Value<A> ShuffleUp(Value<A> v) {
@@ -63,12 +87,12 @@ struct alignas(2 * sizeof(A)) Arcs {
 
 // Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
 //
-// Running values, [2 sweeps][3][columns]; the second sweep only uses its own if a warp has several tiles:
-//   0, 1: alpha times the probability of the blank and of the label arcs that leave the diagonal reached
-//   2:    beta of the diagonal reached
+// Running values, [2 sweeps][4][columns]; the second sweep only uses its own if a warp has several tiles:
+//   0, 1: alpha times the probability of the arcs from the diagonal reached that enter the column by blank, by label
+//   2, 3: beta of the diagonal reached, in the column and in the next one
 // Wide mode keeps a diagonal in those of the second sweep.
 // The sizes are plain numbers, since device code cannot call member functions of host constants.
-constexpr int64_t kArcs = 2, kRunning = 12;  // elements per node, per column
+constexpr int64_t kArcs = 2, kRunning = 16;  // elements per node, per column
 constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return kArcs * frames * columns; }
 constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) {
   return RunningOffset(frames, columns) + kRunning * columns;
@@ -82,6 +106,7 @@ struct Arguments {
         columns(int(args.columns)),
         skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
+        lift((kChunk<A> + std::max(1, frames) - 1) / std::max(1, frames) * std::max(1, frames)),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
         log_blank(static_cast<const A*>(args.log_plane[0])),
@@ -95,6 +120,7 @@ struct Arguments {
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
   Divider by_frames;  // diagonals to rows
+  int lift;           // a multiple of `frames`, at least a chunk
   const int32_t *num_frames, *num_labels;
   const A *log_blank, *log_label;  // in frame order
   // Between the sweeps: mantissas and exponents of alpha or beta, in diagonal order. At the end: the results, in frame
@@ -121,7 +147,7 @@ struct Sequence {
         flags(args.workspace + b * args.stride + FlagsOffset(args.frames, args.columns)) {}
 
   __device__ __forceinline__ Value<A>* Running(const Arguments<A>& args, int sweep, int which) const {
-    return running + (sweep * 3 + which) * args.columns;
+    return running + (sweep * 4 + which) * args.columns;
   }
 
   int frames, labels;     // T_b, U_b
@@ -148,7 +174,10 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
     const bool empty = first_t >= sequence.frames || first_u > sequence.labels;
-    if (!kBack && empty) continue;
+    if (!kBack && empty) {
+      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = 0;  // all flags of a row are read
+      continue;
+    }
     const A loss = kBack ? args.loss[b] : A(0);
     const bool dead = loss == kInfinity<A>;
     const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
@@ -173,7 +202,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       by_frames([&](int t, int64_t i) {
         const bool zero = !used(t) || dead;
         args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : tile[slot(t)].blank;
-        args.grad_label[i] = zero ? A(0) : loss != loss ? loss : tile[slot(t)].label;
+        args.grad_label[i] = zero ? A(0) : loss != loss ? loss : u == sequence.labels ? A(0) : tile[slot(t)].label;
       });
       __syncthreads();
     } else {
@@ -199,13 +228,6 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
 // ---- Sweeps
 // ----------------------------------------------------------------------------------------------------------
 
-// Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks, and the value
-// that entered the tile before them. AtMiddle uses it first, for the sums of the tiles.
-template <class A>
-constexpr size_t SharedBytes(int tiles) {
-  return size_t(tiles) * (2 * kChunk<A> + 1) * sizeof(Value<A>);
-}
-
 // The middle of the lattice, after the first sweep.
 template <class A>
 struct Middle {
@@ -220,15 +242,14 @@ struct Middle {
 template <class A>
 __device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums) {
   using S = Scalar<A>;
-  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
+  const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Value<A>* const blank = sequence.Running(args, 0, 0);
-  const Value<A>* const label = sequence.Running(args, 0, 1);
+  const Value<A>* const in = sequence.Running(args, 0, 1);
   const Value<A>* const beta = sequence.Running(args, 0, 2);
   for (int tile = warp; tile < sequence.tiles; tile += warps) {
     const int u = tile * kTile + lane;
     Value<A> sum = Zero<S>();
-    if (u <= sequence.labels) sum = Normalize(blank[u] * beta[u]);
-    if (u < sequence.labels) sum = Normalize(sum + label[u] * beta[u + 1]);
+    if (u <= sequence.labels) sum = Normalize((blank[u] + in[u]) * beta[u]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       const Value<A> other = {__shfl_xor_sync(kAll, sum.m, step), __shfl_xor_sync(kAll, sum.e, step)};
@@ -237,10 +258,9 @@ __device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Se
     if (lane == 0) sums[tile] = sum;
   }
   int bits = 0;
-  const int tiles_of_columns = int(Tiles(args.columns));
-  for (int row = warp; row < int(Tiles(sequence.frames)); row += warps) {
-    for (int tile = lane; tile < sequence.tiles; tile += 32) bits |= int(sequence.flags[row * tiles_of_columns + tile]);
-  }
+  const int flags = int(Tiles(sequence.frames) * Tiles(args.columns));
+#pragma unroll 8
+  for (int i = int(threadIdx.x); i < flags; i += int(blockDim.x)) bits |= int(sequence.flags[i]);
   bits = OrBits(bits);
   Value<A> likelihood = sums[0];
   for (int tile = 1; tile < sequence.tiles; ++tile) likelihood = Normalize(likelihood + sums[tile]);
@@ -313,183 +333,270 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   return loss;
 }
 
-// Loads of a lane for a chunk: its column of kChunk diagonals.
+// Nodes of a lane in the next chunk, and what it needs of them, in shared memory.
 template <class A, int kSweep>
-struct Loads {
-  Arcs<A> arcs[kChunk<A>];
+struct Stage {
+  Arcs<A> arcs[kChunk<A>][32];
   // Second sweep: values of the other direction, alpha of the node or, upwards, beta of the next diagonal.
-  Value<A> other[kSweep == 2 ? kChunk<A> : 1];
-  Value<A> beyond;  // second sweep upwards: that beta in the column right of the tile, of step j in lane j
+  Value<A> other[kSweep == 2 ? kChunk<A> : 1][32];
 };
 
+// Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
+// enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
+template <class A, int kSweep>
+constexpr size_t SharedBytes(int tiles, int warps) {
+  return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
+}
+
+// Steps j = 0, 1, ... of a chunk in which node t + j * kStep exists, as bits; one step more than the chunk has.
+template <int kSteps, int kStep>
+__device__ __forceinline__ unsigned Existing(int t, int frames) {
+  const auto clamp = [](int x) { return min(max(x, 0), kSteps + 1); };
+  if (kStep > 0) return (1u << clamp(frames - t)) - (1u << clamp(-t));
+  return (1u << clamp(t + 1)) - (1u << clamp(t + 1 - frames));
+}
+
 // kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the other
-// diagonals, and posteriors.
+// diagonals, and posteriors. All chunks are full: the first sweep begins with diagonals that have no node, in which the
+// initial value stays as it is; the second one ends with such.
 template <class A, int kSweep, bool kUp>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
   constexpr int C = kChunk<A>, kStep = kUp ? 1 : -1;
   constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry;  // lanes where values cross from and to the next tiles
-  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
+  const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Sequence<A> sequence(args, b);
   const int last = sequence.diagonals, tiles = sequence.tiles;
   if (sequence.frames == 0) {
     if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
   }
-  A *const m = args.grad_blank + int64_t(b) * sequence.plane, *const e = args.grad_label + int64_t(b) * sequence.plane;
-  const bool keep = args.grad_blank != nullptr;
+  A* const m = Settled(args.grad_blank + int64_t(b) * sequence.plane);
+  A* const e = Settled(args.grad_label + int64_t(b) * sequence.plane);
+  Arcs<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
+  const unsigned keep = kSweep == 2 || args.grad_blank != nullptr ? ~0u : 0;
 
-  Value<A> minus_inverse = Zero<S>();
+  // The second sweep divides its running values by minus the likelihood, so their products with those of the other
+  // direction are minus posteriors; their exponents have the bias of BiasedPower.
+  Value<A> minus_inverse = {A(1), 0};
   if (kSweep == 2) {
     const Middle<A> middle = AtMiddle(args, sequence, shared);
     if (!kUp && middle.wide) return;
     const A loss = middle.wide ? Wide(args, sequence, b) : middle.loss;
     if (kUp && threadIdx.x == 0) args.loss[b] = loss;
     if (middle.wide || !(loss < kInfinity<A>)) return;
-    minus_inverse = {A(-1) / middle.likelihood.m, -middle.likelihood.e};
+    minus_inverse = {A(-1) / middle.likelihood.m, S::kExponentBias - middle.likelihood.e};
   }
 
-  // Initial running values of all columns. Upwards, a blank arc of probability 1 leads to node (0, 0).
-  Value<A>* const blanks = sequence.Running(args, kSweep - 1, 0);
-  Value<A>* const labels = sequence.Running(args, kSweep - 1, 1);
-  Value<A>* const betas = sequence.Running(args, kSweep - 1, 2);
-  Value<A>* const carries = shared + tiles * 2 * C;
-  const auto crossing = [&](int tile, int chunk, int j) -> Value<A>& {
-    return shared[(tile * 2 + (chunk & 1)) * C + j];
+  // Values of a lane: `self` has left the last diagonal in the lane's column, `in` enters the next one from another.
+  struct State {
+    Value<A> self, in;
   };
-  for (int tile = warp; tile < tiles; tile += warps) {
+  Value<A>* const selves = sequence.Running(args, kSweep - 1, kUp ? 0 : 2);
+  Value<A>* const ins = sequence.Running(args, kSweep - 1, kUp ? 1 : 3);
+  Value<A>* const crossings = shared;
+  Value<A>* const zeros = crossings + tiles * 2 * C;
+  const int edge = kUp ? 0 : sequence.labels;  // the column of the initial value
+  const auto initial = [&](int tile) {
     const int u = tile * kTile + lane;
-    if (u > sequence.labels) continue;
-    const auto first = [&](int which, int v) {
-      if (kSweep == 2) return sequence.Running(args, 0, which)[v];
-      return v == (which == 2 ? sequence.labels : 0) && which != 1 ? One<A>() : Zero<S>();
-    };
-    if (kUp) {
-      blanks[u] = first(0, u);
-      labels[u] = first(1, u);
-      if (lane == kEntry && u > 0) carries[tile] = first(1, u - 1);
-    } else {
-      betas[u] = first(2, u);
-      if (lane == kEntry && u < sequence.labels) carries[tile] = first(2, u + 1);
+    State state = {Zero<S>(), Zero<S>()};
+    if (kSweep == 1) {
+      if (u == edge) state.self = One<A>();
+      if (!kUp && u == edge - 1) state.in = One<A>();  // a monotonic label arc may enter the terminal node
+      return state;
     }
-  }
+    const auto reached = [&](const Value<A>& v) {
+      Value<A> x = Normalize(v * minus_inverse);
+      x.e = S::Max(x.e, S::kZero);
+      return x;
+    };
+    if (u <= sequence.labels) {
+      state = {reached(sequence.Running(args, 0, kUp ? 0 : 2)[u]), reached(sequence.Running(args, 0, kUp ? 1 : 3)[u])};
+    }
+    return state;
+  };
+  const auto store = [&](int tile, const State& state) {
+    const int u = tile * kTile + lane;
+    if (u <= sequence.labels) selves[u] = state.self, ins[u] = state.in;
+  };
 
-  const int begin = kUp ? (kSweep == 1 ? 0 : sequence.middle + 1) : (kSweep == 1 ? last - 1 : sequence.middle);
-  const int end = kUp ? (kSweep == 1 ? sequence.middle + 1 : last) : (kSweep == 1 ? sequence.middle : -1);
-  const int length = (end - begin) * kStep, chunks = (length + C - 1) / C;
-  const bool several = tiles > warps;  // tiles per warp
+  const int length = kUp == (kSweep == 1) ? sequence.middle + 1 : last - 1 - sequence.middle;
+  const int chunks = (length + C - 1) / C, empty = kSweep == 1 ? chunks * C - length : 0;
+  const int begin = kSweep == 1 ? (kUp ? -empty : last - 1 + empty) : kUp ? sequence.middle + 1 : sequence.middle;
+  // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
+  const int terminal = length - 1 - (chunks - 1) * C;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep.
-  // Unsigned, since an address then takes one instruction.
+  // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep: the
+  // smaller of two unsigned numbers, one of which has wrapped around.
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto position = [&](int n, int u) {
-    return (unsigned(n) - args.by_frames(unsigned(n)) * unsigned(args.frames)) * columns + unsigned(u);
+    const unsigned row = unsigned(n + args.lift);
+    return (row - args.by_frames(row) * unsigned(args.frames)) * columns + unsigned(u);
   };
   const auto next = [&](unsigned at) {
-    if (kUp) return at + columns >= plane ? at + columns - plane : at + columns;
-    return at < columns ? at + plane - columns : at - columns;
+    return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
   };
-  const auto inside = [&](int t) { return unsigned(t) < unsigned(sequence.frames); };
   const auto frame = [&](int n, int u) { return u <= sequence.labels ? n - args.skew * u : -(1 << 30); };
 
-  const auto load = [&](int round, int tile) {
-    Loads<A, kSweep> loads;
-    const int chunk = chunk_of(round, tile), u = tile * kTile + lane, n = begin + chunk * C * kStep;
-    const bool any = tile < tiles && chunk >= 0 && chunk < chunks;
-    const int steps = any ? min(C, length - chunk * C) : 0, t = frame(n, u);
-    unsigned at = any ? position(n, u) : 0;
+  // The chunk that is being copied.
+  struct Fetch {
+    int stage;
+    unsigned here, first, at;  // nodes that exist; positions of the first step and of the next copy
+  };
+  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
+  const auto existing = [&](int chunk, int tile) {
+    const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
+    return chunk >= 0 && chunk < chunks ? here : 0;
+  };
+  const auto first_position = [&](int chunk, int tile) {
+    return position(begin + chunk * C * kStep, tile * kTile + lane);
+  };
+  const auto start_copies = [&](Fetch& fetch) {
+    Arcs<A>* const to_arcs = Settled(&stages[fetch.stage].arcs[0][lane]);
+    Value<A>* const to_other = Settled(&stages[fetch.stage].other[0][lane]);
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      loads.arcs[j] = {-kInfinity<A>, -kInfinity<A>};
-      if (j < steps && inside(t + j * kStep)) loads.arcs[j] = sequence.arcs[at];
-      if (kSweep == 2 && kUp) at = next(at);
-      if (kSweep == 2) {
-        const int t_other = t + j * kStep + (kUp ? 1 : 0);
-        loads.other[j] = Zero<S>();
-        if (j < steps && inside(t_other)) loads.other[j] = {m[at], S::AsInt(e[at])};
-        if (kUp && t_other == sequence.frames && u == sequence.labels) loads.other[j] = One<A>();
-      }
-      if (!(kSweep == 2 && kUp)) at = next(at);
+      const bool here = Bit(fetch.here, j), other = Bit(fetch.here, kUp ? j + 1 : j);
+      if (here) CopyAsync(to_arcs + 32 * j, arcs + fetch.at);
+      const unsigned after = next(fetch.at), from = kUp ? after : fetch.at;
+      if (kSweep == 2 && other) CopyAsync(&to_other[32 * j].m, m + from);
+      if (kSweep == 2 && other) CopyAsync(reinterpret_cast<A*>(&to_other[32 * j].e), e + from);
+      fetch.at = after;
     }
-    if (kSweep == 2 && kUp) {
-      const int v = (tile + 1) * kTile, t_beyond = frame(n + lane + 1, v);
-      loads.beyond = Zero<S>();
-      if (lane < steps && v <= sequence.labels) {
-        const unsigned i = position(n + lane + 1, v);
-        if (inside(t_beyond)) loads.beyond = {m[i], S::AsInt(e[i])};
-        if (t_beyond == sequence.frames && v == sequence.labels) loads.beyond = One<A>();
-      }
+  };
+  // What does not come from memory.
+  const auto fetch_rest = [&](int chunk, int tile, const Fetch& fetch) {
+    const int u = tile * kTile + lane;
+    if (kSweep == 1 && chunk == 0 && u == edge) {
+#pragma unroll 1
+      for (int j = 0; j < empty; ++j) stages[fetch.stage].arcs[j][lane] = {A(0), -kInfinity<A>};
     }
-    return loads;
+    if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {
+      stages[fetch.stage].other[terminal][lane] = One<A>();
+    }
+  };
+  const auto fetch_all = [&](int chunk, int tile, int stage) {
+    const unsigned first = first_position(chunk, tile);
+    Fetch fetch = {stage, existing(chunk, tile), first, first};
+    if (chunk < 0 || chunk >= chunks) return fetch;
+    start_copies(fetch);
+    fetch_rest(chunk, tile, fetch);
+    return fetch;
   };
 
-  Loads<A, kSweep> loads = load(0, warp);
-  Value<A> self = Zero<S>(), out = Zero<S>(), carry = Zero<S>();
-  for (int round = 0; round < chunks + tiles - 1; ++round) {
+  // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
+  const auto compute = [&](int chunk, int tile, Fetch done, int chunk_next, int tile_next, State& state) {
+    const Stage<A, kSweep>& now = stages[done.stage];
+    Fetch fetch = {done.stage ^ 1, existing(chunk_next, tile_next), done.at, done.at};
+    if (tile_next != tile) fetch.first = fetch.at = first_position(chunk_next, tile_next);
+    const int u = tile * kTile + lane;
+    // Arcs that exist: also, before the first diagonal, that which keeps the initial value.
+    const unsigned exists = kSweep == 1 && chunk == 0 && u == edge ? done.here | ((1u << empty) - 1) : done.here;
+    const unsigned stored = done.here & keep;
+    // Where beta of the next diagonal is not zero. Elsewhere, only the exponent says so.
+    const unsigned beyond =
+        done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
+    // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
+    // arc that is:
+    const unsigned before = u > 0 ? done.here >> args.skew : 0;
+    const bool enters = kUp ? tile > 0 : tile < tiles - 1;
+    const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
+    Value<A>* const leaving = crossings + (tile * 2 + (chunk & 1)) * C;
+    unsigned at = done.first;
+    // What a step reads from shared memory, a step ahead of the copies, which may not overtake reads.
+    struct Read {
+      Arcs<A> arcs;
+      Value<A> other, entering;
+    };
+    const auto read = [&](int j) {
+      Read read = {};
+      read.arcs = now.arcs[j][lane];
+      if (kSweep == 2) read.other = now.other[j][lane];
+      if (kSweep == 2 && kUp && !Bit(beyond, j)) read.other.e = S::kZero;
+      read.entering = entering[j];
+      return read;
+    };
+    Read reads[C];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) reads[j] = read(j);
+#pragma unroll
+    for (int j = 0; j < C; ++j) {
+      const Read step = reads[j];
+      if (j + kAhead < C) reads[j + kAhead] = read(j + kAhead);
+      const unsigned own = stored & 1u << j;
+      const auto probability = [&](A x) { return Probability(x, Bit(exists, j)); };
+      const Value<A> p_blank = probability(step.arcs.blank), p_label = probability(step.arcs.label);
+      const auto keep_value = [&](Value<A> v) {
+        if (kSweep == 2) return;
+        StoreIf(own, m + at, v.m);
+        StoreIf(own, e + at, S::AsFloat(v.e));
+      };
+      const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
+      if (kUp) {
+        const Value<A> alpha = Plus(state.self, state.in), label = Times(alpha, p_label);
+        state.self = Times(alpha, p_blank);
+        state.in = ShuffleUp(label);
+        if (lane == kExit) leaving[j] = label;
+        keep_value(alpha);
+      } else {
+        const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
+        state.self = Plus(blank, label);
+        state.in = ShuffleDown(state.self);
+        if (lane == kExit) leaving[j] = state.self;
+        keep_value(state.self);
+        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
+      }
+      if (lane == kEntry) state.in = step.entering;
+      if (kSweep == 2 && kUp) {
+        StoreIf(own, &arcs[at].blank, posterior(state.self));
+        StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
+      }
+      at = next(at);
+      if (j == kCopyStep * C / 8) start_copies(fetch);
+    }
+    if (0 <= chunk_next && chunk_next < chunks) fetch_rest(chunk_next, tile_next, fetch);
+    state.self = Normalize(state.self);
+    state.in = Normalize(state.in);
+    return fetch;
+  };
+
+  const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
+  if (lane < C && warp == 0) zeros[lane] = Zero<S>();
+  for (int j = 0; kSweep == 2 && kUp && j < C; ++j) {  // no NaN where no copy arrives
+    stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
+  }
+  if (tiles <= warps) {
+    State state = initial(warp);
+    Fetch fetch = fetch_all(warp < tiles ? 0 : chunks, warp, 0);
+    for (int round = 0; round < rounds; ++round) {
+      WaitForCopies();
+      __syncthreads();
+      const int chunk = chunk_of(round, warp);
+      if (warp < tiles && 0 <= chunk && chunk < chunks) fetch = compute(chunk, warp, fetch, chunk + 1, warp, state);
+    }
+    if (kSweep == 1 && warp < tiles) store(warp, state);
+    return;
+  }
+
+  for (int tile = warp; tile < tiles; tile += warps) store(tile, initial(tile));
+  Fetch fetch = fetch_all(chunk_of(0, warp), warp, 0);
+  for (int round = 0; round < rounds; ++round) {
     __syncthreads();
     for (int tile = warp; tile < tiles; tile += warps) {
-      const Loads<A, kSweep> now = loads;
+      WaitForCopies();
+      __syncwarp();
       const bool last_tile = tile + warps >= tiles;
-      loads = load(last_tile ? round + 1 : round, last_tile ? warp : tile + warps);
-      const int chunk = chunk_of(round, tile), u = tile * kTile + lane;
-      if (chunk < 0 || chunk >= chunks) continue;
-
-      const bool mine = u <= sequence.labels;
-      const bool enters = kUp ? tile > 0 : tile < tiles - 1, leaves = kUp ? tile < tiles - 1 : tile > 0;
-      if (several || chunk == 0) {
-        self = out = carry = Zero<S>();
-        if (mine) self = kUp ? blanks[u] : betas[u];
-        if (mine && kUp) out = labels[u];
-        if (lane == kEntry && enters) carry = carries[tile];
+      const int tile_next = last_tile ? warp : tile + warps;
+      const int chunk = chunk_of(round, tile), chunk_next = chunk_of(last_tile ? round + 1 : round, tile_next);
+      if (chunk < 0 || chunk >= chunks) {
+        fetch = fetch_all(chunk_next, tile_next, fetch.stage ^ 1);
+        continue;
       }
-      const int n = begin + chunk * C * kStep, steps = min(C, length - chunk * C), t = frame(n, u);
-      unsigned at = position(n, u);
-#pragma unroll
-      for (int j = 0; j < C; ++j) {
-        if (j >= steps) break;
-        const bool own = inside(t + j * kStep);
-        const Value<A> p_blank = Probability(now.arcs[j].blank), p_label = Probability(now.arcs[j].label);
-        Value<A> in = kUp ? ShuffleUp(out) : ShuffleDown(self), blank, label;
-        if (lane == kEntry) in = carry;
-        if (kUp) {
-          const Value<A> sum = self + in, alpha = own ? sum : Zero<S>();
-          self = blank = alpha * p_blank;
-          out = label = alpha * p_label;
-          if (kSweep == 1 && keep && own) m[at] = alpha.m, e[at] = S::AsFloat(alpha.e);
-        } else {
-          blank = self * p_blank;
-          label = in * p_label;
-          const Value<A> sum = blank + label;
-          self = own ? sum : Zero<S>();
-          if (kSweep == 1 && keep && own) m[at] = self.m, e[at] = S::AsFloat(self.e);
-        }
-        if (kSweep == 2) {
-          const Value<A> x = now.other[j];
-          Value<A> y = x;
-          if (kUp) {
-            y = ShuffleDown(x);
-            if (leaves) {
-              const Value<A> beyond = {__shfl_sync(kAll, now.beyond.m, j), __shfl_sync(kAll, now.beyond.e, j)};
-              if (lane == 31) y = beyond;
-            }
-          }
-          const auto posterior = [&](Value<A> v, Value<A> other) {
-            const auto exponent = S::Max(v.e, S::kZero) + (other.e + minus_inverse.e);
-            return v.m * (other.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
-          };
-          if (own) sequence.arcs[at] = {posterior(blank, x), posterior(label, y)};
-        }
-        if (enters && lane == kEntry) carry = crossing(tile - kStep, chunk, j);
-        if (leaves && lane == kExit) crossing(tile, chunk, j) = kUp ? out : self;
-        at = next(at);
-      }
-      self = Normalize(self);
-      out = Normalize(out);
-      if (several || (kSweep == 1 && chunk == chunks - 1)) {
-        if (mine) (kUp ? blanks : betas)[u] = self;
-        if (mine && kUp) labels[u] = out;
-        if (lane == kEntry && enters) carries[tile] = carry;
-      }
+      const int u = tile * kTile + lane;
+      State state = {Zero<S>(), Zero<S>()};
+      if (u <= sequence.labels) state = {selves[u], ins[u]};
+      fetch = compute(chunk, tile, fetch, chunk_next, tile_next, state);
+      store(tile, state);
     }
   }
 }
@@ -523,29 +630,38 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant
   }
 }
 
+// Tiles that fit beside one warp.
+template <class A>
+int64_t MaxTiles(int64_t shared_bytes) {
+  constexpr int64_t kFixed = SharedBytes<A, 2>(0, 1), kEach = SharedBytes<A, 2>(1, 1) - kFixed;
+  return std::max<int64_t>((shared_bytes - kFixed) / kEach, 0);
+}
+
 template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args)) return cudaErrorInvalidValue;
   const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
-  const int tiles = int(Tiles(args.columns)), warps = std::min(tiles, kMaxWarps);
+  const int tiles = int(Tiles(args.columns));
+  const size_t shared = SharedMemoryOfBlock();
+  int warps = std::min(tiles, kMaxWarps);
+  while (warps > 1 && SharedBytes<A, 2>(tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
   const dim3 grid(2, sequences), block(32 * warps);
-  const size_t bytes = SharedBytes<A>(tiles);
 
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t shared) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, shared, stream, arguments);
   };
   if (args.frames > 0) then(&Skew<A, false>, skew_grid, skew_block, 0);
-  then(&Sweep<A, 1>, grid, block, bytes);
+  then(&Sweep<A, 1>, grid, block, SharedBytes<A, 1>(tiles, warps));
   if (gradient) {
-    then(&Sweep<A, 2>, grid, block, bytes);
+    then(&Sweep<A, 2>, grid, block, SharedBytes<A, 2>(tiles, warps));
     if (args.frames > 0) then(&Skew<A, true>, skew_grid, skew_block, 0);
   } else {
-    then(&Total<A>, dim3(sequences), block, bytes);
+    then(&Total<A>, dim3(sequences), block, tiles * sizeof(Value<A>));
   }
   return error;
 }
@@ -553,7 +669,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
 }  // namespace
 
 int64_t MaxUnitColumns(int64_t shared_bytes) {
-  return shared_bytes / int64_t(std::max(SharedBytes<float>(1), SharedBytes<double>(1))) * kTile;
+  return std::min(MaxTiles<float>(shared_bytes), MaxTiles<double>(shared_bytes)) * kTile;
 }
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.

@@ -4,6 +4,8 @@
 // logarithms in float64. A sequence needs wide mode if arcs of such a size may decide its result: see NeedsWide.
 #pragma once
 
+#include <type_traits>
+
 #include "xla_kernels/common/extended.h"
 #include "xla_kernels/cuda/runtime.cuh"
 
@@ -27,18 +29,40 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x); zero if |x| > kLimit or x is NaN. Adding kRound leaves the nearest exponent in the low bits.
+// exp(x); zero if |x| > kLimit, x is NaN, or there is no such arc. Adding kRound leaves the nearest exponent in the low
+// bits. The exponent of zero is so low that no value times zero outweighs a value.
 template <class A>
-__device__ __forceinline__ Value<A> Probability(A x) {
+__device__ __forceinline__ Value<A> Probability(A x, bool exists = true) {
   using S = Scalar<A>;
-  // ln 2 in two parts.
-  constexpr A kLn2High = sizeof(A) == 4 ? A(0.693145752f) : A(0.693147180369123816490);
-  constexpr A kLn2Low = sizeof(A) == 4 ? A(1.42860677e-6f) : A(1.90821492927058770002e-10);
-  constexpr A kLog2E = A(1.4426950408889634074), kRound = A(3ll << (S::kMantissaBits - 1));
-  const A rounded = x * kLog2E + kRound, n = rounded - kRound;
-  const A r = Fma(n, -kLn2Low, Fma(n, -kLn2High, x));  // the inner one is exact
-  const bool possible = Abs(x) <= kLimit<A>;
-  return {possible ? Exp2(r * kLog2E) : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : S::kZero};
+  // log2(e) in two parts.
+  constexpr A kLog2E = A(1.4426950408889634074), kLow = sizeof(A) == 4 ? A(1.925963033e-8) : A(2.0355273740931033e-17);
+  constexpr A kRound = A(3ll << (S::kMantissaBits - 1));
+  const A rounded = Fma(x, kLog2E, kRound), n = rounded - kRound;
+  const A rest = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
+  const A power = Exp2(rest);
+  const bool possible = exists & (Abs(x) <= kLimit<A>);
+  return {possible ? power : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : 2 * S::kZero};
+}
+
+// 2^(e - kExponentBias), or 0 for a negative e.
+template <class A>
+__device__ __forceinline__ A BiasedPower(typename Scalar<A>::I e) {
+  using S = Scalar<A>;
+  using Unsigned = std::make_unsigned_t<typename S::I>;
+  return S::AsFloat(typename S::I(Unsigned(S::Max(e, typename S::I{})) << S::kMantissaBits));
+}
+
+// a * p and a + b, with exponents of at least kZero. Shorter than the operators, since a sum relies on that bound.
+template <class A>
+__device__ __forceinline__ Value<A> Times(Value<A> a, Value<A> p) {
+  using S = Scalar<A>;
+  return {a.m * p.m, S::Max(a.e + p.e, S::kZero)};
+}
+template <class A>
+__device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
+  using S = Scalar<A>;
+  const auto e = S::Max(a.e, b.e), shift = S::kExponentBias - e;
+  return {Fma(b.m, BiasedPower<A>(b.e + shift), a.m * BiasedPower<A>(a.e + shift)), e};
 }
 
 // ---- Arcs of any size ----

@@ -109,6 +109,21 @@ __device__ __forceinline__ T* Pinned(T* x) {
   return x;
 }
 
+// ---- bits ----
+
+// Whether bit j is set, in one instruction; compilers shift first, for a constant j too.
+__device__ __forceinline__ bool Bit(unsigned bits, int j) {
+#if defined(__CUDACC__)
+  int set;
+  asm("{.reg .pred p; .reg .b32 t; and.b32 t, %1, %2; setp.ne.u32 p, t, 0; selp.s32 %0, 1, 0, p;}"
+      : "=r"(set)
+      : "r"(bits), "r"(1u << j));
+  return set != 0;
+#else
+  return (bits >> j & 1) != 0;
+#endif
+}
+
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.
@@ -328,6 +343,110 @@ __device__ __forceinline__ Words Window(const Words& low, const Words& high, int
     for (int i = 0; i < 4; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
   }
   return {{w[0], w[1], w[2], w[3]}};
+}
+
+// ---- global memory ----
+
+// p, without its history: the address of p[i] then is one multiply-add, not a sum of all offsets.
+template <class T>
+__device__ __forceinline__ T* Settled(T* p) {
+#if defined(__CUDACC__)
+  asm("" : "+l"(p));
+#endif
+  return p;
+}
+
+// Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
+// schedules across it. Reads of the same kernel do not see it before a barrier.
+__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(condition), "l"(to), "f"(x));
+#else
+  if (condition != 0) *to = x;
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2;}" ::"r"(condition), "l"(to), "d"(x));
+#else
+  if (condition != 0) *to = x;
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
+               "f"(x), "f"(y));
+#else
+  if (condition != 0) to[0] = x, to[1] = y;
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x, double y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f64 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
+               "d"(x), "d"(y));
+#else
+  if (condition != 0) to[0] = x, to[1] = y;
+#endif
+}
+
+// ---- copies from global to shared memory in the background ----
+
+// Starts a copy of *from to *to, which lies in shared memory. Neither may be used before WaitForCopies. The size of T
+// is 4, 8 or 16 bytes. No memory clobber: loads and stores may move across the start of a copy, not across the wait.
+template <class T>
+__device__ __forceinline__ void CopyAsync(T* to, const T* from) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "copies have 4, 8 or 16 bytes");
+#if !defined(__CUDACC__)
+  emulation::CopyAsync(to, from, sizeof(T));
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned shared = unsigned(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(sizeof(T)));
+#else
+  *to = *from;
+#endif
+}
+
+// Makes a group of the copies that this thread started since the last group.
+__device__ __forceinline__ void CommitCopies() {
+#if !defined(__CUDACC__)
+  emulation::CommitCopies();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// Waits for the groups of this thread except the last kGroups.
+template <int kGroups>
+__device__ __forceinline__ void WaitForCopies() {
+#if !defined(__CUDACC__)
+  emulation::WaitForCopies(kGroups);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+#endif
+}
+
+// Waits for the copies that this thread started. Other threads see them after a barrier.
+__device__ __forceinline__ void WaitForCopies() {
+#if !defined(__CUDACC__)
+  emulation::CommitCopies();
+  emulation::WaitForCopies(0);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Bytes of shared memory that a block may have on the current device.
+inline size_t SharedMemoryOfBlock() {
+#if defined(__CUDACC__)
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    return 48 << 10;
+  }
+  return size_t(bytes);
+#else
+  return emulation::kSharedLimit;
+#endif
 }
 
 }  // namespace jax_rnnt::cuda

@@ -5,16 +5,23 @@
 // block waits for another and nothing is atomic:
 //
 //   Skew   all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
-//   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need): a thread takes
-//          the columns u, u + blockDim, ..., and the block has one barrier per diagonal
+//   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need), with one
+//          barrier per diagonal
 //   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
 //   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
-// Unlike the kernel for unit steps, this one reads earlier diagonals from memory, that is from the L1 cache, and not
-// from a register or a shuffle: the longest arc may span many diagonals. So a diagonal costs a few hundred cycles. With
-// K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node moves
-// 4 E + 4 K bytes in the first Skew, 24 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32. The logits
-// move 3 V * 4. The values at the other ends of arcs, 16 K + 8 E of these bytes, are often in a cache.
+// The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Half of the
+// threads sum over the arcs, a column each; the others prepare probabilities and copies (see SweepInShared). This takes
+// up to 16 arcs (10 in float64), as many columns as a block has adders, and shared memory for all of it. Other tables
+// and sizes read earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
+//
+// Tried, in cycles of one warp for a diagonal of 9 arcs as scheduled for sm_90 (sums 331 to 344): probabilities and
+// copies with branches 1950 to 2553, without branches 1242 to 1377, with all reads of shared memory before all writes
+// 696 to 1051. What is left is instructions: about 30 per arc for copies and probabilities, 16 for the sum.
+//
+// With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
+// moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
+// the limits above 24 K + 16 in the sweeps, often from a cache. The logits move 3 V * 4.
 #include <algorithm>
 
 #include "xla_kernels/cuda/lattice.h"
@@ -48,7 +55,11 @@ struct Arguments {
       may_end[k] = args.topology.may_end[k] != 0;
       plane[k] = int(args.topology.plane[k]);
       other[k] = int(args.topology.other[k]);
+      back[k] = unsigned((dt[k] + du[k]) % std::max(1, frames) * columns + du[k]);
+      span = std::max(span, dt[k] + du[k]);
+      if (k < 32 && !may_end[k]) may_not_end |= 1u << k;
     }
+    for (int k = num_arcs; k < kMaxArcs; ++k) dt[k] = 1, du[k] = 0;  // read where arcs are taken in groups
     for (int p = 0; p < num_planes; ++p) {
       log_plane[p] = static_cast<const A*>(args.log_plane[p]);
       grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
@@ -64,7 +75,11 @@ struct Arguments {
   const A* log_plane[kMaxArcs];
   A* grad_plane[kMaxArcs];
   int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
+  unsigned back[kMaxArcs];  // from the end of an arc to its beginning, in a plane
   bool may_end[kMaxArcs];
+  unsigned may_not_end = 0;  // bits of the first arcs
+  int span = 1;              // diagonals that the longest arc spans
+  int in_shared = 0;         // arcs that SweepInShared takes at a time, or 0
 };
 
 // One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag
@@ -178,13 +193,137 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
   }
 }
 
+// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Half of the
+// threads, the adders, take a column each and sum over the arcs of a diagonal. The others compute the probabilities of
+// the next diagonal, and start copies (cp.async) of the arcs of three diagonals after that. One barrier per diagonal.
+//
+//   ring           [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
+//   probabilities  [2][kArcs / 2][W][2], of the arcs that enter (alpha) or leave (beta) a node
+//   raw            [4][kArcs][W], their logarithms
+// More would not fit into registers.
+template <class A>
+constexpr int kMostInShared = sizeof(A) == 4 ? 16 : 10;
+template <class A>
+constexpr size_t SharedBytes(int arcs, int columns, int span) {
+  return (size_t(2) * (span + 1) * (columns + 1) + size_t(2) * arcs * columns) * sizeof(Value<A>) +
+         size_t(4) * arcs * columns * sizeof(A);
+}
+
+template <class A, bool kUp, int kArcs>
+__device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* shared) {
+  using S = Scalar<A>;
+  const int W = int(blockDim.x) / 2, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
+  const bool adds = int(threadIdx.x) < W;
+  const int u = int(threadIdx.x) - (adds ? 0 : W);
+  Value<A>* const ring = shared;
+  Value<A>* const probabilities = ring + 2 * R * pitch;
+  A* const raw = reinterpret_cast<A*>(probabilities + 2 * kArcs * W);
+  for (int i = int(threadIdx.x); i < 2 * R * pitch + 2 * kArcs * W; i += int(blockDim.x)) shared[i] = Zero<S>();
+  __syncthreads();
+  const int column = u + (kUp ? 1 : 0);  // of this node in the ring
+  if (!kUp && adds && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
+  __syncthreads();
+
+  const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
+  const auto next = [&](unsigned at) {
+    return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
+  };
+  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the adder or the copy
+  A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
+  const A* const arcs = Settled(sequence.arcs);
+  int slot = 0;
+  for (int step = -4; step < last; ++step) {
+    if (adds) {
+      if (step >= 0) {
+        const Value<A>* const p = probabilities + (step & 1) * kArcs * W + u * 2;
+        const Value<A>* const reached = ring + (slot + R) * pitch + column;
+        Value<A> terms[kArcs];
+        auto e = S::kZero;
+#pragma unroll
+        for (int k = 0; k < kArcs; ++k) {
+          const int du = kUp ? -args.du[k] : args.du[k];
+          terms[k] = Times(reached[du - (args.dt[k] + args.du[k]) * pitch], p[k / 2 * W * 2 + k % 2]);
+          e = S::Max(e, terms[k].e);
+        }
+        const auto shift = S::kExponentBias - e;
+        A even = 0, odd = 0;
+#pragma unroll
+        for (int k = 0; k < kArcs; k += 2) {
+          even = Fma(terms[k].m, BiasedPower<A>(terms[k].e + shift), even);
+          odd = Fma(terms[k + 1].m, BiasedPower<A>(terms[k + 1].e + shift), odd);
+        }
+        Value<A> value = {even + odd, e};
+        if (kUp && step == 0 && u == 0) value = One<A>();
+        if ((step & 3) == 3) value = Normalize(value);
+        ring[slot * pitch + column] = ring[(slot + R) * pitch + column] = value;
+        const int t = (kUp ? step : last - 1 - step) - u;
+        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
+        StoreIf(inside, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
+        at = next(at);
+        slot = slot + 1 == R ? 0 : slot + 1;
+      }
+    } else {
+      WaitForCopies<2>();
+      const int now = step + 1, later = step + 4;
+      if (now >= 0) {
+        A x[kArcs];  // all reads before all writes, which they may not overtake
+#pragma unroll
+        for (int k = 0; k < kArcs; ++k) x[k] = raw[((now & 3) * kArcs + k) * W + u];
+#pragma unroll
+        for (int k = 0; k < kArcs; ++k) {
+          probabilities[((now & 1) * kArcs / 2 + k / 2) * W * 2 + u * 2 + k % 2] = Probability(x[k]);
+        }
+      }
+      if (later < last) {
+        const int t = (kUp ? later : last - 1 - later) - u;
+        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
+        A* const to = raw + (later & 3) * kArcs * W + u;
+        unsigned exists = 0;
+#pragma unroll
+        for (int k = 0; k < kArcs; ++k) {  // no branches
+          const unsigned back = at - args.back[k], from = kUp ? min(back, back + plane) : at;
+          const bool begins = (unsigned(t - args.dt[k]) < unsigned(sequence.frames)) & (u >= args.du[k]);
+          const bool ends = (t + args.dt[k] == sequence.frames) & (u + args.du[k] == sequence.labels);
+          exists |=
+              unsigned(inside & (k < args.num_arcs) & (kUp ? begins : !(ends & ((args.may_not_end >> k & 1) != 0))))
+              << k;
+          const A* const arc = arcs + int64_t(k) * sequence.plane;
+          if (Bit(exists, k)) CopyAsync(to + k * W, arc + from);
+        }
+#pragma unroll
+        for (int k = 0; k < kArcs; ++k) {
+          if (!Bit(exists, k)) to[k * W] = -kInfinity<A>;
+        }
+        at = next(at);
+      }
+      CommitCopies();
+    }
+    __syncthreads();
+  }
+}
+
 // Grid: (beta and, for a gradient, alpha; sequences).
 template <class A>
-__global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(2 * kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
+  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
     if (sequence.frames == 0) continue;
+    const auto in_shared = [&](auto arcs) {
+      if (blockIdx.x == 0) {
+        SweepInShared<A, false, decltype(arcs)::value>(args, sequence, shared);
+      } else {
+        SweepInShared<A, true, decltype(arcs)::value>(args, sequence, shared);
+      }
+    };
+    if (args.in_shared == 4) in_shared(std::integral_constant<int, 4>());
+    if (args.in_shared == 6) in_shared(std::integral_constant<int, 6>());
+    if (args.in_shared == 10) in_shared(std::integral_constant<int, 10>());
+    if constexpr (sizeof(A) == 4) {
+      if (args.in_shared == kMostInShared<A>) in_shared(std::integral_constant<int, kMostInShared<A>>());
+    }
+    if (args.in_shared != 0) continue;
     const int diagonals = sequence.frames + sequence.labels;
     for (int step = 0; step < diagonals; ++step) {
       const int n = blockIdx.x == 0 ? diagonals - 1 - step : step;
@@ -302,7 +441,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args) || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
     return cudaErrorInvalidValue;
-  const Arguments<A> arguments(args);
+  Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const unsigned tiles = unsigned(Tiles(args.frames) * Tiles(args.columns));
@@ -310,13 +449,22 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
       back(tiles, sequences, unsigned(arguments.num_planes));
   const dim3 skew_block(kTile, kSkewRows);
   const int threads = int(std::min<int64_t>(kMaxThreads, Tiles(args.columns) * 32));
+  size_t shared = 0;
+  for (const int arcs : {4, 6, 10, kMostInShared<A>}) {
+    if (arcs < arguments.num_arcs || args.columns > threads) continue;
+    shared = SharedBytes<A>(arcs, threads, arguments.span);
+    if (shared <= SharedMemoryOfBlock()) arguments.in_shared = arcs;
+    break;
+  }
+  if (arguments.in_shared == 0) shared = 0;
 
   cudaError_t error = cudaSuccess;
-  const auto then = [&](auto kernel, dim3 grid, dim3 block) {
-    if (error == cudaSuccess) error = Launch(kernel, grid, block, 0, stream, arguments);
+  const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t bytes = 0) {
+    if (error == cudaSuccess) error = Launch(kernel, grid, block, bytes, stream, arguments);
   };
   if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
-  if (args.frames > 0) then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), dim3(threads));
+  const dim3 sweep_block(unsigned(arguments.in_shared != 0 ? 2 * threads : threads));
+  if (args.frames > 0) then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), sweep_block, shared);
   then(&SkipLoss<A>, dim3(sequences), dim3(threads));
   if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
   return error;

@@ -52,7 +52,6 @@ namespace {
 
 constexpr unsigned kMaxThreads = 1024, kMaxWarps = kMaxThreads / 32, kMaxGroups = 8;
 constexpr size_t kStackBytes = 256 << 10;    // only touched pages take memory
-constexpr size_t kSharedLimit = 227 << 10;   // of compute capability 9.0, with the opt-in
 constexpr size_t kStaticLimit = 48 << 10;    // without the opt-in
 constexpr unsigned kSanitizedThreads = 240;  // ThreadSanitizer's runtime distinguishes 255 threads
 constexpr unsigned kFibers = kMaxThreads;
@@ -66,6 +65,7 @@ struct Fiber {
   State state = State::kExited;
   const char* operation = "";  // where it waits, unless it is ready
   Caller caller = {"", 0};
+  Copies copies;
 #if JAX_RNNT_OWN_SWITCH
   void* stack_pointer = nullptr;
 #else
@@ -300,6 +300,7 @@ JAX_RNNT_SCHEDULER void FailDeadlocked() {
 JAX_RNNT_SCHEDULER void ThreadMain() {
   Arrived(machine.current);
   JAX_RNNT_ORDER(Acquire(&tokens->start));
+  machine.current->copies = {};  // by the thread itself, so that ThreadSanitizer sees one owner
   machine.thread(machine.context);
   JAX_RNNT_ORDER(Release(&launches));
   Fiber* const self = machine.current;
@@ -514,6 +515,7 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
 JAX_RNNT_SCHEDULER unsigned BlockThreads() { return machine.num_threads; }
+JAX_RNNT_SCHEDULER Copies& ThreadCopies() { return machine.current->copies; }
 
 JAX_RNNT_SCHEDULER int Barrier(int value, const char* name, Caller caller) {
   BlockBarrier& barrier = machine.barrier;

@@ -7,6 +7,7 @@
 //   * masks that name lanes which have exited or do not call; callers outside their mask; reads from lanes outside it;
 //   * shared memory read before it is written: it is filled with NaN for every block;
 //   * with AddressSanitizer and UndefinedBehaviorSanitizer: accesses out of bounds, of shared memory too; alignment;
+//   * results of asynchronous copies used before they are waited for: the copies run then, and not earlier;
 //   * with ThreadSanitizer: races between CUDA threads, within a block or between blocks. Only barriers, __syncwarp and
 //     the end of a kernel order memory accesses; shuffles and votes do not.
 // Blocks run one after the other, so a block must not wait for another. The environment variable
@@ -21,6 +22,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 // ---- language ----
 
@@ -86,6 +88,8 @@ cudaError_t Run(dim3 grid, dim3 block, size_t shared_bytes, const Thread& thread
   return Run(grid, block, shared_bytes, [](const void* context) { (*static_cast<const Thread*>(context))(); }, &thread);
 }
 
+constexpr size_t kSharedLimit = 227 << 10;  // bytes of a block, of compute capability 9.0 with the opt-in
+
 void* DynamicShared();
 
 struct SharedSlot {
@@ -112,6 +116,33 @@ uint64_t Shuffle(uint32_t mask, uint64_t value, int source, bool inside, Operati
 
 int Lane();
 unsigned BlockThreads();
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  unsigned group;
+};
+struct Copies {
+  std::vector<Copy> started;
+  unsigned groups = 0;  // committed
+};
+// The copies that the calling thread has started and not waited for.
+Copies& ThreadCopies();
+inline void CopyAsync(void* to, const void* from, size_t bytes) {
+  ThreadCopies().started.push_back({to, from, bytes, ThreadCopies().groups});
+}
+inline void CommitCopies() { ++ThreadCopies().groups; }
+// Runs the copies of all committed groups but the last `groups`.
+inline void WaitForCopies(unsigned groups) {
+  Copies& copies = ThreadCopies();
+  size_t done = 0;
+  while (done < copies.started.size() && copies.started[done].group + groups < copies.groups) {
+    memcpy(copies.started[done].to, copies.started[done].from, copies.started[done].bytes);
+    ++done;
+  }
+  copies.started.erase(copies.started.begin(), copies.started.begin() + std::ptrdiff_t(done));
+}
 
 template <class T>
 T Shuffle(uint32_t mask, T value, int source, bool inside, Operation operation, Caller caller) {
