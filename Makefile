@@ -79,7 +79,7 @@ sanitize: setup build/sanitize/.installed
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
-  sharding memory remat export benchmarks flax metrics plot batching
+  sharding memory remat export benchmarks flax metrics plot batching tpu decode mwer machine_code paddings
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
@@ -128,6 +128,23 @@ format: setup
 
 clean:
 	rm -rf $(VENV) build dist
+
+# ---- TPU kernels without a TPU ----
+.PHONY: interpret test-tpu-compile
+
+# The suite on the Pallas kernels for TPUs, interpreted by the CPU. The emission is XLA's there.
+INTERPRETED = tpu lattices values gradients lengths edges sharding vmap remat export accuracy family
+interpret: setup
+	JAX_RNNT_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference and not symbolic' \
+	  $(or $(ARGS),$(INTERPRETED:%=tests/test_%.py))
+
+# Compiles the losses for five generations of TPUs and reads memory, collectives and schedules. Fails where docs/tpu.md
+# is out of date.
+test-tpu-compile:
+	test -x build/tpu-compile/bin/python || $(PYTHON) -m venv build/tpu-compile
+	build/tpu-compile/bin/pip install --quiet . 'jax[tpu]' -Ccmake.define.JAX_RNNT_CUDA=off
+	build/tpu-compile/bin/python benchmarks/tpu.py --check $(ARGS)
+	build/tpu-compile/bin/python benchmarks/tpu_axlearn.py
 
 # ---- CUDA kernels without a GPU ----
 .PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile joint-model

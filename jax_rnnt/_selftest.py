@@ -81,8 +81,9 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     Parameters
     ----------
     require : sequence of {"cpu", "cuda"}, optional
-        Platforms that must have kernels. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU; TPU, ROCm
-        and Metal have no kernels and run the reference. (): none, so that a pure-Python install passes.
+        Platforms that must have kernels. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU. Those of
+        TPUs need no build; ROCm and Metal have none and run the reference. (): none, so that a pure-Python install
+        passes.
 
     Returns
     -------
@@ -110,12 +111,12 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     if missing:
         lines = [f"{name:5} no kernels: {reasons[name]}" for name in missing]
         raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(lines))
-    if platform not in loading.KERNELS or reasons[platform]:
+    if platform != "tpu" and (platform not in loading.KERNELS or reasons[platform]):
         reason = reasons[platform] or "there are none for this platform"
         return [f"{platform:5} no kernels, the reference runs: {reason}"]
     lines, wrong = [], []
     for dtype in _checks.FLOATS:
-        if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        if dtype == "float64" and (platform == "tpu" or not jax.config.read("jax_enable_x64")):
             continue
         for target, (got, expected) in jax.jit(functools.partial(_results, platform))(*_problem(dtype)).items():
             error = _error(got, expected)

@@ -52,8 +52,8 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict
     >>> from jax_rnnt import RNNTLoss
     >>> from jax_rnnt.plot import arc_posteriors
     >>> arcs = arc_posteriors(RNNTLoss(), jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
-    >>> arcs["label"][:, 0].round(3).tolist()  # three paths
-    [0.333, 0.333, 0.333]
+    >>> [f"{x:.3f}" for x in arcs["label"][:, 0]]  # three paths
+    ['0.333', '0.333', '0.333']
     """
     lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
     planes = loss.arcs(logits, targets, *lengths)

@@ -2,7 +2,8 @@
 
 Eight CPU devices replace a small cluster. 64-bit types are on, so that the truth can be float64 (test_dtypes repeats
 the essentials without them). Type and rank promotion are strict, so that no library call relies on implicit ones.
-JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure.
+JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure. JAX_RNNT_INTERPRET=1 runs the kernels
+for TPUs, interpreted, in place of the CPU's.
 
 XLA takes four fifths of the suite's time to compile programs that run once on a few kilobytes. On CPUs, LLVM therefore
 does not optimise them, and XLA takes options with which it compiles a reference in 0.3 s instead of 1.2 s. Custom calls
@@ -29,6 +30,11 @@ import losses
 # Tracing makes millions of objects and few cycles: the collector took a tenth of the suite's time.
 gc.freeze()
 gc.set_threshold(200_000, 50, 1000)
+
+if losses.interpreted():
+    import interpreted
+
+    interpreted.install()
 
 QUICK = losses.platform() == "cpu"
 if not QUICK:  # GPUs multiply float32 as TF32 and TPUs as bfloat16; tests compare float32 results at 1e-5

@@ -250,12 +250,17 @@ def exchanged(text, collective):
 
 
 def once(targets):
-    return dict.fromkeys(targets, 1)
+    return {} if interpreted() else dict.fromkeys(targets, 1)
 
 
 def emulated():
     """Whether the CPU platform runs the CUDA kernels in the emulation (`make emulation`)."""
     return loading.KERNELS.get("cpu") == "cuda"
+
+
+def interpreted():
+    """Whether the CPU platform interprets the TPU's kernels (`make interpret`). They are no custom calls then."""
+    return bool(os.environ.get("JAX_RNNT_INTERPRET"))
 
 
 def platform():

@@ -3,6 +3,8 @@
 Every operand of one operation must vary over the same manual axes.
 """
 
+import inspect
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -48,6 +50,17 @@ def result_aval(like, shape, dtype, num_batch_dims):
     """An array of this shape with the batch sharding and the varying axes of `like`."""
     spec = spec_of(like)[: None if tuple(shape) == tuple(like.shape) else num_batch_dims]
     return aval_like(like, shape, dtype, spec)
+
+
+def struct_like(like: jax.Array, shape, dtype) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array that varies as `like` does: Pallas asks for it under `jax.shard_map`."""
+    aval = jax.typeof(like)
+    parameters = inspect.signature(jax.ShapeDtypeStruct).parameters
+    if "manual_axis_type" in parameters:  # jax >= 0.10
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=aval.manual_axis_type)
+    if "vma" in parameters:
+        return jax.ShapeDtypeStruct(shape, dtype, vma=_varying(aval))  # type: ignore[call-arg]
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def plain_aval(aval):

@@ -15,7 +15,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 
 from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
-from jax_rnnt._xla.primitive import new_primitive, unpartitioned
+from jax_rnnt._xla.over_devices import unpartitioned
+from jax_rnnt._xla.primitive import new_primitive
 
 _GROUPS = "jax_rnnt_groups"
 

@@ -26,7 +26,17 @@ KERNELS: dict[str, str] = {}
 # By platform: why it has no kernels.
 MISSING: dict[str, str] = {}
 # By platform: the largest sizes that its kernels take, by name. A name without an entry has no limit.
-LIMITS: dict[str, dict[str, int]] = {}
+LIMITS: dict[str, dict[str, int]] = {
+    # Of the kernels in Pallas: no float64 vectors, path weights of 28 bits, and what VMEM holds.
+    "tpu": {
+        "bytes": 4,
+        "diagonals": 1 << 15,
+        "arc_labels": 1,
+        "arcs": 64,
+        "columns_by_planes": 1 << 15,
+        "columns_by_diagonals": 1 << 14,
+    },
+}
 # ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `lattice.workspace`.
 WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
 

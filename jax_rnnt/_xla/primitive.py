@@ -9,6 +9,7 @@ meshes (jax 0.6.2 ... 0.12), so each primitive carries
   * a JVP rule: that of the reference, for forward mode and second derivatives.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,10 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax_rnnt import _installation
 from jax_rnnt._xla import loading
 from jax_rnnt._xla.avals import result_aval, vary_together
+from jax_rnnt._xla.over_devices import lower_over_devices, unpartitioned
+
+PALLAS = (0, 8)  # the first jax whose Pallas runs the TPU kernels
+_PARTLY_MANUAL = (0, 10)  # the same within a mesh with manual and automatic axes
 
 
 @functools.cache
@@ -40,17 +45,6 @@ def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | N
         if isinstance(number, int) and name in limits and number > limits[name]:
             return f"the kernels take at most {limits[name]} {things}, got {number}"
     return None
-
-
-def unpartitioned(ctx) -> bool:
-    """Whether the SPMD partitioner will not run over this operation: one device, or every mesh axis is manual."""
-    axes = ctx.module_context.axis_context
-    if (num_devices := getattr(axes, "num_devices", None)) is not None:
-        return num_devices == 1
-    mesh, manual = getattr(axes, "mesh", None), getattr(axes, "manual_axes", None)
-    if mesh is not None and manual is not None:
-        return set(manual) == set(mesh.axis_names)
-    return type(axes).__name__ == "ReplicaAxisContext"  # pmap before jax 0.8
 
 
 def new_primitive(name: str, abstract_eval: Callable) -> Primitive:
@@ -86,6 +80,17 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
     return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
 
 
+def _no_pallas(ctx) -> str | None:
+    """Why Pallas cannot run here at all."""
+    if jax.__version_info__ < PALLAS:
+        return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
+    partly = getattr(ctx.module_context.axis_context, "manual_axes", ()) and not unpartitioned(ctx)
+    if partly and jax.__version_info__ < _PARTLY_MANUAL:
+        return f"the TPU kernels in a jax.shard_map over some axes need jax {'.'.join(map(str, _PARTLY_MANUAL))}"
+    symbols = [d for aval in ctx.avals_in for d in aval.shape if not isinstance(d, int)]
+    return f"the TPU kernels need sizes known when lowered, got the symbol {symbols[0]}" if symbols else None
+
+
 def _row_major(x):
     if jax.__version_info__ < (0, 7):  # where Layout meant what Format means now
         make = layout.DeviceLocalLayout  # type: ignore[attr-defined]
@@ -119,6 +124,9 @@ class Kernel:
     unsupported : callable, optional
         ``unsupported(limits, *operands, **attributes)``: why the kernel does not take this problem, from the platform's
         entry of `loading.LIMITS` and the operands' avals; None where it does.
+    tpu : callable, optional
+        ``tpu(*operands, interpret, **attributes) -> results`` on one batch dimension: the kernel for TPUs, in JAX with
+        Pallas. None: there the reference is the kernel, as XLA fuses it with its neighbours.
     """
 
     def __init__(
@@ -130,9 +138,11 @@ class Kernel:
         aliases: Callable[[int], dict[int, int]] = lambda operands: {},
         workspace: Callable = lambda sizes, *operands, **attributes: 0,
         unsupported: Callable[..., str | None] = lambda limits, *operands, **attributes: None,
+        tpu: Callable[..., Sequence[jax.Array]] | None = None,
     ):
         self.target, self.reference, self.results = target, reference, results
         self.aliases, self.workspace, self.unsupported = aliases, workspace, unsupported
+        self.tpu = tpu
         self.primitive = new_primitive(target, self.abstract_eval)
         # The bare in-place custom call, without a rule for the partitioner: used only where no partitioner runs.
         self.in_place = new_primitive(f"{target}_in_place", self.abstract_eval)
@@ -140,6 +150,7 @@ class Kernel:
         for platform in loading.KERNELS:
             for primitive, rule in ((self.primitive, self.lower), (self.in_place, self.lower_in_place)):
                 mlir.register_lowering(primitive, functools.partial(rule, platform=platform), platform=platform)
+        mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
         batching.primitive_batchers[self.primitive] = self.batch
         ad.primitive_jvps[self.primitive] = self.jvp
 
@@ -186,6 +197,26 @@ class Kernel:
     def lower_in_place(self, ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
         lowering = {"operand_output_aliases": self.aliases(len(operands))}
         return self._custom_call(ctx, operands, platform, num_batch_dims, attributes, **lowering)
+
+    def lower_tpu(self, ctx, *operands, num_batch_dims, strict, alias, interpret=False, **attributes):
+        """XLA's program, or the kernel in Pallas, each device on its part of the batch."""
+        kernel = self.tpu
+        if kernel is None:
+            function = functools.partial(self.reference, **attributes)
+            return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+        reason = _no_pallas(ctx) or self.unsupported(loading.LIMITS["tpu"], *ctx.avals_in, **attributes)
+        if reason:
+            params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
+            return self.lower_reference(ctx, *operands, reason=reason, **params)
+
+        def run(*operands):
+            batch = operands[0].shape[:num_batch_dims]
+            flat = [x.reshape(-1, *x.shape[num_batch_dims:]) for x in operands]
+            with contextlib.nullcontext() if interpret else jax.enable_x64(False):
+                outputs = kernel(*flat, interpret=interpret, **attributes)
+            return [x.reshape(*batch, *x.shape[1:]) for x in outputs]
+
+        return lower_over_devices(ctx, run, operands, num_batch_dims)
 
     def lower_reference(self, ctx, *operands, num_batch_dims, strict, alias, reason=None, **attributes):
         missing = loading.MISSING

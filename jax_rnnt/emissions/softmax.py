@@ -67,16 +67,15 @@ class RowSum(typing.NamedTuple):
     bad: jax.Array  # where a logit is NaN or +inf
 
     def log_probability(self, x):
-        """Log-probability of a class with logit x, or of all classes on the last axis of x; -inf in a dead row."""
-        more = (...,) + (None,) * (x.ndim - self.peak.ndim)
-        return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
+        """Log-probability of a class with logit x; -inf in a dead row."""
+        return jnp.where(self.dead, -jnp.inf, x - self.peak - self.log_total)
 
 
-def row_sum(x) -> RowSum:
-    """Over the last axis of x."""
-    peak = jax.lax.stop_gradient(jnp.max(x, -1, initial=-jnp.inf))
+def row_sum(x, axis=-1) -> RowSum:
+    """Over one axis of x."""
+    peak = jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
-    total = jnp.sum(jnp.exp(x - peak[..., None]), -1)
+    total = jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis)
     dead = total == 0
     bad = jnp.isnan(total) | jnp.isposinf(peak)
     return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
@@ -121,18 +120,27 @@ def _softmax_by_norm(x, anchor, norm):
     return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]
 
 
-def _heads(logits, label, num_frames, blanks, durations, bernoulli):
-    """(rows inside, logits of the classes, of the durations, of a Bernoulli blank), 0 outside.
+def _pick(index, x):
+    """[..., T, U1]: the logit of a class."""
+    return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1)
 
-    Selected before any arithmetic: whatever stands outside reaches neither value nor gradient.
+
+def _heads(logits, label, num_frames, blanks, durations, bernoulli):
+    """(rows inside, logits of the classes, plane of each duration, plane of a Bernoulli blank), 0 outside.
+
+    Selected before any arithmetic: whatever stands outside reaches neither value nor gradient. The rows stay whole,
+    with -inf where a logit is of another head: XLA for TPUs copies slices of the classes, and changes their layout.
     """
     inside = inside_rows(logits, label, num_frames)
     x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
-    classes, lengths = x[..., : x.shape[-1] - durations], x[..., x.shape[-1] - durations :]
+    tokens = x.shape[-1] - durations
+    lengths = [_pick(tokens + i, x) for i in range(durations)]
+    if durations:
+        classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
+        x = jnp.where(classes < tokens, x, -jnp.inf)
     if not bernoulli:
-        return inside, classes, lengths, None
-    is_blank = one_hot(blanks[0], classes)
-    return inside, jnp.where(is_blank, -jnp.inf, classes), lengths, jnp.sum(jnp.where(is_blank, classes, 0), -1)
+        return inside, x, lengths, None
+    return inside, jnp.where(one_hot(blanks[0], x), -jnp.inf, x), lengths, _pick(blanks[0], x)
 
 
 def softmax_emission(
@@ -170,7 +178,7 @@ def softmax_emission(
     """
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     row = row_sum(x) if normalize else None
-    of_lengths = row_sum(lengths) if normalize and durations else None
+    of_lengths = row_sum(jnp.stack(lengths), 0) if normalize and durations else None
     bad_row = functools.reduce(jnp.logical_or, (r.bad for r in (row, of_lengths) if r is not None), jnp.asarray(False))
     if bernoulli:
         bad_row |= jnp.isnan(z) | jnp.isposinf(z)
@@ -178,11 +186,8 @@ def softmax_emission(
     def plane(value):
         return jnp.where(inside, jnp.where(bad_row | jnp.isposinf(value), jnp.nan, value), -jnp.inf)
 
-    def pick(index):
-        return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1)
-
     def log_probability(index):
-        return pick(index) if row is None else row.log_probability(pick(index))
+        return _pick(index, x) if row is None else row.log_probability(_pick(index, x))
 
     log_label = log_probability(label)
     if bernoulli:
@@ -195,10 +200,9 @@ def softmax_emission(
         log_blanks = [log_probability(blank) for blank in blanks]
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
     if of_lengths is not None:
-        lengths = of_lengths.log_probability(lengths)
-    log_durations = [lengths[..., i] for i in range(durations)]
-    norm = jnp.zeros_like(log_label) if row is None else _norm(row, pick(_anchor(blanks, bernoulli)))
-    return (*map(plane, log_blanks), log_label, *map(plane, log_durations), jnp.where(inside, norm, 0))
+        lengths = map(of_lengths.log_probability, lengths)
+    norm = jnp.zeros_like(log_label) if row is None else _norm(row, _pick(_anchor(blanks, bernoulli), x))
+    return (*map(plane, log_blanks), log_label, *map(plane, lengths), jnp.where(inside, norm, 0))
 
 
 def backward_reference(
@@ -208,7 +212,9 @@ def backward_reference(
     ct_blanks, ct_label = cotangents[: len(blanks)], cotangents[len(blanks)]
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
-    x, lengths = (jnp.where(used[..., None], head, 0) for head in (x, lengths))  # exp of the others may be infinite
+    # Picked as in the forward pass, so that XLA does it once: picking from used rows would read the logits once more.
+    anchor = _pick(_anchor(blanks, bernoulli), x) if normalize else norm
+    x = jnp.where(used[..., None], x, 0)  # exp of the others may be infinite
     if bernoulli:  # a label that is the blank counts as one
         same = label == blanks[0]
         ct_blank, ct_label = ct_blanks[0] + jnp.where(same, ct_label, 0), jnp.where(same, ct_label - ct_label, ct_label)
@@ -218,18 +224,18 @@ def backward_reference(
     for blank, ct in zip(blanks, ct_blanks):
         gradient = gradient + jnp.where(one_hot(blank, x), ct[..., None], 0)
     if normalize:
-        anchor = jnp.sum(jnp.where(one_hot(_anchor(blanks, bernoulli), x), x, 0), -1)
-        softmax = _softmax_by_norm(x, anchor, jnp.where(used, norm, 0))
+        softmax = _softmax_by_norm(x, *(jnp.where(used, plane, 0) for plane in (anchor, norm)))
         gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
     if bernoulli:
         gradient = jnp.where(one_hot(blanks[0], x), of_blank[..., None], gradient)
-    if durations:
-        of_lengths = jnp.stack(cotangents[len(blanks) + 1 :], -1)
-        if normalize:
-            row = row_sum(lengths)
-            softmax = jnp.exp(lengths - row.peak[..., None]) / jnp.where(row.dead, 1, row.total)[..., None]
-            of_lengths = of_lengths - softmax * jnp.sum(of_lengths, -1, keepdims=True)
-        gradient = jnp.concatenate([gradient, of_lengths], -1)
+    of_lengths = list(cotangents[len(blanks) + 1 :])
+    if durations and normalize:
+        lengths = jnp.where(used[None], jnp.stack(lengths), 0)
+        row, total = row_sum(lengths, 0), sum(of_lengths)
+        softmax = jnp.exp(lengths - row.peak[None]) / jnp.where(row.dead, 1, row.total)[None]
+        of_lengths = [ct - probability * total for ct, probability in zip(of_lengths, softmax)]
+    for i, of_length in enumerate(of_lengths):
+        gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), of_length[..., None], gradient)
     gradient = clip_and_scale(gradient, scale, clamp)
     return [jnp.where(used[..., None], gradient, 0).astype(logits.dtype)]
 

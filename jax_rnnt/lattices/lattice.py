@@ -1,13 +1,14 @@
 """Lattices by kernel: arc log-probabilities -> loss and its gradient, minus the arc posteriors. Any topology.
 
 There are two kernels behind one pair of custom calls: one for unit steps (standard, monotonic), one for arcs that skip
-frames (multi-blank, token and duration).
+frames (multi-blank, token and duration). On TPUs there is one kernel for all of them, in Pallas (`pallas.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._xla import loading
-from jax_rnnt.lattices import reference
+from jax_rnnt.lattices import pallas, reference
 from jax_rnnt.lattices.reference import inside
 from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, bounded, slots
 
@@ -67,6 +68,20 @@ def _grad_reference(*operands, **attributes):
     return [loss, *(gradients[slot] for slot in planes)]  # JAX sorts the keys of a dict: "10" before "2"
 
 
+def _loss_tpu(*operands, interpret, **attributes):
+    if 0 in operands[0].shape:
+        return _loss_reference(*operands, **attributes)
+    return [pallas.value(*_problem(*operands, **attributes), interpret=interpret)]
+
+
+def _grad_tpu(*operands, interpret, **attributes):
+    if 0 in operands[0].shape:
+        return _grad_reference(*operands, **attributes)
+    topology, planes, *lengths = _problem(*operands, **attributes)
+    loss, gradients = pallas.value_and_grad(topology, planes, *lengths, interpret=interpret)
+    return [loss, *(gradients[slot] for slot in planes)]
+
+
 def _is_unit_step(**attributes):
     return any(attributes == _attributes(topology) for topology in (STANDARD, MONOTONIC))
 
@@ -98,6 +113,17 @@ def _unsupported(limits, first, num_frames, *_, **attributes):
         ("diagonals", "diagonals", frames + columns),
         ("sequences", "sequences", math.prod(num_frames.shape)),
         *([("unit_columns", "columns U + 1", columns)] if _is_unit_step(**attributes) else []),
+        (
+            "columns_by_planes",
+            "columns U + 1, times planes of arcs",
+            columns * (1 + max(*attributes["plane"], *attributes["other"])),
+        ),
+        (
+            "columns_by_diagonals",
+            "columns U + 1, times diagonals of an arc",
+            columns * max(map(operator.add, attributes["dt"], attributes["du"])),
+        ),
+        ("bytes", "bytes a number (float32)", first.dtype.itemsize),
     )
 
 
@@ -107,6 +133,7 @@ _loss_kernel = _xla.Kernel(
     results=lambda first, *_, **__: [((), first.dtype)],
     workspace=functools.partial(_workspace, gradient=False),
     unsupported=_unsupported,
+    tpu=_loss_tpu,
 )
 _grad_kernel = _xla.Kernel(
     "jax_rnnt_lattice_grad",
@@ -115,11 +142,12 @@ _grad_kernel = _xla.Kernel(
     aliases=lambda operands: {0: 1} | {i: i - 1 for i in range(3, operands)},
     workspace=functools.partial(_workspace, gradient=True),
     unsupported=_unsupported,
+    tpu=_grad_tpu,
 )
 
 
 def supported(topology: Topology, platform: str) -> bool:
-    """Whether a platform ("cpu" or "cuda") has a kernel for this topology."""
+    """Whether a platform ("cpu", "cuda", "tpu") has a kernel for this topology."""
     limits = loading.LIMITS.get(platform)
     return limits is not None and _unsupported_arcs(limits, **_attributes(topology)) is None
 
