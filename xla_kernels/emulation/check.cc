@@ -156,6 +156,7 @@ void CheckAll() {
   const Masks few = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + u + p) % 5 == 0 ? 0 : -1; });
   const Masks labels = masks(-1e30, 0, [](int p, int, int) { return p == 1 ? 0 : -1; });
   const Masks both = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + 3 * u + p) % 4 < 2 ? (t + p) % 2 : -1; });
+  CheckSkip<float>("many diagonals", unit, 1, 700, 3, true, 0);
   CheckSkip<float>("masks, tiles", unit, 2, 40, 69, true, 0, labels);
   CheckSkip<float>("masks, tiles, two sizes", unit, 2, 70, 35, false, 0.05, both);
   CheckSkip<double>("masks, tiles, monotonic", monotonic, 2, 90, 64, true, 0.05, labels);

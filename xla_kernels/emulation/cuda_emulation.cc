@@ -515,6 +515,7 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
 JAX_RNNT_SCHEDULER unsigned BlockThreads() { return machine.num_threads; }
+JAX_RNNT_SCHEDULER bool CopiesRunAtOnce() { return machine.order == Order::kReverse; }
 JAX_RNNT_SCHEDULER Copies& ThreadCopies() { return machine.current->copies; }
 
 JAX_RNNT_SCHEDULER int Barrier(int value, const char* name, Caller caller) {

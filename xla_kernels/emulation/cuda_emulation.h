@@ -7,7 +7,7 @@
 //   * masks that name lanes which have exited or do not call; callers outside their mask; reads from lanes outside it;
 //   * shared memory read before it is written: it is filled with NaN for every block;
 //   * with AddressSanitizer and UndefinedBehaviorSanitizer: accesses out of bounds, of shared memory too; alignment;
-//   * results of asynchronous copies used before they are waited for: the copies run then, and not earlier;
+//   * asynchronous copies that are not waited for, or overwrite what is in use: they run as late or as early as may be;
 //   * with ThreadSanitizer: races between CUDA threads, within a block or between blocks. Only barriers, __syncwarp and
 //     the end of a kernel order memory accesses; shuffles and votes do not.
 // Blocks run one after the other, so a block must not wait for another. The environment variable
@@ -129,7 +129,13 @@ struct Copies {
 };
 // The copies that the calling thread has started and not waited for.
 Copies& ThreadCopies();
+// A copy may run at any time until it is waited for: at once in reverse order, as late as possible in the others.
+bool CopiesRunAtOnce();
 inline void CopyAsync(void* to, const void* from, size_t bytes) {
+  if (CopiesRunAtOnce()) {
+    memcpy(to, from, bytes);
+    return;
+  }
   ThreadCopies().started.push_back({to, from, bytes, ThreadCopies().groups});
 }
 inline void CommitCopies() { ++ThreadCopies().groups; }
