@@ -183,7 +183,6 @@ MUTATIONS = (
     ("skipping arcs: probabilities of the wrong diagonal", SKIP, "(now & 1) * kArcs / 2", "(step & 1) * kArcs / 2"),
     ("skipping arcs: copies a diagonal too late", SKIP, "later = step + 4;", "later = step + 5;"),
     ("skipping arcs: forgotten arcs that may not end", SKIP, "if (k < 32 && !may_end[k])", "if (false)"),
-    ("skipping arcs: begin of an arc", SKIP, "& (u >= args.du[k])", "& (u >= 0)"),
     (
         "skipping arcs: no terminal node",
         SKIP,
