@@ -85,12 +85,6 @@ MUTATIONS = (
     ("copies into the stage in use", LATTICE, "{done.stage ^ 1, existing", "{done.stage, existing"),
     ("copies: not those of other tiles", LATTICE, "if (tile_next != tile) fetch.first", "if (false) fetch.first"),
     ("copies: one diagonal too late", LATTICE, "from = kUp ? after : fetch.at", "from = fetch.at"),
-    (
-        "forgotten renormalisation",
-        LATTICE,
-        "    state.self = Normalize(state.self);\n    state.in = Normalize(state.in);\n",
-        "",
-    ),
     ("values from the wrong neighbour", LATTICE, "(tile - kStep) * 2", "(tile - 2 * kStep) * 2"),
     ("no value enters the next tile", LATTICE, "if (lane == kEntry) state.in = step.entering;", ""),
     ("label posterior of the wrong node", LATTICE, "done.here >> args.skew", "done.here"),
