@@ -100,7 +100,6 @@ MUTATIONS = (
     ("terminal node: zero", LATTICE, "[terminal][lane] = One<A>()", "[terminal][lane] = Zero<S>()"),
     ("terminal node: not its bit", LATTICE, "sequence.labels ? 1u << terminal : 0", "sequence.labels ? 0u : 0"),
     ("values beyond the lattice", LATTICE, "!Bit(beyond, j)", "false"),
-    ("flags of empty tiles unwritten", LATTICE, "sequence.flags[blockIdx.x] = 0;", ";"),
     ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
     (
         "wrong slot of a double buffer",
