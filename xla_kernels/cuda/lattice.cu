@@ -47,7 +47,9 @@ namespace {
 #ifndef JAX_RNNT_LATTICE_WARPS
 #define JAX_RNNT_LATTICE_WARPS 16
 #endif
-constexpr int kMaxWarps = JAX_RNNT_LATTICE_WARPS;
+// In float64, more than 8 would leave too few registers.
+template <class A>
+constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNNT_LATTICE_WARPS : 8;
 constexpr unsigned kAll = 0xffffffffu;
 
 // Diagonals of a chunk. One is computed while the next is copied.
@@ -601,9 +603,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   }
 }
 
-// Grid: (upwards and downwards, sequences); a block of up to kMaxWarps warps.
+// Grid: (upwards and downwards, sequences); a block of up to kMaxWarps<A> warps.
 template <class A, int kSweep>
-__global__ void __launch_bounds__(32 * kMaxWarps, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     if (blockIdx.x == 0) {
@@ -617,7 +619,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) Sweep(const __grid_constant
 
 // The loss after Sweep 1, if no gradient is asked for. Grid: sequences.
 template <class A>
-__global__ void __launch_bounds__(32 * kMaxWarps, 1) Total(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Total(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
@@ -645,7 +647,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns));
   const size_t shared = SharedMemoryOfBlock();
-  int warps = std::min(tiles, kMaxWarps);
+  int warps = std::min(tiles, kMaxWarps<A>);
   while (warps > 1 && SharedBytes<A, 2>(tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);

@@ -129,7 +129,7 @@ void CheckAll() {
   CheckSkip<double>("multi-blank, float64", multi_blank, 3, 7, 0, false);
   CheckSkip<float>("durations", durations, 4, 12, 6);
   CheckSkip<double>("durations, tiles", durations, 2, 40, 37);
-  CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false);
+  CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false, 0);
   CheckSkip<float>("durations, every column of a block", durations, 2, 9, 255, false);
   CheckSkip<float>("products", products, 4, 12, 6);
   CheckSkip<double>("products, tiles", products, 2, 37, 40, false);
@@ -156,7 +156,7 @@ void CheckAll() {
   const Masks few = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + u + p) % 5 == 0 ? 0 : -1; });
   const Masks labels = masks(-1e30, 0, [](int p, int, int) { return p == 1 ? 0 : -1; });
   const Masks both = masks(-1e9, 1e8, [](int p, int t, int u) { return (t + 3 * u + p) % 4 < 2 ? (t + p) % 2 : -1; });
-  CheckSkip<float>("many diagonals", unit, 1, 700, 3, true, 0);
+  CheckSkip<float>("many diagonals", unit, 1, 300, 250, true, 0);
   CheckSkip<float>("masks, tiles", unit, 2, 40, 69, true, 0, labels);
   CheckSkip<float>("masks, tiles, two sizes", unit, 2, 70, 35, false, 0.05, both);
   CheckSkip<double>("masks, tiles, monotonic", monotonic, 2, 90, 64, true, 0.05, labels);

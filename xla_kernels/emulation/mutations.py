@@ -107,12 +107,6 @@ MUTATIONS = (
     ("copies into the stage in use", LATTICE, "{done.stage ^ 1, existing", "{done.stage, existing"),
     ("copies: not those of other tiles", LATTICE, "if (tile_next != tile) fetch.first", "if (false) fetch.first"),
     ("copies: one diagonal too late", LATTICE, "from = kUp ? after : fetch.at", "from = fetch.at"),
-    (
-        "forgotten renormalisation",
-        LATTICE,
-        "    state.self = Normalize(state.self);\n    state.in = Normalize(state.in);\n",
-        "",
-    ),
     ("values from the wrong neighbour", LATTICE, "(tile - kStep) * 2", "(tile - 2 * kStep) * 2"),
     ("no value enters the next tile", LATTICE, "if (lane == kEntry) state.in = step.entering;", ""),
     ("label posterior of the wrong node", LATTICE, "done.here >> args.skew", "done.here"),
@@ -128,7 +122,6 @@ MUTATIONS = (
     ("terminal node: zero", LATTICE, "[terminal][lane] = One<A>()", "[terminal][lane] = Zero<S>()"),
     ("terminal node: not its bit", LATTICE, "sequence.labels ? 1u << terminal : 0", "sequence.labels ? 0u : 0"),
     ("values beyond the lattice", LATTICE, "!Bit(beyond, j)", "false"),
-    ("flags of empty tiles unwritten", LATTICE, "sequence.flags[blockIdx.x] = 0;", ";"),
     ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
     (
         "wrong slot of a double buffer",
@@ -194,7 +187,6 @@ MUTATIONS = (
     ("skipping arcs: probabilities of the wrong diagonal", SKIP, "(now & 1) * kArcs / 2", "(step & 1) * kArcs / 2"),
     ("skipping arcs: copies a diagonal too late", SKIP, "later = step + 4;", "later = step + 5;"),
     ("skipping arcs: forgotten arcs that may not end", SKIP, "if (k < 32 && !may_end[k])", "if (false)"),
-    ("skipping arcs: begin of an arc", SKIP, "& (u >= args.du[k])", "& (u >= 0)"),
     (
         "skipping arcs: no terminal node",
         SKIP,
