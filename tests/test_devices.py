@@ -90,7 +90,7 @@ def test_nothing_changes_without_a_device(kernel):
 def fake(monkeypatch, kernel):
     """Puts another answer of the module in place of that of this platform's kernels."""
     primitive._warn_reference.cache_clear()
-    return lambda answer: monkeypatch.setattr(loading, "_module", lambda platform: answer)
+    return lambda answer: monkeypatch.setattr(loading, "module", lambda platform: answer)
 
 
 def step(loss, implementation):

@@ -67,8 +67,9 @@ class RowSum(typing.NamedTuple):
     bad: jax.Array  # where a logit is NaN or +inf
 
     def log_probability(self, x):
-        """Log-probability of a class with logit x; -inf in a dead row."""
-        return jnp.where(self.dead, -jnp.inf, x - self.peak - self.log_total)
+        """Log-probability of a class with logit x, or of all classes on the last axis of x; -inf in a dead row."""
+        more = (...,) + (None,) * (x.ndim - self.peak.ndim)
+        return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
 
 
 def row_sum(x, axis=-1) -> RowSum:

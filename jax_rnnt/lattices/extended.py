@@ -86,7 +86,7 @@ def _parts_of_ln2(multiple, dtype):
 
 
 def _truncate(x):
-    return lax.sign(x) * lax.floor(lax.abs(x))
+    return where(x < 0, lax.ceil(x), lax.floor(x))
 
 
 def _reduce(x, multiple):
