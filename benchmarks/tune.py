@@ -70,6 +70,10 @@ def switches(root=ROOT):
     return found
 
 
+def _includes(source):
+    return re.findall(r'#include "xla_kernels/(.*)"', (ROOT / source).read_text())
+
+
 def builds(found, chosen=(), most=None):
     """The build as it is, then one for each other value of each switch. `chosen`: "NAME=VALUE,VALUE"."""
     values = {name: (default // 2, default * 2) for name, (default, _) in found.items()}
@@ -83,7 +87,10 @@ def builds(found, chosen=(), most=None):
     rows = [Build()]
     for name, several in values.items():
         default, files = found[name]
-        parts = {PARTS.get(f"xla_kernels/cuda/{file}", "all") for file in files}
+        # A header is of the kernels that include it.
+        parts = {
+            PARTS[k] for k in KERNELS for file in files if k.endswith(f"/{file}") or f"cuda/{file}" in _includes(k)
+        }
         part = parts.pop() if len(parts) == 1 else "all"
         rows += [Build(((name, value),), part) for value in several if value > 0 and value != default]
     return rows[:most]
