@@ -29,7 +29,8 @@
 // the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
 // instead of 4.
 //
-// Tried, in cycles of a step as scheduled for sm_90, in order of the sweeps (2 upwards, 2 downwards where they differ):
+// Tried, in cycles of a step of one warp as scheduled for sm_90, in order of the sweeps. `make cuda-model` replays
+// whole blocks, with what happens between chunks: 150 and 188 at U = 127.
 //   loads into registers, branches for what does not exist                                226, 329 to 362
 //   copies in one part at the start of a chunk, with waits of the addresses for each other  135 (the first sweep)
 //   a step of the copies in each step; reads from shared memory may not overtake them       142 to 162, 169 to 208
