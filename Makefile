@@ -91,11 +91,11 @@ emulation: setup build/emulation/.installed
 # Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
 cuda-check: setup
 	$(PYTHON) xla_kernels/cuda/resources.py --check
-	$(BIN)/python xla_kernels/model/model.py --check
+	$(BIN)/python xla_kernels/model/cuda_model.py --check
 
 # Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=--write: into docs/cuda.md.
 cuda-model: setup
-	$(BIN)/python xla_kernels/model/model.py $(ARGS)
+	$(BIN)/python xla_kernels/model/cuda_model.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "xla_kernels/model"))
+import cuda_model as model
 import cycles
 import interpreter
-import model
 import operations
 import sass
 

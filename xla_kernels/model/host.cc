@@ -1,6 +1,6 @@
-// A CUDA runtime that launches nothing, for model.py: it tells a listener which kernel the host code would start, with
-// which grid, block and arguments. Linked with the kernels' own objects into a library. A function of the runtime that
-// the host code calls and this file lacks is an undefined symbol when the library is loaded: add it here.
+// A CUDA runtime that launches nothing, for cuda_model.py: it tells a listener which kernel the host code would start,
+// with which grid, block and arguments. Linked with the kernels' own objects into a library. A function of the runtime
+// that the host code calls and this file lacks is an undefined symbol when the library is loaded: add it here.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -94,7 +94,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   }
 }
 
-// ---- calls of model.py ----
+// ---- calls of cuda_model.py ----
 
 void model_listen(Listener to) { listener = to; }
 
