@@ -170,6 +170,7 @@ def test_training(flavour, name):
         np.testing.assert_allclose(x, y, atol=EXACT)
 
 
+@pytest.mark.slow
 def test_a_sharded_batch():
     """A batch over eight devices gives the loss and the gradients of one device."""
     p = losses.problem(8, T, U, V)

@@ -125,11 +125,10 @@ def answers_of_array(kind, name):
 
 
 def pairs():
-    """The RNN-T stands for the other losses, and tiles of durations; the rest of the table is slow."""
+    """The RNN-T stands for the other losses; the rest of the table is slow."""
     for kind in LOSSES:
         for name in LAYOUTS[1:]:
-            representative = kind == "RNNTLoss" or (kind, name) == ("TDTLoss", "JointLogits")
-            fast = representative or table()[kind][name] != "yes"
+            fast = kind == "RNNTLoss" or table()[kind][name] != "yes"
             yield pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if fast else [pytest.mark.slow])
 
 
