@@ -143,6 +143,13 @@ def integer(function: str, name: str, x) -> int:
     return int(x)
 
 
+def positive(function: str, name: str, x) -> int:
+    x = integer(function, name, x)
+    if x < 1:
+        raise ValueError(f"{function}: {name} must be 1 or more, got {x}.")
+    return x
+
+
 def class_index(function: str, name: str, x, classes: int) -> int:
     """A class in [0, classes) from an index that may count from the end."""
     x = integer(function, name, x)

@@ -407,8 +407,8 @@ class JointLogits(_Layout):
         joint, chunk = self.joint, self.chunk
         if not callable(joint):
             raise TypeError(f"{function}: joint must be callable, got {joint!r}.")
-        if chunk is not None and _checks.integer(function, "chunk", chunk) < 1:
-            raise ValueError(f"{function}: chunk must be 1 or more, got {chunk}.")
+        if chunk is not None:
+            _checks.positive(function, "chunk", chunk)
         encoder = _checks.floating(function, "encoder_out", self.encoder_out, 2, "[..., T, E]")
         predictor = _checks.floating(function, "predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
         try:

@@ -277,9 +277,7 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
         expected = f"shape [..., U + 1, P] with the batch dimensions of encoder_out, {batch}"
         raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
     first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
-    width = _checks.integer(name, "width", width)
-    if width < 1:
-        raise ValueError(f"{name}: width must be 1 or more, got {width}.")
+    width = _checks.positive(name, "width", width)
     column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
     column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)
     predictor = jnp.take_along_axis(predictor_out[..., None, :, :], column[..., None], -2)

@@ -73,8 +73,7 @@ def _seconds(function, frames, hop, reduction, offset):
     hop, offset = (float(_checks.scalar(function, n, x)) for n, x in (("hop", hop), ("offset", offset)))
     if not 0 < hop < np.inf:
         raise ValueError(f"{function}: hop must be a positive number of seconds, got {hop}.")
-    if _checks.integer(function, "reduction", reduction) < 1:
-        raise ValueError(f"{function}: reduction must be 1 or more, got {reduction}.")
+    _checks.positive(function, "reduction", reduction)
     frames = _checks.array(function, "frames", frames)
     if not np.issubdtype(frames.dtype, np.number):
         raise TypeError(f"{function}: frames must be numbers, got {frames.dtype}.")

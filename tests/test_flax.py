@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_rnnt
 import losses
 import meshes
+from jax_rnnt import decode
 
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
 MODULES = {flavour: pytest.importorskip(f"jax_rnnt.flax.{flavour}") for flavour in ("nnx", "linen")}
@@ -230,7 +231,6 @@ def test_decoder_inputs(flavour, name):
         row, state = steps.step(state, labels)
         plain, reference = predictor.step(reference, labels)
         np.testing.assert_allclose(linear(projected[:, 0], row), joint(rows[0][:, 0], plain), rtol=EXACT)
-    decode = pytest.importorskip("jax_rnnt.decode")
     loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, T)
     search = lambda *inputs: decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0])

@@ -26,7 +26,7 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, positive, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, prepare, replace_rows
 from jax_rnnt.emissions.softmax import row_sum
 
 
@@ -161,8 +161,8 @@ def beam(
     ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
     """
     function = "beam"
-    most, width = positive(function, "max_labels", max_labels), positive(function, "width", width)
-    expand = min(positive(function, "expand", expand), width)
+    most, width = _checks.positive(function, "max_labels", max_labels), _checks.positive(function, "width", width)
+    expand = min(_checks.positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
     if threshold is not None:
         _checks.scalar(function, "threshold", threshold)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, positive, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, prepare, replace_rows
 
 
 class Stream(typing.NamedTuple):
@@ -126,8 +126,8 @@ def greedy(
     ([[1, 2, -1, -1, -1]], [[0, 2, -1, -1, -1]], [2])
     """
     function = "greedy"
-    most = positive(function, "max_labels", max_labels)
-    size = positive(function, "window", window)
+    most = _checks.positive(function, "max_labels", max_labels)
+    size = _checks.positive(function, "window", window)
     exact_end = _checks.boolean(function, "exact_end", exact_end)
     search, _, rows, network = prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start)
     symbols, lengths = search.symbols, search.lengths

@@ -41,6 +41,11 @@ class Predictor(typing.NamedTuple):
     step: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
+def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
+    """The last labels [B, history] after one more."""
+    return jnp.concatenate([past[:, 1:], labels.astype(past.dtype)[:, None]], 1)
+
+
 def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int, start: int) -> Predictor:
     """A predictor that sees the last labels only (Ghodsi et al. 2020).
 
@@ -65,11 +70,10 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     >>> predict(predictor, jnp.array([[3, 4]]), start=0)[0].tolist()
     [[0.0, 0.0], [0.0, 3.0], [3.0, 4.0]]
     """
-    if _checks.integer("stateless_predictor", "history", history) < 1:
-        raise ValueError(f"stateless_predictor: history must be 1 or more, got {history}.")
+    _checks.positive("stateless_predictor", "history", history)
 
     def step(past, labels):
-        past = jnp.concatenate([past[:, 1:], labels.astype(past.dtype)[:, None]], 1)
+        past = shifted(past, labels)
         return function(past), past
 
     return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step)

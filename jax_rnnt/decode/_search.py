@@ -81,13 +81,6 @@ class Search(typing.NamedTuple):
         return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
 
 
-def positive(function: str, name: str, x) -> int:
-    x = _checks.integer(function, name, x)
-    if x < 1:
-        raise ValueError(f"{function}: {name} must be 1 or more, got {x}.")
-    return x
-
-
 def prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width=1):
     """(search, start class, rows and state of `width` predictors for each utterance after the start label)."""
     encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
@@ -99,7 +92,7 @@ def prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols,
     if _checks.is_known(lengths) and np.any(np.asarray(bad)):
         expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
         raise ValueError(f"{function}: lengths must {expected}, got {np.asarray(lengths).tolist()}.")
-    most = positive(function, "max_symbols", max_symbols)
+    most = _checks.positive(function, "max_symbols", max_symbols)
     if start is not None:
         start = _checks.integer(function, "start", start)
     # The classes are known once there is a predictor row, and the start label by default once classes are known.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt._layouts import JointLogits
+from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.emissions.joint import LinearJoint
 from jax_rnnt.flax import _rows
 
@@ -161,7 +162,7 @@ class StatelessPredictor(nn.Module):
 
     def setup(self):
         name = "StatelessPredictor"
-        symbols = _rows.positive(name, "symbols", self.symbols) * _rows.positive(name, "history", self.history)
+        symbols = _checks.positive(name, "symbols", self.symbols) * _checks.positive(name, "history", self.history)
         dtype = self.param_dtype if self.dtype is None else self.dtype
         self.embed = nn.Embed(symbols, self.width, dtype=dtype, param_dtype=self.param_dtype)
 
@@ -185,7 +186,7 @@ class StatelessPredictor(nn.Module):
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows [B, P] after labels [B], and the next state."""
-        state = _rows.shifted(state, labels)
+        state = shifted(state, labels)
         return self.rows(state), state
 
 
@@ -227,10 +228,10 @@ class LSTMPredictor(nn.Module):
 
     def setup(self):
         name = "LSTMPredictor"
-        _rows.positive(name, "symbols", self.symbols)
+        _checks.positive(name, "symbols", self.symbols)
         options = {"dtype": self._dtype, "param_dtype": self.param_dtype}
         self.embed = nn.Embed(self.symbols, self.width, **options)
-        layers = range(_rows.positive(name, "layers", self.layers))
+        layers = range(_checks.positive(name, "layers", self.layers))
         self.lstm = [nn.OptimizedLSTMCell(self.width, **options) for _ in layers]
 
     @property

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt._layouts import JointLogits
+from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.emissions.joint import LinearJoint
 from jax_rnnt.flax import _rows
 
@@ -173,8 +174,8 @@ class StatelessPredictor(nnx.Module):
         rngs: nnx.Rngs,
     ):
         name = "StatelessPredictor"
-        self.symbols = _rows.positive(name, "symbols", symbols)
-        self.history = _rows.positive(name, "history", history)
+        self.symbols = _checks.positive(name, "symbols", symbols)
+        self.history = _checks.positive(name, "history", history)
         self.start = _checks.class_index(name, "start", start, symbols)
         dtype = param_dtype if dtype is None else dtype
         self.embed = nnx.Embed(symbols * history, width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -195,7 +196,7 @@ class StatelessPredictor(nnx.Module):
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows [B, P] after labels [B], and the next state."""
-        state = _rows.shifted(state, labels)
+        state = shifted(state, labels)
         return self.rows(state), state
 
 
@@ -248,8 +249,8 @@ class LSTMPredictor(nnx.Module):
         rngs: nnx.Rngs,
     ):
         name = "LSTMPredictor"
-        self.symbols, self.width = _rows.positive(name, "symbols", symbols), width
-        self.layers = _rows.positive(name, "layers", layers)
+        self.symbols, self.width = _checks.positive(name, "symbols", symbols), width
+        self.layers = _checks.positive(name, "layers", layers)
         self.start = _checks.class_index(name, "start", start, symbols)
         self.dtype = param_dtype if dtype is None else dtype
         options = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
