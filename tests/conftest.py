@@ -24,6 +24,7 @@ from jax._src import compiler
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them: 5% of the suite
 
 import losses
 
@@ -92,16 +93,24 @@ def require_kernel():
 def pytest_generate_tests(metafunc):
     """A test that takes `loss` runs on the RNN-T loss; if it is marked `family`, also on every other loss of the table.
 
-    The other losses run on the path with kernels only, unless the mark says "reference". "slow" makes them slow.
+    The other losses run on the path with kernels only, unless the mark says "reference". They are slow but for TDT,
+    which has the other lattice kernel; "quick" makes none slow, "slow" all of them. "layouts": also the RNN-T loss
+    of logits in tiles and in a band; "band": that alone.
     """
     marks = metafunc.definition.iter_markers("parametrize")
     names = set(metafunc.fixturenames) & {"loss", "implementation"}
     names -= {name for mark in marks for name in mark.args[0]}  # the test's own choice
     mark = metafunc.definition.get_closest_marker("family")
     rows = []
-    for loss in losses.LOSSES if mark else losses.LOSSES[:1]:
+    layouts = [x for x in losses.LAYOUTS if mark and {"layouts", x.name} & {*mark.args}]
+    for loss in (*losses.LOSSES, *layouts) if mark else losses.LOSSES[:1]:
         implementations = ("kernel", "reference") if loss is losses.RNNT or "reference" in mark.args else ("kernel",)
-        marks = [pytest.mark.slow] if mark and "slow" in mark.args and loss is not losses.RNNT else []
+        quick = (
+            loss is losses.RNNT
+            or ("quick" in mark.args and loss not in losses.LAYOUTS)
+            or (loss is losses.TDT and "slow" not in mark.args)
+        )
+        marks = [] if quick else [pytest.mark.slow]
         rows += [(loss, i, marks) for i in (implementations if "implementation" in names else (None,))]
     if names == {"loss", "implementation"}:
         cases = [pytest.param(loss, i, id=f"{loss.name}-{i}", marks=marks) for loss, i, marks in rows]
@@ -111,6 +120,15 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("loss", cases, indirect=True)
     elif names:
         metafunc.parametrize("implementation", ["kernel", "reference"], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Cases of a `rare` test are slow where their id has one of the mark's words."""
+    for item in items:
+        words = {word for mark in item.iter_markers("rare") for word in mark.args}
+        if words & {*getattr(getattr(item, "callspec", None), "id", "").split("-")}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -112,6 +112,37 @@ LOSSES = (
     tdt(DURATIONS),
     Loss("hat", jax_rnnt.HATLoss, jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
 )
+
+
+@functools.cache
+def lookup(columns):
+    """A joint that looks up: an encoder row holds the logits of all columns, a predictor row its column's number."""
+
+    def joint(encoder, predictor):
+        rows = encoder.reshape(len(encoder), columns, -1)
+        hit = predictor == jnp.arange(columns, dtype=predictor.dtype)[None]
+        return jnp.sum(jnp.where(hit[..., None], rows, 0), -2)
+
+    return joint
+
+
+def in_tiles(logits, *rest, label_windows=None, **options):
+    """The RNN-T loss of logits that a joint makes, eight rows at a time."""
+    *batch, frames, columns, classes = logits.shape
+    column = jnp.broadcast_to(jnp.arange(columns, dtype=logits.dtype).reshape(columns, 1), (*batch, columns, 1))
+    rows = logits.reshape(*batch, frames, columns * classes)
+    made = jax_rnnt.JointLogits(lookup(columns), rows, column, chunk=8)
+    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+
+
+def in_a_band(logits, *rest, label_windows=None, **options):
+    """The RNN-T loss of a band that holds every column."""
+    made = jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
+    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+
+
+# Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
+LAYOUTS = Loss("tiles", jax_rnnt.RNNTLoss, in_tiles), Loss("band", jax_rnnt.RNNTLoss, in_a_band)
 _BY_NAME = {loss.name: loss for loss in LOSSES}
 RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
 

@@ -42,18 +42,6 @@ def closure(weight, bias):
     return lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
 
 
-@functools.cache
-def lookup(columns):
-    """A joint that looks up: an encoder row holds the logits of all columns, a predictor row its column's number."""
-
-    def joint(encoder, predictor):
-        rows = encoder.reshape(len(encoder), columns, -1)
-        hit = predictor == jnp.arange(columns, dtype=predictor.dtype)[None]
-        return jnp.sum(jnp.where(hit[..., None], rows, 0), -2)
-
-    return joint
-
-
 JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 

@@ -61,7 +61,7 @@ def sequences(loss, p):
         yield b, n, m, *loss.lattice(p.logits[b, :n, : m + 1], p.targets[b, :m])
 
 
-@pytest.mark.family
+@pytest.mark.family("quick")
 def test_align(loss, implementation):
     p = losses.problem(loss=loss)
     implementation = None if implementation == "kernel" else implementation  # the search has no kernel

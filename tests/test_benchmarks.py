@@ -231,6 +231,7 @@ def test_log_has_the_last_lines(tmp_path):
     assert done.returncode == 2 and "no such part: nothing" in done.stdout
 
 
+@pytest.mark.slow
 def test_clock_and_profiler_need_no_variant(monkeypatch):
     """Where variants fail, the clock, the profiler and the cycles of a diagonal are measured all the same."""
     gpu = load("gpu")

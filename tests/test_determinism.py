@@ -12,7 +12,7 @@ import losses
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_repeated_calls(loss, implementation):
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype="float32")
     first = losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25)

@@ -13,6 +13,7 @@ import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
 
+pytestmark = pytest.mark.slow
 ROOT = losses.HERE.parent
 EXACT = 1e-12
 

@@ -48,7 +48,7 @@ BAD = {
 }
 
 
-@pytest.mark.family
+@pytest.mark.family("quick", "band")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_bad_sequence_hurts_only_itself(loss, implementation, bad, dtype):
@@ -73,7 +73,7 @@ def test_bad_sequence_hurts_only_itself(loss, implementation, bad, dtype):
     losses.assert_same_bits(got[others], gradient[others])
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_windows_that_exclude_every_path(loss, implementation):
     p = losses.problem(loss=loss)
     open_ = np.tile(np.array([0, 6], np.int32), (4, 4, 1))
@@ -91,7 +91,7 @@ def test_windows_that_exclude_every_path(loss, implementation):
     losses.assert_same_bits(got[2], gradient[2])
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_empty_sequences(loss, implementation):
     """T_b = 0: loss 0 without labels, inf with; U_b = 0: the blanks alone."""
     p = losses.problem(loss=loss, lengths=([0, 0, 1, 7], [0, 2, 0, 0]))
@@ -101,7 +101,7 @@ def test_empty_sequences(loss, implementation):
     assert not got[1][:2].any()
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("shape", [(0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3)], ids=str)
 def test_empty_dimensions(loss, implementation, shape):
     """No sequences, no frames, no labels in the arrays themselves; every reduction is defined."""
@@ -115,7 +115,7 @@ def test_empty_dimensions(loss, implementation, shape):
             np.testing.assert_allclose(value, truth.reduce(got[0], p.target_lengths, reduction)[0], rtol=1e-14)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 def test_minus_infinity_with_a_path(loss, implementation, fused):
     """Forbidden classes and whole forbidden rows off the path: finite loss, gradient 0 there, never NaN."""
@@ -145,7 +145,7 @@ def test_one_path_of_certainty(loss, implementation):
     assert values[0] == 0 and not gradient.any()
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_finite_logits(loss, implementation, dtype):
     """Logits in [-1e4, 1e4] give a finite loss >= 0 and a finite gradient, right up to the rounding of the dtype."""
@@ -162,7 +162,7 @@ def test_large_finite_logits(loss, implementation, dtype):
     np.testing.assert_allclose(gradient.astype(np.float64), expected[1], atol=limit)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_never_negative(loss, implementation, dtype):
     """Nearly certain targets: the loss is never below 0, not even by a bit."""
@@ -201,7 +201,7 @@ def test_label_equal_to_blank_counts_twice(implementation):
     )
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_infinite_loss_can_be_masked(loss, implementation):
     """`where(isinf(loss), 0, loss)` trains on the rest of the batch."""
     p = losses.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
@@ -216,7 +216,7 @@ def test_infinite_loss_can_be_masked(loss, implementation):
     np.testing.assert_allclose(gradient, expected[1], atol=1e-13)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_infinite_loss_under_mean(loss, implementation):
     """The mean is inf, its gradient is finite: zero for the impossible sequence."""
     p = losses.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
@@ -225,7 +225,7 @@ def test_infinite_loss_under_mean(loss, implementation):
     np.testing.assert_allclose(gradient, loss.expected(p)[1] / 4, atol=1e-13)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("magnitude", [1e30, 3e38])
 def test_absurd_logits_hurt_only_themselves(loss, implementation, magnitude):
     """No value is promised, but there is no crash, and the neighbours keep their bits."""

@@ -80,7 +80,7 @@ def test_vectors(implementation, name):
 # --------------------------------------------------------------------------------------------- own options and rules
 
 
-@pytest.mark.family("reference")
+@pytest.mark.family("reference", "quick")
 def test_all_options_at_once(loss, implementation):
     """FastEmit, delay penalty, clamp and windows act on every label arc; NaN in the padding."""
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)

@@ -80,7 +80,7 @@ def test_reduction_of_empty_targets_is_finite(loss, implementation):
         np.testing.assert_allclose(loss(*p, reduction=reduction, implementation=implementation), value, rtol=1e-13)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_cotangents(loss, implementation):
     """Positive, negative, zero and large cotangents multiply the clamped gradient of their own sequence."""
     p = losses.problem(loss=loss)
@@ -97,7 +97,7 @@ def test_cotangents(loss, implementation):
     assert not np.asarray(gradient[2]).any()
 
 
-@pytest.mark.family
+@pytest.mark.family("band")
 @pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
 @pytest.mark.parametrize("clamp", [-1.0, 0.1])
 def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
@@ -137,7 +137,7 @@ def test_clamp_off(loss, implementation, clamp):
     )
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_fastemit_leaves_the_value_and_the_row_sums(loss, implementation):
     p = losses.problem(loss=loss)
     plain, _ = losses.evaluate(loss, p, implementation)
@@ -153,7 +153,7 @@ def test_fastemit_is_zero_by_default(loss, implementation):
     losses.assert_same_bits(call(), call(fastemit_lambda=0.0, clamp=-1.0, delay_penalty=0.0))
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 def test_slope(loss, implementation, fused):
     """The gradient is the slope of the value, with delay penalty and windows; FastEmit and clamp are left out."""
@@ -183,7 +183,7 @@ def test_inplace_changes_nothing(loss, kernel, loss_value):
         losses.assert_same_bits(a, b)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_logits_survive_their_gradient(loss, implementation):
     """Writing in place must not change an array that is still in use: the argument, a second loss, a later use."""
     p, other = losses.problem(loss=loss, dtype=np.float32), loss.blank(0)
@@ -233,7 +233,7 @@ def test_integer_arguments_have_no_gradient(loss, implementation):
         assert gradient.dtype == jax.dtypes.float0
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_label_equal_to_blank(loss, implementation):
     """A class that is both blank and label gets both terms."""
     blank = loss.blank(0)

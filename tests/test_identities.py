@@ -28,7 +28,7 @@ def test_uniform_logits_closed_form(implementation, T, U, V):
     np.testing.assert_allclose(value, truth.uniform_loss(T, U, V), rtol=EXACT)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_rows_of_the_gradient_sum_to_zero(loss, implementation):
     p = losses.problem(loss=loss)
     for options in ({}, {"fastemit_lambda": 3.0}, {"delay_penalty": 0.5}):
@@ -78,7 +78,7 @@ def test_gradient_of_log_probs_is_minus_the_posteriors(p, implementation):
     np.testing.assert_allclose(gradient, expected, atol=EXACT)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_shift_of_a_row_changes_nothing(loss, implementation):
     """A constant added to all logits of one softmax of a node cancels."""
     p = losses.problem(loss=loss)
@@ -188,7 +188,7 @@ def test_fastemit_is_the_paper_s_gradient(implementation, p):
     np.testing.assert_allclose(scaled - plain, 0.75 * label[..., None] * (softmax - one_hot), atol=EXACT)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_clamp_is_a_clip(loss, implementation):
     p = losses.problem(loss=loss)
     _, plain = losses.evaluate(loss, p, implementation)
@@ -210,7 +210,7 @@ def test_renaming_classes_changes_nothing(loss, implementation):
     )
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_batch_is_independent(loss, implementation):
     p = losses.problem(loss=loss)
     order = [2, 0, 3, 1]

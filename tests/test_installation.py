@@ -69,6 +69,7 @@ def test_source_folder_hides_the_build(kernel, tmp_path):
     assert "start Python in another folder, or install with `pip install -e .`" in message
 
 
+@pytest.mark.rare("folder", "editable", "git")
 @pytest.mark.parametrize(
     ("origin", "source"),
     [
@@ -244,6 +245,7 @@ def test_platforms_of_the_selftest(monkeypatch, text, platforms):
     assert seen == [platforms]
 
 
+@pytest.mark.rare("rnnt", "multiblank")
 @pytest.mark.parametrize(
     ("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), ("multiblank", "float32", 9)]
 )

@@ -1,4 +1,8 @@
-"""Is the loss of a joint network in tiles that of its logits, for any joint, and in little memory?"""
+"""Is the loss of a joint network in tiles that of its logits, for any joint, and in little memory?
+
+Tiles also answer the tests of the family (`losses.in_tiles`). Here is what only a joint has: parameters, rows that many
+nodes share, tiles, randomness.
+"""
 
 import functools
 import re
@@ -49,59 +53,12 @@ def test_is_that_of_the_logits(implementation, joint):
     assert_close(got, expected, 1e-12)
 
 
-def test_options():
-    """Options of the call or of the loss."""
-    network = Network()
-    parameters, rows, rest = network.arguments
-    given = {"blank": 2, "reduction": "sum", "fastemit_lambda": 0.5}
-    expected = materialized(parameters, rows, rest, **given)
-    for options in (given, {"loss": jax_rnnt.RNNTLoss(**given)}):
-        got = joint_rnnt_loss(LinearJoint(*parameters), *rows, *rest, **options)
-        np.testing.assert_allclose(got, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("batch", [(), (2, 2), (2, 0)])
-def test_batch_dimensions(batch):
-    network = Network()
-    take = lambda x: x[: int(np.prod(batch))].reshape((*batch, *x.shape[1:]))
-    parameters, rows, rest = network.parameters, *(tuple(map(take, x)) for x in network.arguments[1:])
-    got, expected = (
-        jax.value_and_grad(f, (0, 1))(parameters, rows, rest, reduction="sum") for f in (tiles, materialized)
-    )
-    assert_close(got, expected, 1e-12)
-
-
-def test_nothing_to_read():
-    """Batches without frames, without labels, and without sequences."""
-    parameters = Network().parameters
-    for frames, columns in ((0, 1), (0, 4), (3, 1)):
-        rows = np.zeros((2, frames, H)), np.zeros((2, columns, H))
-        rest = np.zeros((2, columns - 1), np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)
-        value, gradient = jax.value_and_grad(tiles, (0, 1))(parameters, rows, rest)
-        assert value == 0 and not any(np.any(g) for g in jax.tree.leaves(gradient))
-
-
 @JOINTS
 def test_any_chunk(joint):
     network = Network()
     expected = gradients(tiles, joint=joint, chunk=None)(network)
     for chunk in (1, 10**6):
         assert_close(gradients(tiles, joint=joint, chunk=chunk)(network), expected, 1e-12)
-
-
-def test_same_bits():
-    network = Network(dtype=np.float32)
-    run = gradients(tiles)
-    for a, b in zip(*map(jax.tree.leaves, (run(network), run(network))), strict=True):
-        losses.assert_same_bits(a, b)
-
-
-def test_float32_is_close_to_float64():
-    network, wide = Network(dtype=np.float32), Network()
-    wide.parameters, wide.rows = (
-        jax.tree.map(lambda x: x.astype(np.float64), x) for x in (network.parameters, network.rows)
-    )
-    assert_close(gradients(tiles)(network), gradients(materialized)(wide), 1e-5)
 
 
 @pytest.fixture
@@ -278,26 +235,6 @@ def test_custom_calls(kernel):
     assert losses.custom_calls(text) == losses.once(losses.RNNT.value_calls)
 
 
-def test_kernel_on_request(kernel):
-    network = Network()
-    np.testing.assert_allclose(tiles(*network.arguments, implementation="kernel"), tiles(*network.arguments))
-
-
-def test_remat():
-    network = Network()
-    expected = jax.grad(materialized, (0, 1))(*network.arguments)
-    policy = jax.checkpoint_policies.save_only_these_names("rnnt_residuals")
-    run = jax.jit(jax.grad(jax.checkpoint(tiles, policy=policy), (0, 1)))
-    assert_close(run(*network.arguments), expected, 1e-12)
-
-
-def test_eager():
-    network = Network()
-    assert_close(
-        jax.value_and_grad(tiles)(*network.arguments), jax.value_and_grad(materialized)(*network.arguments), 1e-12
-    )
-
-
 def test_scan():
     network = Network()
 
@@ -467,6 +404,7 @@ def workspace(run, *shapes):
     return found.temp_size_in_bytes
 
 
+@pytest.mark.rare("closure", "float32")
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
 @JOINTS

@@ -14,7 +14,7 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
-from networks import lookup
+from losses import lookup
 
 B, T, U, V = 4, 7, 4, 9
 EXACT = 1e-11

@@ -24,7 +24,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_padding_content_changes_no_bit(loss, implementation, garbage, fused):
@@ -45,7 +45,7 @@ def test_padding_gradient_is_exactly_zero(loss, implementation, dtype, fused):
     assert outside.size and not outside.any()
 
 
-@pytest.mark.family
+@pytest.mark.family("band")
 def test_padding_gradient_is_zero_for_any_cotangent(loss, implementation):
     """0 * inf and 0 * NaN would be NaN."""
     p = losses.poisoned(losses.problem(loss=loss))
@@ -89,7 +89,7 @@ def test_padding_size_of_the_reference(loss):
     assert not got[:, 7:].any() and not got[:, :, 5:].any()
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_batch_order_changes_no_bit(loss, implementation):
     p = losses.problem(16, loss=loss, dtype=np.float32)
     order = np.random.default_rng(0).permutation(16)
@@ -114,7 +114,7 @@ def test_batch_size_changes_no_bit(loss, kernel):
             losses.assert_same_bits(got, gradient[part])
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_windows_outside_the_lengths_change_no_bit(loss, implementation):
     p = losses.problem(loss=loss, dtype=np.float32)
     windows = np.tile(np.array([[0, 3], [1, 4], [1, 9], [2, 9]], np.int32), (4, 1, 1))

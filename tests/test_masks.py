@@ -28,7 +28,7 @@ from feeds import (
     twin_failures,
 )
 from jax_rnnt import lattices
-from networks import lookup
+from losses import lookup
 from test_packed import packed
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -191,6 +191,7 @@ def assert_twins(rows, ids, *results):
     assert all(x.any() for x in results)
 
 
+@pytest.mark.rare("reference")
 @BOTH
 def test_latency_of_masks(variant, implementation):
     """Value and gradient are those of a mask of -inf."""

@@ -71,6 +71,7 @@ def test_packed_training_step(kernel):
     assert temporaries(jax.value_and_grad(step, (0, 1)), *matrices, *shapes()[1:]) <= 1.15 * LOGITS
 
 
+@pytest.mark.rare("2", "8")
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_pruned_training_step(kernel, matmul, width):
     """Temporaries are the logits of the band and planes of the whole lattice."""
@@ -136,6 +137,7 @@ def test_no_float32_copy_of_half_precision_logits(kernel):
     assert temporaries(gradient, *shapes(dtype=jnp.bfloat16)) <= 4 * PLANE + 65536 < LOGITS / 4
 
 
+@pytest.mark.slow
 def test_reference_uses_a_few_copies(kernel):
     """The reference needs a few copies of the logits, but not [T, U1, V] for each step of a scan."""
     gradient = jax.value_and_grad(lambda *p: jax_rnnt.rnnt_loss(*p, implementation="reference"))

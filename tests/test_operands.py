@@ -319,6 +319,7 @@ def shared(name, p, implementation):
     }[name]
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("name", ["dense", pytest.param("clamped", marks=pytest.mark.slow), "simple", "joint"])
 def test_nan_reaches_nothing_shared(implementation, name):
     """A sequence with NaN inside changes no gradient of the others, whether its loss is masked or not."""
@@ -352,6 +353,7 @@ def test_nan_reaches_nothing_shared(implementation, name):
 # ---------------------------------------------------------------------------------------------------------- sharding
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("kind", ["shard_map", "auto", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_on_a_mesh(kind, devices, implementation):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""

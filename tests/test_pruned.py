@@ -64,6 +64,7 @@ RANGES = {  # width -> (first, pruned loss)
 }
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("topology", RANGES)
 def test_vectors_of_ranges(implementation, topology):
     """fast_rnnt."""
@@ -199,6 +200,7 @@ def banded(p, first, width):
     return out
 
 
+@pytest.mark.rare("monotonic", "constrained")
 @pytest.mark.parametrize("hat", [False, True], ids=["softmax", "hat"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_pruned_is_the_loss_with_other_nodes_forbidden(topology, hat):

@@ -83,6 +83,7 @@ def test_docstring(function):
     assert doc.splitlines()[0].endswith((".", ":"))
 
 
+@pytest.mark.slow
 def test_examples_in_docstrings():
     """The examples run as written, in JAX's default configuration."""
     program = """

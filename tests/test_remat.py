@@ -34,7 +34,7 @@ def test_checkpoint(loss, implementation, policy):
     np.testing.assert_allclose(gradient, np.einsum("btuh,btuv->hv", p.logits, per_logit), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_checkpoint_in_a_scan_over_microbatches(loss, implementation):
     """Gradient accumulation: each step recomputes its own logits."""
     p = losses.problem(loss=loss)

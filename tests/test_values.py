@@ -10,7 +10,7 @@ import losses
 import reference_numpy as truth
 
 
-@pytest.mark.family
+@pytest.mark.family("quick", "layouts")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("blank", [0, 3, -1])
 def test_value_and_gradient(loss, implementation, blank, dtype):
@@ -75,6 +75,7 @@ def test_speech_shapes(kernel, name):
     losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 500)
 
 
+@pytest.mark.family("layouts")
 @pytest.mark.parametrize("batch", [(), (2, 2), (2, 1, 2)], ids=str)
 def test_any_number_of_batch_dimensions(loss, implementation, batch):
     """All leading dimensions are batch."""
@@ -92,7 +93,7 @@ def test_any_number_of_batch_dimensions(loss, implementation, batch):
         np.testing.assert_allclose(reduced, expected, rtol=1e-13)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_log_probs_mode(loss, implementation):
     """fused_log_softmax=False takes scores as they are, normalised or not."""
     p = losses.problem(loss=loss)
@@ -100,7 +101,7 @@ def test_log_probs_mode(loss, implementation):
     losses.assert_matches(got, loss.expected(p, fused_log_softmax=False), np.float64, 11)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_value_alone_equals_value_with_gradient(loss, implementation):
     """The loss without a gradient is another kernel; both must agree."""
     for dtype in (np.float32, np.float64):
@@ -110,13 +111,14 @@ def test_value_alone_equals_value_with_gradient(loss, implementation):
         np.testing.assert_allclose(alone, both, rtol=losses.tolerance(dtype, 11))
 
 
+@pytest.mark.family("layouts")
 def test_eager_equals_jit(loss, implementation):
     p = losses.problem(loss=loss)
     eager = loss(*p, reduction="none", implementation=implementation)
     np.testing.assert_allclose(eager, losses.evaluate(loss, p, implementation)[0], rtol=1e-14)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_default_implementation_is_one_of_the_two(loss):
     p = losses.problem(loss=loss)
     np.testing.assert_allclose(loss(*p, reduction="none"), loss.expected(p)[0], rtol=1e-13)

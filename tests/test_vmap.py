@@ -23,7 +23,7 @@ def batch(loss):
     return p, loss.expected(p)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_vmap_equals_batch(loss, implementation, batch):
     p, expected = batch
     got = jax.jit(jax.vmap(value_and_gradient(loss, implementation)))(*p)
@@ -41,7 +41,7 @@ def test_grad_of_vmap(loss, implementation, batch):
     losses.assert_matches((values, gradient), expected, np.float64, 11)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_nested_vmap(loss, implementation, batch):
     """vmap of vmap of a batch of one."""
     p, expected = batch
@@ -74,7 +74,7 @@ def test_one_argument_mapped(loss, implementation, mapped):
     losses.assert_matches(got, loss.expected(full), np.float64, 11)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_options_mapped(loss, implementation):
     """One lambda, clamp and penalty for each sequence."""
     p = losses.problem(loss=loss)
@@ -89,7 +89,7 @@ def test_options_mapped(loss, implementation):
     losses.assert_matches(got, expected, np.float64, 11, scale=2)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_windows_mapped(loss, implementation):
     p = losses.problem(loss=loss)
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
@@ -98,7 +98,7 @@ def test_windows_mapped(loss, implementation):
         losses.assert_matches(got, loss.expected(p, label_windows=windows), np.float64, 11)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_reduction_inside_vmap(loss, implementation):
     """A mean over two sequences, mapped over two such pairs."""
     p = losses.problem(loss=loss)
@@ -110,7 +110,7 @@ def test_reduction_inside_vmap(loss, implementation):
             np.testing.assert_allclose(mapped[i], call(*(x[i] for x in pairs)), rtol=1e-13)
 
 
-@pytest.mark.family
+@pytest.mark.family("layouts")
 def test_vmap_over_nothing(loss, implementation):
     """An empty mapped axis."""
     p = losses.problem(loss=loss)

@@ -45,15 +45,15 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     """
     ranked = tuple(sorted(topology, key=lambda a: a.du))  # stable: blanks first
     ranked, num_frames, num_labels, planes, bad = prepared(ranked, arcs, num_frames, num_labels)
-    masked = [jnp.where(bad[..., None, None], -jnp.inf, x) for x in planes]
-    frames, columns = masked[0].shape[-2:]
-    diagonals = [lax.stop_gradient(skew(x)) for x in masked]
+    masked = jnp.where(bad[None, ..., None, None], -jnp.inf, planes)
+    frames, columns = masked.shape[-2:]
+    diagonals = lax.stop_gradient(skew(masked))  # [N, A, ..., U1]
 
     none = len(ranked)  # the rank of no arc
     depth = max(a.dt + a.du for a in ranked)
     column = lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (columns,), num_frames.ndim)
     last = num_frames + num_labels
-    minus = jnp.full_like(diagonals[0][0], -jnp.inf)
+    minus = jnp.full_like(diagonals[0, 0], -jnp.inf)
     nothing = minus, jnp.zeros_like(minus), jnp.full_like(minus, none, dtype=jnp.int32)
     start = jnp.where(column == 0, 0, nothing[0]), nothing[1], nothing[2]
     end = jnp.full_like(minus[..., 0], -jnp.inf), jnp.zeros_like(minus[..., 0]), jnp.full_like(last, none)
@@ -83,7 +83,7 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
 
     steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
     initial, structure = jax.tree.flatten(((start, *[nothing] * (depth - 1)), end))
-    _, *initial = vary_together(diagonals[0][0], *initial)  # a carry keeps its varying axes
+    _, *initial = vary_together(minus, *initial)  # a carry keeps its varying axes
     (_, end), entered = lax.scan(forward, jax.tree.unflatten(structure, initial), (steps, diagonals))
 
     def of_arc(values, rank):
