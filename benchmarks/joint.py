@@ -1,4 +1,4 @@
-"""Compares time and memory of `joint_rnnt_loss`, of logits in memory, and of pruned RNN-T.
+"""Compares time and memory of `joint_rnnt_loss`, of logits in memory, of axlearn's way, and of pruned RNN-T.
 
     python benchmarks/joint.py            # value and gradient of a loss with its joint network, by shape
     python benchmarks/joint.py --long     # a training step of 1,024 utterances of 40 seconds
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import skipping
+from axlearn import axlearn
 from bench import cases
 
 from jax_rnnt import (
@@ -96,11 +97,14 @@ def start(case, seed):
     found = [contestant(f.__name__, f, arguments) for f in (materialized, linear, function)]
     with skipping.nothing_skipped():
         found.append(contestant("linear, nothing skipped", linear, arguments))
+    if case.name.startswith("axlearn"):
+        found.append(contestant("axlearn's way", axlearn, arguments))
     value, gradient = found[0].check
     for other in found[1:]:
         np.testing.assert_allclose(other.check[0], value, rtol=1e-5, err_msg=f"{case.name}: {other.name}")
         scale = np.abs(gradient).max()
-        np.testing.assert_allclose(other.check[1], gradient, atol=1e-4 * scale, err_msg=f"{case.name}: {other.name}")
+        limit = 1e-3 if other.name == "axlearn's way" else 1e-4  # its path weights are float32 logs
+        np.testing.assert_allclose(other.check[1], gradient, atol=limit * scale, err_msg=f"{case.name}: {other.name}")
     return [*found, contestant("pruned", pruned, arguments)]
 
 
