@@ -26,7 +26,7 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, largest, prepare, step_rows
 from jax_rnnt.emissions.softmax import row_sum
 
 
@@ -240,10 +240,7 @@ def beam(
         label = jnp.where(takes_part, take(now.pending, turn), -1)
         mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
 
-        def advance(mine):
-            return replace_rows(flat(label >= 0), after_label(mine, jnp.maximum(flat(label), 0)), mine)
-
-        mine = jax.lax.cond(jnp.any(label >= 0), advance, lambda x: x, mine)
+        mine = step_rows(flat(label >= 0), after_label, mine, flat(label))
         place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
 
         def keep(new, old):
@@ -263,7 +260,7 @@ def beam(
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
-        best, classes = jax.lax.top_k(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
+        best, classes = largest(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
         classes = classes.astype(jnp.int32)
 
         # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
@@ -275,7 +272,7 @@ def beam(
             gain = (gain[..., None] + best).reshape(batch, -1)
             parent = jnp.repeat(turn, best.shape[-1], 1)
             # No more than W of them can stay.
-            _, chosen = jax.lax.top_k(take(now.score, parent) + gain, min(width, gain.shape[-1]))
+            _, chosen = largest(take(now.score, parent) + gain, min(width, gain.shape[-1]))
             parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
             found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
@@ -289,7 +286,7 @@ def beam(
         key = jnp.where(writes[..., None], hashed(key, label), key)
         if merge:
             score, path = merged(score, path, (frame, written, count), key)
-        score, chosen = jax.lax.top_k(score, width)
+        score, chosen = largest(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
         parent, label, reads, writes, path, frame, count, written, key = (
@@ -321,7 +318,7 @@ def beam(
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
-    _, order = jax.lax.top_k(ranks, width)
+    _, order = largest(ranks, width)
     score, count, labels, times, durations = (
         take(x, order) for x in (now.score, now.counts, now.labels, now.frames, now.durations)
     )

@@ -17,6 +17,9 @@ from jax_rnnt.decode._symbols import Symbols, symbols_of
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
 
+PACK = 16  # rows of a predictor
+
+
 class Hypotheses(typing.NamedTuple):
     """Decoded label sequences: one of each utterance [B], or the N best, the best one first [B, N].
 
@@ -115,3 +118,71 @@ def replace_rows(condition, new, old):
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
     return jax.tree.map(pick, new, old)
+
+
+def step_rows(condition, step, tree, labels):
+    """`step(tree, labels)` of the rows where condition [N] holds; the other rows of the pytree `tree` stay.
+
+    Beam search asks for few of many rows. On a CPU, where time is arithmetic, these are packed, `PACK` at a time. Other
+    platforms compute all rows: packing would exchange those of a sharded batch.
+    """
+    labels = jnp.where(condition, labels, 0)
+    size = len(labels)
+    if jax.default_backend() != "cpu" or size <= PACK:
+
+        def advance(tree):
+            return replace_rows(condition, step(tree, labels), tree)
+
+        return jax.lax.cond(jnp.any(condition), advance, lambda x: x, tree)
+    rank, count = jnp.cumsum(condition.astype(jnp.int32)) - 1, jnp.sum(condition, dtype=jnp.int32)
+    order = jnp.argsort(~condition, stable=True).astype(jnp.int32)
+    order = jnp.pad(order, (0, -size % PACK))
+
+    def pack(carry):
+        done, tree = carry
+        chosen = jax.lax.dynamic_slice(order, (done,), (PACK,))
+        made = step(*jax.tree.map(lambda x: rows_at(x, chosen), (tree, labels)))
+        place = rank - done
+        mine = condition & (place >= 0) & (place < PACK)
+        made = jax.tree.map(lambda x: rows_at(x, jnp.where(mine, place, 0)), made)
+        return done + PACK, replace_rows(mine, made, tree)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < count, pack, (jnp.zeros_like(count), tree))[1]
+
+
+def rows_at(x, index):
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def largest(x, k):
+    """(values, places int32) [..., k] of the k largest on the last axis of x [..., N], no NaN; the first of equal ones.
+
+    XLA's top_k sorts whole rows on a CPU: 200 us for 8 of 1024, ten times what a joint network of 640 units takes for
+    the row. There k passes of a maximum take 4 us, and fewer over the largest of blocks: the k largest lie in the k
+    blocks with the largest maxima.
+    """
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: _by_passes(x, k), default=lambda x: tuple(jax.lax.top_k(x, k))
+    )
+
+
+def _by_passes(x, k):
+    size = x.shape[-1]
+    places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32).reshape((1,) * (x.ndim - 1) + (size,)), x.shape)
+    block = 16
+    if k > 1 and size > 4 * block * k:
+        more = [(0, 0)] * (x.ndim - 1) + [(0, -size % block)]
+        split = (*x.shape[:-1], -1, block)
+        x = jnp.pad(x, more, constant_values=-jnp.inf).reshape(split)
+        places = jnp.pad(places, more, constant_values=size).reshape(split)
+        _, best = _by_passes(jnp.max(x, -1), k)
+        x, places = (jnp.take_along_axis(y, best[..., None], -2, mode="promise_in_bounds") for y in (x, places))
+        x, places = (y.reshape(*y.shape[:-2], -1) for y in (x, places))
+    found = []
+    for _ in range(k):
+        peak = jnp.max(x, -1, keepdims=True)
+        place = jnp.min(jnp.where(x == peak, places, size), -1, keepdims=True)
+        x = jnp.where(places == place, -jnp.inf, x)
+        found.append((peak, place))
+    values, chosen = (jnp.concatenate(y, -1) for y in zip(*found))
+    return values, jnp.minimum(chosen, size - 1)
