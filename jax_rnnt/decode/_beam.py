@@ -39,7 +39,7 @@ class Beam(typing.NamedTuple):
     counts: jax.Array  # [B, W]
     written: jax.Array  # [B, W]: labels on that frame
     pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
-    hash: jax.Array  # uint32 [B, W, 2]: of the labels
+    hash: jax.Array  # [B, W, 2]: of the labels
     labels: jax.Array  # [B, W, L]
     frames: jax.Array
     durations: jax.Array
@@ -219,7 +219,7 @@ def beam(
     first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
     alone = jnp.broadcast_to(first, (batch, width))
     empty = jnp.full((batch, width, most), -1, jnp.int32)
-    hashes = jnp.zeros((batch, width, 2), jnp.uint32)
+    hashes = jnp.zeros((batch, width, 2), jnp.int32)
     start_beam = Beam(alone, alone, none, none, none, none - 1, hashes, empty, empty, empty)
     fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
     if state is None:
@@ -236,8 +236,9 @@ def beam(
         # The pool is sorted: these are the best.
         turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
         at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
-        takes_part = take(active, turn)
-        label = jnp.where(takes_part, take(now.pending, turn), -1)
+        taking_part, written, count, label = take_each((active, now.written, now.counts, now.pending), turn)
+        takes_part = taking_part > 0
+        label = jnp.where(takes_part, label, -1)
         mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
 
         mine = step_rows(flat(label >= 0), after_label, mine, flat(label))
@@ -255,7 +256,7 @@ def beam(
         if fuses:
             labels = labels + mine.fused.reshape(labels.shape)
         bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
-        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.counts, turn) < most)
+        may_write = (written < symbols.labels_per_frame) & (count < most)
         frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
@@ -277,27 +278,28 @@ def beam(
             found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
-        score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
+        score, path = (x + gain for x in take_each((now.score, now.path), parent))
+        own_hash = now.hash[..., 0], now.hash[..., 1]
+        frame, count, written, *key = take_each((now.frame, now.counts, now.written, *own_hash), parent)
         writes = label >= 0
-        stays = writes & (reads == 0)
-        frame, count = take(now.frame, parent) + reads, take(now.counts, parent) + writes.astype(jnp.int32)
-        written = jnp.where(reads == 0, take(now.written, parent) + stays.astype(jnp.int32), 0)
-        key = take(now.hash, parent)
-        key = jnp.where(writes[..., None], hashed(key, label), key)
+        frame, count = frame + reads, count + writes.astype(jnp.int32)
+        written = jnp.where(reads == 0, written + writes.astype(jnp.int32), 0)
+        key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
         if merge:
-            score, path = merged(score, path, (frame, written, count), key)
+            score, path = merged(score, path, (frame, written, count, *key))
         score, chosen = largest(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
-        parent, label, reads, writes, path, frame, count, written, key = (
-            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, written, key)
-        )
+        path = take(path, chosen)
+        fields = parent, label, reads, frame, count, written, *key
+        parent, label, reads, frame, count, written, *key = take_each(fields, chosen)
+        writes = label >= 0
         here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
         new = label, state.first[:, None] + frame - reads, reads
-        old = (take(x, parent) for x in (now.labels, now.frames, now.durations))
+        old = take_each((now.labels, now.frames, now.durations), parent)
         rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
         pending = jnp.where(writes, label, take(pending, parent))
-        beam = Beam(score, path, frame, count, written, pending, key, *rows)
+        beam = Beam(score, path, frame, count, written, pending, jnp.stack(key, -1), *rows)
         networks = jax.tree.map(lambda x: take(x, parent), networks)
 
         # The frame of the utterance stays as long as a hypothesis stands on it.
@@ -314,14 +316,13 @@ def beam(
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, path = merged(now.score, now.path, (now.counts,), now.hash)
+        score, path = merged(now.score, now.path, (now.counts, now.hash[..., 0], now.hash[..., 1]))
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
     _, order = largest(ranks, width)
-    score, count, labels, times, durations = (
-        take(x, order) for x in (now.score, now.counts, now.labels, now.frames, now.durations)
-    )
+    score, count = take(now.score, order), take(now.counts, order)
+    labels, times, durations = take_each((now.labels, now.frames, now.durations), order)
     score = jnp.where(bad[:, None], jnp.nan, score)
     dead = jnp.isneginf(score)
     count = jnp.where(dead, 0, count)
@@ -340,23 +341,30 @@ def take(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
+def take_each(arrays, index):
+    """`take` of arrays of one shape, by one gather."""
+    taken = take(jnp.stack([x.astype(arrays[-1].dtype) for x in arrays], 2), index)
+    return [taken[:, :, i] for i in range(len(arrays))]
+
+
 def hashed(key, label):
-    """uint32 [..., 2]: the hashes of the labels behind `key` [..., 2] and of one more label [...]."""
-    multipliers = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32), np.array([0x9E3779B1, 0x27D4EB2F], np.uint32)
-    first, second = (x.reshape((1,) * label.ndim + (2,)) for x in multipliers)
-    mixed = (key ^ ((label + 1).astype(jnp.uint32)[..., None] * first)) * second
-    mixed = (mixed ^ (mixed >> 15)) * first
-    return mixed ^ (mixed >> 13)
+    """The two hashes [...] of the labels behind `key`, two arrays [...], and of one more label [...]."""
+    made = []
+    for x, first, second in zip(key, (0x85EBCA6B, 0xC2B2AE35), (0x9E3779B1, 0x27D4EB2F)):
+        x = (x.astype(jnp.uint32) ^ ((label + 1).astype(jnp.uint32) * np.uint32(first))) * np.uint32(second)
+        x = (x ^ (x >> 15)) * np.uint32(first)
+        made.append((x ^ (x >> 13)).astype(jnp.int32))
+    return made
 
 
-def merged(score, path, places, key):
+def merged(score, path, places):
     """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
 
     def same(x):
         return x[:, :, None] == x[:, None]
 
     alive = score > -jnp.inf
-    parts = [same(x) for x in (*places, key[..., 0], key[..., 1])]
+    parts = [same(x) for x in places]
     equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
     each = jnp.where(equal, score[:, None], -jnp.inf)
     peak = each.max(-1)
