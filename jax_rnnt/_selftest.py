@@ -30,7 +30,7 @@ def _error(got, expected):
         with np.errstate(invalid="ignore"):
             return np.max(np.where(a == b, 0, np.abs(a - b) / np.maximum(1, np.abs(b))))
 
-    return max(map(one, got, expected))
+    return np.max([one(a, b) for a, b in zip(got, expected, strict=True)])  # NaN wins, unlike in max()
 
 
 def _results(platform, logits, label, num_frames, num_labels):
