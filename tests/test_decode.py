@@ -600,8 +600,20 @@ ERRORS = {
         ValueError, r"lm must make log_probs \[N, V\] with V = 3, .* got \(4, 7\)"
     ),
     "no lm": (dict(function=decode.beam, sizes=(MOST, 2), lm_weight=0.5), ValueError, "lm must be given with"),
+    "threshold": (
+        dict(function=decode.beam, sizes=(MOST, 2), threshold=-1.0), ValueError, r"threshold must be 0 or more, got -1.0"
+    ),
     "exact_end": (dict(exact_end=1), TypeError, "exact_end must be True or False"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])
+def test_no_utterances(function, sizes):
+    model = Model(losses.RNNT)
+    networks = model.parameters.joint, model.parameters.predictor
+    search = lambda *arrays: function(model.loss.value(), *networks, *arrays, *sizes)
+    found = jax.eval_shape(search, model.encoder[:0], model.lengths[:0])
+    assert found.labels.shape == (0, *sizes[:0:-1], 40) and found.scores.shape == found.counts.shape
 
 
 @pytest.mark.parametrize("case", ERRORS)

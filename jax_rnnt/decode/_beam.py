@@ -165,7 +165,9 @@ def beam(
     expand = min(_checks.positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
     if threshold is not None:
-        _checks.scalar(function, "threshold", threshold)
+        threshold = _checks.scalar(function, "threshold", threshold)
+        if isinstance(threshold, float) and not threshold >= 0:
+            raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
     weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
     for name, x in weights.items():
         _checks.scalar(function, name, x)
@@ -252,7 +254,7 @@ def beam(
         pending = jnp.where(at_turn & active, -1, now.pending)
 
         encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
-        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, -1))
+        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, search.classes))
         if fuses:
             labels = labels + mine.fused.reshape(labels.shape)
         bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
@@ -270,11 +272,11 @@ def beam(
         for move, gain in zip(symbols.blanks, moves):
             found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-            gain = (gain[..., None] + best).reshape(batch, -1)
+            gain = (gain[..., None] + best).reshape(batch, expand * best.shape[-1])
             parent = jnp.repeat(turn, best.shape[-1], 1)
             # No more than W of them can stay.
             _, chosen = largest(take(now.score, parent) + gain, min(width, gain.shape[-1]))
-            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
+            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(gain.shape)))
             found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 

@@ -148,8 +148,8 @@ def greedy(
 
     def step(carry):
         frame = carry.frame[:, None] + offsets  # [B, K]
-        encoder = search.frame(frame).reshape(batch * size, -1)
-        logits = search.joint(encoder, jnp.repeat(carry.rows, size, 0)).reshape(batch, size, -1)
+        encoder = search.frame(frame).reshape(batch * size, search.encoder_out.shape[-1])
+        logits = search.joint(encoder, jnp.repeat(carry.rows, size, 0)).reshape(batch, size, search.classes)
         scores, labels = symbols.scores(logits)
         score, best = (x[..., 0] for x in largest(labels, 1))
         written = jnp.where(offsets == 0, carry.written[:, None], 0)

@@ -109,7 +109,11 @@ def prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols,
     first = _predictor.begin(function, "predictor", predictor, batch * width, start)
     dtype = accumulation_dtype(layout.dtype)
     lengths = jnp.where(bad, 0, lengths)
-    search = Search(function, symbols, layout.joint, predictor, encoder_out, lengths, bad, layout.classes, dtype)
+
+    def paired(encoder, predictor):
+        return layout.joint(encoder, predictor) if len(encoder) else jnp.zeros((0, layout.classes), dtype)
+
+    search = Search(function, symbols, paired, predictor, encoder_out, lengths, bad, layout.classes, dtype)
     return search, start, *first
 
 
