@@ -374,6 +374,7 @@ def merged(score, path, places):
     total = finite + jnp.log(jnp.where(alive, jnp.exp(each - finite[..., None]).sum(-1), 1))
     # With one path the sum is that path's, without rounding.
     total = jnp.where(equal.sum(-1) > 1, total, score)
-    paths = jnp.where(equal, path[:, None], -jnp.inf)
-    kept = jnp.argmax(paths, -1) == jnp.arange(score.shape[1])[None]
+    first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
+    better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
+    kept = ~jnp.any(equal & better, -1)
     return jnp.where(alive & kept, total, -jnp.inf), path
