@@ -1,6 +1,6 @@
 """Fine-tunes a model of train.py to make fewer errors: minimum word error rate training on its own N-best lists.
 
-    python examples/train.py --steps 1000         # first, with the same --data and --loss
+    python examples/train.py --steps 500          # first, with the same --data and --loss
     python examples/mwer.py
     python examples/mwer.py --mwer 0 --nll 1     # the same steps of the usual loss alone, to compare
 

@@ -15,6 +15,7 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 from jax_rnnt import DecodingRules, LinearJoint, decode, lattices
+from jax_rnnt.decode import _search
 
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
@@ -332,6 +333,36 @@ def test_probabilities_sum_to_one():
     np.testing.assert_allclose(np.exp(found.scores).sum(-1), 1, rtol=EXACT)
 
 
+# -------------------------------------------------------------------------------------------------- parts of a step
+
+
+@pytest.mark.parametrize(("size", "k"), [(700, 3), (1000, 1), (20, 8)], ids=["blocks", "one", "passes"])
+def test_largest(size, k):
+    """As a stable sort, with ties and rows that hold fewer finite numbers; no place twice."""
+    x = np.random.default_rng(0).integers(0, 9, (2, 5, size)).astype(np.float32)
+    x[0, 0], x[0, 1], x[0, 1, 5] = 0, -np.inf, 1
+    x[0, 2] = np.arange(size)
+    values, places = jax.jit(lambda x: _search.largest(x, k))(x)
+    expected = np.argsort(-x, -1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, expected, -1))
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.6, 1])
+def test_rows_that_step(share):
+    """Few or many of them, whatever their places; the other rows stay."""
+    rng = np.random.default_rng(0)
+    condition, rows, labels = rng.random(45) < share, rng.normal(size=(45, 3)), rng.integers(0, 9, 45)
+    tree = {"rows": rows, "count": np.arange(45)}
+
+    def step(tree, labels):
+        return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
+
+    found = jax.jit(lambda *x: _search.step_rows(x[0], step, *x[1:]))(condition, tree, labels)
+    np.testing.assert_allclose(found["rows"], np.where(condition[:, None], rows * 2 + labels[:, None], rows))
+    np.testing.assert_array_equal(found["count"], np.arange(45) + 100 * condition)
+
+
 # ------------------------------------------------------------------------------------------- streams and programs
 
 
@@ -601,7 +632,7 @@ ERRORS = {
     ),
     "no lm": (dict(function=decode.beam, sizes=(MOST, 2), lm_weight=0.5), ValueError, "lm must be given with"),
     "threshold": (
-        dict(function=decode.beam, sizes=(MOST, 2), threshold=-1.0), ValueError, r"threshold must be 0 or more, got -1.0"
+        dict(function=decode.beam, sizes=(MOST, 2), threshold=-1.0), ValueError, "threshold must be 0 or more, got -1.0"
     ),
     "exact_end": (dict(exact_end=1), TypeError, "exact_end must be True or False"),
 }  # fmt: skip

@@ -16,9 +16,8 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
-
-PACK = 16  # rows of a predictor
-BLOCK = 16
+PACK = 16  # rows that a predictor takes at once on a CPU: 640 by 1024 weights take 295 us for 8, 438 us for 16
+BLOCK = 16  # places of a row of which `largest` looks at the maximum first
 NOWHERE = np.iinfo(np.int32).max
 
 
@@ -175,7 +174,8 @@ def largest(x, k):
             split = (*x.shape[:-1], BLOCK, count)  # a block takes every count-th place
             x = jnp.pad(x, more, constant_values=-jnp.inf).reshape(split)
             places = jnp.pad(places, more, constant_values=NOWHERE).reshape(split)
-            _, first = by_passes(*peak(x, places, -2), k)
+            leaders, first = peak(x, places, -2)
+            _, first = by_passes(leaders, first, k)
             blocks = (first % count)[..., None, :]
             x, places = (jnp.take_along_axis(y, blocks, -1, mode="promise_in_bounds") for y in (x, places))
             x, places = (y.reshape(*y.shape[:-2], -1) for y in (x, places))
