@@ -236,12 +236,9 @@ def digits(args):
     data = SpokenDigits(args.data)
     model, variant = mwer.restore(data, args.workdir)
     batch = data.batch(np.random.default_rng(0), 16, "test")
-    frames = model.encoder(batch["features"])
-    encoder, rows = model.joint.project(frames, jnp.zeros((1, data.width)))
-    del rows
+    *networks, encoder, lengths = model.decoder_inputs(batch["features"], batch["feature_lengths"])
     seconds = batch["feature_lengths"].sum() * data.hop / data.rate
-    lengths = jnp.asarray(model.lengths(batch["feature_lengths"]))
-    return model.joint.linear, mwer.predictor_of(model), encoder, lengths, variant.loss, 2 * data.max_labels, seconds
+    return *networks, encoder, jnp.asarray(lengths), variant.loss, 2 * data.max_labels, seconds
 
 
 def main(argv=None):

@@ -1,4 +1,4 @@
-"""A small transducer in Flax NNX: convolutional encoder, predictor and joint of the library, greedy decoding.
+"""A small transducer in Flax NNX: convolutional encoder, predictor and joint of the library.
 
 B utterances, T input frames, N encoder frames (T / reduction), U labels, U1 = U + 1, V outputs: labels, blank and
 further ones that the loss needs (variants.py).
@@ -6,8 +6,6 @@ further ones that the loss needs (variants.py).
 
 import math
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_rnnt.flax.nnx import Joint, StatelessPredictor
@@ -63,6 +61,11 @@ class Transducer(nnx.Module):
         """Logits [B, N, U1, V] of all lattice nodes."""
         return self.joint(self.encoder(features)[:, :, None], self.predictor(targets)[:, None])
 
+    def decoder_inputs(self, features, feature_lengths):
+        """What follows the loss among the arguments of a decoder: joint, predictor, encoder rows and their lengths."""
+        networks = self.joint.decoder_inputs(self.predictor, self.encoder(features))
+        return *networks, self.lengths(feature_lengths)
+
 
 class PrunedTransducer(Transducer):
     """Adds linear scores of all classes from encoder and predictor alone, for the simple loss that chooses the band."""
@@ -71,34 +74,3 @@ class PrunedTransducer(Transducer):
         super().__init__(features, outputs, blank, width, strides, channels, rngs=rngs)
         self.frame_scores = nnx.Linear(width, outputs, rngs=rngs)
         self.state_scores = nnx.Linear(width, outputs, rngs=rngs)
-
-
-def greedy_decode(model, decide, features, feature_lengths, max_labels, max_per_frame=3):
-    """Follows the most likely step of each node from (0, 0): labels [B, max_labels] and their number [B].
-
-    `decide(logits [B, V], blank)` returns the symbol to write, or blank for none, and the number of frames to read. All
-    utterances advance together, each at its own frame. A frame emits at most `max_per_frame` labels that do not read
-    it, so every utterance ends.
-    """
-    frames, lengths = model.encoder(features), model.lengths(feature_lengths)
-    rows = jnp.arange(len(features))
-
-    def running(state):
-        return jnp.any(state[0] < lengths)
-
-    def step(state):
-        frame, emitted, labels, count, past = state
-        here = frames[rows, jnp.minimum(frame, frames.shape[1] - 1)]
-        logits = model.joint(here, model.predictor.rows(past))
-        symbol, moves = (x.astype(labels.dtype) for x in decide(logits, model.blank))
-        emit = (symbol != model.blank) & (emitted < max_per_frame) & (frame < lengths) & (count < max_labels)
-        labels = labels.at[rows, jnp.where(emit, count, max_labels)].set(symbol, mode="drop")
-        past = jnp.where(emit[:, None], jnp.column_stack([past[:, 1:], symbol]), past)
-        moves = jnp.where(emit, moves, jnp.maximum(moves, 1))
-        return frame + moves, jnp.where(moves == 0, emitted + 1, 0), labels, count + emit, past
-
-    zeros = jnp.zeros(len(features), jnp.int32)
-    labels = jnp.zeros((len(features), max_labels), jnp.int32)
-    start = jnp.full((len(features), model.history), model.blank, jnp.int32)
-    _, _, labels, count, _ = jax.lax.while_loop(running, step, (zeros, zeros, labels, zeros, start))
-    return labels, count

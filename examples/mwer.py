@@ -1,8 +1,8 @@
 """Fine-tunes a model of train.py to make fewer errors: minimum word error rate training on its own N-best lists.
 
-    python examples/train.py --steps 1000         # first, with the same --data and --loss
+    python examples/train.py --steps 500          # first, with the same --data and --loss
     python examples/mwer.py
-    python examples/mwer.py --steps 200 --width 8
+    python examples/mwer.py --mwer 0 --nll 1     # the same steps of the usual loss alone, to compare
 
 A step decodes the batch by beam search, counts the errors of each hypothesis, and lowers their expected number. The N
 hypotheses of an utterance are scored by one `JointLogits`, in which they share the encoder's rows. It prints the
@@ -43,6 +43,7 @@ def parse_arguments():
     parser.add_argument("--batch", type=int, default=16, help="utterances per step (%(default)s)")
     parser.add_argument("--width", type=int, default=4, help="N of the N-best lists (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+    parser.add_argument("--mwer", type=float, default=1.0, help="weight of the expected errors (%(default)s)")
     parser.add_argument("--nll", type=float, default=0.1, help="weight of the reference's own loss (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the data (%(default)s)")
     parser.add_argument("--log-json", type=Path, metavar="FILE", help="write losses and error rates")
@@ -66,21 +67,20 @@ def restore(data, workdir, loss="rnnt"):
 
 def search(model, variant, features, feature_lengths, max_labels, width):
     """The N best hypotheses, by the loss that the model was trained with."""
-    lengths = model.lengths(feature_lengths)
-    networks = model.joint.decoder_inputs(model.predictor, model.encoder(features))
-    return decode.beam(variant.loss, *networks, lengths, max_labels, width, max_symbols=3)
+    inputs = model.decoder_inputs(features, feature_lengths)
+    return decode.beam(variant.loss, *inputs, max_labels, width, max_symbols=3)
 
 
-def expected_errors(model, variant, batch, labels, counts, scores, errors, weight):
-    """The MWER loss of N-best lists [B, N], and a share of the references' own loss."""
+def combined_loss(model, variant, batch, labels, counts, scores, errors, mwer, nll):
+    """`mwer` times the expected errors of N-best lists [B, N], and `nll` times the references' own loss."""
     rows, lengths = model.encoder(batch["features"]), model.lengths(batch["feature_lengths"])
     targets = jnp.maximum(labels, 0)
     logits = model.joint.logits(rows[:, None], model.predictor(targets))  # of [B, 1, T, E] and [B, N, U + 1, P]
     loss = dataclasses.replace(variant.loss, reduction="none")
     lengths = jnp.broadcast_to(lengths[:, None], counts.shape)
-    nll = loss(logits, targets, lengths, counts)
-    nll = jnp.where(jnp.isneginf(scores), jnp.inf, nll)  # no hypothesis
-    return mwer_loss(nll, errors) + weight * of_all_logits(variant.loss, model, batch, fused=True)
+    each = loss(logits, targets, lengths, counts)
+    each = jnp.where(jnp.isneginf(scores), jnp.inf, each)  # no hypothesis
+    return mwer * mwer_loss(each, errors) + nll * of_all_logits(variant.loss, model, batch, fused=True)
 
 
 def main():
@@ -108,7 +108,7 @@ def main():
     @jax.jit
     def train_step(state, *lists):
         def loss_fn(params):
-            return expected_errors(nnx.merge(graphdef, params), variant, *lists, args.nll)
+            return combined_loss(nnx.merge(graphdef, params), variant, *lists, args.mwer, args.nll)
 
         params, opt_state = state
         value, gradient = jax.value_and_grad(loss_fn)(params)

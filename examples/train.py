@@ -26,11 +26,10 @@ try:
     from flax import nnx
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from matplotlib import pyplot as plt
-    from model import greedy_decode
     from tqdm import tqdm
     from variants import VARIANTS
 
-    from jax_rnnt import plot
+    from jax_rnnt import decode, plot
     from jax_rnnt.metrics import label_errors
 
 except ModuleNotFoundError as error:
@@ -86,11 +85,11 @@ def make_train_step(graphdef, optimizer, loss, mesh, pmap):
     return lambda state, batch: step(state, split(batch))
 
 
-def error_rate(decode, params, batches):
+def error_rate(transcribe, params, batches):
     """Edit distance between hypotheses and targets, as a percentage of the target labels."""
     errors = total = 0
     for batch in batches:
-        labels, counts = decode(params, batch["features"], batch["feature_lengths"])
+        labels, counts = transcribe(params, batch["features"], batch["feature_lengths"])
         errors += label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total.sum()
         total += batch["target_lengths"].sum()
     return float(100 * errors / total)
@@ -138,8 +137,10 @@ def main():
     train_step = make_train_step(graphdef, optimizer, loss, mesh, args.pmap)
 
     @jax.jit
-    def decode(params, features, lengths):
-        return greedy_decode(nnx.merge(graphdef, params), variant.decide, features, lengths, 2 * data.max_labels)
+    def transcribe(params, features, feature_lengths):
+        inputs = nnx.merge(graphdef, params).decoder_inputs(features, feature_lengths)
+        found = decode.greedy(variant.loss, *inputs, 2 * data.max_labels, max_symbols=3)
+        return found.labels, found.counts
 
     def train_batch(step):
         """Depends on seed and step alone, so a resumed run sees the same batches as an uninterrupted one."""
@@ -170,9 +171,9 @@ def main():
             bar.update(batch_size)
             if (step + 1) % args.save_every == 0 or step + 1 == steps:
                 checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
-                tqdm.write(f"step {step + 1}: held-out CER {error_rate(decode, state[0], test):.1f}%")
+                tqdm.write(f"step {step + 1}: held-out CER {error_rate(transcribe, state[0], test):.1f}%")
 
-    cer = error_rate(decode, state[0], test)
+    cer = error_rate(transcribe, state[0], test)
     draw_samples(nnx.merge(graphdef, state[0]), variant.loss, test[0], workdir / "lattice.png")
     seconds = time.perf_counter() - started
     speed = batch_size / np.median(durations) if durations else 0  # the median leaves compilation out

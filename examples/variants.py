@@ -1,9 +1,8 @@
-"""The losses that the example can train with: their values, the logits that they need, and the decoding of these."""
+"""The losses that the example can train with: their values, and the logits that they need."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from data import CLASSES
 from model import PrunedTransducer, Transducer
 
@@ -40,49 +39,11 @@ def pruned(loss, model, batch, fused):
     return 0.5 * simple + loss(jax_rnnt.BandLogits(logits, first), batch["targets"], *lengths)
 
 
-# --------------------------------------- decoding: (logits [B, V], blank) -> (symbol [B], number of frames to read [B])
-# greedy_decode makes every blank read at least one frame.
-
-
-def label_stays(logits, blank):
-    """The most likely symbol; labels read no frame."""
-    symbol = jnp.argmax(logits, -1)
-    return symbol, jnp.zeros_like(symbol)
-
-
-def label_moves(logits, blank):
-    """The most likely symbol; labels read their frame."""
-    symbol = jnp.argmax(logits, -1)
-    return symbol, jnp.ones_like(symbol)
-
-
-def token_and_duration(logits, blank):
-    """The most likely symbol and, independently, the most likely duration."""
-    moves = jnp.array(DURATIONS)[jnp.argmax(logits[:, blank + 1 :], -1)]
-    return jnp.argmax(logits[:, : blank + 1], -1), moves
-
-
-def big_blank(logits, blank):
-    """The most likely symbol; big blank i, class blank - 1 - i, reads BIG_BLANKS[i] frames, a label none."""
-    best = jnp.argmax(logits, -1)
-    moves = jnp.array((*reversed(BIG_BLANKS), 1))
-    first = blank + 1 - len(moves)
-    is_blank = best >= first
-    return jnp.where(is_blank, blank, best), jnp.where(is_blank, moves[jnp.maximum(best - first, 0)], 0)
-
-
-def bernoulli_blank(logits, blank):
-    """The sign of the blank's logit decides about the blank, then the most likely label wins. Labels read no frame."""
-    label = jnp.argmax(logits[:, :blank], -1)
-    return jnp.where(logits[:, blank] > 0, blank, label), jnp.zeros_like(label)
-
-
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
 class Variant(NamedTuple):
     loss: jax_rnnt.TransducerLoss
-    decide: Callable
     compute: Callable = of_all_logits
     extra_blanks: int = 0  # classes between the labels and the blank
     durations: int = 0  # logits after the blank
@@ -102,10 +63,10 @@ multiblank = jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS, sigma=0.05)
 
 # The blank of every loss is its default, the last class.
 VARIANTS = {
-    "rnnt": Variant(jax_rnnt.RNNTLoss(), label_stays),
-    "monotonic": Variant(jax_rnnt.MonotonicRNNTLoss(), label_moves),
-    "tdt": Variant(tdt, token_and_duration, durations=len(DURATIONS)),
-    "multiblank": Variant(multiblank, big_blank, extra_blanks=len(BIG_BLANKS)),
-    "hat": Variant(jax_rnnt.HATLoss(), bernoulli_blank),
-    "pruned": Variant(jax_rnnt.RNNTLoss(), label_stays, pruned, model=PrunedTransducer),
+    "rnnt": Variant(jax_rnnt.RNNTLoss()),
+    "monotonic": Variant(jax_rnnt.MonotonicRNNTLoss()),
+    "tdt": Variant(tdt, durations=len(DURATIONS)),
+    "multiblank": Variant(multiblank, extra_blanks=len(BIG_BLANKS)),
+    "hat": Variant(jax_rnnt.HATLoss()),
+    "pruned": Variant(jax_rnnt.RNNTLoss(), pruned, model=PrunedTransducer),
 }

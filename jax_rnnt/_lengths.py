@@ -1,7 +1,5 @@
 """Lengths of sequences from paddings, the convention of Lingvo, axlearn and Optax, and back."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -82,10 +80,7 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax
     """
     name = "paddings_from_lengths"
     lengths = _checks.integers(name, "lengths", lengths, jnp.shape(lengths), "[...]")
-    try:
-        frames = operator.index(size)
-    except TypeError:
-        raise TypeError(f"{name}: size must be an integer, got {size!r}.") from None
+    frames = _checks.integer(name, "size", size)
     if frames < 0:
         raise ValueError(f"{name}: size must be 0 or more, got {frames}.")
     place = lax.broadcasted_iota(jnp.int32, (*(1 for _ in lengths.shape), frames), lengths.ndim)

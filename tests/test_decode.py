@@ -15,6 +15,7 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 from jax_rnnt import DecodingRules, LinearJoint, decode, lattices
+from jax_rnnt.decode import _search
 
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
@@ -139,12 +140,12 @@ def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=lambda pref
     }
 
 
-def greedy_loop(model, b, *, exact_end=False, max_symbols=10):
+def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM):
     """(labels, frames, durations, score) by a loop over nodes."""
     t, written, score, labels, frames, durations = 0, 0, 0.0, [], [], []
     while t < model.lengths[b]:
         options = dict(exact_end=exact_end, max_symbols=max_symbols)
-        may_write = lambda limit: written < limit and len(labels) < ROOM
+        may_write = lambda limit: written < limit and len(labels) < room
         choices = list(allowed(model, b, t, tuple(labels), may_write, **options))
         if not choices:
             return labels, frames, durations, -math.inf
@@ -173,14 +174,22 @@ def assert_same(a, b):
 # ------------------------------------------------------------------------------------------------ greedy search
 
 
-GREEDY = (dict(exact_end=False, max_symbols=1), 4), (dict(exact_end=True, max_symbols=3), 3)
+GREEDY = (dict(exact_end=False, max_symbols=1), 4), (dict(exact_end=True, max_symbols=3), 9)
 
 
-@pytest.mark.family
-@pytest.mark.parametrize(("options", "window"), GREEDY, ids=["open", "exact"])
-def test_greedy_is_the_plain_loop(loss, options, window):
+OPEN, ENDED = ("rnnt", "monotonic", "hat", "tdt"), ("constrained", "tdt", "multiblank", "monotonic_final_blank")
+CASES = [
+    pytest.param(name, case, id=f"{name}-{end}", marks=() if name in often else pytest.mark.slow)
+    for case, end, often in zip(GREEDY, ("open", "exact"), (OPEN, ENDED))
+    for name in NAMED
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_greedy_is_the_plain_loop(name, case):
+    options, window = case
     for seed in range(4):
-        model = Model(loss, batch=8, frames=7, seed=seed)
+        model = Model(NAMED[name], batch=8, frames=7, seed=seed)
         found = model.search(decode.greedy, ROOM, window=window, **options)
         for b in range(8):
             *expected, score = greedy_loop(model, b, **options)
@@ -199,22 +208,15 @@ def test_problems_of_greedy_search_are_hard():
     assert any(x != y for x, y in found)
 
 
-def test_window():
-    """It changes nothing but the pace."""
-    model = Model(losses.TDT, batch=8, frames=7)
-    one, many = (model.search(decode.greedy, ROOM, window=n) for n in (1, 9))
-    assert_same(one[:6], many[:6])
-
-
 # -------------------------------------------------------------------------------------------------- beam search
 
 
-def check_all(model, found, **options):
+def check_all(model, found, rank=lambda scores, counts: scores, **options):
     """Every label sequence has the sum over its alignments, and the frames of the best one."""
     for b in range(len(found.scores)):
         expected = enumerate_all(model, b, **options)
         alive = np.flatnonzero(found.scores[b] > -np.inf)
-        assert len(alive) == len(expected) > 2 and (np.diff(found.scores[b][alive]) <= 0).all()
+        assert len(alive) == len(expected) > 2 and (np.diff(rank(found.scores[b], found.counts[b])[alive]) <= 0).all()
         for n in alive:
             labels, frames, _ = trimmed(found, b, n)
             total, _, best_frames = expected.pop(tuple(labels))
@@ -231,10 +233,14 @@ def loss_of(model, b, labels):
     return model.loss.expected(losses.Problem(np.array([rows]), targets, [length], [count]))[0][0]
 
 
-@pytest.mark.family
-def test_beam_is_the_enumeration(loss):
+# Greedy search runs on the whole family; beam search has the same moves.
+MOST_OF_THE_FAMILY = [pytest.param(x, marks=() if x in ("rnnt", "tdt") else pytest.mark.slow) for x in NAMED]
+
+
+@pytest.mark.parametrize("name", MOST_OF_THE_FAMILY)
+def test_beam_is_the_enumeration(name):
     """With `exact_end` a score is minus the loss of the labels, too."""
-    model, options = Model(loss), dict(exact_end=True, max_symbols=MOST)
+    model, options = Model(NAMED[name]), dict(exact_end=True, max_symbols=MOST)
     found = model.search(decode.beam, MOST, 64, **options)
     check_all(model, found, **options)
     for b, n in zip(*np.nonzero(found.scores > -np.inf)):
@@ -242,28 +248,37 @@ def test_beam_is_the_enumeration(loss):
         np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["tdt", "multiblank"])
+@pytest.mark.parametrize("name", ["tdt", pytest.param("multiblank", marks=pytest.mark.slow)])
 def test_open_end(name):
-    """Moves may read beyond the last frame; few symbols a frame."""
+    """Moves may read beyond the last frame; few symbols a frame; ranks by normalised scores."""
     model, options = Model(NAMED[name]), dict(max_symbols=2)
-    check_all(model, model.search(decode.beam, MOST, 64, **options), **options)
+    found = model.search(decode.beam, MOST, 64, length_norm=0.5, **options)
+    check_all(model, found, rank=lambda scores, counts: scores / np.sqrt(counts + 1), **options)
+    assert (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
 
 @pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
-def test_narrow_beams(name):
-    """Width 1 without merging is greedy search. In a wider one no labels stand twice."""
-    model = Model(NAMED[name], batch=8, frames=7)
-    greedy = model.search(decode.greedy, ROOM, window=4, exact_end=False, max_symbols=10)
-    one = model.search(decode.beam, ROOM, 1, merge=False)
+def test_width_1(name):
+    """Without merging it is greedy search."""
+    model, (options, window) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
+    greedy = model.search(decode.greedy, ROOM, window=window, **options)
+    one = model.search(decode.beam, ROOM, 1, merge=False, **options)
     for x, y in zip(one[:6], greedy[:6]):
         np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
-    four = model.search(decode.beam, ROOM, 4)
-    assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.8  # a beam may lose the greedy path
+
+
+@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+def test_no_labels_stand_twice(name):
+    """In a beam that loses hypotheses, and few of them are worse than greedy search."""
+    model = Model(NAMED[name], batch=3, frames=13)
+    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
+    assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
-    assert same.sum() == alive.sum()
+    assert same.sum() == alive.sum() > 3
 
 
+@pytest.mark.slow
 def test_without_merging():
     """Alignments stay apart, and have the score of one path."""
     model = Model(losses.MONOTONIC)
@@ -295,7 +310,7 @@ def fusion(model):
     return lm, after
 
 
-@pytest.mark.parametrize("name", ["tdt", "hat"])
+@pytest.mark.parametrize("name", [pytest.param("tdt", marks=pytest.mark.slow), "hat"])
 def test_fusion(name):
     """A language model is added, the internal one subtracted, both at labels alone."""
     model = Model(NAMED[name])
@@ -310,16 +325,7 @@ def test_fusion(name):
     check_all(model, found, max_symbols=MOST, fuse=fuse)
 
 
-def test_length_normalisation():
-    model = Model(losses.RNNT)
-    plain, ranked = (model.search(decode.beam, MOST, 64, max_symbols=MOST, length_norm=x) for x in (0.0, 1.0))
-    for b in range(2):
-        normed = ranked.scores[b] / (ranked.counts[b] + 1)
-        assert (normed[1:] <= normed[:-1]).all()
-        np.testing.assert_array_equal(np.sort(ranked.scores[b]), np.sort(plain.scores[b]))
-    assert (ranked.scores[:, 1:] > ranked.scores[:, :-1]).any()
-
-
+@pytest.mark.slow
 def test_probabilities_sum_to_one():
     """Monotonic hypotheses, of which a frame has a bounded number."""
     model = Model(losses.MONOTONIC)
@@ -327,11 +333,45 @@ def test_probabilities_sum_to_one():
     np.testing.assert_allclose(np.exp(found.scores).sum(-1), 1, rtol=EXACT)
 
 
+# -------------------------------------------------------------------------------------------------- parts of a step
+
+
+@pytest.mark.parametrize(("size", "k"), [(700, 3), (1000, 1), (20, 8)], ids=["blocks", "one", "passes"])
+def test_largest(size, k):
+    """As a stable sort, with ties and rows that hold fewer finite numbers; no place twice."""
+    x = np.random.default_rng(0).integers(0, 9, (2, 5, size)).astype(np.float32)
+    x[0, 0], x[0, 1], x[0, 1, 5] = 0, -np.inf, 1
+    x[0, 2] = np.arange(size)
+    values, places = jax.jit(lambda x: _search.largest(x, k))(x)
+    expected = np.argsort(-x, -1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, expected, -1))
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.6, 1])
+def test_rows_that_step(share):
+    """Few or many of them, whatever their places; the other rows stay."""
+    rng = np.random.default_rng(0)
+    condition, rows, labels = rng.random(45) < share, rng.normal(size=(45, 3)), rng.integers(0, 9, 45)
+    tree = {"rows": rows, "count": np.arange(45)}
+
+    def step(tree, labels):
+        return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
+
+    found = jax.jit(lambda *x: _search.step_rows(x[0], step, *x[1:]))(condition, tree, labels)
+    np.testing.assert_allclose(found["rows"], np.where(condition[:, None], rows * 2 + labels[:, None], rows))
+    np.testing.assert_array_equal(found["count"], np.arange(45) + 100 * condition)
+
+
 # ------------------------------------------------------------------------------------------- streams and programs
 
 
 STREAMED = [(decode.greedy, (40,)), (decode.beam, (40, 4))]
-STREAMS = [(losses.RNNT, *STREAMED[0]), (losses.TDT, *STREAMED[0]), (losses.TDT, *STREAMED[1])]
+STREAMS = [
+    pytest.param(losses.RNNT, *STREAMED[0], marks=pytest.mark.slow),
+    (losses.TDT, *STREAMED[0]),
+    (losses.TDT, *STREAMED[1]),
+]
 
 
 @pytest.mark.parametrize(("loss", "function", "sizes"), STREAMS, ids=["rnnt-greedy", "tdt-greedy", "tdt-beam"])
@@ -360,53 +400,71 @@ def test_streams(loss, function, sizes):
 @pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
-    model = Model(losses.TDT, batch=4, frames=9)
-    model.lengths = np.array([9, 5, 0, 7], np.int32)
+    model = Model(losses.TDT, batch=3, frames=13)
+    model.lengths = np.array([9, 5, 0], np.int32)
     whole = model.search(function, *sizes)
-    encoder = np.concatenate([model.encoder, np.zeros((4, 3, H))], 1)
-    encoder[np.arange(12) >= model.lengths[:, None]] = np.nan
-    encoder[2] = np.nan
+    encoder = model.encoder.copy()
+    encoder[np.arange(13) >= model.lengths[:, None]] = np.nan
     assert_same(model.search(function, *sizes, encoder=encoder)[:6], whole[:6])
-    alone = model.search(function, *sizes, encoder=model.encoder[1:2], lengths=model.lengths[1:2])
-    np.testing.assert_array_equal(alone.labels[0], whole.labels[1])
-    np.testing.assert_allclose(alone.scores[0], whole.scores[1], rtol=EXACT)
+    others = model.search(function, *sizes, encoder=encoder[[2, 1, 1]], lengths=model.lengths[[2, 1, 2]])
+    assert_same([x[1] for x in others[:6]], [x[1] for x in whole[:6]])
     empty = whole.scores[2].ravel()
     assert empty[0] == 0 and (empty[1:] == -np.inf).all() and (whole.counts[2] == 0).all()
 
 
-@pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])
-def test_sharded_batch(devices, function, sizes):
-    """Under jit over a sharded batch, and in shard_map, where nothing is exchanged."""
-    model = Model(losses.TDT, batch=16, frames=6)
-    whole = model.search(function, *sizes)
-    mesh = Mesh(np.array(devices), ("data",))
-    split = NamedSharding(mesh, PartitionSpec("data"))
+def check_truth(model, found, function):
+    """Greedy search is the plain loop, a wide beam the enumeration."""
+    found = decode.Hypotheses(*map(np.asarray, found), None)
+    if function is decode.beam:
+        check_all(model, found, **SPLIT[function][1])
+        return
+    for b in range(len(found.scores)):
+        *expected, score = greedy_loop(model, b, **SPLIT[function][1])
+        assert trimmed(found, b) == expected
+        np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+
+
+SPLIT = {
+    decode.greedy: ((ROOM,), {"exact_end": True, "max_symbols": 3}),
+    decode.beam: ((MOST, 64), {"exact_end": True, "max_symbols": MOST}),
+}
+
+
+def split_problem(devices, function):
+    """(model, sharding, arrays that are split over devices, a search in them)."""
+    model, (sizes, options) = Model(losses.TDT, batch=16), SPLIT[function]
+    split = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))
     arrays = [jax.device_put(x, split) for x in (model.encoder, model.lengths)]
     networks = model.parameters.joint, model.parameters.predictor
-    call = lambda *arrays: function(model.loss.value(), *networks, *arrays, *sizes)[:6]
-    found = jax.jit(call, out_shardings=split)(*arrays)
+    return model, split, arrays, lambda *x: function(model.loss.value(), *networks, *x, *sizes, **options)[:6]
+
+
+@pytest.mark.parametrize("function", [decode.greedy, pytest.param(decode.beam, marks=pytest.mark.slow)])
+def test_sharded_batch(devices, function):
+    """Under jit the result stays sharded."""
+    model, split, arrays, search = split_problem(devices, function)
+    found = jax.jit(search, out_shardings=split)(*arrays)
     assert all(x.sharding.is_equivalent_to(split, x.ndim) for x in found)
-    for x, y in zip(found, whole):
-        np.testing.assert_allclose(x, y, rtol=EXACT)
-    if not hasattr(jax, "shard_map"):
-        return
-    each = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
-    for x, y in zip(each(*arrays), whole):
-        np.testing.assert_allclose(x, y, rtol=EXACT)
+    check_truth(model, found, function)
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
+@pytest.mark.parametrize("function", [decode.greedy, decode.beam])
+def test_shard_map(devices, function):
+    """Nothing is exchanged."""
+    model, split, arrays, search = split_problem(devices, function)
+    each = jax.jit(jax.shard_map(search, mesh=split.mesh, in_specs=split.spec, out_specs=split.spec))
+    check_truth(model, each(*arrays), function)
     assert not losses.collectives(each.lower(*arrays).compile().as_text())
 
 
-def test_float32_and_bfloat16():
-    """Scores are float32 for both."""
-    model = Model(losses.RNNT)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        encoder, weight = jnp.asarray(model.encoder, dtype), jnp.asarray(model.parameters.weight, dtype)
-        predictor = stateless(model, dtype)
-        found = jax.jit(lambda *x: decode.greedy(jax_rnnt.RNNTLoss(), LinearJoint(weight), predictor, *x, MOST))(
-            encoder, model.lengths
-        )
-        assert found.scores.dtype == jnp.float32
-        assert np.isfinite(found.scores).all()
+def test_bfloat16():
+    """Scores are float32."""
+    model, dtype = Model(losses.RNNT), jnp.bfloat16
+    encoder, weight = jnp.asarray(model.encoder, dtype), jnp.asarray(model.parameters.weight, dtype)
+    networks = LinearJoint(weight), stateless(model, dtype)
+    found = jax.jit(lambda *x: decode.greedy(jax_rnnt.RNNTLoss(), *networks, *x, MOST))(encoder, model.lengths)
+    assert found.scores.dtype == jnp.float32 and np.isfinite(found.scores).all()
 
 
 def stateless(model, dtype=np.float64):
@@ -509,21 +567,24 @@ def test_a_loss_of_ones_own():
     arcs, _ = truth.softmax_emission(rows, np.append(labels, -1).astype(int), blank=LABELS)
     value = truth.log_likelihood(planes, arcs, T, len(labels))
     np.testing.assert_allclose(found.scores[0, 0], value, rtol=EXACT)
-    assert_same(*(jax.jit(lambda loss=loss: run(loss)[:6])() for loss in (KnownLoss(), jax_rnnt.RNNTLoss())))
+    assert KnownLoss().decoding() == jax_rnnt.RNNTLoss().decoding()
     with pytest.raises(TypeError, match=r"SteppedLoss lacks decoding\(\), which returns its DecodingRules"):
         run(SteppedLoss())
 
 
 def test_options_of_training_do_not_matter():
-    for name, plain, trained in (
-        ("rnnt", {}, {"fastemit_lambda": 0.1, "delay_penalty": 0.5, "clamp": 1.0}),
-        ("tdt", {}, {"sigma": 0.5, "omega": 0.1, "fastemit_lambda": 0.1}),
-        ("multiblank", {}, {"sigma": 0.5}),
+    """Decoders know a loss by its rules alone."""
+    for name, trained in (
+        ("rnnt", {"fastemit_lambda": 0.1, "delay_penalty": 0.5, "clamp": 1.0}),
+        ("tdt", {"sigma": 0.5, "omega": 0.1, "fastemit_lambda": 0.1}),
+        ("multiblank", {"sigma": 0.5}),
     ):
-        loss = next(loss for loss in losses.LOSSES if loss.name == name)
-        model = Model(loss)
-        values = (loss.value(**options) for options in (plain, trained))
-        assert_same(*(jax.jit(lambda loss=value, model=model: run(loss, model)[:6])() for value in values))
+        assert NAMED[name].value(**trained).decoding() == NAMED[name].value().decoding()
+    loss = NAMED["tdt"].value(sigma=0.5, omega=0.1, fastemit_lambda=0.1)
+    model = Model(losses.TDT)
+    # The window changes nothing but the pace.
+    for x, y in zip(jax.jit(lambda: run(loss, model, window=1)[:6])(), model.search(decode.greedy, MOST)):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
     hat = jax_rnnt.HATLoss(topology="constrained").decoding()
     assert hat.labels_per_frame == 1 and hat.emission.bernoulli
 
@@ -570,8 +631,20 @@ ERRORS = {
         ValueError, r"lm must make log_probs \[N, V\] with V = 3, .* got \(4, 7\)"
     ),
     "no lm": (dict(function=decode.beam, sizes=(MOST, 2), lm_weight=0.5), ValueError, "lm must be given with"),
+    "threshold": (
+        dict(function=decode.beam, sizes=(MOST, 2), threshold=-1.0), ValueError, "threshold must be 0 or more, got -1.0"
+    ),
     "exact_end": (dict(exact_end=1), TypeError, "exact_end must be True or False"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])
+def test_no_utterances(function, sizes):
+    model = Model(losses.RNNT)
+    networks = model.parameters.joint, model.parameters.predictor
+    search = lambda *arrays: function(model.loss.value(), *networks, *arrays, *sizes)
+    found = jax.eval_shape(search, model.encoder[:0], model.lengths[:0])
+    assert found.labels.shape == (0, *sizes[:0:-1], 40) and found.scores.shape == found.counts.shape
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -617,23 +690,25 @@ def test_rules_are_checked():
 @pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])
 def test_bad_data_spoils_itself_alone(function, sizes):
     """A traced length out of range, NaN or +inf: the score of that utterance is NaN."""
-    model = Model(losses.RNNT, batch=4)
-    model.lengths = np.array([3, 2, 3, 2], np.int32)
+    model = Model(losses.TDT, batch=3, frames=13)
     whole = model.search(function, *sizes)
     encoder = model.encoder.copy()
     encoder[1, 0, 0] = np.nan
-    found = model.search(function, *sizes, encoder=encoder, lengths=np.array([4, 2, 3, -1], np.int32))
-    assert np.isnan(found.scores[[0, 1, 3]]).all()
-    assert (found.counts[[0, 3]] == 0).all()
-    assert_same([x[2] for x in found[:6]], [x[2] for x in whole[:6]])
+    for wrong in (14, -1):
+        lengths = np.array([wrong, 13, model.lengths[2]], np.int32)
+        found = model.search(function, *sizes, encoder=encoder, lengths=lengths)
+        assert np.isnan(found.scores[:2]).all() and (found.counts[0] == 0).all()
+        assert_same([x[2] for x in found[:6]], [x[2] for x in whole[:6]])
 
 
-def test_dead_ends():
+@pytest.mark.parametrize(
+    ("function", "sizes"), [(decode.greedy, (MOST,)), pytest.param(decode.beam, (MOST, 3), marks=pytest.mark.slow)]
+)
+def test_dead_ends(function, sizes):
     """No path of the lattice: the score is -inf, and the search ends."""
-    loss = losses.tdt((2,))
-    model = Model(loss)
+    model = Model(losses.tdt((2,)))
     model.lengths = np.array([3, 2], np.int32)
-    found = model.search(decode.greedy, MOST, exact_end=True)
-    assert found.scores[0] == -np.inf and np.isfinite(found.scores[1])
-    found = model.search(decode.beam, MOST, 3, exact_end=True)
-    assert (found.scores[0] == -np.inf).all() and (found.counts[0] == 0).all() and np.isfinite(found.scores[1, 0])
+    found = model.search(function, *sizes, exact_end=True)
+    scores = found.scores.reshape(2, -1)
+    assert (scores[0] == -np.inf).all() and np.isfinite(scores[1, 0])
+    assert function is decode.greedy or (found.counts[0] == 0).all()

@@ -1,4 +1,7 @@
-"""Does the example train and decode every loss, resume, agree between jit and pmap, and explain bad data?"""
+"""Does the example train and decode every loss, resume, agree between jit and pmap, and explain bad data?
+
+And does its recipe for N-best lists lower the expected errors that it says?
+"""
 
 import importlib.util
 import json
@@ -7,13 +10,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import types
 import wave
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jax_rnnt import RNNTLoss, decode
 
 for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "rapidfuzz", "tqdm"):
     pytest.importorskip(name)
@@ -77,89 +81,84 @@ def test_fused_joint(tmp_path):
     assert process.returncode == 2 and "pruned" in process.stderr
 
 
-# --------------------------------------------------------------------------------------------------------- decoding
-
-L, BLANK = 3, 10  # one of ten labels; the blank of all but the multi-blank transducer
+# -------------------------------------------------------------------------------------------------- N-best lists
 
 
 @pytest.fixture(scope="module")
-def example():
-    """Modules of the example: its table of losses, and its decoder."""
+def mwer():
+    """The module, beside which the others of the example are importable."""
     sys.path.insert(0, str(EXAMPLES))
     try:
-        yield types.SimpleNamespace(
-            variants=importlib.import_module("variants").VARIANTS, decode=importlib.import_module("model").greedy_decode
-        )
+        yield importlib.import_module("mwer")
     finally:
         sys.path.remove(str(EXAMPLES))
 
 
-def decode(example, name, best, frames=None, **options):
-    """The decoded labels if class (or class and duration) `best[t][u]` wins at node (t, u)."""
-    variant = example.variants[name]
-    logits = np.zeros((len(best), len(best[0]), variant.outputs), np.float32)
-    logits[..., variant.blank] = -1  # HAT: no blank unless one is asked for
-    for t, u in np.ndindex(logits.shape[:2]):
-        logits[t, u, np.array(best[t][u])] = 5
-    model = types.SimpleNamespace(
-        blank=variant.blank,
-        history=8,
-        encoder=lambda features: features,
-        lengths=lambda lengths: lengths,
-        predictor=types.SimpleNamespace(rows=lambda past: jnp.sum(past != variant.blank, -1)),
-        joint=lambda here, u: here[jnp.arange(len(u)), u],
-    )
-    lengths = jnp.array([len(best) if frames is None else frames], jnp.int32)
-    with jax.numpy_dtype_promotion("standard"):  # as the example runs
-        labels, count = example.decode(model, variant.decide, jnp.asarray(logits)[None], lengths, 6, **options)
-    return labels[0, : count[0]].tolist()
+@pytest.fixture(autouse=True)
+def flax_promotion():
+    """Flax promotes implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
-def column(*rows, columns=7):
-    """The same winner at every u, frame by frame."""
-    return [[row] * columns for row in rows]
+def small(mwer, name):
+    """(model, variant) of a few units, and a batch."""
+    rng, variant = np.random.default_rng(0), mwer.VARIANTS[name]
+    model = variant.model(6, variant.outputs, variant.blank, 8, [(2, 2)], [4], rngs=mwer.nnx.Rngs(0))
+    lengths = {"feature_lengths": np.array([12, 7]), "target_lengths": np.array([3, 2])}
+    arrays = {"features": rng.normal(size=(2, 12, 6)).astype(np.float32), "targets": rng.integers(0, 10, (2, 3))}
+    return model, variant, arrays | lengths
 
 
-def test_standard_decoding(example):
-    for name in ("rnnt", "hat", "pruned"):
-        assert decode(example, name, [[1, 2, BLANK, 9], [9, 9, 4, BLANK]]) == [1, 2, 4]
-        assert decode(example, name, column(L, BLANK, L)) == [L] * 6  # three a frame at most
-        assert decode(example, name, column(L, L), max_per_frame=1) == [L] * 2
-        assert decode(example, name, column(L, L, L), frames=1) == [L] * 3  # padding is not decoded
-        assert decode(example, name, column(BLANK, BLANK)) == []
+@pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
+def test_every_model_decodes(mwer, name):
+    """Traced alone: the classes of the model are those of its loss."""
+    model, variant, batch = small(mwer, name)
+    search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
+    assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
 
 
-def test_blank_of_hat_is_decided_first(example):
-    """The sign of its logit decides, however large the logits of labels are."""
-    decide = example.variants["hat"].decide
-    logits = jnp.full((2, 11), 4.0).at[:, L].set(5.0).at[:, BLANK].set(jnp.array([0.5, -0.5]))
-    assert decide(logits, BLANK)[0].tolist() == [BLANK, L]
+def test_mwer(mwer):
+    """The loss of a step is the expected number of errors of the hypotheses that the search finds."""
+    model, variant, batch = small(mwer, "rnnt")
+    found = jax.jit(lambda *x: mwer.search(model, variant, *x, 3, 4))(batch["features"], batch["feature_lengths"])
+    scores = found.scores.at[1, -1].set(-np.inf)  # no hypothesis
+    errors = mwer.label_errors(found.labels, found.counts, batch["targets"][:, None], batch["target_lengths"][:, None])
+    errors = errors.total.astype(np.float32)
+    assert len(set(errors[0])) > 1
+    lists = found.labels, found.counts, scores, errors
+    value = jax.jit(lambda *x: mwer.combined_loss(model, variant, batch, *x, 2.0, 0.5))(*lists)
+
+    @jax.jit
+    def nll(targets, counts):
+        logits, lengths = model(batch["features"], jnp.maximum(targets, 0)), model.lengths(batch["feature_lengths"])
+        return RNNTLoss(reduction="none")(logits, targets, lengths, counts)
+
+    expected = []
+    each = np.stack([nll(found.labels[:, n], found.counts[:, n]) for n in range(4)], 1)
+    for b, size in enumerate((4, 3)):
+        weights = np.exp(each[b].min() - each[b, :size])
+        expected.append(np.sum(weights / weights.sum() * (errors[b, :size] - errors[b, :size].mean())))
+    own = nll(jnp.asarray(batch["targets"], jnp.int32), jnp.asarray(batch["target_lengths"], jnp.int32))
+    np.testing.assert_allclose(value, 2 * np.mean(expected) + 0.5 * np.mean(own), rtol=1e-4)
 
 
-def test_monotonic_decoding(example):
-    """Every symbol takes a frame."""
-    assert decode(example, "monotonic", column(1, BLANK, 2, 3)) == [1, 2, 3]
-    assert decode(example, "monotonic", [[1, 9], [9, 2], [9, 9]], frames=2) == [1, 2]
+@pytest.mark.slow
+def test_mwer_after_training(tmp_path):
+    """It starts from the checkpoint of train.py, and reports error rates before and after."""
+    process, log = train(tmp_path, "--steps", "2", "--batch", "4")
+    assert process.returncode == 0, process.stderr
+    log = tmp_path / "mwer.json"
+    command = [sys.executable, str(EXAMPLES / "mwer.py"), "--workdir", str(tmp_path), "--log-json", str(log)]
+    process = subprocess.run([*command, "--steps", "1", "--width", "2"], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(log.read_text())
+    assert np.isfinite([found["before"], found["after"], *found["losses"]]).all()
+    process = subprocess.run([*command[:-3], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 2 and "has no checkpoint: run train.py first" in process.stderr
 
 
-def test_tdt_decoding(example):
-    """Outputs: eleven tokens, then durations 0 to 4."""
-    take = lambda token, duration: (token, 11 + duration)
-    skip = column(take(1, 3), take(9, 0), take(9, 0), take(2, 1), take(BLANK, 2), take(9, 0), take(4, 4))
-    assert decode(example, "tdt", skip) == [1, 2, 4]
-    assert decode(example, "tdt", column(take(L, 0), take(BLANK, 1))) == [L] * 3  # zero durations, three at most
-    assert decode(example, "tdt", column(take(BLANK, 0), take(L, 1))) == [L]  # a blank reads a frame at least
-    blocked = column(take(L, 0), take(1, 2), take(9, 1), take(2, 1))
-    assert decode(example, "tdt", blocked, max_per_frame=1) == [L, 1, 2]
-
-
-def test_multiblank_decoding(example):
-    """Big blank i is class blank - 1 - i and reads 2, 3, 4 frames."""
-    blank = example.variants["multiblank"].blank
-    assert blank == BLANK + 3
-    for duration, big in ((1, blank), (2, blank - 1), (3, blank - 2), (4, blank - 3)):
-        rows = [[big, blank], *([t, blank] for t in range(1, 6))]
-        assert decode(example, "multiblank", rows) == [duration]
+# ----------------------------------------------------------------------------------------------------------- data
 
 
 def write_wav(path, *, channels=1, rate=8000, samples=1200):

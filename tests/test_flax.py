@@ -18,6 +18,16 @@ B, T, U, V, E, P, H = 4, 7, 4, 9, 5, 3, 6
 EXACT = 1e-12
 FLAVOURS = pytest.mark.parametrize("flavour", ["nnx", "linen"])
 PREDICTORS = pytest.mark.parametrize("name", ["StatelessPredictor", "LSTMPredictor"])
+# Both flavours and both predictors; the other pairs are slow.
+SOME = [("nnx", "LSTMPredictor"), ("linen", "StatelessPredictor")]
+OTHERS = [("nnx", "StatelessPredictor"), ("linen", "LSTMPredictor")]
+
+
+def pairs(often, rarely):
+    rows = [*often, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in rarely)]
+    return pytest.mark.parametrize(("flavour", "name"), rows)
+
+
 EXTRA = {"StatelessPredictor": {"history": 3}, "LSTMPredictor": {"layers": 2}}
 
 
@@ -75,19 +85,20 @@ def test_steps_equal_the_whole(flavour, name):
     """Column u is what the steps give after the start symbol and u labels; padding of any value changes no other."""
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
     targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
-    whole = jax.jit(lambda x: predictor(x))(targets)
     state, rows = predictor.initial(B), []
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    step, call = jax.jit(lambda *x: predictor.step(*x)), jax.jit(lambda x: predictor(x))
+    whole = call(targets)
     for labels in (np.full(B, V - 1), *targets.T):
-        row, state = predictor.step(state, jnp.asarray(labels))
+        row, state = step(state, jnp.asarray(labels))
         rows.append(row)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
     np.testing.assert_allclose(whole, np.stack(rows, 1), rtol=EXACT)
     assert np.abs(whole[:, 1:] - whole[:, :1]).max() > 0.01
     np.testing.assert_allclose(predictor(targets.reshape(2, 2, U)).reshape(whole.shape), whole, rtol=EXACT)
     targets[:, -1] = -77
-    padded = predictor(targets)
-    np.testing.assert_array_equal(padded[:, :U], predictor(targets)[:, :U])
+    padded = call(targets)
+    np.testing.assert_array_equal(padded[:, :U], whole[:, :U])
     assert np.isfinite(padded).all()
 
 
@@ -146,8 +157,7 @@ def value(model, features, targets, *lengths, tiles):
     return jax_rnnt.RNNTLoss()(logits, targets, *lengths)
 
 
-@FLAVOURS
-@PREDICTORS
+@pairs(OTHERS, SOME)  # parameters of Linen's LSTM are made outside a scan
 def test_training(flavour, name):
     """Under jit, a gradient for every parameter, the same in tiles, and finite whatever the padding holds."""
     p = losses.problem(B, T, U, V)
@@ -219,8 +229,7 @@ def test_dropout(flavour):
     np.testing.assert_allclose(still[0], loss(by_hand(parameters, rows), *rest), rtol=EXACT)
 
 
-@FLAVOURS
-@PREDICTORS
+@pairs(SOME, OTHERS)
 def test_decoder_inputs(flavour, name):
     """Rows projected once give the logits of the joint, step by step, and a whole search the same labels."""
     predictor, _ = make(flavour, name, V, P)
@@ -234,14 +243,13 @@ def test_decoder_inputs(flavour, name):
     loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, T)
     search = lambda *inputs: decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0])
-    plain = search(joint, predictor, rows[0])
+    plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0])
     assert found.counts.max() > 0
     np.testing.assert_array_equal(found.labels, plain.labels)
     np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
 
 
-@FLAVOURS
-@PREDICTORS
+@pairs(SOME, OTHERS)
 def test_bfloat16(flavour, name):
     """Products, rows, state and logits; parameters stay float32."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}

@@ -10,6 +10,8 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_rnnt
@@ -188,6 +190,20 @@ def test_selftest_requires_kernels(monkeypatch, platform, missing, require, lack
     if platform not in (*kernels, "tpu"):
         (line,) = lines
         assert platform in line and "the reference runs" in line
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01, np.nan])
+def test_wrong_kernel(monkeypatch, capsys, scale):
+    """The largest error decides; a wrong kernel is named, and the status is 1."""
+    monkeypatch.setattr(loading, "KERNELS", {"cpu": "cpu"})
+    monkeypatch.setattr(loading, "MISSING", {})
+    monkeypatch.setattr(loading, "default_platform", lambda: "cpu")
+    results = lambda *problem: {loading.TARGETS[2]: ([jnp.ones(3), scale * jnp.ones(2)], [jnp.ones(3), jnp.ones(2)])}
+    monkeypatch.setattr(_selftest, "_results", results)
+    assert __main__.main(["selftest", "--json"]) == (scale != 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (scale == 1)
+    assert scale == 1 or ("disagree" in found["error"] and f"{loading.TARGETS[2]} " in found["error"])
 
 
 def test_platform_of_the_selftest(monkeypatch):

@@ -47,7 +47,7 @@ def test_padding_before_a_frame_makes_its_loss_nan():
         (lambda: lengths_from_paddings(np.array(["x"])), TypeError, "paddings must be an array of bool, integers"),
         (lambda: lengths_from_paddings(np.float32(1)), ValueError, r"paddings must have shape \[..., T\], got shape"),
         (lambda: paddings_from_lengths(np.zeros(2), 3), TypeError, "lengths must have an integer dtype, got float64"),
-        (lambda: paddings_from_lengths(np.zeros(2, int), 3.0), TypeError, "size must be an integer, got 3.0"),
+        (lambda: paddings_from_lengths(np.zeros(2, int), 3.0), TypeError, "size must be an integer .*, got 3.0"),
         (lambda: paddings_from_lengths(np.zeros(2, int), -1), ValueError, "size must be 0 or more, got -1"),
     ],
 )

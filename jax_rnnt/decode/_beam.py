@@ -26,7 +26,7 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, largest, prepare, step_rows
 from jax_rnnt.emissions.softmax import row_sum
 
 
@@ -39,7 +39,7 @@ class Beam(typing.NamedTuple):
     counts: jax.Array  # [B, W]
     written: jax.Array  # [B, W]: labels on that frame
     pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
-    hash: jax.Array  # uint32 [B, W, 2]: of the labels
+    hash: jax.Array  # [B, W, 2]: of the labels
     labels: jax.Array  # [B, W, L]
     frames: jax.Array
     durations: jax.Array
@@ -165,7 +165,9 @@ def beam(
     expand = min(_checks.positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
     if threshold is not None:
-        _checks.scalar(function, "threshold", threshold)
+        threshold = _checks.scalar(function, "threshold", threshold)
+        if isinstance(threshold, float) and not threshold >= 0:
+            raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
     weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
     for name, x in weights.items():
         _checks.scalar(function, name, x)
@@ -219,7 +221,7 @@ def beam(
     first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
     alone = jnp.broadcast_to(first, (batch, width))
     empty = jnp.full((batch, width, most), -1, jnp.int32)
-    hashes = jnp.zeros((batch, width, 2), jnp.uint32)
+    hashes = jnp.zeros((batch, width, 2), jnp.int32)
     start_beam = Beam(alone, alone, none, none, none, none - 1, hashes, empty, empty, empty)
     fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
     if state is None:
@@ -236,14 +238,12 @@ def beam(
         # The pool is sorted: these are the best.
         turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
         at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
-        takes_part = take(active, turn)
-        label = jnp.where(takes_part, take(now.pending, turn), -1)
+        taking_part, written, count, label = take_each((active, now.written, now.counts, now.pending), turn)
+        takes_part = taking_part > 0
+        label = jnp.where(takes_part, label, -1)
         mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
 
-        def advance(mine):
-            return replace_rows(flat(label >= 0), after_label(mine, jnp.maximum(flat(label), 0)), mine)
-
-        mine = jax.lax.cond(jnp.any(label >= 0), advance, lambda x: x, mine)
+        mine = step_rows(flat(label >= 0), after_label, mine, flat(label))
         place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
 
         def keep(new, old):
@@ -254,16 +254,16 @@ def beam(
         pending = jnp.where(at_turn & active, -1, now.pending)
 
         encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
-        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, -1))
+        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, search.classes))
         if fuses:
             labels = labels + mine.fused.reshape(labels.shape)
         bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
-        may_write = (take(now.written, turn) < symbols.labels_per_frame) & (take(now.counts, turn) < most)
+        may_write = (written < symbols.labels_per_frame) & (count < most)
         frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
-        best, classes = jax.lax.top_k(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
+        best, classes = largest(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
         classes = classes.astype(jnp.int32)
 
         # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
@@ -272,35 +272,36 @@ def beam(
         for move, gain in zip(symbols.blanks, moves):
             found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-            gain = (gain[..., None] + best).reshape(batch, -1)
+            gain = (gain[..., None] + best).reshape(batch, expand * best.shape[-1])
             parent = jnp.repeat(turn, best.shape[-1], 1)
             # No more than W of them can stay.
-            _, chosen = jax.lax.top_k(take(now.score, parent) + gain, min(width, gain.shape[-1]))
-            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(batch, -1)))
+            _, chosen = largest(take(now.score, parent) + gain, min(width, gain.shape[-1]))
+            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(gain.shape)))
             found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
-        score, path = take(now.score, parent) + gain, take(now.path, parent) + gain
+        score, path = (x + gain for x in take_each((now.score, now.path), parent))
+        own_hash = now.hash[..., 0], now.hash[..., 1]
+        frame, count, written, *key = take_each((now.frame, now.counts, now.written, *own_hash), parent)
         writes = label >= 0
-        stays = writes & (reads == 0)
-        frame, count = take(now.frame, parent) + reads, take(now.counts, parent) + writes.astype(jnp.int32)
-        written = jnp.where(reads == 0, take(now.written, parent) + stays.astype(jnp.int32), 0)
-        key = take(now.hash, parent)
-        key = jnp.where(writes[..., None], hashed(key, label), key)
+        frame, count = frame + reads, count + writes.astype(jnp.int32)
+        written = jnp.where(reads == 0, written + writes.astype(jnp.int32), 0)
+        key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
         if merge:
-            score, path = merged(score, path, (frame, written, count), key)
-        score, chosen = jax.lax.top_k(score, width)
+            score, path = merged(score, path, (frame, written, count, *key))
+        score, chosen = largest(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
-        parent, label, reads, writes, path, frame, count, written, key = (
-            take(x, chosen) for x in (parent, label, reads, writes, path, frame, count, written, key)
-        )
+        path = take(path, chosen)
+        fields = parent, label, reads, frame, count, written, *key
+        parent, label, reads, frame, count, written, *key = take_each(fields, chosen)
+        writes = label >= 0
         here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
         new = label, state.first[:, None] + frame - reads, reads
-        old = (take(x, parent) for x in (now.labels, now.frames, now.durations))
+        old = take_each((now.labels, now.frames, now.durations), parent)
         rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
         pending = jnp.where(writes, label, take(pending, parent))
-        beam = Beam(score, path, frame, count, written, pending, key, *rows)
+        beam = Beam(score, path, frame, count, written, pending, jnp.stack(key, -1), *rows)
         networks = jax.tree.map(lambda x: take(x, parent), networks)
 
         # The frame of the utterance stays as long as a hypothesis stands on it.
@@ -317,14 +318,13 @@ def beam(
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, path = merged(now.score, now.path, (now.counts,), now.hash)
+        score, path = merged(now.score, now.path, (now.counts, now.hash[..., 0], now.hash[..., 1]))
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
-    _, order = jax.lax.top_k(ranks, width)
-    score, count, labels, times, durations = (
-        take(x, order) for x in (now.score, now.counts, now.labels, now.frames, now.durations)
-    )
+    _, order = largest(ranks, width)
+    score, count = take(now.score, order), take(now.counts, order)
+    labels, times, durations = take_each((now.labels, now.frames, now.durations), order)
     score = jnp.where(bad[:, None], jnp.nan, score)
     dead = jnp.isneginf(score)
     count = jnp.where(dead, 0, count)
@@ -343,23 +343,30 @@ def take(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
+def take_each(arrays, index):
+    """`take` of arrays of one shape, by one gather."""
+    taken = take(jnp.stack([x.astype(arrays[-1].dtype) for x in arrays], 2), index)
+    return [taken[:, :, i] for i in range(len(arrays))]
+
+
 def hashed(key, label):
-    """uint32 [..., 2]: the hashes of the labels behind `key` [..., 2] and of one more label [...]."""
-    multipliers = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32), np.array([0x9E3779B1, 0x27D4EB2F], np.uint32)
-    first, second = (x.reshape((1,) * label.ndim + (2,)) for x in multipliers)
-    mixed = (key ^ ((label + 1).astype(jnp.uint32)[..., None] * first)) * second
-    mixed = (mixed ^ (mixed >> 15)) * first
-    return mixed ^ (mixed >> 13)
+    """The two hashes [...] of the labels behind `key`, two arrays [...], and of one more label [...]."""
+    made = []
+    for x, first, second in zip(key, (0x85EBCA6B, 0xC2B2AE35), (0x9E3779B1, 0x27D4EB2F)):
+        x = (x.astype(jnp.uint32) ^ ((label + 1).astype(jnp.uint32) * np.uint32(first))) * np.uint32(second)
+        x = (x ^ (x >> 15)) * np.uint32(first)
+        made.append((x ^ (x >> 13)).astype(jnp.int32))
+    return made
 
 
-def merged(score, path, places, key):
+def merged(score, path, places):
     """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
 
     def same(x):
         return x[:, :, None] == x[:, None]
 
     alive = score > -jnp.inf
-    parts = [same(x) for x in (*places, key[..., 0], key[..., 1])]
+    parts = [same(x) for x in places]
     equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
     each = jnp.where(equal, score[:, None], -jnp.inf)
     peak = each.max(-1)
@@ -367,6 +374,7 @@ def merged(score, path, places, key):
     total = finite + jnp.log(jnp.where(alive, jnp.exp(each - finite[..., None]).sum(-1), 1))
     # With one path the sum is that path's, without rounding.
     total = jnp.where(equal.sum(-1) > 1, total, score)
-    paths = jnp.where(equal, path[:, None], -jnp.inf)
-    kept = jnp.argmax(paths, -1) == jnp.arange(score.shape[1])[None]
+    first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
+    better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
+    kept = ~jnp.any(equal & better, -1)
     return jnp.where(alive & kept, total, -jnp.inf), path
