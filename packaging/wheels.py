@@ -1,0 +1,192 @@
+"""Builds the wheels of a release, on this machine and without containers: `make wheels`.
+
+    python packaging/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
+
+A wheel with kernels for each interpreter, and one of pure Python for every other place. Each is checked: tag, symbol versions
+and size. The kernels are compiled once, since their objects do not depend on the interpreter.
+
+The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler compiles, so
+that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version asked for. libstdc++ is
+linked statically, since a compiler's own needs a system as new as itself. Whole compilers of old systems were the alternative:
+they need containers, and their code is slower.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+GLIBC = (2, 27)
+LARGEST = 10 << 20
+CUDA = 12  # its kernels run under the drivers of CUDA 12 and of all later ones
+
+# CMake and nvcc call it as a compiler. libgcc comes before zig's own runtime, which knows no processors.
+COMPILER = """#!/bin/sh
+case " $* " in
+*" -shared "*)
+  exec "{zig}" c++ -target {machine}-linux-gnu.{glibc} -nostdlib++ -s -Wl,--gc-sections -Wl,--version-script="{folder}/exports" \\
+    "$@" "{folder}/single_threaded.o" "{libstdcxx}" "{libgcc}" "{libgcc_s}" -lpthread -ldl -lrt -lm ;;
+*) exec {cxx} "$@" ;;
+esac
+"""
+
+
+def run(*command, **keywords):
+    print("+", *command, file=sys.stderr, flush=True)
+    return subprocess.run([str(c) for c in command], check=True, **keywords)
+
+
+def output(*command, **keywords):
+    return subprocess.run(
+        [str(c) for c in command], check=True, capture_output=True, text=True, **keywords
+    ).stdout.strip()
+
+
+def interpreters():
+    """CPython 3.11 and later on the PATH and in pyenv, the first of each minor version."""
+    found = {}
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+    for minor in range(11, 20):
+        names = [shutil.which(f"python3.{minor}"), *sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))]
+        for name in filter(None, names):
+            probe = "import sys, sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
+            if subprocess.run([name, "-c", probe], capture_output=True, check=False).returncode == 0:
+                found.setdefault(minor, str(name))
+    return list(found.values())
+
+
+def environment(python, folder, *locked):
+    """A fresh virtual environment that holds the packages of lock files, and nothing else."""
+    run(python, "-m", "venv", "--clear", folder)
+    for file in locked:
+        run(folder / "bin/pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", ROOT / "packaging" / file)
+    return folder / "bin/python"
+
+
+def compiler(tools, machine, cxx, folder):
+    """Path of a compiler driver for the machine: compiles with `cxx`, links against the old glibc."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # libstdc++ asks it whether atomics may be skipped; glibc before 2.32 has no such variable. Never is right.
+    (folder / "single_threaded.c").write_text("char __libc_single_threaded = 0;\n")
+    run(cxx, "-x", "c", "-fPIC", "-c", folder / "single_threaded.c", "-o", folder / "single_threaded.o")
+    (folder / "exports").write_text("{ global: PyInit_*; local: *; };\n")
+    libraries = {
+        name: output(cxx, f"-print-file-name={file}")
+        for name, file in (("libstdcxx", "libstdc++.a"), ("libgcc", "libgcc.a"), ("libgcc_s", "libgcc_s.so.1"))
+    }
+    zig = output(tools, "-c", "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name('zig'))")
+    driver = folder / "g++"
+    text = COMPILER.format(
+        zig=zig, machine=machine, glibc="{}.{}".format(*GLIBC), folder=folder.resolve(), cxx=cxx, **libraries
+    )
+    driver.write_text(text)
+    driver.chmod(0o755)
+    return driver.resolve()
+
+
+def cuda_compiler(nvcc):
+    """The path of an nvcc of the right version."""
+    if nvcc is None:
+        sys.exit("no nvcc: name one of CUDA 12 with --nvcc (docs/releasing.md says where it is), or pass --nvcc off")
+    release = re.search(r"release (\d+)\.", output(nvcc, "--version"))[1]
+    if int(release) != CUDA:
+        sys.exit(f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc")
+    return nvcc
+
+
+def with_kernels(python, machine, driver, nvcc, build):
+    """The wheel of one interpreter, tagged for the system that built it."""
+    version = output(python, "-c", "import sys; print('{}.{}'.format(*sys.version_info))")
+    venv = environment(python, build / f"python{version}", "build.txt")
+    settings = {
+        "build-dir": build / machine,
+        "install.strip": "false",  # the linker does
+        "cmake.define.JAX_RNNT_CUDA": "on" if nvcc else "off",
+    }
+    env = {**os.environ, "CXX": str(driver), "PATH": f"{venv.parent}:{os.environ['PATH']}"}
+    if nvcc:
+        env |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver)}
+    if machine != os.uname().machine:
+        tag = version.replace(".", "")
+        env |= {
+            "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{machine}-linux-gnu.so",
+        }
+    raw = build / f"raw-{machine}-{version}"
+    shutil.rmtree(raw, ignore_errors=True)
+    options = [f"-C{key}={value}" for key, value in settings.items()]
+    run(
+        venv, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", raw, *options, ROOT, env=env
+    )
+    (wheel,) = raw.glob("*.whl")
+    return wheel
+
+
+def pure(python, build, out):
+    """The source distribution, and the wheel without kernels for every system and interpreter."""
+    venv = environment(python, build / "pure", "build.txt")
+    run(venv, "-m", "build", "--quiet", "--sdist", "--no-isolation", "--skip-dependency-check", "-o", out, ROOT)
+    options = ["-Cwheel.py-api=py3", "-Cwheel.platlib=false", "-Ccmake.define.JAX_RNNT_KERNELS=off"]
+    env = {**os.environ, "PATH": f"{venv.parent}:{os.environ['PATH']}"}
+    run(
+        venv, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out,
+        f"-Cbuild-dir={build / 'pure-objects'}", *options, ROOT, env=env,
+    )  # fmt: skip
+
+
+def repair(tools, wheel, machine, out):
+    """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
+    plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
+    env = {**os.environ, "PATH": f"{tools.parent}:{os.environ['PATH']}"}
+    run(tools, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+
+
+def check(wheel, machine, cuda):
+    """A line about a finished wheel; fails where something is missing or large."""
+    modules = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            if match := re.fullmatch(r"jax_rnnt/(_cpu|_cuda)\..*\.so", entry.filename):
+                modules[match[1]] = entry.file_size
+            elif entry.filename.endswith(".so") or ".libs/" in entry.filename:
+                sys.exit(f"{wheel.name} holds {entry.filename}")
+    wanted = set() if machine is None else {"_cpu", "_cuda"} if cuda else {"_cpu"}
+    if set(modules) != wanted:
+        sys.exit(f"{wheel.name} holds the modules {sorted(modules)}, expected {sorted(wanted)}")
+    if (size := wheel.stat().st_size) > LARGEST:
+        sys.exit(f"{wheel.name} has {size} bytes, expected at most {LARGEST}")
+    return f"{size / 1e6:6.2f} MB  {wheel.name}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
+    parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; the default: all at hand")
+    parser.add_argument("--machine", default=os.uname().machine, choices=["x86_64", "aarch64"])
+    parser.add_argument("--cxx", help="compiler for the machine; the default: g++ or a cross compiler of that name")
+    parser.add_argument("--nvcc", default=os.environ.get("CUDACXX") or shutil.which("nvcc"), help="of CUDA 12, or off")
+    options = parser.parse_args()
+    build, out = ROOT / "build/wheels", options.out.resolve()
+    pythons = options.pythons or interpreters()
+    nvcc = None if options.nvcc == "off" or options.machine != "x86_64" else cuda_compiler(options.nvcc)
+    cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
+
+    tools = environment(pythons[0], build / "tools", "wheels.txt")
+    driver = compiler(tools, options.machine, cxx, build / f"compiler-{options.machine}")
+    pure(pythons[0], build, out)
+    for python in pythons:
+        repair(tools, with_kernels(python, options.machine, driver, nvcc, build), options.machine, out)
+    for wheel in sorted(out.glob("*.whl")):
+        if wheel.name.endswith(f"{options.machine}.whl"):
+            print(check(wheel, options.machine, cuda=nvcc))
+        elif wheel.name.endswith("any.whl"):
+            print(check(wheel, None, cuda=None))
+
+
+if __name__ == "__main__":
+    main()
