@@ -37,8 +37,11 @@ esac
 
 
 def run(*command, **keywords):
+    """Says what it runs; shows the output of what fails."""
     print("+", *command, file=sys.stderr, flush=True)
-    return subprocess.run([str(c) for c in command], check=True, **keywords)
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **keywords)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}\nfailed: {' '.join(map(str, command))}")
 
 
 def output(*command, **keywords):
@@ -60,15 +63,26 @@ def interpreters():
     return list(found.values())
 
 
-def environment(python, folder, *locked):
-    """A fresh virtual environment that holds the packages of lock files, and nothing else."""
-    run(python, "-m", "venv", "--clear", folder)
-    for file in locked:
-        run(folder / "bin/pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", ROOT / "packaging" / file)
-    return folder / "bin/python"
+def packages(python, folder):
+    """A folder with the packages of the lock file and nothing else, for all interpreters: none is of compiled Python."""
+    locked, done = ROOT / "packaging/wheels.txt", folder / "lock.txt"
+    if not done.is_file() or done.read_text() != locked.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        options = ["--quiet", "--no-deps", "--require-hashes", "--target", folder]
+        run(python, "-m", "pip", "install", *options, "-r", locked)
+        shutil.copy(locked, done)
+    return folder
 
 
-def compiler(tools, machine, cxx, folder):
+def build(python, site, out, settings, *, kind="wheel", **variables):
+    """Runs the build backend, not isolated, with the packages of `site`."""
+    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}", **variables}
+    options = [f"-C{key}={value}" for key, value in settings.items()]
+    flags = [f"--{kind}", "--no-isolation", "--skip-dependency-check"]
+    run(python, "-m", "build", *flags, "--outdir", out, *options, ROOT, env=env)
+
+
+def compiler(site, machine, cxx, folder):
     """Path of a compiler driver for the machine: compiles with `cxx`, links against the old glibc."""
     folder.mkdir(parents=True, exist_ok=True)
     # libstdc++ asks it whether atomics may be skipped; glibc before 2.32 has no such variable. Never is right.
@@ -79,10 +93,9 @@ def compiler(tools, machine, cxx, folder):
         name: output(cxx, f"-print-file-name={file}")
         for name, file in (("libstdcxx", "libstdc++.a"), ("libgcc", "libgcc.a"), ("libgcc_s", "libgcc_s.so.1"))
     }
-    zig = output(tools, "-c", "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name('zig'))")
     driver = folder / "g++"
     text = COMPILER.format(
-        zig=zig, machine=machine, glibc="{}.{}".format(*GLIBC), folder=folder.resolve(), cxx=cxx, **libraries
+        zig=site / "ziglang/zig", machine=machine, glibc="{}.{}".format(*GLIBC), folder=folder.resolve(), cxx=cxx, **libraries
     )
     driver.write_text(text)
     driver.chmod(0o755)
@@ -99,51 +112,33 @@ def cuda_compiler(nvcc):
     return nvcc
 
 
-def with_kernels(python, machine, driver, nvcc, build):
+def with_kernels(python, site, machine, driver, nvcc, folder):
     """The wheel of one interpreter, tagged for the system that built it."""
-    version = output(python, "-c", "import sys; print('{}.{}'.format(*sys.version_info))")
-    venv = environment(python, build / f"python{version}", "build.txt")
+    version = output(python, "-c", "import sys; print('{}{}'.format(*sys.version_info))")
     settings = {
-        "build-dir": build / machine,
+        "build-dir": folder / machine,
         "install.strip": "false",  # the linker does
         "cmake.define.JAX_RNNT_CUDA": "on" if nvcc else "off",
     }
-    env = {**os.environ, "CXX": str(driver), "PATH": f"{venv.parent}:{os.environ['PATH']}"}
+    variables = {"CXX": str(driver)}
     if nvcc:
-        env |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver)}
+        variables |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver)}
     if machine != os.uname().machine:
-        tag = version.replace(".", "")
-        env |= {
-            "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
-            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{machine}-linux-gnu.so",
-        }
-    raw = build / f"raw-{machine}-{version}"
+        suffix = f".cpython-{version}-{machine}-linux-gnu.so"
+        variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+    (folder / machine / "CMakeCache.txt").unlink(missing_ok=True)  # it names the last interpreter; the objects stay
+    raw = folder / f"raw-{machine}-{version}"
     shutil.rmtree(raw, ignore_errors=True)
-    options = [f"-C{key}={value}" for key, value in settings.items()]
-    run(
-        venv, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", raw, *options, ROOT, env=env
-    )
+    build(python, site, raw, settings, **variables)
     (wheel,) = raw.glob("*.whl")
     return wheel
 
 
-def pure(python, build, out):
-    """The source distribution, and the wheel without kernels for every system and interpreter."""
-    venv = environment(python, build / "pure", "build.txt")
-    run(venv, "-m", "build", "--quiet", "--sdist", "--no-isolation", "--skip-dependency-check", "-o", out, ROOT)
-    options = ["-Cwheel.py-api=py3", "-Cwheel.platlib=false", "-Ccmake.define.JAX_RNNT_KERNELS=off"]
-    env = {**os.environ, "PATH": f"{venv.parent}:{os.environ['PATH']}"}
-    run(
-        venv, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out,
-        f"-Cbuild-dir={build / 'pure-objects'}", *options, ROOT, env=env,
-    )  # fmt: skip
-
-
-def repair(tools, wheel, machine, out):
+def repair(python, site, wheel, machine, out):
     """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
     plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
-    env = {**os.environ, "PATH": f"{tools.parent}:{os.environ['PATH']}"}
-    run(tools, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+    run(python, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
 
 
 def check(wheel, machine, cuda):
@@ -171,16 +166,19 @@ def main():
     parser.add_argument("--cxx", help="compiler for the machine; the default: g++ or a cross compiler of that name")
     parser.add_argument("--nvcc", default=os.environ.get("CUDACXX") or shutil.which("nvcc"), help="of CUDA 12, or off")
     options = parser.parse_args()
-    build, out = ROOT / "build/wheels", options.out.resolve()
+    folder, out = ROOT / "build/wheels", options.out.resolve()
     pythons = options.pythons or interpreters()
     nvcc = None if options.nvcc == "off" or options.machine != "x86_64" else cuda_compiler(options.nvcc)
     cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
 
-    tools = environment(pythons[0], build / "tools", "wheels.txt")
-    driver = compiler(tools, options.machine, cxx, build / f"compiler-{options.machine}")
-    pure(pythons[0], build, out)
+    site = packages(pythons[0], folder / "packages")
+    driver = compiler(site, options.machine, cxx, folder / f"compiler-{options.machine}")
+    build(pythons[0], site, out, {}, kind="sdist")
+    pure = {"wheel.py-api": "py3", "wheel.platlib": "false", "cmake.define.JAX_RNNT_KERNELS": "off"}
+    build(pythons[0], site, out, {"build-dir": folder / "pure", **pure})
     for python in pythons:
-        repair(tools, with_kernels(python, options.machine, driver, nvcc, build), options.machine, out)
+        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder)
+        repair(pythons[0], site, wheel, options.machine, out)
     for wheel in sorted(out.glob("*.whl")):
         if wheel.name.endswith(f"{options.machine}.whl"):
             print(check(wheel, options.machine, cuda=nvcc))
