@@ -2,9 +2,9 @@
 
     python packaging/cuda12.py FOLDER
 
-The package index has the headers, ptxas and the static runtime of CUDA 12, but no nvcc. Debian's package has it; it is unpacked, not
-installed. Its host compiler is g++ 6 to 13. Each download is checked against a hash. A CUDA 12 toolkit by NVIDIA is as good:
-`make wheels ARGS="--nvcc /usr/local/cuda-12.9/bin/nvcc"`.
+The package index has the headers, ptxas and the static runtime of CUDA 12, but no nvcc. Debian's package has it; it is
+unpacked, not installed. Its host compiler is g++ 6 to 13. Each download is checked against a hash. A CUDA 12 toolkit by
+NVIDIA is as good: `make wheels NVCC=/usr/local/cuda-12.9/bin/nvcc`.
 """
 
 import hashlib
@@ -53,8 +53,8 @@ def main():
         for part in ("cuda_cccl", "cuda_nvcc", "cuda_runtime"):
             shutil.copytree(index / part / "include", folder / "include", dirs_exist_ok=True)
         (folder / "bin/nvcc.profile").write_text(PROFILE)
-        # The index has the static runtime of CUDA 12.9 alone; it serves all of CUDA 12. nvcc names a second library, which only
-        # launches from kernels need.
+        # The index has the static runtime of CUDA 12.9 alone; it serves all of CUDA 12. nvcc names a second library,
+        # which only launches from kernels need.
         subprocess.run([*pip, "-r", ROOT / "packaging/cudart12.txt", "--target", scratch / "static"], check=True)
         (folder / "lib64").mkdir()
         shutil.copy(scratch / "static/nvidia/cuda_runtime/lib/libcudart_static.a", folder / "lib64")

@@ -2,9 +2,9 @@
 
     python packaging/matrix.py [--wheels dist] [--only oldest newest pure | JAX:PYTHON ...] [--full] [--check]
 
-A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some tests, or the
-suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has another line. A row
-whose interpreter is not on this machine is left out, and named.
+A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some tests,
+or the suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has another
+line. A row whose interpreter is not on this machine is left out, and named.
 """
 
 import argparse
@@ -93,7 +93,13 @@ def instruction_set(python, **keywords):
     found = run(python, "-c", "from jax_rnnt import _cpu; print(_cpu.target())", **keywords).strip()
     flags = re.search(r"^flags\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = set(flags[1].split()) if flags else set()
-    best = "avx512" if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"} else "avx2" if "avx2" in flags else "portable"
+    best = (
+        "avx512"
+        if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+        else "avx2"
+        if "avx2" in flags
+        else "portable"
+    )
     if found != best:
         sys.exit(f"the kernels run on {found}, this processor has {best}")
     return found

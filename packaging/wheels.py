@@ -2,16 +2,17 @@
 
     python packaging/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
 
-A wheel with kernels for each interpreter, and one of pure Python for every other place. Each is checked: tag, symbol versions
-and size. The kernels are compiled once, since their objects do not depend on the interpreter.
+A wheel with kernels for each interpreter, and one of pure Python for every other place. Each is checked: symbol
+versions, size, hardening. The kernels are compiled once, since their objects do not depend on the interpreter.
 
-The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler compiles, so
-that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version asked for. libstdc++ is
-linked statically, since a compiler's own needs a system as new as itself. Whole compilers of old systems were the alternative:
-they need containers, and their code is slower.
+The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
+compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
+asked for. libstdc++ is linked statically, since a compiler's own needs a system as new as itself. Tried: zig as the
+compiler, whose libc++ nvcc does not take; zig 0.12 and 0.15 do not link __builtin_cpu_supports.
 """
 
 import argparse
+import io
 import os
 import pathlib
 import re
@@ -29,8 +30,9 @@ CUDA = 12  # its kernels run under the drivers of CUDA 12 and of all later ones
 COMPILER = """#!/bin/sh
 case " $* " in
 *" -shared "*)
-  exec "{zig}" c++ -target {machine}-linux-gnu.{glibc} -nostdlib++ -s -Wl,--gc-sections -Wl,--version-script="{folder}/exports" \\
-    "$@" "{folder}/single_threaded.o" "{libstdcxx}" "{libgcc}" "{libgcc_s}" -lpthread -ldl -lrt -lm ;;
+  exec "{zig}" c++ -target {machine}-linux-gnu.{glibc} -nostdlib++ -s -Wl,--gc-sections \\
+    -Wl,--version-script="{folder}/exports" "$@" \\
+    "{folder}/single_threaded.o" "{libstdcxx}" "{libgcc}" "{libgcc_s}" -lpthread -ldl -lrt -lm ;;
 *) exec {cxx} "$@" ;;
 esac
 """
@@ -64,7 +66,7 @@ def interpreters():
 
 
 def packages(python, folder):
-    """A folder with the packages of the lock file and nothing else, for all interpreters: none is of compiled Python."""
+    """A folder with the packages of the lock file and nothing else, for all interpreters."""
     locked, done = ROOT / "packaging/wheels.txt", folder / "lock.txt"
     if not done.is_file() or done.read_text() != locked.read_text():
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +97,12 @@ def compiler(site, machine, cxx, folder):
     }
     driver = folder / "g++"
     text = COMPILER.format(
-        zig=site / "ziglang/zig", machine=machine, glibc="{}.{}".format(*GLIBC), folder=folder.resolve(), cxx=cxx, **libraries
+        zig=site / "ziglang/zig",
+        machine=machine,
+        glibc="{}.{}".format(*GLIBC),
+        folder=folder.resolve(),
+        cxx=cxx,
+        **libraries,
     )
     driver.write_text(text)
     driver.chmod(0o755)
@@ -108,7 +115,9 @@ def cuda_compiler(nvcc):
         sys.exit("no nvcc: name one of CUDA 12 with --nvcc (docs/releasing.md says where it is), or pass --nvcc off")
     release = re.search(r"release (\d+)\.", output(nvcc, "--version"))[1]
     if int(release) != CUDA:
-        sys.exit(f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc")
+        sys.exit(
+            f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc"
+        )
     return nvcc
 
 
@@ -141,17 +150,36 @@ def repair(python, site, wheel, machine, out):
     run(python, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
 
 
+def faults(elf):
+    """What a module lacks of SECURITY.md, and what it shows of its libraries."""
+    segments = {s["p_type"]: s["p_flags"] for s in elf.iter_segments()}
+    dynamic = elf.get_section_by_name(".dynamic")
+    flags = {tag.entry.d_tag: tag.entry.d_val for tag in dynamic.iter_tags()}
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    exported = [s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF" and s["st_info"]["bind"] != "STB_LOCAL"]
+    if segments.get("PT_GNU_STACK", 1) & 1:
+        yield "has an executable stack"
+    if "PT_GNU_RELRO" not in segments or not flags.get("DT_FLAGS_1", 0) & 1:
+        yield "binds no symbols before it runs"
+    if not any(name.startswith("PyInit_") for name in exported) or len(exported) != 1:
+        yield f"exports {len(exported)} symbols, expected PyInit alone"
+
+
 def check(wheel, machine, cuda):
     """A line about a finished wheel; fails where something is missing or large."""
-    modules = {}
+    from elftools.elf.elffile import ELFFile  # of the lock file
+
+    modules = set()
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             if match := re.fullmatch(r"jax_rnnt/(_cpu|_cuda)\..*\.so", entry.filename):
-                modules[match[1]] = entry.file_size
+                modules.add(match[1])
+                if found := list(faults(ELFFile(io.BytesIO(archive.read(entry))))):
+                    sys.exit(f"{wheel.name}: {entry.filename} {', '.join(found)}")
             elif entry.filename.endswith(".so") or ".libs/" in entry.filename:
                 sys.exit(f"{wheel.name} holds {entry.filename}")
     wanted = set() if machine is None else {"_cpu", "_cuda"} if cuda else {"_cpu"}
-    if set(modules) != wanted:
+    if modules != wanted:
         sys.exit(f"{wheel.name} holds the modules {sorted(modules)}, expected {sorted(wanted)}")
     if (size := wheel.stat().st_size) > LARGEST:
         sys.exit(f"{wheel.name} has {size} bytes, expected at most {LARGEST}")
@@ -172,6 +200,7 @@ def main():
     cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
 
     site = packages(pythons[0], folder / "packages")
+    sys.path.append(str(site))
     driver = compiler(site, options.machine, cxx, folder / f"compiler-{options.machine}")
     build(pythons[0], site, out, {}, kind="sdist")
     pure = {"wheel.py-api": "py3", "wheel.platlib": "false", "cmake.define.JAX_RNNT_KERNELS": "off"}
