@@ -2,9 +2,9 @@
 
     python packaging/matrix.py [--wheels dist] [--only oldest newest pure | JAX:PYTHON ...] [--full] [--check]
 
-A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some tests,
-or the suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has another
-line. A row whose interpreter is not on this machine is left out, and named.
+A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some
+tests, or the suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has
+another line. A row whose interpreter is not on this machine is left out, and named.
 """
 
 import argparse
