@@ -44,8 +44,8 @@ build/cuda12/bin/nvcc: packaging/cuda12.py packaging/cuda12.txt packaging/cudart
 	touch $@
 
 # The wheels in dist, under every version of jax and Python. ARGS="--only oldest newest", ARGS=--full: all tests.
-test-matrix:
-	$(PYTHON) packaging/matrix.py $(ARGS)
+test-matrix: setup
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) packaging/matrix.py $(ARGS)
 
 # What the wheels are built with, as CycloneDX.
 sbom: setup
