@@ -34,7 +34,7 @@ test: setup
 test-all: setup
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
-# What a release uploads, into dist: docs/releasing.md. ARGS="--nvcc off": without CUDA; ARGS="--machine aarch64": for that.
+# What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; ARGS="--machine aarch64": for that.
 wheels: $(if $(NVCC),,build/cuda12/bin/nvcc)
 	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) packaging/wheels.py $(ARGS)
 

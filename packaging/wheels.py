@@ -118,7 +118,7 @@ def cuda_compiler(nvcc):
         sys.exit(
             f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc"
         )
-    return nvcc
+    return pathlib.Path(shutil.which(nvcc)).resolve()
 
 
 def with_kernels(python, site, machine, driver, nvcc, folder):
