@@ -87,6 +87,8 @@ def row(jax, python, interpreter, wheels, full):
         tests = ["-n", "auto", "--dist", "worksteal", "--ignore", "tests/test_example.py"]
     else:
         tests += ["-p", "no:xdist", "-k", SELECTED.format(other="kernel" if python == "pure" else "reference")]
+    if python == "pure":
+        tests += ["-W", "default:jax_rnnt runs on its pure-JAX reference:RuntimeWarning"]
     start = time.monotonic()
     text = run(folder / "bin/pytest", "-q", "-m", "not slow", *tests, env=env, cwd=ROOT)
     print(f"{time.monotonic() - start:.0f} s: the tests of the next line", file=sys.stderr)
