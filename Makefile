@@ -5,18 +5,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 CXX_SOURCES = $(shell find xla_kernels benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
-# Oldest supported jax; the matrix runs it and the newest one for the Python at hand.
-OLDEST_JAX = 0.6.2
 comma = ,
 
-.PHONY: setup demo demo-losses test test-all test-matrix from-sdist sanitize emulation cuda-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode lint format clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: $(SOURCES)
+$(VENV)/.installed: $(SOURCES) packaging/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '.[test,examples,dev]'
+	$(BIN)/pip install --quiet --require-hashes -r packaging/dev.txt
+	$(BIN)/pip install --quiet --no-deps .
 	touch $@
 
 demo: setup
@@ -35,23 +34,42 @@ test: setup
 test-all: setup
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
-# One wheel, tested on the oldest and on the newest jax.
-test-matrix:
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/matrix .
-	for jax in ==$(OLDEST_JAX) ''; do \
-	  venv=build/matrix/venv$$jax && $(PYTHON) -m venv --clear $$venv && \
-	  $$venv/bin/pip install --quiet "jax$$jax" "$$(ls build/matrix/*.whl)[test]" && \
-	  $$venv/bin/python -c "import jax; print('jax', jax.__version__)" && \
-	  $$venv/bin/pytest -n auto --dist worksteal --ignore tests/test_example.py || exit 1; \
-	done
+# What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; ARGS="--machine aarch64": for that.
+wheels: $(if $(NVCC),,build/cuda12/bin/nvcc)
+	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) packaging/wheels.py $(ARGS)
 
-# The source distribution, built apart from this folder and isolated, and the kernels' own check of themselves.
-from-sdist: setup
+# An nvcc of CUDA 12, for machines that have another one. NVCC names one that is there, or off.
+build/cuda12/bin/nvcc: packaging/cuda12.py packaging/cuda12.txt packaging/cudart12.txt
+	$(PYTHON) packaging/cuda12.py build/cuda12
+	touch $@
+
+# The wheels in dist, under every version of jax and Python. ARGS="--only oldest newest", ARGS=--full: all tests.
+test-matrix: setup
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) packaging/matrix.py $(ARGS)
+
+# What the wheels are built with, as CycloneDX.
+sbom: setup
+	mkdir -p dist
+	$(BIN)/cyclonedx-py requirements packaging/wheels.txt --pyproject pyproject.toml --mc-type library \
+	  --output-reproducible -o dist/jax_rnnt.cdx.json
+
+# Renews the versions and hashes of everything that builds and tests.
+LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --no-emit-find-links --custom-compile-command 'make lock'
+lock: setup
+	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps packaging/$$name.in -o packaging/$$name.txt || exit 1; done
+	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o packaging/dev.txt
+
+# $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own
+# check of themselves.
+from-sdist:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --require-hashes -r packaging/dev.txt
 	rm -rf build/sdist
 	$(BIN)/python -m build --quiet --sdist --outdir build/sdist .
-	$(PYTHON) -m venv --clear build/from-sdist
-	build/from-sdist/bin/pip install --quiet build/sdist/jax_rnnt-*.tar.gz -Ccmake.define.JAX_RNNT_CUDA=off
-	cd build && from-sdist/bin/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1"
+	$(BIN)/pip install --quiet --no-deps --force-reinstall build/sdist/jax_rnnt-*.tar.gz
+	touch $(VENV)/.installed
+	cd build && $(abspath $(BIN))/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1"
 
 # What builds the kernels, as pyproject.toml asks for it: the two builds below need no environment of their own each.
 build/tools/.installed: pyproject.toml
@@ -120,6 +138,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
+	$(BIN)/zizmor --quiet --offline .github
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,7 @@ import jax
 _PACKAGE = pathlib.Path(__file__).parent
 _CURES = {  # by words in the reason that the build's note gives
     "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
+    "wheel without kernels": "install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
     "CUDA compiler": "install the CUDA toolkit, put nvcc on the PATH and run",
 }
 
@@ -57,10 +58,10 @@ def _installed_folder(module: str) -> pathlib.Path | None:
 
 
 def reinstall() -> str:
-    """The command that builds this copy again, from where it came."""
+    """The command that builds this copy again, from where it came; of a wheel or the index, from source."""
     distribution = _distribution()
     origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
-    source = str(__package__)
+    source = f"--no-binary {__package__} {__package__}"
     if "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""
         source = editable + origin["url"].removeprefix("file://")

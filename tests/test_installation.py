@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -78,9 +79,10 @@ def test_source_folder_hides_the_build(kernel, tmp_path):
         ({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
         ({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
         ({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
-        (None, "jax_rnnt"),
+        ({"url": "file:///tmp/jax_rnnt-1-py3-none-any.whl", "archive_info": {}}, "--no-binary jax_rnnt jax_rnnt"),
+        (None, "--no-binary jax_rnnt jax_rnnt"),
     ],
-    ids=["folder", "editable", "git", "index"],
+    ids=["folder", "editable", "git", "wheel", "index"],
 )
 def test_built_without_a_compiler(tmp_path, origin, source):
     copy_without_kernels(tmp_path)
@@ -89,6 +91,39 @@ def test_built_without_a_compiler(tmp_path, origin, source):
     assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
     assert "apt install g++" in message
     assert f"run `pip install --force-reinstall --no-deps --no-cache-dir {source}`" in message
+
+
+UNFIT = """
+def api_version(): return {api}
+def registrations(): raise AssertionError("a handler that does not fit must not reach XLA")
+"""
+# JAX still has a backend, and the loss of one frame without labels is minus the blank's log-probability.
+USE = """
+import jax, numpy as np
+logits = np.zeros((1, 1, 1, 4), np.float32)
+loss = jax.jit(jax_rnnt.rnnt_loss)(logits, np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
+np.testing.assert_allclose(loss, np.log(4), rtol=1e-6)
+assert "cpu" not in jax_rnnt._xla.loading.KERNELS
+"""
+
+
+@pytest.mark.parametrize(
+    ("api", "reason"),
+    [
+        ("(0, 99)", r"built for XLA FFI \(0, 99\), newer than this jaxlib's \(0, \d\): update jax, or run `pip"),
+        ("(0, 1)", "built from an older source: run `pip"),
+    ],
+    ids=["newer headers", "older source"],
+)
+def test_build_that_does_not_fit(tmp_path, api, reason):
+    """One warning names cause and cure, and neither JAX nor the reference is harmed."""
+    copy_without_kernels(tmp_path)
+    install(tmp_path, None)
+    (tmp_path / "jax_rnnt/_cpu.py").write_text(UNFIT.format(api=api))
+    (tmp_path / "script.py").write_text(SCRIPT + USE)
+    message = warning_of(tmp_path)
+    assert message.startswith("jax_rnnt runs on its pure-JAX reference: ")
+    assert re.search(reason, message), message
 
 
 def test_other_reasons(monkeypatch, tmp_path):
@@ -106,6 +141,7 @@ def test_other_reasons(monkeypatch, tmp_path):
         ("no CUDA compiler (nvcc) was found when jax_rnnt was built", "install the CUDA toolkit"),
         ("no working C++ compiler was found when jax_rnnt was built", "apt install g++"),
         ("jax_rnnt was built with JAX_RNNT_CUDA=off", "JAX_RNNT_CUDA=off: run `pip install"),
+        ("this is the wheel without kernels, and none fits", "install a C++ compiler"),
     ):
         note = types.SimpleNamespace(MISSING={"cuda": reason})
         monkeypatch.setitem(sys.modules, "jax_rnnt._build", note)

@@ -63,10 +63,13 @@ def _load() -> None:
         built = module.api_version()
         # A handler newer than the runtime would make JAX unable to initialise its backend at all: never register it.
         if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
-            MISSING[platform] = f"jax_rnnt.{name} was built for XLA FFI {built}, newer than this jaxlib's {runtime}"
+            MISSING[platform] = (
+                f"jax_rnnt.{name} was built for XLA FFI {built}, newer than this jaxlib's {runtime}: update jax, or "
+                f"run `{_installation.reinstall()}`"
+            )
             continue
         if not hasattr(module, "limits"):
-            MISSING[platform] = f"jax_rnnt.{name} was built from an older source; install again"
+            MISSING[platform] = f"jax_rnnt.{name} was built from an older source: run `{_installation.reinstall()}`"
             continue
         for target, handler in module.registrations().items():
             jax.ffi.register_ffi_target(target, handler, platform=registry)
