@@ -2,12 +2,14 @@
 
     python benchmarks/decode.py                          # synthetic model: B = 1, 16, 128; T = 400; V = 1024
     python benchmarks/decode.py --data FOLDER --workdir RUN   # the example's spoken digits, trained into RUN
+    python benchmarks/decode.py --rows                   # no times: rows of the networks that each decoder computes
 
 The synthetic model is planted: a fifth of the frames asks for a label, beside which a second one is almost as probable,
 and the predictor forbids both afterwards. So 5 of 6 moves of greedy search are blanks, as in speech with subwords. A
 frame stands for 40 ms. All contestants take turns in one run; all greedy ones find the same labels.
 """
 
+import collections
 import functools
 import os
 import sys
@@ -167,17 +169,49 @@ def found(labels, counts):
     return [row[:n].tolist() for row, n in zip(np.asarray(labels), np.asarray(counts))]
 
 
-def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, host=True):
-    """Our decoders and the others; all greedy ones must find the same labels."""
+def decoders(joint, predictor, loss, max_labels):
+    """{name: program of (encoder_out, lengths)} of ours."""
     networks = joint, predictor
     greedy = functools.partial(decode.greedy, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS)
     beam = functools.partial(decode.beam, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS, width=WIDTH)
-    programs = {
+    return {
         "label-looping": lambda *x: picked(greedy(*x)),
         "label-looping, one frame": lambda *x: picked(greedy(*x, window=1)),
         f"beam {WIDTH}": lambda *x: picked(best(beam(*x))),
         f"beam {WIDTH}, threshold": lambda *x: picked(best(beam(*x, threshold=THRESHOLD))),
     }
+
+
+def print_rows(name, joint, predictor, encoder, lengths, loss, max_labels):
+    """What no implementation saves on one core: products of the networks' matrices with rows."""
+    counts = collections.Counter()
+
+    def count(what, rows):
+        jax.debug.callback(lambda: counts.update({what: rows}))
+
+    def counted_joint(frames, rows):
+        count("joint", len(rows))
+        return joint(frames, rows)
+
+    def counted_step(state, labels):
+        count("predictor", len(labels))
+        return predictor.step(state, labels)
+
+    counted, table = decode.Predictor(predictor.initial, counted_step), []
+    for decoder, program in decoders(counted_joint, counted, loss, max_labels).items():
+        counts.clear()
+        jax.block_until_ready(jax.jit(program)(encoder, lengths))
+        jax.effects_barrier()
+        frames = int(np.sum(lengths))
+        table.append((decoder, *(f"{counts[what] / frames:.1f}" for what in ("joint", "predictor"))))
+    print(f"### {name}\n")
+    bench.table(("", "rows of the joint a frame", "rows of the predictor a frame"), table)
+
+
+def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, host=True):
+    """Our decoders and the others; all greedy ones must find the same labels."""
+    networks = joint, predictor
+    programs = decoders(joint, predictor, loss, max_labels)
     if host:
         programs["frame by frame"] = lambda *x: frame_by_frame(*networks, *x, max_labels)
     made, results = [], {}
@@ -245,6 +279,7 @@ def main(argv=None):
     parser = bench.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
     parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines (%(default)s)")
+    parser.add_argument("--rows", action="store_true", help="count rows of the networks, measure nothing")
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits, as for examples/train.py")
     parser.add_argument("--workdir", type=Path, help="of a training run with this data")
     args = parser.parse_args(argv)
@@ -257,6 +292,9 @@ def main(argv=None):
         joint, encoder, directions = plant(int(batch), args.frames, args.seed)
         predictor = make_predictor(kind, directions, args.seed)
         lengths = jnp.full(int(batch), args.frames, jnp.int32)
+        if args.rows:
+            print_rows(name, joint, predictor, encoder, lengths, LOSS, MAX_LABELS)
+            continue
         made = contestants(joint, predictor, encoder, lengths, LOSS, MAX_LABELS, clock)
         bench.take_turns(made, budget, args.repeat)
         results[name] = made
@@ -268,12 +306,14 @@ def main(argv=None):
             checks.append(bench.judge(f"{name}: frame by frame / label-looping", ratio, ">= 2", best))
         ratio, best = beam.median / ours.median, beam.best / ours.best
         checks.append(bench.judge(f"{name}: beam {WIDTH} / label-looping", ratio, "<= 6", best))
-    if args.data:
+    if args.data and not args.rows:
         *problem, seconds = digits(args)
         made = contestants(*problem, clock, host=False)
         bench.take_turns(made, budget, args.repeat)
         results["spoken digits"] = made
         report("spoken digits, B=16", made, 16, seconds)
+    if args.rows:
+        return
     bench.report_targets(checks)
     bench.save(args, load, checks, {"decode": results}, name="-decode")
 
