@@ -79,7 +79,8 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax
     [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
     name = "paddings_from_lengths"
-    lengths = _checks.integers(name, "lengths", lengths, jnp.shape(lengths), "[...]")
+    lengths = _checks.array(name, "lengths", lengths)
+    lengths = _checks.integers(name, "lengths", lengths, lengths.shape, "[...]")
     frames = _checks.integer(name, "size", size)
     if frames < 0:
         raise ValueError(f"{name}: size must be 0 or more, got {frames}.")

@@ -111,7 +111,9 @@ class TransducerLoss:
         """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
         for field in dataclasses.fields(self):
             if "off" in field.metadata:
-                _checks.scalar(function, field.name, getattr(self, field.name))
+                value = _checks.scalar(function, field.name, getattr(self, field.name))
+                if isinstance(getattr(self, field.name), int):  # a leaf of another dtype would trace anew
+                    self._set(field.name, value)
         _checks.integer(function, "blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):
             self._set(name, _checks.boolean(function, name, getattr(self, name)))

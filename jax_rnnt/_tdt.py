@@ -53,6 +53,8 @@ class TDTLoss(TransducerLoss, _Durations):
         self._set("durations", _checks.durations(function, "durations", self.durations, 0))
         if not any(self.durations):
             raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
+        if isinstance(self.omega, float) and not 0 <= self.omega <= 1:
+            raise ValueError(f"{function}: omega must be a probability, from 0 to 1, got {self.omega}.")
 
     def _draw(self, function, key):
         """The loss with a coin (bool) in the place of omega."""
@@ -64,6 +66,8 @@ class TDTLoss(TransducerLoss, _Durations):
             return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
         if key is None:
             raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
+        if not hasattr(key, "dtype"):
+            raise TypeError(f"{function}: key must be a JAX random key, got {key!r}.")
         # In float32 always: the coin must not depend on jax_enable_x64.
         return _pytree.replace(
             self, omega=jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32)

@@ -136,6 +136,11 @@ def test_sampled_tdt():
         assert not np.asarray(gradient[..., 9:]).any()
     with pytest.raises(ValueError, match=r"tdt_loss: key .* got None"):
         jax_rnnt.tdt_loss(*p, (0, 1, 2), omega=0.1)
+    with pytest.raises(TypeError, match="tdt_loss: key must be a JAX random key, got 3"):
+        jax_rnnt.tdt_loss(*p, (0, 1, 2), omega=0.1, key=3)
+    for omega in (1.5, -1):
+        with pytest.raises(ValueError, match="tdt_loss: omega must be a probability"):
+            jax_rnnt.tdt_loss(*p, (0, 1, 2), omega=omega, key=jax.random.key(0))
 
 
 def test_coin_does_not_depend_on_64_bit_types():

@@ -53,6 +53,42 @@ def test_is_that_of_the_logits(implementation, joint):
     assert_close(got, expected, 1e-12)
 
 
+def test_options_of_the_call():
+    """They mean what they mean in a loss."""
+    network = Network()
+    parameters, rows, rest = network.arguments
+    for given in (
+        {"blank": 2, "reduction": "sum", "clamp": 0.05, "fastemit_lambda": 0.5, "delay_penalty": 0.1},
+        {"fused_log_softmax": False, "label_windows": np.tile(np.array([1, T], np.int32), (B, U, 1))},
+    ):
+        call = lambda *trained: joint_rnnt_loss(LinearJoint(*trained), *rows, *rest, chunk=CHUNK, **given)
+        expected = jax.value_and_grad(lambda *trained: materialized(trained, rows, rest, **given), (0, 1))(*parameters)
+        assert_close(jax.value_and_grad(call, (0, 1))(*parameters), expected, 1e-12)
+
+
+def test_parameters_where_nothing_is_read():
+    """Batches without frames and without sequences."""
+    parameters = Network().parameters
+    for batch, frames in ((2, 0), (0, 3)):
+        rows = np.zeros((batch, frames, H)), np.zeros((batch, 4, H))
+        rest = np.zeros((batch, 3), np.int32), np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        value, gradient = jax.value_and_grad(tiles, (0, 1))(parameters, rows, rest)
+        assert value == 0 and not any(np.any(g) for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("wide", [0, 1], ids=["weight", "bias"])
+def test_parameters_of_two_dtypes(wide):
+    network, narrow = Network(), Network(dtype=np.float32)
+    expected = jax.grad(tiles)(*network.arguments)
+    narrow.parameters = tuple(
+        x if i == wide else y for i, (x, y) in enumerate(zip(network.parameters, narrow.parameters))
+    )
+    got = jax.grad(tiles)(*narrow.arguments)
+    assert [g.dtype for g in got] == [x.dtype for x in narrow.parameters]
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @JOINTS
 def test_any_chunk(joint):
     network = Network()
@@ -386,6 +422,17 @@ def test_what_is_clipped_is_skipped_for_less(monkeypatch, clamp):
     expected = gradients(tiles, clamp=clamp)(network)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=4 * losses.eps(np.float32) * np.abs(b).max())
+
+
+@pytest.mark.parametrize("weight", [1e-6, 1e-12])
+def test_small_cotangents_are_not_skipped(weight):
+    """The gradient of a latency is linear in its weight, however small."""
+    network = Network(dtype=np.float32)
+    parameters, rows, rest = network.arguments
+    loss = losses.RNNT.value(reduction="sum")
+    total = lambda e, scale: scale * loss.latency(jax_rnnt.JointLogits(LinearJoint(*parameters), e, rows[1]), *rest)
+    got, expected = (jax.grad(total)(rows[0], np.float32(scale)) for scale in (weight, 1))
+    np.testing.assert_allclose(got / np.float32(weight), expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_sequences_without_weight():

@@ -236,9 +236,21 @@ def test_errors():
         ({"num_frames": np.array([T])}, "num_frames must have shape"),
         ({"num_labels": 1.0}, "num_labels must have an integer dtype"),
         ({"implementation": "fast"}, "implementation must be"),
+        ({"topology": ()}, "topology must hold one Arc"),
+        ({"topology": "standard"}, "topology must be a tuple of Arc"),
+        ({"arcs": arcs["blank"]}, "arcs must be a dict"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"log_likelihood: .*{message}"):
             call(**changes)
+
+
+def test_topology_as_a_list(implementation):
+    arcs = arcs_of(truth.STANDARD, (T, U + 1))
+    got, expected = (
+        lattices.log_likelihood(topology, arcs, T, U, implementation=implementation)
+        for topology in ([*lattices.STANDARD], lattices.STANDARD)
+    )
+    assert got == expected
 
 
 def test_expanded_topologies():

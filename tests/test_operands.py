@@ -370,3 +370,14 @@ def test_on_a_mesh(kind, devices, implementation):
         got = jax.jit(jax.grad(total))(loss, placed)
     for leaf in ("sigma", "delay_penalty"):
         np.testing.assert_allclose(getattr(got, leaf), getattr(wanted, leaf), rtol=1e-12)
+
+
+def test_integers_are_numbers_too():
+    """An option given as an int is a float leaf: it has a gradient, and a float in its place traces nothing."""
+    p = losses.problem()
+    run = jax.jit(lambda loss: loss(*p))
+    gradient = jax.grad(run)(jax_rnnt.RNNTLoss(delay_penalty=1, fastemit_lambda=2))
+    assert gradient == jax.grad(run)(jax_rnnt.RNNTLoss(delay_penalty=1.0, fastemit_lambda=2.0))
+    run(jax_rnnt.RNNTLoss(delay_penalty=1)), run(jax_rnnt.RNNTLoss(delay_penalty=2.0))
+    assert run._cache_size() == 1
+    assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"

@@ -1,5 +1,7 @@
 """Are lengths and paddings each other's inverse, and are paddings that no length describes told apart?"""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,11 @@ def test_edges():
     assert paddings_from_lengths(np.array([-1, 0, 3, 4]), 3).sum(-1).tolist() == [3, 3, 0, 0]
     assert paddings_from_lengths(np.array([0, 255], np.uint8), 300).sum(-1).tolist() == [300, 45]
     assert paddings_from_lengths(np.array([2]), 0).shape == (1, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert paddings_from_lengths([2, 0], 3).sum(-1).tolist() == [1, 3]
+    with pytest.raises(TypeError, match="paddings_from_lengths: lengths must be an array"):
+        paddings_from_lengths([[1], [2, 3]], 3)
 
 
 def test_padding_before_a_frame_makes_its_loss_nan():

@@ -73,6 +73,19 @@ def test_lengths_replicated(loss, implementation, batch, devices, kind):
         run(step(loss, implementation), placed, loss, expected, kernel=implementation)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_all_but_the_logits_replicated(implementation, batch, devices, kind):
+    """As NumPy arrays of the host are. `align` and the gradient of the latency have no kernel."""
+    p, expected = batch
+    with mesh_of(devices, kind) as mesh:
+        placed = place(p, mesh, P("data"), P(), P(), P())
+        run(step(losses.RNNT, implementation), placed, losses.RNNT, expected, kernel=implementation)
+        loss = jax_rnnt.RNNTLoss(implementation=None if implementation == "kernel" else implementation)
+        found = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))(*placed)
+    for a, b in zip(found, (loss.align(*p).frames, jax.grad(loss.latency)(*p)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.family
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_value_alone(loss, kernel, batch, devices, kind):

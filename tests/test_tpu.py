@@ -66,6 +66,16 @@ def test_several_groups_and_unrolled_steps(topology):
     check(topology, arcs, lengths, 1e-13, interpret=True, unroll=2)
 
 
+def test_without_blanks():
+    """Labels alone read the frames, so one column of a diagonal is reached."""
+    topology = (
+        (lattices.Arc("label", 1, 1), lattices.Arc("longer", 2, 1)),
+        (truth.Arc("label", 1, 1), truth.Arc("longer", 2, 1)),
+    )
+    arcs = arcs_of(("label", "longer"), (3, 5, 4), np.float32)
+    check(topology, arcs, ((5, 4, 3), (3, 2, 0)), 1e-5, interpret=True)
+
+
 @pytest.mark.parametrize("interpret", [True, pytest.param("tpu", marks=pytest.mark.slow)])
 def test_columns_beyond_a_block(interpret):
     """601 columns are two blocks of 384 lanes, and a sequence ends in each."""

@@ -7,6 +7,7 @@ that no other file imports any of it from JAX.
 """
 
 from jax_rnnt._xla.avals import result_aval as result_aval
+from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
 from jax_rnnt._xla.grouped import Grouped as Grouped

@@ -9,6 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+try:
+    from jax.sharding import reshard
+except ImportError:  # before jax 0.7
+    from jax.experimental.shard import reshard  # type: ignore[no-redef]
+
 
 def _varying(aval) -> frozenset:
     axes = getattr(aval, "mat", None)  # jax >= 0.10
@@ -35,6 +40,15 @@ def spec_of(aval) -> list:
     sharding = getattr(aval, "sharding", None)
     spec = list(sharding.spec) if sharding is not None else []
     return spec + [None] * (aval.ndim - len(spec))
+
+
+def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
+    """x, whose dimensions are the first ones of `like`, split over the same explicit mesh axes."""
+    aval = jax.typeof(like)
+    spec = spec_of(aval)[: x.ndim]
+    if spec == spec_of(jax.typeof(x)):
+        return x
+    return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(*spec)))
 
 
 def aval_like(like, shape, dtype, spec):

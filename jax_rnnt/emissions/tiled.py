@@ -394,12 +394,13 @@ def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
     The occupancies of a column sum to 1 or more, those of a frame too unless arcs skip it. A clamp lowers the limit,
-    since clipped sums are smaller.
+    since clipped sums are smaller. So does a small largest cotangent: that of a latency has any size.
     """
     first = cotangents[0]
-    limit = jnp.finfo(first.dtype).eps / sum(first.shape[1:])
-    limit = limit * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(first.dtype)[:, None, None]
     size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
+    most = jnp.minimum(jnp.max(size, (1, 2), initial=0), 1)
+    limit = most * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(first.dtype)
+    limit = limit[:, None, None] * (jnp.finfo(first.dtype).eps / sum(first.shape[1:]))
     return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
 
 
@@ -458,7 +459,8 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     infinite = jnp.zeros(work.block.size, bool)
     totals = tiled.joint.zeros(parameters, tiled.blocks)
     states, infinite, totals = _for_each(work.tiles, step, (states, infinite, totals))
-    totals = tiled.joint.totals(totals)
+    trained = (x for x in parameters if is_trained(x))
+    totals = [total.astype(sum_dtype(x)) for total, x in zip(tiled.joint.totals(totals), trained, strict=True)]
     bad = bad.at[work.sequence].max(infinite & work.live)
     used = (
         _row(shape[0]) < num_frames[:, None],

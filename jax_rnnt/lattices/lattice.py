@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -236,8 +237,13 @@ def log_likelihood(
     """
     name = "log_likelihood"
     _checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS)
+    if not isinstance(topology, Sequence) or not all(isinstance(arc, Arc) for arc in topology):
+        raise TypeError(f"{name}: topology must be a tuple of Arc, got {topology!r}.")
     if not topology:
         raise ValueError(f"{name}: topology must hold one Arc at least, got {topology!r}.")
+    if not isinstance(arcs, Mapping):
+        raise TypeError(f"{name}: arcs must be a dict of slot to Array, got {arcs!r}.")
+    topology = tuple(topology)  # hashable
     wanted = slots(topology)
     if missing := set(wanted) - set(arcs):
         raise ValueError(f"{name}: arcs must hold every slot of the topology; missing: {sorted(missing)}.")

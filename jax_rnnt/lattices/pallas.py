@@ -198,6 +198,8 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
                 if k < plan.depths[du]:  # the place of the farthest is that of this diagonal
                     numbers.append(load(sweep.carried[du], *at))
                 store(sweep.carried[du], functools.reduce(extended.add, numbers), *at)
+            if all(arc.du for arc in topology):  # no blank takes the place of the start
+                store(sweep.carried[0], sweep.zero, *sweep.at(0, n, c))
             return within
 
         sweep.run(step)

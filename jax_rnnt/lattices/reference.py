@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_rnnt._xla import vary_together
+from jax_rnnt._xla import shard_like, vary_together
 from jax_rnnt.lattices import extended
 from jax_rnnt.lattices.topology import Topology, bounded
 
@@ -50,6 +50,7 @@ def prepared(topology: Topology, arcs, num_frames, num_labels):
     """
     num_frames, num_labels, *each = vary_together(num_frames, num_labels, *(a.of(arcs) for a in topology))
     planes = jnp.stack(each)
+    num_frames, num_labels = (shard_like(planes[0], n) for n in (num_frames, num_labels))
     topology = bounded(topology, planes.shape[-2])
     if planes.shape[-2] == 0:
         planes = jnp.pad(planes, [(0, 0)] * (planes.ndim - 2) + [(0, 1), (0, 0)])
