@@ -56,13 +56,14 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Step of a chunk in which the copies of the next one start, in eighths of a chunk. Later steps leave less time,
-// earlier ones delay this chunk.
-#ifndef JAX_RNNT_LATTICE_COPY_STEP
-#define JAX_RNNT_LATTICE_COPY_STEP 4
+// Steps of a chunk in which the copies of the next one start.
+#ifndef JAX_RNNT_LATTICE_COPY_STEPS
+#define JAX_RNNT_LATTICE_COPY_STEPS 2
 #endif
-constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
-static_assert(0 <= kCopyStep && kCopyStep < 8, "in eighths of a chunk");
+constexpr int kCopySteps = JAX_RNNT_LATTICE_COPY_STEPS;
+static_assert(kCopySteps == 1 || kCopySteps == 2 || kCopySteps == 4, "divide a chunk");
+// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
+constexpr int kScaleStep = 1;
 // Steps from the read of a value in shared memory to its use.
 #ifndef JAX_RNNT_LATTICE_AHEAD
 #define JAX_RNNT_LATTICE_AHEAD 2
@@ -118,7 +119,9 @@ struct Arguments {
         grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args, true)),
-        loss(static_cast<A*>(args.loss)) {}
+        loss(static_cast<A*>(args.loss)) {
+    for (int j = 0; j <= kChunk<A>; ++j) steps[j] = unsigned(j % std::max(1, frames) * columns);
+  }
 
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
@@ -132,6 +135,7 @@ struct Arguments {
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
+  unsigned steps[kChunk<A> + 1];  // from a row of a plane to that of the j-th diagonal after it
 };
 
 // One sequence, as all kernels see it.
@@ -217,8 +221,11 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       };
       by_frames([&](int t, int64_t i) {
         if (!used(t)) return;
-        tile[slot(t)].blank = check(args.log_blank[i]);
-        tile[slot(t)].label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
+        const A blank = check(args.log_blank[i]);
+        const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
+        const bool leads = t + 1 < sequence.frames;
+        tile[slot(t)].blank = leads || u == sequence.labels ? blank : -kInfinity<A>;
+        tile[slot(t)].label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
       });
       bits = OrBits(bits);
       by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
@@ -429,137 +436,146 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
   const int terminal = length - 1 - (chunks - 1) * C;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep: the
+  // Positions in a plane: of the node in column u on diagonal n, and of the one j diagonals further on, which is the
   // smaller of two unsigned numbers, one of which has wrapped around.
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto position = [&](int n, int u) {
     const unsigned row = unsigned(n + args.lift);
     return (row - args.by_frames(row) * unsigned(args.frames)) * columns + unsigned(u);
   };
-  const auto next = [&](unsigned at) {
-    return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
+  const auto after = [&](unsigned first, int j) {
+    const unsigned at = kUp ? first + args.steps[j] : first - args.steps[j];
+    return kUp ? min(at, at - plane) : min(at, at + plane);
   };
   const auto frame = [&](int n, int u) { return u <= sequence.labels ? n - args.skew * u : -(1 << 30); };
 
-  // The chunk that is being copied.
+  // What a step reads of its stage.
+  struct Read {
+    Arcs<A> arcs;
+    Value<A> other;
+  };
+  // A chunk whose copies have started: the nodes that exist, the arcs that do, and the positions of its steps. Once the
+  // copies are there: what the first steps read.
   struct Fetch {
     int stage;
-    unsigned here, first, at;  // nodes that exist; positions of the first step and of the next copy
+    unsigned here, exists, at[C];
+    Read reads[kAhead];
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
   const auto existing = [&](int chunk, int tile) {
     const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
-    return chunk >= 0 && chunk < chunks ? here : 0;
+    return chunk < chunks ? here : 0;
   };
-  const auto first_position = [&](int chunk, int tile) {
-    return position(begin + chunk * C * kStep, tile * kTile + lane);
-  };
-  const auto start_copies = [&](Fetch& fetch) {
-    Arcs<A>* const to_arcs = Settled(&stages[fetch.stage].arcs[0][lane]);
-    Value<A>* const to_other = Settled(&stages[fetch.stage].other[0][lane]);
+  const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
+  const SharedAddress<A> to_other(reinterpret_cast<A*>(&stages[0].other[0][lane]));
+  const auto start_copies = [&](const Fetch& fetch, int from, int to) {
+    constexpr int kArcsApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>), kOtherApart = 2 * kArcsApart;
 #pragma unroll
-    for (int j = 0; j < C; ++j) {
-      const bool here = Bit(fetch.here, j), other = Bit(fetch.here, kUp ? j + 1 : j);
-      if (here) CopyAsync(to_arcs + 32 * j, arcs + fetch.at);
-      const unsigned after = next(fetch.at), from = kUp ? after : fetch.at;
-      if (kSweep == 2 && other) CopyAsync(&to_other[32 * j].m, m + from);
-      if (kSweep == 2 && other) CopyAsync(reinterpret_cast<A*>(&to_other[32 * j].e), e + from);
-      fetch.at = after;
+    for (int j = from; j < to; ++j) {
+      if (Bit(fetch.here, j)) CopyAsync(to_arcs + (fetch.stage * kArcsApart + 32 * j), arcs + fetch.at[j]);
+      const unsigned at = !kUp ? fetch.at[j] : j + 1 < C ? fetch.at[j + 1] : after(fetch.at[C - 1], 1);
+      if (kSweep == 2 && Bit(fetch.here, kUp ? j + 1 : j)) {
+        CopyAsync(to_other + (fetch.stage * kOtherApart + 64 * j), m + at);
+        CopyAsync(to_other + (fetch.stage * kOtherApart + 64 * j + 1), e + at);
+      }
     }
   };
-  // What does not come from memory.
-  const auto fetch_rest = [&](int chunk, int tile, const Fetch& fetch) {
+  const auto locate = [&](Fetch& fetch, unsigned first) {
+#pragma unroll
+    for (int j = 0; j < C; ++j) fetch.at[j] = after(first, j);
+  };
+  // What does not come from memory: in the first sweep, arcs that keep the initial value before the first diagonal; in
+  // the second one, beta of the terminal node.
+  const auto fetch_rest = [&](int chunk, int tile, Fetch& fetch) {
     const int u = tile * kTile + lane;
     if (kSweep == 1 && chunk == 0 && u == edge) {
 #pragma unroll 1
       for (int j = 0; j < empty; ++j) stages[fetch.stage].arcs[j][lane] = {A(0), -kInfinity<A>};
+      fetch.exists |= (1u << empty) - 1;
     }
     if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {
       stages[fetch.stage].other[terminal][lane] = One<A>();
     }
   };
   const auto fetch_all = [&](int chunk, int tile, int stage) {
-    const unsigned first = first_position(chunk, tile);
-    Fetch fetch = {stage, existing(chunk, tile), first, first};
+    Fetch fetch;
+    fetch.stage = stage;
+    fetch.here = fetch.exists = 0;
     if (chunk < 0 || chunk >= chunks) return fetch;
-    start_copies(fetch);
+    fetch.here = fetch.exists = existing(chunk, tile);
+    locate(fetch, position(begin + chunk * C * kStep, tile * kTile + lane));
+    start_copies(fetch, 0, C);
     fetch_rest(chunk, tile, fetch);
     return fetch;
   };
+  const auto read = [&](int stage, int j) {
+    Read read = {};
+    read.arcs = stages[stage].arcs[j][lane];
+    if (kSweep == 2) read.other = stages[stage].other[j][lane];
+    return read;
+  };
+  const auto first_reads = [&](Fetch& fetch) {
+    WaitForCopies();
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) fetch.reads[j] = read(fetch.stage, j);
+  };
 
   // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
-  const auto compute = [&](int chunk, int tile, Fetch done, int chunk_next, int tile_next, State& state) {
-    const Stage<A, kSweep>& now = stages[done.stage];
-    Fetch fetch = {done.stage ^ 1, existing(chunk_next, tile_next), done.at, done.at};
-    if (tile_next != tile) fetch.first = fetch.at = first_position(chunk_next, tile_next);
-    const int u = tile * kTile + lane;
-    // Arcs that exist: also, before the first diagonal, that which keeps the initial value.
-    const unsigned exists = kSweep == 1 && chunk == 0 && u == edge ? done.here | ((1u << empty) - 1) : done.here;
+  const auto compute = [&](int chunk, int tile, const Fetch& done, int chunk_next, int tile_next, State& state) {
+    Fetch fetch;
+    fetch.stage = done.stage ^ 1;
+    fetch.here = fetch.exists = chunk_next < 0 ? 0 : existing(chunk_next, tile_next);
+    locate(fetch, tile_next == tile ? after(done.at[0], C)
+                                    : position(begin + chunk_next * C * kStep, tile_next * kTile + lane));
     const unsigned stored = done.here & keep;
-    // Where beta of the next diagonal is not zero. Elsewhere, only the exponent says so.
-    const unsigned beyond =
-        done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
     // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
     // arc that is:
-    const unsigned before = u > 0 ? done.here >> args.skew : 0;
+    const unsigned before = tile * kTile + lane > 0 ? done.here >> args.skew : 0;
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
     Value<A>* const leaving = crossings + (tile * 2 + (chunk & 1)) * C;
-    unsigned at = done.first;
-    // What a step reads from shared memory, a step ahead of the copies, which may not overtake reads.
-    struct Read {
-      Arcs<A> arcs;
-      Value<A> other, entering;
-    };
-    const auto read = [&](int j) {
-      Read read = {};
-      read.arcs = now.arcs[j][lane];
-      if (kSweep == 2) read.other = now.other[j][lane];
-      if (kSweep == 2 && kUp && !Bit(beyond, j)) read.other.e = S::kZero;
-      read.entering = entering[j];
-      return read;
-    };
     Read reads[C];
+    Value<A> enter[C];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) reads[j] = read(j);
+    for (int j = 0; j < kAhead; ++j) {
+      reads[j] = done.reads[j];
+      enter[j] = entering[j];
+    }
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const Read step = reads[j];
-      if (j + kAhead < C) reads[j + kAhead] = read(j + kAhead);
-      const unsigned own = stored & 1u << j;
-      const auto probability = [&](A x) { return Probability(x, Bit(exists, j)); };
-      const Value<A> p_blank = probability(step.arcs.blank), p_label = probability(step.arcs.label);
-      const auto keep_value = [&](Value<A> v) {
-        if (kSweep == 2) return;
-        StoreIf(own, m + at, v.m);
-        StoreIf(own, e + at, S::AsFloat(v.e));
-      };
+      if (j + kAhead < C) {
+        reads[j + kAhead] = read(done.stage, j + kAhead);
+        enter[j + kAhead] = entering[j + kAhead];
+      }
+      const unsigned own = stored & 1u << j, at = done.at[j];
+      const bool exists = Bit(done.exists, j);
+      const Value<A> p_blank = Probability(step.arcs.blank, exists), p_label = Probability(step.arcs.label, exists);
       const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
       if (kUp) {
-        const Value<A> alpha = Plus(state.self, state.in), label = Times(alpha, p_label);
+        Value<A> alpha = Plus(state.self, state.in);
+        if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
+        const Value<A> label = Times(alpha, p_label);
         state.self = Times(alpha, p_blank);
         state.in = ShuffleUp(label);
         if (lane == kExit) leaving[j] = label;
-        keep_value(alpha);
+        if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
       } else {
         const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
         state.self = Plus(blank, label);
+        if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
         if (lane == kExit) leaving[j] = state.self;
-        keep_value(state.self);
+        if (kSweep == 1) StoreIf(own, m + at, state.self.m, e + at, S::AsFloat(state.self.e));
         if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
       }
-      if (lane == kEntry) state.in = step.entering;
+      if (lane == kEntry) state.in = enter[j];
       if (kSweep == 2 && kUp) {
         StoreIf(own, &arcs[at].blank, posterior(state.self));
         StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
       }
-      at = next(at);
-      if (j == kCopyStep * C / 8) start_copies(fetch);
+      if (j < kCopySteps) start_copies(fetch, j * C / kCopySteps, (j + 1) * C / kCopySteps);
     }
-    if (0 <= chunk_next && chunk_next < chunks) fetch_rest(chunk_next, tile_next, fetch);
-    state.self = Normalize(state.self);
-    state.in = Normalize(state.in);
     return fetch;
   };
 
@@ -571,11 +587,15 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   if (tiles <= warps) {
     State state = initial(warp);
     Fetch fetch = fetch_all(warp < tiles ? 0 : chunks, warp, 0);
+    first_reads(fetch);
+    const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
     for (int round = 0; round < rounds; ++round) {
-      WaitForCopies();
       __syncthreads();
-      const int chunk = chunk_of(round, warp);
-      if (warp < tiles && 0 <= chunk && chunk < chunks) fetch = compute(chunk, warp, fetch, chunk + 1, warp, state);
+      const int chunk = round - first_round;
+      if (chunk < 0 || chunk >= chunks) continue;
+      fetch = compute(chunk, warp, fetch, chunk + 1, warp, state);
+      if (kSweep == 2) fetch_rest(chunk + 1, warp, fetch);
+      first_reads(fetch);
     }
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
@@ -586,8 +606,6 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();
     for (int tile = warp; tile < tiles; tile += warps) {
-      WaitForCopies();
-      __syncwarp();
       const bool last_tile = tile + warps >= tiles;
       const int tile_next = last_tile ? warp : tile + warps;
       const int chunk = chunk_of(round, tile), chunk_next = chunk_of(last_tile ? round + 1 : round, tile_next);
@@ -598,7 +616,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
+      first_reads(fetch);
       fetch = compute(chunk, tile, fetch, chunk_next, tile_next, state);
+      fetch_rest(chunk_next, tile_next, fetch);
       store(tile, state);
     }
   }
