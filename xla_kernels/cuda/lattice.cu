@@ -482,7 +482,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   };
   const auto locate = [&](Fetch& fetch, unsigned first) {
 #pragma unroll
-    for (int j = 0; j < C; ++j) fetch.at[j] = after(first, j);
+    for (int j = 0; j < C; ++j) fetch.at[j] = Computed(after(first, j));
   };
   // What does not come from memory: in the first sweep, arcs that keep the initial value before the first diagonal; in
   // the second one, beta of the terminal node.

@@ -345,6 +345,14 @@ __device__ __forceinline__ Words Window(const Words& low, const Words& high, int
   return {{w[0], w[1], w[2], w[3]}};
 }
 
+// x, computed here: the compiler neither delays it until a branch or a predicate needs it nor computes it twice.
+__device__ __forceinline__ unsigned Computed(unsigned x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // ---- global memory ----
 
 // p, without its history: the address of p[i] then is one multiply-add, not a sum of all offsets.
