@@ -56,12 +56,11 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Steps of a chunk in which the copies of the next one start.
-#ifndef JAX_RNNT_LATTICE_COPY_STEPS
-#define JAX_RNNT_LATTICE_COPY_STEPS 2
-#endif
-constexpr int kCopySteps = JAX_RNNT_LATTICE_COPY_STEPS;
-static_assert(kCopySteps == 1 || kCopySteps == 2 || kCopySteps == 4, "divide a chunk");
+// Copies of a chunk have three groups: those of its steps below kSecond start before the first step of the chunk before
+// it, those below kThird after the first step, the others after the second one.
+constexpr int kSecond = 2;
+template <class A>
+constexpr int kThird = kSecond + (kChunk<A> - kSecond) / 2;
 // Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
 constexpr int kScaleStep = 1;
 // Steps from the read of a value in shared memory to its use.
@@ -69,6 +68,7 @@ constexpr int kScaleStep = 1;
 #define JAX_RNNT_LATTICE_AHEAD 2
 #endif
 constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
+static_assert(kAhead <= kSecond, "the first group has what is read before the first step");
 
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
@@ -460,25 +460,27 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     int stage;
     unsigned here, exists, at[C];
     Read reads[kAhead];
+    Value<A> blank, label;  // probabilities of the first step
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
   const auto existing = [&](int chunk, int tile) {
     const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
     return chunk < chunks ? here : 0;
   };
+  constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
   const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
   const SharedAddress<A> to_other(reinterpret_cast<A*>(&stages[0].other[0][lane]));
   const auto start_copies = [&](const Fetch& fetch, int from, int to) {
-    constexpr int kArcsApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>), kOtherApart = 2 * kArcsApart;
 #pragma unroll
     for (int j = from; j < to; ++j) {
-      if (Bit(fetch.here, j)) CopyAsync(to_arcs + (fetch.stage * kArcsApart + 32 * j), arcs + fetch.at[j]);
+      if (Bit(fetch.here, j)) CopyAsync(to_arcs + (fetch.stage * kApart + 32 * j), arcs + fetch.at[j]);
       const unsigned at = !kUp ? fetch.at[j] : j + 1 < C ? fetch.at[j + 1] : after(fetch.at[C - 1], 1);
       if (kSweep == 2 && Bit(fetch.here, kUp ? j + 1 : j)) {
-        CopyAsync(to_other + (fetch.stage * kOtherApart + 64 * j), m + at);
-        CopyAsync(to_other + (fetch.stage * kOtherApart + 64 * j + 1), e + at);
+        CopyAsync(to_other + (2 * fetch.stage * kApart + 64 * j), m + at);
+        CopyAsync(to_other + (2 * fetch.stage * kApart + 64 * j + 1), e + at);
       }
     }
+    CommitCopies();
   };
   const auto locate = [&](Fetch& fetch, unsigned first) {
 #pragma unroll
@@ -500,28 +502,34 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const auto fetch_all = [&](int chunk, int tile, int stage) {
     Fetch fetch;
     fetch.stage = stage;
-    fetch.here = fetch.exists = 0;
-    if (chunk < 0 || chunk >= chunks) return fetch;
-    fetch.here = fetch.exists = existing(chunk, tile);
+    fetch.here = fetch.exists = chunk < 0 ? 0 : existing(chunk, tile);
     locate(fetch, position(begin + chunk * C * kStep, tile * kTile + lane));
-    start_copies(fetch, 0, C);
+    start_copies(fetch, 0, kSecond);
+    start_copies(fetch, kSecond, kThird<A>);
+    start_copies(fetch, kThird<A>, C);
     fetch_rest(chunk, tile, fetch);
     return fetch;
   };
-  const auto read = [&](int stage, int j) {
+  const Arcs<A>* const staged = &stages[0].arcs[0][0];
+  const Value<A>* const staged_other = &stages[0].other[0][0];
+  const auto place_of = [&](int stage) { return stage * kApart + lane; };
+  const auto read = [&](int place, int j) {
     Read read = {};
-    read.arcs = stages[stage].arcs[j][lane];
-    if (kSweep == 2) read.other = stages[stage].other[j][lane];
+    read.arcs = staged[place + 32 * j];
+    if (kSweep == 2) read.other = staged_other[place + 32 * j];
     return read;
   };
   const auto first_reads = [&](Fetch& fetch) {
-    WaitForCopies();
+    const int place = WaitForCopies<2>(place_of(fetch.stage));
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) fetch.reads[j] = read(fetch.stage, j);
+    for (int j = 0; j < kAhead; ++j) fetch.reads[j] = read(place, j);
+    fetch.blank = Probability(fetch.reads[0].arcs.blank, Bit(fetch.exists, 0));
+    fetch.label = Probability(fetch.reads[0].arcs.label, Bit(fetch.exists, 0));
   };
 
   // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
-  const auto compute = [&](int chunk, int tile, const Fetch& done, int chunk_next, int tile_next, State& state) {
+  const auto compute = [&](auto several, int chunk, int tile, const Fetch& done, int chunk_next, int tile_next,
+                           State& state) {
     Fetch fetch;
     fetch.stage = done.stage ^ 1;
     fetch.here = fetch.exists = chunk_next < 0 ? 0 : existing(chunk_next, tile_next);
@@ -541,16 +549,22 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       reads[j] = done.reads[j];
       enter[j] = entering[j];
     }
+    int place = place_of(done.stage);
+    start_copies(fetch, 0, kSecond);
+    if (kSweep == 2 || several) fetch_rest(chunk_next, tile_next, fetch);
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const Read step = reads[j];
+      if (j + kAhead == kSecond) place = WaitForCopies<2>(place);
+      if (j + kAhead == kThird<A>) place = WaitForCopies<kThird<A> - kAhead <= 1 ? 2 : 3>(place);
       if (j + kAhead < C) {
-        reads[j + kAhead] = read(done.stage, j + kAhead);
+        reads[j + kAhead] = read(place, j + kAhead);
         enter[j + kAhead] = entering[j + kAhead];
       }
       const unsigned own = stored & 1u << j, at = done.at[j];
       const bool exists = Bit(done.exists, j);
-      const Value<A> p_blank = Probability(step.arcs.blank, exists), p_label = Probability(step.arcs.label, exists);
+      const Value<A> p_blank = j == 0 ? done.blank : Probability(step.arcs.blank, exists);
+      const Value<A> p_label = j == 0 ? done.label : Probability(step.arcs.label, exists);
       const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
       if (kUp) {
         Value<A> alpha = Plus(state.self, state.in);
@@ -574,7 +588,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         StoreIf(own, &arcs[at].blank, posterior(state.self));
         StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
       }
-      if (j < kCopySteps) start_copies(fetch, j * C / kCopySteps, (j + 1) * C / kCopySteps);
+      if (j == 0) start_copies(fetch, kSecond, kThird<A>);
+      if (j == 1) start_copies(fetch, kThird<A>, C);
+      if (j == C - 2) first_reads(fetch);
     }
     return fetch;
   };
@@ -593,9 +609,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       __syncthreads();
       const int chunk = round - first_round;
       if (chunk < 0 || chunk >= chunks) continue;
-      fetch = compute(chunk, warp, fetch, chunk + 1, warp, state);
-      if (kSweep == 2) fetch_rest(chunk + 1, warp, fetch);
-      first_reads(fetch);
+      fetch = compute(std::false_type(), chunk, warp, fetch, chunk + 1, warp, state);
     }
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
@@ -603,6 +617,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   for (int tile = warp; tile < tiles; tile += warps) store(tile, initial(tile));
   Fetch fetch = fetch_all(chunk_of(0, warp), warp, 0);
+  first_reads(fetch);
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();
     for (int tile = warp; tile < tiles; tile += warps) {
@@ -611,14 +626,13 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       const int chunk = chunk_of(round, tile), chunk_next = chunk_of(last_tile ? round + 1 : round, tile_next);
       if (chunk < 0 || chunk >= chunks) {
         fetch = fetch_all(chunk_next, tile_next, fetch.stage ^ 1);
+        first_reads(fetch);
         continue;
       }
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
-      first_reads(fetch);
-      fetch = compute(chunk, tile, fetch, chunk_next, tile_next, state);
-      fetch_rest(chunk_next, tile_next, fetch);
+      fetch = compute(std::true_type(), chunk, tile, fetch, chunk_next, tile_next, state);
       store(tile, state);
     }
   }

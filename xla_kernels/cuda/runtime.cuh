@@ -480,6 +480,18 @@ __device__ __forceinline__ void WaitForCopies() {
 #endif
 }
 
+// The same. Returns `place`: reads at an index that derives from the result come after the wait. All other accesses may
+// move across it.
+template <int kGroups>
+__device__ __forceinline__ int WaitForCopies(int place) {
+#if !defined(__CUDACC__)
+  emulation::WaitForCopies(kGroups);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %1;" : "+r"(place) : "n"(kGroups));
+#endif
+  return place;
+}
+
 // Waits for the copies that this thread started. Other threads see them after a barrier.
 __device__ __forceinline__ void WaitForCopies() {
 #if !defined(__CUDACC__)
