@@ -541,26 +541,24 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     const unsigned before = tile * kTile + lane > 0 ? done.here >> args.skew : 0;
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
-    Value<A>* const leaving = crossings + (tile * 2 + (chunk & 1)) * C;
-    Read reads[C];
+    const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
+    const unsigned exits = lane == kExit;
     Value<A> enter[C];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      reads[j] = done.reads[j];
-      enter[j] = entering[j];
-    }
+    for (int j = 0; j < C; ++j) enter[j] = entering[j];
+    Read reads[C];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) reads[j] = done.reads[j];
     int place = place_of(done.stage);
     start_copies(fetch, 0, kSecond);
     if (kSweep == 2 || several) fetch_rest(chunk_next, tile_next, fetch);
+    A entered = 0;  // the posterior of a label arc; its store follows a step later, as the next shuffle waits for it
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const Read step = reads[j];
       if (j + kAhead == kSecond) place = WaitForCopies<2>(place);
       if (j + kAhead == kThird<A>) place = WaitForCopies<kThird<A> - kAhead <= 1 ? 2 : 3>(place);
-      if (j + kAhead < C) {
-        reads[j + kAhead] = read(place, j + kAhead);
-        enter[j + kAhead] = entering[j + kAhead];
-      }
+      if (j + kAhead < C) reads[j + kAhead] = read(place, j + kAhead);
       const unsigned own = stored & 1u << j, at = done.at[j];
       const bool exists = Bit(done.exists, j);
       const Value<A> p_blank = j == 0 ? done.blank : Probability(step.arcs.blank, exists);
@@ -572,26 +570,26 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         const Value<A> label = Times(alpha, p_label);
         state.self = Times(alpha, p_blank);
         state.in = ShuffleUp(label);
-        if (lane == kExit) leaving[j] = label;
+        StoreIf(exits, leaving + 2 * j, label.m, label.e);
+        if (kSweep == 2 && j > 0) StoreIf(before & 1u << (j - 1), &arcs[done.at[j - 1]].blank - 1, entered);
+        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(state.self));
         if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
       } else {
         const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
-        if (lane == kExit) leaving[j] = state.self;
+        StoreIf(exits, leaving + 2 * j, state.self.m, state.self.e);
         if (kSweep == 1) StoreIf(own, m + at, state.self.m, e + at, S::AsFloat(state.self.e));
         if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
       }
       if (lane == kEntry) state.in = enter[j];
-      if (kSweep == 2 && kUp) {
-        StoreIf(own, &arcs[at].blank, posterior(state.self));
-        StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
-      }
+      if (kSweep == 2 && kUp) entered = posterior(state.in);
       if (j == 0) start_copies(fetch, kSecond, kThird<A>);
       if (j == 1) start_copies(fetch, kThird<A>, C);
       if (j == C - 2) first_reads(fetch);
     }
+    if (kSweep == 2 && kUp) StoreIf(before & 1u << (C - 1), &arcs[done.at[C - 1]].blank - 1, entered);
     return fetch;
   };
 

@@ -443,6 +443,25 @@ class SharedAddress {
 #endif
 };
 
+// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do not
+// see it before a barrier either, so they may move across.
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<float> to, float x, int y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3};}" ::"r"(condition),
+               "r"(to.Get()), "r"(AsInt(x)), "r"(y));
+#else
+  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<double> to, double x, int64_t y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b64 [%1], {%2, %3};}" ::"r"(condition),
+               "r"(to.Get()), "l"(AsInt(x)), "l"(y));
+#else
+  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+#endif
+}
+
 // Starts a copy of *from. Neither place may be used before WaitForCopies. The size of T is 4, 8 or 16 bytes. No memory
 // clobber: loads and stores may move across the start of a copy, not across the wait.
 template <class T>
