@@ -83,6 +83,11 @@ __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
 }
 
+template <class A>
+__device__ __forceinline__ Value<A> Now(Value<A> v) {
+  return {Computed(v.m), Computed(v.e)};
+}
+
 // Log-probabilities of the arcs that leave a node, or minus their posteriors, in one access.
 template <class A>
 struct alignas(2 * sizeof(A)) Arcs {
@@ -552,6 +557,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     int place = place_of(done.stage);
     start_copies(fetch, 0, kSecond);
     if (kSweep == 2 || several) fetch_rest(chunk_next, tile_next, fetch);
+    Value<A> blank_next = done.blank, label_next = done.label;
     A entered = 0;  // the posterior of a label arc; its store follows a step later, as the next shuffle waits for it
 #pragma unroll
     for (int j = 0; j < C; ++j) {
@@ -560,9 +566,12 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (j + kAhead == kThird<A>) place = WaitForCopies<kThird<A> - kAhead <= 1 ? 2 : 3>(place);
       if (j + kAhead < C) reads[j + kAhead] = read(place, j + kAhead);
       const unsigned own = stored & 1u << j, at = done.at[j];
-      const bool exists = Bit(done.exists, j);
-      const Value<A> p_blank = j == 0 ? done.blank : Probability(step.arcs.blank, exists);
-      const Value<A> p_label = j == 0 ? done.label : Probability(step.arcs.label, exists);
+      const Value<A> p_blank = blank_next, p_label = label_next;
+      if (j + 1 < C) {
+        const bool exists = Bit(done.exists, j + 1);
+        blank_next = Now(Probability(reads[j + 1].arcs.blank, exists));
+        label_next = Now(Probability(reads[j + 1].arcs.label, exists));
+      }
       const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
       if (kUp) {
         Value<A> alpha = Plus(state.self, state.in);

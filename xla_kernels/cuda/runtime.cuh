@@ -345,10 +345,29 @@ __device__ __forceinline__ Words Window(const Words& low, const Words& high, int
   return {{w[0], w[1], w[2], w[3]}};
 }
 
-// x, computed here: the compiler neither delays it until a branch or a predicate needs it nor computes it twice.
+// x, computed here: the compiler neither delays it until it is needed nor computes it twice.
 __device__ __forceinline__ unsigned Computed(unsigned x) {
 #if defined(__CUDACC__)
   asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ int32_t Computed(int32_t x) { return int32_t(Computed(uint32_t(x))); }
+__device__ __forceinline__ int64_t Computed(int64_t x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+l"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ float Computed(float x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+f"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ double Computed(double x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+d"(x));
 #endif
   return x;
 }
