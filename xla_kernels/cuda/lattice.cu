@@ -56,11 +56,6 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Copies of a chunk have three groups: those of its steps below kSecond start before the first step of the chunk before
-// it, those below kThird after the first step, the others after the second one.
-constexpr int kSecond = 2;
-template <class A>
-constexpr int kThird = kSecond + (kChunk<A> - kSecond) / 2;
 // Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
 constexpr int kScaleStep = 1;
 // Steps from the read of a value in shared memory to its use.
@@ -68,7 +63,6 @@ constexpr int kScaleStep = 1;
 #define JAX_RNNT_LATTICE_AHEAD 2
 #endif
 constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
-static_assert(kAhead <= kSecond, "the first group has what is read before the first step");
 
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
@@ -81,11 +75,6 @@ __device__ __forceinline__ Value<A> ShuffleUp(Value<A> v) {
 template <class A>
 __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
-}
-
-template <class A>
-__device__ __forceinline__ Value<A> Now(Value<A> v) {
-  return {Computed(v.m), Computed(v.e)};
 }
 
 // Log-probabilities of the arcs that leave a node, or minus their posteriors, in one access.
@@ -452,139 +441,83 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     const unsigned at = kUp ? first + args.steps[j] : first - args.steps[j];
     return kUp ? min(at, at - plane) : min(at, at + plane);
   };
-  const auto frame = [&](int n, int u) { return u <= sequence.labels ? n - args.skew * u : -(1 << 30); };
-
-  // What a step reads of its stage.
-  struct Read {
-    Arcs<A> arcs;
-    Value<A> other;
+  // Steps of a chunk, and what is known of it before: its nodes that exist, the position of its first step, and the
+  // probabilities of its arcs.
+  struct Chunk {
+    unsigned here, first;
   };
-  // A chunk whose copies have started: the nodes that exist, the arcs that do, and the positions of its steps. Once the
-  // copies are there: what the first steps read.
-  struct Fetch {
-    int stage;
-    unsigned here, exists, at[C];
-    Read reads[kAhead];
-    Value<A> blank, label;  // probabilities of the first step
+  struct Probabilities {
+    Value<A> blank[C], label[C];
+  };
+  const auto chunk_at = [&](int chunk, int tile) {
+    const int n = begin + chunk * C * kStep, u = tile * kTile + lane;
+    const unsigned here = Existing<C, kStep>(u <= sequence.labels ? n - args.skew * u : -(1 << 30), sequence.frames);
+    return Chunk{0 <= chunk && chunk < chunks ? here : 0, position(n, u)};
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
-  const auto existing = [&](int chunk, int tile) {
-    const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
-    return chunk < chunks ? here : 0;
-  };
   constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
   const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
-  const SharedAddress<A> to_other(reinterpret_cast<A*>(&stages[0].other[0][lane]));
-  const auto start_copies = [&](const Fetch& fetch, int from, int to) {
+  const SharedAddress<A> to_other(&stages[0].other[0][lane].m);
+  const auto start_copies = [&](int chunk, int tile, const Chunk& next, int stage) {
 #pragma unroll
-    for (int j = from; j < to; ++j) {
-      if (Bit(fetch.here, j)) CopyAsync(to_arcs + (fetch.stage * kApart + 32 * j), arcs + fetch.at[j]);
-      const unsigned at = !kUp ? fetch.at[j] : j + 1 < C ? fetch.at[j + 1] : after(fetch.at[C - 1], 1);
-      if (kSweep == 2 && Bit(fetch.here, kUp ? j + 1 : j)) {
-        CopyAsync(to_other + (2 * fetch.stage * kApart + 64 * j), m + at);
-        CopyAsync(to_other + (2 * fetch.stage * kApart + 64 * j + 1), e + at);
+    for (int j = 0; j < C; ++j) {
+      const unsigned at = after(next.first, j), of_other = kUp ? after(next.first, j + 1) : at;
+      if (Bit(next.here, j)) CopyAsync(to_arcs + (stage * kApart + 32 * j), arcs + at);
+      if (kSweep == 2 && Bit(next.here, kUp ? j + 1 : j)) {
+        CopyAsync(to_other + (2 * stage * kApart + 64 * j), m + of_other);
+        CopyAsync(to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
       }
     }
     CommitCopies();
-  };
-  const auto locate = [&](Fetch& fetch, unsigned first) {
-#pragma unroll
-    for (int j = 0; j < C; ++j) fetch.at[j] = Computed(after(first, j));
-  };
-  // What does not come from memory: in the first sweep, arcs that keep the initial value before the first diagonal; in
-  // the second one, beta of the terminal node.
-  const auto fetch_rest = [&](int chunk, int tile, Fetch& fetch) {
-    const int u = tile * kTile + lane;
-    if (kSweep == 1 && chunk == 0 && u == edge) {
-#pragma unroll 1
-      for (int j = 0; j < empty; ++j) stages[fetch.stage].arcs[j][lane] = {A(0), -kInfinity<A>};
-      fetch.exists |= (1u << empty) - 1;
-    }
-    if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {
-      stages[fetch.stage].other[terminal][lane] = One<A>();
+    if (kSweep == 2 && kUp && chunk == chunks - 1 && tile * kTile + lane == sequence.labels) {
+      stages[stage].other[terminal][lane] = One<A>();
     }
   };
-  const auto fetch_all = [&](int chunk, int tile, int stage) {
-    Fetch fetch;
-    fetch.stage = stage;
-    fetch.here = fetch.exists = chunk < 0 ? 0 : existing(chunk, tile);
-    locate(fetch, position(begin + chunk * C * kStep, tile * kTile + lane));
-    start_copies(fetch, 0, kSecond);
-    start_copies(fetch, kSecond, kThird<A>);
-    start_copies(fetch, kThird<A>, C);
-    fetch_rest(chunk, tile, fetch);
-    return fetch;
-  };
-  const Arcs<A>* const staged = &stages[0].arcs[0][0];
-  const Value<A>* const staged_other = &stages[0].other[0][0];
-  const auto place_of = [&](int stage) { return stage * kApart + lane; };
-  const auto read = [&](int place, int j) {
-    Read read = {};
-    read.arcs = staged[place + 32 * j];
-    if (kSweep == 2) read.other = staged_other[place + 32 * j];
-    return read;
-  };
-  const auto first_reads = [&](Fetch& fetch) {
-    const int place = WaitForCopies<2>(place_of(fetch.stage));
+  // The first sweep begins before the first diagonal: there, arcs keep the initial value.
+  const auto probabilities = [&](int chunk, int tile, unsigned here, int stage) {
+    Probabilities p;
+    const bool before = kSweep == 1 && chunk == 0 && tile * kTile + lane == edge;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) fetch.reads[j] = read(place, j);
-    fetch.blank = Probability(fetch.reads[0].arcs.blank, Bit(fetch.exists, 0));
-    fetch.label = Probability(fetch.reads[0].arcs.label, Bit(fetch.exists, 0));
+    for (int j = 0; j < C; ++j) {
+      const Arcs<A> x = stages[stage].arcs[j][lane];
+      p.blank[j] = Probability(x.blank, Bit(here, j));
+      p.label[j] = Probability(x.label, Bit(here, j));
+      if (before && j < empty) p.blank[j] = One<A>();
+    }
+    return p;
   };
 
-  // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
-  const auto compute = [&](auto several, int chunk, int tile, const Fetch& done, int chunk_next, int tile_next,
-                           State& state) {
-    Fetch fetch;
-    fetch.stage = done.stage ^ 1;
-    fetch.here = fetch.exists = chunk_next < 0 ? 0 : existing(chunk_next, tile_next);
-    locate(fetch, tile_next == tile ? after(done.at[0], C)
-                                    : position(begin + chunk_next * C * kStep, tile_next * kTile + lane));
-    const unsigned stored = done.here & keep;
+  const auto compute = [&](int chunk, int tile, const Chunk& now, int stage, const Probabilities& p, State& state) {
+    const unsigned stored = now.here & keep, exits = lane == kExit;
     // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
     // arc that is:
-    const unsigned before = tile * kTile + lane > 0 ? done.here >> args.skew : 0;
+    const unsigned before = tile * kTile + lane > 0 ? now.here >> args.skew : 0;
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
     const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
-    const unsigned exits = lane == kExit;
-    Value<A> enter[C];
+    Value<A> enter[C], others[C];
 #pragma unroll
     for (int j = 0; j < C; ++j) enter[j] = entering[j];
-    Read reads[C];
+    const auto read = [&](int j) {
+      if (kSweep == 2 && j < C) others[j] = stages[stage].other[j][lane];
+    };
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) reads[j] = done.reads[j];
-    int place = place_of(done.stage);
-    start_copies(fetch, 0, kSecond);
-    if (kSweep == 2 || several) fetch_rest(chunk_next, tile_next, fetch);
-    Value<A> blank_next = done.blank, label_next = done.label;
-    A entered = 0;  // the posterior of a label arc; its store follows a step later, as the next shuffle waits for it
+    for (int j = 0; j < kAhead; ++j) read(j);
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      const Read step = reads[j];
-      if (j + kAhead == kSecond) place = WaitForCopies<2>(place);
-      if (j + kAhead == kThird<A>) place = WaitForCopies<kThird<A> - kAhead <= 1 ? 2 : 3>(place);
-      if (j + kAhead < C) reads[j + kAhead] = read(place, j + kAhead);
-      const unsigned own = stored & 1u << j, at = done.at[j];
-      const Value<A> p_blank = blank_next, p_label = label_next;
-      if (j + 1 < C) {
-        const bool exists = Bit(done.exists, j + 1);
-        blank_next = Now(Probability(reads[j + 1].arcs.blank, exists));
-        label_next = Now(Probability(reads[j + 1].arcs.label, exists));
-      }
-      const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
+      read(j + kAhead);
+      const unsigned own = stored & 1u << j, at = after(now.first, j);
+      const auto posterior = [&](Value<A> v) { return v.m * others[j].m * BiasedPower<A>(v.e + others[j].e); };
       if (kUp) {
         Value<A> alpha = Plus(state.self, state.in);
         if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
-        const Value<A> label = Times(alpha, p_label);
-        state.self = Times(alpha, p_blank);
+        const Value<A> label = Times(alpha, p.label[j]);
+        state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
         StoreIf(exits, leaving + 2 * j, label.m, label.e);
-        if (kSweep == 2 && j > 0) StoreIf(before & 1u << (j - 1), &arcs[done.at[j - 1]].blank - 1, entered);
-        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(state.self));
         if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
       } else {
-        const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
+        const Value<A> blank = Times(state.self, p.blank[j]), label = Times(state.in, p.label[j]);
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
@@ -593,13 +526,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
       }
       if (lane == kEntry) state.in = enter[j];
-      if (kSweep == 2 && kUp) entered = posterior(state.in);
-      if (j == 0) start_copies(fetch, kSecond, kThird<A>);
-      if (j == 1) start_copies(fetch, kThird<A>, C);
-      if (j == C - 2) first_reads(fetch);
+      if (kSweep == 2 && kUp) {
+        StoreIf(own, &arcs[at].blank, posterior(state.self));
+        StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
+      }
     }
-    if (kSweep == 2 && kUp) StoreIf(before & 1u << (C - 1), &arcs[done.at[C - 1]].blank - 1, entered);
-    return fetch;
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
@@ -608,38 +539,43 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
   }
   if (tiles <= warps) {
+    // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
-    Fetch fetch = fetch_all(warp < tiles ? 0 : chunks, warp, 0);
-    first_reads(fetch);
     const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
+    Chunk now = chunk_at(0, warp), next = chunk_at(1, warp);
+    start_copies(0, warp, now, 0);
+    start_copies(1, warp, next, 1);
+    WaitForCopies<1>();
+    Probabilities p = probabilities(0, warp, now.here, 0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
-      const int chunk = round - first_round;
+      const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
-      fetch = compute(std::false_type(), chunk, warp, fetch, chunk + 1, warp, state);
+      compute(chunk, warp, now, stage, p, state);
+      const Chunk later = {chunk_at(chunk + 2, warp).here, after(next.first, C)};
+      start_copies(chunk + 2, warp, later, stage);
+      WaitForCopies<1>();
+      p = probabilities(chunk + 1, warp, next.here, stage ^ 1);
+      now = next;
+      next = later;
     }
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
   }
 
   for (int tile = warp; tile < tiles; tile += warps) store(tile, initial(tile));
-  Fetch fetch = fetch_all(chunk_of(0, warp), warp, 0);
-  first_reads(fetch);
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();
     for (int tile = warp; tile < tiles; tile += warps) {
-      const bool last_tile = tile + warps >= tiles;
-      const int tile_next = last_tile ? warp : tile + warps;
-      const int chunk = chunk_of(round, tile), chunk_next = chunk_of(last_tile ? round + 1 : round, tile_next);
-      if (chunk < 0 || chunk >= chunks) {
-        fetch = fetch_all(chunk_next, tile_next, fetch.stage ^ 1);
-        first_reads(fetch);
-        continue;
-      }
+      const int chunk = chunk_of(round, tile);
+      if (chunk < 0 || chunk >= chunks) continue;
+      const Chunk now = chunk_at(chunk, tile);
+      start_copies(chunk, tile, now, 0);
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
-      fetch = compute(std::true_type(), chunk, tile, fetch, chunk_next, tile_next, state);
+      WaitForCopies<0>();
+      compute(chunk, tile, now, 0, probabilities(chunk, tile, now.here, 0), state);
       store(tile, state);
     }
   }
