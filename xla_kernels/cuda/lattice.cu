@@ -19,23 +19,29 @@
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) while the chunk before it is computed, so no step waits for a load. A chunk has no branches: a node
-// that does not exist has arcs of probability zero, and stores have predicates. All chunks are full: the first sweep
-// begins with diagonals without nodes, the second ends with such. If there are more tiles of 32 columns than warps, a
-// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U.
+// memory (cp.async) two chunks ahead. Between chunks, the probabilities of the next one are computed, eight steps side
+// by side, and stay in registers. A chunk has no branches: a node that does not exist has arcs of probability zero, and
+// stores have predicates. All chunks are full: the first sweep begins with diagonals without nodes, the second ends
+// with such. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps their running
+// values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
 //
-// The critical path of a step is a shuffle, a multiply-add and an addition of exponents: about 60 cycles. The exp of
+// The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
+// two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
 // the arcs is off the path. Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at
 // the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
 // instead of 4.
 //
-// Tried, in cycles of a step of one warp as scheduled for sm_90, in order of the sweeps. `make cuda-model` replays
-// whole blocks, with what happens between chunks: 150 and 188 at U = 127.
-//   loads into registers, branches for what does not exist                                226, 329 to 362
-//   copies in one part at the start of a chunk, with waits of the addresses for each other  135 (the first sweep)
-//   a step of the copies in each step; reads from shared memory may not overtake them       142 to 162, 169 to 208
-//   the same, reads one step ahead of the copies                                            110 to 115, 125 to 173
-//   label posteriors in the lane that the arc enters: no column right of the tile           125 instead of 136, upwards
+// Tried; cycles of a diagonal at U = 127 in the steady state of a block, by the replay of `make cuda-model`, for alpha
+// and beta of the first and of the second sweep:
+//   probabilities in the step that needs them, a step of the copies in the middle of a chunk     140 143   160 145
+//   positions of a chunk side by side, not one from the other; copies after the first two steps  113 124   138 139
+//   copies in three groups, each waited for when it is needed                                    119 102   157 134
+//   the same, reads of shared memory free to pass the wait                                       121 104   160 131
+//   the same, probabilities a step ahead in the source: the compiler delays them again           119 105   156 125
+//   probabilities of a chunk at its end                                                          115 113   142 140
+//   the same, copies of arcs within the steps                                                    120 112   162 152
+//   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
+//   the label posterior stored a step later                                                      no change
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>

@@ -345,33 +345,6 @@ __device__ __forceinline__ Words Window(const Words& low, const Words& high, int
   return {{w[0], w[1], w[2], w[3]}};
 }
 
-// x, computed here: the compiler neither delays it until it is needed nor computes it twice.
-__device__ __forceinline__ unsigned Computed(unsigned x) {
-#if defined(__CUDACC__)
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
-}
-__device__ __forceinline__ int32_t Computed(int32_t x) { return int32_t(Computed(uint32_t(x))); }
-__device__ __forceinline__ int64_t Computed(int64_t x) {
-#if defined(__CUDACC__)
-  asm volatile("" : "+l"(x));
-#endif
-  return x;
-}
-__device__ __forceinline__ float Computed(float x) {
-#if defined(__CUDACC__)
-  asm volatile("" : "+f"(x));
-#endif
-  return x;
-}
-__device__ __forceinline__ double Computed(double x) {
-#if defined(__CUDACC__)
-  asm volatile("" : "+d"(x));
-#endif
-  return x;
-}
-
 // ---- global memory ----
 
 // p, without its history: the address of p[i] then is one multiply-add, not a sum of all offsets.
@@ -446,7 +419,9 @@ class SharedAddress {
   __device__ __forceinline__ explicit SharedAddress(T* to) : to_(unsigned(__cvta_generic_to_shared(to))) {
     asm("" : "+r"(to_));
   }
-  __device__ __forceinline__ SharedAddress operator+(int i) const { return SharedAddress(to_ + unsigned(i * sizeof(T))); }
+  __device__ __forceinline__ SharedAddress operator+(int i) const {
+    return SharedAddress(to_ + unsigned(i * sizeof(T)));
+  }
   __device__ __forceinline__ unsigned Get() const { return to_; }
 
  private:
@@ -462,8 +437,8 @@ class SharedAddress {
 #endif
 };
 
-// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do not
-// see it before a barrier either, so they may move across.
+// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do
+// not see it before a barrier either, so they may move across.
 __device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<float> to, float x, int y) {
 #if defined(__CUDACC__)
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3};}" ::"r"(condition),
@@ -516,18 +491,6 @@ __device__ __forceinline__ void WaitForCopies() {
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 #endif
-}
-
-// The same. Returns `place`: reads at an index that derives from the result come after the wait. All other accesses may
-// move across it.
-template <int kGroups>
-__device__ __forceinline__ int WaitForCopies(int place) {
-#if !defined(__CUDACC__)
-  emulation::WaitForCopies(kGroups);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %1;" : "+r"(place) : "n"(kGroups));
-#endif
-  return place;
 }
 
 // Waits for the copies that this thread started. Other threads see them after a barrier.
