@@ -468,10 +468,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const unsigned at = after(next.first, j), of_other = kUp ? after(next.first, j + 1) : at;
-      if (Bit(next.here, j)) CopyAsync(to_arcs + (stage * kApart + 32 * j), arcs + at);
-      if (kSweep == 2 && Bit(next.here, kUp ? j + 1 : j)) {
-        CopyAsync(to_other + (2 * stage * kApart + 64 * j), m + of_other);
-        CopyAsync(to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
+      CopyAsyncIf(next.here & 1u << j, to_arcs + (stage * kApart + 32 * j), arcs + at);
+      if (kSweep == 2) {
+        const unsigned exists = next.here & 1u << (kUp ? j + 1 : j);
+        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j), m + of_other);
+        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
       }
     }
     CommitCopies();

@@ -474,6 +474,17 @@ __device__ __forceinline__ void CopyAsync(T* to, const T* from) {
   CopyAsync(SharedAddress<T>(to), from);
 }
 
+// The same if `condition` is not zero; never a branch.
+template <class T>
+__device__ __forceinline__ void CopyAsyncIf(unsigned condition, SharedAddress<T> to, const T* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.ca.shared.global [%1], [%2], %3;}" ::"r"(condition),
+               "r"(to.Get()), "l"(from), "n"(sizeof(T)));
+#else
+  if (condition != 0) CopyAsync(to, from);
+#endif
+}
+
 // Makes a group of the copies that this thread started since the last group.
 __device__ __forceinline__ void CommitCopies() {
 #if !defined(__CUDACC__)
