@@ -41,7 +41,8 @@
 //   probabilities of a chunk at its end                                                          115 113   142 140
 //   the same, copies of arcs within the steps                                                    120 112   162 152
 //   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
-//   the label posterior stored a step later                                                      no change
+//   the label posterior stored a step later                                                      142 139
+//   copies that have a condition in place of a branch: what is here
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
