@@ -583,6 +583,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
+      __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
       compute(chunk, tile, now, 0, probabilities(chunk, tile, now.here, 0), state);
       store(tile, state);
     }
