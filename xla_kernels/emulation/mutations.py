@@ -99,6 +99,7 @@ MUTATIONS = (
     ("copies not waited for", LATTICE, "WaitForCopies<1>();\n      p = probabilities", "p = probabilities"),
     ("copies not waited for: first chunk", LATTICE, "WaitForCopies<1>();\n    Probabilities", "Probabilities"),
     ("copies not waited for: several tiles", LATTICE, "      WaitForCopies<0>();\n", ""),
+    ("missing __syncwarp: arcs replaced in place", LATTICE, "      __syncwarp();  // compute replaces", "      // "),
     ("copies of the wrong chunk", LATTICE, "{chunk_at(chunk + 2, warp)", "{chunk_at(chunk + 1, warp)"),
     ("copies into the stage not yet read", LATTICE, "warp, later, stage);", "warp, later, stage ^ 1);"),
     ("copies: one diagonal too late", LATTICE, "kUp ? after(next.first, j + 1) : at", "at"),
