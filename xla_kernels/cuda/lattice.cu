@@ -19,23 +19,30 @@
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) while the chunk before it is computed, so no step waits for a load. A chunk has no branches: a node
-// that does not exist has arcs of probability zero, and stores have predicates. All chunks are full: the first sweep
-// begins with diagonals without nodes, the second ends with such. If there are more tiles of 32 columns than warps, a
-// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U.
+// memory (cp.async) two chunks ahead. Between chunks, the probabilities of the next one are computed, eight steps side
+// by side, and stay in registers. A chunk has no branches: a node that does not exist has arcs of probability zero, and
+// stores have predicates. All chunks are full: the first sweep begins with diagonals without nodes, the second ends
+// with such. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps their running
+// values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
 //
-// The critical path of a step is a shuffle, a multiply-add and an addition of exponents: about 60 cycles. The exp of
+// The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
+// two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
 // the arcs is off the path. Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at
 // the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
 // instead of 4.
 //
-// Tried, in cycles of a step of one warp as scheduled for sm_90, in order of the sweeps. `make cuda-model` replays
-// whole blocks, with what happens between chunks: 150 and 188 at U = 127.
-//   loads into registers, branches for what does not exist                                226, 329 to 362
-//   copies in one part at the start of a chunk, with waits of the addresses for each other  135 (the first sweep)
-//   a step of the copies in each step; reads from shared memory may not overtake them       142 to 162, 169 to 208
-//   the same, reads one step ahead of the copies                                            110 to 115, 125 to 173
-//   label posteriors in the lane that the arc enters: no column right of the tile           125 instead of 136, upwards
+// Tried; cycles of a diagonal at U = 127 in the steady state of a block, by the replay of `make cuda-model`, for alpha
+// and beta of the first and of the second sweep:
+//   probabilities in the step that needs them, a step of the copies in the middle of a chunk     140 143   160 145
+//   positions of a chunk side by side, not one from the other; copies after the first two steps  113 124   138 139
+//   copies in three groups, each waited for when it is needed                                    119 102   157 134
+//   the same, reads of shared memory free to pass the wait                                       121 104   160 131
+//   the same, probabilities a step ahead in the source: the compiler delays them again           119 105   156 125
+//   probabilities of a chunk at its end                                                          115 113   142 140
+//   the same, copies of arcs within the steps                                                    120 112   162 152
+//   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
+//   the label posterior stored a step later                                                      142 139
+//   copies that have a condition in place of a branch: what is here
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -56,13 +63,8 @@ constexpr unsigned kAll = 0xffffffffu;
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
 constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Step of a chunk in which the copies of the next one start, in eighths of a chunk. Later steps leave less time,
-// earlier ones delay this chunk.
-#ifndef JAX_RNNT_LATTICE_COPY_STEP
-#define JAX_RNNT_LATTICE_COPY_STEP 4
-#endif
-constexpr int kCopyStep = JAX_RNNT_LATTICE_COPY_STEP;
-static_assert(0 <= kCopyStep && kCopyStep < 8, "in eighths of a chunk");
+// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
+constexpr int kScaleStep = 1;
 // Steps from the read of a value in shared memory to its use.
 #ifndef JAX_RNNT_LATTICE_AHEAD
 #define JAX_RNNT_LATTICE_AHEAD 2
@@ -118,7 +120,9 @@ struct Arguments {
         grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args, true)),
-        loss(static_cast<A*>(args.loss)) {}
+        loss(static_cast<A*>(args.loss)) {
+    for (int j = 0; j <= kChunk<A>; ++j) steps[j] = unsigned(j % std::max(1, frames) * columns);
+  }
 
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
@@ -132,6 +136,7 @@ struct Arguments {
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
+  unsigned steps[kChunk<A> + 1];  // from a row of a plane to that of the j-th diagonal after it
 };
 
 // One sequence, as all kernels see it.
@@ -217,8 +222,11 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       };
       by_frames([&](int t, int64_t i) {
         if (!used(t)) return;
-        tile[slot(t)].blank = check(args.log_blank[i]);
-        tile[slot(t)].label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
+        const A blank = check(args.log_blank[i]);
+        const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
+        const bool leads = t + 1 < sequence.frames;
+        tile[slot(t)].blank = leads || u == sequence.labels ? blank : -kInfinity<A>;
+        tile[slot(t)].label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
       });
       bits = OrBits(bits);
       by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
@@ -429,138 +437,108 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
   const int terminal = length - 1 - (chunks - 1) * C;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Position in a plane of the node in column u on diagonal n, and of the one on the next diagonal of the sweep: the
+  // Positions in a plane: of the node in column u on diagonal n, and of the one j diagonals further on, which is the
   // smaller of two unsigned numbers, one of which has wrapped around.
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto position = [&](int n, int u) {
     const unsigned row = unsigned(n + args.lift);
     return (row - args.by_frames(row) * unsigned(args.frames)) * columns + unsigned(u);
   };
-  const auto next = [&](unsigned at) {
-    return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
+  const auto after = [&](unsigned first, int j) {
+    const unsigned at = kUp ? first + args.steps[j] : first - args.steps[j];
+    return kUp ? min(at, at - plane) : min(at, at + plane);
   };
-  const auto frame = [&](int n, int u) { return u <= sequence.labels ? n - args.skew * u : -(1 << 30); };
-
-  // The chunk that is being copied.
-  struct Fetch {
-    int stage;
-    unsigned here, first, at;  // nodes that exist; positions of the first step and of the next copy
+  // Steps of a chunk, and what is known of it before: its nodes that exist, the position of its first step, and the
+  // probabilities of its arcs.
+  struct Chunk {
+    unsigned here, first;
+  };
+  struct Probabilities {
+    Value<A> blank[C], label[C];
+  };
+  const auto chunk_at = [&](int chunk, int tile) {
+    const int n = begin + chunk * C * kStep, u = tile * kTile + lane;
+    const unsigned here = Existing<C, kStep>(u <= sequence.labels ? n - args.skew * u : -(1 << 30), sequence.frames);
+    return Chunk{0 <= chunk && chunk < chunks ? here : 0, position(n, u)};
   };
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
-  const auto existing = [&](int chunk, int tile) {
-    const unsigned here = Existing<C, kStep>(frame(begin + chunk * C * kStep, tile * kTile + lane), sequence.frames);
-    return chunk >= 0 && chunk < chunks ? here : 0;
-  };
-  const auto first_position = [&](int chunk, int tile) {
-    return position(begin + chunk * C * kStep, tile * kTile + lane);
-  };
-  const auto start_copies = [&](Fetch& fetch) {
-    Arcs<A>* const to_arcs = Settled(&stages[fetch.stage].arcs[0][lane]);
-    Value<A>* const to_other = Settled(&stages[fetch.stage].other[0][lane]);
+  constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
+  const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
+  const SharedAddress<A> to_other(&stages[0].other[0][lane].m);
+  const auto start_copies = [&](int chunk, int tile, const Chunk& next, int stage) {
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      const bool here = Bit(fetch.here, j), other = Bit(fetch.here, kUp ? j + 1 : j);
-      if (here) CopyAsync(to_arcs + 32 * j, arcs + fetch.at);
-      const unsigned after = next(fetch.at), from = kUp ? after : fetch.at;
-      if (kSweep == 2 && other) CopyAsync(&to_other[32 * j].m, m + from);
-      if (kSweep == 2 && other) CopyAsync(reinterpret_cast<A*>(&to_other[32 * j].e), e + from);
-      fetch.at = after;
+      const unsigned at = after(next.first, j), of_other = kUp ? after(next.first, j + 1) : at;
+      CopyAsyncIf(next.here & 1u << j, to_arcs + (stage * kApart + 32 * j), arcs + at);
+      if (kSweep == 2) {
+        const unsigned exists = next.here & 1u << (kUp ? j + 1 : j);
+        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j), m + of_other);
+        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
+      }
+    }
+    CommitCopies();
+    if (kSweep == 2 && kUp && chunk == chunks - 1 && tile * kTile + lane == sequence.labels) {
+      stages[stage].other[terminal][lane] = One<A>();
     }
   };
-  // What does not come from memory.
-  const auto fetch_rest = [&](int chunk, int tile, const Fetch& fetch) {
-    const int u = tile * kTile + lane;
-    if (kSweep == 1 && chunk == 0 && u == edge) {
-#pragma unroll 1
-      for (int j = 0; j < empty; ++j) stages[fetch.stage].arcs[j][lane] = {A(0), -kInfinity<A>};
+  // The first sweep begins before the first diagonal: there, arcs keep the initial value.
+  const auto probabilities = [&](int chunk, int tile, unsigned here, int stage) {
+    Probabilities p;
+    const bool before = kSweep == 1 && chunk == 0 && tile * kTile + lane == edge;
+#pragma unroll
+    for (int j = 0; j < C; ++j) {
+      const Arcs<A> x = stages[stage].arcs[j][lane];
+      p.blank[j] = Probability(x.blank, Bit(here, j));
+      p.label[j] = Probability(x.label, Bit(here, j));
+      if (before && j < empty) p.blank[j] = One<A>();
     }
-    if (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels) {
-      stages[fetch.stage].other[terminal][lane] = One<A>();
-    }
-  };
-  const auto fetch_all = [&](int chunk, int tile, int stage) {
-    const unsigned first = first_position(chunk, tile);
-    Fetch fetch = {stage, existing(chunk, tile), first, first};
-    if (chunk < 0 || chunk >= chunks) return fetch;
-    start_copies(fetch);
-    fetch_rest(chunk, tile, fetch);
-    return fetch;
+    return p;
   };
 
-  // Computes a chunk and starts the copies of the warp's next one. Returns the latter.
-  const auto compute = [&](int chunk, int tile, Fetch done, int chunk_next, int tile_next, State& state) {
-    const Stage<A, kSweep>& now = stages[done.stage];
-    Fetch fetch = {done.stage ^ 1, existing(chunk_next, tile_next), done.at, done.at};
-    if (tile_next != tile) fetch.first = fetch.at = first_position(chunk_next, tile_next);
-    const int u = tile * kTile + lane;
-    // Arcs that exist: also, before the first diagonal, that which keeps the initial value.
-    const unsigned exists = kSweep == 1 && chunk == 0 && u == edge ? done.here | ((1u << empty) - 1) : done.here;
-    const unsigned stored = done.here & keep;
-    // Where beta of the next diagonal is not zero. Elsewhere, only the exponent says so.
-    const unsigned beyond =
-        done.here >> 1 | (kSweep == 2 && kUp && chunk == chunks - 1 && u == sequence.labels ? 1u << terminal : 0);
+  const auto compute = [&](int chunk, int tile, const Chunk& now, int stage, const Probabilities& p, State& state) {
+    const unsigned stored = now.here & keep, exits = lane == kExit;
     // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
     // arc that is:
-    const unsigned before = u > 0 ? done.here >> args.skew : 0;
+    const unsigned before = tile * kTile + lane > 0 ? now.here >> args.skew : 0;
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
-    Value<A>* const leaving = crossings + (tile * 2 + (chunk & 1)) * C;
-    unsigned at = done.first;
-    // What a step reads from shared memory, a step ahead of the copies, which may not overtake reads.
-    struct Read {
-      Arcs<A> arcs;
-      Value<A> other, entering;
-    };
-    const auto read = [&](int j) {
-      Read read = {};
-      read.arcs = now.arcs[j][lane];
-      if (kSweep == 2) read.other = now.other[j][lane];
-      if (kSweep == 2 && kUp && !Bit(beyond, j)) read.other.e = S::kZero;
-      read.entering = entering[j];
-      return read;
-    };
-    Read reads[C];
+    const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
+    Value<A> enter[C], others[C];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) reads[j] = read(j);
+    for (int j = 0; j < C; ++j) enter[j] = entering[j];
+    const auto read = [&](int j) {
+      if (kSweep == 2 && j < C) others[j] = stages[stage].other[j][lane];
+    };
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) read(j);
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      const Read step = reads[j];
-      if (j + kAhead < C) reads[j + kAhead] = read(j + kAhead);
-      const unsigned own = stored & 1u << j;
-      const auto probability = [&](A x) { return Probability(x, Bit(exists, j)); };
-      const Value<A> p_blank = probability(step.arcs.blank), p_label = probability(step.arcs.label);
-      const auto keep_value = [&](Value<A> v) {
-        if (kSweep == 2) return;
-        StoreIf(own, m + at, v.m);
-        StoreIf(own, e + at, S::AsFloat(v.e));
-      };
-      const auto posterior = [&](Value<A> v) { return v.m * step.other.m * BiasedPower<A>(v.e + step.other.e); };
+      read(j + kAhead);
+      const unsigned own = stored & 1u << j, at = after(now.first, j);
+      const auto posterior = [&](Value<A> v) { return v.m * others[j].m * BiasedPower<A>(v.e + others[j].e); };
       if (kUp) {
-        const Value<A> alpha = Plus(state.self, state.in), label = Times(alpha, p_label);
-        state.self = Times(alpha, p_blank);
+        Value<A> alpha = Plus(state.self, state.in);
+        if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
+        const Value<A> label = Times(alpha, p.label[j]);
+        state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
-        if (lane == kExit) leaving[j] = label;
-        keep_value(alpha);
+        StoreIf(exits, leaving + 2 * j, label.m, label.e);
+        if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
       } else {
-        const Value<A> blank = Times(state.self, p_blank), label = Times(state.in, p_label);
+        const Value<A> blank = Times(state.self, p.blank[j]), label = Times(state.in, p.label[j]);
         state.self = Plus(blank, label);
+        if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
-        if (lane == kExit) leaving[j] = state.self;
-        keep_value(state.self);
+        StoreIf(exits, leaving + 2 * j, state.self.m, state.self.e);
+        if (kSweep == 1) StoreIf(own, m + at, state.self.m, e + at, S::AsFloat(state.self.e));
         if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
       }
-      if (lane == kEntry) state.in = step.entering;
+      if (lane == kEntry) state.in = enter[j];
       if (kSweep == 2 && kUp) {
         StoreIf(own, &arcs[at].blank, posterior(state.self));
         StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
       }
-      at = next(at);
-      if (j == kCopyStep * C / 8) start_copies(fetch);
     }
-    if (0 <= chunk_next && chunk_next < chunks) fetch_rest(chunk_next, tile_next, fetch);
-    state.self = Normalize(state.self);
-    state.in = Normalize(state.in);
-    return fetch;
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
@@ -569,36 +547,44 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
   }
   if (tiles <= warps) {
+    // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
-    Fetch fetch = fetch_all(warp < tiles ? 0 : chunks, warp, 0);
+    const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
+    Chunk now = chunk_at(0, warp), next = chunk_at(1, warp);
+    start_copies(0, warp, now, 0);
+    start_copies(1, warp, next, 1);
+    WaitForCopies<1>();
+    Probabilities p = probabilities(0, warp, now.here, 0);
     for (int round = 0; round < rounds; ++round) {
-      WaitForCopies();
       __syncthreads();
-      const int chunk = chunk_of(round, warp);
-      if (warp < tiles && 0 <= chunk && chunk < chunks) fetch = compute(chunk, warp, fetch, chunk + 1, warp, state);
+      const int chunk = round - first_round, stage = chunk & 1;
+      if (chunk < 0 || chunk >= chunks) continue;
+      compute(chunk, warp, now, stage, p, state);
+      const Chunk later = {chunk_at(chunk + 2, warp).here, after(next.first, C)};
+      start_copies(chunk + 2, warp, later, stage);
+      WaitForCopies<1>();
+      p = probabilities(chunk + 1, warp, next.here, stage ^ 1);
+      now = next;
+      next = later;
     }
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
   }
 
   for (int tile = warp; tile < tiles; tile += warps) store(tile, initial(tile));
-  Fetch fetch = fetch_all(chunk_of(0, warp), warp, 0);
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();
     for (int tile = warp; tile < tiles; tile += warps) {
-      WaitForCopies();
-      __syncwarp();
-      const bool last_tile = tile + warps >= tiles;
-      const int tile_next = last_tile ? warp : tile + warps;
-      const int chunk = chunk_of(round, tile), chunk_next = chunk_of(last_tile ? round + 1 : round, tile_next);
-      if (chunk < 0 || chunk >= chunks) {
-        fetch = fetch_all(chunk_next, tile_next, fetch.stage ^ 1);
-        continue;
-      }
+      const int chunk = chunk_of(round, tile);
+      if (chunk < 0 || chunk >= chunks) continue;
+      const Chunk now = chunk_at(chunk, tile);
+      start_copies(chunk, tile, now, 0);
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
-      fetch = compute(chunk, tile, fetch, chunk_next, tile_next, state);
+      WaitForCopies<0>();
+      __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
+      compute(chunk, tile, now, 0, probabilities(chunk, tile, now.here, 0), state);
       store(tile, state);
     }
   }

@@ -65,6 +65,15 @@ __device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
   return {Fma(b.m, BiasedPower<A>(b.e + shift), a.m * BiasedPower<A>(a.e + shift)), e};
 }
 
+// 1 as 2^-k * 2^k, where 2^k is about x: the product of a number with it has a mantissa near 1. Shorter than Normalize:
+// k is bounded, and no exception is made for zero.
+template <class A>
+__device__ __forceinline__ Value<A> Scale(A x) {
+  using S = Scalar<A>;
+  const auto k = S::Max((S::AsInt(Abs(x)) >> S::kMantissaBits) - S::kExponentBias, -32);
+  return {S::AsFloat((S::kExponentBias - k) << S::kMantissaBits), k};
+}
+
 // ---- Arcs of any size ----
 
 // Bits of the flag of a tile: which kinds of arcs it has.

@@ -389,20 +389,99 @@ __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x
 #endif
 }
 
+// Stores two numbers to two places.
+__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float* other, float y) {
+#if defined(__CUDACC__)
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; @p st.global.f32 [%3], %4;}" ::"r"(condition),
+      "l"(to), "f"(x), "l"(other), "f"(y));
+#else
+  if (condition != 0) *to = x, *other = y;
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x, double* other, double y) {
+#if defined(__CUDACC__)
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2; @p st.global.f64 [%3], %4;}" ::"r"(condition),
+      "l"(to), "d"(x), "l"(other), "d"(y));
+#else
+  if (condition != 0) *to = x, *other = y;
+#endif
+}
+
 // ---- copies from global to shared memory in the background ----
 
-// Starts a copy of *from to *to, which lies in shared memory. Neither may be used before WaitForCopies. The size of T
-// is 4, 8 or 16 bytes. No memory clobber: loads and stores may move across the start of a copy, not across the wait.
+// Where copies go: an address in shared memory of 32 bits, which the compiler does not derive anew for each copy.
 template <class T>
-__device__ __forceinline__ void CopyAsync(T* to, const T* from) {
+class SharedAddress {
+ public:
+#if defined(__CUDACC__)
+  __device__ __forceinline__ explicit SharedAddress(T* to) : to_(unsigned(__cvta_generic_to_shared(to))) {
+    asm("" : "+r"(to_));
+  }
+  __device__ __forceinline__ SharedAddress operator+(int i) const {
+    return SharedAddress(to_ + unsigned(i * sizeof(T)));
+  }
+  __device__ __forceinline__ unsigned Get() const { return to_; }
+
+ private:
+  __device__ __forceinline__ explicit SharedAddress(unsigned to) : to_(to) {}
+  unsigned to_;
+#else
+  explicit SharedAddress(T* to) : to_(to) {}
+  SharedAddress operator+(int i) const { return SharedAddress(to_ + i); }
+  T* Get() const { return to_; }
+
+ private:
+  T* to_;
+#endif
+};
+
+// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do
+// not see it before a barrier either, so they may move across.
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<float> to, float x, int y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3};}" ::"r"(condition),
+               "r"(to.Get()), "r"(AsInt(x)), "r"(y));
+#else
+  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+#endif
+}
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<double> to, double x, int64_t y) {
+#if defined(__CUDACC__)
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b64 [%1], {%2, %3};}" ::"r"(condition),
+               "r"(to.Get()), "l"(AsInt(x)), "l"(y));
+#else
+  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+#endif
+}
+
+// Starts a copy of *from. Neither place may be used before WaitForCopies. The size of T is 4, 8 or 16 bytes. No memory
+// clobber: loads and stores may move across the start of a copy, not across the wait.
+template <class T>
+__device__ __forceinline__ void CopyAsync(SharedAddress<T> to, const T* from) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "copies have 4, 8 or 16 bytes");
 #if !defined(__CUDACC__)
-  emulation::CopyAsync(to, from, sizeof(T));
+  emulation::CopyAsync(to.Get(), from, sizeof(T));
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const unsigned shared = unsigned(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(sizeof(T)));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to.Get()), "l"(from), "n"(sizeof(T)));
 #else
-  *to = *from;
+  *static_cast<T*>(__cvta_shared_to_generic(to.Get())) = *from;
+#endif
+}
+template <class T>
+__device__ __forceinline__ void CopyAsync(T* to, const T* from) {
+  CopyAsync(SharedAddress<T>(to), from);
+}
+
+// The same if `condition` is not zero; never a branch.
+template <class T>
+__device__ __forceinline__ void CopyAsyncIf(unsigned condition, SharedAddress<T> to, const T* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p cp.async.ca.shared.global [%1], [%2], %3;}" ::"r"(condition),
+               "r"(to.Get()), "l"(from), "n"(sizeof(T)));
+#else
+  if (condition != 0) CopyAsync(to, from);
 #endif
 }
 

@@ -69,6 +69,7 @@ void CheckAll() {
   Check<float>("a block per row", with([](O o) { o.classes = 4133; o.frames = 2; o.labels = 1; }));
   Check<BFloat16>("a block per row, bfloat16", with([](O o) { o.classes = 8221; o.frames = 2; o.labels = 1; o.in_place = false; }));
   Check<float>("tiles", with([](O o) { o.frames = 40; o.labels = 69; o.classes = 3; o.batch = 3; }));
+  Check<float>("tiles, flags of others before", with([](O o) { o.labels = 40; o.batch = 3; o.num_frames = {5, 5, 3}; o.num_labels = {40, 2, 31}; o.stale = true; }));
   Check<float>("tiles, many frames", with([](O o) { o.frames = 150; o.labels = 40; o.classes = 3; o.batch = 1; }));
   Check<double>("tiles, float64", with([](O o) { o.frames = 19; o.labels = 95; o.classes = 2; }));
   Check<float>("tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = 90, o.labels = 64, o.classes = 3; }));
@@ -174,7 +175,10 @@ void CheckAll() {
   // The sequence is so long that these arcs count as extreme: exponents would saturate.
   const Masks long_faint = masks(-2e6, 0, [](int, int, int) { return 0; });
   const Masks long_huge = masks(2e6, 0, [](int, int, int) { return 0; });
+  // Mantissas double with every diagonal.
+  const Masks equal = masks(-0.69314718, 0, [](int, int, int) { return 0; });
   for (const Table& table : {unit, monotonic, multi_blank}) {
+    CheckSkip<float>("equal arcs", table, 1, 360, 40, false, 0, equal);
     CheckSkip<float>("a faint node alone", table, 1, 1, 0, true, 0, lowest);
     CheckSkip<float>("a node at the limit alone", table, 1, 1, 0, true, 0, limit);
     CheckSkip<double>("a node at the limit alone", table, 1, 1, 0, true, 0, limit);

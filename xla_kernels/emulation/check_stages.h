@@ -17,6 +17,7 @@ struct Options {
   int batch = 2, frames = 5, labels = 3, classes = 7;
   bool monotonic = false;
   bool ragged = true, in_place = true, normalize = true, label_per_frame = false;
+  bool stale = false;  // the workspace holds 15, a flag of all bits, and not NaN
   bool bernoulli = false;
   int num_blanks = 1, durations = 0, offset = 0;
   double clamp = 0, spread = 4, shift = 0;  // logits: shift + [-spread, spread], a Bernoulli blank without shift
@@ -371,6 +372,7 @@ class Problem {
                         nullptr};
     const int64_t size = B * LatticeWorkspace(args, true);
     Buffer<A> loss_only(B), workspace(size), other_workspace(size);
+    for (int64_t i = 0; options_.stale && i < size; ++i) workspace[i] = other_workspace[i] = A(15);
     args.workspace = workspace.data();
     const bool is_double = sizeof(A) == 8;
     if (!Succeeded("Lattice with gradient", OnDevice([&] { return Lattice(is_double, args, nullptr); }))) return;
