@@ -117,4 +117,5 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     (_, ends), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
     # [..., U1 * A]: the last diagonals of all columns and arcs.
     by_end = (jnp.moveaxis(x, 0, -1) for x in ends)
-    return extended.log_of_sum(extended.Number(*(x.reshape(*x.shape[:-2], -1) for x in by_end))) + poison
+    ends = extended.Number(*(x.reshape(*x.shape[:-2], columns * len(topology)) for x in by_end))
+    return extended.log_of_sum(ends) + poison
