@@ -86,6 +86,7 @@ def test_thin_lattices(kernel, T, U):
     assert worst <= BOUND
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("scale", [0.0, 20.0, 100.0])
 def test_peaked_and_flat(implementation, scale):
     """Equal paths, and one dominant path while the others underflow float32."""
@@ -98,6 +99,7 @@ def test_peaked_and_flat(implementation, scale):
     assert worst <= limit
 
 
+@pytest.mark.rare("reference")
 def test_float64(implementation):
     p = one_sequence(600, 200, 5, 2.0)
     p = p._replace(logits=p.logits.astype(np.float64))
@@ -107,6 +109,7 @@ def test_float64(implementation):
     assert worst <= 1e-10
 
 
+@pytest.mark.rare("reference")
 def test_improbable_beginning(implementation):
     """The right path starts with arcs of e^-200: alphas must not underflow before they recover."""
     p = one_sequence(60, 20, 4, 1.0)
@@ -140,6 +143,7 @@ def test_equal_paths(implementation, T, U, classes):
     assert np.abs(gradient[0, :, :U, 0] + posteriors["label"][:, :U]).max() <= BOUND
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("score", [-0.3465735, -0.6931472, -0.3, -1.04], ids=str)
 def test_single_path(implementation, score):
     """One path of equal arcs: every product moves the mantissa in the same direction."""

@@ -12,6 +12,7 @@ import losses
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("layouts")
 def test_repeated_calls(loss, implementation):
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype="float32")

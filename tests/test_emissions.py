@@ -10,6 +10,8 @@ import losses
 import reference_numpy as truth
 from jax_rnnt.emissions import softmax
 
+pytestmark = pytest.mark.rare("reference")
+
 B, T, U1 = 3, 5, 4
 FRAMES = np.array([5, 3, 0], np.int32)
 BLANKS = {"one": (3,), "two": (0, 8), "four": (8, 7, 6, 5), "twice_the_same": (2, 2)}

@@ -182,6 +182,7 @@ def test_recordings(tmp_path):
     assert np.isfinite(log["losses"]).all()
 
 
+@pytest.mark.slow
 def test_missing_package():
     """The script says what to install, in one line."""
     script = "import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path('train.py')"
@@ -192,6 +193,7 @@ def test_missing_package():
     assert process.stderr.strip() == "examples/train.py needs tqdm: run pip install '.[examples]' in the clone."
 
 
+@pytest.mark.slow
 def test_missing_folder(tmp_path):
     process, _ = train(tmp_path, "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2

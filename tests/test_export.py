@@ -10,6 +10,8 @@ from jax import export
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.rare("reference")  # JAX itself transforms plain JAX
+
 
 def step(loss, **options):
     return jax.jit(jax.value_and_grad(lambda *p: loss(*p, **options)))

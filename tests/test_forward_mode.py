@@ -50,7 +50,7 @@ def test_reference_forward_mode(loss, small):
     np.testing.assert_allclose(jax.jit(jax.jacfwd(call))(x), expected, atol=1e-13)
 
 
-@pytest.mark.rare("reference")
+@pytest.mark.slow
 def test_hessian(implementation):
     """Forward over reverse, and reverse over reverse, on both implementations."""
     p = losses.problem(2, 3, 2, 4, scale=1.0, lengths=([3, 2], [2, 1]))

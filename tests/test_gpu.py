@@ -120,6 +120,7 @@ print(jax.default_backend(), digest.hexdigest())
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(losses.LOSSES))]), indirect=True, ids=str
 )

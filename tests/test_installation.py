@@ -107,6 +107,7 @@ assert "cpu" not in jax_rnnt._xla.loading.KERNELS
 """
 
 
+@pytest.mark.rare("older source")
 @pytest.mark.parametrize(
     ("api", "reason"),
     [

@@ -12,6 +12,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.rare("reference")
+
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
 
 

@@ -24,6 +24,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("layouts")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
@@ -89,6 +90,7 @@ def test_padding_size_of_the_reference(loss):
     assert not got[:, 7:].any() and not got[:, :, 5:].any()
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("layouts")
 def test_batch_order_changes_no_bit(loss, implementation):
     p = losses.problem(16, loss=loss, dtype=np.float32)
@@ -114,6 +116,7 @@ def test_batch_size_changes_no_bit(loss, kernel):
             losses.assert_same_bits(got, gradient[part])
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("layouts")
 def test_windows_outside_the_lengths_change_no_bit(loss, implementation):
     p = losses.problem(loss=loss, dtype=np.float32)

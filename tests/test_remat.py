@@ -10,6 +10,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.rare("reference")  # JAX itself transforms plain JAX
+
 POLICIES = {
     "none": None,
     "everything": jax.checkpoint_policies.everything_saveable,

@@ -15,6 +15,8 @@ from meshes import mesh_of
 from test_docs import code
 from test_packed import packed
 
+pytestmark = pytest.mark.rare("reference")  # JAX itself transforms plain JAX
+
 
 def test_eight_devices(devices):
     assert len(devices) == 8

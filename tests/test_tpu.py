@@ -99,6 +99,7 @@ def test_interpreter_of_tpus():
     check((lattices.STANDARD, truth.STANDARD), arcs, ((4, 3), (2, 1)), 1e-6, interpret=mode)
 
 
+@pytest.mark.slow
 def test_large_arcs_take_the_second_exponent():
     """All paths hold three labels, so a mask of the labels moves only the loss; the other sequence has none."""
     topology = lattices.products(DURATIONS)

@@ -7,6 +7,8 @@ import pytest
 
 import losses
 
+pytestmark = pytest.mark.rare("reference")  # JAX itself transforms plain JAX
+
 
 def per_sequence(loss, implementation, **options):
     return lambda *p: loss(*p, reduction="none", implementation=implementation, **options)
