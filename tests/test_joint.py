@@ -465,7 +465,7 @@ def test_workspace(joint, dtype):
     run = jax.value_and_grad(functools.partial(tiles, joint=joint, chunk=None), (0, 1))
     plane = 4 * batch * frames * (labels + 1)
     size = workspace(run, parameters, rows, rest)
-    assert size <= 64e6 + 5 * plane, f"{(size - 5 * plane) / 1e6:.0f} MB and five planes"
+    assert size <= 64e6 + 4 * plane, f"{(size - 4 * plane) / 1e6:.0f} MB and four planes"
 
 
 # --------------------------------------------------------------------------------------------------------- messages

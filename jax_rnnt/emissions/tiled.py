@@ -390,6 +390,11 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     return [x.reshape(-1, copies, *shape) for x in planes], []
 
 
+def _largest(plane):
+    """[B]: the largest absolute value of each sequence, from two reductions: |plane| would be a plane in memory."""
+    return jnp.maximum(jnp.max(plane, (1, 2), initial=0), -jnp.min(plane, (1, 2), initial=0))
+
+
 def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
@@ -398,7 +403,7 @@ def _negligible(cotangents, scale, clamp):
     """
     first = cotangents[0]
     size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
-    most = jnp.minimum(jnp.max(size, (1, 2), initial=0), 1)
+    most = jnp.minimum(functools.reduce(jnp.maximum, map(_largest, cotangents)), 1)
     limit = most * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(first.dtype)
     limit = limit[:, None, None] * (jnp.finfo(first.dtype).eps / sum(first.shape[1:]))
     return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
