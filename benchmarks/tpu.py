@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 # Else libtpu asks a metadata server for them, and waits; a lock file would allow one process at a time.
 os.environ |= dict(
@@ -39,6 +40,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
+from jax_rnnt.emissions import tiled
 from jax_rnnt.lattices import pallas, topology
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "tpu.md"
@@ -125,7 +127,10 @@ def computations(text):
 def estimated_cycles(text):
     """XLA's estimate: bodies of loops as often as they run where that is a constant."""
     found, entry = computations(text)
+    return _cost_in(found)(entry)
 
+
+def _cost_in(found):
     def cost(name):
         total = 0
         for _, _, opcode, rest in found[name]:
@@ -142,7 +147,15 @@ def estimated_cycles(text):
                 total += int(match[1])
         return total
 
-    return cost(entry)
+    return cost
+
+
+def tile_loops(text):
+    """XLA's estimates for one turn of each outermost loop whose turns are data: the forward and the backward tiles."""
+    found, entry = computations(text)
+    cost = _cost_in(found)
+    bodies = [re.search(r"body=%?([\w.<>-]+)", rest)[1] for _, _, opcode, rest in found[entry] if opcode == "while"]
+    return [cost(body) for body in bodies]
 
 
 def large_copies(text, elements):
@@ -226,6 +239,28 @@ HEAD = """| chip | program | temporaries / logits | bytes, GB | VMEM, KB | Mcycl
 |---|---|--:|--:|--:|--:|--:|--:|"""
 
 
+TILES = """| chips | rows of a tile | tiles | Mcycles of a tile, forward | backward | Mcycles of all tiles |
+|--:|--:|--:|--:|--:|--:|"""
+
+
+def tiles_row(generation, devices):
+    """The loops of the joint network in tiles, of which XLA's estimate for a program counts one turn."""
+    sizes, lowered_for = [], tiled.Tiled.lowered_for
+
+    def seen(*arguments):
+        made = lowered_for(*arguments)
+        sizes.append(made.size)
+        return made
+
+    with mock.patch.object(tiled.Tiled, "lowered_for", seen):
+        text = compiled(generation, "joint_rnnt_loss", devices, np.dtype(np.float32)).as_text()
+    frames, columns, blocks = sizes[-1]
+    tiles = -(-B * -(-T // frames) * -(-(U + 1) // columns) // blocks)  # of full lengths
+    forward, backward = (cycles / 1e6 for cycles in tile_loops(text))
+    rows = frames * columns * blocks
+    return f"| {devices} | {rows} | {tiles} | {forward:.2f} | {backward:.2f} | {tiles * (forward + backward):.1f} |"
+
+
 def row(generation, name, dtype, faults):
     executable = compiled(generation, name, 1, dtype)
     text, memory = executable.as_text(), executable.memory_analysis()
@@ -278,6 +313,11 @@ def main():
             check_devices(generation, "rnnt_loss", devices, faults)
         if generation == "v5e":
             check_devices(generation, "joint_rnnt_loss", 8, faults)
+            made = "\n".join([TILES, *(tiles_row(generation, devices) for devices in (1, 8))]) + "\n"
+            print(made, flush=True)
+            if options.check and made not in docs:
+                faults.append(f"docs/tpu.md is out of date for tiles: python benchmarks/tpu.py --write {generation}")
+            docs = re.sub(re.escape(TILES) + r"\n(?:\|.*\n)*", made, docs)
         block = re.compile(rf"(?:^\| {generation} \|.*\n)+", re.M)
         made = "\n".join(rows) + "\n"
         if not block.search(docs):

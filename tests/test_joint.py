@@ -101,7 +101,7 @@ def test_any_chunk(joint):
 def elsewhere(monkeypatch):
     """Tiles as they are lowered for other platforms than a CPU."""
     lowered_for = tiled.Tiled.lowered_for
-    monkeypatch.setattr(tiled.Tiled, "lowered_for", lambda self, _: lowered_for(self, ("other",)))
+    monkeypatch.setattr(tiled.Tiled, "lowered_for", lambda self, _, *rows: lowered_for(self, ("other",), *rows))
     monkeypatch.setattr(tiled, "block_of", lambda *_: (4, 3))  # so that a tile has several
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import losses
 from jax_rnnt import joint_rnnt_loss
+from jax_rnnt.emissions import tiled
 from meshes import mesh_of
 from networks import CHUNK, H, Network, V, assert_close, closure, linear, materialized, tiles
 
@@ -68,6 +69,24 @@ def check_sharded(run, arguments, expected):
     found = losses.collectives(entry)
     assert set(found) == {"all-reduce"} and found["all-reduce"] <= 5
     return got
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_tile_of_one_device(kind, devices, monkeypatch):
+    """A tile has rows of one device's sequences, not of the batch: so its memory does not grow with the mesh."""
+    sizes, lowered_for = [], tiled.Tiled.lowered_for
+
+    def seen(*arguments):
+        made = lowered_for(*arguments)
+        sizes.append(made.size)
+        return made
+
+    monkeypatch.setattr(tiled.Tiled, "lowered_for", seen)
+    run = jax.value_and_grad(functools.partial(tiles, chunk=None), (0, 1))
+    jax.jit(run).lower(*Network(batch=2).arguments)
+    with mesh_of(devices, kind) as mesh:
+        jax.jit(run).lower(*place(Network(batch=16), mesh))
+    assert len(sizes) == 4 and len(set(sizes)) == 1 and sizes[0][2] > 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

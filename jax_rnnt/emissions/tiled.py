@@ -44,23 +44,15 @@ class Joint(typing.NamedTuple):
 
 def tiled(logits: Joint, inner: Emission):
     """(emission, its logits) in tiles."""
-    planes = len(jax.tree.leaves(_made(inner, 1, logits.classes, logits.dtype)))
-
-    def choice(platform):
-        """Frames and columns of a block, and blocks of a tile."""
-        block = block_of(logits.shape[-3:-1], platform)
-        blocks = math.prod(-(-n // k) for n, k in zip(logits.shape[-3:-1], block)) * math.prod(logits.shape[:-3])
-        tiles = -(-blocks // max((logits.chunk or _rows(logits, planes, platform)) // math.prod(block), 1))
-        blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
-        return *block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block))
-
-    # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
     linear = isinstance(logits.joint, LinearJoint)
-    own, elsewhere = (choice(platform if linear else jax.default_backend()) for platform in ("cpu", "other"))
-    joint, parameters = split(logits.function, logits.joint, math.prod(own), logits.encoder, logits.predictor)
-    frames, columns, blocks = own
-    emission = Tiled(inner, joint, logits.classes, logits.dtype, frames, columns, blocks, elsewhere)
-    return emission, (parameters, logits.encoder, logits.predictor)
+    emission = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear)
+    rows = 1
+    if not linear:
+        # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
+        size = size_of(emission, logits.encoder, logits.predictor, jax.default_backend())
+        emission, rows = dataclasses.replace(emission, size=size), math.prod(size)
+    joint, parameters = split(logits.function, logits.joint, rows, logits.encoder, logits.predictor)
+    return dataclasses.replace(emission, joint=joint), (parameters, logits.encoder, logits.predictor)
 
 
 def _made(inner: Emission, rows: int, classes: int, dtype, strict=False):
@@ -92,23 +84,40 @@ def materialized(logits: Joint, emission: Emission, targets, num_frames, num_lab
     return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
 
 
-_BUDGET = 256e6  # bytes
+_BUDGET = 256e6  # bytes on a GPU
+_VMEM = 32e6  # bytes of a tile on a TPU
 
 
-def _rows(logits: Joint, planes: int, platform: str) -> int:
-    """Rows of a tile: few enough for the caches (CPU), enough to hide the launches of its kernels (others).
+def size_of(tiled: "Tiled", encoder, predictor, platform: str) -> tuple[int, int, int]:
+    """Frames and columns of a block, and blocks of a tile, for the sequences of one device."""
+    shape = encoder.shape[-2], predictor.shape[-2]
+    block = block_of(shape, platform)
+    blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
+    tiles = -(-blocks // max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1))
+    blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    return *block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block))
 
-    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. Elsewhere the
-    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it.
+
+def _rows(tiled: "Tiled", encoder, predictor, platform: str) -> int:
+    """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
+
+    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
+    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it. On a TPU
+    (v5e, T = 256, U = 64, V = 512, H = 640) XLA's estimate for all tiles is 26, 20, 17 and 17 million cycles with 8, 16,
+    32 and 64 MB; those of 64 MB no longer stay in VMEM.
     """
-    units = [x.shape[-1] for x in (logits.encoder, logits.predictor)]
+    units = [x.shape[-1] for x in (encoder, predictor)]
     if platform == "cpu":
-        return min(max((1 << 21) // (logits.classes + sum(units)), 256, min(max(units), 1024)), 4096)
-    width, sums = logits.dtype.itemsize, np.dtype(sum_dtype(logits)).itemsize
-    most = 0.94 * min(_BUDGET, width * math.prod(logits.shape) / 8)
-    fixed = sums * (logits.encoder.size + logits.predictor.size + planes * math.prod(logits.shape[:-1]))
+        return min(max((1 << 21) // (tiled.classes + sum(units)), 256, min(max(units), 1024)), 4096)
+    width, sums = tiled.dtype.itemsize, np.dtype(sum_dtype(tiled)).itemsize
     # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
-    row = width * (logits.classes + max(units) + (0 if isinstance(logits.joint, LinearJoint) else sum(units)))
+    row = width * (tiled.classes + max(units) + (0 if tiled.linear else sum(units)))
+    if platform == "tpu":
+        return max(int(_VMEM / row), 1024)
+    nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
+    most = 0.94 * min(_BUDGET, width * nodes * tiled.classes / 8)
+    planes = len(jax.tree.leaves(_made(tiled.inner, 1, tiled.classes, tiled.dtype)))
+    fixed = sums * (encoder.size + predictor.size + planes * nodes)
     return max(int(max(most - fixed, most / 4) / row), 1024)
 
 
@@ -172,22 +181,25 @@ class Tiled(Wrapper):
 
     The trailing batch dimensions of the encoder may be 1: all sequences of theirs share its rows. `joint` is the static
     part of the joint network; `classes` and `dtype` are those of its logits. A block has `frames` by `columns` nodes, a
-    tile has `blocks` blocks. These are for the CPU; other platforms have those in `elsewhere`.
+    tile has `blocks` blocks. The lowering chooses them: it knows the platform, and the sequences of a device.
     """
 
     joint: Any
     classes: int
     dtype: Any
-    frames: int
-    columns: int
-    blocks: int
-    elsewhere: tuple[int, int, int]
+    chunk: int | None
+    linear: bool
+    size: tuple[int, int, int] | None = None  # of a function from the start: it is traced for its rows
 
-    def lowered_for(self, platforms):
-        """The same with the tiles of these platforms."""
-        joint = self.joint.lowered_for(platforms)
-        frames, columns, blocks = (self.frames, self.columns, self.blocks) if platforms == ("cpu",) else self.elsewhere
-        return dataclasses.replace(self, joint=joint, frames=frames, columns=columns, blocks=blocks)
+    frames = property(lambda self: self.size[0])
+    columns = property(lambda self: self.size[1])
+    blocks = property(lambda self: self.size[2])
+
+    def lowered_for(self, platforms, encoder, predictor):
+        """The same with the tiles of these platforms, for these rows of one device."""
+        platform = platforms[0] if len(platforms) == 1 else "gpu"
+        size = self.size or size_of(self, encoder, predictor, platform)
+        return dataclasses.replace(self, joint=self.joint.lowered_for(platforms), size=size)
 
     # ---- the interface of `Emission`
 
@@ -244,7 +256,7 @@ class Tiled(Wrapper):
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
-        made = _made(self.inner, self.frames * self.columns * self.blocks, self.classes, self.dtype, strict)
+        made = _made(self.inner, 1, self.classes, self.dtype, strict)
         planes, saved = (jax.tree.leaves(x) for x in made)
         return ([(x, -math.inf) for x in planes], [(x, 0) for x in saved]), jax.tree.structure(made)
 
@@ -364,7 +376,7 @@ def _for_each(tiles, step, carry):
 def _forward_tiles(static, parameters, batched, grouped, platforms):
     """Planes and residuals [B, N, T, U1] for B encoders and N sequences of each."""
     tiled, strict = static
-    tiled = tiled.lowered_for(platforms)
+    tiled = tiled.lowered_for(platforms, *batched[:2])
     copies = batched[1].shape[1]
     batched = _unshared(*batched)
     encoder, predictor, _, num_frames, num_labels = batched
@@ -412,7 +424,7 @@ def _negligible(cotangents, scale, clamp):
 def _backward_tiles(static, parameters, batched, grouped, platforms):
     """Gradients of encoder [B, T, E] and predictor [B, N, U1, P]; of the parameters, summed over the batch."""
     tiled, strict, structure = static
-    tiled = tiled.lowered_for(platforms)
+    tiled = tiled.lowered_for(platforms, *batched[:2])
     copies = batched[1].shape[1]
     encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = _unshared(*batched)
     shape = encoder.shape[1], predictor.shape[1]
