@@ -103,8 +103,8 @@ def _rows(tiled: "Tiled", encoder, predictor, platform: str) -> int:
 
     On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
     workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it. On a TPU
-    (v5e, T = 256, U = 64, V = 512, H = 640) XLA's estimate for all tiles is 26, 20, 17 and 17 million cycles with 8, 16,
-    32 and 64 MB; those of 64 MB no longer stay in VMEM.
+    (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
+    32 and 64 MB; those of 64 MB leave VMEM.
     """
     units = [x.shape[-1] for x in (encoder, predictor)]
     if platform == "cpu":
