@@ -3,6 +3,7 @@
 And does its recipe for N-best lists lower the expected errors that it says?
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_rnnt import RNNTLoss, decode
 
@@ -23,6 +25,16 @@ for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "rapi
     pytest.importorskip(name)
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def environment(workdir):
+    """That of users, but for a cache of programs: runs of a test share most of them."""
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(workdir / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
 
 
 def train(workdir, *arguments):
@@ -37,10 +49,8 @@ def train(workdir, *arguments):
         "--workdir",
         str(workdir),
     ]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [*command, "--log-json", str(log), *arguments], capture_output=True, text=True, env=environment, timeout=300
-    )
+    command += ["--log-json", str(log), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=300)
     return process, json.loads(log.read_text()) if log.exists() else None
 
 
@@ -61,27 +71,7 @@ def test_resume_and_pmap(tmp_path):
     np.testing.assert_allclose(resumed["losses"], whole["losses"][2:], rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["monotonic", "tdt", "multiblank", "hat", "pruned"])
-def test_every_loss(tmp_path, name):
-    process, log = train(tmp_path, "--steps", "2", "--batch", "4", "--loss", name)
-    assert process.returncode == 0, process.stderr
-    assert np.isfinite(log["losses"]).all()
-    assert (tmp_path / "lattice.png").exists()
-
-
-@pytest.mark.slow
-def test_fused_joint(tmp_path):
-    """The tiles give the same losses; the pruned loss refuses them, as it has no logits of all nodes."""
-    options = "--steps", "3", "--batch", "4", "--loss", "multiblank"
-    (_, logits), (process, fused) = train(tmp_path, *options), train(tmp_path, *options, "--joint", "fused")
-    assert process.returncode == 0, process.stderr
-    np.testing.assert_allclose(fused["losses"], logits["losses"], rtol=1e-4)
-    process, _ = train(tmp_path, "--loss", "pruned", "--joint", "fused")
-    assert process.returncode == 2 and "pruned" in process.stderr
-
-
-# -------------------------------------------------------------------------------------------------- N-best lists
+# ------------------------------------------------------------------------------------------------ parts of the scripts
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +82,11 @@ def mwer():
         yield importlib.import_module("mwer")
     finally:
         sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def training(mwer):
+    return sys.modules["train"]
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +111,27 @@ def test_every_model_decodes(mwer, name):
     model, variant, batch = small(mwer, name)
     search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
     assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
+def test_every_loss(training, mwer, name, devices):
+    """Steps of a training on two devices lower the loss of the batch; the tiles give the same loss."""
+    model, variant, batch = small(mwer, name)
+    graphdef, params = mwer.nnx.split(model)
+    mesh, optimizer = Mesh(np.array(devices[:2]), ("data",)), mwer.optax.adam(1e-2)
+    state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
+    step = training.make_train_step(
+        graphdef, optimizer, functools.partial(variant.compute, variant.loss, fused=False), mesh, False
+    )
+    of_tiles = None if name == "pruned" else variant.compute(variant.loss, model, batch, True)
+    found = []
+    for _ in range(30):
+        state, value = step(state, batch)
+        found.append(float(value))
+    assert np.isfinite(found).all() and found[-1] < found[0] / 2
+    if name != "pruned":
+        np.testing.assert_allclose(of_tiles, found[0], rtol=1e-4)
 
 
 def test_mwer(mwer):
@@ -145,16 +161,25 @@ def test_mwer(mwer):
 
 @pytest.mark.slow
 def test_mwer_after_training(tmp_path):
-    """It starts from the checkpoint of train.py, and reports error rates before and after."""
-    process, log = train(tmp_path, "--steps", "2", "--batch", "4")
+    """Of recordings. It starts from the checkpoint of train.py, and reports error rates before and after."""
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    for digit in range(10):
+        for index in (0, 5):
+            write_wav(recordings / f"{digit}_a_{index}.wav")
+    data = "--data", str(tmp_path)
+    process, log = train(tmp_path, "--steps", "2", "--batch", "4", *data)
     assert process.returncode == 0, process.stderr
+    assert np.isfinite(log["losses"]).all()
     log = tmp_path / "mwer.json"
-    command = [sys.executable, str(EXAMPLES / "mwer.py"), "--workdir", str(tmp_path), "--log-json", str(log)]
-    process = subprocess.run([*command, "--steps", "1", "--width", "2"], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(EXAMPLES / "mwer.py"), *data, "--log-json", str(log), "--workdir"]
+    options = "--steps", "1", "--width", "2"
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment(tmp_path), timeout=300)
+    process = run([*command, str(tmp_path), *options])
     assert process.returncode == 0, process.stderr
     found = json.loads(log.read_text())
     assert np.isfinite([found["before"], found["after"], *found["losses"]]).all()
-    process = subprocess.run([*command[:-3], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=300)
+    process = run([*command, str(tmp_path / "nowhere")])
     assert process.returncode == 2 and "has no checkpoint: run train.py first" in process.stderr
 
 
@@ -168,18 +193,6 @@ def write_wav(path, *, channels=1, rate=8000, samples=1200):
         file.setsampwidth(2)
         file.setframerate(rate)
         file.writeframes(audio.tobytes())
-
-
-@pytest.mark.slow
-def test_recordings(tmp_path):
-    folder = tmp_path / "recordings"
-    folder.mkdir()
-    for digit in range(10):
-        for index in (0, 5):
-            write_wav(folder / f"{digit}_a_{index}.wav")
-    process, log = train(tmp_path, "--steps", "2", "--batch", "4", "--data", str(tmp_path))
-    assert process.returncode == 0, process.stderr
-    assert np.isfinite(log["losses"]).all()
 
 
 @pytest.mark.slow
@@ -198,6 +211,13 @@ def test_missing_folder(tmp_path):
     process, _ = train(tmp_path, "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2
     assert process.stderr == f"train.py: {tmp_path}/nowhere is not a folder\n"
+
+
+@pytest.mark.slow
+def test_arguments_at_odds(tmp_path):
+    """The pruned loss has no logits of all nodes."""
+    process, _ = train(tmp_path, "--loss", "pruned", "--joint", "fused")
+    assert process.returncode == 2 and "pruned" in process.stderr
 
 
 MALFORMED = {

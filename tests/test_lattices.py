@@ -146,7 +146,8 @@ def test_derivatives_of_both_orders_and_modes(some_topology, implementation, ord
         arcs = dict(zip(slots, x.reshape(scores.shape)))
         return lattices.log_likelihood(some_topology[0], arcs, np.int32(frames), np.int32(labels), implementation)
 
-    np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
+    if order == "forward over reverse":  # once
+        np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
     np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
 
 

@@ -298,7 +298,7 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_width_that_holds_no_path(topology):
     """Tries every band: known lengths raise if, and only if, no band of this width holds a path."""
-    T, U = 4, 6
+    T, U = 4, 5
     uniform = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
     rng = np.random.default_rng(0)
     planes = rng.random((2, T, U + 1))

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
+import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
@@ -76,12 +77,14 @@ def test_without_blanks():
     check(topology, arcs, ((5, 4, 3), (3, 2, 0)), 1e-5, interpret=True)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("interpret", [True, "tpu"])
 def test_columns_beyond_a_block(interpret):
-    """601 columns are two blocks of 384 lanes, and a sequence ends in each."""
-    arcs = arcs_of(("blank", "label"), (2, 3, 601), np.float32)
+    """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
+    if interpret == "tpu" and not losses.interpreted():
+        pytest.skip("25 s: `make interpret` asks for it")
+    arcs = arcs_of(("blank", "label"), (2, 2, 515), np.float32)
     mode = pltpu.InterpretParams() if interpret == "tpu" else True
-    check((lattices.STANDARD, truth.STANDARD), arcs, ((3, 2), (600, 383)), 1e-5, interpret=mode)
+    check((lattices.STANDARD, truth.STANDARD), arcs, ((2, 1), (514, 383)), 1e-5, interpret=mode)
 
 
 @pytest.mark.slow

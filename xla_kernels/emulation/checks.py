@@ -48,7 +48,7 @@ class Mode:
 
 MODES = (
     Mode("plain", (), ("forward", "reverse", "random:1", "random:2")),
-    Mode("asan", ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", *SMALL_BLOCKS), ("forward",)),
+    Mode("asan", ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", *SMALL_BLOCKS), ("forward",)),
     # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
     Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
 )
