@@ -95,6 +95,18 @@ def test_long_lattices(topology):
     check(topology, arcs, ((3900,), (100,)), 1e-5, interpret=True)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)], ids=str)
+def test_lowers_without_nodes(shape):
+    """A dimension of size 0: XLA's program, which needs no size of it either."""
+    plane, length = jax.ShapeDtypeStruct(shape, np.float32), jax.ShapeDtypeStruct(shape[:1], np.int32)
+
+    def step(blank, label, *lengths):
+        return lattices.log_likelihood(lattices.STANDARD, {"blank": blank, "label": label}, *lengths).sum()
+
+    exported = export.export(jax.jit(jax.grad(step)), platforms=["tpu"])(plane, plane, length, length)
+    assert "tpu_custom_call" not in exported.mlir_module()
+
+
 def test_interpreter_of_tpus():
     """With its memory spaces, semaphores and uninitialised memory."""
     mode = pltpu.InterpretParams(uninitialized_memory="nan")

@@ -11,6 +11,7 @@ meshes (jax 0.6.2 ... 0.12), so each primitive carries
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -211,7 +212,8 @@ class Kernel:
 
         def run(*operands):
             batch = operands[0].shape[:num_batch_dims]
-            flat = [x.reshape(-1, *x.shape[num_batch_dims:]) for x in operands]
+            count = math.prod(batch)  # -1 would divide by a dimension of size 0
+            flat = [x.reshape(count, *x.shape[num_batch_dims:]) for x in operands]
             with contextlib.nullcontext() if interpret else jax.enable_x64(False):
                 outputs = kernel(*flat, interpret=interpret, **attributes)
             return [x.reshape(*batch, *x.shape[1:]) for x in outputs]
