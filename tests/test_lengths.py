@@ -71,6 +71,8 @@ def padded(p, T, U, garbage=np.nan):
 @pytest.mark.parametrize("size", [(8, 4), (7, 5), (11, 17), (28, 16)], ids=str)
 def test_padding_size_changes_no_bit_of_the_kernels(loss, kernel, size):
     """One frame more, one label more, up to four times both."""
+    if losses.interpreted():
+        pytest.skip("the emission is XLA's, which orders sums by the shape")
     for dtype in (np.float32, np.float64):
         p = losses.problem(loss=loss, dtype=dtype)
         values, gradient = losses.evaluate(loss, p, kernel)
@@ -106,6 +108,8 @@ def test_batch_order_changes_no_bit(loss, implementation):
 
 def test_batch_size_changes_no_bit(loss, kernel):
     """One by one, in pairs or all at once: the split over threads does not show."""
+    if losses.interpreted():
+        pytest.skip("the emission is XLA's, which orders sums by the shape")
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype=np.float32)
     values, gradient = losses.evaluate(loss, p, kernel)
     for size in (1, 2):
