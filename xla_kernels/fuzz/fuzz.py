@@ -60,7 +60,11 @@ def build(cxx: str, name: str, flags: list[str], link: list[str]) -> pathlib.Pat
     for source, target in sources:
         out = folder / f"{pathlib.Path(source).stem}-{target or 'common'}.o"
         objects.append(out)
-        if out.with_suffix(".d").exists() and out.stat().st_mtime > max(path.stat().st_mtime for path in read_by(out)):
+        if (
+            out.exists()
+            and out.with_suffix(".d").exists()
+            and out.stat().st_mtime > max(path.stat().st_mtime for path in read_by(out))
+        ):
             continue
         own = (
             [*TARGETS[target], f"-DJAX_RNNT_TARGET={target}", "-fno-math-errno", "-ffp-contract=fast"] if target else []
