@@ -1,8 +1,8 @@
 """Does a training loop's memory stay where it is? Thousands of steps of several kinds, and the resident set.
 
 Each kind is another way to use the library: a jitted step, a new length of each batch in a few buckets, calls without
-jit, tiles of a joint network, and the reference. Prints the resident set after each tenth of the steps. The exit code is
-1 where the last six tenths of a run grow by more than --allowed MB. (A joint network that is a new function in each
+jit, tiles of a joint network, and the reference. Prints the resident set after each tenth of the steps. The exit code
+is 1 where the last six tenths of a run grow by more than --allowed MB. (A joint network that is a new function in each
 step, outside jit, is compiled in each step, and JAX keeps all programs: that is none of the kinds.)
 
     python benchmarks/soak.py [--steps 10000] [--kinds jit eager ...]

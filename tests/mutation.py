@@ -159,9 +159,11 @@ STATEMENT = re.compile(r"^ +(?!return|const |constexpr|static|using|auto |typena
 
 def cxx_sites(text):
     # Comments, strings, preprocessor lines and assertions stay.
-    quiet = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|^ *#.*?(?<!\\)$|static_assert\([^;]*;|^ *(?:template|namespace|using)[^\n]*"
-    bare = re.sub(quiet,
-                  lambda m: re.sub(r"[^\n]", "\0", m[0]), text, flags=re.M | re.S)  # fmt: skip
+    quiet = (
+        r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|^ *#.*?(?<!\\)$|static_assert\([^;]*;"
+        r"|^ *(?:template|namespace|using)[^\n]*"
+    )
+    bare = re.sub(quiet, lambda m: re.sub(r"[^\n]", "\0", m[0]), text, flags=re.M | re.S)
     found = []
     for pattern, new, operator in CXX:
         for match in re.finditer(pattern, bare):
@@ -197,7 +199,7 @@ TESTS = {  # words of a path -> the tests that look there
     "loading": "kernel_choice installation", "devices": "devices installation kernel_choice", "avals": "sharding jit",
     "_selftest": "installation public", "_checks": "errors", "softmax": "emissions offsets values dtypes",
     "reference": "lattices gradients forward_mode", "extended": "lattices accuracy forward_mode", "lattice": "lattices",
-    "topology": "lattices values", "_transducer": "values gradients align jit remat", 
+    "topology": "lattices values", "_transducer": "values gradients align jit remat",
     "_loss": "errors public values jit",
     "emission": "emissions offsets values", "_pytree": "public jit operands", "_topologies": "pruned decode",
 }  # fmt: skip
