@@ -199,7 +199,7 @@ TESTS = {  # words of a path -> the tests that look there
     "loading": "kernel_choice installation", "devices": "devices installation kernel_choice", "avals": "sharding jit",
     "_selftest": "installation public", "_checks": "errors", "softmax": "emissions offsets values dtypes",
     "reference": "lattices gradients forward_mode", "extended": "lattices accuracy forward_mode", "lattice": "lattices",
-    "topology": "lattices values", "_transducer": "values gradients align jit remat",
+    "topology": "lattices values", "_transducer": "align values gradients jit remat",
     "_loss": "errors public values jit",
     "emission": "emissions offsets values", "_pytree": "public jit operands", "_topologies": "pruned decode",
 }  # fmt: skip

@@ -369,7 +369,7 @@ void FillIntegers(Bytes& in, Buffer* buffer, int64_t elements, int64_t most) {
   }
 }
 
-constexpr char kFresh = char(0x7b);  // in every byte of a result before the call: no kernel writes this number
+constexpr char kFresh = char(0xff);  // in every byte of a result before the call: a NaN that no kernel writes
 
 // False: XLA would not make such buffers.
 bool Allocate(Bytes& in, Call* call) {
