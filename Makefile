@@ -99,7 +99,8 @@ sanitize: setup build/sanitize/.installed
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
-  sharding memory remat export benchmarks flax metrics plot batching tpu decode mwer machine_code paddings
+  sharding memory remat export benchmarks flax metrics plot batching tpu decode mwer machine_code paddings \
+  faults fuzz
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
@@ -149,6 +150,26 @@ format: setup
 
 clean:
 	rm -rf $(VENV) build dist
+
+# ---- Hard to break: docs/reliability.md ----
+.PHONY: fuzz fuzz-kernels soak mutation-score
+SECONDS ?= 60
+
+# Random problems on compiled programs, and the properties of every answer. ARGS="--seed 2".
+fuzz: setup
+	$(BIN)/python tests/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
+
+# Calls of the CPU kernels' handlers made from bytes, under sanitizers; needs clang. ARGS="--only threads".
+fuzz-kernels: setup
+	$(BIN)/python xla_kernels/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+# Thousands of training steps of several kinds; fails where memory grows.
+soak: setup
+	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+# Random faults in Python, the CPU kernels and the emulated CUDA kernels: how many the tests find.
+mutation-score: setup
+	$(BIN)/python tests/mutation.py $(ARGS)
 
 # ---- TPU kernels without a TPU ----
 .PHONY: interpret test-tpu-compile

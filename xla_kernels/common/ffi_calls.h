@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,22 @@ inline ffi::Error OutOfRange(const char* name, int64_t low, int64_t high) {
   return Invalid(std::string(name) + " must be between " + std::to_string(low) + " and " + std::to_string(high));
 }
 
+// The product of sizes; -1 where 64 bits do not hold it, which no buffer has.
+inline int64_t Product(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (int64_t size : sizes)
+    if (__builtin_mul_overflow(product, size, &product)) return -1;
+  return product;
+}
+
+// Whether a kernel that expects this type and number of elements stays inside the buffer.
+inline bool Holds(const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t elements) {
+  return buffer.element_type() == type && static_cast<int64_t>(buffer.element_count()) == elements;
+}
+
+// The type A of planes and of numbers for each sequence.
+inline ffi::DataType Accumulation(bool is_double) { return is_double ? ffi::DataType::F64 : ffi::DataType::F32; }
+
 // The attributes of an emission.
 struct EmissionKind {
   ffi::Span<const int64_t> blanks;
@@ -68,6 +85,7 @@ inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& 
   if (label.element_type() != ffi::DataType::S32 || num_frames.element_type() != ffi::DataType::S32)
     return Invalid("label and num_frames must be int32");
   const size_t n = x.size();
+  if (kind.durations < 0 || kind.durations > kMaxDurations) return OutOfRange("durations", 0, kMaxDurations);
   *shape = {static_cast<int64_t>(num_frames.element_count()),
             x[n - 3],
             x[n - 2],
@@ -80,10 +98,10 @@ inline ffi::Error ReadShape(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& 
             blanks.begin()};
   if (y[n - 2] != shape->columns || (shape->label_frames != 1 && shape->label_frames != shape->frames))
     return Invalid("label must be [..., T|1, U1]");
-  if (shape->batch * shape->frames * shape->columns * x[n - 1] != static_cast<int64_t>(logits.element_count()))
-    return Invalid("logits and num_frames must have the same batch dimensions");
+  if (Product({shape->batch, shape->frames, shape->columns, x[n - 1]}) != int64_t(logits.element_count()) ||
+      Product({shape->batch, shape->label_frames, shape->columns}) != int64_t(label.element_count()))
+    return Invalid("logits, label and num_frames must have the same batch dimensions");
   if (blanks.size() < 1 || blanks.size() > kMaxBlanks) return OutOfRange("blank classes", 1, kMaxBlanks);
-  if (kind.durations < 0 || kind.durations > kMaxDurations) return OutOfRange("durations", 0, kMaxDurations);
   if (x[n - 1] > kMaxRow) return OutOfRange("logits of a row", 0, kMaxRow);
   if (shape->bernoulli && (blanks.size() != 1 || !shape->normalize))
     return Invalid("a Bernoulli blank is the only one, of logits");
@@ -105,7 +123,13 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   const size_t blanks = kind.blanks.size(), durations = kind.durations;
   if (planes.size() != blanks + durations + 2)
     return Invalid("emission forward gives a plane per blank, log_label, a plane per duration, and norm");
-  for (size_t i = 0; i < planes.size(); ++i) call->planes.push_back((*planes.get<ffi::AnyBuffer>(i))->untyped_data());
+  const ffi::DataType type = Accumulation(call->dtype == DType::kF64);
+  const int64_t nodes = Product({args.shape.batch, args.shape.frames, args.shape.columns});
+  for (size_t i = 0; i < planes.size(); ++i) {
+    ffi::Result<ffi::AnyBuffer> plane = *planes.get<ffi::AnyBuffer>(i);
+    if (!Holds(*plane, type, nodes)) return Invalid("planes must be [..., T, U1], float64 for float64, else float32");
+    call->planes.push_back(plane->untyped_data());
+  }
   args.logits = logits.untyped_data();
   args.label = static_cast<const int32_t*>(label.untyped_data());
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
@@ -131,8 +155,18 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   const size_t blanks = kind.blanks.size();
   if (cotangents.size() != blanks + kind.durations + 1)
     return Invalid("emission backward takes a plane per blank, one of labels, and a plane per duration");
-  for (size_t i = 0; i < cotangents.size(); ++i)
-    call->planes.push_back(cotangents.get<ffi::AnyBuffer>(i)->untyped_data());
+  const ffi::DataType type = Accumulation(call->dtype == DType::kF64);
+  const int64_t nodes = Product({args.shape.batch, args.shape.frames, args.shape.columns});
+  bool fit = Holds(norm, type, nodes) && Holds(scale, type, args.shape.batch) && Holds(clamp, type, args.shape.batch) &&
+             Holds(*dlogits, logits.element_type(), logits.element_count());
+  for (size_t i = 0; i < cotangents.size(); ++i) {
+    const ffi::AnyBuffer plane = *cotangents.get<ffi::AnyBuffer>(i);
+    fit = fit && Holds(plane, type, nodes);
+    call->planes.push_back(plane.untyped_data());
+  }
+  if (!fit)
+    return Invalid(
+        "planes must be [..., T, U1], scale and clamp [...], float64 for float64, else float32, dlogits like logits");
   args.logits = logits.untyped_data();
   args.label = static_cast<const int32_t*>(label.untyped_data());
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
@@ -164,7 +198,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
   LatticeArgs& args = call->args;
   const auto x = first_plane.dimensions();
   call->is_double = first_plane.element_type() == ffi::DataType::F64;
-  if (x.size() < 2) return Invalid("arcs must be [..., T, U1]");
+  if (x.size() < 2 || x[x.size() - 1] < 1) return Invalid("arcs must be [..., T, U1], U1 >= 1");
   if (!call->is_double && first_plane.element_type() != ffi::DataType::F32)
     return Invalid("arcs must be float32 or float64");
   if (num_frames.element_type() != ffi::DataType::S32 || num_labels.element_type() != ffi::DataType::S32)
@@ -175,7 +209,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
   if (n > kMaxArcs || planes > kMaxArcs) return OutOfRange("arcs and planes", 1, kMaxArcs);
   for (size_t k = 0; k < n; ++k) {
     const int64_t dt = arcs.dt.begin()[k], du = arcs.du.begin()[k];
-    if (dt < 0 || du < 0 || du > kMaxArcLabels || dt + du < 1)
+    if (dt < 0 || dt > INT32_MAX || du < 0 || du > kMaxArcLabels || (dt == 0 && du == 0))
       return Invalid("every arc must move, by at most one label");
     const int64_t plane = arcs.plane.begin()[k], other = arcs.other.begin()[k];
     if (plane < 0 || plane >= int64_t(planes) || other >= int64_t(planes) || other == plane)
@@ -196,7 +230,10 @@ inline ffi::Error Read(const ffi::AnyBuffer& first_plane, const ffi::AnyBuffer& 
   args.log_plane = call->log_planes.data();
   args.num_frames = static_cast<const int32_t*>(num_frames.untyped_data());
   args.num_labels = static_cast<const int32_t*>(num_labels.untyped_data());
-  if (args.batch * args.frames * args.columns != static_cast<int64_t>(first_plane.element_count()))
+  // Without sequences, frames and columns may be any numbers; the workspace of a node is at most 66 elements.
+  if (Product({66, args.frames, args.columns}) < 0 ||
+      Product({args.batch, args.frames, args.columns}) != static_cast<int64_t>(first_plane.element_count()) ||
+      static_cast<int64_t>(num_labels.element_count()) != args.batch)
     return Invalid("arcs and lengths must have the same batch dimensions");
   return ffi::Error::Success();
 }
@@ -208,12 +245,20 @@ inline ffi::Error ReadResults(ffi::Result<ffi::AnyBuffer>& loss, const ffi::Rema
   LatticeArgs& args = call->args;
   const size_t grads = gradient ? args.topology.num_planes : 0;
   if (others.size() != grads + (elements > 0)) return Invalid("the lattice has a wrong number of results");
+  const ffi::DataType type = Accumulation(call->is_double);
+  if (!Holds(*loss, type, args.batch)) return Invalid("the loss must be [...], of the type of the arcs");
   args.loss = loss->untyped_data();
-  for (size_t k = 0; k < grads; ++k) call->grad_planes.push_back((*others.get<ffi::AnyBuffer>(k))->untyped_data());
+  for (size_t k = 0; k < grads; ++k) {
+    ffi::Result<ffi::AnyBuffer> plane = *others.get<ffi::AnyBuffer>(k);
+    if (!Holds(*plane, type, args.batch * args.frames * args.columns))
+      return Invalid("gradients must have the shape and type of the arcs");
+    call->grad_planes.push_back(plane->untyped_data());
+  }
   if (gradient) args.grad_plane = call->grad_planes.data();
   if (elements > 0) {
     ffi::Result<ffi::AnyBuffer> workspace = *others.get<ffi::AnyBuffer>(grads);
-    if (static_cast<int64_t>(workspace->element_count()) < args.batch * elements)
+    if (workspace->element_type() != type || elements < 0 ||
+        static_cast<int64_t>(workspace->element_count()) < args.batch * elements)
       return Invalid("workspace is too small");
     args.workspace = workspace->untyped_data();
   }

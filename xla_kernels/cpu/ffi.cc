@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 
 #include "xla_kernels/common/ffi_calls.h"
 #include "xla_kernels/common/registration.h"
@@ -43,6 +44,18 @@ void AdviseHugePages(const std::vector<void*>& planes, int64_t bytes) {
   if (span <= 2 * int64_t(planes.size()) * bytes) AdviseHugePages(*first, span);
 }
 
+// Runs a kernel. Without memory for its scratch it fails as XLA does without memory for its buffers: XLA is compiled
+// without exceptions, so one that left a handler would end the process.
+template <typename Kernel>
+ffi::Error Run(Kernel kernel) {
+  try {
+    kernel();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_rnnt: out of memory");
+  }
+  return ffi::Error::Success();
+}
+
 // Runs rows(begin, end) over all rows: in one piece if they are few, else on the pool.
 template <typename Rows>
 void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Rows rows) {
@@ -61,9 +74,10 @@ ffi::Error EmissionForwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, f
       error.failure())
     return error;
   AdviseHugePages(call.planes, planes.get<ffi::AnyBuffer>(0).value()->size_bytes());
-  ForRows(pool, call.args.shape, call.dtype,
-          [&](int64_t begin, int64_t end) { EmissionForward(call.dtype, call.args, begin, end); });
-  return ffi::Error::Success();
+  return Run([&] {
+    ForRows(pool, call.args.shape, call.dtype,
+            [&](int64_t begin, int64_t end) { EmissionForward(call.dtype, call.args, begin, end); });
+  });
 }
 
 ffi::Error EmissionBackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer label,
@@ -77,9 +91,10 @@ ffi::Error EmissionBackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, 
       error.failure())
     return error;
   if (call.args.dlogits != call.args.logits) AdviseHugePages(call.args.dlogits, dlogits->size_bytes());
-  ForRows(pool, call.args.shape, call.dtype,
-          [&](int64_t begin, int64_t end) { EmissionBackward(call.dtype, call.args, begin, end); });
-  return ffi::Error::Success();
+  return Run([&] {
+    ForRows(pool, call.args.shape, call.dtype,
+            [&](int64_t begin, int64_t end) { EmissionBackward(call.dtype, call.args, begin, end); });
+  });
 }
 
 template <typename Sequence>
@@ -99,8 +114,7 @@ ffi::Error LatticeHandler(ffi::ThreadPool& pool, bool gradient, const ffi::AnyBu
   if (auto error = Read(first_plane, num_frames, num_labels, other_planes, arcs, &call); error.failure()) return error;
   const int64_t elements = LatticeWorkspace(call.args, gradient);
   if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
-  ForSequences(pool, call.args, [&](int64_t b) { Lattice(call.is_double, call.args, b); });
-  return ffi::Error::Success();
+  return Run([&] { ForSequences(pool, call.args, [&](int64_t b) { Lattice(call.is_double, call.args, b); }); });
 }
 
 ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,

@@ -12,13 +12,15 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_rnnt::cpu {
 
-// Calls body(i) for 0 <= i < n, in any order and on any thread. `body` must not start a loop of its own.
+// Calls body(i) for 0 <= i < n, in any order and on any thread. `body` must not start a loop of its own. It may throw
+// std::bad_alloc, which the caller gets: no exception may leave a thread of the pool.
 inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t n, std::function<void(int64_t)> body) {
   const int64_t threads = std::min<int64_t>(n, pool.num_threads());
   if (threads <= 1) {
@@ -29,12 +31,17 @@ inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t n, std::function<voi
     std::function<void(int64_t)> body;
     int64_t n;
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> no_memory{false};
     std::mutex mutex;
     std::condition_variable all_done;
 
     void Work() {
       for (int64_t i; (i = next.fetch_add(1)) < n;) {
-        body(i);
+        try {
+          body(i);
+        } catch (const std::bad_alloc&) {
+          no_memory = true;
+        }
         if (done.fetch_add(1) + 1 == n) {
           std::lock_guard<std::mutex> lock(mutex);
           all_done.notify_all();
@@ -49,6 +56,7 @@ inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t n, std::function<voi
   loop->Work();
   std::unique_lock<std::mutex> lock(loop->mutex);
   loop->all_done.wait(lock, [&] { return loop->done.load() == n; });
+  if (loop->no_memory) throw std::bad_alloc();
 }
 
 }  // namespace jax_rnnt::cpu

@@ -40,7 +40,8 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   SkipLatticeOfSequence(const LatticeArgs& args, int64_t sequence)
       : Base(args, sequence), topology_(args.topology), row_size_(args.columns + 2 * kMargin) {
     for (int k = 0; k < topology_.num_arcs; ++k) {
-      if (topology_.dt[k] > longest_) longest_ = topology_.dt[k];
+      const int64_t dt = Clamp(topology_.dt[k], 0, frames_);  // no path takes a longer one
+      if (dt > longest_) longest_ = dt;
       stays_ |= topology_.dt[k] == 0;
     }
     const int64_t rows = longest_ + 3;  // betas of frames t ... t + longest_, end_, within_

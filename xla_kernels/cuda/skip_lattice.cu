@@ -50,7 +50,7 @@ struct Arguments {
         stride(LatticeWorkspace(args, true)),
         loss(static_cast<A*>(args.loss)) {
     for (int k = 0; k < num_arcs; ++k) {
-      dt[k] = int(args.topology.dt[k]);
+      dt[k] = int(std::min<int64_t>(args.topology.dt[k], args.frames + 1));  // no path takes a longer one
       du[k] = int(args.topology.du[k]);
       may_end[k] = args.topology.may_end[k] != 0;
       plane[k] = int(args.topology.plane[k]);
