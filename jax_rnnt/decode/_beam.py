@@ -81,7 +81,6 @@ def beam(
     max_symbols: int = 10,
     merge: bool = True,
     threshold: float | jax.Array | None = None,
-    expand: int = 4,
     length_norm: float = 0.0,
     lm=None,
     lm_weight: float | jax.Array = 0.0,
@@ -112,9 +111,6 @@ def beam(
     threshold : float or scalar Array, optional
         Drops hypotheses of which the score is more than this, in nats, below the best. Time follows the hypotheses that
         are left.
-    expand : int, default 4
-        Hypotheses of an utterance that a step expands, the best first. It is a matter of speed; where the beam is full
-        it also touches which hypotheses compete.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
     lm : Predictor, optional
@@ -162,7 +158,6 @@ def beam(
     """
     function = "beam"
     most, width = _checks.positive(function, "max_labels", max_labels), _checks.positive(function, "width", width)
-    expand = min(_checks.positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
     if threshold is not None:
         threshold = _checks.scalar(function, "threshold", threshold)
@@ -235,49 +230,33 @@ def beam(
         carry, bad = carry_and_bad
         now = carry.beam
         active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
-        # The pool is sorted: these are the best.
-        turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
-        at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
-        taking_part, written, count, label = take_each((active, now.written, now.counts, now.pending), turn)
-        takes_part = taking_part > 0
-        label = jnp.where(takes_part, label, -1)
-        mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
+        label = flat(jnp.where(active, now.pending, -1))
+        networks = step_rows(label >= 0, after_label, jax.tree.map(flat, carry.networks), label)
+        pending = jnp.where(active, -1, now.pending)
 
-        mine = step_rows(flat(label >= 0), after_label, mine, flat(label))
-        place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
-
-        def keep(new, old):
-            new = take(new.reshape(batch, expand, *new.shape[1:]), place)
-            return jnp.where(at_turn.reshape(batch, width, *(1,) * (old.ndim - 2)), new, old)
-
-        networks = jax.tree.map(keep, mine, carry.networks)
-        pending = jnp.where(at_turn & active, -1, now.pending)
-
-        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
-        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, search.classes))
+        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
+        moves, labels = symbols.scores(search.joint(encoder, networks.rows).reshape(batch, width, search.classes))
         if fuses:
-            labels = labels + mine.fused.reshape(labels.shape)
-        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
-        may_write = (written < symbols.labels_per_frame) & (count < most)
-        frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
-        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
+            labels = labels + networks.fused.reshape(labels.shape)
+        networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & active, -1)
+        may_write = (now.written < symbols.labels_per_frame) & (now.counts < most)
+        frame = jnp.broadcast_to(carry.frame[:, None], own.shape)
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
-        best, classes = largest(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
-        classes = classes.astype(jnp.int32)
+        labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
 
-        # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
-        waits = jnp.where(active & at_turn, -jnp.inf, 0).astype(dtype)
-        found = [(own, waits, jnp.full_like(own, -1), jnp.zeros_like(own))]
+        # Candidates [B, C]: those that wait for their frame, blanks, and labels, of which no more than W can stay.
+        waits = jnp.where(active, -jnp.inf, 0).astype(dtype)
+        found = [(own, waits, none - 1, none)]
         for move, gain in zip(symbols.blanks, moves):
-            found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
+            found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-            gain = (gain[..., None] + best).reshape(batch, expand * best.shape[-1])
-            parent = jnp.repeat(turn, best.shape[-1], 1)
-            # No more than W of them can stay.
-            _, chosen = largest(take(now.score, parent) + gain, min(width, gain.shape[-1]))
-            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(gain.shape)))
-            found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
+            gain = gain[..., None] + labels
+            _, chosen = largest((now.score[..., None] + gain).reshape(batch, -1), width)
+            gain = take(gain.reshape(batch, -1), chosen)
+            found.append((chosen // tokens, gain, chosen % tokens, jnp.full_like(chosen, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
         score, path = (x + gain for x in take_each((now.score, now.path), parent))
