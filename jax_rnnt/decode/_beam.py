@@ -26,8 +26,21 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, largest, prepare, step_rows
+from jax_rnnt.decode._search import (
+    Hypotheses,
+    compute_rows,
+    fingerprints,
+    largest,
+    largest_sums,
+    packs,
+    prepare,
+    rows_at,
+    step_rows,
+)
 from jax_rnnt.emissions.softmax import row_sum
+
+
+WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
 class Beam(typing.NamedTuple):
@@ -52,6 +65,7 @@ class Networks(typing.NamedTuple):
     predictor: Any
     lm: Any
     fused: Any  # [B, W, V]: added to the score of each next label; None without fusion
+    alike: Any  # [B, W, 2]: equal where the rest is equal; None where rows are not packed
 
 
 class Carry(typing.NamedTuple):
@@ -193,20 +207,31 @@ def beam(
             total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
         return total
 
+    def made(rows, network, lm_state, log_probs):
+        alike = fingerprints((rows, network, lm_state)) if packs(batch * width) else None
+        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None, alike)
+
+    def scores(encoder, rows):
+        """(log-probabilities of moves [N, ...], of labels [N, V], whether NaN is among them [N])"""
+        moves, labels = symbols.scores(search.joint(encoder, rows))
+        spoiled = jnp.isnan(moves).any(-1) | jnp.isnan(jnp.max(labels, -1))
+        return moves, jnp.where(jnp.isnan(labels), -jnp.inf, labels), spoiled
+
+    fuses = lm is not None or internal
     log_probs, lm_state = None, None
     if lm is not None:
         log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, start)
         if log_probs.shape[-1] != tokens:
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
-    fuses = lm is not None or internal
-    networks = Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+    networks = made(rows, network, lm_state, log_probs)
+    networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))  # no work for XLA's constant folding
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
 
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
         log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
-        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+        return made(rows, network, lm_state, log_probs)
 
     # ---- the beam at the start
 
@@ -229,23 +254,35 @@ def beam(
     def step(carry_and_bad):
         carry, bad = carry_and_bad
         now = carry.beam
-        active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
-        label = flat(jnp.where(active, now.pending, -1))
-        networks = step_rows(label >= 0, after_label, jax.tree.map(flat, carry.networks), label)
-        pending = jnp.where(active, -1, now.pending)
+        going = carry.frame < lengths
+        active = (now.frame == carry.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
+        # Utterances with new labels wait for others, until a pack of the predictor is full or too few go on without.
+        label = jnp.where(active, now.pending, -1)
+        waits = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
+        maker = first_alike(label >= 0, carry.networks.alike, label)
+        tree = jax.tree.map(flat, carry.networks)
+        stepped, networks = step_rows(flat(label >= 0), flat(maker), after_label, tree, flat(label), waits)
+        pending = jnp.where(stepped.reshape(own.shape), -1, now.pending)
+        active &= ~jnp.any(active & (pending >= 0), 1)[:, None]
 
         encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
-        moves, labels = symbols.scores(search.joint(encoder, networks.rows).reshape(batch, width, search.classes))
+        alike = None if networks.alike is None else networks.alike.reshape(carry.networks.alike.shape)
+        maker = flat(first_alike(active, alike))
+        (moves, labels, spoiled), row = compute_rows(flat(active), maker, scores, (encoder, networks.rows))
+        moves, spoiled = (rows_at(x, row).reshape(*own.shape, *x.shape[1:]) for x in (moves, spoiled))
+        row = row.reshape(own.shape)
         if fuses:
-            labels = labels + networks.fused.reshape(labels.shape)
+            labels = rows_at(labels, flat(row)) + networks.fused
+            spoiled |= jnp.isnan(jnp.max(labels, -1)).reshape(own.shape)
+            labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
+            row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
         networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
-        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & active, -1)
+        bad |= jnp.any(spoiled & active, -1)
         may_write = (now.written < symbols.labels_per_frame) & (now.counts < most)
         frame = jnp.broadcast_to(carry.frame[:, None], own.shape)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
-        labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
 
         # Candidates [B, C]: those that wait for their frame, blanks, and labels, of which no more than W can stay.
         waits = jnp.where(active, -jnp.inf, 0).astype(dtype)
@@ -253,10 +290,8 @@ def beam(
         for move, gain in zip(symbols.blanks, moves):
             found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-            gain = gain[..., None] + labels
-            _, chosen = largest((now.score[..., None] + gain).reshape(batch, -1), width)
-            gain = take(gain.reshape(batch, -1), chosen)
-            found.append((chosen // tokens, gain, chosen % tokens, jnp.full_like(chosen, move.frames)))
+            parent, label, score = largest_sums(labels, row, now.score + gain, width)
+            found.append((parent, take(gain, parent) + score, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
         score, path = (x + gain for x in take_each((now.score, now.path), parent))
@@ -320,6 +355,17 @@ def flat(x):
 def take(x, index):
     """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
     return x.at[index].get(mode="promise_in_bounds")
+
+
+def first_alike(wanted, alike, label=None):
+    """[B, W], of all B W rows: the first wanted one of this utterance with the networks, and the label, of this one."""
+    batch, width = wanted.shape
+    rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+    if alike is None:
+        return rows
+    parts = [alike[..., 0], alike[..., 1]] + ([] if label is None else [label])
+    same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
+    return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
 
 
 def take_each(arrays, index):

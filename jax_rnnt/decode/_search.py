@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
-PACK = 16  # rows that a predictor takes at once on a CPU: 640 by 1024 weights take 295 us for 8, 438 us for 16
+PACK = 32  # rows that a network takes at once on a CPU: 640 by 1024 weights take 415 us for 8, 640 us for 32
 BLOCK = 32  # places of a row of which `largest` looks at the maximum first
 
 
@@ -124,38 +125,97 @@ def replace_rows(condition, new, old):
     return jax.tree.map(pick, new, old)
 
 
-def step_rows(condition, step, tree, labels):
-    """`step(tree, labels)` of the rows where condition [N] holds; the other rows of the pytree `tree` stay.
+class Packing(typing.NamedTuple):
+    """Which of N rows are computed, and in which order."""
 
-    Beam search asks for few of many rows. On a CPU, where time is arithmetic, these are packed, `PACK` at a time. Other
-    platforms compute all rows: packing would exchange those of a sharded batch.
+    order: jax.Array  # [N and more]: first those that are computed
+    rank: jax.Array  # [N]: place in that order of the row that makes this one
+    count: jax.Array
+
+
+def packs(size: int) -> bool:
+    """Whether few of `size` rows are packed, `PACK` at a time, before a network takes them.
+
+    On a CPU, where time is arithmetic. Elsewhere all rows are computed: packs would exchange those of a sharded batch.
     """
-    labels = jnp.where(condition, labels, 0)
-    size = len(labels)
-    if jax.default_backend() != "cpu" or size <= PACK:
+    return jax.default_backend() == "cpu" and size > PACK
 
-        def advance(tree):
-            return replace_rows(condition, step(tree, labels), tree)
 
-        return jax.lax.cond(jnp.any(condition), advance, lambda x: x, tree)
-    rank, count = jnp.cumsum(condition.astype(jnp.int32)) - 1, jnp.sum(condition, dtype=jnp.int32)
-    order = jnp.argsort(~condition, stable=True).astype(jnp.int32)
-    order = jnp.pad(order, (0, -size % PACK))
+def packing(wanted, maker) -> Packing:
+    """The rows that are wanted [N] and make themselves; `maker` [N] is the row that makes this one."""
+    makes = wanted & (maker == jnp.arange(len(maker), dtype=jnp.int32))
+    order = jnp.argsort(~makes, stable=True).astype(jnp.int32)
+    rank = rows_at(jnp.cumsum(makes.astype(jnp.int32)) - 1, maker)
+    return Packing(jnp.pad(order, (0, -len(maker) % PACK)), rank, jnp.sum(makes, dtype=jnp.int32))
 
-    def pack(carry):
-        done, tree = carry
-        chosen = jax.lax.dynamic_slice(order, (done,), (PACK,))
-        made = step(*jax.tree.map(lambda x: rows_at(x, chosen), (tree, labels)))
-        place = rank - done
-        mine = condition & (place >= 0) & (place < PACK)
-        made = jax.tree.map(lambda x: rows_at(x, jnp.where(mine, place, 0)), made)
-        return done + PACK, replace_rows(mine, made, tree)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, pack, (jnp.zeros_like(count), tree))[1]
+def next_pack(packing, done, inputs):
+    """The rows of `inputs` that follow the first `done` ones."""
+    chosen = jax.lax.dynamic_slice(packing.order, (done,), (PACK,))
+    return jax.tree.map(lambda x: rows_at(x, chosen), inputs)
+
+
+def step_rows(wanted, maker, step, tree, labels, waits):
+    """(rows that have stepped [N], `tree` with their `step(tree, labels)`).
+
+    The rows of `wanted` [N] step; all of them at once, or, where rows are packed, as many as one pack has room for, and
+    none if they do not fill it and `waits` holds.
+    """
+    labels = jnp.where(wanted, labels, 0)
+    if not packs(len(labels)):
+
+        def step_all(tree):
+            return replace_rows(wanted, step(tree, labels), tree)
+
+        return wanted, jax.lax.cond(jnp.any(wanted), step_all, lambda x: x, tree)
+    pack = packing(wanted, maker)
+    steps = (pack.count > 0) & ((pack.count >= PACK) | ~waits)
+    mine = wanted & (pack.rank < PACK) & steps
+
+    def step_pack(tree):
+        made = step(*next_pack(pack, 0, (tree, labels)))
+        made = jax.tree.map(lambda x: rows_at(x, jnp.where(mine, pack.rank, 0)), made)
+        return replace_rows(mine, made, tree)
+
+    return mine, jax.lax.cond(steps, step_pack, lambda x: x, tree)
+
+
+def compute_rows(wanted, maker, function, inputs):
+    """(`function(*inputs)`, place in it of each row [N]), for the rows of `wanted` [N]."""
+    size = len(wanted)
+    if not packs(size):
+        return function(*inputs), jnp.arange(size, dtype=jnp.int32)
+    pack = packing(wanted, maker)
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:PACK], inputs))
+    made = jax.tree.map(lambda x: jnp.zeros((len(pack.order), *x.shape[1:]), x.dtype), shapes)
+
+    def compute(carry):
+        done, made = carry
+        new = function(*next_pack(pack, done, inputs))
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=0)
+        return done + PACK, jax.tree.map(put, made, new)
+
+    carry = jax.tree.map(lambda x: _xla.vary_together(x, wanted)[0], (jnp.zeros_like(pack.count), made))
+    _, made = jax.lax.while_loop(lambda carry: carry[0] < pack.count, compute, carry)
+    return made, jnp.clip(pack.rank, 0)
 
 
 def rows_at(x, index):
     return x.at[index].get(mode="promise_in_bounds")
+
+
+def fingerprints(tree):
+    """Two hashes int32 [N, 2] of the bytes of each row of a pytree; None if a leaf has none."""
+    total, count = 0, 0
+    for x in jax.tree.leaves(tree):
+        if x.dtype == bool:
+            x = x.astype(np.uint8)
+        if not (jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)):
+            return None
+        x = jax.lax.bitcast_convert_type(x, np.uint8).reshape(len(x), -1).astype(np.uint32)
+        factors = np.random.default_rng(count).integers(0, 2**32, (2, x.shape[1]), np.uint32)
+        total, count = total + jnp.stack([jnp.sum(x * y[None], 1, dtype=np.uint32) for y in factors], 1), count + 1
+    return jax.lax.bitcast_convert_type(total, np.int32)
 
 
 def peak(x):
@@ -169,23 +229,39 @@ def peak(x):
 
 
 def largest(x, k):
-    """(values, places int32) [B, k] of the k largest of each row of x [B, N], no NaN; the first of equal ones.
+    """(values, places int32) [B, k] of the k largest of each row of x [B, N], no NaN; the first of equal ones."""
+    return tuple(jax.lax.top_k(x, k))
 
-    On a CPU XLA's top_k reads all of a row again and again: 520 us for 8 of 8192 in 16 rows. The maxima of blocks take
-    30 us, and the rest looks at the blocks with the k largest maxima alone.
+
+def largest_sums(x, row, gain, k):
+    """The k largest of gain[b, w] + x[row[b, w], v] in each b, no NaN; the first of equal ones.
+
+    x [R, V], row int32 and gain [B, W]; returns their w, v and x, each [B, k], k <= W. XLA's top_k for a CPU takes 520
+    us for 8 of 8 x 1024, 16 times. The maxima of blocks take 30 us, and the rest looks at the blocks with the k largest
+    maxima alone.
     """
+    width, size = row.shape[1], x.shape[1]
 
-    def on_cpu(x):
-        size = x.shape[1]
+    def on_cpu(x, row, gain):
         count = -(-size // BLOCK)
-        if count <= 2 * k:
-            return tuple(jax.lax.top_k(x, k))
-        blocks = jnp.pad(x, [(0, 0), (0, count * BLOCK - size)], constant_values=-jnp.inf).reshape(-1, count, BLOCK)
-        _, chosen = jax.lax.top_k(jnp.max(blocks, -1), k)
-        chosen = jnp.sort(chosen, -1)
-        candidates = jnp.take_along_axis(blocks, chosen[..., None], 1, mode="promise_in_bounds").reshape(-1, k * BLOCK)
-        values, places = jax.lax.top_k(candidates, k)
-        block = jnp.take_along_axis(chosen, places // BLOCK, 1, mode="promise_in_bounds")
-        return values, block * BLOCK + places % BLOCK
+        blocks = jnp.pad(x, [(0, 0), (0, count * BLOCK - size)], constant_values=-jnp.inf)
+        blocks = blocks.reshape(-1, BLOCK)
+        maxima = gain[..., None] + rows_at(jnp.max(blocks, -1).reshape(-1, count), row)
+        _, chosen = jax.lax.top_k(maxima.reshape(-1, width * count), k)
+        chosen = jnp.sort(chosen, -1)  # the first of equal ones comes first
+        parent, block = chosen // count, chosen % count
+        candidates = rows_at(blocks, at(row, parent) * count + block)
+        _, places = jax.lax.top_k((at(gain, parent)[..., None] + candidates).reshape(-1, k * BLOCK), k)
+        parent, block = at(parent, places // BLOCK), at(block, places // BLOCK)
+        return parent, block * BLOCK + places % BLOCK, at(candidates.reshape(-1, k * BLOCK), places)
 
-    return jax.lax.platform_dependent(x, cpu=on_cpu, default=lambda x: tuple(jax.lax.top_k(x, k)))
+    def anywhere(x, row, gain):
+        rows = rows_at(x, row)
+        _, places = jax.lax.top_k((gain[..., None] + rows).reshape(-1, width * size), k)
+        return places // size, places % size, at(rows.reshape(-1, width * size), places)
+
+    return jax.lax.platform_dependent(x, row, gain, cpu=on_cpu, default=anywhere)
+
+
+def at(x, index):
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
