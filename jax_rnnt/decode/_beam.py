@@ -1,16 +1,19 @@
 """Beam search: the N most probable label sequences, each a sum over its alignments.
 
-B utterances, W hypotheses of each, M that a step expands, V tokens, C candidates, L labels at most. One
-`lax.while_loop` steps all utterances together, each at its own frame. A step takes the M best hypotheses that stand on
-the frame of their utterance, runs the predictor where they have a new label, and expands them by every move of the
-loss. Hypotheses that have left the frame wait in the same pool. Candidates with equal labels on the same frame are one
-hypothesis: their probabilities are added. The W best of all make the next pool. Once none is left on the frame, the
-utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, a hypothesis that reads
-several frames at once needs no place of its own, and one that falls out of the pool before its turn costs neither
-predictor nor joint network.
+B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. One `lax.while_loop` steps all utterances
+together, each at its own frame. A step takes the hypotheses that stand on the frame of their utterance, runs the
+predictor where they have a new label, and expands them by every move of the loss. Hypotheses that have left the frame
+wait in the same pool. Candidates with equal labels on the same frame are one hypothesis: their probabilities are added.
+The W best of all make the next pool. Once none is left on the frame, the utterance goes on to the next frame on which
+one waits. So hypotheses of all frames compete, and a hypothesis that reads several frames at once needs no place of its
+own.
 
-Labels are compared by hashes of 64 bits. Two different hypotheses on a frame are taken for one with a probability
-of 2^-64 a pair.
+On a CPU time is rows of the networks, so rows are packed (`packs`). Hypotheses of an utterance whose predictors have
+equal rows and states share one row of both networks: with a predictor that sees two labels, a third of the joint's rows
+are left. Utterances with new labels may wait for others to fill a pack of the predictor. Neither changes a result.
+
+Labels are compared by hashes of 64 bits, and predictors by two sums of 32 bits. Two different hypotheses on a frame are
+taken for one with a probability of 2^-64 a pair, two predictors with at most 2^-50.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ from jax_rnnt.decode._search import (
     Hypotheses,
     compute_rows,
     fingerprints,
-    largest,
     largest_sums,
     packs,
     prepare,
@@ -38,7 +40,6 @@ from jax_rnnt.decode._search import (
     step_rows,
 )
 from jax_rnnt.emissions.softmax import row_sum
-
 
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
@@ -225,7 +226,7 @@ def beam(
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
     networks = made(rows, network, lm_state, log_probs)
-    networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))  # no work for XLA's constant folding
+    networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
 
     def after_label(networks, label):
@@ -303,7 +304,7 @@ def beam(
         key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
         if merge:
             score, path = merged(score, path, (frame, written, count, *key))
-        score, chosen = largest(score, width)
+        score, chosen = jax.lax.top_k(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
         path = take(path, chosen)
@@ -336,7 +337,7 @@ def beam(
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
-    _, order = largest(ranks, width)
+    _, order = jax.lax.top_k(ranks, width)
     score, count = take(now.score, order), take(now.counts, order)
     labels, times, durations = take_each((now.labels, now.frames, now.durations), order)
     score = jnp.where(bad[:, None], jnp.nan, score)
