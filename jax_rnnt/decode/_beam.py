@@ -286,8 +286,8 @@ def beam(
         moves = [moves[..., i] for i in range(len(symbols.moves))]
 
         # Candidates [B, C]: those that wait for their frame, blanks, and labels, of which no more than W can stay.
-        waits = jnp.where(active, -jnp.inf, 0).astype(dtype)
-        found = [(own, waits, none - 1, none)]
+        later = jnp.where(active, -jnp.inf, 0).astype(dtype)
+        found = [(own, later, none - 1, none)]
         for move, gain in zip(symbols.blanks, moves):
             found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):

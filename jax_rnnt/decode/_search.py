@@ -17,7 +17,7 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
-PACK = 32  # rows that a network takes at once on a CPU: 640 by 1024 weights take 415 us for 8, 640 us for 32
+PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 415 us for 8, 640 for 32
 BLOCK = 32  # places of a row of which `largest_sums` looks at the maximum first
 
 
@@ -126,40 +126,54 @@ def replace_rows(condition, new, old):
 
 
 class Packing(typing.NamedTuple):
-    """Which of N rows are computed, and in which order."""
+    """Which of N rows are computed, and in which order, `size` at a time."""
 
     order: jax.Array  # [N and more]: first those that are computed
     rank: jax.Array  # [N]: place in that order of the row that makes this one
     count: jax.Array
+    size: int
 
 
-def packs(size: int) -> bool:
-    """Whether few of `size` rows are packed, `PACK` at a time, before a network takes them.
+def packs(rows: int) -> bool:
+    """Whether few of so many rows are packed, `PACK` or more at a time, before a network takes them.
 
     On a CPU, where time is arithmetic. Elsewhere all rows are computed: packs would exchange those of a sharded batch.
     """
-    return jax.default_backend() == "cpu" and size > PACK
+    return jax.default_backend() == "cpu" and rows > PACK
 
 
 def packing(wanted, maker) -> Packing:
     """The rows that are wanted [N] and make themselves; `maker` [N] is the row that makes this one."""
-    makes = wanted & (maker == jnp.arange(len(maker), dtype=jnp.int32))
+    rows = len(maker)
+    size = min(max(PACK, rows // 4), 4 * PACK)
+    makes = wanted & (maker == jnp.arange(rows, dtype=jnp.int32))
     order = jnp.argsort(~makes, stable=True).astype(jnp.int32)
     rank = rows_at(jnp.cumsum(makes.astype(jnp.int32)) - 1, maker)
-    return Packing(jnp.pad(order, (0, -len(maker) % PACK)), rank, jnp.sum(makes, dtype=jnp.int32))
+    return Packing(jnp.pad(order, (0, -rows % size)), rank, jnp.sum(makes, dtype=jnp.int32), size)
 
 
-def next_pack(packing, done, inputs):
-    """The rows of `inputs` that follow the first `done` ones."""
-    chosen = jax.lax.dynamic_slice(packing.order, (done,), (PACK,))
-    return jax.tree.map(lambda x: rows_at(x, chosen), inputs)
+def compute(pack, count, function, inputs):
+    """`function(*inputs)` of the first `count` rows of a packing, in its order."""
+
+    def next_pack(done):
+        chosen = jax.lax.dynamic_slice(pack.order, (done,), (pack.size,))
+        return function(*jax.tree.map(lambda x: rows_at(x, chosen), inputs))
+
+    def step(carry):
+        done, made = carry
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=0)
+        return done + pack.size, jax.tree.map(put, made, next_pack(done))
+
+    shapes = jax.eval_shape(next_pack, count)
+    made = jax.tree.map(lambda x: jnp.zeros((len(pack.order), *x.shape[1:]), x.dtype), shapes)
+    carry = jax.tree.map(lambda x: _xla.vary_together(x, pack.order)[0], (jnp.zeros_like(count), made))
+    return jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)[1]
 
 
 def step_rows(wanted, maker, step, tree, labels, waits):
     """(rows that have stepped [N], `tree` with their `step(tree, labels)`).
 
-    The rows of `wanted` [N] step; all of them at once, or, where rows are packed, as many as one pack has room for, and
-    none if they do not fill it and `waits` holds.
+    The rows of `wanted` [N] step. Where rows are packed and `waits` holds, those that do not fill a pack wait.
     """
     labels = jnp.where(wanted, labels, 0)
     if not packs(len(labels)):
@@ -169,35 +183,23 @@ def step_rows(wanted, maker, step, tree, labels, waits):
 
         return wanted, jax.lax.cond(jnp.any(wanted), step_all, lambda x: x, tree)
     pack = packing(wanted, maker)
-    steps = (pack.count > 0) & ((pack.count >= PACK) | ~waits)
-    mine = wanted & (pack.rank < PACK) & steps
+    count = jnp.where(waits, pack.count // pack.size * pack.size, pack.count)
+    mine = wanted & (pack.rank < count)
 
-    def step_pack(tree):
-        made = step(*next_pack(pack, 0, (tree, labels)))
+    def step_packs(tree):
+        made = compute(pack, count, step, (tree, labels))
         made = jax.tree.map(lambda x: rows_at(x, jnp.where(mine, pack.rank, 0)), made)
         return replace_rows(mine, made, tree)
 
-    return mine, jax.lax.cond(steps, step_pack, lambda x: x, tree)
+    return mine, jax.lax.cond(count > 0, step_packs, lambda x: x, tree)
 
 
 def compute_rows(wanted, maker, function, inputs):
     """(`function(*inputs)`, place in it of each row [N]), for the rows of `wanted` [N]."""
-    size = len(wanted)
-    if not packs(size):
-        return function(*inputs), jnp.arange(size, dtype=jnp.int32)
+    if not packs(len(wanted)):
+        return function(*inputs), jnp.arange(len(wanted), dtype=jnp.int32)
     pack = packing(wanted, maker)
-    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:PACK], inputs))
-    made = jax.tree.map(lambda x: jnp.zeros((len(pack.order), *x.shape[1:]), x.dtype), shapes)
-
-    def compute(carry):
-        done, made = carry
-        new = function(*next_pack(pack, done, inputs))
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=0)
-        return done + PACK, jax.tree.map(put, made, new)
-
-    carry = jax.tree.map(lambda x: _xla.vary_together(x, wanted)[0], (jnp.zeros_like(pack.count), made))
-    _, made = jax.lax.while_loop(lambda carry: carry[0] < pack.count, compute, carry)
-    return made, jnp.clip(pack.rank, 0)
+    return compute(pack, pack.count, function, inputs), jnp.clip(pack.rank, 0)
 
 
 def rows_at(x, index):
