@@ -39,7 +39,7 @@ def train(workdir, *arguments):
     ]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.run(
-        [*command, "--log-json", str(log), *arguments], capture_output=True, text=True, env=environment, timeout=300
+        [*command, "--log-json", str(log), *arguments], capture_output=True, text=True, env=environment, timeout=900
     )
     return process, json.loads(log.read_text()) if log.exists() else None
 
@@ -150,11 +150,11 @@ def test_mwer_after_training(tmp_path):
     assert process.returncode == 0, process.stderr
     log = tmp_path / "mwer.json"
     command = [sys.executable, str(EXAMPLES / "mwer.py"), "--workdir", str(tmp_path), "--log-json", str(log)]
-    process = subprocess.run([*command, "--steps", "1", "--width", "2"], capture_output=True, text=True, timeout=300)
+    process = subprocess.run([*command, "--steps", "1", "--width", "2"], capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr
     found = json.loads(log.read_text())
     assert np.isfinite([found["before"], found["after"], *found["losses"]]).all()
-    process = subprocess.run([*command[:-3], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=300)
+    process = subprocess.run([*command[:-3], str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=900)
     assert process.returncode == 2 and "has no checkpoint: run train.py first" in process.stderr
 
 
