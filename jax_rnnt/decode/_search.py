@@ -166,7 +166,7 @@ def compute(pack, count, function, inputs):
 
     shapes = jax.eval_shape(next_pack, count)
     made = jax.tree.map(lambda x: jnp.zeros((len(pack.order), *x.shape[1:]), x.dtype), shapes)
-    carry = jax.tree.map(lambda x: _xla.vary_together(x, pack.order)[0], (jnp.zeros_like(count), made))
+    carry = jax.tree.map(lambda x: _xla.vary_together(x, count)[0], (jnp.zeros_like(count), made))
     return jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)[1]
 
 
