@@ -208,7 +208,8 @@ def rows_at(x, index):
 
 def fingerprints(tree):
     """Two hashes int32 [N, 2] of the bytes of each row of a pytree; None if a leaf has none."""
-    total, count = 0, 0
+    total: Any = 0
+    count = 0
     for x in jax.tree.leaves(tree):
         if x.dtype == bool:
             x = x.astype(np.uint8)
