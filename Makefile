@@ -99,7 +99,7 @@ sanitize: setup build/sanitize/.installed
 
 # The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
 NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
-  sharding memory remat export benchmarks flax metrics plot batching tpu decode mwer machine_code paddings \
+  sharding memory remat export benchmarks flax metrics plot batching tpu decode decode_programs mwer machine_code paddings \
   faults fuzz
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)

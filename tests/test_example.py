@@ -50,7 +50,7 @@ def train(workdir, *arguments):
         str(workdir),
     ]
     command += ["--log-json", str(log), *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=300)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=900)
     return process, json.loads(log.read_text()) if log.exists() else None
 
 
@@ -174,7 +174,7 @@ def test_mwer_after_training(tmp_path):
     log = tmp_path / "mwer.json"
     command = [sys.executable, str(EXAMPLES / "mwer.py"), *data, "--log-json", str(log), "--workdir"]
     options = "--steps", "1", "--width", "2"
-    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment(tmp_path), timeout=300)
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
     process = run([*command, str(tmp_path), *options])
     assert process.returncode == 0, process.stderr
     found = json.loads(log.read_text())

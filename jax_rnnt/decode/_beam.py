@@ -1,16 +1,19 @@
 """Beam search: the N most probable label sequences, each a sum over its alignments.
 
-B utterances, W hypotheses of each, M that a step expands, V tokens, C candidates, L labels at most. One
-`lax.while_loop` steps all utterances together, each at its own frame. A step takes the M best hypotheses that stand on
-the frame of their utterance, runs the predictor where they have a new label, and expands them by every move of the
-loss. Hypotheses that have left the frame wait in the same pool. Candidates with equal labels on the same frame are one
-hypothesis: their probabilities are added. The W best of all make the next pool. Once none is left on the frame, the
-utterance goes on to the next frame on which one waits. So hypotheses of all frames compete, a hypothesis that reads
-several frames at once needs no place of its own, and one that falls out of the pool before its turn costs neither
-predictor nor joint network.
+B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. One `lax.while_loop` steps all utterances
+together, each at its own frame. A step takes the hypotheses that stand on the frame of their utterance, runs the
+predictor where they have a new label, and expands them by every move of the loss. Hypotheses that have left the frame
+wait in the same pool. Candidates with equal labels on the same frame are one hypothesis: their probabilities are added.
+The W best of all make the next pool. Once none is left on the frame, the utterance goes on to the next frame on which
+one waits. So hypotheses of all frames compete, and a hypothesis that reads several frames at once needs no place of its
+own.
 
-Labels are compared by hashes of 64 bits. Two different hypotheses on a frame are taken for one with a probability
-of 2^-64 a pair.
+On a CPU time is rows of the networks, so rows are packed (`packs`). Hypotheses of an utterance whose predictors have
+equal rows and states share one row of both networks: with a predictor that sees two labels, a third of the joint's rows
+are left. Utterances with new labels may wait for others to fill a pack of the predictor. Neither changes a result.
+
+Labels are compared by hashes of 64 bits, and predictors by two sums of 32 bits. Two different hypotheses on a frame are
+taken for one with a probability of 2^-64 a pair, two predictors with at most 2^-50.
 """
 
 from __future__ import annotations
@@ -26,8 +29,19 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, largest, prepare, step_rows
+from jax_rnnt.decode._search import (
+    Hypotheses,
+    compute_rows,
+    fingerprints,
+    largest_sums,
+    packs,
+    prepare,
+    rows_at,
+    step_rows,
+)
 from jax_rnnt.emissions.softmax import row_sum
+
+WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
 class Beam(typing.NamedTuple):
@@ -52,6 +66,7 @@ class Networks(typing.NamedTuple):
     predictor: Any
     lm: Any
     fused: Any  # [B, W, V]: added to the score of each next label; None without fusion
+    alike: Any  # [B, W, 2]: equal where the rest is equal; None where rows are not packed
 
 
 class Carry(typing.NamedTuple):
@@ -81,7 +96,6 @@ def beam(
     max_symbols: int = 10,
     merge: bool = True,
     threshold: float | jax.Array | None = None,
-    expand: int = 4,
     length_norm: float = 0.0,
     lm=None,
     lm_weight: float | jax.Array = 0.0,
@@ -112,9 +126,6 @@ def beam(
     threshold : float or scalar Array, optional
         Drops hypotheses of which the score is more than this, in nats, below the best. Time follows the hypotheses that
         are left.
-    expand : int, default 4
-        Hypotheses of an utterance that a step expands, the best first. It is a matter of speed; where the beam is full
-        it also touches which hypotheses compete.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
     lm : Predictor, optional
@@ -162,7 +173,6 @@ def beam(
     """
     function = "beam"
     most, width = _checks.positive(function, "max_labels", max_labels), _checks.positive(function, "width", width)
-    expand = min(_checks.positive(function, "expand", expand), width)
     merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
     if threshold is not None:
         threshold = _checks.scalar(function, "threshold", threshold)
@@ -198,20 +208,31 @@ def beam(
             total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
         return total
 
+    def made(rows, network, lm_state, log_probs):
+        alike = fingerprints((rows, network, lm_state)) if packs(batch * width) else None
+        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None, alike)
+
+    def scores(encoder, rows):
+        """(log-probabilities of moves [N, ...], of labels [N, V], whether NaN is among them [N])"""
+        moves, labels = symbols.scores(search.joint(encoder, rows))
+        spoiled = jnp.isnan(moves).any(-1) | jnp.isnan(jnp.max(labels, -1))
+        return moves, jnp.where(jnp.isnan(labels), -jnp.inf, labels), spoiled
+
+    fuses = lm is not None or internal
     log_probs, lm_state = None, None
     if lm is not None:
         log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, start)
         if log_probs.shape[-1] != tokens:
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
-    fuses = lm is not None or internal
-    networks = Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+    networks = made(rows, network, lm_state, log_probs)
+    networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
 
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
         log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
-        return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None)
+        return made(rows, network, lm_state, log_probs)
 
     # ---- the beam at the start
 
@@ -234,50 +255,44 @@ def beam(
     def step(carry_and_bad):
         carry, bad = carry_and_bad
         now = carry.beam
-        active = (now.frame == carry.frame[:, None]) & (carry.frame < lengths)[:, None] & (now.score > -jnp.inf)
-        # The pool is sorted: these are the best.
-        turn = jnp.argsort(~active, 1, stable=True)[:, :expand].astype(jnp.int32)  # [B, M]
-        at_turn = jnp.any(turn[:, :, None] == own[:, None], 1)  # [B, W]
-        taking_part, written, count, label = take_each((active, now.written, now.counts, now.pending), turn)
-        takes_part = taking_part > 0
-        label = jnp.where(takes_part, label, -1)
-        mine = jax.tree.map(lambda x: flat(take(x, turn)), carry.networks)
+        going = carry.frame < lengths
+        active = (now.frame == carry.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
+        # Utterances with new labels wait for others, until a pack of the predictor is full or too few go on without.
+        label = jnp.where(active, now.pending, -1)
+        waits = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
+        maker = first_alike(label >= 0, carry.networks.alike, label)
+        tree = jax.tree.map(flat, carry.networks)
+        stepped, networks = step_rows(flat(label >= 0), flat(maker), after_label, tree, flat(label), waits)
+        pending = jnp.where(stepped.reshape(own.shape), -1, now.pending)
+        active &= ~jnp.any(active & (pending >= 0), 1)[:, None]
 
-        mine = step_rows(flat(label >= 0), after_label, mine, flat(label))
-        place = jnp.argmax(turn[:, :, None] == own[:, None], 1)
-
-        def keep(new, old):
-            new = take(new.reshape(batch, expand, *new.shape[1:]), place)
-            return jnp.where(at_turn.reshape(batch, width, *(1,) * (old.ndim - 2)), new, old)
-
-        networks = jax.tree.map(keep, mine, carry.networks)
-        pending = jnp.where(at_turn & active, -1, now.pending)
-
-        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], expand, 0)
-        moves, labels = symbols.scores(search.joint(encoder, mine.rows).reshape(batch, expand, search.classes))
+        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
+        alike = None if networks.alike is None else networks.alike.reshape(carry.networks.alike.shape)
+        maker = flat(first_alike(active, alike))
+        (moves, labels, spoiled), row = compute_rows(flat(active), maker, scores, (encoder, networks.rows))
+        moves, spoiled = (rows_at(x, row).reshape(*own.shape, *x.shape[1:]) for x in (moves, spoiled))
+        row = row.reshape(own.shape)
         if fuses:
-            labels = labels + mine.fused.reshape(labels.shape)
-        bad |= jnp.any((jnp.isnan(moves).any(-1) | jnp.isnan(labels).any(-1)) & takes_part, -1)
-        may_write = (written < symbols.labels_per_frame) & (count < most)
-        frame = jnp.broadcast_to(carry.frame[:, None], turn.shape)
-        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & takes_part[..., None]
+            labels = rows_at(labels, flat(row)) + networks.fused
+            spoiled |= jnp.isnan(jnp.max(labels, -1)).reshape(own.shape)
+            labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
+            row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
+        networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+        bad |= jnp.any(spoiled & active, -1)
+        may_write = (now.written < symbols.labels_per_frame) & (now.counts < most)
+        frame = jnp.broadcast_to(carry.frame[:, None], own.shape)
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
-        best, classes = largest(jnp.where(jnp.isnan(labels), -jnp.inf, labels), min(width, tokens))
-        classes = classes.astype(jnp.int32)
 
-        # Candidates [B, C]: those that wait for their turn or frame, then blanks, then labels.
-        waits = jnp.where(active & at_turn, -jnp.inf, 0).astype(dtype)
-        found = [(own, waits, jnp.full_like(own, -1), jnp.zeros_like(own))]
+        # Candidates [B, C]: those that wait for their frame, blanks, and labels, of which no more than W can stay.
+        later = jnp.where(active, -jnp.inf, 0).astype(dtype)
+        found = [(own, later, none - 1, none)]
         for move, gain in zip(symbols.blanks, moves):
-            found.append((turn, gain, jnp.full_like(turn, -1), jnp.full_like(turn, move.frames)))
+            found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
         for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-            gain = (gain[..., None] + best).reshape(batch, expand * best.shape[-1])
-            parent = jnp.repeat(turn, best.shape[-1], 1)
-            # No more than W of them can stay.
-            _, chosen = largest(take(now.score, parent) + gain, min(width, gain.shape[-1]))
-            parent, gain, label = (take(x, chosen) for x in (parent, gain, classes.reshape(gain.shape)))
-            found.append((parent, gain, label, jnp.full_like(parent, move.frames)))
+            parent, label, score = largest_sums(labels, row, now.score + gain, width)
+            found.append((parent, take(gain, parent) + score, label, jnp.full_like(parent, move.frames)))
         parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
         score, path = (x + gain for x in take_each((now.score, now.path), parent))
@@ -289,7 +304,7 @@ def beam(
         key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
         if merge:
             score, path = merged(score, path, (frame, written, count, *key))
-        score, chosen = largest(score, width)
+        score, chosen = jax.lax.top_k(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
         path = take(path, chosen)
@@ -322,7 +337,7 @@ def beam(
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
-    _, order = largest(ranks, width)
+    _, order = jax.lax.top_k(ranks, width)
     score, count = take(now.score, order), take(now.counts, order)
     labels, times, durations = take_each((now.labels, now.frames, now.durations), order)
     score = jnp.where(bad[:, None], jnp.nan, score)
@@ -341,6 +356,17 @@ def flat(x):
 def take(x, index):
     """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
     return x.at[index].get(mode="promise_in_bounds")
+
+
+def first_alike(wanted, alike, label=None):
+    """[B, W], of all B W rows: the first wanted one of this utterance with the networks, and the label, of this one."""
+    batch, width = wanted.shape
+    rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+    if alike is None:
+        return rows
+    parts = [alike[..., 0], alike[..., 1]] + ([] if label is None else [label])
+    same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
+    return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
 
 
 def take_each(arrays, index):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, largest, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, peak, prepare, replace_rows
 
 
 class Stream(typing.NamedTuple):
@@ -151,7 +151,7 @@ def greedy(
         encoder = search.frame(frame).reshape(batch * size, search.encoder_out.shape[-1])
         logits = search.joint(encoder, jnp.repeat(carry.rows, size, 0)).reshape(batch, size, search.classes)
         scores, labels = symbols.scores(logits)
-        score, best = (x[..., 0] for x in largest(labels, 1))
+        score, best = peak(labels)
         written = jnp.where(offsets == 0, carry.written[:, None], 0)
         may_write = (written < symbols.labels_per_frame) & (carry.counts < most)[:, None]
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end)

@@ -1,0 +1,186 @@
+"""Networks, truths by plain loops over nodes, and a search in one program, for the tests of decoding."""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import losses
+import reference_numpy as truth
+from jax_rnnt import LinearJoint, decode
+
+T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
+MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
+EXACT = 1e-11
+NAMED = {loss.name: loss for loss in losses.LOSSES}
+
+
+class Parameters(NamedTuple):
+    """Of a joint network, and of a predictor with memory, in float64."""
+
+    embed: np.ndarray
+    mix: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+
+    @property
+    def predictor(self):
+        def step(state, labels):
+            state = jnp.tanh(state @ self.mix) + jnp.asarray(self.embed)[labels]
+            return state, state
+
+        return decode.Predictor(lambda batch: jnp.zeros((batch, H)), step)
+
+    @property
+    def joint(self):
+        return LinearJoint(jnp.asarray(self.weight), jnp.asarray(self.bias))
+
+
+class Model:
+    """Both networks, here in NumPy, and a batch to decode."""
+
+    def __init__(self, loss, batch=2, frames=T, seed=0):
+        rng = np.random.default_rng((seed, batch, frames))
+        draw = lambda *shape: rng.normal(0, 1.5, shape)
+        self.loss, self.tokens = loss, LABELS + 1 + loss.first_blank
+        self.encoder = 2 * draw(batch, frames, H)
+        self.bias = 0.5 * draw(self.tokens + loss.extra_classes)
+        self.bias[LABELS : self.tokens] += 2.5 if self.tokens == LABELS + 1 else 1.5
+        self.parameters = Parameters(draw(self.tokens, H), draw(H, H), draw(H, len(self.bias)), self.bias)
+        self.lengths = np.maximum(frames - np.arange(batch) % 2, 0).astype(np.int32)
+
+    def row(self, prefix):
+        state = np.zeros(H)
+        for label in (self.tokens - 1, *prefix):
+            state = np.tanh(state @ self.parameters.mix) + self.parameters.embed[label]
+        return state
+
+    def logits(self, b, t, prefix):
+        return np.tanh(self.encoder[b, t] + self.row(prefix)) @ self.parameters.weight + self.bias
+
+    def search(self, function, *sizes, encoder=None, lengths=None, state=None, **options):
+        """Its result as NumPy arrays. Calls that differ in arrays alone share a program."""
+        encoder, lengths = self.encoder if encoder is None else encoder, self.lengths if lengths is None else lengths
+        run = program(self.loss, function, sizes, tuple(options.items()))
+        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, state))
+
+
+@functools.cache
+def program(loss, function, sizes, options):
+    def run(parameters, encoder, lengths, state):
+        networks = parameters.joint, parameters.predictor
+        return function(loss.value(), *networks, encoder, lengths, *sizes, state=state, **dict(options))
+
+    return jax.jit(run)
+
+
+@functools.cache
+def moves(model, *node):
+    """{(label or None, frames): log-probability} at a node (utterance, frame, labels), by hand."""
+    row = model.logits(*node)
+    name, blank = model.loss.name, model.tokens - 1
+    if name == "hat":
+        z = row[blank]
+        found = {(k, 0): x - np.logaddexp(0, z) for k, x in enumerate(truth.log_softmax(row[:blank]))}
+        return found | {(None, 1): -np.logaddexp(0, -z)}
+    if name == "tdt":
+        tokens, durations = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :])
+        pairs = itertools.product(range(blank + 1), zip(losses.DURATIONS, durations))
+        found = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
+        return {move: x for move, x in found.items() if move != (None, 0)}
+    scores = truth.log_softmax(row)
+    labels = {(k, int(name.startswith("monotonic"))): scores[k] for k in range(LABELS)}
+    big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(losses.BIG)} if name == "multiblank" else {}
+    return labels | {(None, 1): scores[blank]} | big
+
+
+def allowed(model, b, t, prefix, may_write, *, exact_end, max_symbols):
+    """The moves that may leave a node, and where they lead."""
+    limit = 1 if model.loss.name == "constrained" else max_symbols
+    length = model.lengths[b]
+    for (label, reads), score in moves(model, b, t, prefix).items():
+        after = t + reads
+        ends = label is None or model.loss.name not in ("tdt", "monotonic_final_blank")
+        if exact_end and not (after < length or (after == length and ends)):
+            continue
+        if label is None or may_write(limit):
+            yield label, reads, score
+
+
+def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=lambda prefix, label: 0.0):
+    """{labels: (log of the summed weight of all alignments, weight of the best, its frames)} of one utterance."""
+    found = {}
+
+    def extend(t, prefix, frames, written, score):
+        if t >= model.lengths[b]:
+            found.setdefault(prefix, []).append((score, frames))
+            return
+        options = dict(exact_end=exact_end, max_symbols=max_symbols)
+        may_write = lambda limit: written < limit and len(prefix) < MOST
+        for label, reads, gain in allowed(model, b, t, prefix, may_write, **options):
+            if label is None:
+                extend(t + reads, prefix, frames, 0, score + gain)
+            else:
+                gain = gain + fuse(prefix, label)
+                written_after = 0 if reads else written + 1
+                extend(t + reads, (*prefix, label), (*frames, t), written_after, score + gain)
+
+    extend(0, (), (), 0, 0.0)
+    return {
+        prefix: (float(np.logaddexp.reduce([s for s, _ in paths])), *max(paths, key=lambda path: path[0]))
+        for prefix, paths in found.items()
+    }
+
+
+def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM):
+    """(labels, frames, durations, score) by a loop over nodes."""
+    t, written, score, labels, frames, durations = 0, 0, 0.0, [], [], []
+    while t < model.lengths[b]:
+        options = dict(exact_end=exact_end, max_symbols=max_symbols)
+        may_write = lambda limit: written < limit and len(labels) < room
+        choices = list(allowed(model, b, t, tuple(labels), may_write, **options))
+        if not choices:
+            return labels, frames, durations, -math.inf
+        label, reads, gain = max(choices, key=lambda choice: choice[2])
+        score += gain
+        if label is not None:
+            labels, frames, durations = [*labels, label], [*frames, t], [*durations, reads]
+        written = written + 1 if label is not None and not reads else 0
+        t += reads
+    return labels, frames, durations, score
+
+
+def stateless(model, dtype=np.float64):
+    table = jnp.asarray(model.parameters.embed, dtype)
+    return decode.stateless_predictor(lambda labels: jnp.sum(table[labels], 1), 2, start=model.tokens - 1)
+
+
+def trimmed(found, *index):
+    """(labels, frames, durations) of one hypothesis."""
+    count = found.counts[index]
+    rows = [x[index] for x in found[:3]]
+    assert all((x[count:] == -1).all() for x in rows)
+    return [x[:count].tolist() for x in rows]
+
+
+def assert_same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        losses.assert_same_bits(x, y)
+
+
+def check_all(model, found, rank=lambda scores, counts: scores, **options):
+    """Every label sequence has the sum over its alignments, and the frames of the best one."""
+    for b in range(len(found.scores)):
+        expected = enumerate_all(model, b, **options)
+        alive = np.flatnonzero(found.scores[b] > -np.inf)
+        assert len(alive) == len(expected) > 2 and (np.diff(rank(found.scores[b], found.counts[b])[alive]) <= 0).all()
+        for n in alive:
+            labels, frames, _ = trimmed(found, b, n)
+            total, _, best_frames = expected.pop(tuple(labels))
+            np.testing.assert_allclose(found.scores[b, n], total, rtol=EXACT)
+            assert tuple(frames) == best_frames
+        assert not expected
