@@ -322,28 +322,39 @@ inline Words Load16(const void* from) { return *static_cast<const Words*>(from);
 inline void Store16(void* to, const Words& v) { *static_cast<Words*>(to) = v; }
 #endif
 
-// The 16 bytes from element `offset` of `low` on, continued in `high`. 0 <= offset < elements in 16 bytes.
-template <class T>
-__device__ __forceinline__ Words Window(const Words& low, const Words& high, int offset) {
-  const int bytes = offset * int(sizeof(T));
-  uint32_t w[8];
+// kVectors * 16 bytes that begin at any element, as the accesses of 8 bytes that hold them. Accesses of 16 bytes would
+// need six choices between words more for each vector; two per vector, in place of three, would not be faster.
+template <class T, unsigned kVectors>
+struct Window {
+  // `from`: the last boundary of 8 bytes.
+  __device__ __forceinline__ void Load(const void* from) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    w[i] = low.w[i];
-    w[i + 4] = high.w[i];
+    for (unsigned i = 0; i < kParts; ++i) {
+#if defined(__CUDACC__)
+      const uint2 v = static_cast<const uint2*>(from)[i];
+      w[2 * i] = v.x, w[2 * i + 1] = v.y;
+#else
+      memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
+#endif
+    }
   }
+  // `offset`: elements since any boundary of 8 bytes.
+  __device__ __forceinline__ void Get(int offset, Words* to) const {
+    const int bytes = offset * int(sizeof(T));
+    uint32_t v[4 * kVectors + 1];
 #pragma unroll
-  for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
-  if (sizeof(T) <= 4) {
+    for (unsigned i = 0; i < 4 * kVectors + (sizeof(T) == 2); ++i) v[i] = sizeof(T) <= 4 && bytes & 4 ? w[i + 1] : w[i];
 #pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    for (unsigned i = 0; i < 4 * kVectors; ++i) {
+      if (sizeof(T) == 2) v[i] = uint32_t((uint64_t(v[i + 1]) << 32 | v[i]) >> (bytes & 2) * 8);
+      to[i / 4].w[i % 4] = v[i];
+    }
   }
-  if (sizeof(T) <= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
-  }
-  return {{w[0], w[1], w[2], w[3]}};
-}
+
+ private:
+  static constexpr unsigned kParts = 2 * kVectors + (sizeof(T) == 8 ? 0 : 1);
+  uint32_t w[4 * kVectors + 2];
+};
 
 // ---- global memory ----
 

@@ -57,9 +57,10 @@ struct Arguments {
       other[k] = int(args.topology.other[k]);
       back[k] = unsigned((dt[k] + du[k]) % std::max(1, frames) * columns + du[k]);
       span = std::max(span, dt[k] + du[k]);
-      if (k < 32 && !may_end[k]) may_not_end |= 1u << k;
+      near += dt[k] + du[k] == 1;
+      order[k] = k;
     }
-    for (int k = num_arcs; k < kMaxArcs; ++k) dt[k] = 1, du[k] = 0;  // read where arcs are taken in groups
+    std::stable_sort(order, order + num_arcs, [&](int i, int j) { return dt[i] + du[i] < dt[j] + du[j]; });
     for (int p = 0; p < num_planes; ++p) {
       log_plane[p] = static_cast<const A*>(args.log_plane[p]);
       grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
@@ -77,9 +78,9 @@ struct Arguments {
   int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
   unsigned back[kMaxArcs];  // from the end of an arc to its beginning, in a plane
   bool may_end[kMaxArcs];
-  unsigned may_not_end = 0;  // bits of the first arcs
-  int span = 1;              // diagonals that the longest arc spans
-  int in_shared = 0;         // arcs that SweepInShared takes at a time, or 0
+  int order[kMaxArcs];  // arcs, those first that span few diagonals
+  int span = 1;         // diagonals that the longest arc spans
+  int near = 0;         // arcs that lead to the next diagonal
 };
 
 // One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag
@@ -193,137 +194,171 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
   }
 }
 
-// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Half of the
-// threads, the adders, take a column each and sum over the arcs of a diagonal. The others compute the probabilities of
-// the next diagonal, and start copies (cp.async) of the arcs of three diagonals after that. One barrier per diagonal.
+// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Arcs are taken in
+// pairs, in `order`; only the first pair may have arcs to the next diagonal, so all others are known a diagonal early.
+// A block has groups of one thread per column, with one barrier per diagonal:
 //
-//   ring           [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
-//   probabilities  [2][kArcs / 2][W][2], of the arcs that enter (alpha) or leave (beta) a node
-//   raw            [4][kArcs][W], their logarithms
-// More would not fit into registers.
+// * The other groups, a pair of arcs each or all pairs: probabilities of the next diagonal, and for all pairs but the
+//   first the sum of their two terms. They start copies (cp.async) of the arcs of three diagonals after that.
+// * The first group sums the first pair and the sums of the others.
+//
+//   ring   [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
+//   first  [2][W][2], probabilities of the first pair
+//   parts  [2][kPairs - 1][W], sums of the other pairs
+//   raw    [4][kPairs][W][2], logarithms of the arcs that enter (alpha) or leave (beta) a node
 template <class A>
-constexpr int kMostInShared = sizeof(A) == 4 ? 16 : 10;
-template <class A>
-constexpr size_t SharedBytes(int arcs, int columns, int span) {
-  return (size_t(2) * (span + 1) * (columns + 1) + size_t(2) * arcs * columns) * sizeof(Value<A>) +
-         size_t(4) * arcs * columns * sizeof(A);
+size_t SharedBytes(int pairs, int columns, int span) {
+  return (size_t(2) * (span + 1) * (columns + 1) + size_t(2) * (pairs + 1) * columns) * sizeof(Value<A>) +
+         size_t(8) * pairs * columns * sizeof(A);
 }
 
-template <class A, bool kUp, int kArcs>
+// An arc as a thread of a column sees it: it exists at nodes t with first <= t < first + count and t != not_at.
+template <class A>
+struct ColumnArc {
+  template <class Sequence>
+  __device__ __forceinline__ ColumnArc(const Arguments<A>& args, const Sequence& sequence, bool up, int i, int u,
+                                       int pitch) {
+    const bool is = i < args.num_arcs;
+    const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
+    const bool column = is & (u <= sequence.labels) & (!up | (u >= du));
+    first = up ? dt : 0;
+    count = column ? unsigned(max(sequence.frames - first, 0)) : 0;
+    not_at = !up & !args.may_end[k] & (u + du == sequence.labels) ? sequence.frames - dt : -1;
+    back = up ? args.back[k] : 0;
+    reach = (up ? -du : du) - (dt + du) * pitch;
+    log = sequence.arcs + k * sequence.plane;
+  }
+  __device__ __forceinline__ bool Exists(int t) const { return (unsigned(t - first) < count) & (t != not_at); }
+
+  int first, not_at, reach;  // reach: from the node to its neighbour, in the ring
+  unsigned count, back;
+  const A* log;
+};
+
+template <class A, bool kUp, int kPairs, int kMine>
 __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* shared) {
   using S = Scalar<A>;
-  const int W = int(blockDim.x) / 2, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
-  const bool adds = int(threadIdx.x) < W;
-  const int u = int(threadIdx.x) - (adds ? 0 : W);
+  constexpr int kGroups = 1 + kPairs / kMine, kParts = kPairs - 1;
+  const int W = int(blockDim.x) / kGroups, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
-  Value<A>* const probabilities = ring + 2 * R * pitch;
-  A* const raw = reinterpret_cast<A*>(probabilities + 2 * kArcs * W);
-  for (int i = int(threadIdx.x); i < 2 * R * pitch + 2 * kArcs * W; i += int(blockDim.x)) shared[i] = Zero<S>();
+  Value<A>* const first = ring + 2 * R * pitch;
+  Value<A>* const parts = first + 4 * W;
+  A* const raw = reinterpret_cast<A*>(parts + 2 * kParts * W);
+  for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
-  if (!kUp && adds && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
+  if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
   __syncthreads();
 
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto next = [&](unsigned at) {
     return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
   };
-  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the adder or the copy
+  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the sum or the copy
   A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
-  const A* const arcs = Settled(sequence.arcs);
-  int slot = 0;
+  const ColumnArc<A> mine[2] = {{args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 : 0, u, pitch},
+                                {args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 + 1 : 1, u, pitch}};
+  const auto arc = [&](int pair, int i) {
+    return kMine == 1 ? mine[i] : ColumnArc<A>(args, sequence, kUp, pair * 2 + i, u, pitch);
+  };
+  const bool in_column = u <= sequence.labels;
+  int slot = R - 4;  // of this diagonal in the ring
+  while (slot < 0) slot += R;
   for (int step = -4; step < last; ++step) {
-    if (adds) {
+    Value<A>* const reached = ring + (slot + R) * pitch + column;
+    const int t = (kUp ? step : last - 1 - step) - u;
+    if (group == 0) {
       if (step >= 0) {
-        const Value<A>* const p = probabilities + (step & 1) * kArcs * W + u * 2;
-        const Value<A>* const reached = ring + (slot + R) * pitch + column;
-        Value<A> terms[kArcs];
-        auto e = S::kZero;
+        const Value<A>* const p = first + ((step & 1) * W + u) * 2;
+        Value<A> terms[2 + kParts];
+        terms[0] = Times(reached[mine[0].reach], p[0]);
+        terms[1] = Times(reached[mine[1].reach], p[1]);
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          const int du = kUp ? -args.du[k] : args.du[k];
-          terms[k] = Times(reached[du - (args.dt[k] + args.du[k]) * pitch], p[k / 2 * W * 2 + k % 2]);
-          e = S::Max(e, terms[k].e);
-        }
+        for (int i = 0; i < kParts; ++i) terms[2 + i] = parts[((step & 1) * kParts + i) * W + u];
+        auto e = terms[0].e;
+#pragma unroll
+        for (int i = 1; i < 2 + kParts; ++i) e = S::Max(e, terms[i].e);
         const auto shift = S::kExponentBias - e;
-        A even = 0, odd = 0;
+        A sum = 0;
 #pragma unroll
-        for (int k = 0; k < kArcs; k += 2) {
-          even = Fma(terms[k].m, BiasedPower<A>(terms[k].e + shift), even);
-          odd = Fma(terms[k + 1].m, BiasedPower<A>(terms[k + 1].e + shift), odd);
-        }
-        Value<A> value = {even + odd, e};
+        for (int i = 2 + kParts; i-- > 0;) sum = Fma(terms[i].m, BiasedPower<A>(terms[i].e + shift), sum);
+        Value<A> value = {sum, e};
         if (kUp && step == 0 && u == 0) value = One<A>();
         if ((step & 3) == 3) value = Normalize(value);
-        ring[slot * pitch + column] = ring[(slot + R) * pitch + column] = value;
-        const int t = (kUp ? step : last - 1 - step) - u;
-        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
-        StoreIf(inside, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
+        *reached = *(reached - R * pitch) = value;
+        StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
+                S::AsFloat(value.e));
         at = next(at);
-        slot = slot + 1 == R ? 0 : slot + 1;
       }
     } else {
       WaitForCopies<2>();
       const int now = step + 1, later = step + 4;
-      if (now >= 0) {
-        A x[kArcs];  // all reads before all writes, which they may not overtake
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) x[k] = raw[((now & 3) * kArcs + k) * W + u];
+      for (int m = 0; m < kMine; ++m) {
+        const int pair = kMine == 1 ? group - 1 : m;
+        if (now >= 0) {
+          const A* const x = raw + (((now & 3) * kPairs + pair) * W + u) * 2;
+          const Value<A> p = Probability(x[0]), q = Probability(x[1]);
+          if (pair == 0) {
+            Value<A>* const to = first + ((now & 1) * W + u) * 2;
+            to[0] = p;
+            to[1] = q;
+          } else {
+            const Value<A>* const from = reached + pitch;
+            parts[((now & 1) * kParts + pair - 1) * W + u] =
+                Plus(Times(from[arc(pair, 0).reach], p), Times(from[arc(pair, 1).reach], q));
+          }
+        }
+        if (later < last) {
+          A* const to = raw + (((later & 3) * kPairs + pair) * W + u) * 2;
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          probabilities[((now & 1) * kArcs / 2 + k / 2) * W * 2 + u * 2 + k % 2] = Probability(x[k]);
+          for (int i = 0; i < 2; ++i) {
+            const ColumnArc<A> it = arc(pair, i);
+            const unsigned back = at - it.back, from = kUp ? min(back, back + plane) : at;
+            if (it.Exists(kUp ? t + 4 : t - 4)) {
+              CopyAsync(to + i, it.log + from);
+            } else {
+              to[i] = -kInfinity<A>;
+            }
+          }
         }
       }
-      if (later < last) {
-        const int t = (kUp ? later : last - 1 - later) - u;
-        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
-        A* const to = raw + (later & 3) * kArcs * W + u;
-        unsigned exists = 0;
-#pragma unroll
-        for (int k = 0; k < kArcs; ++k) {  // no branches
-          const unsigned back = at - args.back[k], from = kUp ? min(back, back + plane) : at;
-          const bool begins = (unsigned(t - args.dt[k]) < unsigned(sequence.frames)) & (u >= args.du[k]);
-          const bool ends = (t + args.dt[k] == sequence.frames) & (u + args.du[k] == sequence.labels);
-          exists |=
-              unsigned(inside & (k < args.num_arcs) & (kUp ? begins : !(ends & ((args.may_not_end >> k & 1) != 0))))
-              << k;
-          const A* const arc = arcs + int64_t(k) * sequence.plane;
-          if (Bit(exists, k)) CopyAsync(to + k * W, arc + from);
-        }
-#pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          if (!Bit(exists, k)) to[k * W] = -kInfinity<A>;
-        }
-        at = next(at);
-      }
+      if (later < last) at = next(at);
       CommitCopies();
     }
+    slot = slot + 1 == R ? 0 : slot + 1;
     __syncthreads();
+  }
+}
+
+// Threads of a block: with a group per pair of arcs, or one for all pairs. Bounds the registers to 80 or 128.
+template <class A, bool kSpread>
+constexpr int kThreadsInShared = kSpread ? kMaxThreads * 3 / (sizeof(A) / 4) : 2 * kMaxThreads;
+
+// Grid: (beta and, for a gradient, alpha; sequences).
+template <class A, int kPairs, int kMine>
+__global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
+    SkipSweepInShared(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    const Sequence<A> sequence(args, b);
+    if (sequence.frames == 0) continue;
+    if (blockIdx.x == 0) {
+      SweepInShared<A, false, kPairs, kMine>(args, sequence, shared);
+    } else {
+      SweepInShared<A, true, kPairs, kMine>(args, sequence, shared);
+    }
   }
 }
 
 // Grid: (beta and, for a gradient, alpha; sequences).
 template <class A>
-__global__ void __launch_bounds__(2 * kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
-  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
     if (sequence.frames == 0) continue;
-    const auto in_shared = [&](auto arcs) {
-      if (blockIdx.x == 0) {
-        SweepInShared<A, false, decltype(arcs)::value>(args, sequence, shared);
-      } else {
-        SweepInShared<A, true, decltype(arcs)::value>(args, sequence, shared);
-      }
-    };
-    if (args.in_shared == 4) in_shared(std::integral_constant<int, 4>());
-    if (args.in_shared == 6) in_shared(std::integral_constant<int, 6>());
-    if (args.in_shared == 10) in_shared(std::integral_constant<int, 10>());
-    if constexpr (sizeof(A) == 4) {
-      if (args.in_shared == kMostInShared<A>) in_shared(std::integral_constant<int, kMostInShared<A>>());
-    }
-    if (args.in_shared != 0) continue;
     const int diagonals = sequence.frames + sequence.labels;
     for (int step = 0; step < diagonals; ++step) {
       const int n = blockIdx.x == 0 ? diagonals - 1 - step : step;
@@ -441,7 +476,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args) || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
     return cudaErrorInvalidValue;
-  Arguments<A> arguments(args);
+  const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const unsigned tiles = unsigned(Tiles(args.frames) * Tiles(args.columns));
@@ -449,22 +484,34 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
       back(tiles, sequences, unsigned(arguments.num_planes));
   const dim3 skew_block(kTile, kSkewRows);
   const int threads = int(std::min<int64_t>(kMaxThreads, Tiles(args.columns) * 32));
-  size_t shared = 0;
-  for (const int arcs : {4, 6, 10, kMostInShared<A>}) {
-    if (arcs < arguments.num_arcs || args.columns > threads) continue;
-    shared = SharedBytes<A>(arcs, threads, arguments.span);
-    if (shared <= SharedMemoryOfBlock()) arguments.in_shared = arcs;
-    break;
-  }
-  if (arguments.in_shared == 0) shared = 0;
-
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t bytes = 0) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, bytes, stream, arguments);
   };
   if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
-  const dim3 sweep_block(unsigned(arguments.in_shared != 0 ? 2 * threads : threads));
-  if (args.frames > 0) then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), sweep_block, shared);
+  if (args.frames > 0) {
+    const dim3 grid(gradient ? 2 : 1, sequences);
+    bool done = false;
+    const auto in_shared = [&](auto pairs, auto mine) {
+      constexpr int kPairs = decltype(pairs)::value, kMine = decltype(mine)::value, kGroups = 1 + kPairs / kMine;
+      const size_t bytes = SharedBytes<A>(kPairs, threads, arguments.span);
+      const bool fits = 2 * kPairs >= arguments.num_arcs && arguments.near <= 2 && args.columns <= threads &&
+                        threads * kGroups <= kThreadsInShared<A, kMine == 1> && bytes <= SharedMemoryOfBlock();
+      if (Loading::active || (fits && !done)) {
+        then(&SkipSweepInShared<A, kPairs, kMine>, grid, dim3(threads * kGroups), bytes);
+        done = true;
+      }
+    };
+    const auto of_pairs = [&](auto pairs) {
+      in_shared(pairs, std::integral_constant<int, 1>());
+      in_shared(pairs, pairs);
+    };
+    of_pairs(std::integral_constant<int, 2>());
+    of_pairs(std::integral_constant<int, 3>());
+    of_pairs(std::integral_constant<int, 5>());
+    if constexpr (sizeof(A) == 4) of_pairs(std::integral_constant<int, 8>());
+    if (Loading::active || !done) then(&SkipSweep<A>, grid, dim3(threads));
+  }
   then(&SkipLoss<A>, dim3(sequences), dim3(threads));
   if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
   return error;
