@@ -60,8 +60,14 @@ constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_E
 // Half for float64, whose exp2 needs many registers.
 template <class T>
 constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2 : 1);
-template <class T>
-constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kThreads / (sizeof(T) == 8 ? 2 : 1));
+// Threads of a block, and how many blocks a multiprocessor must hold: the registers of a thread follow.
+template <int kLanes>
+constexpr int kBlock = kLanes <= 2 ? kThreads / 2 : kThreads;
+template <class T, int kLanes>
+constexpr int kForwardBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kBlock<kLanes> / (sizeof(T) == 8 ? 2 : 1));
+// One more of the small blocks, since the loads of tiny rows wait for each other.
+template <class T, int kLanes>
+constexpr int kBackwardBlocks = kForwardBlocks<T, kLanes> + (kLanes <= 2 && sizeof(T) < 8);
 
 // ---- numbers ----
 
@@ -132,7 +138,7 @@ constexpr unsigned kAll = 0xffffffffu;
 template <int kLanes>
 struct Team {
   static constexpr int kInWarp = kLanes < 32 ? kLanes : 32, kGroups = 32 / kInWarp;
-  static constexpr int kTeamsPerBlock = kThreads / (kLanes < 32 ? 32 : kLanes);
+  static constexpr int kTeamsPerBlock = kBlock<kLanes> / (kLanes < 32 ? 32 : kLanes);
 
   __device__ __forceinline__ explicit Team(int passes)
       : lane(int(threadIdx.x % kLanes)),
@@ -264,23 +270,23 @@ __device__ __forceinline__ int Misaligned(const T* x) {
   return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
 }
 
-// The last 8-byte boundary.
-template <class T>
+// The last boundary of kBytes.
+template <unsigned kBytes, class T>
 __device__ __forceinline__ const T* LastBoundary(const T* x) {
-  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(7));
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(kBytes - 1));
 }
 
 // How to read the vectors of a row, all from their first element on.
 enum class Access {
   kAligned,
-  kWindow,    // each cut out of words that begin at 8-byte boundaries and may reach into the neighbouring rows
+  kWindow,    // cut out of aligned words, which may reach into the neighbouring rows
   kElements,  // element by element
 };
 
 // A vector as loaded. Taking it apart waits for the loads, so all loads come first.
 template <class T, Access kAccess>
 struct Loaded {
-  // x: the vector; for windows, its last boundary of 8 bytes.
+  // x: the vector; for windows, the last boundary that Window wants.
   __device__ __forceinline__ void Load(const T* x) {
     if constexpr (kAccess == Access::kElements) {
       Accumulator<T> v[kElements<T>];
@@ -293,7 +299,7 @@ struct Loaded {
       words = Load16(x);
     }
   }
-  __device__ __forceinline__ Words Get(int misaligned) const {
+  __device__ __forceinline__ Words Get(int misaligned) {
     if constexpr (kAccess != Access::kWindow) return words;
     Words v[1];
     window.Get(misaligned, v);
@@ -369,9 +375,10 @@ __device__ __forceinline__ void AddVectors(BinarySum<Accumulator<T>>& total, con
   constexpr unsigned kSize = kElements<T>, kStep = kVectors * kLanes;
   const unsigned last = first + kStep - kLanes + lane, in_row = min(last, row.count - 1);
   Words v[kVectors];
-  if constexpr (kLanes == 1 && kAccess == Access::kWindow) {  // neighbouring vectors share words
-    Window<T, kVectors> window;
-    window.Load(x + first * kSize);
+  if constexpr (kLanes == 1 && kAccess == Access::kWindow) {  // a lane's vectors lie side by side
+    using Vectors = Window<T, kVectors>;
+    Vectors window;
+    window.Load(LastBoundary<Vectors::kAccess>(row.x) + first * kSize);
     window.Get(row.misaligned, v);
   } else {
     Loaded<T, kAccess> loaded[kVectors];
@@ -419,12 +426,12 @@ __device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T
   constexpr unsigned kRest = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
   const unsigned behind = row.count * kElements<T>;
   T rest[kRest];
+  if (behind < row.n) {
 #pragma unroll
-  for (unsigned i = 0; i < kRest; ++i) {
-    if (behind + i * kLanes < row.n) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
+    for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
   }
   BinarySum<A> total;
-  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary(row.x) : row.x);
+  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary<8>(row.x) : row.x);
   AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
   if (behind == row.n) return total;
   A value[kRest], max = total.max;

@@ -322,38 +322,55 @@ inline Words Load16(const void* from) { return *static_cast<const Words*>(from);
 inline void Store16(void* to, const Words& v) { *static_cast<Words*>(to) = v; }
 #endif
 
-// kVectors * 16 bytes that begin at any element, as the accesses of 8 bytes that hold them. Accesses of 16 bytes would
-// need six choices between words more for each vector; two per vector, in place of three, would not be faster.
+// kVectors * 16 bytes that begin at any element, cut out of the aligned words that hold them. One vector takes three
+// accesses of 8 bytes: two of 16 bytes would need six choices between words more. Several take accesses of 16 bytes.
 template <class T, unsigned kVectors>
 struct Window {
-  // `from`: the last boundary of 8 bytes.
+  static constexpr unsigned kAccess = kVectors > 1 ? 16 : 8;
+
+  // `from`: the last boundary of kAccess bytes.
   __device__ __forceinline__ void Load(const void* from) {
+    if constexpr (kAccess == 16) {
 #pragma unroll
-    for (unsigned i = 0; i < kParts; ++i) {
+      for (unsigned i = 0; i <= kVectors; ++i) {
+        const Words v = Load16(static_cast<const Words*>(from) + i);
+#pragma unroll
+        for (unsigned j = 0; j < 4; ++j) w[4 * i + j] = v.w[j];
+      }
+    } else {
+#pragma unroll
+      for (unsigned i = 0; i < (sizeof(T) == 8 ? 2 : 3); ++i) {
 #if defined(__CUDACC__)
-      const uint2 v = static_cast<const uint2*>(from)[i];
-      w[2 * i] = v.x, w[2 * i + 1] = v.y;
+        const uint2 v = static_cast<const uint2*>(from)[i];
+        w[2 * i] = v.x, w[2 * i + 1] = v.y;
 #else
-      memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
+        memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
 #endif
+      }
     }
   }
-  // `offset`: elements since any boundary of 8 bytes.
-  __device__ __forceinline__ void Get(int offset, Words* to) const {
+  // `offset`: elements since any boundary of 16 bytes.
+  __device__ __forceinline__ void Get(int offset, Words* to) {
     const int bytes = offset * int(sizeof(T));
-    uint32_t v[4 * kVectors + 1];
+    constexpr unsigned kWords = 4 * kVectors;
+    if (kAccess == 16) {
 #pragma unroll
-    for (unsigned i = 0; i < 4 * kVectors + (sizeof(T) == 2); ++i) v[i] = sizeof(T) <= 4 && bytes & 4 ? w[i + 1] : w[i];
-#pragma unroll
-    for (unsigned i = 0; i < 4 * kVectors; ++i) {
-      if (sizeof(T) == 2) v[i] = uint32_t((uint64_t(v[i + 1]) << 32 | v[i]) >> (bytes & 2) * 8);
-      to[i / 4].w[i % 4] = v[i];
+      for (unsigned i = 0; i < kWords + 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
     }
+    if (sizeof(T) <= 4) {
+#pragma unroll
+      for (unsigned i = 0; i < kWords + 1; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    }
+    if (sizeof(T) <= 2) {
+#pragma unroll
+      for (unsigned i = 0; i < kWords; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kWords; ++i) to[i / 4].w[i % 4] = w[i];
   }
 
  private:
-  static constexpr unsigned kParts = 2 * kVectors + (sizeof(T) == 8 ? 0 : 1);
-  uint32_t w[4 * kVectors + 2];
+  uint32_t w[4 * kVectors + kAccess / 4];
 };
 
 // ---- global memory ----

@@ -10,14 +10,15 @@
 //   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
 //   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
-// The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Half of the
-// threads sum over the arcs, a column each; the others prepare probabilities and copies (see SweepInShared). This takes
-// up to 16 arcs (10 in float64), as many columns as a block has adders, and shared memory for all of it. Other tables
-// and sizes read earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
+// The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Of the arcs of a
+// node, at most two lead to the next diagonal, for all topologies of the library. The sum over the others is known a
+// diagonal earlier: other warps compute it, a pair of arcs each, beside probabilities and copies (see SweepInShared).
+// This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
+// earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// Tried, in cycles of one warp for a diagonal of 9 arcs as scheduled for sm_90 (sums 331 to 344): probabilities and
-// copies with branches 1950 to 2553, without branches 1242 to 1377, with all reads of shared memory before all writes
-// 696 to 1051. What is left is instructions: about 30 per arc for copies and probabilities, 16 for the sum.
+// Tried, in cycles of a diagonal of a block by the replay of `make cuda-model`, 9 arcs and U = 63, alpha and beta:
+//   one group of threads sums all arcs, another prepares all                                         822 1173
+//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     @A@ @B@
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond

@@ -123,7 +123,7 @@ __device__ __forceinline__ void WriteOutside(const Shape& shape, const ForwardPo
 
 // Grid: (teams of a sequence, sequences).
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kForwardBlocks<T, kLanes>)
     ForwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
@@ -364,23 +364,30 @@ __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned l
   using A = Accumulator<T>;
   constexpr unsigned kSize = kElements<T>;
   const QuickGradient<A> quick(softmax, finish);
+  const bool works = quick.Works();
   // 16-byte accesses between the first and the last boundary; none if the rows are not aligned alike.
   unsigned head = 0, count = 0;
-  if (Misaligned(x) == Misaligned(dx) && quick.Works()) {
+  if (works && Misaligned(x) == Misaligned(dx)) {
     head = min(n, (kSize - Misaligned(x)) % kSize);
     count = (n - head) / kSize;
   }
   MapVectors<kInFlight<T>, kLanes, kRead>(Pinned(x + head), Pinned(dx + head), 0, count, lane, quick);
+  const auto rest = [&](auto gradient) {
 #pragma unroll 1
-  for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
-    const unsigned k = i < head ? i : i + count * kSize;
-    const A v = kRead ? Widen(x[k]) : A(0);
-    dx[k] = Narrow<T>(quick.Works() ? quick(v) : finish(softmax(v)));
+    for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
+      const unsigned k = i < head ? i : i + count * kSize;
+      dx[k] = Narrow<T>(gradient(kRead ? Widen(x[k]) : A(0)));
+    }
+  };
+  if (works) {
+    rest(quick);
+  } else {
+    rest([&](A v) { return finish(softmax(v)); });
   }
 }
 
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kBackwardBlocks<T, kLanes>)
     BackwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ BackwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
@@ -445,7 +452,8 @@ cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cud
                                      shape.batch * rows / (kTeams * RowTeam::kGroups)});
     const int64_t per_block = RowTeam::kTeamsPerBlock * RowTeam::kGroups * std::max<int64_t>(1, passes);
     const dim3 grid(unsigned((rows + per_block - 1) / per_block), unsigned(std::min<int64_t>(shape.batch, kMaxGridY)));
-    return Launch(Kernel<T, decltype(lanes)::value>::function, grid, dim3(kThreads), 0, stream,
+    return Launch(Kernel<T, decltype(lanes)::value>::function, grid,
+                  dim3(kBlock<decltype(lanes)::value>), 0, stream,
                   Shape(shape, int(std::max<int64_t>(1, passes))), pointers);
   };
   const int arcs = shape.num_blanks + 1;
