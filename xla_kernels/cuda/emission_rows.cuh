@@ -425,7 +425,7 @@ __device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T
   using A = Accumulator<T>;
   constexpr unsigned kRest = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
   const unsigned behind = row.count * kElements<T>;
-  T rest[kRest];
+  T rest[kRest] = {};
   if (behind < row.n) {
 #pragma unroll
     for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];

@@ -42,7 +42,8 @@
 //   the same, copies of arcs within the steps                                                    120 112   162 152
 //   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
 //   the label posterior stored a step later                                                      142 139
-//   copies that have a condition in place of a branch: what is here
+//   copies that have a condition in place of a branch: what is here                              113 113   146 142
+//   two warps for a tile, one for the steps, the other for probabilities and copies              138 141   155 146
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -112,7 +113,6 @@ struct Arguments {
         skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         lift((kChunk<A> + std::max(1, frames) - 1) / std::max(1, frames) * std::max(1, frames)),
-        paired(2 * Tiles(args.columns) <= kMaxWarps<A>),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
         log_blank(static_cast<const A*>(args.log_plane[0])),
@@ -129,7 +129,6 @@ struct Arguments {
   int skew;           // diagonal of node (t, u): t + skew * u
   Divider by_frames;  // diagonals to rows
   int lift;           // a multiple of `frames`, at least a chunk
-  bool paired;        // whether a tile has two warps; else, a warp has one or more tiles
   const int32_t *num_frames, *num_labels;
   const A *log_blank, *log_label;  // in frame order
   // Between the sweeps: mantissas and exponents of alpha or beta, in diagonal order. At the end: the results, in frame
@@ -354,27 +353,11 @@ struct Stage {
   Value<A> other[kSweep == 2 ? kChunk<A> : 1][32];
 };
 
-// Probabilities of the arcs that leave a node.
-template <class A>
-struct alignas(16) ArcValues {
-  Value<A> blank, label;
-};
-
-// What the two warps of a tile share: stages of three chunks, one read, one complete, one being copied; probabilities of
-// two chunks.
-template <class A, int kSweep>
-struct Shares {
-  Stage<A, kSweep> stages[3];
-  ArcValues<A> probabilities[2][kChunk<A>][32];
-};
-
 // Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
-// enter the first tile; the shares of each tile or, if a warp has several tiles, a stage of each warp. AtMiddle uses it
-// first, for the sums of the tiles.
+// enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
 template <class A, int kSweep>
-constexpr size_t SharedBytes(int tiles, int warps, bool paired) {
-  return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) +
-         (paired ? tiles * sizeof(Shares<A, kSweep>) : warps * sizeof(Stage<A, kSweep>));
+constexpr size_t SharedBytes(int tiles, int warps) {
+  return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
 }
 
 // Steps j = 0, 1, ... of a chunk in which node t + j * kStep exists, as bits; one step more than the chunk has.
@@ -479,13 +462,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     const unsigned here = Existing<C, kStep>(u <= sequence.labels ? n - args.skew * u : -(1 << 30), sequence.frames);
     return Chunk{0 <= chunk && chunk < chunks ? here : 0, position(n, u)};
   };
-  // The tile of this warp, if no warp has several. In the second half of the warps, each prepares chunks for a warp of
-  // the first half.
-  const bool prepares = args.paired && warp >= warps / 2;
-  const int own_tile = prepares ? warp - warps / 2 : warp;
-  Shares<A, kSweep>* const shares = reinterpret_cast<Shares<A, kSweep>*>(zeros + C) + own_tile;
-  Stage<A, kSweep>* const stages =
-      args.paired ? shares->stages : reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp;
+  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
   constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
   const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
   const SharedAddress<A> to_other(&stages[0].other[0][lane].m);
@@ -568,50 +545,30 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
   if (lane < C && warp == 0) zeros[lane] = Zero<S>();
   for (int j = 0; kSweep == 2 && kUp && j < C; ++j) {  // no NaN where no copy arrives
-    for (int stage = 0; stage < (prepares ? 3 : args.paired ? 0 : 1); ++stage) stages[stage].other[j][lane] = Zero<S>();
+    stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
   }
-  if (args.paired) {
-    // Copies start two chunks ahead, probabilities are ready one ahead.
-    const int tile = own_tile, first_round = tile < tiles ? -chunk_of(0, tile) : rounds;
-    Chunk now = chunk_at(0, tile);  // prepares: the last chunk whose copies have started
-    const auto advance = [&](int chunk) { now = Chunk{chunk_at(chunk, tile).here, after(now.first, C)}; };
-    const auto prepare = [&](int chunk, int stage) {
-      WaitForCopies<0>();
-      const Probabilities p = probabilities(chunk, tile, now.here, stage);
-#pragma unroll
-      for (int j = 0; j < C; ++j) shares->probabilities[chunk & 1][j][lane] = {p.blank[j], p.label[j]};
-    };
-    State state = initial(tile);
-    int stage = 0;  // of this chunk
-    if (prepares) {
-      start_copies(0, tile, now, 0);
-      prepare(0, 0);
-      advance(1);
-      start_copies(1, tile, now, 1);
-    }
+  if (tiles <= warps) {
+    // Probabilities are ready a chunk ahead, copies start two chunks ahead.
+    State state = initial(warp);
+    const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
+    Chunk now = chunk_at(0, warp), next = chunk_at(1, warp);
+    start_copies(0, warp, now, 0);
+    start_copies(1, warp, next, 1);
+    WaitForCopies<1>();
+    Probabilities p = probabilities(0, warp, now.here, 0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
-      const int chunk = round - first_round;
+      const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
-      if (prepares) {
-        const int next = stage == 2 ? 0 : stage + 1, later = next == 2 ? 0 : next + 1;
-        prepare(chunk + 1, next);
-        advance(chunk + 2);
-        start_copies(chunk + 2, tile, now, later);
-      } else {
-        Probabilities p;
-#pragma unroll
-        for (int j = 0; j < C; ++j) {
-          const ArcValues<A> x = shares->probabilities[chunk & 1][j][lane];
-          p.blank[j] = x.blank;
-          p.label[j] = x.label;
-        }
-        compute(chunk, tile, now, stage, p, state);
-        advance(chunk + 1);
-      }
-      stage = stage == 2 ? 0 : stage + 1;
+      compute(chunk, warp, now, stage, p, state);
+      const Chunk later = {chunk_at(chunk + 2, warp).here, after(next.first, C)};
+      start_copies(chunk + 2, warp, later, stage);
+      WaitForCopies<1>();
+      p = probabilities(chunk + 1, warp, next.here, stage ^ 1);
+      now = next;
+      next = later;
     }
-    if (kSweep == 1 && !prepares && tile < tiles) store(tile, state);
+    if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
   }
 
@@ -663,10 +620,10 @@ __global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Total(const __grid_const
   }
 }
 
-// Tiles that fit beside two warps.
+// Tiles that fit beside one warp.
 template <class A>
 int64_t MaxTiles(int64_t shared_bytes) {
-  constexpr int64_t kFixed = SharedBytes<A, 2>(0, 2, false), kEach = SharedBytes<A, 2>(1, 2, false) - kFixed;
+  constexpr int64_t kFixed = SharedBytes<A, 2>(0, 1), kEach = SharedBytes<A, 2>(1, 1) - kFixed;
   return std::max<int64_t>((shared_bytes - kFixed) / kEach, 0);
 }
 
@@ -674,13 +631,12 @@ template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args)) return cudaErrorInvalidValue;
-  Arguments<A> arguments(args);
+  const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns));
   const size_t shared = SharedMemoryOfBlock();
-  if (SharedBytes<A, 2>(tiles, 0, true) > shared) arguments.paired = false;
-  int warps = arguments.paired ? 2 * tiles : std::min(tiles, kMaxWarps<A>);
-  while (warps > 1 && SharedBytes<A, 2>(tiles, warps, arguments.paired) > shared) --warps;
+  int warps = std::min(tiles, kMaxWarps<A>);
+  while (warps > 1 && SharedBytes<A, 2>(tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
   const dim3 grid(2, sequences), block(32 * warps);
@@ -690,9 +646,9 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, shared, stream, arguments);
   };
   if (args.frames > 0) then(&Skew<A, false>, skew_grid, skew_block, 0);
-  then(&Sweep<A, 1>, grid, block, SharedBytes<A, 1>(tiles, warps, arguments.paired));
+  then(&Sweep<A, 1>, grid, block, SharedBytes<A, 1>(tiles, warps));
   if (gradient) {
-    then(&Sweep<A, 2>, grid, block, SharedBytes<A, 2>(tiles, warps, arguments.paired));
+    then(&Sweep<A, 2>, grid, block, SharedBytes<A, 2>(tiles, warps));
     if (args.frames > 0) then(&Skew<A, true>, skew_grid, skew_block, 0);
   } else {
     then(&Total<A>, dim3(sequences), block, tiles * sizeof(Value<A>));

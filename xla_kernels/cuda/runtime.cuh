@@ -384,6 +384,15 @@ __device__ __forceinline__ T* Settled(T* p) {
   return p;
 }
 
+// The same for a number: it is kept in a register, not computed anew where it is used.
+__device__ __forceinline__ int Settled(int x) {
+#if defined(__CUDACC__)
+  asm("" : "+r"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ unsigned Settled(unsigned x) { return unsigned(Settled(int(x))); }
+
 // Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
 // schedules across it. Reads of the same kernel do not see it before a barrier.
 __device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x) {

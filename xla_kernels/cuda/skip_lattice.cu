@@ -206,12 +206,15 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
 //   ring   [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
 //   first  [2][W][2], probabilities of the first pair
 //   parts  [2][kPairs - 1][W], sums of the other pairs
-//   raw    [4][kPairs][W][2], logarithms of the arcs that enter (alpha) or leave (beta) a node
+//   raw    [4][kPairs][W], logarithms of the arcs that enter (alpha) or leave (beta) a node, two in place of a value
 template <class A>
 size_t SharedBytes(int pairs, int columns, int span) {
-  return (size_t(2) * (span + 1) * (columns + 1) + size_t(2) * (pairs + 1) * columns) * sizeof(Value<A>) +
-         size_t(8) * pairs * columns * sizeof(A);
+  return (size_t(2) * (span + 1) * (columns + 1) + size_t(6 * pairs + 2) * columns) * sizeof(Value<A>);
 }
+template <class A>
+struct Logarithms {
+  A of[2];
+};
 
 // An arc as a thread of a column sees it: it exists at nodes t with first <= t < first + count and t != not_at.
 template <class A>
@@ -222,12 +225,12 @@ struct ColumnArc {
     const bool is = i < args.num_arcs;
     const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
     const bool column = is & (u <= sequence.labels) & (!up | (u >= du));
-    first = up ? dt : 0;
-    count = column ? unsigned(max(sequence.frames - first, 0)) : 0;
+    first = Settled(up ? dt : 0);
+    count = Settled(column ? unsigned(max(sequence.frames - first, 0)) : 0u);
     not_at = !up & !args.may_end[k] & (u + du == sequence.labels) ? sequence.frames - dt : -1;
-    back = up ? args.back[k] : 0;
-    reach = (up ? -du : du) - (dt + du) * pitch;
-    log = sequence.arcs + k * sequence.plane;
+    back = Settled(up ? args.back[k] : 0u);
+    reach = Settled((up ? -du : du) - (dt + du) * pitch);
+    log = Settled(sequence.arcs + k * sequence.plane);
   }
   __device__ __forceinline__ bool Exists(int t) const { return (unsigned(t - first) < count) & (t != not_at); }
 
@@ -243,9 +246,6 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   const int W = int(blockDim.x) / kGroups, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
-  Value<A>* const first = ring + 2 * R * pitch;
-  Value<A>* const parts = first + 4 * W;
-  A* const raw = reinterpret_cast<A*>(parts + 2 * kParts * W);
   for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
@@ -264,19 +264,23 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
     return kMine == 1 ? mine[i] : ColumnArc<A>(args, sequence, kUp, pair * 2 + i, u, pitch);
   };
   const bool in_column = u <= sequence.labels;
-  int slot = R - 4;  // of this diagonal in the ring
-  while (slot < 0) slot += R;
+  const auto logarithms = [&](int i) { return reinterpret_cast<Logarithms<A>*>(shared + i); };
+  // Places in shared memory, as indices: one addition and no product per access.
+  const int ring_end = Settled(2 * R * pitch + column), lap = Settled(R * pitch), in_parts = Settled(kParts * W);
+  const int first = Settled(2 * R * pitch + u * 2), parts = Settled(2 * R * pitch + 4 * W + u);
+  const int raw = Settled(2 * R * pitch + 4 * W + 2 * kParts * W + u), in_raw = Settled(kPairs * W);
+  int reached = lap + (R - 4 % R) % R * pitch + column;  // of this diagonal in the ring
   for (int step = -4; step < last; ++step) {
-    Value<A>* const reached = ring + (slot + R) * pitch + column;
     const int t = (kUp ? step : last - 1 - step) - u;
     if (group == 0) {
       if (step >= 0) {
-        const Value<A>* const p = first + ((step & 1) * W + u) * 2;
+        const Value<A>* const p = shared + first + (step & 1) * 2 * W;
         Value<A> terms[2 + kParts];
-        terms[0] = Times(reached[mine[0].reach], p[0]);
-        terms[1] = Times(reached[mine[1].reach], p[1]);
+        terms[0] = Times(shared[reached + mine[0].reach], p[0]);
+        terms[1] = Times(shared[reached + mine[1].reach], p[1]);
+        const int from = parts + (step & 1) * in_parts;
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) terms[2 + i] = parts[((step & 1) * kParts + i) * W + u];
+        for (int i = 0; i < kParts; ++i) terms[2 + i] = shared[from + i * W];
         auto e = terms[0].e;
 #pragma unroll
         for (int i = 1; i < 2 + kParts; ++i) e = S::Max(e, terms[i].e);
@@ -287,48 +291,42 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
         Value<A> value = {sum, e};
         if (kUp && step == 0 && u == 0) value = One<A>();
         if ((step & 3) == 3) value = Normalize(value);
-        *reached = *(reached - R * pitch) = value;
+        shared[reached] = shared[reached - lap] = value;
         StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
                 S::AsFloat(value.e));
         at = next(at);
       }
     } else {
+      // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
       WaitForCopies<2>();
-      const int now = step + 1, later = step + 4;
+      const int now = step + 1, later = step + 4, t_now = kUp ? t + 1 : t - 1, t_later = kUp ? t + 4 : t - 4;
 #pragma unroll
       for (int m = 0; m < kMine; ++m) {
         const int pair = kMine == 1 ? group - 1 : m;
-        if (now >= 0) {
-          const A* const x = raw + (((now & 3) * kPairs + pair) * W + u) * 2;
-          const Value<A> p = Probability(x[0]), q = Probability(x[1]);
-          if (pair == 0) {
-            Value<A>* const to = first + ((now & 1) * W + u) * 2;
-            to[0] = p;
-            to[1] = q;
-          } else {
-            const Value<A>* const from = reached + pitch;
-            parts[((now & 1) * kParts + pair - 1) * W + u] =
-                Plus(Times(from[arc(pair, 0).reach], p), Times(from[arc(pair, 1).reach], q));
-          }
+        const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
+        const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
+        const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now)), q = Probability(x.of[1], arcs[1].Exists(t_now));
+        if (pair == 0) {
+          Value<A>* const to = shared + first + (now & 1) * 2 * W;
+          to[0] = p;
+          to[1] = q;
+        } else {
+          const int from = reached + pitch;
+          shared[parts + (pair - 1) * W + (now & 1) * in_parts] =
+              Plus(Times(shared[from + arcs[0].reach], p), Times(shared[from + arcs[1].reach], q));
         }
-        if (later < last) {
-          A* const to = raw + (((later & 3) * kPairs + pair) * W + u) * 2;
+        A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const ColumnArc<A> it = arc(pair, i);
-            const unsigned back = at - it.back, from = kUp ? min(back, back + plane) : at;
-            if (it.Exists(kUp ? t + 4 : t - 4)) {
-              CopyAsync(to + i, it.log + from);
-            } else {
-              to[i] = -kInfinity<A>;
-            }
-          }
+        for (int i = 0; i < 2; ++i) {
+          const unsigned back = at - arcs[i].back, from = kUp ? min(back, back + plane) : at;
+          if (arcs[i].Exists(t_later)) CopyAsync(to + i, arcs[i].log + from);
         }
       }
-      if (later < last) at = next(at);
+      at = next(at);
       CommitCopies();
     }
-    slot = slot + 1 == R ? 0 : slot + 1;
+    reached += pitch;
+    if (reached == ring_end) reached -= lap;
     __syncthreads();
   }
 }
