@@ -7,24 +7,24 @@
 // there. So memory should bound both passes, and does if a row takes few instructions: an H200 copies 4 bytes in the
 // time in which a warp issues one. All of the scheme serves this (emission_rows.cuh has the threads and the sums):
 //
-// * A group of lanes takes a row: 2 up to 128 bytes, 4 up to 1 KiB, a warp up to 64 KiB, a block above. Groups of a
-// warp
-//   take several rows each, one after the other.
+// * A group of lanes takes a row: up to 128 bytes 1 forward and 2 backward, 4 up to 1 KiB, a warp up to 64 KiB, a block
+//   above. Groups of a warp take several rows each, one after the other.
 // * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents,
 // norm,
 //   the softmax of the durations before the rows; the logarithms, planes and norm after them.
 // * Accesses are 16 bytes wide for any V and any alignment. All accesses of a step are issued before the first is used.
-//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of two
-//   aligned ones, since the assignment of elements to lanes must not depend on the address. Backward has no sums, so it
-//   begins at the first boundary.
+//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of
+//   three aligned accesses of 8 bytes, since the assignment of elements to lanes must not depend on the address.
+//   Backward has no sums, so it begins at the first boundary.
 // * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. The
-//   maximum of a step comes first; for 16-bit types by instructions on two elements.
+//   maximum of a step comes first; for 16-bit types by instructions on two elements. See BinarySum.
 // * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
 //   was overwritten.
 //
-// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); four accesses in
-// flight for 16-bit types (spills, or fewer threads); -inf in place of absent vectors, zeros in place of rows that are
-// not read (16 moves per step); bounds tested per access (a dozen predicates copied per step).
+// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); one lane for
+// tiny rows backward (shifted rows: 93% of the copy bandwidth, with 2 lanes 101%); a quarter more threads there
+// (spills); -inf in place of absent vectors, zeros in place of rows that are not read (16 moves per step); bounds
+// tested per access (a dozen predicates copied per step).
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
@@ -452,8 +452,7 @@ cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cud
                                      shape.batch * rows / (kTeams * RowTeam::kGroups)});
     const int64_t per_block = RowTeam::kTeamsPerBlock * RowTeam::kGroups * std::max<int64_t>(1, passes);
     const dim3 grid(unsigned((rows + per_block - 1) / per_block), unsigned(std::min<int64_t>(shape.batch, kMaxGridY)));
-    return Launch(Kernel<T, decltype(lanes)::value>::function, grid,
-                  dim3(kBlock<decltype(lanes)::value>), 0, stream,
+    return Launch(Kernel<T, decltype(lanes)::value>::function, grid, dim3(kBlock<decltype(lanes)::value>), 0, stream,
                   Shape(shape, int(std::max<int64_t>(1, passes))), pointers);
   };
   const int arcs = shape.num_blanks + 1;
