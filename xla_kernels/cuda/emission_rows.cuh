@@ -64,10 +64,7 @@ constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2
 template <int kLanes>
 constexpr int kBlock = kLanes <= 2 ? kThreads / 2 : kThreads;
 template <class T, int kLanes>
-constexpr int kForwardBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kBlock<kLanes> / (sizeof(T) == 8 ? 2 : 1));
-// One more of the small blocks, since the loads of tiny rows wait for each other.
-template <class T, int kLanes>
-constexpr int kBackwardBlocks = kForwardBlocks<T, kLanes> + (kLanes <= 2 && sizeof(T) < 8);
+constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kBlock<kLanes> / (sizeof(T) == 8 ? 2 : 1));
 
 // ---- numbers ----
 

@@ -22,9 +22,9 @@
 //   was overwritten.
 //
 // Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); one lane for
-// tiny rows backward (shifted rows: 93% of the copy bandwidth, with 2 lanes 101%); a quarter more threads there
-// (spills); -inf in place of absent vectors, zeros in place of rows that are not read (16 moves per step); bounds
-// tested per access (a dozen predicates copied per step).
+// tiny rows backward (shifted rows: 93% of the copy bandwidth, with 2 lanes 101%); an eighth or a quarter more
+// threads there (spills); -inf in place of absent vectors, zeros in place of rows that are not read (16 moves per
+// step); bounds tested per access (a dozen predicates copied per step).
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
@@ -123,7 +123,7 @@ __device__ __forceinline__ void WriteOutside(const Shape& shape, const ForwardPo
 
 // Grid: (teams of a sequence, sequences).
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kBlock<kLanes>, kForwardBlocks<T, kLanes>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
     ForwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
@@ -387,7 +387,7 @@ __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned l
 }
 
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kBlock<kLanes>, kBackwardBlocks<T, kLanes>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
     BackwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ BackwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
