@@ -18,7 +18,7 @@
 //
 // Tried, in cycles of a diagonal of a block by the replay of `make cuda-model`, 9 arcs and U = 63, alpha and beta:
 //   one group of threads sums all arcs, another prepares all                                         822 1173
-//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     @A@ @B@
+//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     462  492
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
