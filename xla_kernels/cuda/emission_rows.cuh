@@ -15,9 +15,13 @@ namespace {
 #ifndef JAX_RNNT_EMISSION_THREADS
 #define JAX_RNNT_EMISSION_THREADS 256
 #endif
-// Lanes per row, and the longest rows in bytes: tiny, short, medium; a block takes all longer rows.
-#ifndef JAX_RNNT_EMISSION_TINY_LANES
-#define JAX_RNNT_EMISSION_TINY_LANES 2
+// Lanes per row, tiny rows forward and backward, and the longest rows in bytes: tiny, short, medium; a block takes all
+// longer rows.
+#ifndef JAX_RNNT_EMISSION_TINY_FORWARD
+#define JAX_RNNT_EMISSION_TINY_FORWARD 1
+#endif
+#ifndef JAX_RNNT_EMISSION_TINY_BACKWARD
+#define JAX_RNNT_EMISSION_TINY_BACKWARD 2
 #endif
 #ifndef JAX_RNNT_EMISSION_SHORT_LANES
 #define JAX_RNNT_EMISSION_SHORT_LANES 4
@@ -48,15 +52,19 @@ namespace {
 #endif
 
 constexpr int kThreads = JAX_RNNT_EMISSION_THREADS;
-constexpr int kTinyLanes = JAX_RNNT_EMISSION_TINY_LANES, kShortLanes = JAX_RNNT_EMISSION_SHORT_LANES;
+constexpr int kTinyForward = JAX_RNNT_EMISSION_TINY_FORWARD, kTinyBackward = JAX_RNNT_EMISSION_TINY_BACKWARD;
+constexpr int kShortLanes = JAX_RNNT_EMISSION_SHORT_LANES;
 constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSION_SHORT_ROW;
 constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
-// Half for 16-bit types and float64: four spill registers, as a vector has eight elements, or exp2 needs many.
+// Half for float64, whose exp2 needs many registers.
 template <class T>
-constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 4 ? 1 : 2);
-template <class T>
-constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kThreads / (sizeof(T) == 8 ? 2 : 1));
+constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2 : 1);
+// Threads of a block, and how many blocks a multiprocessor must hold: the registers of a thread follow.
+template <int kLanes>
+constexpr int kBlock = kLanes <= 2 ? kThreads / 2 : kThreads;
+template <class T, int kLanes>
+constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kBlock<kLanes> / (sizeof(T) == 8 ? 2 : 1));
 
 // ---- numbers ----
 
@@ -127,7 +135,7 @@ constexpr unsigned kAll = 0xffffffffu;
 template <int kLanes>
 struct Team {
   static constexpr int kInWarp = kLanes < 32 ? kLanes : 32, kGroups = 32 / kInWarp;
-  static constexpr int kTeamsPerBlock = kThreads / (kLanes < 32 ? 32 : kLanes);
+  static constexpr int kTeamsPerBlock = kBlock<kLanes> / (kLanes < 32 ? 32 : kLanes);
 
   __device__ __forceinline__ explicit Team(int passes)
       : lane(int(threadIdx.x % kLanes)),
@@ -259,37 +267,43 @@ __device__ __forceinline__ int Misaligned(const T* x) {
   return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
 }
 
-template <class T>
+// The last boundary of kBytes.
+template <unsigned kBytes, class T>
 __device__ __forceinline__ const T* LastBoundary(const T* x) {
-  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(15));
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(kBytes - 1));
 }
 
 // How to read the vectors of a row, all from their first element on.
 enum class Access {
   kAligned,
-  kWindow,    // each cut out of two aligned vectors, which may reach into the neighbouring rows
+  kWindow,    // cut out of aligned words, which may reach into the neighbouring rows
   kElements,  // element by element
 };
 
 // A vector as loaded. Taking it apart waits for the loads, so all loads come first.
 template <class T, Access kAccess>
 struct Loaded {
-  // x: the vector; for windows, its last boundary.
+  // x: the vector; for windows, the last boundary that Window wants.
   __device__ __forceinline__ void Load(const T* x) {
     if constexpr (kAccess == Access::kElements) {
       Accumulator<T> v[kElements<T>];
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) v[i] = Widen(x[i]);
-      low = Pack<T>(v);
+      words = Pack<T>(v);
+    } else if constexpr (kAccess == Access::kWindow) {
+      window.Load(x);
     } else {
-      low = Load16(x);
-      if constexpr (kAccess == Access::kWindow) high = Load16(x + kElements<T>);
+      words = Load16(x);
     }
   }
-  __device__ __forceinline__ Words Get(int misaligned) const {
-    return kAccess == Access::kWindow ? Window<T>(low, high, misaligned) : low;
+  __device__ __forceinline__ Words Get(int misaligned) {
+    if constexpr (kAccess != Access::kWindow) return words;
+    Words v[1];
+    window.Get(misaligned, v);
+    return v[0];
   }
-  Words low, high;
+  Words words;
+  Window<T, 1> window;
 };
 
 // ---- softmax of a row ----
@@ -309,6 +323,35 @@ struct LogSumExp {
   }
 };
 
+// x * log2(e), and how much the exact product is larger.
+template <class A>
+__device__ __forceinline__ A Binary(A x) {
+  return x * kLog2E<A>;
+}
+template <class A>
+__device__ __forceinline__ A BinaryError(A x) {
+  return Fma(x, kLog2E<A>, -Binary(x));
+}
+
+// The same as sum * 2^Binary(max), in one instruction less per element: exp(x - max) takes a difference and a product,
+// 2^(x * log2(e) - Binary(max)) a multiply-add, which does not round the product. That Binary(max) is rounded changes
+// what the sum refers to, by the same factor for all elements; Natural corrects it, once for a row. If max is so large
+// that the factor is no number, or all elements are below the first max, the sum is not Valid, and SumSlowly must find
+// it. So it must if there is -inf alone, +inf or NaN.
+template <class A>
+struct BinarySum {
+  static constexpr A kFirst = kLowest<A> / 2;
+  A max = kFirst, sum = 0;
+
+  __device__ __forceinline__ void Rescale(A new_max) {
+    sum *= Exp2(Binary(max) - Binary(new_max));
+    max = new_max;
+  }
+  __device__ __forceinline__ A Term(A x) const { return Exp2(Fma(x, kLog2E<A>, -Binary(max))); }
+  __device__ __forceinline__ bool Valid() const { return sum > 0 && sum < kInfinity<A>; }
+  __device__ __forceinline__ LogSumExp<A> Natural() const { return {max, sum * Exp2(-BinaryError(max))}; }
+};
+
 // A row as the lanes of a group read it.
 template <class T>
 struct RowOfLogits {
@@ -323,18 +366,25 @@ struct RowOfLogits {
 // Adds the vectors first + lane, first + kLanes + lane ... of a row, kVectors for each lane. A lane for which there is
 // no last vector repeats that of another lane, and leaves it out of the sum.
 template <unsigned kVectors, unsigned kLanes, Access kAccess, class T>
-__device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
+__device__ __forceinline__ void AddVectors(BinarySum<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
                                            unsigned first, unsigned lane) {
   using A = Accumulator<T>;
   constexpr unsigned kSize = kElements<T>, kStep = kVectors * kLanes;
   const unsigned last = first + kStep - kLanes + lane, in_row = min(last, row.count - 1);
-  Loaded<T, kAccess> loaded[kVectors];
-#pragma unroll
-  for (unsigned j = 0; j + 1 < kVectors; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
-  loaded[kVectors - 1].Load(x + in_row * kSize);
   Words v[kVectors];
+  if constexpr (kLanes == 1 && kAccess == Access::kWindow) {  // a lane's vectors lie side by side
+    using Vectors = Window<T, kVectors>;
+    Vectors window;
+    window.Load(LastBoundary<Vectors::kAccess>(row.x) + first * kSize);
+    window.Get(row.misaligned, v);
+  } else {
+    Loaded<T, kAccess> loaded[kVectors];
 #pragma unroll
-  for (unsigned j = 0; j < kVectors; ++j) v[j] = loaded[j].Get(row.misaligned);
+    for (unsigned j = 0; j + 1 < kVectors; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
+    loaded[kVectors - 1].Load(x + in_row * kSize);
+#pragma unroll
+    for (unsigned j = 0; j < kVectors; ++j) v[j] = loaded[j].Get(row.misaligned);
+  }
   if (row.skip - first * kSize < kStep * kSize) {  // false for no element, which is the largest number
 #pragma unroll
     for (unsigned j = 0; j < kVectors; ++j) {
@@ -348,16 +398,16 @@ __device__ __forceinline__ void AddVectors(LogSumExp<Accumulator<T>>& total, con
   total.Rescale(Max(total.max, MaxElement<T>(max)));
 #pragma unroll
   for (unsigned j = 0; j < kVectors; ++j) {
-    A sum = Exp(Element<T>(v[j], 0) - total.max);
+    A sum = total.Term(Element<T>(v[j], 0));
 #pragma unroll
-    for (unsigned e = 1; e < kSize; ++e) sum += Exp(Element<T>(v[j], e) - total.max);
+    for (unsigned e = 1; e < kSize; ++e) sum += total.Term(Element<T>(v[j], e));
     if (j + 1 < kVectors || last < row.count) total.sum += sum;
   }
 }
 
 // Adds all vectors from `first` on: kVectors at a time, then less.
 template <unsigned kVectors, unsigned kLanes, Access kAccess, class T>
-__device__ __forceinline__ void AddAllVectors(LogSumExp<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
+__device__ __forceinline__ void AddAllVectors(BinarySum<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
                                               unsigned first, unsigned lane) {
   for (; first + (kVectors - 1) * kLanes < row.count; first += kVectors * kLanes) {
     AddVectors<kVectors, kLanes, kAccess>(total, row, x, first, lane);
@@ -368,29 +418,35 @@ __device__ __forceinline__ void AddAllVectors(LogSumExp<Accumulator<T>>& total, 
 // This lane's sum of the row without an element. The assignment of elements to lanes does not depend on the address, so
 // the same row gives the same bits in any batch and padding.
 template <unsigned kLanes, Access kAccess, class T>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumLane(const RowOfLogits<T>& row, unsigned lane) {
+__device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T>& row, unsigned lane) {
   using A = Accumulator<T>;
   constexpr unsigned kRest = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
-  const unsigned behind = row.count * kElements<T> + lane;
-  T rest[kRest];
+  const unsigned behind = row.count * kElements<T>;
+  T rest[kRest] = {};
+  if (behind < row.n) {
 #pragma unroll
-  for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes, row.n - 1)];
-  LogSumExp<A> total;
-  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary(row.x) : row.x);
-  AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
-  if (row.count * kElements<T> < row.n) {
-#pragma unroll
-    for (unsigned i = 0; i < kRest; ++i) {
-      const unsigned k = behind + i * kLanes;
-      total.Add(k < row.n && k != row.skip ? Widen(rest[i]) : -kInfinity<A>);
-    }
+    for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
   }
+  BinarySum<A> total;
+  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary<8>(row.x) : row.x);
+  AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
+  if (behind == row.n) return total;
+  A value[kRest], max = total.max;
+#pragma unroll
+  for (unsigned i = 0; i < kRest; ++i) {
+    const unsigned k = behind + i * kLanes + lane;
+    value[i] = k < row.n && k != row.skip ? Widen(rest[i]) : -kInfinity<A>;
+    max = Max(max, value[i]);
+  }
+  total.Rescale(max);
+#pragma unroll
+  for (unsigned i = 0; i < kRest; ++i) total.sum += total.Term(value[i]);
   return total;
 }
 
 // The total of a group, for all its lanes. All threads of the team call it.
-template <int kLanes, class A>
-__device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total) {
+template <int kLanes, template <class> class Sum, class A>
+__device__ __forceinline__ Sum<A> SumGroup(Sum<A> total) {
   constexpr int kInWarp = Team<kLanes>::kInWarp;
   A max = total.max;
 #pragma unroll
@@ -399,13 +455,13 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total) {
 #pragma unroll
   for (int step = kInWarp / 2; step > 0; step /= 2) total.sum += __shfl_xor_sync(kAll, total.sum, step);
   if constexpr (kLanes > 32) {
-    JAX_RNNT_SHARED_ARRAY(LogSumExp<A>, parts, kThreads / 32);
+    JAX_RNNT_SHARED_ARRAY(Sum<A>, parts, kThreads / 32);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = total;
     __syncthreads();
     total = parts[0];
 #pragma unroll
     for (int i = 1; i < kThreads / 32; ++i) {
-      LogSumExp<A> other = parts[i];
+      Sum<A> other = parts[i];
       max = Max(total.max, other.max);
       total.Rescale(max);
       other.Rescale(max);
@@ -419,11 +475,22 @@ __device__ __forceinline__ LogSumExp<A> SumGroup(LogSumExp<A> total) {
 // The sum of the row of a group without element `skip`. `at_edge`: a row of the team is the first or the last one of
 // the tensor, so no access may reach beyond it. All threads of the team call it.
 template <class T, int kLanes>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumRow(const T* x, int n, bool at_edge, int skip, int lane) {
+__device__ __forceinline__ BinarySum<Accumulator<T>> SumRow(const T* x, int n, bool at_edge, int skip, int lane) {
   const RowOfLogits<T> row(x, n, skip);
   if (!__any_sync(kAll, row.misaligned != 0)) return SumGroup<kLanes>(SumLane<kLanes, Access::kAligned>(row, lane));
   if (!at_edge) return SumGroup<kLanes>(SumLane<kLanes, Access::kWindow>(row, lane));
   return SumGroup<kLanes>(SumLane<kLanes, Access::kElements>(row, lane));
+}
+
+// The same for any logits, one element at a time to need few registers.
+template <class T, int kLanes>
+__device__ __forceinline__ LogSumExp<Accumulator<T>> SumSlowly(const T* x, int n, int skip, int lane) {
+  LogSumExp<Accumulator<T>> total;
+#pragma unroll 1
+  for (int k = lane; k < n; k += kLanes) {
+    if (k != skip) total.Add(Widen(x[k]));
+  }
+  return SumGroup<kLanes>(total);
 }
 
 // The sum of a head of few logits, by one lane.

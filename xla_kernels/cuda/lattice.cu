@@ -42,7 +42,8 @@
 //   the same, copies of arcs within the steps                                                    120 112   162 152
 //   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
 //   the label posterior stored a step later                                                      142 139
-//   copies that have a condition in place of a branch: what is here
+//   copies that have a condition in place of a branch: what is here                              113 113   146 142
+//   two warps for a tile, one for the steps, the other for probabilities and copies              138 141   155 146
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>

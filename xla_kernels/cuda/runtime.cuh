@@ -322,28 +322,56 @@ inline Words Load16(const void* from) { return *static_cast<const Words*>(from);
 inline void Store16(void* to, const Words& v) { *static_cast<Words*>(to) = v; }
 #endif
 
-// The 16 bytes from element `offset` of `low` on, continued in `high`. 0 <= offset < elements in 16 bytes.
-template <class T>
-__device__ __forceinline__ Words Window(const Words& low, const Words& high, int offset) {
-  const int bytes = offset * int(sizeof(T));
-  uint32_t w[8];
+// kVectors * 16 bytes that begin at any element, cut out of the aligned words that hold them. One vector takes three
+// accesses of 8 bytes: two of 16 bytes would need six choices between words more. Several take accesses of 16 bytes.
+template <class T, unsigned kVectors>
+struct Window {
+  static constexpr unsigned kAccess = kVectors > 1 ? 16 : 8;
+
+  // `from`: the last boundary of kAccess bytes.
+  __device__ __forceinline__ void Load(const void* from) {
+    if constexpr (kAccess == 16) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    w[i] = low.w[i];
-    w[i + 4] = high.w[i];
+      for (unsigned i = 0; i <= kVectors; ++i) {
+        const Words v = Load16(static_cast<const Words*>(from) + i);
+#pragma unroll
+        for (unsigned j = 0; j < 4; ++j) w[4 * i + j] = v.w[j];
+      }
+    } else {
+#pragma unroll
+      for (unsigned i = 0; i < (sizeof(T) == 8 ? 2 : 3); ++i) {
+#if defined(__CUDACC__)
+        const uint2 v = static_cast<const uint2*>(from)[i];
+        w[2 * i] = v.x, w[2 * i + 1] = v.y;
+#else
+        memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
+#endif
+      }
+    }
   }
+  // `offset`: elements since any boundary of 16 bytes.
+  __device__ __forceinline__ void Get(int offset, Words* to) {
+    const int bytes = offset * int(sizeof(T));
+    constexpr unsigned kWords = 4 * kVectors;
+    if (kAccess == 16) {
 #pragma unroll
-  for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
-  if (sizeof(T) <= 4) {
+      for (unsigned i = 0; i < kWords + 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+    }
+    if (sizeof(T) <= 4) {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+      for (unsigned i = 0; i < kWords + 1; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    }
+    if (sizeof(T) <= 2) {
+#pragma unroll
+      for (unsigned i = 0; i < kWords; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kWords; ++i) to[i / 4].w[i % 4] = w[i];
   }
-  if (sizeof(T) <= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
-  }
-  return {{w[0], w[1], w[2], w[3]}};
-}
+
+ private:
+  uint32_t w[4 * kVectors + kAccess / 4];
+};
 
 // ---- global memory ----
 
@@ -355,6 +383,15 @@ __device__ __forceinline__ T* Settled(T* p) {
 #endif
   return p;
 }
+
+// The same for a number: it is kept in a register, not computed anew where it is used.
+__device__ __forceinline__ int Settled(int x) {
+#if defined(__CUDACC__)
+  asm("" : "+r"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ unsigned Settled(unsigned x) { return unsigned(Settled(int(x))); }
 
 // Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
 // schedules across it. Reads of the same kernel do not see it before a barrier.

@@ -10,14 +10,15 @@
 //   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
 //   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
-// The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Half of the
-// threads sum over the arcs, a column each; the others prepare probabilities and copies (see SweepInShared). This takes
-// up to 16 arcs (10 in float64), as many columns as a block has adders, and shared memory for all of it. Other tables
-// and sizes read earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
+// The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Of the arcs of a
+// node, at most two lead to the next diagonal, for all topologies of the library. The sum over the others is known a
+// diagonal earlier: other warps compute it, a pair of arcs each, beside probabilities and copies (see SweepInShared).
+// This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
+// earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// Tried, in cycles of one warp for a diagonal of 9 arcs as scheduled for sm_90 (sums 331 to 344): probabilities and
-// copies with branches 1950 to 2553, without branches 1242 to 1377, with all reads of shared memory before all writes
-// 696 to 1051. What is left is instructions: about 30 per arc for copies and probabilities, 16 for the sum.
+// Tried, in cycles of a diagonal of a block by the replay of `make cuda-model`, 9 arcs and U = 63, alpha and beta:
+//   one group of threads sums all arcs, another prepares all                                         822 1173
+//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     462  492
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
@@ -57,9 +58,10 @@ struct Arguments {
       other[k] = int(args.topology.other[k]);
       back[k] = unsigned((dt[k] + du[k]) % std::max(1, frames) * columns + du[k]);
       span = std::max(span, dt[k] + du[k]);
-      if (k < 32 && !may_end[k]) may_not_end |= 1u << k;
+      near += dt[k] + du[k] == 1;
+      order[k] = k;
     }
-    for (int k = num_arcs; k < kMaxArcs; ++k) dt[k] = 1, du[k] = 0;  // read where arcs are taken in groups
+    std::stable_sort(order, order + num_arcs, [&](int i, int j) { return dt[i] + du[i] < dt[j] + du[j]; });
     for (int p = 0; p < num_planes; ++p) {
       log_plane[p] = static_cast<const A*>(args.log_plane[p]);
       grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
@@ -77,9 +79,9 @@ struct Arguments {
   int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
   unsigned back[kMaxArcs];  // from the end of an arc to its beginning, in a plane
   bool may_end[kMaxArcs];
-  unsigned may_not_end = 0;  // bits of the first arcs
-  int span = 1;              // diagonals that the longest arc spans
-  int in_shared = 0;         // arcs that SweepInShared takes at a time, or 0
+  int order[kMaxArcs];  // arcs, those first that span few diagonals
+  int span = 1;         // diagonals that the longest arc spans
+  int near = 0;         // arcs that lead to the next diagonal
 };
 
 // One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag
@@ -193,137 +195,169 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
   }
 }
 
-// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Half of the
-// threads, the adders, take a column each and sum over the arcs of a diagonal. The others compute the probabilities of
-// the next diagonal, and start copies (cp.async) of the arcs of three diagonals after that. One barrier per diagonal.
+// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Arcs are taken in
+// pairs, in `order`; only the first pair may have arcs to the next diagonal, so all others are known a diagonal early.
+// A block has groups of one thread per column, with one barrier per diagonal:
 //
-//   ring           [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
-//   probabilities  [2][kArcs / 2][W][2], of the arcs that enter (alpha) or leave (beta) a node
-//   raw            [4][kArcs][W], their logarithms
-// More would not fit into registers.
+// * The other groups, a pair of arcs each or all pairs: probabilities of the next diagonal, and for all pairs but the
+//   first the sum of their two terms. They start copies (cp.async) of the arcs of three diagonals after that.
+// * The first group sums the first pair and the sums of the others.
+//
+//   ring   [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
+//   first  [2][W][2], probabilities of the first pair
+//   parts  [2][kPairs - 1][W], sums of the other pairs
+//   raw    [4][kPairs][W], logarithms of the arcs that enter (alpha) or leave (beta) a node, two in place of a value
 template <class A>
-constexpr int kMostInShared = sizeof(A) == 4 ? 16 : 10;
-template <class A>
-constexpr size_t SharedBytes(int arcs, int columns, int span) {
-  return (size_t(2) * (span + 1) * (columns + 1) + size_t(2) * arcs * columns) * sizeof(Value<A>) +
-         size_t(4) * arcs * columns * sizeof(A);
+size_t SharedBytes(int pairs, int columns, int span) {
+  return (size_t(2) * (span + 1) * (columns + 1) + size_t(6 * pairs + 2) * columns) * sizeof(Value<A>);
 }
+template <class A>
+struct Logarithms {
+  A of[2];
+};
 
-template <class A, bool kUp, int kArcs>
+// An arc as a thread of a column sees it: it exists at nodes t with first <= t < first + count and t != not_at.
+template <class A>
+struct ColumnArc {
+  template <class Sequence>
+  __device__ __forceinline__ ColumnArc(const Arguments<A>& args, const Sequence& sequence, bool up, int i, int u,
+                                       int pitch) {
+    const bool is = i < args.num_arcs;
+    const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
+    const bool column = is & (u <= sequence.labels) & (!up | (u >= du));
+    first = Settled(up ? dt : 0);
+    count = Settled(column ? unsigned(max(sequence.frames - first, 0)) : 0u);
+    not_at = !up & !args.may_end[k] & (u + du == sequence.labels) ? sequence.frames - dt : -1;
+    back = Settled(up ? args.back[k] : 0u);
+    reach = Settled((up ? -du : du) - (dt + du) * pitch);
+    log = Settled(sequence.arcs + k * sequence.plane);
+  }
+  __device__ __forceinline__ bool Exists(int t) const { return (unsigned(t - first) < count) & (t != not_at); }
+
+  int first, not_at, reach;  // reach: from the node to its neighbour, in the ring
+  unsigned count, back;
+  const A* log;
+};
+
+template <class A, bool kUp, int kPairs, int kMine>
 __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* shared) {
   using S = Scalar<A>;
-  const int W = int(blockDim.x) / 2, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
-  const bool adds = int(threadIdx.x) < W;
-  const int u = int(threadIdx.x) - (adds ? 0 : W);
+  constexpr int kGroups = 1 + kPairs / kMine, kParts = kPairs - 1;
+  const int W = int(blockDim.x) / kGroups, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
-  Value<A>* const probabilities = ring + 2 * R * pitch;
-  A* const raw = reinterpret_cast<A*>(probabilities + 2 * kArcs * W);
-  for (int i = int(threadIdx.x); i < 2 * R * pitch + 2 * kArcs * W; i += int(blockDim.x)) shared[i] = Zero<S>();
+  for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
-  if (!kUp && adds && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
+  if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
   __syncthreads();
 
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
   const auto next = [&](unsigned at) {
     return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
   };
-  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the adder or the copy
+  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the sum or the copy
   A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
-  const A* const arcs = Settled(sequence.arcs);
-  int slot = 0;
+  const ColumnArc<A> mine[2] = {{args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 : 0, u, pitch},
+                                {args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 + 1 : 1, u, pitch}};
+  const auto arc = [&](int pair, int i) {
+    return kMine == 1 ? mine[i] : ColumnArc<A>(args, sequence, kUp, pair * 2 + i, u, pitch);
+  };
+  const bool in_column = u <= sequence.labels;
+  const auto logarithms = [&](int i) { return reinterpret_cast<Logarithms<A>*>(shared + i); };
+  // Places in shared memory, as indices: one addition and no product per access.
+  const int ring_end = Settled(2 * R * pitch + column), lap = Settled(R * pitch), in_parts = Settled(kParts * W);
+  const int first = Settled(2 * R * pitch + u * 2), parts = Settled(2 * R * pitch + 4 * W + u);
+  const int raw = Settled(2 * R * pitch + 4 * W + 2 * kParts * W + u), in_raw = Settled(kPairs * W);
+  int reached = lap + (R - 4 % R) % R * pitch + column;  // of this diagonal in the ring
   for (int step = -4; step < last; ++step) {
-    if (adds) {
+    const int t = (kUp ? step : last - 1 - step) - u;
+    if (group == 0) {
       if (step >= 0) {
-        const Value<A>* const p = probabilities + (step & 1) * kArcs * W + u * 2;
-        const Value<A>* const reached = ring + (slot + R) * pitch + column;
-        Value<A> terms[kArcs];
-        auto e = S::kZero;
+        const Value<A>* const p = shared + first + (step & 1) * 2 * W;
+        Value<A> terms[2 + kParts];
+        terms[0] = Times(shared[reached + mine[0].reach], p[0]);
+        terms[1] = Times(shared[reached + mine[1].reach], p[1]);
+        const int from = parts + (step & 1) * in_parts;
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          const int du = kUp ? -args.du[k] : args.du[k];
-          terms[k] = Times(reached[du - (args.dt[k] + args.du[k]) * pitch], p[k / 2 * W * 2 + k % 2]);
-          e = S::Max(e, terms[k].e);
-        }
+        for (int i = 0; i < kParts; ++i) terms[2 + i] = shared[from + i * W];
+        auto e = terms[0].e;
+#pragma unroll
+        for (int i = 1; i < 2 + kParts; ++i) e = S::Max(e, terms[i].e);
         const auto shift = S::kExponentBias - e;
-        A even = 0, odd = 0;
+        A sum = 0;
 #pragma unroll
-        for (int k = 0; k < kArcs; k += 2) {
-          even = Fma(terms[k].m, BiasedPower<A>(terms[k].e + shift), even);
-          odd = Fma(terms[k + 1].m, BiasedPower<A>(terms[k + 1].e + shift), odd);
-        }
-        Value<A> value = {even + odd, e};
+        for (int i = 2 + kParts; i-- > 0;) sum = Fma(terms[i].m, BiasedPower<A>(terms[i].e + shift), sum);
+        Value<A> value = {sum, e};
         if (kUp && step == 0 && u == 0) value = One<A>();
         if ((step & 3) == 3) value = Normalize(value);
-        ring[slot * pitch + column] = ring[(slot + R) * pitch + column] = value;
-        const int t = (kUp ? step : last - 1 - step) - u;
-        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
-        StoreIf(inside, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
+        shared[reached] = shared[reached - lap] = value;
+        StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
+                S::AsFloat(value.e));
         at = next(at);
-        slot = slot + 1 == R ? 0 : slot + 1;
       }
     } else {
+      // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
       WaitForCopies<2>();
-      const int now = step + 1, later = step + 4;
-      if (now >= 0) {
-        A x[kArcs];  // all reads before all writes, which they may not overtake
+      const int now = step + 1, later = step + 4, t_now = kUp ? t + 1 : t - 1, t_later = kUp ? t + 4 : t - 4;
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) x[k] = raw[((now & 3) * kArcs + k) * W + u];
+      for (int m = 0; m < kMine; ++m) {
+        const int pair = kMine == 1 ? group - 1 : m;
+        const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
+        const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
+        const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now)), q = Probability(x.of[1], arcs[1].Exists(t_now));
+        if (pair == 0) {
+          Value<A>* const to = shared + first + (now & 1) * 2 * W;
+          to[0] = p;
+          to[1] = q;
+        } else {
+          const int from = reached + pitch;
+          shared[parts + (pair - 1) * W + (now & 1) * in_parts] =
+              Plus(Times(shared[from + arcs[0].reach], p), Times(shared[from + arcs[1].reach], q));
+        }
+        A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
 #pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          probabilities[((now & 1) * kArcs / 2 + k / 2) * W * 2 + u * 2 + k % 2] = Probability(x[k]);
+        for (int i = 0; i < 2; ++i) {
+          const unsigned back = at - arcs[i].back, from = kUp ? min(back, back + plane) : at;
+          if (arcs[i].Exists(t_later)) CopyAsync(to + i, arcs[i].log + from);
         }
       }
-      if (later < last) {
-        const int t = (kUp ? later : last - 1 - later) - u;
-        const bool inside = unsigned(t) < unsigned(sequence.frames) && u <= sequence.labels;
-        A* const to = raw + (later & 3) * kArcs * W + u;
-        unsigned exists = 0;
-#pragma unroll
-        for (int k = 0; k < kArcs; ++k) {  // no branches
-          const unsigned back = at - args.back[k], from = kUp ? min(back, back + plane) : at;
-          const bool begins = (unsigned(t - args.dt[k]) < unsigned(sequence.frames)) & (u >= args.du[k]);
-          const bool ends = (t + args.dt[k] == sequence.frames) & (u + args.du[k] == sequence.labels);
-          exists |=
-              unsigned(inside & (k < args.num_arcs) & (kUp ? begins : !(ends & ((args.may_not_end >> k & 1) != 0))))
-              << k;
-          const A* const arc = arcs + int64_t(k) * sequence.plane;
-          if (Bit(exists, k)) CopyAsync(to + k * W, arc + from);
-        }
-#pragma unroll
-        for (int k = 0; k < kArcs; ++k) {
-          if (!Bit(exists, k)) to[k * W] = -kInfinity<A>;
-        }
-        at = next(at);
-      }
+      at = next(at);
       CommitCopies();
     }
+    reached += pitch;
+    if (reached == ring_end) reached -= lap;
     __syncthreads();
+  }
+}
+
+// Threads of a block: with a group per pair of arcs, or one for all pairs. Bounds the registers to 80 or 128.
+template <class A, bool kSpread>
+constexpr int kThreadsInShared = kSpread ? kMaxThreads * 3 / (sizeof(A) / 4) : 2 * kMaxThreads;
+
+// Grid: (beta and, for a gradient, alpha; sequences).
+template <class A, int kPairs, int kMine>
+__global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
+    SkipSweepInShared(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    const Sequence<A> sequence(args, b);
+    if (sequence.frames == 0) continue;
+    if (blockIdx.x == 0) {
+      SweepInShared<A, false, kPairs, kMine>(args, sequence, shared);
+    } else {
+      SweepInShared<A, true, kPairs, kMine>(args, sequence, shared);
+    }
   }
 }
 
 // Grid: (beta and, for a gradient, alpha; sequences).
 template <class A>
-__global__ void __launch_bounds__(2 * kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
   using S = Scalar<A>;
-  JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
     if (sequence.frames == 0) continue;
-    const auto in_shared = [&](auto arcs) {
-      if (blockIdx.x == 0) {
-        SweepInShared<A, false, decltype(arcs)::value>(args, sequence, shared);
-      } else {
-        SweepInShared<A, true, decltype(arcs)::value>(args, sequence, shared);
-      }
-    };
-    if (args.in_shared == 4) in_shared(std::integral_constant<int, 4>());
-    if (args.in_shared == 6) in_shared(std::integral_constant<int, 6>());
-    if (args.in_shared == 10) in_shared(std::integral_constant<int, 10>());
-    if constexpr (sizeof(A) == 4) {
-      if (args.in_shared == kMostInShared<A>) in_shared(std::integral_constant<int, kMostInShared<A>>());
-    }
-    if (args.in_shared != 0) continue;
     const int diagonals = sequence.frames + sequence.labels;
     for (int step = 0; step < diagonals; ++step) {
       const int n = blockIdx.x == 0 ? diagonals - 1 - step : step;
@@ -441,7 +475,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args) || args.topology.num_arcs > kMaxArcs || args.topology.num_planes > kMaxArcs)
     return cudaErrorInvalidValue;
-  Arguments<A> arguments(args);
+  const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const unsigned tiles = unsigned(Tiles(args.frames) * Tiles(args.columns));
@@ -449,22 +483,34 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
       back(tiles, sequences, unsigned(arguments.num_planes));
   const dim3 skew_block(kTile, kSkewRows);
   const int threads = int(std::min<int64_t>(kMaxThreads, Tiles(args.columns) * 32));
-  size_t shared = 0;
-  for (const int arcs : {4, 6, 10, kMostInShared<A>}) {
-    if (arcs < arguments.num_arcs || args.columns > threads) continue;
-    shared = SharedBytes<A>(arcs, threads, arguments.span);
-    if (shared <= SharedMemoryOfBlock()) arguments.in_shared = arcs;
-    break;
-  }
-  if (arguments.in_shared == 0) shared = 0;
-
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t bytes = 0) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, bytes, stream, arguments);
   };
   if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
-  const dim3 sweep_block(unsigned(arguments.in_shared != 0 ? 2 * threads : threads));
-  if (args.frames > 0) then(&SkipSweep<A>, dim3(gradient ? 2 : 1, sequences), sweep_block, shared);
+  if (args.frames > 0) {
+    const dim3 grid(gradient ? 2 : 1, sequences);
+    bool done = false;
+    const auto in_shared = [&](auto pairs, auto mine) {
+      constexpr int kPairs = decltype(pairs)::value, kMine = decltype(mine)::value, kGroups = 1 + kPairs / kMine;
+      const size_t bytes = SharedBytes<A>(kPairs, threads, arguments.span);
+      const bool fits = 2 * kPairs >= arguments.num_arcs && arguments.near <= 2 && args.columns <= threads &&
+                        threads * kGroups <= kThreadsInShared<A, kMine == 1> && bytes <= SharedMemoryOfBlock();
+      if (Loading::active || (fits && !done)) {
+        then(&SkipSweepInShared<A, kPairs, kMine>, grid, dim3(threads * kGroups), bytes);
+        done = true;
+      }
+    };
+    const auto of_pairs = [&](auto pairs) {
+      in_shared(pairs, std::integral_constant<int, 1>());
+      in_shared(pairs, pairs);
+    };
+    of_pairs(std::integral_constant<int, 2>());
+    of_pairs(std::integral_constant<int, 3>());
+    of_pairs(std::integral_constant<int, 5>());
+    if constexpr (sizeof(A) == 4) of_pairs(std::integral_constant<int, 8>());
+    if (Loading::active || !done) then(&SkipSweep<A>, grid, dim3(threads));
+  }
   then(&SkipLoss<A>, dim3(sequences), dim3(threads));
   if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
   return error;

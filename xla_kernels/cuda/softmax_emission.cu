@@ -7,24 +7,24 @@
 // there. So memory should bound both passes, and does if a row takes few instructions: an H200 copies 4 bytes in the
 // time in which a warp issues one. All of the scheme serves this (emission_rows.cuh has the threads and the sums):
 //
-// * A group of lanes takes a row: 2 up to 128 bytes, 4 up to 1 KiB, a warp up to 64 KiB, a block above. Groups of a
-// warp
-//   take several rows each, one after the other.
+// * A group of lanes takes a row: up to 128 bytes 1 forward and 2 backward, 4 up to 1 KiB, a warp up to 64 KiB, a block
+//   above. Groups of a warp take several rows each, one after the other.
 // * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents,
 // norm,
 //   the softmax of the durations before the rows; the logarithms, planes and norm after them.
 // * Accesses are 16 bytes wide for any V and any alignment. All accesses of a step are issued before the first is used.
-//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of two
-//   aligned ones, since the assignment of elements to lanes must not depend on the address. Backward has no sums, so it
-//   begins at the first boundary.
+//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of
+//   three aligned accesses of 8 bytes, since the assignment of elements to lanes must not depend on the address.
+//   Backward has no sums, so it begins at the first boundary.
 // * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. The
-//   maximum of a step comes first; for 16-bit types by instructions on two elements.
+//   maximum of a step comes first; for 16-bit types by instructions on two elements. See BinarySum.
 // * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
 //   was overwritten.
 //
-// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); four accesses in
-// flight for 16-bit types (spills, or fewer threads); -inf in place of absent vectors, zeros in place of rows that are
-// not read (16 moves per step); bounds tested per access (a dozen predicates copied per step).
+// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); one lane for
+// tiny rows backward (shifted rows: 93% of the copy bandwidth, with 2 lanes 101%); an eighth or a quarter more
+// threads there (spills); -inf in place of absent vectors, zeros in place of rows that are not read (16 moves per
+// step); bounds tested per access (a dozen predicates copied per step).
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
@@ -123,7 +123,7 @@ __device__ __forceinline__ void WriteOutside(const Shape& shape, const ForwardPo
 
 // Grid: (teams of a sequence, sequences).
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
     ForwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     const T* const own_x = team_x + unsigned(team.group * shape.passes + team.in_warp) * unsigned(row_size);
     const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
     const int64_t last = int64_t(shape.batch) * shape.rows() - 1;
-    const unsigned at_edge = __ballot_sync(kAll, own.index == last || (own.index == 0 && Misaligned(logits) != 0));
+    const bool at_edge = __any_sync(kAll, own.index == last || (own.index == 0 && Misaligned(logits) != 0));
     // Loaded now, for WriteRow.
     A logit_blank = 0, logit_label = 0;
     if (own.label != kOutside) {
@@ -146,20 +146,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     LogSumExp<A> total;
     total.max = 0;
     total.sum = 1;
-    if (shape.normalize) {
+    if (shape.normalize && inside != 0) {
       const int skip = shape.bernoulli ? shape.blanks[0] : -1;
       const unsigned mine = inside >> team.Owner(0);
-      int at = team.group * shape.passes * row_size;  // less than kTeamBytes, or 0
+      // From the first row of the team, less than kTeamBytes or 0: of this group's rows; of a row inside the lengths,
+      // which a group reads in place of a row outside, without traffic.
+      int at = team.group * shape.passes * row_size;
+      const int first = __ffs(int(inside)) - 1;
+      const int other = (first / team.kInWarp * shape.passes + first % team.kInWarp) * row_size;
+      BinarySum<A> sums;
       for (int pass = 0; pass < shape.passes; ++pass, at += row_size) {
-        const unsigned rows = inside & team.Owners(pass);
-        if (rows == 0) continue;
-        // A group whose row lies outside repeats the row of another group, which costs no traffic.
-        int from = at;
-        if ((mine >> pass & 1) == 0) from = ((__ffs(int(rows)) - 1) / team.kInWarp * shape.passes + pass) * row_size;
-        const T* const x = Pinned(team_x + from);
-        const LogSumExp<A> sum =
-            SumRow<T, kLanes>(x, shape.classes, (at_edge & team.Owners(pass)) != 0, skip, team.lane);
-        if (team.Owns(pass)) total = sum;
+        const T* const x = Pinned(team_x + ((mine >> pass & 1) != 0 ? at : other));
+        const BinarySum<A> sum = SumRow<T, kLanes>(x, shape.classes, at_edge, skip, team.lane);
+        if (team.Owns(pass)) sums = sum;
+      }
+      total = sums.Natural();
+      const unsigned again = __ballot_sync(kAll, own.label != kOutside && !sums.Valid());
+      for (int pass = 0; again != 0 && pass < shape.passes; ++pass) {
+        if ((again & team.Owners(pass)) == 0) continue;
+        const int n = (again >> team.Owner(pass) & 1) != 0 ? shape.classes : 0;
+        const T* const x = team_x + (team.group * shape.passes + pass) * row_size;
+        const LogSumExp<A> sum = SumSlowly<T, kLanes>(x, n, skip, team.lane);
+        if (team.Owns(pass) && n != 0) total = sum;
       }
     }
     if (!own.exists || !team.writes()) continue;
@@ -205,6 +213,21 @@ template <class A>
 struct Softmax {
   __device__ __forceinline__ A operator()(A x) const { return Exp(x - anchor) * factor; }
   A anchor = 0, factor = 0;
+};
+
+// finish(softmax(x)) in fewer instructions: scale and clamp in one factor and one limit, and the exponential as in
+// BinarySum. Works() tells whether the anchor and the factor allow it: 0 times an infinite scale would be NaN.
+template <class A>
+struct QuickGradient {
+  __device__ __forceinline__ QuickGradient(const Softmax<A>& softmax, const Finish<A>& finish)
+      : anchor(softmax.anchor),
+        factor(softmax.factor * Exp2(-BinaryError(anchor)) * finish.scale),
+        limit(finish.limit < kInfinity<A> ? finish.limit * Abs(finish.scale) : kInfinity<A>) {}
+  __device__ __forceinline__ bool Works() const { return Abs(anchor) < A(1 << 20) && Abs(factor) < kInfinity<A>; }
+  __device__ __forceinline__ A operator()(A x) const {
+    return Clip(Exp2(Fma(x, kLog2E<A>, -Binary(anchor))) * factor, limit);
+  }
+  A anchor, factor, limit;
 };
 
 // What a lane knows about the row that it owns.
@@ -259,17 +282,6 @@ __device__ __forceinline__ void WriteDurations(const Shape& shape, const Backwar
     if (factor != 0) v += Exp(Widen(x[i]) - total.max) * factor;
     dx[i] = Narrow<T>(finish(v));
   }
-}
-
-// The sum of the row of a group, one element at a time to need few registers.
-template <class T, int kLanes>
-__device__ __forceinline__ LogSumExp<Accumulator<T>> SumSlowly(const T* x, int n, int skip, int lane) {
-  LogSumExp<Accumulator<T>> total;
-#pragma unroll 1
-  for (int k = lane; k < n; k += kLanes) {
-    if (k != skip) total.Add(Widen(x[k]));
-  }
-  return SumGroup<kLanes>(total);
 }
 
 // Arcs that a lane of a group may have to correct. A warp can correct the most arcs of an emission.
@@ -345,26 +357,37 @@ __device__ __forceinline__ void MapVectors(const T* x, T* dx, unsigned first, un
   if constexpr (kVectors > 1) MapVectors<kVectors / 2, kLanes, kRead>(x, dx, first, count, lane, gradient);
 }
 
-// dx = gradient(x) for a row of n elements; without kRead, x is not read and gradient does not depend on it.
-template <class T, int kLanes, bool kRead, class Gradient>
-__device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned lane, const Gradient& gradient) {
+// dx = finish(softmax(x)) for a row of n elements; without kRead, x is not read and its place in the function is 0.
+template <class T, int kLanes, bool kRead>
+__device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned lane,
+                                       const Softmax<Accumulator<T>>& softmax, const Finish<Accumulator<T>>& finish) {
   using A = Accumulator<T>;
   constexpr unsigned kSize = kElements<T>;
+  const QuickGradient<A> quick(softmax, finish);
+  const bool works = quick.Works();
   // 16-byte accesses between the first and the last boundary; none if the rows are not aligned alike.
   unsigned head = 0, count = 0;
-  if (Misaligned(x) == Misaligned(dx)) {
+  if (works && Misaligned(x) == Misaligned(dx)) {
     head = min(n, (kSize - Misaligned(x)) % kSize);
     count = (n - head) / kSize;
   }
-  MapVectors<kInFlight<T>, kLanes, kRead>(Pinned(x + head), Pinned(dx + head), 0, count, lane, gradient);
-  for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
-    const unsigned k = i < head ? i : i + count * kSize;
-    dx[k] = Narrow<T>(gradient(kRead ? Widen(x[k]) : A(0)));
+  MapVectors<kInFlight<T>, kLanes, kRead>(Pinned(x + head), Pinned(dx + head), 0, count, lane, quick);
+  const auto rest = [&](auto gradient) {
+#pragma unroll 1
+    for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
+      const unsigned k = i < head ? i : i + count * kSize;
+      dx[k] = Narrow<T>(gradient(kRead ? Widen(x[k]) : A(0)));
+    }
+  };
+  if (works) {
+    rest(quick);
+  } else {
+    rest([&](A v) { return finish(softmax(v)); });
   }
 }
 
 template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+__global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
     BackwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ BackwardPointers<Accumulator<T>> args) {
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
@@ -404,11 +427,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       }
       ArcGradients<T, kLanes> arcs(shape, args, index, is_used ? label : kOutside, x, softmax, finish, team.lane);
       SyncTeam<kLanes>();
-      const auto gradient = [&](A v) { return finish(softmax(v)); };
       if (is_used && shape.normalize) {
-        MapRow<T, kLanes, true>(x, dx, shape.classes, team.lane, gradient);
+        MapRow<T, kLanes, true>(x, dx, shape.classes, team.lane, softmax, finish);
       } else if ((exist >> owner & 1) != 0) {
-        MapRow<T, kLanes, false>(x, dx, shape.classes, team.lane, gradient);
+        MapRow<T, kLanes, false>(x, dx, shape.classes, team.lane, softmax, finish);
       }
       SyncTeam<kLanes>();
       arcs.Write(dx);
@@ -419,7 +441,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 // ---- launches ----
 
 // Chooses the number of threads per row, and launches Kernel<T, kLanes>. Rows of many arcs need many lanes.
-template <class T, template <class, int> class Kernel, class Pointers>
+template <class T, template <class, int> class Kernel, int kTinyLanes, class Pointers>
 cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
   const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
   if (shape.batch * rows == 0) return cudaSuccess;
@@ -430,7 +452,7 @@ cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cud
                                      shape.batch * rows / (kTeams * RowTeam::kGroups)});
     const int64_t per_block = RowTeam::kTeamsPerBlock * RowTeam::kGroups * std::max<int64_t>(1, passes);
     const dim3 grid(unsigned((rows + per_block - 1) / per_block), unsigned(std::min<int64_t>(shape.batch, kMaxGridY)));
-    return Launch(Kernel<T, decltype(lanes)::value>::function, grid, dim3(kThreads), 0, stream,
+    return Launch(Kernel<T, decltype(lanes)::value>::function, grid, dim3(kBlock<decltype(lanes)::value>), 0, stream,
                   Shape(shape, int(std::max<int64_t>(1, passes))), pointers);
   };
   const int arcs = shape.num_blanks + 1;
@@ -460,7 +482,7 @@ cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.log_arc[i] = static_cast<A*>(args.log_blank[i]);
   pointers.log_arc[args.shape.num_blanks] = static_cast<A*>(args.log_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.log_duration[i] = static_cast<A*>(args.log_duration[i]);
-  return LaunchRows<T, ForwardFunction>(args.shape, pointers, stream);
+  return LaunchRows<T, ForwardFunction, kTinyForward>(args.shape, pointers, stream);
 }
 
 template <class T>
@@ -478,7 +500,7 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);
   pointers.ct_arc[args.shape.num_blanks] = static_cast<const A*>(args.ct_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.ct_duration[i] = static_cast<const A*>(args.ct_duration[i]);
-  return LaunchRows<T, BackwardFunction>(args.shape, pointers, stream);
+  return LaunchRows<T, BackwardFunction, kTinyBackward>(args.shape, pointers, stream);
 }
 
 }  // namespace

@@ -135,6 +135,21 @@ void CheckAll() {
   CheckSkip<float>("products", products, 4, 12, 6);
   CheckSkip<double>("products, tiles", products, 2, 37, 40, false);
   CheckSkip<float>("multi-blank, more diagonals than a tile", multi_blank, 2, 75, 3);
+  const Table nine = {{1, 2, 3, 4, 0, 1, 2, 3, 4},
+                      {0, 0, 0, 0, 1, 1, 1, 1, 1},
+                      {1, 1, 1, 1, 0, 1, 1, 1, 1},
+                      {0, 0, 0, 0, 1, 1, 1, 1, 1},
+                      {3, 4, 5, 6, 2, 3, 4, 5, 6}};
+  CheckSkip<float>("nine arcs, two tiles", nine, 2, 11, 34);
+  CheckSkip<double>("nine arcs, float64", nine, 2, 11, 4, false);
+  const Table twelve = {{1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5},
+                        {0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1},
+                        {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+                        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11},
+                        {}};
+  CheckSkip<float>("twelve arcs", twelve, 2, 9, 3);
+  const Table near = {{2, 1, 1, 0}, {0, 0, 0, 1}, {1, 1, 1, 1}, {0, 1, 2, 3}, {}};
+  CheckSkip<float>("three arcs to the next diagonal", near, 2, 9, 5);
   // clang-format on
 
   // Arcs of any size.

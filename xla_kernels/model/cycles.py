@@ -1,5 +1,6 @@
 """Replays traces of the interpreter in order, with the stalls and scoreboards that the compiler wrote into the code."""
 
+import collections
 import heapq
 import itertools
 import types
@@ -49,6 +50,20 @@ def memory_cycles(x, detail):
     if detail is None:
         return 1
     return max(1, detail[2] / 4 if detail[0] == "global" else detail[1])  # 128 bytes, or one access to each bank
+
+
+def floor(traces):
+    """Cycles that the busiest scheduler or pipe takes for the instructions of a block's warps, if none ever waits."""
+    busy = collections.Counter()
+    for k, trace in enumerate(traces):
+        for x, detail in trace:
+            which = pipe(x)
+            busy[k % 4, "issue"] += 1
+            if which == "memory":
+                busy[which] += memory_cycles(x, detail)
+            else:
+                busy[k % 4, which] += 4 / RATES[which]
+    return max(busy.values())
 
 
 def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
