@@ -145,6 +145,14 @@ def kernel():
     return "kernel"
 
 
+@pytest.fixture
+def emission_kernel(kernel):
+    """For properties that XLA's emission, beside the TPU's lattice, does not have."""
+    if losses.interpreted():
+        pytest.skip("the emission is XLA's")
+    return kernel
+
+
 @pytest.fixture(scope="module")
 def optimized():
     """From here to the end of the module, programs are compiled with the default options."""
