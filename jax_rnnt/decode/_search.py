@@ -130,7 +130,7 @@ class Packing(typing.NamedTuple):
 
     order: jax.Array  # [N and more]: first those that are computed
     rank: jax.Array  # [N]: place in that order of the row that makes this one
-    count: jax.Array
+    makers: jax.Array  # how many are computed
     size: int
 
 
@@ -183,7 +183,7 @@ def step_rows(wanted, maker, step, tree, labels, waits):
 
         return wanted, jax.lax.cond(jnp.any(wanted), step_all, lambda x: x, tree)
     pack = packing(wanted, maker)
-    count = jnp.where(waits, pack.count // pack.size * pack.size, pack.count)
+    count = jnp.where(waits, pack.makers // pack.size * pack.size, pack.makers)
     mine = wanted & (pack.rank < count)
 
     def step_packs(tree):
@@ -199,7 +199,7 @@ def compute_rows(wanted, maker, function, inputs):
     if not packs(len(wanted)):
         return function(*inputs), jnp.arange(len(wanted), dtype=jnp.int32)
     pack = packing(wanted, maker)
-    return compute(pack, pack.count, function, inputs), jnp.clip(pack.rank, 0)
+    return compute(pack, pack.makers, function, inputs), jnp.clip(pack.rank, 0)
 
 
 def rows_at(x, index):
