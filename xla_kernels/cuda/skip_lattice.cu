@@ -229,7 +229,8 @@ struct ColumnArc {
     count = Settled(column ? unsigned(max(sequence.frames - first, 0)) : 0u);
     not_at = !up & !args.may_end[k] & (u + du == sequence.labels) ? sequence.frames - dt : -1;
     back = Settled(up ? args.back[k] : 0u);
-    reach = Settled((up ? -du : du) - (dt + du) * pitch);
+    // Without an arc, away from the diagonal that others write.
+    reach = Settled(is ? (up ? -du : du) - (dt + du) * pitch : -2 * pitch);
     log = Settled(sequence.arcs + k * sequence.plane);
   }
   __device__ __forceinline__ bool Exists(int t) const { return (unsigned(t - first) < count) & (t != not_at); }
