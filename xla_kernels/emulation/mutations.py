@@ -191,6 +191,7 @@ MUTATIONS = (
     ),
     ("skipping arcs: copies not waited for", SKIP, "WaitForCopies<2>()", "WaitForCopies<3>()"),
     ("skipping arcs: too short a ring", SKIP, "R = args.span + 1, pitch", "R = args.span, pitch"),
+    ("skipping arcs: a missing arc reads what others write", SKIP, ": -2 * pitch)", ": -pitch)"),
     ("skipping arcs: wrong neighbour in the ring", SKIP, "(up ? -du : du)", "du"),
     ("skipping arcs: probabilities of the wrong diagonal", SKIP, "first + (now & 1)", "first + (step & 1) + 0 * now"),
     ("skipping arcs: copies a diagonal too late", SKIP, "later = step + 4, t_now", "later = step + 5, t_now"),
