@@ -314,6 +314,14 @@ def test_lattice(kernels, name):
 
 
 @pytest.mark.slow
+def test_no_registers_spill(kernels):
+    """No kernel has a stack: none reads or writes local memory."""
+    assert len(kernels.kernels) > 30
+    for kernel in kernels.kernels.values():
+        assert not [x.text for x in kernel.code if x.name in ("LDL", "STL")], kernel.name
+
+
+@pytest.mark.slow
 def test_memory_is_checked(kernels):
     """A launch whose logits end too early stops at the instruction that reads beyond them."""
     problem = model.EmissionProblem(500, "float32", case=(1, 3, 5))

@@ -61,10 +61,13 @@ constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_E
 template <class T>
 constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2 : 1);
 // Threads of a block, and how many blocks a multiprocessor must hold: the registers of a thread follow.
+// float16 takes a quarter more: with 64, a few bytes are spilled.
 template <int kLanes>
 constexpr int kBlock = kLanes <= 2 ? kThreads / 2 : kThreads;
+template <class T>
+constexpr int kResident = JAX_RNNT_EMISSION_RESIDENT * (std::is_same_v<T, Half> ? 3 : 4) / (sizeof(T) == 8 ? 8 : 4);
 template <class T, int kLanes>
-constexpr int kBlocks = std::max(1, JAX_RNNT_EMISSION_RESIDENT / kBlock<kLanes> / (sizeof(T) == 8 ? 2 : 1));
+constexpr int kBlocks = std::max(1, kResident<T> / kBlock<kLanes>);
 
 // ---- numbers ----
 
