@@ -69,12 +69,12 @@ def padded(p, T, U, garbage=np.nan):
 
 
 @pytest.mark.parametrize("size", [(8, 4), (7, 5), (11, 17), (28, 16)], ids=str)
-def test_padding_size_changes_no_bit_of_the_kernels(loss, emission_kernel, size):
+def test_padding_size_changes_no_bit_of_the_kernels(loss, native_kernel, size):
     """One frame more, one label more, up to four times both."""
     for dtype in (np.float32, np.float64):
         p = losses.problem(loss=loss, dtype=dtype)
-        values, gradient = losses.evaluate(loss, p, emission_kernel)
-        got_values, got = losses.evaluate(loss, padded(p, *size), emission_kernel)
+        values, gradient = losses.evaluate(loss, p, native_kernel)
+        got_values, got = losses.evaluate(loss, padded(p, *size), native_kernel)
         losses.assert_same_bits(got_values, values)
         losses.assert_same_bits(got[:, :7, :5], gradient)
         assert not got[:, 7:].any() and not got[:, :, 5:].any()
@@ -104,14 +104,14 @@ def test_batch_order_changes_no_bit(loss, implementation):
     np.testing.assert_allclose(got, gradient[order], atol=1e-6)
 
 
-def test_batch_size_changes_no_bit(loss, emission_kernel):
+def test_batch_size_changes_no_bit(loss, native_kernel):
     """One by one, in pairs or all at once: the split over threads does not show."""
     p = losses.problem(16, 100, 60, 9, loss=loss, dtype=np.float32)
-    values, gradient = losses.evaluate(loss, p, emission_kernel)
+    values, gradient = losses.evaluate(loss, p, native_kernel)
     for size in (1, 2):
         for b in range(0, 16, size):
             part = slice(b, b + size)
-            got_values, got = losses.evaluate(loss, p.take(part), emission_kernel)
+            got_values, got = losses.evaluate(loss, p.take(part), native_kernel)
             losses.assert_same_bits(got_values, values[part])
             losses.assert_same_bits(got, gradient[part])
 

@@ -304,12 +304,12 @@ def model_mesh(devices, kind):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_other_dimensions_are_gathered(loss, emission_kernel, devices, axis, kind):
+def test_other_dimensions_are_gathered(loss, native_kernel, devices, axis, kind):
     """The results are right, but every device holds all logits of its part of the batch."""
     p, expected = split_problem(loss)
     with model_mesh(devices, kind) as mesh:
         placed = place_split(p, mesh, axis)
-        compiled = jax.jit(step(loss, emission_kernel)).lower(*placed).compile()
+        compiled = jax.jit(step(loss, native_kernel)).lower(*placed).compile()
         got = compiled(*placed)
     check(got, expected)
     assert set(losses.exchanged(compiled.as_text(), "all-gather")) == {(4, 8, 6, 8)}
@@ -337,7 +337,7 @@ def test_split_lattice_on_the_reference(loss, devices, axis):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_split_vocabulary_of_a_joint(emission_kernel, devices, kind):
+def test_split_vocabulary_of_a_joint(native_kernel, devices, kind):
     """One tile of logits is gathered at a time."""
     p, _ = split_problem()
     rng = np.random.default_rng(0)
@@ -346,7 +346,7 @@ def test_split_vocabulary_of_a_joint(emission_kernel, devices, kind):
     specs = P(None, "model"), *(P("data"),) * 5
 
     def mean(weight, *rest):
-        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, chunk=32, implementation=emission_kernel)
+        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, chunk=32, implementation=native_kernel)
 
     run = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))
     expected = run(*arguments)

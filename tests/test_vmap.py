@@ -121,12 +121,12 @@ def test_vmap_over_nothing(loss, implementation):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_one_custom_call_and_no_loop(loss, kernel, depth):
+def test_one_custom_call_and_no_loop(loss, native_kernel, depth):
     p = losses.problem(loss=loss, dtype=np.float32)
     args = [
         x.reshape(*(2,) * depth, *(() if depth == 2 else (4 // 2**depth,)), *x.shape[1:]) for x in map(np.asarray, p)
     ]
-    value = per_sequence(loss, kernel)
+    value = per_sequence(loss, native_kernel)
     for _ in range(depth):
         value = jax.vmap(value)
     text = jax.jit(value).lower(*args).compile().as_text()
@@ -139,9 +139,9 @@ def test_one_custom_call_and_no_loop(loss, kernel, depth):
 
 
 @pytest.mark.family
-def test_one_custom_call_under_vmap_of_grad(loss, kernel):
+def test_one_custom_call_under_vmap_of_grad(loss, native_kernel):
     p = losses.problem(loss=loss, dtype=np.float32)
-    text = jax.jit(jax.vmap(value_and_gradient(loss, kernel))).lower(*p).compile().as_text()
+    text = jax.jit(jax.vmap(value_and_gradient(loss, native_kernel))).lower(*p).compile().as_text()
     assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
     assert " while(" not in text
 
