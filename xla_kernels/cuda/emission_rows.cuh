@@ -57,9 +57,14 @@ constexpr int kShortLanes = JAX_RNNT_EMISSION_SHORT_LANES;
 constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSION_SHORT_ROW;
 constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
-// Half for float64, whose exp2 needs many registers.
+// Half for float64, whose exp2 needs many registers, and for 16-bit types on sm_75, which spills with four.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+template <class T>
+constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 4 ? 1 : 2);
+#else
 template <class T>
 constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2 : 1);
+#endif
 // Threads of a block, and how many blocks a multiprocessor must hold: the registers of a thread follow.
 // float16 takes a quarter more: with 64, a few bytes are spilled.
 template <int kLanes>
