@@ -18,11 +18,8 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import os
 import sys
 import time
-
-os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +27,8 @@ import numpy as np
 
 import jax_rnnt
 import losses
+
+jax.config.update("jax_enable_x64", True)
 
 T, U, V = 6, 3, 7
 MORE_T, MORE_U = 2, 1  # padding of the larger shape
