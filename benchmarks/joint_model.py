@@ -69,18 +69,8 @@ def compiled_for_h100(step, loss, case, dtype=jnp.bfloat16):
     parameters = spec(case.H, case.V), spec(case.V)
     rows = spec(case.B, case.T, case.H), spec(case.B, case.U + 1, case.H)
     rest = [spec(*shape, dtype=np.int32) for shape in ((case.B, case.U), (case.B,), (case.B,))]
-    tiles, lowered_for = [], tiled.Tiled.lowered_for
-
-    def seen(*arguments):
-        made = lowered_for(*arguments)
-        tiles.append(made.size)
-        return made
-
     # A function takes the rows of a tile from the default backend.
-    with (
-        mock.patch.object(jax, "default_backend", return_value="gpu"),
-        mock.patch.object(tiled.Tiled, "lowered_for", seen),
-    ):
+    with mock.patch.object(jax, "default_backend", return_value="gpu"), skipping.chosen_sizes() as tiles:
         lowered = jax.jit(jax.value_and_grad(functools.partial(step, loss), (0, 1))).lower(parameters, rows, rest)
     # Autotuning products would need a GPU.
     return lowered.compile({"xla_gpu_autotune_level": 0}), tiles[-1] if tiles else None

@@ -1,4 +1,4 @@
-"""Replaces functions of the library to compute all blocks or to count them, since no option does so.
+"""Replaces functions of the library to compute all blocks, to count them or to tell tiles, since no option does so.
 
 Only this file does so. Enter the context when a program is traced, not when it runs.
 """
@@ -28,3 +28,17 @@ def counted_blocks():
 
     with mock.patch.object(tiled.Tiled, "work", counted):
         yield counts
+
+
+@contextlib.contextmanager
+def chosen_sizes():
+    """Yields a list. A pass over tiles appends (frames, columns of a block, blocks of a tile) when it is lowered."""
+    sizes, lowered_for = [], tiled.Tiled.lowered_for
+
+    def seen(*arguments):
+        made = lowered_for(*arguments)
+        sizes.append(made.size)
+        return made
+
+    with mock.patch.object(tiled.Tiled, "lowered_for", seen):
+        yield sizes

@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from unittest import mock
 
 # Else libtpu asks a metadata server for them, and waits; a lock file would allow one process at a time.
 os.environ |= dict(
@@ -35,12 +34,12 @@ os.environ |= dict(
 import jax
 import jax.numpy as jnp
 import numpy as np
+import skipping
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
-from jax_rnnt.emissions import tiled
 from jax_rnnt.lattices import pallas, topology
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "tpu.md"
@@ -245,14 +244,7 @@ TILES = """| chips | rows of a tile | tiles | Mcycles of a tile, forward | backw
 
 def tiles_row(generation, devices):
     """The loops of the joint network in tiles, of which XLA's estimate for a program counts one turn."""
-    sizes, lowered_for = [], tiled.Tiled.lowered_for
-
-    def seen(*arguments):
-        made = lowered_for(*arguments)
-        sizes.append(made.size)
-        return made
-
-    with mock.patch.object(tiled.Tiled, "lowered_for", seen):
+    with skipping.chosen_sizes() as sizes:
         text = compiled(generation, "joint_rnnt_loss", devices, np.dtype(np.float32)).as_text()
     frames, columns, blocks = sizes[-1]
     tiles = -(-B * -(-T // frames) * -(-(U + 1) // columns) // blocks)  # of full lengths
