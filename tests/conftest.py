@@ -14,6 +14,8 @@ program names its kernels, so it runs with those of the day.
 
 import gc
 import os
+import re
+import zlib
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -77,6 +79,10 @@ if original is not None:
 compile_quickly(QUICK)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", help="the tests of part I of N, 1 <= I <= N, drawn by their names")
+
+
 def pytest_configure(config):
     if QUICK and not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
@@ -123,11 +129,16 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Cases of a `rare` test are slow where their id has one of the mark's words."""
+def pytest_collection_modifyitems(config, items):
+    """Cases of a `rare` test are slow where their id has all words of an argument. --part leaves others out."""
+    if given := config.getoption("part"):
+        part, parts = (int(x) for x in given.split("/")) if re.fullmatch(r"\d+/\d+", given) else (0, 0)
+        if not 1 <= part <= parts:
+            raise pytest.UsageError(f"--part must be I/N with 1 <= I <= N, got {given}")
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
     for item in items:
-        words = {word for mark in item.iter_markers("rare") for word in mark.args}
-        if words & {*getattr(getattr(item, "callspec", None), "id", "").split("-")}:
+        case = {*getattr(getattr(item, "callspec", None), "id", "").split("-")}
+        if any({*words.split("-")} <= case for mark in item.iter_markers("rare") for words in mark.args):
             item.add_marker(pytest.mark.slow)
 
 

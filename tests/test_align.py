@@ -275,6 +275,7 @@ def test_expected_frames_have_a_gradient(loss, implementation):
     np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.rare("reference")
 def test_minimum_latency(implementation):
     """The value of TransducerLoss.jl's formula; the gradient is its slope; odd sequences affect no other."""
     options = {"blank": 0, "implementation": implementation}

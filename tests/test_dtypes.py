@@ -16,6 +16,7 @@ import losses
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
 
 
+@pytest.mark.rare("reference-float64", "reference-float32")
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.__name__)
 def test_result_dtypes(loss, implementation, dtype):
     """The loss is float32 (float64 for float64) for any dtypes of options; the gradient has the dtype of the logits."""
@@ -37,6 +38,7 @@ def test_posterior_dtypes(implementation, dtype):
         assert x.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+@pytest.mark.rare("9-float16", "1000-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("classes", [9, 1000])
 def test_half_precision_kernel_against_reference(loss, kernel, dtype, classes):

@@ -66,6 +66,15 @@ VECTORS = {
 }  # fmt: skip
 
 
+@pytest.mark.rare(
+    "reference-tdt_fastemit",
+    "reference-multiblank",
+    "reference-hat",
+    "reference-tdt_sigma",
+    "reference-multiblank_sigma",
+    "reference-constrained",
+    "reference-final_blank",
+)
 @pytest.mark.parametrize("name", VECTORS)
 def test_vectors(implementation, name):
     function, logits, labels, options, value, *checks = VECTORS[name]
@@ -80,6 +89,13 @@ def test_vectors(implementation, name):
 # --------------------------------------------------------------------------------------------- own options and rules
 
 
+@pytest.mark.rare(
+    "multiblank-reference",
+    "monotonic-reference",
+    "monotonic_final_blank-reference",
+    "constrained-reference",
+    "hat-reference",
+)
 @pytest.mark.family("reference", "quick")
 def test_all_options_at_once(loss, implementation):
     """FastEmit, delay penalty, clamp and windows act on every label arc; NaN in the padding."""
@@ -90,6 +106,7 @@ def test_all_options_at_once(loss, implementation):
     losses.assert_matches(got, loss.expected(p, **options), np.float64, 11, scale=1.5)
 
 
+@pytest.mark.rare("reference-multiblank")
 @pytest.mark.parametrize("name", ["multiblank", "tdt"])
 def test_sigma(implementation, name):
     loss = next(x for x in losses.LOSSES if x.name == name)
@@ -365,6 +382,7 @@ def test_big_blanks_must_be_classes():
         jax_rnnt.hat_loss(*p, topology="ctc")
 
 
+@pytest.mark.rare("reference-8", "reference-4294967297", "reference-multiblank")
 @pytest.mark.parametrize("long", [8, 2**64, 2**32 + 1])
 @pytest.mark.parametrize("table", [losses.multiblank, lambda d: losses.tdt((0, 1, *d))], ids=["multiblank", "tdt"])
 def test_durations_beyond_any_length(table, long, implementation):

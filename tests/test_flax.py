@@ -81,6 +81,7 @@ def test_joint(flavour, activation):
 
 @FLAVOURS
 @PREDICTORS
+@pytest.mark.rare("linen")
 def test_steps_equal_the_whole(flavour, name):
     """Column u is what the steps give after the start symbol and u labels; padding of any value changes no other."""
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
@@ -158,6 +159,7 @@ def value(model, features, targets, *lengths, tiles):
 
 
 @pairs(OTHERS, SOME)  # parameters of Linen's LSTM are made outside a scan
+@pytest.mark.rare("linen")
 def test_training(flavour, name):
     """Under jit, a gradient for every parameter, the same in tiles, and finite whatever the padding holds."""
     p = losses.problem(B, T, U, V)
@@ -250,6 +252,7 @@ def test_decoder_inputs(flavour, name):
 
 
 @pairs(SOME, OTHERS)
+@pytest.mark.rare("nnx")
 def test_bfloat16(flavour, name):
     """Products, rows, state and logits; parameters stay float32."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}

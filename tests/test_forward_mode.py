@@ -60,6 +60,7 @@ def test_hessian(implementation):
     np.testing.assert_allclose(jax.jit(jax.jacrev(jax.grad(call)))(p.logits), expected, atol=1e-12)
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("slow")
 def test_hessian_vector_product(loss, implementation, small):
     """Both common forms, against the slope of the gradient."""

@@ -31,6 +31,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.rare("reference-windows")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(loss, implementation, options, fused):
@@ -47,6 +48,7 @@ def _as_float32(options):
     return {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in options.items()}
 
 
+@pytest.mark.rare("reference-none", "reference-sum", "reference-mean_target", "reference-mean_volume")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum", "mean_target", "mean_volume"])
 def test_reductions(loss, implementation, reduction):
     """Value and gradient; FastEmit and clamp act before the reduction's weights."""
@@ -97,6 +99,7 @@ def test_cotangents(loss, implementation):
     assert not np.asarray(gradient[2]).any()
 
 
+@pytest.mark.rare("reference-70", "reference-300")
 @pytest.mark.family("band")
 @pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
 @pytest.mark.parametrize("clamp", [-1.0, 0.1])

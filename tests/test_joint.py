@@ -46,6 +46,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
+@pytest.mark.rare("closure-kernel")
 def test_is_that_of_the_logits(implementation, joint):
     network, weights = Network(), np.array([1.0, -2.0, 0.5, 3.0])
     got = gradients(tiles, joint=joint, reduction="none", implementation=implementation)(network, weights)
@@ -90,6 +91,7 @@ def test_parameters_of_two_dtypes(wide):
 
 
 @JOINTS
+@pytest.mark.rare("closure")
 def test_any_chunk(joint):
     network = Network()
     expected = gradients(tiles, joint=joint, chunk=None)(network)

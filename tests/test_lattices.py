@@ -65,6 +65,9 @@ def test_arcs_are_the_same(topology):
     }
 
 
+@pytest.mark.rare(
+    "durations-reference", "multi_blank-reference", "monotonic-reference", "durations_without_0-reference"
+)
 def test_value_and_posteriors(topology, implementation):
     """Every (T, U) up to (5, 3) in one padded batch, against all paths; no path gives -inf, gradient 0."""
     arcs = arcs_of(topology[1])
@@ -105,6 +108,12 @@ def test_forbidden_arcs(topology, implementation):
             np.testing.assert_allclose(gradient[slot][b], posteriors[slot], atol=1e-13)
 
 
+@pytest.mark.rare(
+    "durations_unordered_without_1-reference",
+    "multi_blank-reference",
+    "durations_without_0-reference",
+    "monotonic-reference",
+)
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_batch_dimensions(topology, batch, implementation):
     arcs = arcs_of(topology[1], (*batch, T, U + 1), seed=3)
@@ -125,6 +134,7 @@ ORDERS = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("reverse over reverse", "forward over forward")]
 
 
+@pytest.mark.rare("durations-reference", "standard-kernel")
 @pytest.mark.parametrize("order", ["forward over reverse", *SLOW])
 def test_derivatives_of_both_orders_and_modes(some_topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
@@ -151,6 +161,7 @@ def test_derivatives_of_both_orders_and_modes(some_topology, implementation, ord
     np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
 
 
+@pytest.mark.rare("reference")
 def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
     """The double `where` of a safe logaddexp must hold in the second derivative too."""
     arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
@@ -167,6 +178,7 @@ def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(second)(arcs)))
 
 
+@pytest.mark.rare("durations_unordered_without_1", "multi_blank", "durations_without_0", "monotonic")
 def test_program_size_does_not_depend_on_the_lattice(topology):
     """The program is a loop; unrolled steps would make compile time grow with the utterance."""
 
@@ -320,6 +332,7 @@ def test_kernels_with_forbidden_arcs(with_kernel, frames, labels):
         check_kernels(with_kernel, arcs, *lengths, limit)
 
 
+@pytest.mark.rare("durations", "durations_unordered_without_1")
 def test_error_of_the_kernels_does_not_grow(with_kernel):
     arcs = arcs_of(with_kernel[1], (1, 3000, 801), dtype=np.float32, seed=9)
     check_kernels(with_kernel, arcs, np.array([3000]), np.array([800]), 1e-5)
@@ -352,6 +365,7 @@ def test_products(implementation, durations):
 SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
 
 
+@pytest.mark.rare("reference-300")
 @pytest.mark.parametrize(("frames", "labels"), [(70, 20), (300, 90)], ids=str)
 @pytest.mark.parametrize("arcs_table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
 def test_shifted_arcs(implementation, arcs_table, frames, labels):

@@ -273,6 +273,13 @@ def test_hypotheses_of_each_utterance():
             np.testing.assert_allclose(a, b, atol=EXACT)
 
 
+@pytest.mark.rare(
+    "reference-MultiblankRNNTLoss",
+    "reference-RNNTLoss",
+    "reference-MonotonicRNNTLoss",
+    "reference-ConstrainedRNNTLoss",
+    "reference-HATLoss",
+)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_arcs_lead_to_the_loss(kind, implementation):
     """With any dynamic program on the arcs. They are -inf outside the lengths, and NaN for data out of range."""
@@ -368,6 +375,7 @@ def test_questions_as_functions():
             losses.assert_same_bits(a, b)
 
 
+@pytest.mark.rare("reference-TDTLoss", "reference-MultiblankRNNTLoss")
 @pytest.mark.parametrize("kind", ["RNNTLoss", "MultiblankRNNTLoss", "TDTLoss"])
 def test_a_loss_as_an_argument_of_jit(kind, implementation):
     """Numbers that are 0 are not known to be: the same values, never below 0, and the same lattice for the arcs."""

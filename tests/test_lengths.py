@@ -37,6 +37,7 @@ def test_padding_content_changes_no_bit(loss, implementation, garbage, fused):
     losses.assert_same_bits(got[1], gradient)
 
 
+@pytest.mark.rare("reference-float64", "reference-float16", "reference-float32-log_probs", "reference-bfloat16-logits")
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_padding_gradient_is_exactly_zero(loss, implementation, dtype, fused):
@@ -46,6 +47,7 @@ def test_padding_gradient_is_exactly_zero(loss, implementation, dtype, fused):
     assert outside.size and not outside.any()
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.family("band")
 def test_padding_gradient_is_zero_for_any_cotangent(loss, implementation):
     """0 * inf and 0 * NaN would be NaN."""
@@ -129,6 +131,7 @@ def test_windows_outside_the_lengths_change_no_bit(loss, implementation):
         losses.assert_same_bits(a, b)
 
 
+@pytest.mark.rare("reference")
 def test_posteriors_outside_the_lengths_are_zero(implementation):
     p = losses.problem(dtype=np.float32)
     clean = jax_rnnt.rnnt_posteriors(*p, implementation=implementation)

@@ -50,6 +50,7 @@ def test_the_usual_mask(implementation):
         np.testing.assert_allclose(values[1], expected, rtol=1e-6, err_msg=f"{mask}")
 
 
+@pytest.mark.rare("tdt-reference")
 @pytest.mark.family("reference")
 def test_masks(loss, implementation):
     rows = table(loss)
@@ -57,6 +58,7 @@ def test_masks(loss, implementation):
     none_of(all_failures(loss, rows, got, "float32", implementation))
 
 
+@pytest.mark.rare("reference-float64", "reference-bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_masks_of_other_dtypes(loss, implementation, dtype):
     rows = table(loss, dtype)
@@ -210,6 +212,7 @@ def test_latency_of_masks(variant, implementation):
 
 
 @BOTH
+@pytest.mark.rare("tdt")
 def test_second_derivatives_of_masks(variant):
     """Hessian-vector products, forward over reverse, are those of a mask of -inf."""
     rows, ids = costly(variant)

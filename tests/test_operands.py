@@ -319,7 +319,7 @@ def shared(name, p, implementation):
     }[name]
 
 
-@pytest.mark.rare("reference")
+@pytest.mark.rare("reference", "simple")
 @pytest.mark.parametrize("name", ["dense", pytest.param("clamped", marks=pytest.mark.slow), "simple", "joint"])
 def test_nan_reaches_nothing_shared(implementation, name):
     """A sequence with NaN inside changes no gradient of the others, whether its loss is masked or not."""

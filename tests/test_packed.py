@@ -30,6 +30,7 @@ def evaluate(p, rows, implementation, *, cotangents=None, jit=True, **options):
     return (jax.jit(run) if jit else run)(rows, cotangents)
 
 
+@pytest.mark.rare("reference-float64")
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, "bfloat16"])
 def test_value_and_gradient(implementation, dtype):
     """Every option; cotangents of each sequence reach its own rows; rows past the end hold NaN."""
@@ -61,6 +62,7 @@ def test_max_frames(kernel):
         assert not np.asarray(gradient)[: 7 * 5].any()
 
 
+@pytest.mark.rare("reference")
 def test_odd_sequences(implementation):
     """Empty sequences take no rows; sequences beyond the rows are NaN; a NaN row affects only its own sequence."""
     p = losses.problem(5, lengths=([7, 0, 5, 0, 6], [4, 2, 2, 0, 3]))

@@ -336,6 +336,7 @@ def test_split_lattice_on_the_reference(loss, devices, axis):
         check(jax.jit(step(loss, "reference"))(*place_split(p, mesh, axis)), expected)
 
 
+@pytest.mark.rare("explicit")
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_split_vocabulary_of_a_joint(native_kernel, devices, kind):
     """One tile of logits is gathered at a time."""
@@ -500,6 +501,7 @@ OTHERS = {
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.rare("pruned_gradient-shard_map", "minimum_latency_gradient", "align_durations", "align-shard_map")
 @pytest.mark.parametrize(
     "way", ["auto", pytest.param("explicit", marks=SLOW), "shard_map", pytest.param("pmap", marks=SLOW)]
 )

@@ -57,6 +57,7 @@ def some(*slow):
     return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in TABLES.items()]
 
 
+@pytest.mark.rare("durations")
 @pytest.mark.parametrize("topology", some("monotonic"))
 def test_several_groups_and_unrolled_steps(topology):
     """Ten sequences are two groups with padding: without frames, labels, a path, and with forbidden arcs."""
@@ -77,6 +78,7 @@ def test_without_blanks():
     check(topology, arcs, ((5, 4, 3), (3, 2, 0)), 1e-5, interpret=True)
 
 
+@pytest.mark.rare("True")
 @pytest.mark.parametrize("interpret", [True, "tpu"])
 def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
