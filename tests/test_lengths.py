@@ -82,6 +82,7 @@ def test_padding_size_changes_no_bit_of_the_kernels(loss, native_kernel, size):
         assert not got[:, 7:].any() and not got[:, :, 5:].any()
 
 
+@pytest.mark.slow
 def test_padding_size_of_the_reference(loss):
     """Up to the last bits, since XLA may order sums differently for another shape."""
     p = losses.problem(loss=loss)
