@@ -12,8 +12,7 @@ On a CPU time is rows of the networks, so rows are packed (`packs`). Hypotheses 
 equal rows and states share one row of both networks: with a predictor that sees two labels, a third of the joint's rows
 are left. Utterances with new labels may wait for others to fill a pack of the predictor. Neither changes a result.
 
-Labels are compared by hashes of 64 bits, and predictors by two sums of 32 bits. Two different hypotheses on a frame are
-taken for one with a probability of 2^-64 a pair, two predictors with at most 2^-50.
+Labels and predictors are compared by hashes of 64 bits. Two that differ are taken for one with a probability of 2^-64.
 """
 
 from __future__ import annotations
