@@ -135,7 +135,11 @@ def pytest_collection_modifyitems(config, items):
         part, parts = (int(x) for x in given.split("/")) if re.fullmatch(r"\d+/\d+", given) else (0, 0)
         if not 1 <= part <= parts:
             raise pytest.UsageError(f"--part must be I/N with 1 <= I <= N, got {given}")
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+        mine: dict[bool, list] = {True: [], False: []}
+        for item in items:
+            mine[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
+        items[:] = mine[True]
+        config.hook.pytest_deselected(items=mine[False])
     for item in items:
         case = {*getattr(getattr(item, "callspec", None), "id", "").split("-")}
         if any({*words.split("-")} <= case for mark in item.iter_markers("rare") for words in mark.args):
