@@ -147,7 +147,9 @@ def repair(python, site, wheel, machine, out):
     """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
     plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
     env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
-    run(python, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+    # It knows the tags of the machine that it runs on alone.
+    program = f"import platform; platform.machine = lambda: {machine!r}; from auditwheel.main import main; exit(main())"
+    run(python, "-c", program, "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
 
 
 def faults(elf):

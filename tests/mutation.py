@@ -333,8 +333,15 @@ def statement_of(text, line):
     return found
 
 
-def reached():
-    """{test: (CPU seconds, lines)} of the quick tests; what has not changed since is read from the last run."""
+def place(path, line):
+    return f"{path.relative_to(ROOT)}:{statement_of(path.read_text(), line)}"
+
+
+def reached(anew):
+    """{test: (CPU seconds, lines)} of the quick tests; what has not changed since is read from the last run.
+
+    Without `anew`, what has changed is left out.
+    """
     common = [*(ROOT / "jax_rnnt").rglob("*.py"), *(p for p in (ROOT / "tests").glob("*.py") if "test_" not in p.name)]
     common = [p.read_bytes() for p in sorted(common) if p.name != pathlib.Path(__file__).name]
     kept, known = BUILD / "reached.json", {}
@@ -345,6 +352,8 @@ def reached():
         if path.stem.removeprefix("test_") in NOT_MAPPED.split():
             continue
         key = hashlib.sha256(b"".join([*common, path.read_bytes()])).hexdigest()
+        if known.get(path.name, [None])[0] != key and not anew:
+            continue
         if known.get(path.name, [None])[0] != key:
             with tempfile.TemporaryDirectory(prefix="map-", dir=BUILD) as name:
                 folder, out = pathlib.Path(name), BUILD / "map.json"
@@ -383,14 +392,14 @@ def chosen(candidates, tests, kills, budget):
     return [name for names in files for name in names]
 
 
-def tests_for(path, text, line, tests, kills, budget):
+def tests_for(path, line, tests, kills, budget):
     """Those that reach the statement of this line; for a line outside of functions, those that reach its file."""
-    name, statement = str(path.relative_to(ROOT)), statement_of(text, line)
-    if statement is not None:
-        at = f"{name}:{statement}"
+    at = place(path, line)
+    if not at.endswith(":None"):
         candidates = [test for test, (_, lines) in tests.items() if at in lines]
     else:
-        candidates = [test for test, (_, lines) in tests.items() if any(x.startswith(f"{name}:") for x in lines)]
+        file = at.removesuffix("None")
+        candidates = [test for test, (_, lines) in tests.items() if any(x.startswith(file) for x in lines)]
     return chosen(candidates, tests, kills, budget)
 
 
@@ -464,7 +473,7 @@ def try_python(path, data, folder, line, known):
         return "does not compile", ""
     copy_of_package(folder)
     replace(folder, path, data)
-    return verdict_of(folder, tests_for(path, path.read_text(), line, *known), known[0])
+    return verdict_of(folder, tests_for(path, line, *known), known[0])
 
 
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-w"]
@@ -675,6 +684,7 @@ def main():
     parser.add_argument("--report", action="store_true", help="of what was run so far, with all survivors")
     parser.add_argument("--control", action="store_true", help="no fault: everything must survive")
     parser.add_argument("--again", action="store_true", help="run the survivors once more, on the tests of today")
+    parser.add_argument("--mapped", action="store_true", help="only faults and tests of an interrupted map")
     parser.add_argument("--reason", nargs=3, metavar=("AREA", "NUMBER", "TEXT"), help="a survivor changes no result")
     options = parser.parse_args()
     lines = options.results.read_text().splitlines() if options.results.exists() else []
@@ -690,7 +700,8 @@ def main():
         write(results, options.results)
         return 0
     shutil.rmtree(BUILD / "package", ignore_errors=True)
-    tests = reached() if {*options.areas} != {"cuda"} else {}
+    tests = reached(not options.mapped) if {*options.areas} != {"cuda"} else {}
+    mapped = {line for _, lines in tests.values() for line in lines}
     kills = collections.Counter(r["by"] if "::" in r["by"] and "/" in r["by"] else f"tests/{r['by']}" for r in results)
 
     def attempt(area, path, data, line):
@@ -711,6 +722,8 @@ def main():
             if (options.seed, number, area) in done:
                 continue
             path, old, new, line, operator = draw(options.seed, number, area)
+            if area == "python" and options.mapped and place(path, line) not in mapped:
+                continue
             start = cpu_seconds()
             verdict, by = attempt(area, path, new, line)
             kills[f"tests/{by}"] += verdict == "killed"
