@@ -174,7 +174,7 @@ def check(wheel, machine, cuda):
     modules = set()
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
-            if match := re.fullmatch(r"jax_rnnt/(_cpu|_cuda)\..*\.so", entry.filename):
+            if match := re.fullmatch(rf"jax_rnnt/(_cpu|_cuda)\.cpython-\d+-{machine}-linux-gnu\.so", entry.filename):
                 modules.add(match[1])
                 if found := list(faults(ELFFile(io.BytesIO(archive.read(entry))))):
                     sys.exit(f"{wheel.name}: {entry.filename} {', '.join(found)}")
