@@ -473,7 +473,7 @@ def try_python(path, data, folder, line, known):
         return "does not compile", ""
     copy_of_package(folder)
     replace(folder, path, data)
-    return verdict_of(folder, tests_for(path, line, *known), known[0])
+    return verdict_of(folder, tests_for(path, line, *known[:3]), known[0])
 
 
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-w"]
@@ -559,7 +559,7 @@ def try_cpu(path, data, folder, line, known):
     if linked.returncode:
         return "does not compile", ""
     files = tuple(f"tests/test_{name}.py::" for name in OF_KERNELS.split())
-    tests, kills, budget = known
+    tests, kills, budget = known[:3]
     candidates = [name for name in tests if name.startswith(files) and "reference" not in name]
     verdict = verdict_of(folder, chosen(candidates, tests, kills, budget), tests)
     if verdict[0] == "survived" and path.read_bytes() != data:
@@ -577,6 +577,7 @@ import checks  # noqa: E402
 
 # Not optimised, the emission compiles in a quarter of the time, which is most of it. The sanitizers see the survivors.
 QUICK = checks.Mode("quick", ("-O0", "-g0", *checks.SMALL_BLOCKS), ("forward", "reverse"))
+OPTIMISED = checks.Mode("optimised", ("-g0",), ("forward",))
 
 
 def try_cuda(path, data, folder, line, known):
@@ -589,17 +590,15 @@ def try_cuda(path, data, folder, line, known):
         if source != name:
             shutil.copy(ROOT / source, folder / source)
     build = BUILD / "cuda"
-    for mode, orders in (
-        (QUICK, QUICK.orders),
-        (checks.MODES[0], checks.MODES[0].orders[:1]),
-        (checks.MODES[1], ("forward",)),
-    ):
+    # What survives takes minutes more; a first run leaves that to --again.
+    later = ((OPTIMISED, ("forward",)), (checks.MODES[1], ("forward",))) if known[3] else ()
+    for mode, orders in ((QUICK, QUICK.orders), *later):
         originals = {s: checks.compile_object(s, mode, build=build) for s in (*checks.KERNELS, *checks.OTHERS)}
         try:
             mutated = {s: checks.compile_object(s, mode, folder, folder, warnings=["-w"]) for s in sources}
         except subprocess.CalledProcessError:
             return "does not compile", ""
-        if mode == checks.MODES[0] and path.read_bytes() != data and same_code(mutated, originals):
+        if mode == OPTIMISED and path.read_bytes() != data and same_code(mutated, originals):
             return "same code", ""
         executable = checks.link([*(originals | mutated).values()], mode, folder / mode.name / "check")
         for order in orders:
@@ -706,7 +705,9 @@ def main():
 
     def attempt(area, path, data, line):
         with tempfile.TemporaryDirectory(prefix="fault-", dir=BUILD) as folder:
-            return TRY[area](path, data, pathlib.Path(folder).resolve(), line, (tests, kills, options.budget))
+            return TRY[area](
+                path, data, pathlib.Path(folder).resolve(), line, (tests, kills, options.budget, options.again)
+            )
 
     if options.control:
         survived = True
