@@ -226,20 +226,22 @@ def spawned(call, seconds, log):
         finally:
             os._exit(70)
     idle, before = 0, None
-    while True:
+    for look in itertools.count():
         ended, status, usage = os.wait4(child, os.WNOHANG)
         if ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         time.sleep(0.1)
+        if look % 20:
+            continue
         now = progress(child)
         idle, before = (idle + 1 if now == before else 0), now
         if idle > IDLE:
             os.killpg(child, signal.SIGKILL)
 
 
-IDLE = 1200  # looks of 0.1 s: no test sleeps or waits for a process outside its session for two minutes
+IDLE = 60  # looks, one in two seconds: no test sleeps or waits for a process outside its session for so long
 
 
 def progress(session):
