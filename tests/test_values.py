@@ -112,7 +112,7 @@ def test_value_alone_equals_value_with_gradient(loss, implementation):
 
 
 def test_the_last_column_is_scaled_too(kernel):
-    """It has a vector of its own where labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of float."""
+    """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
     lengths = [350, 349, 350, 348], [32, 16, 8, 4]
     p = losses.problem(4, 350, 32, 3, dtype=np.float32, scale=0, lengths=lengths)
     losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 382)
