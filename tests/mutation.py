@@ -17,6 +17,7 @@ One worker on one core, with limits in CPU seconds: others may use the machine. 
 
 import argparse
 import ast
+import atexit
 import builtins
 import collections
 import compileall
@@ -451,11 +452,13 @@ def verdict_of(folder, names, tests):
 
 def copy_of_package(folder):
     """Hard links to a copy with its compiled modules, since compiling takes longer than most tests."""
-    package = BUILD / "package"
-    if not package.exists():
-        shutil.copytree(ROOT / "jax_rnnt", package, ignore=shutil.ignore_patterns("__pycache__", "_cuda*"))
-        compileall.compile_dir(package, quiet=1)
-    shutil.copytree(package, folder / "jax_rnnt", copy_function=os.link)
+    if not PACKAGE.exists():
+        shutil.copytree(ROOT / "jax_rnnt", PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "_cuda*"))
+        compileall.compile_dir(PACKAGE, quiet=1)
+    shutil.copytree(PACKAGE, folder / "jax_rnnt", copy_function=os.link)
+
+
+PACKAGE = BUILD / f"package-{os.getpid()}"  # several runs may go on at once
 
 
 def replace(folder, path, data):
@@ -605,7 +608,8 @@ def try_cuda(path, data, folder, line, known):
         executable = checks.link([*(originals | mutated).values()], mode, folder / mode.name / "check")
         for order in orders:
             environment = {**checks.ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
-            status, seconds = spawned(program([executable, "--first"], environment), 900, folder / "log.txt")
+            limit = 60 if mode == QUICK else 600  # without a fault it takes 5, and 80 with AddressSanitizer
+            status, seconds = spawned(program([executable, "--first"], environment), limit, folder / "log.txt")
             if status != 0:
                 output = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 by = f"no end after {seconds:.0f} s" if status == -signal.SIGXCPU else (output or [f"exit {status}"])[0]
@@ -700,7 +704,7 @@ def main():
                 r |= {"verdict": "equivalent", "reason": reason}
         write(results, options.results)
         return 0
-    shutil.rmtree(BUILD / "package", ignore_errors=True)
+    atexit.register(shutil.rmtree, PACKAGE, ignore_errors=True)
     tests = reached(not options.mapped) if {*options.areas} != {"cuda"} else {}
     mapped = {line for _, lines in tests.values() for line in lines}
     kills = collections.Counter(r["by"] if "::" in r["by"] and "/" in r["by"] else f"tests/{r['by']}" for r in results)
