@@ -608,7 +608,7 @@ def try_cuda(path, data, folder, line, known):
         executable = checks.link([*(originals | mutated).values()], mode, folder / mode.name / "check")
         for order in orders:
             environment = {**checks.ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
-            limit = 60 if mode == QUICK else 600  # without a fault it takes 5, and 80 with AddressSanitizer
+            limit = 25 if mode == QUICK else 600  # without a fault it takes 5, and 80 with AddressSanitizer
             status, seconds = spawned(program([executable, "--first"], environment), limit, folder / "log.txt")
             if status != 0:
                 output = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
