@@ -91,6 +91,7 @@ void CheckAll() {
   Check<float>("Bernoulli blank, large logits", with([](O o) { o.bernoulli = true; o.spread = 80; o.frames = 12; }));
   Check<float>("Bernoulli blank, -inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; }));
   Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
+  Check<float>("Bernoulli blank of +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfiniteBlank; }));
   Check<float>("Bernoulli blank alone", with([](O o) { o.bernoulli = true; o.classes = 1; }));
   // Common offsets, improbable anchors.
   Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
