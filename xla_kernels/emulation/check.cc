@@ -132,6 +132,7 @@ void CheckAll() {
   CheckSkip<float>("durations", durations, 4, 12, 6);
   CheckSkip<double>("durations, tiles", durations, 2, 40, 37);
   CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false, 0);
+  CheckSkip<float>("durations, more columns than threads, one frame", durations, 2, 1, 300, false, 0);
   CheckSkip<float>("durations, every column of a block", durations, 2, 9, 255, false);
   CheckSkip<float>("products", products, 4, 12, 6);
   CheckSkip<double>("products, tiles", products, 2, 37, 40, false);
