@@ -147,7 +147,9 @@ def repair(python, site, wheel, machine, out):
     """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
     plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
     env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
-    run(python, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+    # It knows the tags of the machine that it runs on alone.
+    program = f"import platform; platform.machine = lambda: {machine!r}; from auditwheel.main import main; exit(main())"
+    run(python, "-c", program, "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
 
 
 def faults(elf):
@@ -172,7 +174,7 @@ def check(wheel, machine, cuda):
     modules = set()
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
-            if match := re.fullmatch(r"jax_rnnt/(_cpu|_cuda)\..*\.so", entry.filename):
+            if match := re.fullmatch(rf"jax_rnnt/(_cpu|_cuda)\.cpython-\d+-{machine}-linux-gnu\.so", entry.filename):
                 modules.add(match[1])
                 if found := list(faults(ELFFile(io.BytesIO(archive.read(entry))))):
                     sys.exit(f"{wheel.name}: {entry.filename} {', '.join(found)}")

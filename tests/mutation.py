@@ -9,29 +9,47 @@ compiled and linked into a copy of the module, under the tests of kernels. CUDA 
 checks. A fault whose object code is that of the sources changes nothing and does not count; one that does not compile
 does not either. Results are appended to a file of JSON lines, and a run goes on where the last one stopped.
 
-One worker on one core; no time is measured. The sources stay as they are.
+Each fault meets the tests that reach its line, the quickest first, for so many CPU seconds: a score is a lower bound.
+What each test reaches is recorded once, on a copy of the package that says so, and again where tests have changed.
+
+One worker on one core, with limits in CPU seconds: others may use the machine. The sources stay as they are.
 """
 
 import argparse
 import ast
+import atexit
+import builtins
 import collections
+import compileall
+import contextlib
 import difflib
+import functools
+import hashlib
+import itertools
 import json
 import os
 import pathlib
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import traceback
+
+import jax  # for the processes of all faults at once; the package is imported in each
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutation"
+PROGRAMS = BUILD / "programs"  # that JAX compiled
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 AREAS = ("python", "cpu", "cuda")
+BUILD.mkdir(parents=True, exist_ok=True)
 # Files without a promise about results: figures, timing, the command line.
 NO_SITES = {"plot.py", "timing.py", "_bench.py", "__main__.py", "_installation.py", "_extras.py"}
 
@@ -177,8 +195,6 @@ def cxx_sites(text):
     return found, text.encode()
 
 
-# --------------------------------------------------------------------------------------------------- building, testing
-
 SEARCHED = {
     "python": sorted(p for p in (ROOT / "jax_rnnt").rglob("*.py") if p.name not in NO_SITES),
     "cpu": sorted([*(ROOT / "xla_kernels/cpu").glob("*.h"), *(ROOT / "xla_kernels/cpu").glob("*.cc"),
@@ -186,68 +202,283 @@ SEARCHED = {
     "cuda": sorted([*(ROOT / "xla_kernels/cuda").glob("*.cuh"),
                     *(ROOT / f"xla_kernels/cuda/{n}.cu" for n in ("lattice", "skip_lattice", "softmax_emission"))]),
 }  # fmt: skip
-GENERAL = "values lengths edges gradients family errors layouts"
-TESTS = {  # words of a path -> the tests that look there
-    "decode": "decode", "flax": "flax", "_align": "align", "_pruned": "pruned", "metrics": "metrics", "_mwer": "mwer",
-    "_packed": "packed layouts", "packed": "packed layouts", "_joint": "joint", "joint": "joint",
-    "tiled": "joint memory", "additive": "layouts pruned", "band": "layouts pruned", "_layouts": "layouts errors",
-    "_lengths": "paddings lengths",
-    "_tdt": "family values operands errors", "_hat": "family values", "_multiblank": "family values errors",
-    "_monotonic": "family values errors", "pallas": "tpu", "viterbi": "align", "seam": "masks family values gradients",
-    "_validate": "errors lengths layouts", "_reduce": "values", "primitive": "vmap sharding jit export kernel_choice",
-    "over_devices": "sharding", "grouped": "sharding vmap joint", "retracing": "jit export vmap operands",
-    "loading": "kernel_choice installation", "devices": "devices installation kernel_choice", "avals": "sharding jit",
-    "_selftest": "installation public", "_checks": "errors", "softmax": "emissions offsets values dtypes",
-    "reference": "lattices gradients forward_mode", "extended": "lattices accuracy forward_mode", "lattice": "lattices",
-    "topology": "lattices values", "_transducer": "align values gradients jit remat",
-    "_loss": "errors public values jit",
-    "emission": "emissions offsets values", "_pytree": "public jit operands", "_topologies": "pruned decode",
-}  # fmt: skip
-OF_KERNELS = "lattices emissions lengths values masks offsets targets dtypes edges"
+
+# ------------------------------------------------------------------------------------------------------ limits of time
 
 
-def tests_of(path):
-    """Files of tests, those that look at this file first."""
-    words = []
-    for part in [path.stem, *(p.name for p in path.parents if p != ROOT)]:
-        words += TESTS.get(part, "").split()
-    names = dict.fromkeys([*words, *GENERAL.split()])
-    return [str(ROOT / f"tests/test_{name}.py") for name in names if (ROOT / f"tests/test_{name}.py").exists()]
+def spawned(call, seconds, log):
+    """Exit status and CPU seconds of `call` in a process of its own, which may use that many and prints into `log`.
+
+    Limits count CPU seconds: a busy machine, or one that stops processes for a while, ends nothing. A process that
+    waits for something that never comes uses none: it is ended after IDLE looks without any progress.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
+            to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(to, 1)
+            os.dup2(to, 2)
+            os._exit(call())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+    idle, before = 0, None
+    for look in itertools.count():
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        time.sleep(0.1)
+        if look % 20:
+            continue
+        now = progress(child)
+        idle, before = (idle + 1 if now == before else 0), now
+        if idle > IDLE:
+            os.killpg(child, signal.SIGKILL)
 
 
-def pytest(folder, files, timeout, *options):
-    """The verdict of the tests on the package in `folder`."""
-    environment = {
-        **os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(BUILD / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
-    command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *options, *files]
-    try:
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return "survived", f"not found in {timeout:.0f} s"
-    if done.returncode == 0:
-        return "survived", ""
-    text = done.stdout + done.stderr
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
-    if done.returncode > 2 or done.returncode < 0:
-        return ("killed", f"exit {done.returncode}") if done.returncode < 0 else ("broken", text[-300:])
-    return "killed", found[0].split("/")[-1] if found else "import"
+IDLE = 60  # looks, one in two seconds: no test sleeps or waits for a process outside its session for so long
+
+
+def progress(session):
+    """CPU ticks of all processes of a session; what never equals itself while one of them could run or is stopped."""
+    ticks = 0
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(fields[3]) == session:
+            if fields[0] in "RTD":
+                return object()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks
+
+
+def program(command, environment):
+    """For `spawned`."""
+    return lambda: os.execvpe(command[0], [str(c) for c in command], {**os.environ, **environment})
+
+
+# ------------------------------------------------------------------------------------------- which tests reach a line
+
+# Tests of figures, files and processes; large problems and many devices, where others ask the same of small ones.
+NOT_MAPPED = (
+    "example docs benchmarks gpu gpu_compile machine_code plot distributed installation faults large memory joint_mesh"
+)
+OF_KERNELS = "lattices emissions lengths values masks offsets targets dtypes edges family fuzz layouts"
+
+
+class Recorder:
+    """Of each test that passes: its CPU seconds, and the lines of the package that it reaches."""
+
+    def __init__(self):
+        self.lines, self.tests = set(), {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.lines, start = set(), time.process_time()
+        builtins._reached = self.lines.add
+        result = yield
+        self.tests[item.nodeid] = [round(time.process_time() - start, 3), sorted(self.lines)]
+        return result
+
+    def pytest_runtest_logreport(self, report):
+        if report.outcome != "passed":
+            self.failed = {*getattr(self, "failed", ()), report.nodeid}
+
+    def passed(self):
+        return {name: entry for name, entry in self.tests.items() if name not in getattr(self, "failed", ())}
+
+
+def recording(text, name):
+    """The source with a note before each statement inside a function."""
+    tree = ast.parse(text)
+
+    def note(line):
+        return ast.parse(f"__import__('builtins').__dict__.get('_reached', id)({f'{name}:{line}'!r})").body[0]
+
+    def walk(body, inside):
+        statements = []
+        for statement in body:
+            is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if inside and not is_text and not isinstance(statement, ast.Global | ast.Nonlocal):
+                statements.append(note(statement.lineno))
+            deeper = inside or isinstance(statement, ast.FunctionDef)
+            for part in [statement, *getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
+                for field in ("body", "orelse", "finalbody"):
+                    if isinstance(getattr(part, field, None), list):
+                        setattr(part, field, walk(getattr(part, field), deeper))
+            statements.append(statement)
+        return statements
+
+    tree.body = walk(tree.body, False)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def statement_of(text, line):
+    """First line of the innermost statement with this line that is inside a function; None: outside of all."""
+    found = None
+
+    def walk(node, inside):
+        nonlocal found
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt) and child.lineno <= line <= child.end_lineno:
+                found = child.lineno if inside else found
+            walk(child, inside or isinstance(child, ast.FunctionDef))
+
+    walk(ast.parse(text), False)
+    return found
+
+
+def place(path, line):
+    return f"{path.relative_to(ROOT)}:{statement_of(path.read_text(), line)}"
+
+
+def reached(anew):
+    """{test: (CPU seconds, lines)} of the quick tests; what has not changed since is read from the last run.
+
+    Without `anew`, what has changed is left out.
+    """
+    common = [*(ROOT / "jax_rnnt").rglob("*.py"), *(p for p in (ROOT / "tests").glob("*.py") if "test_" not in p.name)]
+    common = [p.read_bytes() for p in sorted(common) if p.name != pathlib.Path(__file__).name]
+    kept, known = BUILD / "reached.json", {}
+    if kept.exists():
+        known = json.loads(kept.read_text())
+    tests = {}
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        if path.stem.removeprefix("test_") in NOT_MAPPED.split():
+            continue
+        key = hashlib.sha256(b"".join([*common, path.read_bytes()])).hexdigest()
+        if known.get(path.name, [None])[0] != key and not anew:
+            continue
+        if known.get(path.name, [None])[0] != key:
+            with tempfile.TemporaryDirectory(prefix="map-", dir=BUILD) as name:
+                folder, out = pathlib.Path(name), BUILD / "map.json"
+                copy_of_package(folder)
+                for source in SEARCHED["python"]:
+                    replace(folder, source, recording(source.read_text(), str(source.relative_to(ROOT))).encode())
+                out.unlink(missing_ok=True)
+
+                def call(folder=folder, out=out, path=path):
+                    recorder = Recorder()
+                    status = run_pytest(folder, [path], recorder)
+                    out.write_text(json.dumps(recorder.passed()))
+                    return status
+
+                status, seconds = spawned(call, 1500, BUILD / "map.log")
+            log = (BUILD / "map.log").read_text()
+            if not out.exists():
+                sys.exit(f"{path.name}: exit {status}\n{log[-3000:]}")
+            print(f"{path.name}: {seconds:.0f} s, {log.strip().splitlines()[-1]}", flush=True)
+            known[path.name] = [key, json.loads(out.read_text())]
+            kept.write_text(json.dumps(known))
+        tests |= known[path.name][1]
+    return tests
+
+
+def chosen(candidates, tests, kills, budget):
+    """Tests for so many CPU seconds: those that found most, then the quickest; by files, which share programs."""
+    order = sorted(candidates, key=lambda name: (-kills[name], tests[name][0]))
+    total, taken = 0, {}
+    for name in order:
+        total += tests[name][0]
+        if total > budget and taken:
+            break
+        taken.setdefault(name.split("::")[0], []).append(name)
+    files = sorted(taken.values(), key=lambda names: (-sum(kills[n] for n in names), tests[names[0]][0]))
+    return [name for names in files for name in names]
+
+
+def tests_for(path, line, tests, kills, budget):
+    """Those that reach the statement of this line; for a line outside of functions, those that reach its file."""
+    at = place(path, line)
+    if not at.endswith(":None"):
+        candidates = [test for test, (_, lines) in tests.items() if at in lines]
+    else:
+        file = at.removesuffix("None")
+        candidates = [test for test, (_, lines) in tests.items() if any(x.startswith(file) for x in lines)]
+    return chosen(candidates, tests, kills, budget)
+
+
+# --------------------------------------------------------------------------------------------------- building, testing
+
+
+class Chosen:
+    def __init__(self, names):
+        self.place = {name: i for i, name in enumerate(names)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])
+
+
+def run_pytest(folder, files, plugin, *options):
+    """In a child: JAX and pytest are imported already, the package is not."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ |= {"PYTHONPATH": str(folder), "JAX_RNNT_REQUIRE": "cpu", "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    sys.dont_write_bytecode = False
+    command = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--rootdir", str(ROOT)]
+    return int(pytest.main([*command, "-c", str(ROOT / "pyproject.toml"), *options, *map(str, files)], [plugin]))
+
+
+def verdict_of(folder, names, tests):
+    """Of these tests on the package in `folder`."""
+    if not names:
+        return "survived", "no test reaches it"
+    files = dict.fromkeys(ROOT / name.split("::")[0] for name in names)
+    expected = sum(tests[name][0] for name in names)
+    log = folder / "log.txt"
+    status, seconds = spawned(lambda: run_pytest(folder, files, Chosen(names), "-x"), 3 * expected + 60, log)
+    text = log.read_text(errors="replace")
+    if status == 0:
+        return "survived", f"{len(names)} tests, {seconds:.0f} s"
+    found = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(test_\S+)", text, re.M)
+    if status == 1 and found:
+        return "killed", found[0]
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "killed", f"no end after {seconds:.0f} s, {expected:.0f} s expected"
+    return "killed", f"exit {status}: {(text.strip().splitlines() or [''])[-1]}"[:160]
 
 
 def copy_of_package(folder):
-    shutil.copytree(ROOT / "jax_rnnt", folder / "jax_rnnt", ignore=shutil.ignore_patterns("__pycache__", "_cuda*"))
+    """Hard links to a copy with its compiled modules, since compiling takes longer than most tests."""
+    if not PACKAGE.exists():
+        shutil.copytree(ROOT / "jax_rnnt", PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "_cuda*"))
+        compileall.compile_dir(PACKAGE, quiet=1)
+    shutil.copytree(PACKAGE, folder / "jax_rnnt", copy_function=os.link)
 
 
-def try_python(path, data, folder, timeout):
+PACKAGE = BUILD / f"package-{os.getpid()}"  # several runs may go on at once
+
+
+def replace(folder, path, data):
+    """Another text of a file in a copy."""
+    file = folder / path.relative_to(ROOT)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    for old in file.parent.glob(f"__pycache__/{file.stem}.*"):
+        old.unlink()
+    file.write_bytes(data)
+
+
+def try_python(path, data, folder, line, known):
     try:
         ast.parse(data)
     except SyntaxError:
         return "does not compile", ""
     copy_of_package(folder)
-    (folder / path.relative_to(ROOT)).write_bytes(data)
-    return pytest(folder, tests_of(path), timeout)
+    replace(folder, path, data)
+    return verdict_of(folder, tests_for(path, line, *known[:3]), known[0])
 
 
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-w"]
@@ -314,7 +545,7 @@ def original(name, unit, level="-O0"):
     return out
 
 
-def try_cpu(path, data, folder, timeout):
+def try_cpu(path, data, folder, line, known):
     """Only the best instruction set gets the fault in a kernel: compiling takes most of the time."""
     units, best = cpu_units()
     (folder / path.relative_to(ROOT)).parent.mkdir(parents=True)
@@ -332,8 +563,10 @@ def try_cpu(path, data, folder, timeout):
     linked = subprocess.run(["g++", "-shared", *objects.values(), "-o", module, "-pthread"], capture_output=True)
     if linked.returncode:
         return "does not compile", ""
-    files = [str(ROOT / f"tests/test_{name}.py") for name in OF_KERNELS.split()]
-    verdict = pytest(folder, files, timeout, "-k", "not reference")
+    files = tuple(f"tests/test_{name}.py::" for name in OF_KERNELS.split())
+    tests, kills, budget = known[:3]
+    candidates = [name for name in tests if name.startswith(files) and "reference" not in name]
+    verdict = verdict_of(folder, chosen(candidates, tests, kills, budget), tests)
     if verdict[0] == "survived" and path.read_bytes() != data:
         for name, unit in concerned.items():
             optimised = folder / "objects" / f"{name}-O1.o"
@@ -344,11 +577,16 @@ def try_cpu(path, data, folder, timeout):
     return verdict
 
 
-def try_cuda(path, data, folder, timeout):
-    """The emulation's checks, in the order that finds most per second."""
-    sys.path.insert(0, str(ROOT / "xla_kernels/emulation"))
-    import checks
+sys.path.insert(0, str(ROOT / "xla_kernels/emulation"))
+import checks  # noqa: E402
 
+# Not optimised, the emission compiles in a quarter of the time, which is most of it. The sanitizers see the survivors.
+QUICK = checks.Mode("quick", ("-O0", "-g0", *checks.SMALL_BLOCKS), ("forward", "reverse"))
+OPTIMISED = checks.Mode("optimised", ("-g0",), ("forward",))
+
+
+def try_cuda(path, data, folder, line, known):
+    """The emulation's checks, in the order that finds most per second."""
     name = str(path.relative_to(ROOT))
     (folder / name).parent.mkdir(parents=True)
     (folder / name).write_bytes(data)
@@ -356,23 +594,38 @@ def try_cuda(path, data, folder, timeout):
     for source in sources:
         if source != name:
             shutil.copy(ROOT / source, folder / source)
-    for mode in (checks.MODES[0], checks.MODES[1]):
-        originals = {s: checks.compile_object(s, mode) for s in (*checks.KERNELS, *checks.OTHERS)}
+    build = BUILD / "cuda"
+    # What survives takes minutes more; a first run leaves that to --again.
+    later = ((OPTIMISED, ("forward",)), (checks.MODES[1], ("forward",))) if known[3] else ()
+    for mode, orders in ((QUICK, QUICK.orders), *later):
+        originals = {s: checks.compile_object(s, mode, build=build) for s in (*checks.KERNELS, *checks.OTHERS)}
         try:
             mutated = {s: checks.compile_object(s, mode, folder, folder, warnings=["-w"]) for s in sources}
         except subprocess.CalledProcessError:
             return "does not compile", ""
-        program = checks.link([*(originals | mutated).values()], mode, folder / mode.name / "check")
-        for order in mode.orders[:2]:
-            code, output = checks.run(program, order, "--first", timeout=timeout)
-            if code != 0:
-                return (
-                    "killed",
-                    f"{mode.name} {order}: {'timeout' if code is None else (output.strip().splitlines() or [code])[0]}"[
-                        :160
-                    ],
-                )
+        if mode == OPTIMISED and path.read_bytes() != data and same_code(mutated, originals):
+            return "same code", ""
+        executable = checks.link([*(originals | mutated).values()], mode, folder / mode.name / "check")
+        for order in orders:
+            environment = {**checks.ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
+            limit = 25 if mode == QUICK else 600  # without a fault it takes 5, and 80 with AddressSanitizer
+            status, seconds = spawned(program([executable, "--first"], environment), limit, folder / "log.txt")
+            if status != 0:
+                output = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
+                by = f"no end after {seconds:.0f} s" if status == -signal.SIGXCPU else (output or [f"exit {status}"])[0]
+                return "killed", f"{mode.name} {order}: {by}"[:160]
     return "survived", ""
+
+
+def same_code(mutated, originals):
+    """Without what the debugger reads, which has the lines' numbers."""
+
+    def code(file):
+        stripped = file.with_suffix(".stripped")
+        subprocess.run(["objcopy", "--strip-debug", file, stripped], check=True)
+        return stripped.read_bytes()
+
+    return all(code(file) == code(originals[source]) for source, file in mutated.items())
 
 
 TRY = {"python": try_python, "cpu": try_cpu, "cuda": try_cuda}
@@ -380,15 +633,22 @@ TRY = {"python": try_python, "cpu": try_cpu, "cuda": try_cuda}
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def draw(seed, number, area):
-    """(path, place, operator, file with the fault)."""
-    rng = random.Random(f"{seed} {number} {area}")
-    sites = []
+@functools.cache
+def sites(area):
+    """(path, start, end, replacement, operator) of all faults of an area, and the files' bytes."""
+    found, texts = [], {}
     for path in SEARCHED[area]:
-        found, data = (python_sites if area == "python" else cxx_sites)(path.read_text())
-        sites += [(path, data, *site) for site in found]
-    path, data, start, end, new, operator = rng.choice(sites)
-    return path, data, operator, data[:start] + new.encode() + data[end:], len(sites)
+        here, texts[path] = (python_sites if area == "python" else cxx_sites)(path.read_text())
+        found += [(path, *site) for site in here]
+    return found, texts
+
+
+def draw(seed, number, area):
+    """(path, file without and with the fault, line, operator)."""
+    found, texts = sites(area)
+    path, start, end, new, operator = random.Random(f"{seed} {number} {area}").choice(found)
+    data = texts[path]
+    return path, data, data[:start] + new.encode() + data[end:], data[:start].count(b"\n") + 1, operator
 
 
 def difference(old, new):
@@ -396,24 +656,17 @@ def difference(old, new):
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
-def make_folder(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def report(results):
     counted = collections.Counter((r["area"], r["verdict"]) for r in results)
-    print("area    faults  killed  survived  score   (not counted: same code, does not compile)")
+    print("area    faults  killed  survived  score   (not counted: equivalent, same code, does not compile)")
     for area in (*AREAS, "all"):
         of = lambda verdict, area=area: sum(n for (a, v), n in counted.items() if v == verdict and area in (a, "all"))
         killed, survived = of("killed"), of("survived")
         score = f"{100 * killed / (killed + survived):5.1f}%" if killed + survived else "    -"
-        print(
-            f"{area:7} {killed + survived:6} {killed:7} {survived:9}  {score}   "
-            f"{of('same code')}, {of('does not compile')}"
-        )
+        others = ", ".join(str(of(v)) for v in ("equivalent", "same code", "does not compile"))
+        print(f"{area:7} {killed + survived:6} {killed:7} {survived:9}  {score}   {others}")
     for r in results:
-        if r["verdict"] in ("survived", "broken"):
+        if r["verdict"] in ("survived", "equivalent"):
             print(
                 f"\n{r['verdict']}: {r['area']} {r['number']} {r['file']}:{r['line']} ({r['operator']}) "
                 f"{r.get('reason') or r['by']}"
@@ -421,60 +674,84 @@ def report(results):
             print("  " + "\n  ".join(r["difference"]))
 
 
+def write(results, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in results))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="faults in each area")
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after that time")
-    parser.add_argument(
-        "--timeout", type=float, default=400, help="seconds of tests after which a fault counts as survived"
-    )
+    parser.add_argument("--budget", type=float, default=60, help="CPU seconds of tests for each fault")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="of what was run so far, with all survivors")
     parser.add_argument("--control", action="store_true", help="no fault: everything must survive")
     parser.add_argument("--again", action="store_true", help="run the survivors once more, on the tests of today")
+    parser.add_argument("--mapped", action="store_true", help="only faults and tests of an interrupted map")
+    parser.add_argument("--reason", nargs=3, metavar=("AREA", "NUMBER", "TEXT"), help="a survivor changes no result")
     options = parser.parse_args()
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     results = [json.loads(line) for line in lines]
     if options.report:
         report(results)
         return 0
-    if options.control:
-        for area in options.areas:
-            path = draw(options.seed, 0, area)[0]
-            with tempfile.TemporaryDirectory(prefix="control-", dir=make_folder(BUILD)) as folder:
-                verdict = TRY[area](path, path.read_bytes(), pathlib.Path(folder).resolve(), 3600)
-            print(f"{area}: {' '.join(verdict)}", flush=True)
+    if options.reason:
+        area, number, reason = options.reason
+        for r in results:
+            if (r["seed"], r["area"], r["number"]) == (options.seed, area, int(number)) and r["verdict"] == "survived":
+                r |= {"verdict": "equivalent", "reason": reason}
+        write(results, options.results)
         return 0
+    atexit.register(shutil.rmtree, PACKAGE, ignore_errors=True)
+    tests = reached(not options.mapped) if {*options.areas} != {"cuda"} else {}
+    mapped = {line for _, lines in tests.values() for line in lines}
+    kills = collections.Counter(r["by"] if "::" in r["by"] and "/" in r["by"] else f"tests/{r['by']}" for r in results)
+
+    def attempt(area, path, data, line):
+        with tempfile.TemporaryDirectory(prefix="fault-", dir=BUILD) as folder:
+            return TRY[area](
+                path, data, pathlib.Path(folder).resolve(), line, (tests, kills, options.budget, options.again)
+            )
+
+    if options.control:
+        survived = True
+        for area, number in itertools.product(options.areas, range(options.count)):
+            path, old, _, line, _ = draw(options.seed, number, area)
+            verdict = attempt(area, path, old, line)
+            survived &= verdict[0] == "survived"
+            print(f"{area} {path.name}:{line}: {' '.join(verdict)}", flush=True)
+        return int(not survived)
     done = {(r["seed"], r["number"], r["area"]) for r in results if not (options.again and r["verdict"] == "survived")}
-    began = time.monotonic()
-    make_folder(BUILD)
     for number in range(options.count):
         for area in options.areas:
-            if (options.seed, number, area) in done or time.monotonic() - began > options.seconds:
+            if (options.seed, number, area) in done:
                 continue
-            path, old, operator, new, _ = draw(options.seed, number, area)
-            start = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="fault-", dir=BUILD) as folder:
-                verdict, by = TRY[area](path, new, pathlib.Path(folder).resolve(), options.timeout)
-            changed = difference(old, new)
-            line = next(i for i, (a, b) in enumerate(zip(old.splitlines(), new.splitlines()), 1) if a != b)
+            path, old, new, line, operator = draw(options.seed, number, area)
+            if area == "python" and options.mapped and place(path, line) not in mapped:
+                continue
+            start = cpu_seconds()
+            verdict, by = attempt(area, path, new, line)
+            kills[f"tests/{by}"] += verdict == "killed"
             entry = {
                 "seed": options.seed, "number": number, "area": area, "file": str(path.relative_to(ROOT)), "line": line,
-                "operator": operator, "verdict": verdict, "by": by, "difference": changed,
-                "seconds": round(time.monotonic() - start),
+                "operator": operator, "verdict": verdict, "by": by, "difference": difference(old, new),
+                "seconds": round(cpu_seconds() - start),
             }  # fmt: skip
             results = [r for r in results if (r["seed"], r["number"], r["area"]) != (options.seed, number, area)]
             results.append(entry)
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            with open(options.results, "w") as file:
-                file.writelines(json.dumps(r) + "\n" for r in results)
+            write(results, options.results)
             print(
                 f"{area} {number} {entry['file']}:{line} {operator}: {verdict} {by} ({entry['seconds']} s)", flush=True
             )
     report([r for r in results if r["seed"] == options.seed])
     return 0
+
+
+def cpu_seconds():
+    """Of this process and all that ended."""
+    return sum(os.times()[:4])
 
 
 if __name__ == "__main__":

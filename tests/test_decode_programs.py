@@ -343,8 +343,9 @@ def test_rules_are_checked():
         DecodingRules(None)
     with pytest.raises(ValueError, match="labels_per_frame must be None or an integer >= 1, got 0"):
         DecodingRules(SOFTMAX, labels_per_frame=0)
-    with pytest.raises(TypeError, match="DecodingRules: topology must be a sequence of"):
-        DecodingRules(SOFTMAX, ())
+    for topology in ((), {*lattices.STANDARD}, lattices.STANDARD[0]):
+        with pytest.raises(TypeError, match="DecodingRules: topology must be a sequence of"):
+            DecodingRules(SOFTMAX, topology)
 
 
 @pytest.mark.parametrize(("function", "sizes"), STREAMED, ids=["greedy", "beam"])

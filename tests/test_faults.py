@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -19,10 +20,10 @@ ROOT = losses.HERE.parent
 
 
 def run(program, *arguments, timeout=300):
-    """Standard output of a program that must end well, in a process of its own."""
+    """Standard output of a program that must end well, its text or its file, in a process of its own."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": search_path()}
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
+        [sys.executable, *([program] if isinstance(program, pathlib.Path) else ["-c", program]), *map(str, arguments)],
         cwd=losses.HERE, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
@@ -143,6 +144,29 @@ def test_fork_after_use():
     """A child that does not call JAX ends, and the parent goes on."""
     before, after = map(float, run(FORK).split())
     assert before == after == pytest.approx(np.log(4), rel=1e-6)
+
+
+# A file of its own: spawned workers import the program. They cannot import a module of pytest's mode "importlib", which
+# names this one `tests.test_faults`: a worker that does not find its function ends, and its pool waits for ever.
+SPAWN = f"""
+import multiprocessing
+{ONE_NODE}
+def value(scale):
+    return float(jax.jit(jax_rnnt.rnnt_loss)(scale * arguments[0], *arguments[1:]))
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        print(*pool.map(value, [0, 1]))
+"""
+
+
+@pytest.mark.slow
+def test_spawn_after_use(tmp_path):
+    """Spawned workers call JAX, while their parent holds a backend."""
+    (tmp_path / "program.py").write_text(SPAWN)
+    out = run(tmp_path / "program.py").split()
+    assert len(out) >= 4, out  # two values, after those of the parent and of each worker on its way to the guard
+    assert [float(x) for x in out] == pytest.approx([np.log(4)] * len(out), rel=1e-6)
 
 
 # A thread in Python's hands, a daemon that calls, is no test: Python before 3.14 ends it inside JAX's bindings, which

@@ -245,6 +245,7 @@ def test_errors():
     for changes, message in (
         ({"arcs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
         ({"arcs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
+        ({"arcs": {slot: np.zeros((2, T, 0)) for slot in arcs}}, "U1 >= 1"),
         ({"arcs": arcs | {"label": arcs["label"].astype(int)}}, r"arcs\['label'\] must have one of the dtypes"),
         ({"num_frames": np.array([T])}, "num_frames must have shape"),
         ({"num_labels": 1.0}, "num_labels must have an integer dtype"),
@@ -255,6 +256,14 @@ def test_errors():
     ):
         with pytest.raises((TypeError, ValueError), match=f"log_likelihood: .*{message}"):
             call(**changes)
+
+
+def test_no_frames(implementation):
+    """The axis may be empty: no label is a path of no arcs, a label has none."""
+    arcs = {slot: np.zeros((2, 0, U + 1)) for slot in ("blank", "label")}
+    lengths = np.zeros(2, np.int32), np.array([0, U])
+    got = lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation=implementation)
+    np.testing.assert_array_equal(got, [0, -np.inf])
 
 
 def test_topology_as_a_list(implementation):

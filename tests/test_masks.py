@@ -265,6 +265,15 @@ def test_masked_arcs(implementation):
 # ----------------------------------------------------------------------------------------------- other ways to the loss
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_beyond_64_bits(implementation, sign):
+    """The exponents of three arcs of 3e18 nats add up to no 64-bit number: UndefinedBehaviorSanitizer looks on."""
+    topology = lattices.durations((1, 2))
+    arcs = {slot: np.full((3, 1), sign * 3e18) for slot in {arc.slot for arc in topology}}
+    got = lattices.log_likelihood(topology, arcs, 3, 0, implementation=implementation)
+    np.testing.assert_allclose(got, 9e18 if sign > 0 else -6e18, rtol=1e-12)  # of most arcs, or of fewest
+
+
 @BOTH
 def test_masks_in_tiles(kernel, variant):
     """`joint_rnnt_loss` with a joint that looks up the same logits."""

@@ -119,6 +119,13 @@ def test_value_alone_equals_value_with_gradient(loss, implementation):
         np.testing.assert_allclose(alone, both, rtol=losses.tolerance(dtype, 11))
 
 
+def test_the_last_column_is_scaled_too(kernel):
+    """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
+    lengths = [350, 349, 350, 348], [32, 16, 8, 4]
+    p = losses.problem(4, 350, 32, 3, dtype=np.float32, scale=0, lengths=lengths)
+    losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 382)
+
+
 @pytest.mark.family("layouts")
 def test_eager_equals_jit(loss, implementation):
     p = losses.problem(loss=loss)

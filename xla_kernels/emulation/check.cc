@@ -91,6 +91,7 @@ void CheckAll() {
   Check<float>("Bernoulli blank, large logits", with([](O o) { o.bernoulli = true; o.spread = 80; o.frames = 12; }));
   Check<float>("Bernoulli blank, -inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; }));
   Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
+  Check<float>("Bernoulli blank of +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfiniteBlank; }));
   Check<float>("Bernoulli blank alone", with([](O o) { o.bernoulli = true; o.classes = 1; }));
   // Common offsets, improbable anchors.
   Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
@@ -131,6 +132,7 @@ void CheckAll() {
   CheckSkip<float>("durations", durations, 4, 12, 6);
   CheckSkip<double>("durations, tiles", durations, 2, 40, 37);
   CheckSkip<float>("durations, more columns than threads", durations, 2, 6, 300, false, 0);
+  CheckSkip<float>("durations, more columns than threads, one frame", durations, 2, 1, 300, false, 0);
   CheckSkip<float>("durations, every column of a block", durations, 2, 9, 255, false);
   CheckSkip<float>("products", products, 4, 12, 6);
   CheckSkip<double>("products, tiles", products, 2, 37, 40, false);

@@ -11,7 +11,7 @@
 
 namespace jax_rnnt::cuda {
 
-enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kBadLabel, kNoPath, kFarAnchor };
+enum class Fault { kNone, kMinusInfinity, kDeadRow, kNaN, kInfinity, kInfiniteBlank, kBadLabel, kNoPath, kFarAnchor };
 
 struct Options {
   int batch = 2, frames = 5, labels = 3, classes = 7;
@@ -160,6 +160,7 @@ class Problem {
     const int64_t odd = R + (options.durations > 0 ? V : V / 2);  // in the first sequence only
     if (options.fault == Fault::kNaN) logits_[odd] = NarrowLogit(kNaN);
     if (options.fault == Fault::kInfinity) logits_[odd] = NarrowLogit(kInfinity);
+    if (options.fault == Fault::kInfiniteBlank) logits_[R + blanks_[0]] = NarrowLogit(kInfinity);
     if (options.fault == Fault::kBadLabel) label_[0] = V, label_[label_.size() > columns_ ? columns_ : 0] = V + 5;
     if (options.fault == Fault::kNoPath) {
       for (int k = 0; k < R; ++k) logits_[k] = NarrowLogit(-kInfinity);

@@ -199,11 +199,14 @@ struct Sizes {
   int64_t frames, columns;
 };
 
+// Most calls are of a few nodes: what is refused, and where loops begin and end, shows there, and a call of hundreds of
+// nodes takes as long as twenty of them.
 Sizes MakeSizes(Bytes& in, bool large) {
   Sizes sizes;
+  const bool tiny = !large && in.Below(16) != 0;
   for (int64_t i = in.Below(3); i > 0; --i) sizes.batch.push_back(large ? 2 + in.Below(6) : in.Below(3));
-  sizes.frames = large ? 100 + in.Below(300) : in.Bit() ? in.Below(5) : in.Below(20);
-  sizes.columns = large ? 20 + in.Below(60) : in.Bit() ? in.Below(5) : in.Below(36);
+  sizes.frames = large ? 100 + in.Below(300) : tiny ? in.Below(6) : in.Below(20);
+  sizes.columns = large ? 20 + in.Below(60) : tiny ? in.Below(6) : in.Below(36);
   return sizes;
 }
 
@@ -216,7 +219,7 @@ Call MakeEmission(Bytes& in, bool backward, bool large) {
   for (int64_t size : sizes.batch) nodes_of_all *= size;
   // Small calls are many calls: longer rows where there are few.
   const int64_t most = std::clamp<int64_t>((large ? 1 << 20 : 1 << 11) / (nodes_of_all + 1), 1, 300);
-  const int64_t classes = 1 + in.Below(in.Bit() ? std::min<int64_t>(most, 8) : most);
+  const int64_t classes = 1 + in.Below(in.Below(8) != 0 ? std::min<int64_t>(most, 8) : most);
   const bool bernoulli = in.Below(4) == 0;
   const int64_t blanks = bernoulli ? 1 : 1 + (in.Bit() ? 0 : in.Below(5)), durations = in.Bit() ? 0 : in.Below(5);
   const XLA_FFI_DataType type = kFloats[in.Below(4)], plane = type == kFloats[1] ? kFloats[1] : kFloats[0];
