@@ -61,17 +61,20 @@ template <class A>
 constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNNT_LATTICE_WARPS : 8;
 constexpr unsigned kAll = 0xffffffffu;
 
+// 16 bytes, as one access moves them.
+template <class A>
+constexpr int kVector = 16 / sizeof(A);
+template <class A>
+struct alignas(16) Vector {
+  A of[kVector<A>];
+};
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
-constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
+constexpr int kChunk = 2 * kVector<A>;
+// Vectors of a column in a chunk: two of each of two numbers.
+constexpr int kVectors = 4;
 // Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
 constexpr int kScaleStep = 1;
-// Steps from the read of a value in shared memory to its use.
-#ifndef JAX_RNNT_LATTICE_AHEAD
-#define JAX_RNNT_LATTICE_AHEAD 2
-#endif
-constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
-
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
 __device__ __forceinline__ int Warp() { return __shfl_sync(kAll, int(threadIdx.x) / 32, 0); }
@@ -91,7 +94,17 @@ struct alignas(2 * sizeof(A)) Arcs {
   A blank, label;
 };
 
-// Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
+// Diagonal order: diagonal n lies in group n / kChunk mod groups, so that a column's part of a chunk is four vectors:
+//
+//   [groups][2 numbers][2 halves of the chunk][columns][kVector diagonals]
+//
+// The numbers are the logarithms of a node's two arcs, or mantissa and exponent of alpha or beta. A column has nodes on
+// `frames` diagonals. With the one before, they lie in groups that differ, so a chunk may be stored as a whole.
+//
+// Alpha and beta lie in the memory of the results: groups 0 ... in_plane - 1 in that of blanks, as many in that of
+// labels, and the rest, up to kSpare, in the workspace.
+//
+// Parts of a sequence's workspace: arcs, spare groups, running values of the sweeps, a flag per tile of Skew.
 //
 // Running values, [2 sweeps][4][columns]; the second sweep only uses its own if a warp has several tiles:
 //   0, 1: alpha times the probability of the arcs from the diagonal reached that enter the column by blank, by label
@@ -99,10 +112,9 @@ struct alignas(2 * sizeof(A)) Arcs {
 // Wide mode keeps a diagonal in those of the second sweep.
 // The sizes are plain numbers, since device code cannot call member functions of host constants.
 constexpr int64_t kArcs = 2, kRunning = 16;  // elements per node, per column
-constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return kArcs * frames * columns; }
-constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) {
-  return RunningOffset(frames, columns) + kRunning * columns;
-}
+constexpr int64_t kSpare = 4;
+// Elements per column beside those of nodes: two groups of arcs, rounded up; one to begin on 16 bytes.
+constexpr int64_t kPerColumn = (2 + kSpare) * 2 * 8 + kRunning + 4;
 
 template <class A>
 struct Arguments {
@@ -112,7 +124,9 @@ struct Arguments {
         columns(int(args.columns)),
         skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
-        lift((kChunk<A> + std::max(1, frames) - 1) / std::max(1, frames) * std::max(1, frames)),
+        groups((frames + kChunk<A> - 1) / kChunk<A> + 1),
+        in_plane(std::max(0, (frames * columns - kVector<A>) / (2 * kChunk<A> * columns))),
+        by_groups(uint32_t(groups)),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
         log_blank(static_cast<const A*>(args.log_plane[0])),
@@ -121,24 +135,26 @@ struct Arguments {
         grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args, true)),
-        loss(static_cast<A*>(args.loss)) {
-    for (int j = 0; j <= kChunk<A>; ++j) steps[j] = unsigned(j % std::max(1, frames) * columns);
-  }
+        loss(static_cast<A*>(args.loss)) {}
 
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
   Divider by_frames;  // diagonals to rows
-  int lift;           // a multiple of `frames`, at least a chunk
+  int groups, in_plane;
+  Divider by_groups;
   const int32_t *num_frames, *num_labels;
   const A *log_blank, *log_label;  // in frame order
-  // Between the sweeps: mantissas and exponents of alpha or beta, in diagonal order. At the end: the results, in frame
-  // order.
+  // Between the sweeps: mantissas and exponents of alpha or beta. At the end: the results, in frame order.
   A *grad_blank, *grad_label;
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
-  unsigned steps[kChunk<A> + 1];  // from a row of a plane to that of the j-th diagonal after it
 };
+
+template <class T>
+__device__ __forceinline__ T* Aligned16(T* p) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(p) + 15) & ~uintptr_t{15});
+}
 
 // One sequence, as all kernels see it.
 template <class A>
@@ -147,22 +163,33 @@ struct Sequence {
       : frames(max(0, min(args.num_frames[b], args.frames))),
         labels(max(0, min(args.num_labels[b], args.columns - 1))),
         diagonals(frames + args.skew * labels),
-        middle(diagonals / 2),
+        meeting((diagonals / 2 + kVector<A>) / kChunk<A>),
         tiles(labels / kTile + 1),
         plane(args.frames * args.columns),
-        arcs(reinterpret_cast<Arcs<A>*>(args.workspace + b * args.stride)),
-        running(
-            reinterpret_cast<Value<A>*>(args.workspace + b * args.stride + RunningOffset(args.frames, args.columns))),
-        flags(args.workspace + b * args.stride + FlagsOffset(args.frames, args.columns)) {}
+        arcs(reinterpret_cast<Vector<A>*>(Aligned16(args.workspace + b * args.stride))),
+        spare(arcs + int64_t(args.groups) * kVectors * args.columns),
+        running(reinterpret_cast<Value<A>*>(spare + kSpare * kVectors * args.columns)),
+        flags(&running->m + kRunning * args.columns) {}
 
   __device__ __forceinline__ Value<A>* Running(const Arguments<A>& args, int sweep, int which) const {
     return running + (sweep * 4 + which) * args.columns;
   }
+  __device__ __forceinline__ static int Group(const Arguments<A>& args, int n) {
+    const unsigned group = unsigned(n) / kChunk<A>;
+    return int(group - args.by_groups(group) * unsigned(args.groups));
+  }
+  // The log-probability of an arc of the node in column u on diagonal n; kLabel: 0 blank, 1 label.
+  template <int kLabel>
+  __device__ __forceinline__ A& Arc(const Arguments<A>& args, int n, int u) const {
+    const int row = (Group(args, n) * 2 + kLabel) * 2 + n % kChunk<A> / kVector<A>;
+    return arcs[row * args.columns + u].of[n % kVector<A>];
+  }
 
-  int frames, labels;     // T_b, U_b
-  int diagonals, middle;  // nodes lie on diagonals 0 ... diagonals - 1; the sweeps meet after `middle`
+  int frames, labels;  // T_b, U_b
+  int diagonals;       // nodes lie on diagonals 0 ... diagonals - 1
+  int meeting;         // the chunk before which the sweeps meet
   int tiles, plane;
-  Arcs<A>* arcs;
+  Vector<A>*arcs, *spare;
   Value<A>* running;
   A* flags;
 };
@@ -172,11 +199,14 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: label arcs that do not exist become -inf, and a flag gets the bits of the tile's arcs. Back: from the
-// workspace to the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
+// Forth: arcs that do not exist become -inf, also those of a chunk that has nodes of the column, and a flag gets the
+// bits of the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to
+// the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
-  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * (kTile + 1));
+  constexpr int C = kChunk<A>, V = kVector<A>;
+  constexpr int kPitch = kTile + (sizeof(A) == 4 ? 5 : 3);  // without bank conflicts in either order
+  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * kPitch);
   const int tiles_of_columns = int(Tiles(args.columns));
   const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
   const int lane = int(threadIdx.x), u = first_u + lane;
@@ -189,7 +219,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
     }
     const A loss = kBack ? args.loss[b] : A(0);
     const bool dead = loss == kInfinity<A>;
-    const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
+    const auto slot = [&](int t) { return (t - first_t) * kPitch + lane; };
     const auto used = [&](int t) { return t < sequence.frames && u <= sequence.labels; };
 
     const auto by_frames = [&](auto visit) {
@@ -197,16 +227,27 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
         if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
       }
     };
+    // A warp takes one vector of 32 / V columns. visit(t, column, slot, place in blanks and labels).
+    const int first_n = first_t + args.skew * first_u;
+    A *const blanks = &sequence.arcs->of[0], *const labels = blanks + 2 * V * args.columns;
     const auto by_diagonals = [&](auto visit) {
-      for (int d = int(threadIdx.y); d < kTile + args.skew * (kTile - 1); d += kSkewRows) {
-        const int t = first_t + d - args.skew * lane, n = first_t + d + args.skew * first_u;
-        const int row = n - int(args.by_frames(uint32_t(n))) * args.frames;
-        if (t >= first_t && t < first_t + kTile && used(t)) visit(t, row * args.columns + u);
+      for (int i = int(threadIdx.y); i < (kTile + args.skew * kTile) / C * 2 * V; i += kSkewRows) {
+        const int column = i % V * (kTile / V) + lane / V, half = i / V % 2, n = first_n + i / (2 * V) * C;
+        const int t = n + half * V + lane % V - args.skew * (first_u + column);
+        const int row = Sequence<A>::Group(args, n) * kVectors + half;
+        if (first_u + column > sequence.labels) continue;
+        visit(t, first_u + column, (t - first_t) * kPitch + column,
+              unsigned(row * args.columns + first_u + column) * V + unsigned(lane % V));
       }
     };
 
     if (kBack) {
-      if (!empty && !dead) by_diagonals([&](int t, int i) { tile[slot(t)] = sequence.arcs[i]; });
+      if (!empty && !dead) {
+        by_diagonals([&](int t, int, int slot, unsigned i) {
+          if (t < first_t || t >= min(first_t + kTile, sequence.frames)) return;
+          tile[slot] = {blanks[i], labels[i]};
+        });
+      }
       __syncthreads();
       by_frames([&](int t, int64_t i) {
         const bool zero = !used(t) || dead;
@@ -230,7 +271,21 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
         tile[slot(t)].label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
       });
       bits = OrBits(bits);
-      by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
+      by_diagonals([&](int t, int u, int slot, unsigned i) {
+        const int last = sequence.frames - 1, n = t + args.skew * u;
+        Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
+        if (t < 0) {
+          if (first_t > 0 || n / C != args.skew * u / C) return;
+        } else if (t > last) {
+          if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
+          if (u == sequence.labels) x.blank = 0;
+        } else {
+          if (t < first_t || t >= first_t + kTile) return;
+          x = tile[slot];
+        }
+        blanks[i] = x.blank;
+        labels[i] = x.label;
+      });
       if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(bits);
       __syncthreads();
     }
@@ -299,8 +354,8 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.Running(args, 1, 0));
   const auto enter = [&](int n, int u, double* share) {
     LogWeight blank = Impossible(), label = Impossible();
-    if (inside(n - 1, u)) blank = weights[u] * double(sequence.arcs[position(n - 1, u)].blank);
-    if (u > 0 && inside(n - 1, u - 1)) label = weights[u - 1] * double(sequence.arcs[position(n - 1, u - 1)].label);
+    if (inside(n - 1, u)) blank = weights[u] * double(sequence.template Arc<0>(args, n - 1, u));
+    if (u > 0 && inside(n - 1, u - 1)) label = weights[u - 1] * double(sequence.template Arc<1>(args, n - 1, u - 1));
     return Add(blank, label, share);
   };
   for (int u = int(threadIdx.x); u <= labels; u += threads) weights[u] = u == 0 ? LogWeight{0, 0} : Impossible();
@@ -338,19 +393,19 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
       if (!inside(n, u)) continue;
       const double blank = flow(u, true), label = flow(u + 1, false);
       here[u] = blank + label;
-      sequence.arcs[position(n, u)] = {A(0 - blank), A(0 - label)};
+      sequence.template Arc<0>(args, n, u) = A(0 - blank);
+      sequence.template Arc<1>(args, n, u) = A(0 - label);
     }
     __syncthreads();
   }
   return loss;
 }
 
-// Nodes of a lane in the next chunk, and what it needs of them, in shared memory.
+// What a chunk needs of a lane's column, in shared memory: arcs and, in the second sweep, values of the other
+// direction: alpha or, upwards, beta of the next diagonal.
 template <class A, int kSweep>
 struct Stage {
-  Arcs<A> arcs[kChunk<A>][32];
-  // Second sweep: values of the other direction, alpha of the node or, upwards, beta of the next diagonal.
-  Value<A> other[kSweep == 2 ? kChunk<A> : 1][32];
+  Vector<A> vectors[kSweep == 2 ? 2 * kVectors : kVectors][32];
 };
 
 // Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
@@ -360,33 +415,20 @@ constexpr size_t SharedBytes(int tiles, int warps) {
   return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
 }
 
-// Steps j = 0, 1, ... of a chunk in which node t + j * kStep exists, as bits; one step more than the chunk has.
-template <int kSteps, int kStep>
-__device__ __forceinline__ unsigned Existing(int t, int frames) {
-  const auto clamp = [](int x) { return min(max(x, 0), kSteps + 1); };
-  if (kStep > 0) return (1u << clamp(frames - t)) - (1u << clamp(-t));
-  return (1u << clamp(t + 1)) - (1u << clamp(t + 1 - frames));
-}
-
-// kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the other
-// diagonals, and posteriors. All chunks are full: the first sweep begins with diagonals that have no node, in which the
-// initial value stays as it is; the second one ends with such.
+// kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
+// chunks, and posteriors. After the last diagonal, the terminal node keeps its value.
 template <class A, int kSweep, bool kUp>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
-  constexpr int C = kChunk<A>, kStep = kUp ? 1 : -1;
+  constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1;
   constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry;  // lanes where values cross from and to the next tiles
   const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Sequence<A> sequence(args, b);
-  const int last = sequence.diagonals, tiles = sequence.tiles;
+  const int tiles = sequence.tiles;
   if (sequence.frames == 0) {
     if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
   }
-  A* const m = Settled(args.grad_blank + int64_t(b) * sequence.plane);
-  A* const e = Settled(args.grad_label + int64_t(b) * sequence.plane);
-  Arcs<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
-  const unsigned keep = kSweep == 2 || args.grad_blank != nullptr ? ~0u : 0;
 
   // The second sweep divides its running values by minus the likelihood, so their products with those of the other
   // direction are minus posteriors; their exponents have the bias of BiasedPower.
@@ -432,91 +474,123 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     if (u <= sequence.labels) selves[u] = state.self, ins[u] = state.in;
   };
 
-  const int length = kUp == (kSweep == 1) ? sequence.middle + 1 : last - 1 - sequence.middle;
-  const int chunks = (length + C - 1) / C, empty = kSweep == 1 ? chunks * C - length : 0;
-  const int begin = kSweep == 1 ? (kUp ? -empty : last - 1 + empty) : kUp ? sequence.middle + 1 : sequence.middle;
-  // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
-  const int terminal = length - 1 - (chunks - 1) * C;
+  // Chunks are counted from 0 here, and from the first diagonal there.
+  const int all = (sequence.diagonals + C - 1) / C;
+  const int chunks = kUp == (kSweep == 1) ? sequence.meeting : all - sequence.meeting;
+  const int begin = kSweep == 2 ? sequence.meeting - (kUp ? 0 : 1) : kUp ? 0 : all - 1;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Positions in a plane: of the node in column u on diagonal n, and of the one j diagonals further on, which is the
-  // smaller of two unsigned numbers, one of which has wrapped around.
-  const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
-  const auto position = [&](int n, int u) {
-    const unsigned row = unsigned(n + args.lift);
-    return (row - args.by_frames(row) * unsigned(args.frames)) * columns + unsigned(u);
-  };
-  const auto after = [&](unsigned first, int j) {
-    const unsigned at = kUp ? first + args.steps[j] : first - args.steps[j];
-    return kUp ? min(at, at - plane) : min(at, at + plane);
-  };
-  // Steps of a chunk, and what is known of it before: its nodes that exist, the position of its first step, and the
-  // probabilities of its arcs.
+
+  // A lane's part of a chunk.
   struct Chunk {
-    unsigned here, first;
+    int t;             // frame of the first diagonal; far away for a column that is not there
+    unsigned group;    // in memory
+    bool arcs, value;  // whether there are nodes, and values
   };
   struct Probabilities {
     Value<A> blank[C], label[C];
   };
-  const auto chunk_at = [&](int chunk, int tile) {
-    const int n = begin + chunk * C * kStep, u = tile * kTile + lane;
-    const unsigned here = Existing<C, kStep>(u <= sequence.labels ? n - args.skew * u : -(1 << 30), sequence.frames);
-    return Chunk{0 <= chunk && chunk < chunks ? here : 0, position(n, u)};
+  const auto check = [&](int chunk, Chunk& x) {
+    const bool inside = unsigned(chunk) < unsigned(chunks);
+    x.arcs = inside & (unsigned(x.t + (C - 1)) < unsigned(sequence.frames + (C - 1)));
+    x.value = inside & (unsigned(x.t + C) < unsigned(sequence.frames + C));  // that of the diagonal before, too
   };
+  const auto chunk_at = [&](int chunk, int tile) {
+    const int u = tile * kTile + lane, from = begin + chunk * kStep;
+    Chunk x = {u <= sequence.labels ? from * C - args.skew * u : -(1 << 30),
+               unsigned(Sequence<A>::Group(args, max(from, 0) * C)), false, false};
+    check(chunk, x);
+    return x;
+  };
+  const auto after = [&](int chunk, const Chunk& before) {
+    const unsigned last = unsigned(args.groups) - 1;
+    Chunk x = {before.t + kStep * C, kUp ? before.group + 1 : before.group - 1, false, false};
+    x.group = kUp ? (x.group > last ? 0 : x.group) : min(x.group, last);
+    check(chunk, x);
+    return x;
+  };
+  // Vectors of a group: the first one's place, from a to the next, and where a value's group begins.
+  const unsigned columns = unsigned(args.columns), of_group = kVectors * columns;
+  Vector<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
+  Vector<A>* const of_blanks =
+      Settled(reinterpret_cast<Vector<A>*>(Aligned16(args.grad_blank + int64_t(b) * sequence.plane)));
+  Vector<A>* const of_labels =
+      Settled(reinterpret_cast<Vector<A>*>(Aligned16(args.grad_label + int64_t(b) * sequence.plane)));
+  const auto place = [&](const Chunk& x, int tile) { return x.group * of_group + unsigned(tile * kTile + lane); };
+  const auto values = [&](const Chunk& x, int tile) {
+    const unsigned in_plane = unsigned(args.in_plane);
+    Vector<A>* const to = x.group < in_plane ? of_blanks : x.group < 2 * in_plane ? of_labels : sequence.spare;
+    const unsigned group = x.group < in_plane       ? x.group
+                           : x.group < 2 * in_plane ? x.group - in_plane
+                                                    : x.group - 2 * in_plane;
+    return to + group * of_group + unsigned(tile * kTile + lane);
+  };
+
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
-  constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
-  const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
-  const SharedAddress<A> to_other(&stages[0].other[0][lane].m);
-  const auto start_copies = [&](int chunk, int tile, const Chunk& next, int stage) {
+  const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][lane]);
+  const auto start_copies = [&](int tile, const Chunk& next, int stage) {
+    const SharedAddress<Vector<A>> to = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
+    const unsigned first = place(next, tile);
 #pragma unroll
-    for (int j = 0; j < C; ++j) {
-      const unsigned at = after(next.first, j), of_other = kUp ? after(next.first, j + 1) : at;
-      CopyAsyncIf(next.here & 1u << j, to_arcs + (stage * kApart + 32 * j), arcs + at);
-      if (kSweep == 2) {
-        const unsigned exists = next.here & 1u << (kUp ? j + 1 : j);
-        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j), m + of_other);
-        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
-      }
+    for (unsigned v = 0; v < kVectors; ++v) CopyAsyncIf(next.arcs, to + int(32 * v), arcs + (first + v * columns));
+    if (kSweep == 2) {
+      const Vector<A>* const from = values(next, tile);
+#pragma unroll
+      for (unsigned v = 0; v < kVectors; ++v)
+        CopyAsyncIf(next.value, to + int(32 * (kVectors + v)), from + v * columns);
     }
     CommitCopies();
-    if (kSweep == 2 && kUp && chunk == chunks - 1 && tile * kTile + lane == sequence.labels) {
-      stages[stage].other[terminal][lane] = One<A>();
-    }
   };
-  // The first sweep begins before the first diagonal: there, arcs keep the initial value.
-  const auto probabilities = [&](int chunk, int tile, unsigned here, int stage) {
+  // A chunk's number of a diagonal in two vectors, by steps.
+  const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
+  const auto probabilities = [&](bool exists, int stage) {
     Probabilities p;
-    const bool before = kSweep == 1 && chunk == 0 && tile * kTile + lane == edge;
+    Vector<A> x[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x[v] = stages[stage].vectors[v][lane];
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      const Arcs<A> x = stages[stage].arcs[j][lane];
-      p.blank[j] = Probability(x.blank, Bit(here, j));
-      p.label[j] = Probability(x.label, Bit(here, j));
-      if (before && j < empty) p.blank[j] = One<A>();
+      const int i = element(j);
+      p.blank[j] = Probability(x[i / V].of[i % V], exists);
+      p.label[j] = Probability(x[2 + i / V].of[i % V], exists);
     }
     return p;
   };
 
   const auto compute = [&](int chunk, int tile, const Chunk& now, int stage, const Probabilities& p, State& state) {
-    const unsigned stored = now.here & keep, exits = lane == kExit;
-    // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
-    // arc that is:
-    const unsigned before = tile * kTile + lane > 0 ? now.here >> args.skew : 0;
+    const unsigned exits = lane == kExit, u = unsigned(tile * kTile + lane);
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
     const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
-    Value<A> enter[C], others[C];
+    Value<A> enter[C];
 #pragma unroll
     for (int j = 0; j < C; ++j) enter[j] = entering[j];
-    const auto read = [&](int j) {
-      if (kSweep == 2 && j < C) others[j] = stages[stage].other[j][lane];
-    };
+    // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
+    // of the label arc that enters its column: it has both values.
+    Vector<A> out[kVectors], other[kVectors];
+    Vector<A>* to[kVectors];
+    unsigned stored[2];
+    if (kSweep == 1) {
+      Vector<A>* const first = values(now, tile);
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) read(j);
+      for (unsigned v = 0; v < kVectors; ++v) to[v] = first + v * columns;
+      stored[0] = stored[1] = now.value & (args.grad_blank != nullptr);
+    } else {
+      const unsigned first = place(now, tile);
+#pragma unroll
+      for (unsigned v = 0; v < kVectors; ++v) to[v] = arcs + (first + v * columns) - (kUp && v >= 2 ? 1 : 0);
+      const int t = now.t + args.skew;
+      stored[0] = now.arcs;
+      stored[1] = kUp ? (u > 0) & now.value & (unsigned(t + (C - 1)) < unsigned(sequence.frames + (C - 1))) : now.arcs;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) other[v] = stages[stage].vectors[kVectors + v][lane];
+    }
 #pragma unroll
     for (int j = 0; j < C; ++j) {
-      read(j + kAhead);
-      const unsigned own = stored & 1u << j, at = after(now.first, j);
-      const auto posterior = [&](Value<A> v) { return v.m * others[j].m * BiasedPower<A>(v.e + others[j].e); };
+      const int i = element(j), h = i / V, k = i % V;
+      const auto posterior = [&](Value<A> v) {
+        return v.m * other[h].of[k] * BiasedPower<A>(v.e + S::AsInt(other[2 + h].of[k]));
+      };
+      const auto put = [&](A x, A y) { out[h].of[k] = x, out[2 + h].of[k] = y; };
       if (kUp) {
         Value<A> alpha = Plus(state.self, state.in);
         if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
@@ -524,47 +598,45 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
         StoreIf(exits, leaving + 2 * j, label.m, label.e);
-        if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
+        if (kSweep == 1) put(alpha.m, S::AsFloat(alpha.e));
       } else {
+        if (kSweep == 1) put(state.self.m, S::AsFloat(state.self.e));  // that of the next diagonal
         const Value<A> blank = Times(state.self, p.blank[j]), label = Times(state.in, p.label[j]);
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
         StoreIf(exits, leaving + 2 * j, state.self.m, state.self.e);
-        if (kSweep == 1) StoreIf(own, m + at, state.self.m, e + at, S::AsFloat(state.self.e));
-        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
+        if (kSweep == 2) put(posterior(blank), posterior(label));
       }
       if (lane == kEntry) state.in = enter[j];
-      if (kSweep == 2 && kUp) {
-        StoreIf(own, &arcs[at].blank, posterior(state.self));
-        StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
+      if (kSweep == 2 && kUp) put(posterior(state.self), posterior(state.in));
+      if (j % V == V - 1) {
+        StoreIf(stored[0], to[h], out[h]);
+        StoreIf(stored[1], to[2 + h], out[2 + h]);
       }
     }
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
   if (lane < C && warp == 0) zeros[lane] = Zero<S>();
-  for (int j = 0; kSweep == 2 && kUp && j < C; ++j) {  // no NaN where no copy arrives
-    stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
-  }
   if (tiles <= warps) {
     // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
     const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
-    Chunk now = chunk_at(0, warp), next = chunk_at(1, warp);
-    start_copies(0, warp, now, 0);
-    start_copies(1, warp, next, 1);
+    Chunk now = chunk_at(0, warp), next = after(1, now);
+    start_copies(warp, now, 0);
+    start_copies(warp, next, 1);
     WaitForCopies<1>();
-    Probabilities p = probabilities(0, warp, now.here, 0);
+    Probabilities p = probabilities(now.arcs, 0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
       compute(chunk, warp, now, stage, p, state);
-      const Chunk later = {chunk_at(chunk + 2, warp).here, after(next.first, C)};
-      start_copies(chunk + 2, warp, later, stage);
+      const Chunk later = after(chunk + 2, next);
+      start_copies(warp, later, stage);
       WaitForCopies<1>();
-      p = probabilities(chunk + 1, warp, next.here, stage ^ 1);
+      p = probabilities(next.arcs, stage ^ 1);
       now = next;
       next = later;
     }
@@ -579,13 +651,13 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       const int chunk = chunk_of(round, tile);
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk now = chunk_at(chunk, tile);
-      start_copies(chunk, tile, now, 0);
+      start_copies(tile, now, 0);
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, now, 0, probabilities(chunk, tile, now.here, 0), state);
+      compute(chunk, tile, now, 0, probabilities(now.arcs, 0), state);
       store(tile, state);
     }
   }
@@ -664,7 +736,7 @@ int64_t MaxUnitColumns(int64_t shared_bytes) {
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.
 Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
-  if (unit_steps) return {{{kArcs, 1, 1}, {kRunning, 0, 1}, {1, kTile, kTile}}};
+  if (unit_steps) return {{{kArcs, 1, 1}, {kPerColumn, 0, 1}, {1, kTile, kTile}}};
   return {{{4 + num_arcs, 1, 1}, {num_arcs, kTile, kTile}}};
 }
 

@@ -111,19 +111,6 @@ __device__ __forceinline__ T* Pinned(T* x) {
 
 // ---- bits ----
 
-// Whether bit j is set, in one instruction; compilers shift first, for a constant j too.
-__device__ __forceinline__ bool Bit(unsigned bits, int j) {
-#if defined(__CUDACC__)
-  int set;
-  asm("{.reg .pred p; .reg .b32 t; and.b32 t, %1, %2; setp.ne.u32 p, t, 0; selp.s32 %0, 1, 0, p;}"
-      : "=r"(set)
-      : "r"(bits), "r"(1u << j));
-  return set != 0;
-#else
-  return (bits >> j & 1) != 0;
-#endif
-}
-
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.
@@ -426,23 +413,16 @@ __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x
 #endif
 }
 
-// Stores two numbers to two places.
-__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float* other, float y) {
+// Stores 16 bytes.
+template <class V>
+__device__ __forceinline__ void StoreIf(unsigned condition, V* to, const V& x) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
 #if defined(__CUDACC__)
-  asm volatile(
-      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; @p st.global.f32 [%3], %4;}" ::"r"(condition),
-      "l"(to), "f"(x), "l"(other), "f"(y));
+  const Words w = reinterpret_cast<const Words&>(x);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(condition),
+               "l"(to), "r"(w.w[0]), "r"(w.w[1]), "r"(w.w[2]), "r"(w.w[3]));
 #else
-  if (condition != 0) *to = x, *other = y;
-#endif
-}
-__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x, double* other, double y) {
-#if defined(__CUDACC__)
-  asm volatile(
-      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2; @p st.global.f64 [%3], %4;}" ::"r"(condition),
-      "l"(to), "d"(x), "l"(other), "d"(y));
-#else
-  if (condition != 0) *to = x, *other = y;
+  if (condition != 0) *to = x;
 #endif
 }
 
