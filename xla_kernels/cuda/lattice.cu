@@ -412,7 +412,7 @@ struct Stage {
 // enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
 template <class A, int kSweep>
 constexpr size_t SharedBytes(int tiles, int warps) {
-  return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
+  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
 }
 
 // kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
@@ -525,7 +525,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     return to + group * of_group + unsigned(tile * kTile + lane);
   };
 
-  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
+  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + 2 * C) + warp * 2;
   const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][lane]);
   const auto start_copies = [&](int tile, const Chunk& next, int stage) {
     const SharedAddress<Vector<A>> to = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
@@ -543,6 +543,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // A chunk's number of a diagonal in two vectors, by steps.
   const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
   const auto probabilities = [&](bool exists, int stage) {
+    const A limit = exists ? kLimit<A> : A(-1);
     Probabilities p;
     Vector<A> x[kVectors];
 #pragma unroll
@@ -550,20 +551,31 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const int i = element(j);
-      p.blank[j] = Probability(x[i / V].of[i % V], exists);
-      p.label[j] = Probability(x[2 + i / V].of[i % V], exists);
+      p.blank[j] = Probability(x[i / V].of[i % V], limit);
+      p.label[j] = Probability(x[2 + i / V].of[i % V], limit);
     }
     return p;
   };
 
-  const auto compute = [&](int chunk, int tile, const Chunk& now, int stage, const Probabilities& p, State& state) {
-    const unsigned exits = lane == kExit, u = unsigned(tile * kTile + lane);
+  // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
+  struct Crossing {
+    SharedAddress<Vector<A>> from;
+    SharedAddress<A> to;
+  };
+  const auto crossing_of = [&](int tile) {
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
-    const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
-    const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
-    Value<A> enter[C];
+    Value<A>* const from = enters ? crossings + (tile - kStep) * 2 * C : zeros;
+    return Crossing{SharedAddress<Vector<A>>(reinterpret_cast<Vector<A>*>(from)),
+                    SharedAddress<A>(&crossings[tile * 2 * C].m)};
+  };
+
+  const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, int stage,
+                           const Probabilities& p, State& state) {
+    const unsigned exits = lane == kExit, u = unsigned(tile * kTile + lane);
+    const SharedAddress<A> to_leave = crossing.to + (chunk & 1) * 2 * C;
+    Vector<A> enter[kVectors];
 #pragma unroll
-    for (int j = 0; j < C; ++j) enter[j] = entering[j];
+    for (int v = 0; v < kVectors; ++v) enter[v] = Load(crossing.from + ((chunk & 1) * kVectors + v));
     // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
     // of the label arc that enters its column: it has both values.
     Vector<A> out[kVectors], other[kVectors];
@@ -597,7 +609,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         const Value<A> label = Times(alpha, p.label[j]);
         state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
-        StoreIf(exits, leaving + 2 * j, label.m, label.e);
+        StoreIf(exits, to_leave + 2 * j, label.m, label.e);
         if (kSweep == 1) put(alpha.m, S::AsFloat(alpha.e));
       } else {
         if (kSweep == 1) put(state.self.m, S::AsFloat(state.self.e));  // that of the next diagonal
@@ -605,10 +617,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
-        StoreIf(exits, leaving + 2 * j, state.self.m, state.self.e);
+        StoreIf(exits, to_leave + 2 * j, state.self.m, state.self.e);
         if (kSweep == 2) put(posterior(blank), posterior(label));
       }
-      if (lane == kEntry) state.in = enter[j];
+      const Vector<A>& from = enter[j * 2 / V];
+      if (lane == kEntry) state.in = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
       if (kSweep == 2 && kUp) put(posterior(state.self), posterior(state.in));
       if (j % V == V - 1) {
         StoreIf(stored[0], to[h], out[h]);
@@ -618,10 +631,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
-  if (lane < C && warp == 0) zeros[lane] = Zero<S>();
+  if (lane < 2 * C && warp == 0) zeros[lane] = Zero<S>();
   if (tiles <= warps) {
     // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
+    const Crossing crossing = crossing_of(warp < tiles ? warp : 0);
     const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
     Chunk now = chunk_at(0, warp), next = after(1, now);
     start_copies(warp, now, 0);
@@ -632,7 +646,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       __syncthreads();
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
-      compute(chunk, warp, now, stage, p, state);
+      compute(chunk, warp, crossing, now, stage, p, state);
       const Chunk later = after(chunk + 2, next);
       start_copies(warp, later, stage);
       WaitForCopies<1>();
@@ -657,7 +671,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, now, 0, probabilities(now.arcs, 0), state);
+      compute(chunk, tile, crossing_of(tile), now, 0, probabilities(now.arcs, 0), state);
       store(tile, state);
     }
   }

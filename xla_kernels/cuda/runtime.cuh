@@ -473,6 +473,21 @@ __device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<double
 #endif
 }
 
+// 16 bytes of shared memory, in one access.
+template <class V>
+__device__ __forceinline__ V Load(SharedAddress<V> from) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
+#if defined(__CUDACC__)
+  Words w;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.w[0]), "=r"(w.w[1]), "=r"(w.w[2]), "=r"(w.w[3])
+               : "r"(from.Get()));
+  return reinterpret_cast<const V&>(w);
+#else
+  return *from.Get();
+#endif
+}
+
 // Starts a copy of *from. Neither place may be used before WaitForCopies. The size of T is 4, 8 or 16 bytes. No memory
 // clobber: loads and stores may move across the start of a copy, not across the wait.
 template <class T>

@@ -306,7 +306,8 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
         const int pair = kMine == 1 ? group - 1 : m;
         const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
         const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
-        const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now)), q = Probability(x.of[1], arcs[1].Exists(t_now));
+        const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now) ? kLimit<A> : A(-1));
+        const Value<A> q = Probability(x.of[1], arcs[1].Exists(t_now) ? kLimit<A> : A(-1));
         if (pair == 0) {
           Value<A>* const to = shared + first + (now & 1) * 2 * W;
           to[0] = p;
