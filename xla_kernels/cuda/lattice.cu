@@ -480,80 +480,84 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int begin = kSweep == 2 ? sequence.meeting - (kUp ? 0 : 1) : kUp ? 0 : all - 1;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
 
-  // A lane's part of a chunk.
+  // A lane's part of a chunk: the frame of its first diagonal, far away for a column or a chunk that is not there, and
+  // the place of its group.
   struct Chunk {
-    int t;             // frame of the first diagonal; far away for a column that is not there
-    unsigned group;    // in memory
-    bool arcs, value;  // whether there are nodes, and values
+    int t;
+    unsigned group;
   };
   struct Probabilities {
     Value<A> blank[C], label[C];
   };
-  const auto check = [&](int chunk, Chunk& x) {
-    const bool inside = unsigned(chunk) < unsigned(chunks);
-    x.arcs = inside & (unsigned(x.t + (C - 1)) < unsigned(sequence.frames + (C - 1)));
-    x.value = inside & (unsigned(x.t + C) < unsigned(sequence.frames + C));  // that of the diagonal before, too
-  };
+  constexpr int kFar = -(1 << 30);
+  const unsigned with_arcs = Settled(unsigned(sequence.frames + (C - 1)));
+  const auto has_arcs = [&](int t) { return unsigned(t + (C - 1)) < with_arcs; };
+  const auto has_values = [&](int t) { return unsigned(t + C) < with_arcs + 1; };  // that of the diagonal before, too
+  // Places of vectors: from a column's first in a group to the next, from a group to the next.
+  const unsigned columns = Settled(unsigned(args.columns)), of_group = Settled(kVectors * columns);
+  const unsigned last_group = Settled((unsigned(args.groups) - 1) * of_group);
+  const unsigned in_plane = Settled(unsigned(args.in_plane) * of_group);
   const auto chunk_at = [&](int chunk, int tile) {
     const int u = tile * kTile + lane, from = begin + chunk * kStep;
-    Chunk x = {u <= sequence.labels ? from * C - args.skew * u : -(1 << 30),
-               unsigned(Sequence<A>::Group(args, max(from, 0) * C)), false, false};
-    check(chunk, x);
-    return x;
+    return Chunk{u <= sequence.labels && chunk < chunks ? from * C - args.skew * u : kFar,
+                 unsigned(Sequence<A>::Group(args, max(from, 0) * C)) * of_group};
   };
   const auto after = [&](int chunk, const Chunk& before) {
-    const unsigned last = unsigned(args.groups) - 1;
-    Chunk x = {before.t + kStep * C, kUp ? before.group + 1 : before.group - 1, false, false};
-    x.group = kUp ? (x.group > last ? 0 : x.group) : min(x.group, last);
-    check(chunk, x);
-    return x;
+    const unsigned group = kUp ? before.group + of_group : before.group - of_group;
+    return Chunk{chunk < chunks ? before.t + kStep * C : kFar,
+                 kUp ? (group > last_group ? 0 : group) : min(group, last_group)};
   };
-  // Vectors of a group: the first one's place, from a to the next, and where a value's group begins.
-  const unsigned columns = unsigned(args.columns), of_group = kVectors * columns;
   Vector<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
-  Vector<A>* const of_blanks =
-      Settled(reinterpret_cast<Vector<A>*>(Aligned16(args.grad_blank + int64_t(b) * sequence.plane)));
-  Vector<A>* const of_labels =
-      Settled(reinterpret_cast<Vector<A>*>(Aligned16(args.grad_label + int64_t(b) * sequence.plane)));
-  const auto place = [&](const Chunk& x, int tile) { return x.group * of_group + unsigned(tile * kTile + lane); };
-  const auto values = [&](const Chunk& x, int tile) {
-    const unsigned in_plane = unsigned(args.in_plane);
-    Vector<A>* const to = x.group < in_plane ? of_blanks : x.group < 2 * in_plane ? of_labels : sequence.spare;
-    const unsigned group = x.group < in_plane       ? x.group
-                           : x.group < 2 * in_plane ? x.group - in_plane
-                                                    : x.group - 2 * in_plane;
-    return to + group * of_group + unsigned(tile * kTile + lane);
+  // Groups 0 ... in_plane - 1 lie in the first memory, as many in the second, the others in the third.
+  const auto memory = [&](A* plane, unsigned groups) {
+    const uintptr_t from = reinterpret_cast<uintptr_t>(Aligned16(plane));
+    return Settled(reinterpret_cast<Vector<A>*>(from - uintptr_t{groups} * sizeof(Vector<A>)));
+  };
+  Vector<A>* const of_blanks = memory(args.grad_blank + int64_t(b) * sequence.plane, 0);
+  Vector<A>* const of_labels = memory(args.grad_label + int64_t(b) * sequence.plane, in_plane);
+  Vector<A>* const of_spare = memory(&sequence.spare->of[0], 2 * in_plane);
+  const auto values = [&](const Chunk& x) {
+    return x.group < in_plane ? of_blanks : x.group < 2 * in_plane ? of_labels : of_spare;
   };
 
   Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + 2 * C) + warp * 2;
   const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][lane]);
   const auto start_copies = [&](int tile, const Chunk& next, int stage) {
     const SharedAddress<Vector<A>> to = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
-    const unsigned first = place(next, tile);
+    const unsigned first = next.group + unsigned(tile * kTile + lane);
 #pragma unroll
-    for (unsigned v = 0; v < kVectors; ++v) CopyAsyncIf(next.arcs, to + int(32 * v), arcs + (first + v * columns));
-    if (kSweep == 2) {
-      const Vector<A>* const from = values(next, tile);
-#pragma unroll
-      for (unsigned v = 0; v < kVectors; ++v)
-        CopyAsyncIf(next.value, to + int(32 * (kVectors + v)), from + v * columns);
+    for (unsigned v = 0; v < kVectors; ++v) {
+      CopyAsyncIf(has_arcs(next.t), to + int(32 * v), arcs + (first + v * columns));
+      if (kSweep == 2) {
+        CopyAsyncIf(has_values(next.t), to + int(32 * (kVectors + v)), values(next) + (first + v * columns));
+      }
     }
     CommitCopies();
   };
   // A chunk's number of a diagonal in two vectors, by steps.
   const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
-  const auto probabilities = [&](bool exists, int stage) {
-    const A limit = exists ? kLimit<A> : A(-1);
+  struct Logarithms {
+    Vector<A> of[kVectors];
+    A limit;
+  };
+  const auto logarithms = [&](int t, int stage) {
+    Logarithms x;
+    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x.of[v] = Load(from + 32 * v);
+    x.limit = has_arcs(t) ? kLimit<A> : A(-1);
+    return x;
+  };
+  const auto probability = [&](const Logarithms& x, int j, Probabilities& p) {
+    const int i = element(j);
+    p.blank[j] = Probability(x.of[i / V].of[i % V], x.limit);
+    p.label[j] = Probability(x.of[2 + i / V].of[i % V], x.limit);
+  };
+  const auto probabilities = [&](int t, int stage) {
+    const Logarithms x = logarithms(t, stage);
     Probabilities p;
-    Vector<A> x[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) x[v] = stages[stage].vectors[v][lane];
-#pragma unroll
-    for (int j = 0; j < C; ++j) {
-      const int i = element(j);
-      p.blank[j] = Probability(x[i / V].of[i % V], limit);
-      p.label[j] = Probability(x[2 + i / V].of[i % V], limit);
-    }
+    for (int j = 0; j < C; ++j) probability(x, j, p);
     return p;
   };
 
@@ -569,33 +573,35 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
                     SharedAddress<A>(&crossings[tile * 2 * C].m)};
   };
 
+  // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
   const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, int stage,
-                           const Probabilities& p, State& state) {
-    const unsigned exits = lane == kExit, u = unsigned(tile * kTile + lane);
+                           const Probabilities& p, State& state, auto beside) {
     const SharedAddress<A> to_leave = crossing.to + (chunk & 1) * 2 * C;
     Vector<A> enter[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) enter[v] = Load(crossing.from + ((chunk & 1) * kVectors + v));
+    const unsigned exits = lane == kExit;
     // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
-    // of the label arc that enters its column: it has both values.
+    // of the label arc that enters its column: it has both values. `stored` has a bit per vector: with equal
+    // conditions, the compiler makes a branch of two stores.
+    const int u = tile * kTile + lane;
+    const unsigned first = now.group + unsigned(u);
     Vector<A> out[kVectors], other[kVectors];
-    Vector<A>* to[kVectors];
-    unsigned stored[2];
+    Vector<A>* const to = kSweep == 1 ? values(now) : arcs;
+    unsigned stored;
     if (kSweep == 1) {
-      Vector<A>* const first = values(now, tile);
-#pragma unroll
-      for (unsigned v = 0; v < kVectors; ++v) to[v] = first + v * columns;
-      stored[0] = stored[1] = now.value & (args.grad_blank != nullptr);
+      stored = has_values(now.t) & (args.grad_blank != nullptr) ? 15 : 0;
     } else {
-      const unsigned first = place(now, tile);
+      const bool label = kUp ? (u > 0) & has_values(now.t) & has_arcs(now.t + args.skew) : has_arcs(now.t);
+      stored = (has_arcs(now.t) ? 3 : 0) | (label ? 12 : 0);
+      const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
 #pragma unroll
-      for (unsigned v = 0; v < kVectors; ++v) to[v] = arcs + (first + v * columns) - (kUp && v >= 2 ? 1 : 0);
-      const int t = now.t + args.skew;
-      stored[0] = now.arcs;
-      stored[1] = kUp ? (u > 0) & now.value & (unsigned(t + (C - 1)) < unsigned(sequence.frames + (C - 1))) : now.arcs;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) other[v] = stages[stage].vectors[kVectors + v][lane];
+      for (int v = 0; v < kVectors; ++v) other[v] = Load(from + 32 * (kVectors + v));
     }
+    stored = Settled(stored);
+    const auto store_vector = [&](unsigned v) {
+      StoreIf(stored & 1u << v, to + (first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0)), out[v]);
+    };
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const int i = element(j), h = i / V, k = i % V;
@@ -624,9 +630,10 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (lane == kEntry) state.in = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
       if (kSweep == 2 && kUp) put(posterior(state.self), posterior(state.in));
       if (j % V == V - 1) {
-        StoreIf(stored[0], to[h], out[h]);
-        StoreIf(stored[1], to[2 + h], out[2 + h]);
+        store_vector(unsigned(h));
+        store_vector(unsigned(2 + h));
       }
+      beside(j);
     }
   };
 
@@ -641,16 +648,34 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     start_copies(warp, now, 0);
     start_copies(warp, next, 1);
     WaitForCopies<1>();
-    Probabilities p = probabilities(now.arcs, 0);
+    Probabilities p = probabilities(now.t, 0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
-      compute(chunk, warp, crossing, now, stage, p, state);
       const Chunk later = after(chunk + 2, next);
-      start_copies(warp, later, stage);
-      WaitForCopies<1>();
-      p = probabilities(next.arcs, stage ^ 1);
+      Logarithms logs;
+      compute(chunk, warp, crossing, now, stage, p, state, [&](int j) {
+#if VAR == 0
+        if (j < C - 1) return;
+        start_copies(warp, later, stage);
+        WaitForCopies<1>();
+        p = probabilities(next.t, stage ^ 1);
+#else
+        if (j == VAR_COPY) start_copies(warp, later, stage);
+        if (j == VAR_WAIT) {
+          WaitForCopies<1>();
+          logs = logarithms(next.t, stage ^ 1);
+        }
+        if (j >= C / 2) {
+          probability(logs, 2 * (j - C / 2), p);
+          probability(logs, 2 * (j - C / 2) + 1, p);
+        }
+#ifdef FENCE
+        __syncwarp();
+#endif
+#endif
+      });
       now = next;
       next = later;
     }
@@ -671,7 +696,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, crossing_of(tile), now, 0, probabilities(now.arcs, 0), state);
+      compute(chunk, tile, crossing_of(tile), now, 0, probabilities(now.t, 0), state, [](int) {});
       store(tile, state);
     }
   }
@@ -756,7 +781,11 @@ Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
 
 cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
   if (!IsUnitStep(args.topology)) return SkipLattice(is_double, args, stream);
+#ifdef ONLY_FLOAT
+  return Run<float>(args, stream);
+#else
   return is_double ? Run<double>(args, stream) : Run<float>(args, stream);
+#endif
 }
 
 }  // namespace jax_rnnt::cuda
