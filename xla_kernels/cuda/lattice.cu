@@ -73,7 +73,8 @@ template <class A>
 constexpr int kChunk = 2 * kVector<A>;
 // Vectors of a column in a chunk: two of each of two numbers.
 constexpr int kVectors = 4;
-// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
+// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A. The factor must come from the
+// value itself: that of a step before may have another exponent.
 constexpr int kScaleStep = 1;
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
@@ -781,11 +782,7 @@ Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
 
 cudaError_t Lattice(bool is_double, const LatticeArgs& args, cudaStream_t stream) {
   if (!IsUnitStep(args.topology)) return SkipLattice(is_double, args, stream);
-#ifdef ONLY_FLOAT
-  return Run<float>(args, stream);
-#else
   return is_double ? Run<double>(args, stream) : Run<float>(args, stream);
-#endif
 }
 
 }  // namespace jax_rnnt::cuda

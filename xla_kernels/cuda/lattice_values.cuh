@@ -67,12 +67,13 @@ __device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
 }
 
 // 1 as 2^-k * 2^k, where 2^k is about x: the product of a number with it has a mantissa near 1. Shorter than Normalize:
-// k is bounded, and no exception is made for zero.
+// no exception is made for zero, whose exponent falls a little below kZero.
 template <class A>
 __device__ __forceinline__ Value<A> Scale(A x) {
   using S = Scalar<A>;
-  const auto k = S::Max((S::AsInt(Abs(x)) >> S::kMantissaBits) - S::kExponentBias, -32);
-  return {S::AsFloat((S::kExponentBias - k) << S::kMantissaBits), k};
+  constexpr auto kOne = decltype(S::kZero){S::kExponentBias} << S::kMantissaBits;
+  const auto power = S::AsInt(x) & (2 * kOne + (decltype(S::kZero){1} << S::kMantissaBits));
+  return {S::AsFloat(2 * kOne - power), (power >> S::kMantissaBits) - S::kExponentBias};
 }
 
 // ---- Arcs of any size ----
