@@ -655,27 +655,15 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk later = after(chunk + 2, next);
-      Logarithms logs;
+      Logarithms logarithms_of_next;
       compute(chunk, warp, crossing, now, stage, p, state, [&](int j) {
-#if VAR == 0
-        if (j < C - 1) return;
-        start_copies(warp, later, stage);
-        WaitForCopies<1>();
-        p = probabilities(next.t, stage ^ 1);
-#else
-        if (j == VAR_COPY) start_copies(warp, later, stage);
-        if (j == VAR_WAIT) {
+        if (j == 0) start_copies(warp, later, stage);
+        if (j == C / 2 - 1) {
           WaitForCopies<1>();
-          logs = logarithms(next.t, stage ^ 1);
+          logarithms_of_next = logarithms(next.t, stage ^ 1);
         }
-        if (j >= C / 2) {
-          probability(logs, 2 * (j - C / 2), p);
-          probability(logs, 2 * (j - C / 2) + 1, p);
-        }
-#ifdef FENCE
-        __syncwarp();
-#endif
-#endif
+        // The probabilities of two steps, which are done, are replaced.
+        for (int i = 0; j >= C / 2 && i < 2; ++i) probability(logarithms_of_next, 2 * j - C + i, p);
       });
       now = next;
       next = later;
