@@ -321,7 +321,18 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
         for (int m = 0; m < kMine; ++m) {
           const int pair = kMine == 1 ? group - 1 : m;
           const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
+          // All reads first, then copies, whose addresses are found while the reads are under way. The first pair has
+          // no sum, and reads a value that nobody writes.
           const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
+          Value<A> from[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) from[i] = shared[reached + pitch + (pair == 0 ? -2 * pitch : arcs[i].reach)];
+          A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned back = at - arcs[i].back, place = kUp ? min(back, back + plane) : at;
+            CopyAsyncIf(arcs[i].Exists(t_later), SharedAddress<A>(to + i), arcs[i].log + place);
+          }
           const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now) ? kLimit<A> : A(-1));
           const Value<A> q = Probability(x.of[1], arcs[1].Exists(t_now) ? kLimit<A> : A(-1));
           if (pair == 0) {
@@ -329,15 +340,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
             to[0] = p;
             to[1] = q;
           } else {
-            const int from = reached + pitch;
-            shared[parts + (pair - 1) * W + (now & 1) * in_parts] =
-                Plus(Times(shared[from + arcs[0].reach], p), Times(shared[from + arcs[1].reach], q));
-          }
-          A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const unsigned back = at - arcs[i].back, from = kUp ? min(back, back + plane) : at;
-            CopyAsyncIf(arcs[i].Exists(t_later), SharedAddress<A>(to + i), arcs[i].log + from);
+            shared[parts + (pair - 1) * W + (now & 1) * in_parts] = Plus(Times(from[0], p), Times(from[1], q));
           }
         }
         at = next(at);
