@@ -126,7 +126,8 @@ struct Arguments {
         skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         groups((frames + kChunk<A> - 1) / kChunk<A> + 1),
-        in_plane(std::max(0, (frames * columns - kVector<A>) / (2 * kChunk<A> * columns))),
+        in_plane(args.grad_plane == nullptr ? 0
+                                            : std::max(0, (frames * columns - kVector<A>) / (2 * kChunk<A> * columns))),
         by_groups(uint32_t(groups)),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
