@@ -566,19 +566,20 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
   struct Crossing {
     SharedAddress<Vector<A>> from;
-    SharedAddress<A> to;
+    SharedAddress<Vector<A>> to;
   };
   const auto crossing_of = [&](int tile) {
     const bool enters = kUp ? tile > 0 : tile < tiles - 1;
     Value<A>* const from = enters ? crossings + (tile - kStep) * 2 * C : zeros;
-    return Crossing{SharedAddress<Vector<A>>(reinterpret_cast<Vector<A>*>(from)),
-                    SharedAddress<A>(&crossings[tile * 2 * C].m)};
+    const auto address = [](Value<A>* x) { return SharedAddress<Vector<A>>(reinterpret_cast<Vector<A>*>(x)); };
+    return Crossing{address(from), address(crossings + tile * 2 * C)};
   };
 
   // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
   const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, int stage,
                            const Probabilities& p, State& state, auto beside) {
-    const SharedAddress<A> to_leave = crossing.to + (chunk & 1) * 2 * C;
+    const SharedAddress<Vector<A>> to_leave = crossing.to + (chunk & 1) * kVectors;
+    Vector<A> leave;
     Vector<A> enter[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) enter[v] = Load(crossing.from + ((chunk & 1) * kVectors + v));
@@ -601,6 +602,10 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       for (int v = 0; v < kVectors; ++v) other[v] = Load(from + 32 * (kVectors + v));
     }
     stored = Settled(stored);
+    const auto exit = [&](int j, const Value<A>& x) {
+      leave.of[2 * j % V] = x.m, leave.of[2 * j % V + 1] = S::AsFloat(x.e);
+      if ((j + 1) % (V / 2) == 0) StoreIf(exits, to_leave + 2 * j / V, leave);
+    };
     const auto store_vector = [&](unsigned v) {
       StoreIf(stored & 1u << v, to + (first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0)), out[v]);
     };
@@ -617,7 +622,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         const Value<A> label = Times(alpha, p.label[j]);
         state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
-        StoreIf(exits, to_leave + 2 * j, label.m, label.e);
+        exit(j, label);
         if (kSweep == 1) put(alpha.m, S::AsFloat(alpha.e));
       } else {
         if (kSweep == 1) put(state.self.m, S::AsFloat(state.self.e));  // that of the next diagonal
@@ -625,7 +630,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
-        StoreIf(exits, to_leave + 2 * j, state.self.m, state.self.e);
+        exit(j, state.self);
         if (kSweep == 2) put(posterior(blank), posterior(label));
       }
       const Vector<A>& from = enter[j * 2 / V];

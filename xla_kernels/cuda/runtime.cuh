@@ -454,22 +454,17 @@ class SharedAddress {
 #endif
 };
 
-// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do
-// not see it before a barrier either, so they may move across.
-__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<float> to, float x, int y) {
+// Stores 16 bytes in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do not see it
+// before a barrier either, so they may move across.
+template <class V>
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<V> to, const V& x) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
 #if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3};}" ::"r"(condition),
-               "r"(to.Get()), "r"(AsInt(x)), "r"(y));
+  const Words w = reinterpret_cast<const Words&>(x);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(condition),
+               "r"(to.Get()), "r"(w.w[0]), "r"(w.w[1]), "r"(w.w[2]), "r"(w.w[3]));
 #else
-  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
-#endif
-}
-__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<double> to, double x, int64_t y) {
-#if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b64 [%1], {%2, %3};}" ::"r"(condition),
-               "r"(to.Get()), "l"(AsInt(x)), "l"(y));
-#else
-  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+  if (condition != 0) *to.Get() = x;
 #endif
 }
 
