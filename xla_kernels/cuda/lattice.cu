@@ -563,6 +563,18 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     return p;
   };
 
+  // Values of the other direction, in the second sweep.
+  struct Others {
+    Vector<A> of[kVectors];
+  };
+  const auto others = [&](int stage) {
+    Others x;
+    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x.of[v] = kSweep == 2 ? Load(from + 32 * (kVectors + v)) : Vector<A>{};
+    return x;
+  };
+
   // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
   struct Crossing {
     SharedAddress<Vector<A>> from;
@@ -576,8 +588,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   };
 
   // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
-  const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, int stage,
-                           const Probabilities& p, State& state, auto beside) {
+  const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, const Probabilities& p,
+                           const Others& other, State& state, auto beside) {
     const SharedAddress<Vector<A>> to_leave = crossing.to + (chunk & 1) * kVectors;
     Vector<A> leave;
     Vector<A> enter[kVectors];
@@ -589,7 +601,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     // conditions, the compiler makes a branch of two stores.
     const int u = tile * kTile + lane;
     const unsigned first = now.group + unsigned(u);
-    Vector<A> out[kVectors], other[kVectors];
+    Vector<A> out[kVectors];
     Vector<A>* const to = kSweep == 1 ? values(now) : arcs;
     unsigned stored;
     if (kSweep == 1) {
@@ -597,9 +609,6 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     } else {
       const bool label = kUp ? (u > 0) & has_values(now.t) & has_arcs(now.t + args.skew) : has_arcs(now.t);
       stored = (has_arcs(now.t) ? 3 : 0) | (label ? 12 : 0);
-      const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) other[v] = Load(from + 32 * (kVectors + v));
     }
     stored = Settled(stored);
     const auto exit = [&](int j, const Value<A>& x) {
@@ -613,7 +622,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     for (int j = 0; j < C; ++j) {
       const int i = element(j), h = i / V, k = i % V;
       const auto posterior = [&](Value<A> v) {
-        return v.m * other[h].of[k] * BiasedPower<A>(v.e + S::AsInt(other[2 + h].of[k]));
+        return v.m * other.of[h].of[k] * BiasedPower<A>(v.e + S::AsInt(other.of[2 + h].of[k]));
       };
       const auto put = [&](A x, A y) { out[h].of[k] = x, out[2 + h].of[k] = y; };
       if (kUp) {
@@ -656,13 +665,14 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     start_copies(warp, next, 1);
     WaitForCopies<1>();
     Probabilities p = probabilities(now.t, 0);
+    Others other = others(0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk later = after(chunk + 2, next);
       Logarithms logarithms_of_next;
-      compute(chunk, warp, crossing, now, stage, p, state, [&](int j) {
+      compute(chunk, warp, crossing, now, p, other, state, [&](int j) {
         if (j == 0) start_copies(warp, later, stage);
         if (j == C / 2 - 1) {
           WaitForCopies<1>();
@@ -670,6 +680,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
         }
         // The probabilities of two steps, which are done, are replaced.
         for (int i = 0; j >= C / 2 && i < 2; ++i) probability(logarithms_of_next, 2 * j - C + i, p);
+        if (j == C - 1) other = others(stage ^ 1);  // before the barrier, so that they are there after it
       });
       now = next;
       next = later;
@@ -691,7 +702,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, crossing_of(tile), now, 0, probabilities(now.t, 0), state, [](int) {});
+      compute(chunk, tile, crossing_of(tile), now, probabilities(now.t, 0), others(0), state, [](int) {});
       store(tile, state);
     }
   }
