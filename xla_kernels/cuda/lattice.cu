@@ -4,8 +4,8 @@
 // or in the next one. There are four launches. Blocks synchronise only at the boundaries between launches: no block
 // waits for another, and nothing is atomic. So results have the same bits every time, and launches can be captured.
 //
-//   Skew     all of the GPU: log-probabilities into diagonal order, node (t, u) to row n mod T of the workspace, so
-//            that 32 neighbouring columns of a diagonal are one access
+//   Skew     all of the GPU: log-probabilities into diagonal order in the workspace, so that what a column needs of 8
+//            diagonals is four accesses of 16 bytes, and those of neighbouring columns lie side by side
 //   Sweep 1  two blocks per sequence: alpha over the first half of the diagonals, beta over the second, both kept
 //   Sweep 2  the same blocks continue through the other halves, where the other block left its values, and write
 //            posteriors over the log-probabilities in the workspace; or wide mode, if a sequence needs it
@@ -19,11 +19,12 @@
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) two chunks ahead. Between chunks, the probabilities of the next one are computed, eight steps side
-// by side, and stay in registers. A chunk has no branches: a node that does not exist has arcs of probability zero, and
-// stores have predicates. All chunks are full: the first sweep begins with diagonals without nodes, the second ends
-// with such. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps their running
-// values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
+// memory (cp.async) two chunks ahead. The probabilities of the next chunk replace those of this one, in registers,
+// beside the last steps. A chunk has no branches: a node that does not exist has arcs of probability zero, and stores
+// have predicates. All chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf,
+// and the terminal node keeps its value after the last diagonal. If there are more tiles of 32 columns than warps, a
+// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U;
+// then other warps hide its waits for copies.
 //
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
@@ -31,19 +32,25 @@
 // the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
 // instead of 4.
 //
-// Tried; cycles of a diagonal at U = 127 in the steady state of a block, by the replay of `make cuda-model`, for alpha
-// and beta of the first and of the second sweep:
+// Tried; cycles of a diagonal at U = 127, by `make cuda-model`, for alpha and beta of the first and of the second
+// sweep. Accesses of 4 and 8 bytes, one diagonal after the other:
 //   probabilities in the step that needs them, a step of the copies in the middle of a chunk     140 143   160 145
 //   positions of a chunk side by side, not one from the other; copies after the first two steps  113 124   138 139
 //   copies in three groups, each waited for when it is needed                                    119 102   157 134
-//   the same, reads of shared memory free to pass the wait                                       121 104   160 131
-//   the same, probabilities a step ahead in the source: the compiler delays them again           119 105   156 125
+//   probabilities a step ahead in the source: the compiler delays them again                     119 105   156 125
 //   probabilities of a chunk at its end                                                          115 113   142 140
-//   the same, copies of arcs within the steps                                                    120 112   162 152
-//   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
-//   the label posterior stored a step later                                                      142 139
-//   copies that have a condition in place of a branch: what is here                              113 113   146 142
+//   probabilities and copies of the next chunk within the steps                                  115 114   193 151
 //   two warps for a tile, one for the steps, the other for probabilities and copies              138 141   155 146
+//   probabilities at the end, copies that have a condition in place of a branch                  113 113   146 142
+// Accesses of 16 bytes, a column's part of a chunk side by side:
+//   the same                                                                                     123 118   137 135
+//   one condition for all arcs of a chunk, without an operation per arc                          113 110   135 145
+//   a bit per vector that is stored: with equal conditions, the compiler makes branches; copies
+//   and probabilities of the next chunk within the steps                                         107 103   124 131
+//   the same, a copy per step: each needs a fence of three accesses after a store                104 102   127 129
+//   the same, the factor that scales values computed a step early: overflows, since the values of
+//   two steps may have exponents of their own
+//   the values of the other direction read before the barrier: what is here                      107 101   116 119
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>

@@ -380,22 +380,8 @@ __device__ __forceinline__ int Settled(int x) {
 }
 __device__ __forceinline__ unsigned Settled(unsigned x) { return unsigned(Settled(int(x))); }
 
-// Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
+// Stores x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
 // schedules across it. Reads of the same kernel do not see it before a barrier.
-__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x) {
-#if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(condition), "l"(to), "f"(x));
-#else
-  if (condition != 0) *to = x;
-#endif
-}
-__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x) {
-#if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2;}" ::"r"(condition), "l"(to), "d"(x));
-#else
-  if (condition != 0) *to = x;
-#endif
-}
 __device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float y) {
 #if defined(__CUDACC__)
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
@@ -496,10 +482,6 @@ __device__ __forceinline__ void CopyAsync(SharedAddress<T> to, const T* from) {
   *static_cast<T*>(__cvta_shared_to_generic(to.Get())) = *from;
 #endif
 }
-template <class T>
-__device__ __forceinline__ void CopyAsync(T* to, const T* from) {
-  CopyAsync(SharedAddress<T>(to), from);
-}
 
 // The same if `condition` is not zero; never a branch.
 template <class T>
@@ -521,23 +503,13 @@ __device__ __forceinline__ void CommitCopies() {
 #endif
 }
 
-// Waits for the groups of this thread except the last kGroups.
+// Waits for the groups of this thread except the last kGroups. Other threads see them after a barrier.
 template <int kGroups>
 __device__ __forceinline__ void WaitForCopies() {
 #if !defined(__CUDACC__)
   emulation::WaitForCopies(kGroups);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#endif
-}
-
-// Waits for the copies that this thread started. Other threads see them after a barrier.
-__device__ __forceinline__ void WaitForCopies() {
-#if !defined(__CUDACC__)
-  emulation::CommitCopies();
-  emulation::WaitForCopies(0);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 

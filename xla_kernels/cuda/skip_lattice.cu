@@ -16,9 +16,13 @@
 // This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
 // earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// Tried, in cycles of a diagonal of a block by the replay of `make cuda-model`, 9 arcs and U = 63, alpha and beta:
-//   one group of threads sums all arcs, another prepares all                                         822 1173
-//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     462  492
+// Tried, in cycles of a diagonal by `make cuda-model`, U = 63, beta and alpha of token and duration (9 arcs) and of
+// multi-blank (6 arcs), 5 durations each:
+//   one group of threads sums all arcs, another prepares all                                      822 1173
+//   a group per pair of arcs, which sums its pair a diagonal early                                492 463   410 390
+//   four diagonals unrolled, sums and maxima as trees, copies that have a condition, no branch    438 408   379 334
+//   copies after the reads of shared memory, in their waits: what is here                         398 400   301 309
+//   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
