@@ -119,10 +119,10 @@ struct alignas(2 * sizeof(A)) Arcs {
 //   2, 3: beta of the diagonal reached, in the column and in the next one
 // Wide mode keeps a diagonal in those of the second sweep.
 // The sizes are plain numbers, since device code cannot call member functions of host constants.
-constexpr int64_t kArcs = 2, kRunning = 16;  // elements per node, per column
-constexpr int64_t kSpare = 4;
-// Elements per column beside those of nodes: two groups of arcs, rounded up; one to begin on 16 bytes.
-constexpr int64_t kPerColumn = (2 + kSpare) * 2 * 8 + kRunning + 4;
+constexpr int64_t kFrames = 8, kArcs = 2 * kFrames;  // elements per column of so many frames
+constexpr int64_t kSpare = 4, kRunning = 16;
+// Elements per column beside those: a group of arcs, spare groups, running values; enough to begin on 16 bytes.
+constexpr int64_t kPerColumn = (1 + kSpare) * kArcs + kRunning + 4;
 
 template <class A>
 struct Arguments {
@@ -788,7 +788,7 @@ int64_t MaxUnitColumns(int64_t shared_bytes) {
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.
 Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
-  if (unit_steps) return {{{kArcs, 1, 1}, {kPerColumn, 0, 1}, {1, kTile, kTile}}};
+  if (unit_steps) return {{{kArcs, kFrames, 1}, {kPerColumn, 0, 1}, {1, kTile, kTile}}};
   return {{{4 + num_arcs, 1, 1}, {num_arcs, kTile, kTile}}};
 }
 
