@@ -333,8 +333,8 @@ class LatticeProblem:
 
 
 def diagonal_cycles(kernels, table, U, frames):
-    """{(kernel, block): cycles a diagonal, floor and chain}, from the cycles at two numbers of frames. A sweep takes half of
-    the diagonals; a sweep of skipping arcs takes all."""
+    """{(kernel, block): cycles a diagonal, floor and chain}, from the cycles at two numbers of frames. A sweep takes half
+    of the diagonals; a sweep of skipping arcs takes all."""
     few, many = (LatticeProblem(table, T, U).run(kernels) for T in frames)
     steps = {key: (frames[1] - frames[0]) / (1 if key[0].startswith("Skip") else 2) for key in few}
     return {key: (many[key] - few[key]) / steps[key] for key in few}
@@ -358,7 +358,8 @@ DIAGONAL, WIDE, SKIPPING = 120, 1.3, 2.5
 HEADS = {
     "emission": "| emission ({version}) | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory "
     "| KiB in flight | at 4 | at 2.7 | alone |\n|---|" + "--:|" * 12,
-    "lattice": "| lattice ({version}) | kernel | alpha, cycles a diagonal | beta | floor | chain |\n|---|---|--:|--:|--:|--:|",
+    "lattice": "| lattice ({version}) | kernel | alpha, cycles a diagonal | beta | floor | chain |\n"
+    "|---|---|--:|--:|--:|--:|",
 }
 
 

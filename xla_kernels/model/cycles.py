@@ -85,7 +85,7 @@ def flow(x):
             first = not found and not x.name.endswith("SETP")
             found = True
             last = "WIDE" in x and i == len(x.operands) - 1
-            n = max(size, 2 if x.name[0] == "D" or "WIDE" in x and (first or last) else 1)
+            n = max(size, 2 if x.name[0] == "D" or ("WIDE" in x and (first or last)) else 1)
             (writes if first else reads).extend(range(o.index, o.index + n))
         elif o.kind in ("memory", "const"):
             for r, suffix, _ in o.terms:
