@@ -333,8 +333,8 @@ class LatticeProblem:
 
 
 def diagonal_cycles(kernels, table, U, frames):
-    """{(kernel, block): cycles a diagonal, floor and chain}, from the cycles at two numbers of frames. A sweep takes half
-    of the diagonals; a sweep of skipping arcs takes all."""
+    """{(kernel, block): cycles a diagonal, floor and chain}, from the cycles at two numbers of frames. A sweep takes
+    half of the diagonals; a sweep of skipping arcs takes all."""
     few, many = (LatticeProblem(table, T, U).run(kernels) for T in frames)
     steps = {key: (frames[1] - frames[0]) / (1 if key[0].startswith("Skip") else 2) for key in few}
     return {key: (many[key] - few[key]) / steps[key] for key in few}
