@@ -51,7 +51,7 @@ MUTATIONS = (
         "shuffle in a divergent branch",
         LATTICE,
         "state.in = ShuffleUp(label);",
-        "if (own != 0) state.in = ShuffleUp(label);",
+        "if (has_arcs(now.t)) state.in = ShuffleUp(label);",
     ),
     (
         "shuffle reads beyond the group",
