@@ -93,7 +93,6 @@ MUTATIONS = (
     ("gradient: 0 times an infinite scale", EMISSION, " && Abs(factor) < kInfinity<A>;", ";"),
     ("a rounded lse for all rows", EMISSION, "below <= kReach<A>", "below < 0"),
     ("log of an empty sum", EMISSION, "total.sum == 0 ? A(0) : Log(total.sum)", "Log(total.sum)"),
-    ("log-probability: +inf that is not normalised", EMISSION, "return y > most ? instead : y", "return y"),
     ("durations: a sum for its maximum", EMISSION, "Widen(x[i]) - total.max", "Widen(x[i])"),
     (
         "Bernoulli blank in the softmax",
