@@ -129,7 +129,7 @@ MUTATIONS = (
         "(frames + kChunk<A> - 1) / kChunk<A>)",
     ),
     ("groups: more than a plane holds", LATTICE, "/ (2 * kChunk<A> * columns)", "/ (kChunk<A> * columns)"),
-    ("groups: begin before their plane", LATTICE, "(p) + 15) & ~uintptr_t{15}", "(p)) & ~uintptr_t{15}"),
+    ("groups: begin anywhere", LATTICE, "(p) + 15) & ~uintptr_t{15}", "(p)) & ~uintptr_t{0}"),
     (
         "values: not of the diagonal before",
         LATTICE,
@@ -139,12 +139,6 @@ MUTATIONS = (
     ("values: read from the wrong stage", LATTICE, "other = others(stage ^ 1)", "other = others(stage)"),
     ("probabilities of the wrong stage", LATTICE, "logarithms(next.t, stage ^ 1)", "logarithms(next.t, stage)"),
     ("probabilities of a step that is not done", LATTICE, "2 * j - C + i, p", "2 * j - C + 1 + i, p"),
-    (
-        "arcs of a chunk before the first: not written",
-        LATTICE,
-        "if (first_t > 0 || n / C != args.skew * u / C) return",
-        "return",
-    ),
     ("scaling: without the exponent", VALUES, "(power >> S::kMantissaBits) - S::kExponentBias}", "0}"),
     ("forgotten scaling: alpha", LATTICE, "if (j == kScaleStep) alpha =", "if (false) alpha ="),
     ("forgotten scaling: beta", LATTICE, "if (j == kScaleStep) state.self =", "if (false) state.self ="),
