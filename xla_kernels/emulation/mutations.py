@@ -182,12 +182,6 @@ MUTATIONS = (
     ("missing bound of a vector", EMISSION, "if (kRead && (j + 1 < kVectors || last)) v[j]", "if (kRead) v[j]"),
     ("misaligned 16-byte access", EMISSION, "head = min(n, (kSize - Misaligned(x)) % kSize);", "head = 0;"),
     (
-        "nodes read that nobody wrote",
-        LATTICE,
-        "Settled(unsigned(sequence.frames + (C - 1)))",
-        "Settled(unsigned(args.frames + (C - 1)))",
-    ),
-    (
         "race between blocks: running values",
         LATTICE,
         "sequence.Running(args, kSweep - 1, kUp ? 0 : 2)",
