@@ -252,6 +252,41 @@ def test_cycles():
     assert end(slow, fast) == 20 + 1 + cycles.BARRIER + 36  # both go on when the last is there
 
 
+@pytest.mark.parametrize(
+    ("text", "reads", "writes"),
+    [
+        ("IADD3 R2, P0, R4, UR6, RZ", [4, 256 + 6], [2, -1]),
+        ("IADD3.X R3, R5, R7, RZ, P0, !PT", [5, 7, -1], [3]),
+        ("IMAD.WIDE.U32 R2, R4, 0x10, R6", [4, 6, 7], [2, 3]),
+        ("ISETP.LT.U32.AND P1, PT, R2, R3, P0", [2, 3, -1], [-2]),
+        ("LOP3.LUT P1, RZ, R2, 0x1, RZ, 0xc0, !PT", [2], [-2]),
+        ("SEL R2, R3, R4, !P0", [3, 4, -1], [2]),
+        ("SHFL.UP PT, R2, R3, 0x1, RZ", [3], [2]),
+        ("LDS.128 R4, [R8+0x10]", [8], [4, 5, 6, 7]),
+        ("LDC.64 R4, c[0x0][R9+0x228]", [9], [4, 5]),
+        ("STG.E.128 desc[UR6][R4.64], R8", [4, 5, 8, 9, 10, 11], []),
+        ("@!P6 STS.64 [R3+0x8], R4", [3, 4, 5, -7], []),
+        ("@P1 MOV R2, R3", [3, -2, 2], [2]),
+        ("DFMA R2, R4, R6, R8", [4, 5, 6, 7, 8, 9], [2, 3]),
+    ],
+)
+def test_flow(text, reads, writes):
+    assert cycles.flow(sass.Instruction(0, text, 0, 0)) == (reads, writes)
+
+
+def test_chain():
+    first, second = ("FADD R0, R0, R2", 4, 7, 0, None), ("FADD R4, R5, R6", 4, 7, 0, None)
+    shuffle = ("SHFL.UP PT, R0, R0, 0x1, RZ", 1, 0, 0, None)
+    assert cycles.chain([trace(*9 * [first])]) == 9 * cycles.RESULT
+    assert cycles.chain([trace(*9 * [first, second])]) == 9 * cycles.RESULT  # others do not count
+    assert cycles.chain([trace(*3 * [first, shuffle])]) == 3 * (cycles.RESULT + cycles.LATENCY["SHFL"])
+    entry = [64, [0, 0], []]
+    bar = ("BAR.SYNC 0x0", 1, 7, 0, ["bar", entry, True])
+    store, load = ("STS [R1], R0", 1, 7, 0, ("shared", 1)), ("LDS R0, [R1]", 1, 0, 0, ("shared", 1))
+    handed = 2 * cycles.RESULT + cycles.BARRIER + cycles.LATENCY["LDS"]
+    assert cycles.chain([trace(first, store, bar), trace(bar, load, first)]) == handed + cycles.RESULT
+
+
 # ---- the kernels
 
 
@@ -310,7 +345,7 @@ def test_lattice(kernels, name):
     for gradient, expected in zip(problem.gradients, gradients, strict=True):
         np.testing.assert_allclose(gradient, expected, atol=2e-6)
     assert collections.Counter(block for _, block in swept) == {0: len(swept) // 2, 1: len(swept) // 2}
-    assert all(cycles >= floor > 0 for cycles, floor in swept.values())
+    assert all(cycles >= max(floor, chain) and min(floor, chain) > 0 for cycles, floor, chain in swept.values())
 
 
 @pytest.mark.slow

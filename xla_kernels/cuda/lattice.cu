@@ -4,8 +4,8 @@
 // or in the next one. There are four launches. Blocks synchronise only at the boundaries between launches: no block
 // waits for another, and nothing is atomic. So results have the same bits every time, and launches can be captured.
 //
-//   Skew     all of the GPU: log-probabilities into diagonal order, node (t, u) to row n mod T of the workspace, so
-//            that 32 neighbouring columns of a diagonal are one access
+//   Skew     all of the GPU: log-probabilities into diagonal order in the workspace, so that what a column needs of 8
+//            diagonals is four accesses of 16 bytes, and those of neighbouring columns lie side by side
 //   Sweep 1  two blocks per sequence: alpha over the first half of the diagonals, beta over the second, both kept
 //   Sweep 2  the same blocks continue through the other halves, where the other block left its values, and write
 //            posteriors over the log-probabilities in the workspace; or wide mode, if a sequence needs it
@@ -19,11 +19,12 @@
 // In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
 // the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) two chunks ahead. Between chunks, the probabilities of the next one are computed, eight steps side
-// by side, and stay in registers. A chunk has no branches: a node that does not exist has arcs of probability zero, and
-// stores have predicates. All chunks are full: the first sweep begins with diagonals without nodes, the second ends
-// with such. If there are more tiles of 32 columns than warps, a warp takes several in turn and keeps their running
-// values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
+// memory (cp.async) two chunks ahead. The probabilities of the next chunk replace those of this one, in registers,
+// beside the last steps. A chunk has no branches: a node that does not exist has arcs of probability zero, and stores
+// have predicates. All chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf,
+// and the terminal node keeps its value after the last diagonal. If there are more tiles of 32 columns than warps, a
+// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U;
+// then other warps hide its waits for copies.
 //
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
@@ -31,19 +32,25 @@
 // the speed of the memory; without them, reading frame order would cost 32 sectors per access on the critical path
 // instead of 4.
 //
-// Tried; cycles of a diagonal at U = 127 in the steady state of a block, by the replay of `make cuda-model`, for alpha
-// and beta of the first and of the second sweep:
+// Tried; cycles of a diagonal at U = 127, by `make cuda-model`, for alpha and beta of the first and of the second
+// sweep. Accesses of 4 and 8 bytes, one diagonal after the other:
 //   probabilities in the step that needs them, a step of the copies in the middle of a chunk     140 143   160 145
 //   positions of a chunk side by side, not one from the other; copies after the first two steps  113 124   138 139
 //   copies in three groups, each waited for when it is needed                                    119 102   157 134
-//   the same, reads of shared memory free to pass the wait                                       121 104   160 131
-//   the same, probabilities a step ahead in the source: the compiler delays them again           119 105   156 125
+//   probabilities a step ahead in the source: the compiler delays them again                     119 105   156 125
 //   probabilities of a chunk at its end                                                          115 113   142 140
-//   the same, copies of arcs within the steps                                                    120 112   162 152
-//   probabilities and copies of the next chunk within the steps, where their waits would hide    115 114   193 151
-//   the label posterior stored a step later                                                      142 139
-//   copies that have a condition in place of a branch: what is here                              113 113   146 142
+//   probabilities and copies of the next chunk within the steps                                  115 114   193 151
 //   two warps for a tile, one for the steps, the other for probabilities and copies              138 141   155 146
+//   probabilities at the end, copies that have a condition in place of a branch                  113 113   146 142
+// Accesses of 16 bytes, a column's part of a chunk side by side:
+//   the same                                                                                     123 118   137 135
+//   one condition for all arcs of a chunk, without an operation per arc                          113 110   135 145
+//   a bit per vector that is stored: with equal conditions, the compiler makes branches; copies
+//   and probabilities of the next chunk within the steps                                         107 103   124 131
+//   the same, a copy per step: each needs a fence of three accesses after a store                104 102   127 129
+//   the same, the factor that scales values computed a step early: overflows, since the values of
+//   two steps may have exponents of their own
+//   the values of the other direction read before the barrier: what is here                      107 101   116 119
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -61,17 +68,21 @@ template <class A>
 constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNNT_LATTICE_WARPS : 8;
 constexpr unsigned kAll = 0xffffffffu;
 
+// 16 bytes, as one access moves them.
+template <class A>
+constexpr int kVector = 16 / sizeof(A);
+template <class A>
+struct alignas(16) Vector {
+  A of[kVector<A>];
+};
 // Diagonals of a chunk. One is computed while the next is copied.
 template <class A>
-constexpr int kChunk = sizeof(A) == 4 ? 8 : 4;
-// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A.
+constexpr int kChunk = 2 * kVector<A>;
+// Vectors of a column in a chunk: two of each of two numbers.
+constexpr int kVectors = 4;
+// Step of a chunk whose values are scaled, so that no mantissa leaves the range of A. The factor must come from the
+// value itself: that of a step before may have another exponent.
 constexpr int kScaleStep = 1;
-// Steps from the read of a value in shared memory to its use.
-#ifndef JAX_RNNT_LATTICE_AHEAD
-#define JAX_RNNT_LATTICE_AHEAD 2
-#endif
-constexpr int kAhead = JAX_RNNT_LATTICE_AHEAD;
-
 // The number of this warp. By the shuffle, the compiler sees that it is the same in all lanes: no branch that depends
 // on it needs care for diverging lanes.
 __device__ __forceinline__ int Warp() { return __shfl_sync(kAll, int(threadIdx.x) / 32, 0); }
@@ -91,18 +102,27 @@ struct alignas(2 * sizeof(A)) Arcs {
   A blank, label;
 };
 
-// Parts of a sequence's workspace: arcs in diagonal order, running values of the sweeps, a flag per tile of Skew.
+// Diagonal order: diagonal n lies in group n / kChunk mod groups, so that a column's part of a chunk is four vectors:
+//
+//   [groups][2 numbers][2 halves of the chunk][columns][kVector diagonals]
+//
+// The numbers are the logarithms of a node's two arcs, or mantissa and exponent of alpha or beta. A column has nodes on
+// `frames` diagonals. With the one before, they lie in groups that differ, so a chunk may be stored as a whole.
+//
+// Alpha and beta lie in the memory of the results: groups 0 ... in_plane - 1 in that of blanks, as many in that of
+// labels, and the rest, up to kSpare, in the workspace.
+//
+// Parts of a sequence's workspace: arcs, spare groups, running values of the sweeps, a flag per tile of Skew.
 //
 // Running values, [2 sweeps][4][columns]; the second sweep only uses its own if a warp has several tiles:
 //   0, 1: alpha times the probability of the arcs from the diagonal reached that enter the column by blank, by label
 //   2, 3: beta of the diagonal reached, in the column and in the next one
 // Wide mode keeps a diagonal in those of the second sweep.
 // The sizes are plain numbers, since device code cannot call member functions of host constants.
-constexpr int64_t kArcs = 2, kRunning = 16;  // elements per node, per column
-constexpr int64_t RunningOffset(int64_t frames, int64_t columns) { return kArcs * frames * columns; }
-constexpr int64_t FlagsOffset(int64_t frames, int64_t columns) {
-  return RunningOffset(frames, columns) + kRunning * columns;
-}
+constexpr int64_t kFrames = 8, kArcs = 2 * kFrames;  // elements per column of so many frames
+constexpr int64_t kSpare = 4, kRunning = 16;
+// Elements per column beside those: a group of arcs, spare groups, running values; enough to begin on 16 bytes.
+constexpr int64_t kPerColumn = (1 + kSpare) * kArcs + kRunning + 4;
 
 template <class A>
 struct Arguments {
@@ -112,7 +132,10 @@ struct Arguments {
         columns(int(args.columns)),
         skew(IsMonotonic(args.topology) ? 0 : 1),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
-        lift((kChunk<A> + std::max(1, frames) - 1) / std::max(1, frames) * std::max(1, frames)),
+        groups((frames + kChunk<A> - 1) / kChunk<A> + 1),
+        in_plane(args.grad_plane == nullptr ? 0
+                                            : std::max(0, (frames * columns - kVector<A>) / (2 * kChunk<A> * columns))),
+        by_groups(uint32_t(groups)),
         num_frames(args.num_frames),
         num_labels(args.num_labels),
         log_blank(static_cast<const A*>(args.log_plane[0])),
@@ -121,24 +144,26 @@ struct Arguments {
         grad_label(args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[1]) : nullptr),
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args, true)),
-        loss(static_cast<A*>(args.loss)) {
-    for (int j = 0; j <= kChunk<A>; ++j) steps[j] = unsigned(j % std::max(1, frames) * columns);
-  }
+        loss(static_cast<A*>(args.loss)) {}
 
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
   Divider by_frames;  // diagonals to rows
-  int lift;           // a multiple of `frames`, at least a chunk
+  int groups, in_plane;
+  Divider by_groups;
   const int32_t *num_frames, *num_labels;
   const A *log_blank, *log_label;  // in frame order
-  // Between the sweeps: mantissas and exponents of alpha or beta, in diagonal order. At the end: the results, in frame
-  // order.
+  // Between the sweeps: mantissas and exponents of alpha or beta. At the end: the results, in frame order.
   A *grad_blank, *grad_label;
   A* workspace;
   int64_t stride;  // of the workspace, from a sequence to the next
   A* loss;
-  unsigned steps[kChunk<A> + 1];  // from a row of a plane to that of the j-th diagonal after it
 };
+
+template <class T>
+__device__ __forceinline__ T* Aligned16(T* p) {
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(p) + 15) & ~uintptr_t{15});
+}
 
 // One sequence, as all kernels see it.
 template <class A>
@@ -147,22 +172,33 @@ struct Sequence {
       : frames(max(0, min(args.num_frames[b], args.frames))),
         labels(max(0, min(args.num_labels[b], args.columns - 1))),
         diagonals(frames + args.skew * labels),
-        middle(diagonals / 2),
+        meeting((diagonals / 2 + kVector<A>) / kChunk<A>),
         tiles(labels / kTile + 1),
         plane(args.frames * args.columns),
-        arcs(reinterpret_cast<Arcs<A>*>(args.workspace + b * args.stride)),
-        running(
-            reinterpret_cast<Value<A>*>(args.workspace + b * args.stride + RunningOffset(args.frames, args.columns))),
-        flags(args.workspace + b * args.stride + FlagsOffset(args.frames, args.columns)) {}
+        arcs(reinterpret_cast<Vector<A>*>(Aligned16(args.workspace + b * args.stride))),
+        spare(arcs + int64_t(args.groups) * kVectors * args.columns),
+        running(reinterpret_cast<Value<A>*>(spare + kSpare * kVectors * args.columns)),
+        flags(&running->m + kRunning * args.columns) {}
 
   __device__ __forceinline__ Value<A>* Running(const Arguments<A>& args, int sweep, int which) const {
     return running + (sweep * 4 + which) * args.columns;
   }
+  __device__ __forceinline__ static int Group(const Arguments<A>& args, int n) {
+    const unsigned group = unsigned(n) / kChunk<A>;
+    return int(group - args.by_groups(group) * unsigned(args.groups));
+  }
+  // The log-probability of an arc of the node in column u on diagonal n; kLabel: 0 blank, 1 label.
+  template <int kLabel>
+  __device__ __forceinline__ A& Arc(const Arguments<A>& args, int n, int u) const {
+    const int row = (Group(args, n) * 2 + kLabel) * 2 + n % kChunk<A> / kVector<A>;
+    return arcs[row * args.columns + u].of[n % kVector<A>];
+  }
 
-  int frames, labels;     // T_b, U_b
-  int diagonals, middle;  // nodes lie on diagonals 0 ... diagonals - 1; the sweeps meet after `middle`
+  int frames, labels;  // T_b, U_b
+  int diagonals;       // nodes lie on diagonals 0 ... diagonals - 1
+  int meeting;         // the chunk before which the sweeps meet
   int tiles, plane;
-  Arcs<A>* arcs;
+  Vector<A>*arcs, *spare;
   Value<A>* running;
   A* flags;
 };
@@ -172,11 +208,14 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: label arcs that do not exist become -inf, and a flag gets the bits of the tile's arcs. Back: from the
-// workspace to the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
+// Forth: arcs that do not exist become -inf, also those of a chunk that has nodes of the column, and a flag gets the
+// bits of the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to
+// the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
-  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * (kTile + 1));
+  constexpr int C = kChunk<A>, V = kVector<A>;
+  constexpr int kPitch = kTile + (sizeof(A) == 4 ? 5 : 3);  // without bank conflicts in either order
+  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * kPitch);
   const int tiles_of_columns = int(Tiles(args.columns));
   const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
   const int lane = int(threadIdx.x), u = first_u + lane;
@@ -189,7 +228,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
     }
     const A loss = kBack ? args.loss[b] : A(0);
     const bool dead = loss == kInfinity<A>;
-    const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
+    const auto slot = [&](int t) { return (t - first_t) * kPitch + lane; };
     const auto used = [&](int t) { return t < sequence.frames && u <= sequence.labels; };
 
     const auto by_frames = [&](auto visit) {
@@ -197,16 +236,27 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
         if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
       }
     };
+    // A warp takes one vector of 32 / V columns. visit(t, column, slot, place in blanks and labels).
+    const int first_n = first_t + args.skew * first_u;
+    A *const blanks = &sequence.arcs->of[0], *const labels = blanks + 2 * V * args.columns;
     const auto by_diagonals = [&](auto visit) {
-      for (int d = int(threadIdx.y); d < kTile + args.skew * (kTile - 1); d += kSkewRows) {
-        const int t = first_t + d - args.skew * lane, n = first_t + d + args.skew * first_u;
-        const int row = n - int(args.by_frames(uint32_t(n))) * args.frames;
-        if (t >= first_t && t < first_t + kTile && used(t)) visit(t, row * args.columns + u);
+      for (int i = int(threadIdx.y); i < (kTile + args.skew * kTile) / C * 2 * V; i += kSkewRows) {
+        const int column = i % V * (kTile / V) + lane / V, half = i / V % 2, n = first_n + i / (2 * V) * C;
+        const int t = n + half * V + lane % V - args.skew * (first_u + column);
+        const int row = Sequence<A>::Group(args, n) * kVectors + half;
+        if (first_u + column > sequence.labels) continue;
+        visit(t, first_u + column, (t - first_t) * kPitch + column,
+              unsigned(row * args.columns + first_u + column) * V + unsigned(lane % V));
       }
     };
 
     if (kBack) {
-      if (!empty && !dead) by_diagonals([&](int t, int i) { tile[slot(t)] = sequence.arcs[i]; });
+      if (!empty && !dead) {
+        by_diagonals([&](int t, int, int slot, unsigned i) {
+          if (t < first_t || t >= min(first_t + kTile, sequence.frames)) return;
+          tile[slot] = {blanks[i], labels[i]};
+        });
+      }
       __syncthreads();
       by_frames([&](int t, int64_t i) {
         const bool zero = !used(t) || dead;
@@ -230,7 +280,21 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
         tile[slot(t)].label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
       });
       bits = OrBits(bits);
-      by_diagonals([&](int t, int i) { sequence.arcs[i] = tile[slot(t)]; });
+      by_diagonals([&](int t, int u, int slot, unsigned i) {
+        const int last = sequence.frames - 1, n = t + args.skew * u;
+        Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
+        if (t < 0) {
+          if (first_t > 0 || n / C != args.skew * u / C) return;
+        } else if (t > last) {
+          if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
+          if (u == sequence.labels) x.blank = 0;
+        } else {
+          if (t < first_t || t >= first_t + kTile) return;
+          x = tile[slot];
+        }
+        blanks[i] = x.blank;
+        labels[i] = x.label;
+      });
       if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(bits);
       __syncthreads();
     }
@@ -299,8 +363,8 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
   LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.Running(args, 1, 0));
   const auto enter = [&](int n, int u, double* share) {
     LogWeight blank = Impossible(), label = Impossible();
-    if (inside(n - 1, u)) blank = weights[u] * double(sequence.arcs[position(n - 1, u)].blank);
-    if (u > 0 && inside(n - 1, u - 1)) label = weights[u - 1] * double(sequence.arcs[position(n - 1, u - 1)].label);
+    if (inside(n - 1, u)) blank = weights[u] * double(sequence.template Arc<0>(args, n - 1, u));
+    if (u > 0 && inside(n - 1, u - 1)) label = weights[u - 1] * double(sequence.template Arc<1>(args, n - 1, u - 1));
     return Add(blank, label, share);
   };
   for (int u = int(threadIdx.x); u <= labels; u += threads) weights[u] = u == 0 ? LogWeight{0, 0} : Impossible();
@@ -338,55 +402,42 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
       if (!inside(n, u)) continue;
       const double blank = flow(u, true), label = flow(u + 1, false);
       here[u] = blank + label;
-      sequence.arcs[position(n, u)] = {A(0 - blank), A(0 - label)};
+      sequence.template Arc<0>(args, n, u) = A(0 - blank);
+      sequence.template Arc<1>(args, n, u) = A(0 - label);
     }
     __syncthreads();
   }
   return loss;
 }
 
-// Nodes of a lane in the next chunk, and what it needs of them, in shared memory.
+// What a chunk needs of a lane's column, in shared memory: arcs and, in the second sweep, values of the other
+// direction: alpha or, upwards, beta of the next diagonal.
 template <class A, int kSweep>
 struct Stage {
-  Arcs<A> arcs[kChunk<A>][32];
-  // Second sweep: values of the other direction, alpha of the node or, upwards, beta of the next diagonal.
-  Value<A> other[kSweep == 2 ? kChunk<A> : 1][32];
+  Vector<A> vectors[kSweep == 2 ? 2 * kVectors : kVectors][32];
 };
 
 // Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
 // enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
 template <class A, int kSweep>
 constexpr size_t SharedBytes(int tiles, int warps) {
-  return (size_t(tiles) * 2 + 1) * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
+  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
 }
 
-// Steps j = 0, 1, ... of a chunk in which node t + j * kStep exists, as bits; one step more than the chunk has.
-template <int kSteps, int kStep>
-__device__ __forceinline__ unsigned Existing(int t, int frames) {
-  const auto clamp = [](int x) { return min(max(x, 0), kSteps + 1); };
-  if (kStep > 0) return (1u << clamp(frames - t)) - (1u << clamp(-t));
-  return (1u << clamp(t + 1)) - (1u << clamp(t + 1 - frames));
-}
-
-// kSweep 1: alpha over diagonals 0 ... middle (kUp), or beta over diagonals - 1 ... middle + 1. kSweep 2: the other
-// diagonals, and posteriors. All chunks are full: the first sweep begins with diagonals that have no node, in which the
-// initial value stays as it is; the second one ends with such.
+// kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
+// chunks, and posteriors. After the last diagonal, the terminal node keeps its value.
 template <class A, int kSweep, bool kUp>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
-  constexpr int C = kChunk<A>, kStep = kUp ? 1 : -1;
+  constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1;
   constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry;  // lanes where values cross from and to the next tiles
   const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Sequence<A> sequence(args, b);
-  const int last = sequence.diagonals, tiles = sequence.tiles;
+  const int tiles = sequence.tiles;
   if (sequence.frames == 0) {
     if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
   }
-  A* const m = Settled(args.grad_blank + int64_t(b) * sequence.plane);
-  A* const e = Settled(args.grad_label + int64_t(b) * sequence.plane);
-  Arcs<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
-  const unsigned keep = kSweep == 2 || args.grad_blank != nullptr ? ~0u : 0;
 
   // The second sweep divides its running values by minus the likelihood, so their products with those of the other
   // direction are minus posteriors; their exponents have the bias of BiasedPower.
@@ -432,139 +483,212 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     if (u <= sequence.labels) selves[u] = state.self, ins[u] = state.in;
   };
 
-  const int length = kUp == (kSweep == 1) ? sequence.middle + 1 : last - 1 - sequence.middle;
-  const int chunks = (length + C - 1) / C, empty = kSweep == 1 ? chunks * C - length : 0;
-  const int begin = kSweep == 1 ? (kUp ? -empty : last - 1 + empty) : kUp ? sequence.middle + 1 : sequence.middle;
-  // Second sweep upwards: step of the last chunk whose next diagonal, `last`, has only the terminal node.
-  const int terminal = length - 1 - (chunks - 1) * C;
+  // Chunks are counted from 0 here, and from the first diagonal there.
+  const int all = (sequence.diagonals + C - 1) / C;
+  const int chunks = kUp == (kSweep == 1) ? sequence.meeting : all - sequence.meeting;
+  const int begin = kSweep == 2 ? sequence.meeting - (kUp ? 0 : 1) : kUp ? 0 : all - 1;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
-  // Positions in a plane: of the node in column u on diagonal n, and of the one j diagonals further on, which is the
-  // smaller of two unsigned numbers, one of which has wrapped around.
-  const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
-  const auto position = [&](int n, int u) {
-    const unsigned row = unsigned(n + args.lift);
-    return (row - args.by_frames(row) * unsigned(args.frames)) * columns + unsigned(u);
-  };
-  const auto after = [&](unsigned first, int j) {
-    const unsigned at = kUp ? first + args.steps[j] : first - args.steps[j];
-    return kUp ? min(at, at - plane) : min(at, at + plane);
-  };
-  // Steps of a chunk, and what is known of it before: its nodes that exist, the position of its first step, and the
-  // probabilities of its arcs.
+
+  // A lane's part of a chunk: the frame of its first diagonal, far away for a column or a chunk that is not there, and
+  // the place of its group.
   struct Chunk {
-    unsigned here, first;
+    int t;
+    unsigned group;
   };
   struct Probabilities {
     Value<A> blank[C], label[C];
   };
+  constexpr int kFar = -(1 << 30);
+  const unsigned with_arcs = Settled(unsigned(sequence.frames + (C - 1)));
+  const auto has_arcs = [&](int t) { return unsigned(t + (C - 1)) < with_arcs; };
+  const auto has_values = [&](int t) { return unsigned(t + C) < with_arcs + 1; };  // that of the diagonal before, too
+  // Places of vectors: from a column's first in a group to the next, from a group to the next.
+  const unsigned columns = Settled(unsigned(args.columns)), of_group = Settled(kVectors * columns);
+  const unsigned last_group = Settled((unsigned(args.groups) - 1) * of_group);
+  const unsigned in_plane = Settled(unsigned(args.in_plane) * of_group);
   const auto chunk_at = [&](int chunk, int tile) {
-    const int n = begin + chunk * C * kStep, u = tile * kTile + lane;
-    const unsigned here = Existing<C, kStep>(u <= sequence.labels ? n - args.skew * u : -(1 << 30), sequence.frames);
-    return Chunk{0 <= chunk && chunk < chunks ? here : 0, position(n, u)};
+    const int u = tile * kTile + lane, from = begin + chunk * kStep;
+    return Chunk{u <= sequence.labels && chunk < chunks ? from * C - args.skew * u : kFar,
+                 unsigned(Sequence<A>::Group(args, max(from, 0) * C)) * of_group};
   };
-  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + C) + warp * 2;
-  constexpr int kApart = sizeof(Stage<A, kSweep>) / sizeof(Arcs<A>);
-  const SharedAddress<Arcs<A>> to_arcs(&stages[0].arcs[0][lane]);
-  const SharedAddress<A> to_other(&stages[0].other[0][lane].m);
-  const auto start_copies = [&](int chunk, int tile, const Chunk& next, int stage) {
+  const auto after = [&](int chunk, const Chunk& before) {
+    const unsigned group = kUp ? before.group + of_group : before.group - of_group;
+    return Chunk{chunk < chunks ? before.t + kStep * C : kFar,
+                 kUp ? (group > last_group ? 0 : group) : min(group, last_group)};
+  };
+  Vector<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
+  // Groups 0 ... in_plane - 1 lie in the first memory, as many in the second, the others in the third.
+  const auto memory = [&](A* plane, unsigned groups) {
+    const uintptr_t from = reinterpret_cast<uintptr_t>(Aligned16(plane));
+    return Settled(reinterpret_cast<Vector<A>*>(from - uintptr_t{groups} * sizeof(Vector<A>)));
+  };
+  Vector<A>* const of_blanks = memory(args.grad_blank + int64_t(b) * sequence.plane, 0);
+  Vector<A>* const of_labels = memory(args.grad_label + int64_t(b) * sequence.plane, in_plane);
+  Vector<A>* const of_spare = memory(&sequence.spare->of[0], 2 * in_plane);
+  const auto values = [&](const Chunk& x) {
+    return x.group < in_plane ? of_blanks : x.group < 2 * in_plane ? of_labels : of_spare;
+  };
+
+  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + 2 * C) + warp * 2;
+  const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][lane]);
+  const auto start_copies = [&](int tile, const Chunk& next, int stage) {
+    const SharedAddress<Vector<A>> to = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
+    const unsigned first = next.group + unsigned(tile * kTile + lane);
 #pragma unroll
-    for (int j = 0; j < C; ++j) {
-      const unsigned at = after(next.first, j), of_other = kUp ? after(next.first, j + 1) : at;
-      CopyAsyncIf(next.here & 1u << j, to_arcs + (stage * kApart + 32 * j), arcs + at);
+    for (unsigned v = 0; v < kVectors; ++v) {
+      CopyAsyncIf(has_arcs(next.t), to + int(32 * v), arcs + (first + v * columns));
       if (kSweep == 2) {
-        const unsigned exists = next.here & 1u << (kUp ? j + 1 : j);
-        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j), m + of_other);
-        CopyAsyncIf(exists, to_other + (2 * stage * kApart + 64 * j + 1), e + of_other);
+        CopyAsyncIf(has_values(next.t), to + int(32 * (kVectors + v)), values(next) + (first + v * columns));
       }
     }
     CommitCopies();
-    if (kSweep == 2 && kUp && chunk == chunks - 1 && tile * kTile + lane == sequence.labels) {
-      stages[stage].other[terminal][lane] = One<A>();
-    }
   };
-  // The first sweep begins before the first diagonal: there, arcs keep the initial value.
-  const auto probabilities = [&](int chunk, int tile, unsigned here, int stage) {
-    Probabilities p;
-    const bool before = kSweep == 1 && chunk == 0 && tile * kTile + lane == edge;
+  // A chunk's number of a diagonal in two vectors, by steps.
+  const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
+  struct Logarithms {
+    Vector<A> of[kVectors];
+    A limit;
+  };
+  const auto logarithms = [&](int t, int stage) {
+    Logarithms x;
+    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
 #pragma unroll
-    for (int j = 0; j < C; ++j) {
-      const Arcs<A> x = stages[stage].arcs[j][lane];
-      p.blank[j] = Probability(x.blank, Bit(here, j));
-      p.label[j] = Probability(x.label, Bit(here, j));
-      if (before && j < empty) p.blank[j] = One<A>();
-    }
+    for (int v = 0; v < kVectors; ++v) x.of[v] = Load(from + 32 * v);
+    x.limit = has_arcs(t) ? kLimit<A> : A(-1);
+    return x;
+  };
+  const auto probability = [&](const Logarithms& x, int j, Probabilities& p) {
+    const int i = element(j);
+    p.blank[j] = Probability(x.of[i / V].of[i % V], x.limit);
+    p.label[j] = Probability(x.of[2 + i / V].of[i % V], x.limit);
+  };
+  const auto probabilities = [&](int t, int stage) {
+    const Logarithms x = logarithms(t, stage);
+    Probabilities p;
+#pragma unroll
+    for (int j = 0; j < C; ++j) probability(x, j, p);
     return p;
   };
 
-  const auto compute = [&](int chunk, int tile, const Chunk& now, int stage, const Probabilities& p, State& state) {
-    const unsigned stored = now.here & keep, exits = lane == kExit;
-    // Upwards, a lane stores the posterior of the label arc that enters its column: it has both values. Nodes whose
-    // arc that is:
-    const unsigned before = tile * kTile + lane > 0 ? now.here >> args.skew : 0;
-    const bool enters = kUp ? tile > 0 : tile < tiles - 1;
-    const Value<A>* const entering = enters ? crossings + ((tile - kStep) * 2 + (chunk & 1)) * C : zeros;
-    const SharedAddress<A> leaving(&crossings[(tile * 2 + (chunk & 1)) * C].m);
-    Value<A> enter[C], others[C];
+  // Values of the other direction, in the second sweep.
+  struct Others {
+    Vector<A> of[kVectors];
+  };
+  const auto others = [&](int stage) {
+    Others x;
+    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
 #pragma unroll
-    for (int j = 0; j < C; ++j) enter[j] = entering[j];
-    const auto read = [&](int j) {
-      if (kSweep == 2 && j < C) others[j] = stages[stage].other[j][lane];
+    for (int v = 0; v < kVectors; ++v) x.of[v] = kSweep == 2 ? Load(from + 32 * (kVectors + v)) : Vector<A>{};
+    return x;
+  };
+
+  // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
+  struct Crossing {
+    SharedAddress<Vector<A>> from;
+    SharedAddress<Vector<A>> to;
+  };
+  const auto crossing_of = [&](int tile) {
+    const bool enters = kUp ? tile > 0 : tile < tiles - 1;
+    Value<A>* const from = enters ? crossings + (tile - kStep) * 2 * C : zeros;
+    const auto address = [](Value<A>* x) { return SharedAddress<Vector<A>>(reinterpret_cast<Vector<A>*>(x)); };
+    return Crossing{address(from), address(crossings + tile * 2 * C)};
+  };
+
+  // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
+  const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, const Probabilities& p,
+                           const Others& other, State& state, auto beside) {
+    const SharedAddress<Vector<A>> to_leave = crossing.to + (chunk & 1) * kVectors;
+    Vector<A> leave;
+    Vector<A> enter[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) enter[v] = Load(crossing.from + ((chunk & 1) * kVectors + v));
+    const unsigned exits = lane == kExit;
+    // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
+    // of the label arc that enters its column: it has both values. `stored` has a bit per vector: with equal
+    // conditions, the compiler makes a branch of two stores.
+    const int u = tile * kTile + lane;
+    const unsigned first = now.group + unsigned(u);
+    Vector<A> out[kVectors];
+    Vector<A>* const to = kSweep == 1 ? values(now) : arcs;
+    unsigned stored;
+    if (kSweep == 1) {
+      stored = has_values(now.t) & (args.grad_blank != nullptr) ? 15 : 0;
+    } else {
+      const bool label = kUp ? (u > 0) & has_values(now.t) & has_arcs(now.t + args.skew) : has_arcs(now.t);
+      stored = (has_arcs(now.t) ? 3 : 0) | (label ? 12 : 0);
+    }
+    stored = Settled(stored);
+    const auto exit = [&](int j, const Value<A>& x) {
+      leave.of[2 * j % V] = x.m, leave.of[2 * j % V + 1] = S::AsFloat(x.e);
+      if ((j + 1) % (V / 2) == 0) StoreIf(exits, to_leave + 2 * j / V, leave);
+    };
+    const auto store_vector = [&](unsigned v) {
+      StoreIf(stored & 1u << v, to + (first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0)), out[v]);
     };
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) read(j);
-#pragma unroll
     for (int j = 0; j < C; ++j) {
-      read(j + kAhead);
-      const unsigned own = stored & 1u << j, at = after(now.first, j);
-      const auto posterior = [&](Value<A> v) { return v.m * others[j].m * BiasedPower<A>(v.e + others[j].e); };
+      const int i = element(j), h = i / V, k = i % V;
+      const auto posterior = [&](Value<A> v) {
+        return v.m * other.of[h].of[k] * BiasedPower<A>(v.e + S::AsInt(other.of[2 + h].of[k]));
+      };
+      const auto put = [&](A x, A y) { out[h].of[k] = x, out[2 + h].of[k] = y; };
       if (kUp) {
         Value<A> alpha = Plus(state.self, state.in);
         if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
         const Value<A> label = Times(alpha, p.label[j]);
         state.self = Times(alpha, p.blank[j]);
         state.in = ShuffleUp(label);
-        StoreIf(exits, leaving + 2 * j, label.m, label.e);
-        if (kSweep == 1) StoreIf(own, m + at, alpha.m, e + at, S::AsFloat(alpha.e));
+        exit(j, label);
+        if (kSweep == 1) put(alpha.m, S::AsFloat(alpha.e));
       } else {
+        if (kSweep == 1) put(state.self.m, S::AsFloat(state.self.e));  // that of the next diagonal
         const Value<A> blank = Times(state.self, p.blank[j]), label = Times(state.in, p.label[j]);
         state.self = Plus(blank, label);
         if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
         state.in = ShuffleDown(state.self);
-        StoreIf(exits, leaving + 2 * j, state.self.m, state.self.e);
-        if (kSweep == 1) StoreIf(own, m + at, state.self.m, e + at, S::AsFloat(state.self.e));
-        if (kSweep == 2) StoreIf(own, &arcs[at].blank, posterior(blank), posterior(label));
+        exit(j, state.self);
+        if (kSweep == 2) put(posterior(blank), posterior(label));
       }
-      if (lane == kEntry) state.in = enter[j];
-      if (kSweep == 2 && kUp) {
-        StoreIf(own, &arcs[at].blank, posterior(state.self));
-        StoreIf(before & 1u << j, &arcs[at].blank - 1, posterior(state.in));
+      const Vector<A>& from = enter[j * 2 / V];
+      if (lane == kEntry) state.in = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
+      if (kSweep == 2 && kUp) put(posterior(state.self), posterior(state.in));
+      if (j % V == V - 1) {
+        store_vector(unsigned(h));
+        store_vector(unsigned(2 + h));
       }
+      beside(j);
     }
   };
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
-  if (lane < C && warp == 0) zeros[lane] = Zero<S>();
-  for (int j = 0; kSweep == 2 && kUp && j < C; ++j) {  // no NaN where no copy arrives
-    stages[0].other[j][lane] = stages[1].other[j][lane] = Zero<S>();
-  }
+  if (lane < 2 * C && warp == 0) zeros[lane] = Zero<S>();
   if (tiles <= warps) {
     // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
+    const Crossing crossing = crossing_of(warp < tiles ? warp : 0);
     const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
-    Chunk now = chunk_at(0, warp), next = chunk_at(1, warp);
-    start_copies(0, warp, now, 0);
-    start_copies(1, warp, next, 1);
+    Chunk now = chunk_at(0, warp), next = after(1, now);
+    start_copies(warp, now, 0);
+    start_copies(warp, next, 1);
     WaitForCopies<1>();
-    Probabilities p = probabilities(0, warp, now.here, 0);
+    Probabilities p = probabilities(now.t, 0);
+    Others other = others(0);
     for (int round = 0; round < rounds; ++round) {
       __syncthreads();
       const int chunk = round - first_round, stage = chunk & 1;
       if (chunk < 0 || chunk >= chunks) continue;
-      compute(chunk, warp, now, stage, p, state);
-      const Chunk later = {chunk_at(chunk + 2, warp).here, after(next.first, C)};
-      start_copies(chunk + 2, warp, later, stage);
-      WaitForCopies<1>();
-      p = probabilities(chunk + 1, warp, next.here, stage ^ 1);
+      const Chunk later = after(chunk + 2, next);
+      Logarithms logarithms_of_next;
+      compute(chunk, warp, crossing, now, p, other, state, [&](int j) {
+        if (j == 0) start_copies(warp, later, stage);
+        if (j == C / 2 - 1) {
+          WaitForCopies<1>();
+          logarithms_of_next = logarithms(next.t, stage ^ 1);
+        }
+        // The probabilities of two steps, which are done, are replaced.
+        for (int i = 0; j >= C / 2 && i < 2; ++i) probability(logarithms_of_next, 2 * j - C + i, p);
+        if (j == C - 1) other = others(stage ^ 1);  // before the barrier, so that they are there after it
+      });
       now = next;
       next = later;
     }
@@ -579,13 +703,13 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       const int chunk = chunk_of(round, tile);
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk now = chunk_at(chunk, tile);
-      start_copies(chunk, tile, now, 0);
+      start_copies(tile, now, 0);
       const int u = tile * kTile + lane;
       State state = {Zero<S>(), Zero<S>()};
       if (u <= sequence.labels) state = {selves[u], ins[u]};
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, now, 0, probabilities(chunk, tile, now.here, 0), state);
+      compute(chunk, tile, crossing_of(tile), now, probabilities(now.t, 0), others(0), state, [](int) {});
       store(tile, state);
     }
   }
@@ -664,7 +788,7 @@ int64_t MaxUnitColumns(int64_t shared_bytes) {
 
 // Arcs that skip frames: all arcs, mantissas and exponents of alpha and beta, a flag per tile of each arc.
 Workspace LatticeWorkspace(bool unit_steps, int64_t num_arcs) {
-  if (unit_steps) return {{{kArcs, 1, 1}, {kRunning, 0, 1}, {1, kTile, kTile}}};
+  if (unit_steps) return {{{kArcs, kFrames, 1}, {kPerColumn, 0, 1}, {1, kTile, kTile}}};
   return {{{4 + num_arcs, 1, 1}, {num_arcs, kTile, kTile}}};
 }
 

@@ -29,10 +29,11 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// exp(x); zero if |x| > kLimit, x is NaN, or there is no such arc. Adding kRound leaves the nearest exponent in the low
-// bits. The exponent of zero is so low that no value times zero outweighs a value.
+// exp(x); zero if |x| > limit or x is NaN. A negative limit stands for arcs that do not exist: it costs no operation.
+// Adding kRound leaves the nearest exponent in the low bits. The exponent of zero is so low that no value times zero
+// outweighs a value.
 template <class A>
-__device__ __forceinline__ Value<A> Probability(A x, bool exists = true) {
+__device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>) {
   using S = Scalar<A>;
   // log2(e) in two parts.
   constexpr A kLog2E = A(1.4426950408889634074), kLow = sizeof(A) == 4 ? A(1.925963033e-8) : A(2.0355273740931033e-17);
@@ -40,7 +41,7 @@ __device__ __forceinline__ Value<A> Probability(A x, bool exists = true) {
   const A rounded = Fma(x, kLog2E, kRound), n = rounded - kRound;
   const A rest = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
   const A power = Exp2(rest);
-  const bool possible = exists & (Abs(x) <= kLimit<A>);
+  const bool possible = Abs(x) <= limit;
   return {possible ? power : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : 2 * S::kZero};
 }
 
@@ -66,12 +67,13 @@ __device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
 }
 
 // 1 as 2^-k * 2^k, where 2^k is about x: the product of a number with it has a mantissa near 1. Shorter than Normalize:
-// k is bounded, and no exception is made for zero.
+// no exception is made for zero, whose exponent falls a little below kZero.
 template <class A>
 __device__ __forceinline__ Value<A> Scale(A x) {
   using S = Scalar<A>;
-  const auto k = S::Max((S::AsInt(Abs(x)) >> S::kMantissaBits) - S::kExponentBias, -32);
-  return {S::AsFloat((S::kExponentBias - k) << S::kMantissaBits), k};
+  constexpr auto kOne = decltype(S::kZero){S::kExponentBias} << S::kMantissaBits;
+  const auto power = S::AsInt(x) & (2 * kOne + (decltype(S::kZero){1} << S::kMantissaBits));
+  return {S::AsFloat(2 * kOne - power), (power >> S::kMantissaBits) - S::kExponentBias};
 }
 
 // ---- Arcs of any size ----

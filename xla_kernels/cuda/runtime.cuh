@@ -111,19 +111,6 @@ __device__ __forceinline__ T* Pinned(T* x) {
 
 // ---- bits ----
 
-// Whether bit j is set, in one instruction; compilers shift first, for a constant j too.
-__device__ __forceinline__ bool Bit(unsigned bits, int j) {
-#if defined(__CUDACC__)
-  int set;
-  asm("{.reg .pred p; .reg .b32 t; and.b32 t, %1, %2; setp.ne.u32 p, t, 0; selp.s32 %0, 1, 0, p;}"
-      : "=r"(set)
-      : "r"(bits), "r"(1u << j));
-  return set != 0;
-#else
-  return (bits >> j & 1) != 0;
-#endif
-}
-
 // ---- functions ----
 
 // 2^x. In float within 2 ulp, and subnormal results are 0.
@@ -393,22 +380,8 @@ __device__ __forceinline__ int Settled(int x) {
 }
 __device__ __forceinline__ unsigned Settled(unsigned x) { return unsigned(Settled(int(x))); }
 
-// Stores x, or x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
+// Stores x and y side by side, if `condition` is not zero. Unlike an if, never a branch, so the compiler
 // schedules across it. Reads of the same kernel do not see it before a barrier.
-__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x) {
-#if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(condition), "l"(to), "f"(x));
-#else
-  if (condition != 0) *to = x;
-#endif
-}
-__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x) {
-#if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2;}" ::"r"(condition), "l"(to), "d"(x));
-#else
-  if (condition != 0) *to = x;
-#endif
-}
 __device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float y) {
 #if defined(__CUDACC__)
   asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v2.f32 [%1], {%2, %3};}" ::"r"(condition), "l"(to),
@@ -426,23 +399,16 @@ __device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x
 #endif
 }
 
-// Stores two numbers to two places.
-__device__ __forceinline__ void StoreIf(unsigned condition, float* to, float x, float* other, float y) {
+// Stores 16 bytes.
+template <class V>
+__device__ __forceinline__ void StoreIf(unsigned condition, V* to, const V& x) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
 #if defined(__CUDACC__)
-  asm volatile(
-      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f32 [%1], %2; @p st.global.f32 [%3], %4;}" ::"r"(condition),
-      "l"(to), "f"(x), "l"(other), "f"(y));
+  const Words w = reinterpret_cast<const Words&>(x);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(condition),
+               "l"(to), "r"(w.w[0]), "r"(w.w[1]), "r"(w.w[2]), "r"(w.w[3]));
 #else
-  if (condition != 0) *to = x, *other = y;
-#endif
-}
-__device__ __forceinline__ void StoreIf(unsigned condition, double* to, double x, double* other, double y) {
-#if defined(__CUDACC__)
-  asm volatile(
-      "{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.global.f64 [%1], %2; @p st.global.f64 [%3], %4;}" ::"r"(condition),
-      "l"(to), "d"(x), "l"(other), "d"(y));
-#else
-  if (condition != 0) *to = x, *other = y;
+  if (condition != 0) *to = x;
 #endif
 }
 
@@ -474,22 +440,32 @@ class SharedAddress {
 #endif
 };
 
-// Stores x and y side by side in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do
-// not see it before a barrier either, so they may move across.
-__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<float> to, float x, int y) {
+// Stores 16 bytes in shared memory, if `condition` is not zero. As StoreIf above; reads of this thread do not see it
+// before a barrier either, so they may move across.
+template <class V>
+__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<V> to, const V& x) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
 #if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b32 [%1], {%2, %3};}" ::"r"(condition),
-               "r"(to.Get()), "r"(AsInt(x)), "r"(y));
+  const Words w = reinterpret_cast<const Words&>(x);
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(condition),
+               "r"(to.Get()), "r"(w.w[0]), "r"(w.w[1]), "r"(w.w[2]), "r"(w.w[3]));
 #else
-  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+  if (condition != 0) *to.Get() = x;
 #endif
 }
-__device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<double> to, double x, int64_t y) {
+
+// 16 bytes of shared memory, in one access.
+template <class V>
+__device__ __forceinline__ V Load(SharedAddress<V> from) {
+  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
 #if defined(__CUDACC__)
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %0, 0; @p st.shared.v2.b64 [%1], {%2, %3};}" ::"r"(condition),
-               "r"(to.Get()), "l"(AsInt(x)), "l"(y));
+  Words w;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.w[0]), "=r"(w.w[1]), "=r"(w.w[2]), "=r"(w.w[3])
+               : "r"(from.Get()));
+  return reinterpret_cast<const V&>(w);
 #else
-  if (condition != 0) to.Get()[0] = x, (to + 1).Get()[0] = AsFloat(y);
+  return *from.Get();
 #endif
 }
 
@@ -505,10 +481,6 @@ __device__ __forceinline__ void CopyAsync(SharedAddress<T> to, const T* from) {
 #else
   *static_cast<T*>(__cvta_shared_to_generic(to.Get())) = *from;
 #endif
-}
-template <class T>
-__device__ __forceinline__ void CopyAsync(T* to, const T* from) {
-  CopyAsync(SharedAddress<T>(to), from);
 }
 
 // The same if `condition` is not zero; never a branch.
@@ -531,23 +503,13 @@ __device__ __forceinline__ void CommitCopies() {
 #endif
 }
 
-// Waits for the groups of this thread except the last kGroups.
+// Waits for the groups of this thread except the last kGroups. Other threads see them after a barrier.
 template <int kGroups>
 __device__ __forceinline__ void WaitForCopies() {
 #if !defined(__CUDACC__)
   emulation::WaitForCopies(kGroups);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#endif
-}
-
-// Waits for the copies that this thread started. Other threads see them after a barrier.
-__device__ __forceinline__ void WaitForCopies() {
-#if !defined(__CUDACC__)
-  emulation::CommitCopies();
-  emulation::WaitForCopies(0);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 

@@ -16,9 +16,13 @@
 // This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
 // earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// Tried, in cycles of a diagonal of a block by the replay of `make cuda-model`, 9 arcs and U = 63, alpha and beta:
-//   one group of threads sums all arcs, another prepares all                                         822 1173
-//   a group per pair of arcs, which sums its pair a diagonal early: what is here                     462  492
+// Tried, in cycles of a diagonal by `make cuda-model`, U = 63, beta and alpha of token and duration (9 arcs) and of
+// multi-blank (6 arcs), 5 durations each:
+//   one group of threads sums all arcs, another prepares all                                      822 1173
+//   a group per pair of arcs, which sums its pair a diagonal early                                492 463   410 390
+//   four diagonals unrolled, sums and maxima as trees, copies that have a condition, no branch    438 408   379 334
+//   copies after the reads of shared memory, in their waits: what is here                         398 400   301 309
+//   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
@@ -271,64 +275,85 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   const int first = Settled(2 * R * pitch + u * 2), parts = Settled(2 * R * pitch + 4 * W + u);
   const int raw = Settled(2 * R * pitch + 4 * W + 2 * kParts * W + u), in_raw = Settled(kPairs * W);
   int reached = lap + (R - 4 % R) % R * pitch + column;  // of this diagonal in the ring
-  for (int step = -4; step < last; ++step) {
-    const int t = (kUp ? step : last - 1 - step) - u;
-    if (group == 0) {
-      if (step >= 0) {
-        const Value<A>* const p = shared + first + (step & 1) * 2 * W;
-        Value<A> terms[2 + kParts];
-        terms[0] = Times(shared[reached + mine[0].reach], p[0]);
-        terms[1] = Times(shared[reached + mine[1].reach], p[1]);
-        const int from = parts + (step & 1) * in_parts;
+  // Four diagonals at a time, so that places in the buffers are constants. Those after the last have no node.
+  for (int begin = -4; begin < last; begin += 4) {
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) terms[2 + i] = shared[from + i * W];
-        auto e = terms[0].e;
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const int step = begin + quarter;
+      const int t = (kUp ? step : last - 1 - step) - u;
+      if (group == 0) {
+        if (step >= 0) {
+          const Value<A>* const p = shared + first + (quarter & 1) * 2 * W;
+          Value<A> terms[2 + kParts];
+          terms[0] = Times(shared[reached + mine[0].reach], p[0]);
+          terms[1] = Times(shared[reached + mine[1].reach], p[1]);
+          const int from = parts + (quarter & 1) * in_parts;
 #pragma unroll
-        for (int i = 1; i < 2 + kParts; ++i) e = S::Max(e, terms[i].e);
-        const auto shift = S::kExponentBias - e;
-        A sum = 0;
+          for (int i = 0; i < kParts; ++i) terms[2 + i] = shared[from + i * W];
+          // As trees, which are less deep than chains.
+          constexpr int kTerms = 2 + kParts;
+          typename S::I e[kTerms];
+          A sums[kTerms];
 #pragma unroll
-        for (int i = 2 + kParts; i-- > 0;) sum = Fma(terms[i].m, BiasedPower<A>(terms[i].e + shift), sum);
-        Value<A> value = {sum, e};
-        if (kUp && step == 0 && u == 0) value = One<A>();
-        if ((step & 3) == 3) value = Normalize(value);
-        shared[reached] = shared[reached - lap] = value;
-        StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
-                S::AsFloat(value.e));
+          for (int i = 0; i < kTerms; ++i) e[i] = terms[i].e;
+#pragma unroll
+          for (int n = kTerms; n > 1; n = (n + 1) / 2) {
+#pragma unroll
+            for (int i = 0; i < n / 2; ++i) e[i] = S::Max(e[i], e[n - 1 - i]);
+          }
+          const auto shift = S::kExponentBias - e[0];
+#pragma unroll
+          for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<A>(terms[i].e + shift);
+#pragma unroll
+          for (int n = kTerms; n > 1; n = (n + 1) / 2) {
+#pragma unroll
+            for (int i = 0; i < n / 2; ++i) sums[i] += sums[n - 1 - i];
+          }
+          Value<A> value = {sums[0], e[0]};
+          if (kUp && step == 0 && u == 0) value = One<A>();
+          if (quarter == 3) value = Normalize(value);
+          shared[reached] = shared[reached - lap] = value;
+          StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
+                  S::AsFloat(value.e));
+          at = next(at);
+        }
+      } else {
+        // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
+        WaitForCopies<2>();
+        const int now = quarter + 1, later = quarter + 4, t_now = kUp ? t + 1 : t - 1, t_later = kUp ? t + 4 : t - 4;
+#pragma unroll
+        for (int m = 0; m < kMine; ++m) {
+          const int pair = kMine == 1 ? group - 1 : m;
+          const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
+          // All reads first, then copies, whose addresses are found while the reads are under way. The first pair has
+          // no sum, and reads a value that nobody writes.
+          const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
+          Value<A> from[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) from[i] = shared[reached + pitch + (pair == 0 ? -2 * pitch : arcs[i].reach)];
+          A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned back = at - arcs[i].back, place = kUp ? min(back, back + plane) : at;
+            CopyAsyncIf(arcs[i].Exists(t_later), SharedAddress<A>(to + i), arcs[i].log + place);
+          }
+          const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now) ? kLimit<A> : A(-1));
+          const Value<A> q = Probability(x.of[1], arcs[1].Exists(t_now) ? kLimit<A> : A(-1));
+          if (pair == 0) {
+            Value<A>* const to = shared + first + (now & 1) * 2 * W;
+            to[0] = p;
+            to[1] = q;
+          } else {
+            shared[parts + (pair - 1) * W + (now & 1) * in_parts] = Plus(Times(from[0], p), Times(from[1], q));
+          }
+        }
         at = next(at);
+        CommitCopies();
       }
-    } else {
-      // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
-      WaitForCopies<2>();
-      const int now = step + 1, later = step + 4, t_now = kUp ? t + 1 : t - 1, t_later = kUp ? t + 4 : t - 4;
-#pragma unroll
-      for (int m = 0; m < kMine; ++m) {
-        const int pair = kMine == 1 ? group - 1 : m;
-        const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
-        const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
-        const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now)), q = Probability(x.of[1], arcs[1].Exists(t_now));
-        if (pair == 0) {
-          Value<A>* const to = shared + first + (now & 1) * 2 * W;
-          to[0] = p;
-          to[1] = q;
-        } else {
-          const int from = reached + pitch;
-          shared[parts + (pair - 1) * W + (now & 1) * in_parts] =
-              Plus(Times(shared[from + arcs[0].reach], p), Times(shared[from + arcs[1].reach], q));
-        }
-        A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned back = at - arcs[i].back, from = kUp ? min(back, back + plane) : at;
-          if (arcs[i].Exists(t_later)) CopyAsync(to + i, arcs[i].log + from);
-        }
-      }
-      at = next(at);
-      CommitCopies();
+      reached += pitch;
+      if (reached == ring_end) reached -= lap;
+      __syncthreads();
     }
-    reached += pitch;
-    if (reached == ring_end) reached -= lap;
-    __syncthreads();
   }
 }
 

@@ -63,13 +63,23 @@ __device__ __forceinline__ A LogSigmoid(A x) {
   return x == kInfinity<A> ? NaN<A>() : (x > 0 ? A(0) : x) - log1p;
 }
 
-// log_sum: Log(total.sum). Rounding must not make a probability exceed 1.
+// log(total.sum); 0 for a sum of 0: all logits are -inf then, and stay so below.
 template <class A>
-__device__ __forceinline__ A LogProbability(A logit, const LogSumExp<A>& total, A log_sum, bool normalize) {
-  const A y = logit - total.max - log_sum;
-  if (total.sum == 0 && logit == logit) return -kInfinity<A>;
-  return normalize ? (y > 0 ? A(0) : y) : y == kInfinity<A> ? NaN<A>() : y;
+__device__ __forceinline__ A LogOfSum(const LogSumExp<A>& total) {
+  return total.sum == 0 ? A(0) : Log(total.sum);
 }
+
+// Log-probabilities of classes. Rounding must not make a probability exceed 1; +inf that is not normalised is NaN.
+template <class A>
+struct LogProbability {
+  __device__ __forceinline__ explicit LogProbability(bool normalize)
+      : most(normalize ? A(0) : -kLowest<A>), instead(normalize ? A(0) : NaN<A>()) {}
+  __device__ __forceinline__ A operator()(A logit, const LogSumExp<A>& total, A log_sum) const {
+    const A y = logit - total.max - log_sum;
+    return y > most ? instead : y;
+  }
+  A most, instead;
+};
 
 // Writes the planes at a row inside the lengths. logit_blank, logit_label: of the first blank and of the label.
 template <class T, class A>
@@ -86,10 +96,11 @@ __device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointe
     log_blank = LogSigmoid(logit_blank);
     if (logit_blank != -kInfinity<A>) log_not_blank = LogSigmoid(-logit_blank);
   }
-  const A log_sum = Log(total.sum);
+  const A log_sum = LogOfSum(total);
+  const LogProbability<A> log_probability(shape.normalize);
   const auto of_class = [&](int k, A logit) {
     if (shape.bernoulli && k == shape.blanks[0]) return log_blank + poison;
-    return LogProbability(logit, total, log_sum, shape.normalize) + log_not_blank + poison;
+    return log_probability(logit, total, log_sum) + log_not_blank + poison;
   };
   args.log_arc[0][own.index] = of_class(shape.blanks[0], logit_blank);
   for (int i = 1; i < shape.num_blanks; ++i) {
@@ -99,10 +110,10 @@ __device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointe
                                                   ? of_class(own.label, logit_label)
                                                   : (own.label == kNoLabel ? -kInfinity<A> : NaN<A>()) + poison;
   if (shape.durations > 0) {
-    const A log_duration_sum = Log(of_durations.sum);
+    const A log_duration_sum = LogOfSum(of_durations);
     for (int i = 0; i < shape.durations; ++i) {
       const A logit = Widen(x[shape.classes + i]);
-      args.log_duration[i][own.index] = LogProbability(logit, of_durations, log_duration_sum, shape.normalize) + poison;
+      args.log_duration[i][own.index] = log_probability(logit, of_durations, log_duration_sum) + poison;
     }
   }
   A norm = 0;

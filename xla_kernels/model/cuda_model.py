@@ -31,7 +31,7 @@ import interpreter
 import operations
 import sass
 from cases import GPU_LARGE
-from cycles import RATES, cycles, floor, memory_cycles, pipe
+from cycles import RATES, chain, cycles, floor, memory_cycles, pipe
 from resources import OPTIONS, ROOT, SOURCES, kernel_name
 
 # ----------------------------------------------------------------------------------------------- the kernels, launched
@@ -289,8 +289,8 @@ class LatticeProblem:
         return kernels.call("model_lattice", *arguments, self.memory.zeros(size))
 
     def run(self, kernels):
-        """Runs all launches. Returns {(kernel, block): cycles of the block, and the floor of its instructions} of the
-        sweeps."""
+        """Runs all launches. Returns {(kernel, block): cycles of the block, floor and chain of its instructions} of
+        the sweeps."""
         found = {}
         for launch in self.launches(kernels):
             for index in np.ndindex(launch.grid):
@@ -298,7 +298,7 @@ class LatticeProblem:
                 if "Sweep" in launch.kernel.name:
                     traces = [w.trace for w in block.warps]
                     ends, _ = cycles([[traces]])
-                    found[launch.kernel.name, index[0]] = np.array([ends[0][2], floor(traces)])
+                    found[launch.kernel.name, index[0]] = np.array([ends[0][2], floor(traces), chain(traces)])
         return found
 
     def truth(self):
@@ -333,8 +333,8 @@ class LatticeProblem:
 
 
 def diagonal_cycles(kernels, table, U, frames):
-    """{(kernel, block): cycles a diagonal, and floor}, from the cycles at two numbers of frames. A sweep takes half of
-    the diagonals; a sweep of skipping arcs takes all."""
+    """{(kernel, block): cycles a diagonal, floor and chain}, from the cycles at two numbers of frames. A sweep takes
+    half of the diagonals; a sweep of skipping arcs takes all."""
     few, many = (LatticeProblem(table, T, U).run(kernels) for T in frames)
     steps = {key: (frames[1] - frames[0]) / (1 if key[0].startswith("Skip") else 2) for key in few}
     return {key: (many[key] - few[key]) / steps[key] for key in few}
@@ -358,7 +358,8 @@ DIAGONAL, WIDE, SKIPPING = 120, 1.3, 2.5
 HEADS = {
     "emission": "| emission ({version}) | V | instructions a row | an element | ALU | FMA | IMAD | XU | memory "
     "| KiB in flight | at 4 | at 2.7 | alone |\n|---|" + "--:|" * 12,
-    "lattice": "| lattice ({version}) | kernel | alpha, cycles a diagonal | beta | floor |\n|---|---|--:|--:|--:|",
+    "lattice": "| lattice ({version}) | kernel | alpha, cycles a diagonal | beta | floor | chain |\n"
+    "|---|---|--:|--:|--:|--:|",
 }
 
 
@@ -384,8 +385,12 @@ def lattice_row(kernels, name):
     found = {}
     for (kernel, block), value in diagonal_cycles(kernels, *LATTICES[name]).items():
         found.setdefault(kernel, {})["alpha" if (block == 0) != kernel.startswith("Skip") else "beta"] = value
+
+    def bound(v, i):
+        return f"{max(x[i] for x in v.values()):.0f}"
+
     rows = [
-        f"| {name} | `{k}` | {v['alpha'][0]:.0f} | {v['beta'][0]:.0f} | {max(x[1] for x in v.values()):.0f} |"
+        f"| {name} | `{k}` | {v['alpha'][0]:.0f} | {v['beta'][0]:.0f} | {bound(v, 1)} | {bound(v, 2)} |"
         for k, v in found.items()
     ]
     return "\n".join(rows), {k: max(x[0] for x in v.values()) for k, v in found.items()}

@@ -5,6 +5,8 @@ import heapq
 import itertools
 import types
 
+from sass import PT, RZ, UNIFORM
+
 # Pipes of a multiprocessor: warp instructions a cycle. Four schedulers issue one each; every pipe is there four times,
 # but for memory.
 RATES = {"issue": 4, "ALU": 2, "FMA": 4, "IMAD": 2, "XU": 0.5, "FP64": 2, "memory": 1, "uniform": 2, "control": 4}
@@ -35,6 +37,7 @@ LATENCY = {
 }
 OPERANDS = {"LDG": 14, "STG": 14, "LDGSTS": 14, "STS": 12, "LDS": 10, "SHFL": 10, "other": 8}
 TAKEN = 8  # cycles that a taken branch adds
+RESULT = 4  # cycles until a result is there, where the code has no scoreboard for it
 BARRIER = 20  # cycles from the last arrival to the next instruction
 
 
@@ -64,6 +67,69 @@ def floor(traces):
             else:
                 busy[k % 4, which] += 4 / RATES[which]
     return max(busy.values())
+
+
+def flow(x):
+    """(what an instruction reads, what it writes): numbers of registers, and minus one minus those of predicates."""
+    size = 4 if "128" in x else 2 if "64" in x and pipe(x) == "memory" else 1
+    stores = x.name in ("STG", "STS", "STL", "LDGSTS") or pipe(x) == "control"
+    reads, writes, found = [], [], stores
+    for i, o in enumerate(x.operands):
+        if o.kind == "pred":
+            # In front of the first register, or behind it and in front of the others: a comparison, a carry.
+            compares = x.name.endswith("SETP") or x.name == "PLOP3"
+            behind = found and not stores and i == 1 and x.name not in ("SEL", "FSEL")
+            writes_it = not stores and (i < 2 if compares else not found or behind)
+            (writes if writes_it else reads).append(-1 - o.index)
+        elif o.kind == "reg":
+            first = not found and not x.name.endswith("SETP")
+            found = True
+            last = "WIDE" in x and i == len(x.operands) - 1
+            n = max(size, 2 if x.name[0] == "D" or ("WIDE" in x and (first or last)) else 1)
+            (writes if first else reads).extend(range(o.index, o.index + n))
+        elif o.kind in ("memory", "const"):
+            for r, suffix, _ in o.terms:
+                if r is not None:
+                    reads.extend((r, r + 1) if "64" in suffix else (r,))
+        elif o.kind == "special" and x.name == "R2P":
+            writes.extend(range(-7, 0))
+            found = True
+    if x.guard != PT:
+        reads += [-1 - x.guard, *writes]
+    nothing = {RZ, UNIFORM + 63, -1 - PT, -1 - (PT + 8)}
+    return [r for r in reads if r not in nothing], [r for r in writes if r not in nothing]
+
+
+def chain(traces):
+    """Cycles of the longest chain of a block in which each instruction needs the result of the one before: from
+    register to register, and through shared memory at barriers. Copies and loads from memory come in time."""
+    flows, barrier = {}, 0.0
+    ready = [collections.defaultdict(float) for _ in traces]
+    at, end = [0] * len(traces), 0.0
+    while any(i < len(trace) for i, trace in zip(at, traces)):
+        stored = barrier
+        for k, trace in enumerate(traces):
+            times = ready[k]
+            while at[k] < len(trace):
+                x, detail = trace[at[k]]
+                at[k] += 1
+                if detail and detail[0] == "bar" and detail[2]:
+                    break
+                if x not in flows:
+                    flows[x] = flow(x)
+                reads, writes = flows[x]
+                start = max((times[r] for r in reads), default=0.0)
+                if x.name == "LDS":
+                    start = max(start, barrier)
+                elif x.name == "STS":
+                    stored = max(stored, start + RESULT)
+                wait = RESULT if x.write > 5 else LATENCY.get(x.name, LATENCY.get(pipe(x), LATENCY["L1"]))
+                wait = max(wait, LATENCY.get(x.name, 0))
+                for r in writes:
+                    times[r] = start + wait
+                end = max(end, start + wait)
+        barrier = stored + BARRIER
+    return end
 
 
 def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None):
