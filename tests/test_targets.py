@@ -75,6 +75,19 @@ def test_odd_values(loss, use_target, name):
         np.testing.assert_allclose(gradient[b], true_gradient[b], atol=losses.tolerance(np.float32, 11))
 
 
+@pytest.mark.parametrize("shift", [-1e5, -1e6])
+@pytest.mark.parametrize("name", names())
+def test_arcs_far_below_zero(loss, use_target, name, shift):
+    """Without FMA, the product of ln 2 and the exponent of such an arc rounds in float32."""
+    use_target(name)
+    p = losses.problem(3, 9, 5, 7, loss=loss, dtype=np.float32)
+    p = p._replace(logits=(np.round(p.logits * 2) / 2 + shift).astype(np.float32))
+    values, gradient = losses.evaluate(loss, p, "kernel", fused_log_softmax=False)
+    true_values, true_gradient = loss.expected(p, fused_log_softmax=False)
+    np.testing.assert_allclose(values, true_values, rtol=1e-6)
+    np.testing.assert_allclose(gradient, true_gradient, atol=1e-5)
+
+
 def test_unknown_target(use_target):
     with pytest.raises((ValueError, RuntimeError)):
         use_target("sse9")

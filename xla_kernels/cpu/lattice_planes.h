@@ -47,7 +47,7 @@ class SequencePlanes {
   A* GradPlane(int k) const { return static_cast<A*>(args_.grad_plane[k]) + sequence_ * size_; }
 
   static Value Probability(F x) {
-    const SplitExp<A> split(x);
+    const SplitExp<A, true> split(x);
     const auto positive = x >= -A(kLimit);
     return {positive ? split.m : F{}, positive ? split.Exponent() : I{} + S::kZero};
   }

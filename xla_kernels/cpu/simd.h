@@ -351,8 +351,9 @@ inline void Fence() {
 
 // ---- exp ----
 
-// exp(x) = m * 2^e with m in [0.70, 1.42], for |x| <= 2^21 (2^20 x ln 2 for double without FMA).
-template <class A>
+// exp(x) = m * 2^e with m in [0.70, 1.42]. Far: for |x| <= 2^21 (2^20 x ln 2 for double without FMA); else for results
+// within the range of A.
+template <class A, bool far>
 struct SplitExp {
   using S = Simd<A>;
   typename S::F m;
@@ -363,13 +364,25 @@ struct SplitExp {
 
   explicit SplitExp(typename S::F x) {
     const typename S::F rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
-    const typename S::F r = x - n * S::kLn2High - n * S::kLn2Low;
+    const typename S::F r = Remainder(x, n);
     int i = sizeof(S::kExp) / sizeof(A) - 1;
     typename S::F poly = Broadcast(S::kExp[i]);
     while (i-- > 0) poly = poly * r + S::kExp[i];
     m = (poly * r + A(1)) * r + A(1);
     biased = (typename S::I)rounded;
   }
+  // x - n ln 2. Without FMA a product of n above 2^15 rounds, by up to 0.1 at x = -2^21: a double holds it.
+  static typename S::F Remainder(typename S::F x, typename S::F n) {
+#if !defined(__FMA__) && !defined(__ARM_FEATURE_FMA)
+    if constexpr (far && sizeof(A) == 4) {
+      typedef double Wide __attribute__((vector_size(2 * kVectorBytes)));
+      const Wide r = __builtin_convertvector(x, Wide) - __builtin_convertvector(n, Wide) * 0.69314718055994530942;
+      return __builtin_convertvector(r, typename S::F);
+    }
+#endif
+    return x - n * S::kLn2High - n * S::kLn2Low;
+  }
+
   typename S::I Exponent() const { return biased - (typename S::I)Broadcast(kRound); }
   typename S::F PowerOfTwo() const { return (typename S::F)(biased << S::kMantissaBits); }  // for e >= -bias
 };
@@ -428,7 +441,7 @@ template <class V>
     return series * (power * r) + power;
   }
 #endif
-  const SplitExp<A> split(x);
+  const SplitExp<A, false> split(x);
   return split.m * split.PowerOfTwo();
 }
 
