@@ -193,7 +193,7 @@ def test_tiles_add_nothing_atomically(in_tiles):
 
 JOINTS = {
     "rnnt": (losses.RNNT, "linear", 1.0),
-    "tdt": (losses.tdt((0, 1, 2, 3, 4)), "linear", 1.0),
+    "tdt": (losses.tdt((0, 1, 2, 3, 4)), "linear", 1.01),  # 1,207 launches; with a tile less, 257 MB
     "hat": (losses.HAT, "linear", 1.0),
     "function": (losses.RNNT, "function", 1.5),
 }
