@@ -351,6 +351,26 @@ inline void Fence() {
 
 // ---- exp ----
 
+// c - a b, rounded once where there is an FMA. Of operators, compilers make one at -O2 and above alone.
+template <class V>
+inline V SubtractProduct(V c, V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(c[0]) == 4) {
+    return (V)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  } else {
+    return (V)_mm512_fnmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+  }
+#elif defined(__AVX2__) && defined(__FMA__)
+  if constexpr (sizeof(c[0]) == 4) {
+    return (V)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  } else {
+    return (V)_mm256_fnmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
+#else
+  return c - a * b;
+#endif
+}
+
 // exp(x) = m * 2^e with m in [0.70, 1.42]. Far: for |x| <= 2^21 (2^20 x ln 2 for double without FMA); else for results
 // within the range of A.
 template <class A, bool far>
@@ -380,7 +400,7 @@ struct SplitExp {
       return __builtin_convertvector(r, typename S::F);
     }
 #endif
-    return x - n * S::kLn2High - n * S::kLn2Low;
+    return SubtractProduct(SubtractProduct(x, n, Broadcast(S::kLn2High)), n, Broadcast(S::kLn2Low));
   }
 
   typename S::I Exponent() const { return biased - (typename S::I)Broadcast(kRound); }
