@@ -36,6 +36,7 @@ from jax_rnnt.decode._search import (
     packs,
     prepare,
     rows_at,
+    scrambled,
     step_rows,
 )
 from jax_rnnt.emissions.softmax import row_sum
@@ -376,12 +377,9 @@ def take_each(arrays, index):
 
 def hashed(key, label):
     """The two hashes [...] of the labels behind `key`, two arrays [...], and of one more label [...]."""
-    made = []
-    for x, first, second in zip(key, (0x85EBCA6B, 0xC2B2AE35), (0x9E3779B1, 0x27D4EB2F)):
-        x = (x.astype(jnp.uint32) ^ ((label + 1).astype(jnp.uint32) * np.uint32(first))) * np.uint32(second)
-        x = (x ^ (x >> 15)) * np.uint32(first)
-        made.append((x ^ (x >> 13)).astype(jnp.int32))
-    return made
+    labels = (label + 1).astype(jnp.uint32)
+    made = (scrambled(x.astype(jnp.uint32) ^ labels * np.uint32(y)) for x, y in zip(key, (0x9E3779B1, 0x27D4EB2F)))
+    return [x.astype(jnp.int32) for x in made]
 
 
 def merged(score, path, places):
