@@ -202,37 +202,62 @@ def step(tree, labels):
     return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
 
 
+@pytest.mark.parametrize("batch", [1, 13, 25])
 @pytest.mark.parametrize("share", [0, 0.1, 0.4, 1])
-def test_rows_that_step(share):
-    """Few or many of them, whatever their places; the other rows stay; a pack that is not full may wait."""
-    rng = np.random.default_rng(0)
-    wanted, labels, alike = rng.random(65) < share, rng.integers(0, 9, 65), rng.integers(0, 50, 65)
-    tree = {"rows": rng.normal(size=(50, 3))[alike], "count": alike}
-    labels = labels[alike]
-    maker = np.array([np.flatnonzero(alike == x)[0] if not wanted[alike == x].any() else
-                      np.flatnonzero((alike == x) & wanted)[0] for x in alike], np.int32)  # fmt: skip
-    run = jax.jit(lambda *x: _search.step_rows(*x[:2], step, *x[2:]))
+def test_rows_that_step(batch, share):
+    """Few or many, packed or not; the other live hypotheses keep their networks; a pack that is not full may wait."""
+    rng, width = np.random.default_rng(0), 6
+    shape = batch, width
+    slot = rng.integers(0, width, shape).astype(np.int32)
+    live = rng.random(shape) < 0.8
+    wanted, labels = live & (rng.random(shape) < share), rng.integers(0, 3, shape)
+    tree = {"rows": rng.normal(size=(*shape, 3)), "count": rng.integers(0, 9, shape)}
+    maker = np.arange(batch * width, dtype=np.int32).reshape(shape)
+    for b, w in np.argwhere(wanted):
+        same = wanted[b] & (slot[b] == slot[b, w]) & (labels[b] == labels[b, w])
+        maker[b, w] = b * width + np.flatnonzero(same)[0]
+
+    @jax.jit
+    def run(waits):
+        stepped, new, after = _search.step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn)
+        return stepped, new, jax.tree.map(lambda x: _search.take(x, new), after)
+
+    turn = rng.permutation(batch).astype(np.int32)
+    before = jax.tree.map(lambda x: np.asarray(_search.take(jnp.asarray(x), slot)), tree)
     makers = len(set(maker[wanted]))
-    stepped = np.asarray(run(wanted, maker, tree, labels, True)[0])
-    assert len(set(maker[stepped])) == makers // _search.PACK * _search.PACK and not (stepped & ~wanted).any()
-    stepped, found = run(wanted, maker, tree, labels, False)
-    np.testing.assert_array_equal(stepped, wanted)
-    rows = tree["rows"]
-    np.testing.assert_allclose(found["rows"], np.where(wanted[:, None], rows * 2 + labels[:, None], rows))
-    np.testing.assert_array_equal(found["count"], alike + 100 * wanted)
+    size = max(_search.PACK, batch * width // 4)
+    full = makers // size * size
+    for waits in True, False:
+        stepped, new, after = jax.tree.map(np.asarray, run(waits))
+        assert not (stepped & ~wanted).any()
+        found = len(set(maker[stepped]))
+        if _search.packs(batch * width) and (waits or full):
+            assert found == full
+            left = (wanted & ~stepped).any(1)
+            assert not left.any() or turn[stepped.any(1)].max(initial=-1) <= turn[left].min()
+        else:
+            np.testing.assert_array_equal(stepped, wanted)
+        assert len(np.unique((new + np.arange(batch)[:, None] * width)[stepped])) == found
+        rows = np.where(stepped[..., None], before["rows"] * 2 + labels[..., None], before["rows"])
+        np.testing.assert_allclose(after["rows"][live], rows[live])
+        np.testing.assert_array_equal(after["count"][live], (before["count"] + 100 * stepped)[live])
 
 
+@pytest.mark.parametrize("usual", [25, 100])
 @pytest.mark.parametrize("share", [0, 0.4, 1])
-def test_rows_that_are_computed(share):
+def test_rows_that_are_computed(share, usual):
     """Rows that another one makes are not computed themselves."""
     rng = np.random.default_rng(0)
     wanted, x = rng.random(100) < share, rng.normal(size=(100, 3))
     maker = np.arange(100, dtype=np.int32)
     together = np.flatnonzero(wanted)[::2]
     maker[together] = together[:1]
-    made, row = jax.jit(lambda *arrays: _search.compute_rows(*arrays[:2], lambda y: 2 * y, arrays[2:]))(
-        wanted, maker, x
-    )
+
+    @jax.jit
+    def run(wanted, maker, x):
+        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows])
+
+    made, row = run(wanted, maker, x)
     np.testing.assert_array_equal(np.asarray(made)[np.asarray(row)][wanted], 2 * x[maker][wanted])
     assert len(set(np.asarray(row)[wanted])) == len(set(maker[wanted]))
 

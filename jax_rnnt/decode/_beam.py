@@ -32,15 +32,19 @@ from jax_rnnt.decode._search import (
     Hypotheses,
     compute_rows,
     fingerprints,
+    flat,
     largest_sums,
     packs,
     prepare,
     rows_at,
+    rows_of,
     scrambled,
     step_rows,
+    take,
 )
 from jax_rnnt.emissions.softmax import row_sum
 
+LAST = np.iinfo(np.int32).max  # later than any frame
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
@@ -53,6 +57,7 @@ class Beam(typing.NamedTuple):
     counts: jax.Array  # [B, W]
     written: jax.Array  # [B, W]: labels on that frame
     pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
+    slot: jax.Array  # [B, W]: where its networks are
     hash: jax.Array  # [B, W, 2]: of the labels
     labels: jax.Array  # [B, W, L]
     frames: jax.Array
@@ -60,7 +65,7 @@ class Beam(typing.NamedTuple):
 
 
 class Networks(typing.NamedTuple):
-    """Leaves [B, W, ...], after the last label of each hypothesis that is not pending."""
+    """Leaves [B, W, ...], one row a slot: after the last label, that is not pending, of each hypothesis of the slot."""
 
     rows: jax.Array  # [B, W, P]
     predictor: Any
@@ -225,9 +230,15 @@ def beam(
         if log_probs.shape[-1] != tokens:
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
+    # Hypotheses seldom share rows where the state holds more than labels.
+    recurrent = any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves((network, lm_state)))
+    usual = batch * width // (1 if recurrent else 4)
     networks = made(rows, network, lm_state, log_probs)
     networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+
+    def alike(networks, slot):
+        return None if networks.alike is None else take(networks.alike, slot)
 
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
@@ -243,7 +254,7 @@ def beam(
     alone = jnp.broadcast_to(first, (batch, width))
     empty = jnp.full((batch, width, most), -1, jnp.int32)
     hashes = jnp.zeros((batch, width, 2), jnp.int32)
-    start_beam = Beam(alone, alone, none, none, none, none - 1, hashes, empty, empty, empty)
+    start_beam = Beam(alone, alone, none, none, none, none - 1, own, hashes, empty, empty, empty)
     fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
     if state is None:
         state = fresh
@@ -257,30 +268,35 @@ def beam(
         now = carry.beam
         going = carry.frame < lengths
         active = (now.frame == carry.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
-        # Utterances with new labels wait for others, until a pack of the predictor is full or too few go on without.
+        # New labels wait for others, until a pack of the predictor is full or too few utterances go on without. Those
+        # that are behind come first: else the last ones fall back, and steps at the end have few rows.
         label = jnp.where(active, now.pending, -1)
         waits = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
-        maker = first_alike(label >= 0, carry.networks.alike, label)
-        tree = jax.tree.map(flat, carry.networks)
-        stepped, networks = step_rows(flat(label >= 0), flat(maker), after_label, tree, flat(label), waits)
-        pending = jnp.where(stepped.reshape(own.shape), -1, now.pending)
+        live = now.score > -jnp.inf
+        maker = first_alike(label >= 0, alike(carry.networks, now.slot), label)
+        turn = carry.frame - jnp.min(carry.frame, initial=LAST, where=going)
+        arguments = live, after_label, carry.networks, label, waits, turn
+        stepped, slot, networks = step_rows(label >= 0, maker, now.slot, *arguments)
+        pending = jnp.where(stepped, -1, now.pending)
         active &= ~jnp.any(active & (pending >= 0), 1)[:, None]
 
-        encoder = jnp.repeat(search.frame(carry.frame[:, None])[:, 0], width, 0)
-        alike = None if networks.alike is None else networks.alike.reshape(carry.networks.alike.shape)
-        maker = flat(first_alike(active, alike))
-        (moves, labels, spoiled), row = compute_rows(flat(active), maker, scores, (encoder, networks.rows))
+        frame = jnp.broadcast_to(carry.frame[:, None], own.shape)
+
+        def scores_of(rows):
+            encoder = rows_of(search.encoder_out, search.inside(frame), rows)
+            return scores(encoder, rows_of(networks.rows, slot, rows))
+
+        maker = first_alike(active, alike(networks, slot))
+        (moves, labels, spoiled), row = compute_rows(flat(active), flat(maker), usual, scores_of)
         moves, spoiled = (rows_at(x, row).reshape(*own.shape, *x.shape[1:]) for x in (moves, spoiled))
         row = row.reshape(own.shape)
         if fuses:
-            labels = rows_at(labels, flat(row)) + networks.fused
+            labels = rows_at(labels, flat(row)) + rows_of(networks.fused, slot, None)
             spoiled |= jnp.isnan(jnp.max(labels, -1)).reshape(own.shape)
             labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
             row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
-        networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
         bad |= jnp.any(spoiled & active, -1)
         may_write = (now.written < symbols.labels_per_frame) & (now.counts < most)
-        frame = jnp.broadcast_to(carry.frame[:, None], own.shape)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
@@ -310,24 +326,24 @@ def beam(
         path = take(path, chosen)
         fields = parent, label, reads, frame, count, written, *key
         parent, label, reads, frame, count, written, *key = take_each(fields, chosen)
+        slot, pending = take_each((slot, pending), parent)
         writes = label >= 0
         here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
         new = label, state.first[:, None] + frame - reads, reads
         old = take_each((now.labels, now.frames, now.durations), parent)
         rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
-        pending = jnp.where(writes, label, take(pending, parent))
-        beam = Beam(score, path, frame, count, written, pending, jnp.stack(key, -1), *rows)
-        networks = jax.tree.map(lambda x: take(x, parent), networks)
+        pending = jnp.where(writes, label, pending)
+        beam = Beam(score, path, frame, count, written, pending, slot, jnp.stack(key, -1), *rows)
 
         # The frame of the utterance stays as long as a hypothesis stands on it.
-        first = jnp.where(score > -jnp.inf, frame, np.iinfo(np.int32).max).min(-1)
+        first = jnp.where(score > -jnp.inf, frame, LAST).min(-1)
         return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks), bad
 
     def running(carry_and_bad):
         return jnp.any(carry_and_bad[0].frame < lengths)
 
     now = state.beam
-    frame = jnp.where(now.score > -jnp.inf, now.frame, np.iinfo(np.int32).max).min(-1)
+    frame = jnp.where(now.score > -jnp.inf, now.frame, LAST).min(-1)
     carry = search.vary((Carry(frame, now, state.networks), state.bad | search.bad))
     (_, now, networks), bad = jax.lax.while_loop(running, step, carry)
 
@@ -345,17 +361,6 @@ def beam(
     count = jnp.where(dead, 0, count)
     labels, times, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, times, durations))
     return Hypotheses(labels, times, durations, count, score, count == most, after)
-
-
-def flat(x):
-    """[B, M, ...] -> [B M, ...]"""
-    return x.reshape(-1, *x.shape[2:])
-
-
-@jax.vmap
-def take(x, index):
-    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
-    return x.at[index].get(mode="promise_in_bounds")
 
 
 def first_alike(wanted, alike, label=None):

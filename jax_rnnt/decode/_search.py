@@ -17,7 +17,7 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
-PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 415 us for 8, 640 for 32
+PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
 BLOCK = 32  # places of a row of which `largest_sums` looks at the maximum first
 
 
@@ -74,9 +74,13 @@ class Search(typing.NamedTuple):
     classes: int
     dtype: Any  # of scores
 
+    def inside(self, t):
+        """The nearest frame of encoder_out."""
+        return jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
+
     def frame(self, t):
         """Encoder rows [B, K, E] of frames t [B, K]; any row for frames outside."""
-        t = jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
+        t = self.inside(t)
         return jnp.take_along_axis(self.encoder_out, t[..., None], axis=1, mode="promise_in_bounds")
 
     def vary(self, tree):
@@ -142,23 +146,28 @@ def packs(rows: int) -> bool:
     return jax.default_backend() == "cpu" and rows > PACK
 
 
-def packing(wanted, maker) -> Packing:
-    """The rows that are wanted [N] and make themselves; `maker` [N] is the row that makes this one."""
+def packing(wanted, maker, usual, turn=0) -> Packing:
+    """The rows that are wanted [N] and make themselves; `maker` [N] is the row that makes this one.
+
+    Rows of a lower `turn` [N] come first. Sizes follow the number of rows that are `usual`: packs that are seldom full
+    take the time of full ones.
+    """
     rows = len(maker)
-    size = min(max(PACK, rows // 4), 4 * PACK)
+    size = min(max(PACK, usual), 4 * PACK)
     makes = wanted & (maker == jnp.arange(rows, dtype=jnp.int32))
     # Numbers alone: XLA sorts pairs of a flag and a number on a CPU in twice the time.
-    order = jnp.minimum(jnp.sort(jnp.where(makes, jnp.arange(rows, dtype=jnp.int32), rows)), rows - 1)
-    rank = rows_at(jnp.cumsum(makes.astype(jnp.int32)) - 1, maker)
-    return Packing(jnp.pad(order, (0, -rows % size)), rank, jnp.sum(makes, dtype=jnp.int32), size)
+    most = np.iinfo(np.int32).max // rows - 1
+    turn = jnp.where(makes, jnp.minimum(turn, most - 1), most)
+    order = jnp.sort(turn * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), mode="promise_in_bounds")
+    return Packing(jnp.pad(order, (0, -rows % size)), rows_at(rank, maker), jnp.sum(makes, dtype=jnp.int32), size)
 
 
-def compute(pack, count, function, inputs):
-    """`function(*inputs)` of the first `count` rows of a packing, in its order."""
+def compute(pack, count, function):
+    """`function(rows)` of the first `count` rows of a packing, in its order."""
 
     def next_pack(done):
-        chosen = jax.lax.dynamic_slice(pack.order, (done,), (pack.size,))
-        return function(*jax.tree.map(lambda x: rows_at(x, chosen), inputs))
+        return function(jax.lax.dynamic_slice(pack.order, (done,), (pack.size,)))
 
     def step(carry):
         done, made = carry
@@ -171,36 +180,91 @@ def compute(pack, count, function, inputs):
     return jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)[1]
 
 
-def step_rows(wanted, maker, step, tree, labels, waits):
-    """(rows that have stepped [N], `tree` with their `step(tree, labels)`).
+def compute_rows(wanted, maker, usual, function):
+    """(`function(rows)`, place in it of each row [N]), for the rows of `wanted` [N]; `rows` None: of all N.
 
-    The rows of `wanted` [N] step. Where rows are packed and `waits` holds, those that do not fill a pack wait.
+    `usual` of them are no surprise.
     """
-    labels = jnp.where(wanted, labels, 0)
-    if not packs(len(labels)):
-
-        def step_all(tree):
-            return replace_rows(wanted, step(tree, labels), tree)
-
-        return wanted, jax.lax.cond(jnp.any(wanted), step_all, lambda x: x, tree)
-    pack = packing(wanted, maker)
-    count = jnp.where(waits, pack.makers // pack.size * pack.size, pack.makers)
-    mine = wanted & (pack.rank < count)
-
-    def step_packs(tree):
-        made = compute(pack, count, step, (tree, labels))
-        made = jax.tree.map(lambda x: rows_at(x, jnp.where(mine, pack.rank, 0)), made)
-        return replace_rows(mine, made, tree)
-
-    return mine, jax.lax.cond(count > 0, step_packs, lambda x: x, tree)
-
-
-def compute_rows(wanted, maker, function, inputs):
-    """(`function(*inputs)`, place in it of each row [N]), for the rows of `wanted` [N]."""
     if not packs(len(wanted)):
-        return function(*inputs), jnp.arange(len(wanted), dtype=jnp.int32)
-    pack = packing(wanted, maker)
-    return compute(pack, pack.makers, function, inputs), jnp.clip(pack.rank, 0)
+        return function(None), jnp.arange(len(wanted), dtype=jnp.int32)
+    pack = packing(wanted, maker, usual)
+    return compute(pack, pack.makers, function), pack.rank
+
+
+def step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn):
+    """(hypotheses that have stepped [B, W], slots [B, W], `tree` with their `step(tree rows, labels)`).
+
+    The networks of a hypothesis lie in its slot of `tree` [B, W, ...]; several may share one. The hypotheses of
+    `wanted` step into slots that no other live one has. `maker` [B, W], of all B W, makes the row of this one: they
+    share the slot, too. Where rows are packed, those that do not fill a pack wait, unless no pack is full and `waits`
+    does not hold. Utterances of a lower `turn` [B] come first.
+    """
+    batch, width = wanted.shape
+    own = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
+    labels = jnp.where(wanted, labels, 0)
+    packed = packs(batch * width)
+    if packed:
+        pack = packing(flat(wanted), flat(maker), batch * width // 4, jnp.repeat(turn, width))
+        full = pack.makers // pack.size * pack.size
+        count = jnp.where(waits | (full > 0), full, pack.makers)
+        rank = pack.rank.reshape(wanted.shape)
+        mine = wanted & (rank < count)
+    else:
+        count, rank, mine = jnp.sum(wanted, dtype=jnp.int32), own, wanted
+
+    def stepped(tree):
+        def function(rows):
+            return step(jax.tree.map(lambda x: rows_of(x, slot, rows), tree), rows_of(labels, None, rows))
+
+        return compute(pack, count, function) if packed else function(None)
+
+    def advance(slot, tree):
+        made = stepped(tree)
+        # The n-th hypothesis that makes a row takes the n-th free slot.
+        slots = jnp.arange(width, dtype=jnp.int32)[None, None]
+        free = ~jnp.any((slot[:, :, None] == slots) & (live & ~mine)[:, :, None], 1)
+        makes = mine & (maker == own)
+        taken = makes[:, :, None] & free[:, None] & (places(makes)[:, :, None] == places(free)[:, None])
+        new = jnp.sum(jnp.where(taken, slots, 0), 2, dtype=jnp.int32)
+        writer = jnp.sum(jnp.where(taken, rank[:, :, None], 0), 1, dtype=jnp.int32)
+        written = flat(jnp.any(taken, 1))
+
+        def put(x, y):
+            rows = rows_at(y, flat(writer)) if packed else flat(take(y.reshape(x.shape), writer % width))
+            return replace_rows(written, rows, flat(x)).reshape(x.shape)
+
+        return jnp.where(mine, take(new, maker % width), slot), jax.tree.map(put, tree, made)
+
+    slot, tree = jax.lax.cond(count > 0, advance, lambda *x: x, slot, tree)
+    return mine, slot, tree
+
+
+def places(chosen):
+    """[B, W]: how many before this one are chosen."""
+    before = jnp.tri(chosen.shape[1], k=-1, dtype=bool)[None]
+    return jnp.sum(chosen[:, None] & before, 2, dtype=jnp.int32)
+
+
+def rows_of(x, index, rows):
+    """Of x[b, index[b, w]], x [B, K, ...] and index [B, W] or None, the `rows` of all B W, or all in order."""
+    batch, size = x.shape[:2]
+    if rows is None:
+        return flat(x if index is None else take(x, index))
+    if index is not None:
+        first = size * jnp.arange(batch, dtype=jnp.int32)[:, None]
+        rows = rows_at(flat(first + index), rows)
+    return rows_at(flat(x), rows)
+
+
+def flat(x):
+    """[B, M, ...] -> [B M, ...]"""
+    return x.reshape(-1, *x.shape[2:])
+
+
+@jax.vmap
+def take(x, index):
+    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
+    return x.at[index].get(mode="promise_in_bounds")
 
 
 def rows_at(x, index):
