@@ -375,21 +375,28 @@ void FillIntegers(Bytes& in, Buffer* buffer, int64_t elements, int64_t most) {
 constexpr char kFresh = char(0xff);  // in every byte of a result before the call: a NaN that no kernel writes
 
 // False: XLA would not make such buffers.
-bool Allocate(Bytes& in, Call* call) {
+bool Allocate(Call* call) {
+  for (auto* buffers : {&call->args, &call->rets}) {
+    for (Buffer& buffer : *buffers) {
+      const int64_t elements = buffer.Elements();
+      if (elements < 0 || elements > kMostBytes / int64_t(Width(buffer.type))) return false;
+      // Not from new char[0], which AddressSanitizer makes a byte.
+      buffer.memory.reset(new char[elements * Width(buffer.type)]);
+      buffer.data = buffer.memory.get();
+      if (buffer.alias < 0 || buffer.alias >= int(call->args.size())) continue;
+      const Buffer& operand = call->args[buffer.alias];
+      if (operand.Elements() == elements && operand.type == buffer.type) buffer.data = operand.data;
+    }
+  }
+  return true;
+}
+
+void Fill(Bytes& in, Call* call) {
   uint32_t state = in.Byte() * 257;
-  const auto reserve = [](Buffer* buffer) {
-    const int64_t elements = buffer->Elements();
-    if (elements < 0 || elements > kMostBytes / int64_t(Width(buffer->type))) return false;
-    // Not from new char[0], which AddressSanitizer makes a byte.
-    buffer->memory.reset(new char[elements * Width(buffer->type)]);
-    buffer->data = buffer->memory.get();
-    return true;
-  };
   const bool emission = strstr(call->target, "emission") != nullptr;
   const Dims& first = call->args.empty() ? Dims{} : call->args[0].dims;
   for (size_t i = 0; i < call->args.size(); ++i) {
     Buffer& buffer = call->args[i];
-    if (!reserve(&buffer)) return false;
     const int64_t elements = buffer.Elements();
     if (buffer.type == XLA_FFI_DataType_S32 || buffer.type == XLA_FFI_DataType_S64) {
       const bool label = emission && i == 1;
@@ -401,22 +408,15 @@ bool Allocate(Bytes& in, Call* call) {
       FillFloats(in, &buffer, elements, &state);
     }
   }
-  for (Buffer& buffer : call->rets) {
-    if (!reserve(&buffer)) return false;
-    memset(buffer.data, kFresh, buffer.Elements() * Width(buffer.type));
-    if (buffer.alias < 0 || buffer.alias >= int(call->args.size())) continue;
-    const Buffer& operand = call->args[buffer.alias];
-    if (operand.Elements() == buffer.Elements() && operand.type == buffer.type) buffer.data = operand.data;
-  }
-  return true;
+  for (Buffer& buffer : call->rets) memset(buffer.memory.get(), kFresh, buffer.Elements() * Width(buffer.type));
 }
 
 // Does any element of a fresh result still hold what was there before the call?
 bool Untouched(const Buffer& buffer) {
   const size_t width = Width(buffer.type);
-  const std::string fresh(width, kFresh);
+  const auto is_fresh = [](char byte) { return byte == kFresh; };
   for (int64_t i = 0, n = buffer.Elements(); i < n; ++i)
-    if (memcmp(buffer.data + i * width, fresh.data(), width) == 0) return true;
+    if (std::all_of(buffer.data + i * width, buffer.data + (i + 1) * width, is_fresh)) return true;
   return false;
 }
 
@@ -449,25 +449,33 @@ void Run(Call* call) {
   static const std::vector<Registration> handlers = Registrations();
   const auto handler = std::find_if(handlers.begin(), handlers.end(),
                                     [&](const Registration& r) { return strcmp(r.target, call->target) == 0; });
-  std::vector<XLA_FFI_Buffer> buffers;
+  // Kept from call to call: ten allocations less.
+  static thread_local struct {
+    std::vector<XLA_FFI_Buffer> buffers;
+    std::vector<void*> pointers, attr_pointers;
+    std::vector<XLA_FFI_ArgType> arg_types;
+    std::vector<XLA_FFI_RetType> ret_types;
+    std::vector<XLA_FFI_ByteSpan> names;
+    std::vector<XLA_FFI_ByteSpan*> name_pointers;
+    std::vector<XLA_FFI_Array> arrays;
+    std::vector<XLA_FFI_Scalar> scalars;
+    std::vector<XLA_FFI_AttrType> attr_types;
+  } own;
+  auto& [buffers, pointers, attr_pointers, arg_types, ret_types, names, name_pointers, arrays, scalars, attr_types] =
+      own;
+  buffers.clear(), pointers.clear(), names.clear(), arrays.clear(), scalars.clear();
+  attr_types.clear(), name_pointers.clear(), attr_pointers.clear();
+  arg_types.assign(call->args.size(), XLA_FFI_ArgType_BUFFER);
+  ret_types.assign(call->rets.size(), XLA_FFI_RetType_BUFFER);
   for (auto* list : {&call->args, &call->rets})
     for (Buffer& b : *list)
       buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, b.type, b.data, int64_t(b.dims.size()), b.dims.data()});
-  std::vector<void*> pointers;
   for (XLA_FFI_Buffer& buffer : buffers) pointers.push_back(&buffer);
-  std::vector<XLA_FFI_ArgType> arg_types(call->args.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_RetType> ret_types(call->rets.size(), XLA_FFI_RetType_BUFFER);
-  std::vector<XLA_FFI_ByteSpan> names;
-  std::vector<XLA_FFI_Array> arrays;
-  std::vector<XLA_FFI_Scalar> scalars;
   for (Attribute& a : call->attributes) {
     names.push_back({a.name, strlen(a.name)});
     arrays.push_back({XLA_FFI_DataType_S64, a.values.size(), a.values.data()});
     scalars.push_back({XLA_FFI_DataType_S64, a.values.data()});
   }
-  std::vector<XLA_FFI_AttrType> attr_types;
-  std::vector<XLA_FFI_ByteSpan*> name_pointers;
-  std::vector<void*> attr_pointers;
   for (size_t i = 0; i < call->attributes.size(); ++i) {
     const bool is_array = call->attributes[i].is_array;
     attr_types.push_back(is_array ? XLA_FFI_AttrType_ARRAY : XLA_FFI_AttrType_SCALAR);
@@ -502,7 +510,9 @@ void Run(Call* call) {
   }
 }
 
-void One(const uint8_t* data, size_t size) {
+// A call, and `again` more with other lengths, labels and numbers.
+template <class Random>
+void One(const uint8_t* data, size_t size, Random& random, int again) {
   Bytes in{data, data + size};
   const int64_t kind = in.Below(4), target = in.Below(4);
   const bool large = kThreads > 0 && in.Below(4) == 0;  // for several threads
@@ -516,7 +526,16 @@ void One(const uint8_t* data, size_t size) {
   for (int64_t changes = in.Bit() ? 0 : in.Below(5); changes > 0; --changes) Change(in, &call);
   static const bool show = std::getenv("JAX_RNNT_FUZZ_SHOW") != nullptr;
   if (show) Show(call, call.changed ? "changed" : "call");
-  if (Allocate(in, &call)) Run(&call);
+  if (!Allocate(&call)) return;
+  Fill(in, &call);
+  Run(&call);
+  for (; again > 0; --again) {
+    uint8_t bytes[64];
+    for (uint8_t& byte : bytes) byte = random() >> 8;
+    Bytes others{bytes, bytes + sizeof bytes};
+    Fill(others, &call);
+    Run(&call);
+  }
 }
 
 }  // namespace
@@ -536,7 +555,7 @@ int main(int argc, char** argv) {
       std::vector<uint8_t> bytes(512);
       do {
         for (uint8_t& byte : bytes) byte = random();
-        One(bytes.data(), bytes.size());
+        One(bytes.data(), bytes.size(), random, 0);
         if (random() % 64 == 0) jax_rnnt::cpu::UseTarget(jax_rnnt::cpu::Targets()[random() % 2]);  // while others call
       } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
     });
@@ -552,7 +571,17 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
            static_cast<long long>(jax_rnnt::fuzz::refused));
   });
   (void)printed;
-  jax_rnnt::fuzz::One(data, size);
+  // Neighbours of this call: libFuzzer's own work for an input takes as long as dozens of calls, and a call's
+  // allocations as long as several.
+  constexpr int kNeighbours = 15, kAgain = 7;
+  std::minstd_rand random(std::hash<std::string>()(std::string(reinterpret_cast<const char*>(data), size)));
+  jax_rnnt::fuzz::One(data, size, random, kAgain);
+  std::vector<uint8_t> bytes;
+  for (int i = 0; i < kNeighbours && size > 0; ++i) {
+    bytes.assign(data, data + size);
+    for (int changes = 1 + random() % 4; changes > 0; --changes) bytes[random() % size] = random() >> 8;
+    jax_rnnt::fuzz::One(bytes.data(), size, random, kAgain);
+  }
   return 0;
 }
 #endif
