@@ -340,45 +340,54 @@ def place(path, line):
     return f"{path.relative_to(ROOT)}:{statement_of(path.read_text(), line)}"
 
 
-def reached(anew):
-    """{test: (CPU seconds, lines)} of the quick tests; what has not changed since is read from the last run.
+def digest(paths):
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
-    Without `anew`, what has changed is left out.
-    """
-    common = [*(ROOT / "jax_rnnt").rglob("*.py"), *(p for p in (ROOT / "tests").glob("*.py") if "test_" not in p.name)]
-    common = [p.read_bytes() for p in sorted(common) if p.name != pathlib.Path(__file__).name]
-    kept, known = BUILD / "reached.json", {}
+
+def record(path, helpers):
+    """{"files": {file: digest}, "tests": {test: (CPU seconds, lines)}} of the quick tests of a file."""
+    with tempfile.TemporaryDirectory(prefix="map-", dir=BUILD) as name:
+        folder = pathlib.Path(name)
+        out, log = folder / "map.json", folder / "log.txt"
+        copy_of_package(folder)
+        for source in SEARCHED["python"]:
+            replace(folder, source, recording(source.read_text(), str(source.relative_to(ROOT))).encode())
+
+        def call():
+            recorder = Recorder()
+            status = run_pytest(folder, [path], recorder)
+            out.write_text(json.dumps(recorder.passed()))
+            return status
+
+        status, seconds = spawned(call, 1500, log)
+        text = log.read_text()
+        if not out.exists():
+            sys.exit(f"{path.name}: exit {status}\n{text[-3000:]}")
+        tests = json.loads(out.read_text())
+    print(f"{path.name}: {seconds:.0f} s, {text.strip().splitlines()[-1]}", flush=True)
+    lines = {line.rpartition(":")[0] for _, lines in tests.values() for line in lines}
+    return {"files": {str(f): digest([ROOT / f]) for f in sorted(lines)} | helpers(path), "tests": tests}
+
+
+def reached():
+    """{test: (CPU seconds, lines)} of all quick tests; what has not changed since is read from the last run."""
+    shared = digest(p for p in sorted((ROOT / "tests").glob("*.py")) if not p.name.startswith(("test_", "mutation")))
+
+    def helpers(path):
+        return {"tests": shared, str(path.relative_to(ROOT)): digest([path])}
+
+    kept, known, tests = BUILD / "reached.json", {}, {}
     if kept.exists():
         known = json.loads(kept.read_text())
-    tests = {}
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         if path.stem.removeprefix("test_") in NOT_MAPPED.split():
             continue
-        key = hashlib.sha256(b"".join([*common, path.read_bytes()])).hexdigest()
-        if known.get(path.name, [None])[0] != key and not anew:
-            continue
-        if known.get(path.name, [None])[0] != key:
-            with tempfile.TemporaryDirectory(prefix="map-", dir=BUILD) as name:
-                folder, out = pathlib.Path(name), BUILD / "map.json"
-                copy_of_package(folder)
-                for source in SEARCHED["python"]:
-                    replace(folder, source, recording(source.read_text(), str(source.relative_to(ROOT))).encode())
-                out.unlink(missing_ok=True)
-
-                def call(folder=folder, out=out, path=path):
-                    recorder = Recorder()
-                    status = run_pytest(folder, [path], recorder)
-                    out.write_text(json.dumps(recorder.passed()))
-                    return status
-
-                status, seconds = spawned(call, 1500, BUILD / "map.log")
-            log = (BUILD / "map.log").read_text()
-            if not out.exists():
-                sys.exit(f"{path.name}: exit {status}\n{log[-3000:]}")
-            print(f"{path.name}: {seconds:.0f} s, {log.strip().splitlines()[-1]}", flush=True)
-            known[path.name] = [key, json.loads(out.read_text())]
+        files = known.get(path.name, {"files": {"none": ""}})["files"]
+        now = {f: digest([ROOT / f]) for f in files if (ROOT / f).is_file()} | helpers(path)
+        if files != now:
+            known[path.name] = record(path, helpers)
             kept.write_text(json.dumps(known))
-        tests |= known[path.name][1]
+        tests |= known[path.name]["tests"]
     return tests
 
 
@@ -398,6 +407,8 @@ def chosen(candidates, tests, kills, budget):
 def tests_for(path, line, tests, kills, budget):
     """Those that reach the statement of this line; for a line outside of functions, those that reach its file."""
     at = place(path, line)
+    if not any(lines for _, lines in tests.values()):
+        return [*tests]
     if not at.endswith(":None"):
         candidates = [test for test, (_, lines) in tests.items() if at in lines]
     else:
@@ -415,7 +426,8 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])
+        place = {item: self.place.get(item.nodeid, self.place.get(item.nodeid.split("[")[0])) for item in items}
+        items[:] = sorted((item for item in items if place[item] is not None), key=place.get)
 
 
 def run_pytest(folder, files, plugin, *options):
@@ -565,7 +577,8 @@ def try_cpu(path, data, folder, line, known):
         return "does not compile", ""
     files = tuple(f"tests/test_{name}.py::" for name in OF_KERNELS.split())
     tests, kills, budget = known[:3]
-    candidates = [name for name in tests if name.startswith(files) and "reference" not in name]
+    given = not any(lines for _, lines in tests.values())
+    candidates = [name for name in tests if given or (name.startswith(files) and "reference" not in name)]
     verdict = verdict_of(folder, chosen(candidates, tests, kills, budget), tests)
     if verdict[0] == "survived" and path.read_bytes() != data:
         for name, unit in concerned.items():
@@ -656,6 +669,20 @@ def difference(old, new):
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
+def reapplied(entry):
+    """As `draw`, a fault of before in the sources of today; None if they have no such lines."""
+    path = ROOT / entry["file"]
+    old, new = ([line[1:] for line in entry["difference"] if line[0] == sign] for sign in "-+")
+    lines = path.read_text().splitlines(keepends=True)
+    bare = [line.rstrip("\n") for line in lines]
+    places = [i for i in range(len(lines)) if bare[i : i + len(old)] == old]
+    if not places:
+        return None
+    at = min(places, key=lambda i: abs(i + 1 - entry["line"]))
+    faulty = [*lines[:at], *(line + "\n" for line in new), *lines[at + len(old) :]]
+    return path, path.read_bytes(), "".join(faulty).encode(), at + 1, entry["operator"]
+
+
 def report(results):
     counted = collections.Counter((r["area"], r["verdict"]) for r in results)
     print("area    faults  killed  survived  score   (not counted: equivalent, same code, does not compile)")
@@ -688,8 +715,8 @@ def main():
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="of what was run so far, with all survivors")
     parser.add_argument("--control", action="store_true", help="no fault: everything must survive")
-    parser.add_argument("--again", action="store_true", help="run the survivors once more, on the tests of today")
-    parser.add_argument("--mapped", action="store_true", help="only faults and tests of an interrupted map")
+    parser.add_argument("--again", nargs="*", metavar="AREA:SEED:NUMBER", help="run these, or all survivors, once more")
+    parser.add_argument("--tests", nargs="+", default=[], help="these instead of those that reach the line")
     parser.add_argument("--reason", nargs=3, metavar=("AREA", "NUMBER", "TEXT"), help="a survivor changes no result")
     options = parser.parse_args()
     lines = options.results.read_text().splitlines() if options.results.exists() else []
@@ -705,15 +732,15 @@ def main():
         write(results, options.results)
         return 0
     atexit.register(shutil.rmtree, PACKAGE, ignore_errors=True)
-    tests = reached(not options.mapped) if {*options.areas} != {"cuda"} else {}
-    mapped = {line for _, lines in tests.values() for line in lines}
+    tests = {name: (0, []) for name in options.tests}
+    if {*options.areas} != {"cuda"} and not tests:
+        tests = reached()
     kills = collections.Counter(r["by"] if "::" in r["by"] and "/" in r["by"] else f"tests/{r['by']}" for r in results)
 
     def attempt(area, path, data, line):
         with tempfile.TemporaryDirectory(prefix="fault-", dir=BUILD) as folder:
-            return TRY[area](
-                path, data, pathlib.Path(folder).resolve(), line, (tests, kills, options.budget, options.again)
-            )
+            known = tests, kills, options.budget, options.again is not None
+            return TRY[area](path, data, pathlib.Path(folder).resolve(), line, known)
 
     if options.control:
         survived = True
@@ -723,28 +750,41 @@ def main():
             survived &= verdict[0] == "survived"
             print(f"{area} {path.name}:{line}: {' '.join(verdict)}", flush=True)
         return int(not survived)
-    done = {(r["seed"], r["number"], r["area"]) for r in results if not (options.again and r["verdict"] == "survived")}
-    for number in range(options.count):
-        for area in options.areas:
-            if (options.seed, number, area) in done:
-                continue
-            path, old, new, line, operator = draw(options.seed, number, area)
-            if area == "python" and options.mapped and place(path, line) not in mapped:
-                continue
-            start = cpu_seconds()
-            verdict, by = attempt(area, path, new, line)
-            kills[f"tests/{by}"] += verdict == "killed"
-            entry = {
-                "seed": options.seed, "number": number, "area": area, "file": str(path.relative_to(ROOT)), "line": line,
-                "operator": operator, "verdict": verdict, "by": by, "difference": difference(old, new),
-                "seconds": round(cpu_seconds() - start),
-            }  # fmt: skip
-            results = [r for r in results if (r["seed"], r["number"], r["area"]) != (options.seed, number, area)]
-            results.append(entry)
-            write(results, options.results)
-            print(
-                f"{area} {number} {entry['file']}:{line} {operator}: {verdict} {by} ({entry['seconds']} s)", flush=True
-            )
+
+    def run(seed, number, area, fault):
+        path, old, new, line, operator = fault
+        start = cpu_seconds()
+        verdict, by = attempt(area, path, new, line)
+        kills[f"tests/{by}"] += verdict == "killed"
+        entry = {
+            "seed": seed, "number": number, "area": area, "file": str(path.relative_to(ROOT)), "line": line,
+            "operator": operator, "verdict": verdict, "by": by, "difference": difference(old, new),
+            "seconds": round(cpu_seconds() - start),
+        }  # fmt: skip
+        results[:] = [r for r in results if (r["seed"], r["number"], r["area"]) != (seed, number, area)]
+        results.append(entry)
+        write(results, options.results)
+        print(f"{area} {number} {entry['file']}:{line} {operator}: {verdict} {by} ({entry['seconds']} s)", flush=True)
+
+    if options.again is not None:
+        for r in [*results]:
+            wanted = f"{r['area']}:{r['seed']}:{r['number']}" in options.again
+            if wanted or (not options.again and r["verdict"] == "survived" and r["area"] in options.areas):
+                fault = reapplied(r)
+                if fault:
+                    run(r["seed"], r["number"], r["area"], fault)
+                else:
+                    print(f"{r['area']} {r['seed']} {r['number']}: the sources have changed there", flush=True)
+        return 0
+    done = {(r["seed"], r["number"], r["area"]) for r in results}
+    same = {(r["file"], *r["difference"]) for r in results}  # drawn twice, a fault counts once
+    for number, area in itertools.product(range(options.count), options.areas):
+        if (options.seed, number, area) not in done:
+            fault = draw(options.seed, number, area)
+            key = (str(fault[0].relative_to(ROOT)), *difference(*fault[1:3]))
+            if key not in same:
+                same.add(key)
+                run(options.seed, number, area, fault)
     report([r for r in results if r["seed"] == options.seed])
     return 0
 

@@ -266,6 +266,19 @@ def test_no_frames(implementation):
     np.testing.assert_array_equal(got, [0, -np.inf])
 
 
+@pytest.mark.rare("reference")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
+def test_no_labels_in_many_frames(table, dtype, implementation):
+    """One path, so that each of its posteriors is 1; a mantissa that is not scaled overflows or underflows."""
+    arcs = {slot: np.full((2400, 2), -0.34, dtype) for slot in ("blank", "label")}
+    call = lambda arcs: lattices.log_likelihood(table, arcs, 2400, 0, implementation)
+    value, posteriors = jax.value_and_grad(call)(arcs)
+    np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
+    np.testing.assert_allclose(posteriors["blank"], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
+    assert not np.any(posteriors["label"])
+
+
 def test_topology_as_a_list(implementation):
     arcs = arcs_of(truth.STANDARD, (T, U + 1))
     got, expected = (

@@ -297,6 +297,18 @@ def test_equality_of_loss_objects_with_arrays():
     compare(penalty)
 
 
+def test_equality_of_vectors():
+    """A field of a subclass may be an array of any shape."""
+
+    class Weighted(jax_rnnt.RNNTLoss):
+        weights: jax.Array | np.ndarray | float
+
+    one = Weighted(weights=np.array([1.0, 2.0]))
+    assert one == Weighted(weights=jnp.array([1.0, 2.0]))
+    for other in (np.array([1.0, 3.0]), np.array([1.0]), np.array([1.0, 2.0, 2.0]), 1.0):
+        assert one != Weighted(weights=other) and Weighted(weights=other) != one
+
+
 def test_linear_joint_is_a_value():
     """With its default activation it can be copied, pickled and printed."""
     joint = jax_rnnt.LinearJoint(jax.numpy.ones((3, 4)), jax.numpy.zeros(4))
