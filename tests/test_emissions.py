@@ -10,7 +10,6 @@ import losses
 import reference_numpy as truth
 from jax_rnnt.emissions import softmax
 
-pytestmark = pytest.mark.rare("reference")
 
 B, T, U1 = 3, 5, 4
 FRAMES = np.array([5, 3, 0], np.int32)
@@ -69,6 +68,7 @@ def stages(implementation, blanks, normalize, **head):
     )
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("blanks", BLANKS.values(), ids=BLANKS)
 @pytest.mark.parametrize("normalize", [True, False], ids=["logits", "log_probs"])
 def test_both_stages(implementation, blanks, normalize):
@@ -112,6 +112,7 @@ def expected_heads(x, label, inside, blank, normalize, cotangents, scale, clamp,
     return outputs, dx
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_heads(implementation, head):
     """A second softmax after the first, or a Bernoulli blank: rows for every path of the kernels, both input modes."""
@@ -141,6 +142,7 @@ def test_heads(implementation, head):
             assert not got[~inside].any()
 
 
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_odd_rows(implementation, head):
     """NaN or +inf anywhere in a row gives NaN in all planes; the bits of other rows do not change."""
@@ -159,6 +161,7 @@ def test_odd_rows(implementation, head):
         losses.assert_same_bits(got, clean[:-1])
 
 
+@pytest.mark.rare("reference")
 def test_bernoulli_extremes(implementation):
     """log sigmoid to the last digits far from 0, and a blank that is certain or impossible."""
     z = np.array([-np.inf, -1e4, -100, -30, -1e-3, 0, 1e-3, 8, 20, 88, 1e4], np.float64)
