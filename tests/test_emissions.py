@@ -225,6 +225,15 @@ def assert_norm(norm, x, anchor, dtype):
     np.testing.assert_allclose(norm[~anchored], lse[~anchored], rtol=4 * eps, atol=4 * eps)
 
 
+def test_labels_of_no_class(native_kernel):
+    """NaN, and nothing is read outside the row. The blank stays."""
+    label = np.array([9, 10, 2**31 - 1, OUTSIDE - 1, 8], np.int32)
+    forward, _ = stages(native_kernel, (3,), True)
+    log_blank, log_label, _ = forward(np.zeros((1, 1, 5, 9), np.float32), label[None, None], np.array([1], np.int32))
+    np.testing.assert_allclose(log_blank[0, 0], -np.log(9), rtol=1e-6)
+    assert np.isnan(log_label[0, 0]).tolist() == [True] * 4 + [False]
+
+
 def test_rows_far_from_their_anchor(implementation):
     """A masked blank: norm tells the backward pass which kind it is, and yields the softmax."""
     rng = np.random.default_rng(0)
