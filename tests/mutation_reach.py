@@ -125,6 +125,8 @@ def verdict_of(folder, names, tests):
     more = () if any(lines for _, lines in tests.values()) else ("-m", "")  # tests that were given may be slow
     status, seconds = spawned(lambda: run_pytest(folder, files, Chosen(names), "-x", *more), 3 * expected + 60, log)
     text = log.read_text(errors="replace")
+    if status == 5:
+        sys.exit(f"no such tests: {names}")
     if status == 0:
         return "survived", f"{len(names)} tests, {seconds:.0f} s"
     found = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(test_\S+)", text, re.M)

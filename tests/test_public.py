@@ -310,6 +310,9 @@ def test_every_loss_checks_the_common_options():
     for name, (first, _) in OWN.items():
         with pytest.raises(ValueError, match=f"{name}: reduction must be"):
             getattr(jax_rnnt, name)(*([(1, 2)] * len(first)), reduction="median")
+        for option in ("fused_log_softmax", "inplace"):
+            with pytest.raises(TypeError, match=f"{name}: {option} must be True or False, got 1"):
+                getattr(jax_rnnt, name)(*([(1, 2)] * len(first)), **{option: 1})
 
 
 def test_equality_of_vectors():
