@@ -10,7 +10,6 @@ import losses
 import reference_numpy as truth
 from jax_rnnt.emissions import softmax
 
-
 B, T, U1 = 3, 5, 4
 FRAMES = np.array([5, 3, 0], np.int32)
 BLANKS = {"one": (3,), "two": (0, 8), "four": (8, 7, 6, 5), "twice_the_same": (2, 2)}
@@ -223,6 +222,19 @@ def assert_norm(norm, x, anchor, dtype):
         <= relative[anchored]
     ).all()
     np.testing.assert_allclose(norm[~anchored], lse[~anchored], rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.skipif(losses.platform() != "cpu", reason="GPUs have an instruction for exp")
+def test_error_of_exp(native_kernel):
+    """Of a softmax, but for its sum, which all classes share: exp within 2 ulp, and much less on average."""
+    x = np.random.default_rng(0).uniform(-8, 0, (1, 1, 1, 4000)).astype(np.float32)
+    forward, backward = stages(native_kernel, (0,), True)
+    label, frames, one = np.full((1, 1, 1), NO_LABEL, np.int32), np.array([1], np.int32), np.ones((1, 1, 1), np.float32)
+    *_, norm = forward(x, label, frames)
+    dx = np.asarray(backward(x, label, frames, norm, one[0, 0], -one[0, 0], one, 0 * one), np.float64)
+    ratio = dx[0, 0, 0, 1:] / np.exp(x[0, 0, 0, 1:].astype(np.float64))
+    errors = np.abs(ratio / np.median(ratio) - 1) / losses.eps(np.float32)
+    assert errors.max() < 3 and np.sqrt((errors**2).mean()) < 0.5
 
 
 def test_labels_of_no_class(native_kernel):

@@ -267,6 +267,17 @@ def test_no_frames(implementation):
 
 
 @pytest.mark.rare("reference")
+@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.durations((0, 1, 2))], ids=["standard", "durations"])
+def test_bad_arcs(table, implementation):
+    """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
+    arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
+    bad = arcs[table[0].slot]
+    bad[:4, 1, 1], bad[2:4, 0, 0] = [np.inf, np.nan, np.inf, np.nan], -1e6
+    values = lattices.log_likelihood(table, arcs, np.full(5, 4), np.full(5, 2), implementation)
+    assert np.isnan(values).tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.rare("reference")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
 def test_no_labels_in_many_frames(table, dtype, implementation):
