@@ -4,13 +4,14 @@
     python tests/mutation.py --report
 
 A fault is one change of an operator, a comparison, a constant, min and max, two arguments, a condition or a statement,
-drawn from all places of an area. Python: in a copy of the package, under the tests of that file first. CPU kernels:
+drawn from all places of an area. Python: in a copy of the package, under the tests that reach the line. CPU kernels:
 compiled and linked into a copy of the module, under the tests of kernels. CUDA kernels: run by the emulation, under its
 checks. A fault whose object code is that of the sources changes nothing and does not count; one that does not compile
 does not either. Results are appended to a file of JSON lines, and a run goes on where the last one stopped.
 
-Each fault meets the tests that reach its line, the quickest first, for so many CPU seconds: a score is a lower bound.
-What each test reaches is recorded once, on a copy of the package that says so, and again where tests have changed.
+A fault meets the quickest tests, for so many CPU seconds: the score of a first run is a lower bound. A survivor is then
+read: --again lets it meet given tests or, in CUDA, optimised code and a sanitizer; --equivalent and --gap note why it
+changes no result, or why nothing finds it. What a test reaches is recorded once, and again where it may have changed.
 
 One worker on one core, with limits in CPU seconds: others may use the machine. The sources stay as they are.
 """
@@ -30,7 +31,7 @@ import sys
 import tempfile
 
 from mutation_areas import TRY
-from mutation_reach import BUILD, PACKAGE, reached
+from mutation_reach import BUILD, PACKAGE, Known, reached
 from mutation_sites import ROOT, SEARCHED, cxx_sites, python_sites
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutations.jsonl"
@@ -136,7 +137,7 @@ def main():
 
     def attempt(area, path, data, line):
         with tempfile.TemporaryDirectory(prefix="fault-", dir=BUILD) as folder:
-            known = tests, kills, options.budget, options.again is not None
+            known = Known(tests, kills, options.budget, bool(options.tests), options.again is not None)
             return TRY[area](path, data, pathlib.Path(folder).resolve(), line, known)
 
     if options.control:

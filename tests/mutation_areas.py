@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 
-from mutation_reach import BUILD, OF_KERNELS, chosen, copy_of_package, program, replace, spawned, tests_for, verdict_of
+from mutation_reach import BUILD, OF_KERNELS, copy_of_package, program, replace, spawned, verdict_of
 from mutation_sites import ROOT
 
 sys.path.insert(0, str(ROOT / "xla_kernels/emulation"))
@@ -25,7 +25,7 @@ def try_python(path, data, folder, line, known):
         return "does not compile", ""
     copy_of_package(folder)
     replace(folder, path, data)
-    return verdict_of(folder, tests_for(path, line, *known[:3]), known[0])
+    return verdict_of(folder, known.of_line(path, line), known)
 
 
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-w"]
@@ -109,11 +109,7 @@ def try_cpu(path, data, folder, line, known):
     linked = subprocess.run(["g++", "-shared", *objects.values(), "-o", module, "-pthread"], capture_output=True)
     if linked.returncode:
         return "does not compile", ""
-    files = tuple(f"tests/test_{name}.py::" for name in OF_KERNELS.split())
-    tests, kills, budget = known[:3]
-    given = not any(lines for _, lines in tests.values())
-    candidates = [name for name in tests if given or (name.startswith(files) and "reference" not in name)]
-    verdict = verdict_of(folder, chosen(candidates, tests, kills, budget), tests)
+    verdict = verdict_of(folder, known.of_files(OF_KERNELS, "reference"), known)
     if verdict[0] == "survived" and path.read_bytes() != data:
         for name, unit in concerned.items():
             optimised = folder / "objects" / f"{name}-O1.o"
@@ -140,7 +136,7 @@ def try_cuda(path, data, folder, line, known):
             shutil.copy(ROOT / source, folder / source)
     build = BUILD / "cuda"
     # What survives takes minutes more; a first run leaves that to --again.
-    later = ((OPTIMISED, ("forward",)), (checks.MODES[1], ("forward",))) if known[3] else ()
+    later = ((OPTIMISED, ("forward",)), (checks.MODES[1], ("forward",))) if known.again else ()
     for mode, orders in ((QUICK, QUICK.orders), *later):
         originals = {s: checks.compile_object(s, mode, build=build) for s in (*checks.KERNELS, *checks.OTHERS)}
         try:

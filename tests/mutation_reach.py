@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import collections
 import compileall
 import contextlib
 import hashlib
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import typing
 
 import jax  # for the processes of all faults at once; the package is imported in each
 import pytest
@@ -115,14 +117,14 @@ def run_pytest(folder, files, plugin, *options):
     return int(pytest.main([*command, "-c", str(ROOT / "pyproject.toml"), *options, *map(str, files)], [plugin]))
 
 
-def verdict_of(folder, names, tests):
+def verdict_of(folder, names, known):
     """Of these tests on the package in `folder`."""
     if not names:
         return "survived", "no test reaches it"
     files = dict.fromkeys(ROOT / name.split("::")[0] for name in names)
-    expected = sum(tests[name][0] for name in names)
+    expected = sum(known.tests[name][0] for name in names)
     log = folder / "log.txt"
-    more = () if any(lines for _, lines in tests.values()) else ("-m", "")  # tests that were given may be slow
+    more = ("-m", "") if known.given else ()
     status, seconds = spawned(lambda: run_pytest(folder, files, Chosen(names), "-x", *more), 3 * expected + 60, log)
     text = log.read_text(errors="replace")
     if status == 5:
@@ -281,27 +283,37 @@ def reached():
     return tests
 
 
-def chosen(candidates, tests, kills, budget):
-    """Tests for so many CPU seconds: those that found most, then the quickest; by files, which share programs."""
-    order = sorted(candidates, key=lambda name: (-kills[name], tests[name][0]))
-    total, taken = 0, {}
-    for name in order:
-        total += tests[name][0]
-        if total > budget and taken:
-            break
-        taken.setdefault(name.split("::")[0], []).append(name)
-    files = sorted(taken.values(), key=lambda names: (-sum(kills[n] for n in names), tests[names[0]][0]))
-    return [name for names in files for name in names]
+class Known(typing.NamedTuple):
+    """What a run knows of tests."""
 
+    tests: dict  # {test: (CPU seconds, lines)}
+    kills: collections.Counter  # how many faults a test has found
+    budget: float  # CPU seconds for a fault
+    given: bool  # by the caller, slow ones too, and nothing of them is recorded
+    again: bool  # survivors of before, which may take minutes each
 
-def tests_for(path, line, tests, kills, budget):
-    """Those that reach the statement of this line; for a line outside of functions, those that reach its file."""
-    at = place(path, line)
-    if not any(lines for _, lines in tests.values()):
-        return [*tests]
-    if not at.endswith(":None"):
-        candidates = [test for test, (_, lines) in tests.items() if at in lines]
-    else:
-        file = at.removesuffix("None")
-        candidates = [test for test, (_, lines) in tests.items() if any(x.startswith(file) for x in lines)]
-    return chosen(candidates, tests, kills, budget)
+    def chosen(self, candidates):
+        """Tests for the budget: those that found most, then the quickest; by files, which share programs."""
+        if self.given:
+            return [*self.tests]
+        seconds = {name: self.tests[name][0] for name in candidates}
+        total, taken = 0, {}
+        for name in sorted(candidates, key=lambda name: (-self.kills[name], seconds[name])):
+            total += seconds[name]
+            if total > self.budget and taken:
+                break
+            taken.setdefault(name.split("::")[0], []).append(name)
+        files = sorted(taken.values(), key=lambda names: (-sum(self.kills[n] for n in names), seconds[names[0]]))
+        return [name for names in files for name in names]
+
+    def of_line(self, path, line):
+        """Tests that reach the statement of a line; for a line outside of functions, those that reach its file."""
+        at = place(path, line)
+        exact, file = not at.endswith(":None"), at.removesuffix("None")
+        reach = lambda lines: at in lines if exact else any(x.startswith(file) for x in lines)
+        return self.chosen([test for test, (_, lines) in self.tests.items() if reach(lines)])
+
+    def of_files(self, names, without):
+        """Tests of these files, but for those with a word in their name."""
+        files = tuple(f"tests/test_{name}.py::" for name in names.split())
+        return self.chosen([test for test in self.tests if test.startswith(files) and without not in test])
