@@ -136,7 +136,8 @@ def verdict_of(folder, names, known):
         return "killed", found[0]
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return "killed", f"no end after {seconds:.0f} s, {expected:.0f} s expected"
-    return "killed", f"exit {status}: {(text.strip().splitlines() or [''])[-1]}"[:160]
+    last = "" if status < 0 else (text.strip().splitlines() or [""])[-1]
+    return "killed", f"exit {status} {last}".strip()[:160]
 
 
 def copy_of_package(folder):

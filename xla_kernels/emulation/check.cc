@@ -97,7 +97,7 @@ void CheckAll() {
   Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
   Check<float>("offset -1e4", with([](O o) { o.shift = -1e4; o.in_place = false; o.spread = 30; }));
   Check<float>("offset 1e4, a warp per row", with([](O o) { o.shift = 1e4; o.classes = 300; o.frames = 3; o.num_blanks = 2; }));
-  Check<float>("offset 1e4, a block per row", with([](O o) { o.shift = 1e4; o.classes = 16421; o.frames = 2; o.labels = 1; }));
+  Check<float>("offset 1e4, a block per row", with([](O o) { o.shift = 1e4; o.batch = 1; o.classes = 16424; o.offset = 1; o.frames = 2; o.labels = 1; }));
   Check<double>("offset 1e4, float64", with([](O o) { o.shift = 1e4; }));
   Check<Half>("offset 1e4, float16", with([](O o) { o.shift = 1e4; o.spread = 40; }));
   Check<BFloat16>("offset -1e4, bfloat16", with([](O o) { o.shift = -1e4; o.spread = 300; o.clamp = 0.1; }));
