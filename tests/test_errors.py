@@ -153,6 +153,8 @@ def test_validate_inputs(name):
     index, limit = BAD_DATA[name]
     p = losses.poisoned(losses.problem())
     assert jax_rnnt.validate_inputs(*p) is None
+    for end in (p._replace(logit_lengths=0 * p.logit_lengths), p._replace(target_lengths=0 * p.target_lengths)):
+        assert jax_rnnt.validate_inputs(*end) is None
     for value in (limit, -1):
         bad = p._replace(**{name: getattr(p, name).copy()})
         getattr(bad, name)[index] = value

@@ -104,10 +104,11 @@ def test_steps_equal_the_whole(flavour, name):
 
 
 @FLAVOURS
-def test_stateless_by_hand(flavour):
-    predictor, parameters = make(flavour, "StatelessPredictor", V, P, history=2, start=0)
+@pytest.mark.parametrize(("options", "start"), [({"start": 0}, 0), ({}, V - 1)], ids=["first", "default"])
+def test_stateless_by_hand(flavour, options, start):
+    predictor, parameters = make(flavour, "StatelessPredictor", V, P, history=2, **options)
     older, newest = np.split(np.asarray(parameters["embed"]["embedding"]), 2)
-    expected = [older[0] + newest[0], older[0] + newest[3], older[3] + newest[8]]
+    expected = [older[start] + newest[start], older[start] + newest[3], older[3] + newest[8]]
     np.testing.assert_allclose(predictor(np.array([3, 8])), np.maximum(expected, 0), rtol=EXACT)
 
 

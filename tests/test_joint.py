@@ -208,19 +208,22 @@ def test_nan_stays_in_its_sequence(implementation, joint):
 
 @WAYS
 def test_odd_sequences_contribute_nothing(implementation, joint):
-    """Bad lengths or labels (NaN), no path (+inf), no frame and no label (0). Their rows may even be NaN."""
+    """Bad lengths or labels (NaN), no path (+inf), no frame and no label (0). Their rows may even be NaN.
+
+    They come first: tiles that are not full must not read the first rows instead.
+    """
     network = Network(batch=6)
     targets, frames, labels = (x.copy() for x in network.rest)
-    frames[1], labels[2], targets[3, 0], frames[4], labels[4] = T + 1, -1, V, 0, 2
+    frames[0], labels[1], targets[2, 0], labels[2], frames[3], labels[3] = T + 1, -1, V, 1, 0, 2
     run = gradients(tiles, joint=joint, reduction="none", implementation=implementation)
     rows = tuple(x.copy() for x in network.rows)
     for x in rows:
-        x[1:5] = np.nan
+        x[:4] = np.nan
     values, (of_parameters, of_rows) = run(network, rows=rows, rest=(targets, frames, labels))
-    np.testing.assert_array_equal(np.isnan(values), [False, True, True, labels[3] > 0, False, False])
-    assert values[4] == np.inf
-    assert not any(np.any(np.asarray(g)[1:5]) for g in of_rows)
-    good = np.array([0, 5])
+    np.testing.assert_array_equal(np.isnan(values), [True, True, True, False, False, False])
+    assert values[3] == np.inf
+    assert not any(np.any(np.asarray(g)[:4]) for g in of_rows)
+    good = np.array([4, 5])
     network.rows, network.rest = (jax.tree.map(lambda x: x[good], x) for x in (network.rows, network.rest))
     expected_values, (expected, of_rows_alone) = gradients(materialized, reduction="none")(network)
     np.testing.assert_allclose(values[good], expected_values, rtol=1e-12)

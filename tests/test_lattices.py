@@ -266,6 +266,30 @@ def test_no_frames(implementation):
     np.testing.assert_array_equal(got, [0, -np.inf])
 
 
+@pytest.mark.rare("reference")
+@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.durations((0, 1, 2))], ids=["standard", "durations"])
+def test_bad_arcs(table, implementation):
+    """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
+    arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
+    bad = arcs[table[0].slot]
+    bad[:4, 1, 1], bad[2:4, 0, 0] = [np.inf, np.nan, np.inf, np.nan], -1e6
+    values = lattices.log_likelihood(table, arcs, np.full(5, 4), np.full(5, 2), implementation)
+    assert np.isnan(values).tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.rare("reference")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
+def test_no_labels_in_many_frames(table, dtype, implementation):
+    """One path, so that each of its posteriors is 1; a mantissa that is not scaled overflows or underflows."""
+    arcs = {slot: np.full((2400, 2), -0.34, dtype) for slot in ("blank", "label")}
+    call = lambda arcs: lattices.log_likelihood(table, arcs, 2400, 0, implementation)
+    value, posteriors = jax.value_and_grad(call)(arcs)
+    np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
+    np.testing.assert_allclose(posteriors["blank"], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
+    assert not np.any(posteriors["label"])
+
+
 def test_topology_as_a_list(implementation):
     arcs = arcs_of(truth.STANDARD, (T, U + 1))
     got, expected = (

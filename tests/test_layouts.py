@@ -273,6 +273,18 @@ def test_hypotheses_of_each_utterance():
             np.testing.assert_allclose(a, b, atol=EXACT)
 
 
+@pytest.mark.parametrize("own", [(2, 1, 2), (1, 3, 2)], ids=str)
+def test_encoders_that_broadcast(own):
+    """Against batch dimensions of the predictor [2, 3, 2, U + 1, P], wherever they differ."""
+    rng, batch = np.random.default_rng(3), (2, 3, 2)
+    encoder, predictor = rng.normal(size=(*own, 3, 5)), rng.normal(size=(*batch, 3, 5))
+    rest = rng.integers(0, 4, (*batch, 2)).astype(np.int32), np.full(batch, 3, np.int32), rng.integers(0, 3, batch)
+    logits = np.tanh(encoder[..., :, None, :] + predictor[..., None, :, :])
+    loss = jax_rnnt.RNNTLoss(reduction="none")
+    got = loss(JointLogits(lambda e, q: jnp.tanh(e + q), encoder, predictor), *rest)
+    np.testing.assert_allclose(got, loss(logits, *rest), rtol=EXACT)
+
+
 @pytest.mark.rare(
     "reference-MultiblankRNNTLoss",
     "reference-RNNTLoss",

@@ -30,6 +30,14 @@ def evaluate(p, rows, implementation, *, cotangents=None, jit=True, **options):
     return (jax.jit(run) if jit else run)(rows, cotangents)
 
 
+def test_no_frames(implementation):
+    """`max_frames` may be 0: no label is a path of no arcs, a label has none."""
+    rows, targets = np.zeros((1, 5)), np.zeros((2, 1), np.int32)
+    options = {"max_frames": 0, "reduction": "none", "implementation": implementation}
+    got = jax_rnnt.rnnt_loss_packed(rows, targets, np.array([0, 0]), np.array([0, 1]), **options)
+    np.testing.assert_array_equal(got, [0, np.inf])
+
+
 @pytest.mark.rare("reference-float64")
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, "bfloat16"])
 def test_value_and_gradient(implementation, dtype):

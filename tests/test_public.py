@@ -297,6 +297,36 @@ def test_equality_of_loss_objects_with_arrays():
     compare(penalty)
 
 
+def test_all_dataclasses_are_frozen():
+    """Values of the package may be shared, be static arguments of jit and be keys."""
+    modules = [vars(x) for name, x in sys.modules.items() if name.split(".")[0] == "jax_rnnt"]
+    found = {x for names in modules for x in names.values() if isinstance(x, type) and dataclasses.is_dataclass(x)}
+    classes = {x for x in found if re.match(r"jax_rnnt\b(?!\.flax)", x.__module__)}  # modules of Flax are not frozen
+    assert {jax_rnnt.RNNTLoss, jax_rnnt.seam.UnderNormalize} <= classes
+    assert [x for x in classes if not x.__dataclass_params__.frozen] == []
+
+
+def test_every_loss_checks_the_common_options():
+    for name, (first, _) in OWN.items():
+        with pytest.raises(ValueError, match=f"{name}: reduction must be"):
+            getattr(jax_rnnt, name)(*([(1, 2)] * len(first)), reduction="median")
+        for option in ("fused_log_softmax", "inplace"):
+            with pytest.raises(TypeError, match=f"{name}: {option} must be True or False, got 1"):
+                getattr(jax_rnnt, name)(*([(1, 2)] * len(first)), **{option: 1})
+
+
+def test_equality_of_vectors():
+    """A field of a subclass may be an array of any shape."""
+
+    class Weighted(jax_rnnt.RNNTLoss):
+        weights: jax.Array | np.ndarray | float
+
+    one = Weighted(weights=np.array([1.0, 2.0]))
+    assert one == Weighted(weights=jnp.array([1.0, 2.0]))
+    for other in (np.array([1.0, 3.0]), np.array([1.0]), np.array([1.0, 2.0, 2.0]), 1.0):
+        assert one != Weighted(weights=other) and Weighted(weights=other) != one
+
+
 def test_linear_joint_is_a_value():
     """With its default activation it can be copied, pickled and printed."""
     joint = jax_rnnt.LinearJoint(jax.numpy.ones((3, 4)), jax.numpy.zeros(4))
