@@ -63,10 +63,18 @@ __device__ __forceinline__ Value<A> Times(Value<A> a, Value<A> p) {
   return {a.m * p.m, S::Max(a.e + p.e, S::kZero)};
 }
 template <class A>
+struct Sum {
+  __device__ __forceinline__ Sum(Value<A> x, Value<A> y) : e(Scalar<A>::Max(x.e, y.e)) {
+    const auto shift = Scalar<A>::kExponentBias - e;
+    a = x.m * BiasedPower<A>(x.e + shift), b = y.m * BiasedPower<A>(y.e + shift);
+  }
+  A a, b;  // its terms: (a + b) 2^e
+  typename Scalar<A>::I e;
+};
+template <class A>
 __device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
-  using S = Scalar<A>;
-  const auto e = S::Max(a.e, b.e), shift = S::kExponentBias - e;
-  return {Fma(b.m, BiasedPower<A>(b.e + shift), a.m * BiasedPower<A>(a.e + shift)), e};
+  const Sum<A> sum(a, b);
+  return {sum.a + sum.b, sum.e};
 }
 
 // 1 as 2^-k * 2^k, where 2^k is about x: the product of a number with it has a mantissa near 1. Shorter than Normalize:
