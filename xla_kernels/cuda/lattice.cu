@@ -441,7 +441,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   using S = Scalar<A>;
   constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1, kWidth = kColumns * 32;
   // Lanes and their columns where values cross from and to the next tiles.
-  constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry, kFirst = kUp ? 0 : kColumns - 1, kLast = kColumns - 1 - kFirst;
+  constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry, kFirst = kUp ? 0 : kColumns - 1,
+                kLast = kColumns - 1 - kFirst;
   const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Sequence<A> sequence(args, b);
   const int tiles = sequence.labels / kWidth + 1;
@@ -582,54 +583,33 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     }
     CommitCopies();
   };
-  // A chunk's number of a diagonal in two vectors, by steps.
+  // A column's numbers of a chunk are read by halves, that is by steps: from vectors h and 2 + h.
   const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
-  struct Logarithms {
-    Vector<A> of[kColumns][kVectors];
-    A limit[kColumns];
-  };
-  const auto logarithms = [&](const Chunk& next, int stage) {
-    Logarithms x;
+  const auto read = [&](int stage, int half, unsigned first, Vector<A>(&to)[kColumns][kVectors]) {
     const SharedAddress<Vector<A>> from = stage_at(stage);
+    const unsigned h = unsigned(kUp ? half : 1 - half);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-      for (unsigned v = 0; v < kVectors; ++v) x.of[c][v] = Load(from + in_stage(v, c));
-      x.limit[c] = has_arcs(next.t[c]) ? kLimit<A> : A(-1);
+      to[c][h] = Load(from + in_stage(first + h, c));
+      to[c][2 + h] = Load(from + in_stage(first + 2 + h, c));
     }
-    return x;
   };
-  const auto probability = [&](const Logarithms& x, int j, Probabilities& p) {
+  // Logarithms of a chunk's arcs, and values of the other direction for the second sweep.
+  struct Read {
+    Vector<A> arcs[kColumns][kVectors], other[kColumns][kVectors];
+  };
+  const auto read_arcs = [&](int stage, int half, Read& x) { read(stage, half, 0, x.arcs); };
+  const auto read_others = [&](int stage, int half, Read& x) {
+    if (kSweep == 2) read(stage, half, kVectors, x.other);
+  };
+  const auto probability = [&](const Read& x, const Chunk& chunk, int j, Probabilities& p) {
     const int i = element(j);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      p.blank[c][j] = Probability(x.of[c][i / V].of[i % V], x.limit[c]);
-      p.label[c][j] = Probability(x.of[c][2 + i / V].of[i % V], x.limit[c]);
+      const A limit = has_arcs(chunk.t[c]) ? kLimit<A> : A(-1);
+      p.blank[c][j] = Probability(x.arcs[c][i / V].of[i % V], limit);
+      p.label[c][j] = Probability(x.arcs[c][2 + i / V].of[i % V], limit);
     }
-  };
-  const auto probabilities = [&](const Chunk& now, int stage) {
-    const Logarithms x = logarithms(now, stage);
-    Probabilities p;
-#pragma unroll
-    for (int j = 0; j < C; ++j) probability(x, j, p);
-    return p;
-  };
-
-  // Values of the other direction, in the second sweep.
-  struct Others {
-    Vector<A> of[kColumns][kVectors];
-  };
-  const auto others = [&](int stage) {
-    Others x;
-    const SharedAddress<Vector<A>> from = stage_at(stage);
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-      for (unsigned v = 0; v < kVectors; ++v) {
-        x.of[c][v] = kSweep == 2 ? Load(from + in_stage(kVectors + v, c)) : Vector<A>{};
-      }
-    }
-    return x;
   };
 
   // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
@@ -646,7 +626,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
   const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, const Probabilities& p,
-                           const Others& other, State& state, auto beside) {
+                           const Read& x, State& state, auto beside) {
     const SharedAddress<Vector<A>> to_leave = crossing.to + (chunk & 1) * kVectors;
     Vector<A> leave;
     Vector<A> enter[kVectors];
@@ -685,12 +665,13 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     for (int j = 0; j < C; ++j) {
       const int i = element(j), h = i / V, k = i % V;
       const auto put = [&](int c, A x, A y) { out[c][h].of[k] = x, out[c][2 + h].of[k] = y; };
-      // The sum over the two arcs of a node. Their shares of it, times the value of the other direction, are posteriors.
+      // The sum over the two arcs of a node. Their shares of it, times the value of the other direction, are
+      // posteriors.
       const auto add = [&](int c, Value<A> blank, Value<A> label) {
         const Sum<A> sum(blank, label);
         if (kSweep == 2) {
-          const A x = other.of[c][h].of[k] * BiasedPower<A>(sum.e + S::AsInt(other.of[c][2 + h].of[k]));
-          put(c, sum.a * x, sum.b * x);
+          const A scale = x.other[c][h].of[k] * BiasedPower<A>(sum.e + S::AsInt(x.other[c][2 + h].of[k]));
+          put(c, sum.a * scale, sum.b * scale);
         }
         state.self[c] = {sum.a + sum.b, sum.e};
       };
@@ -749,39 +730,40 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     start_copies(warp, now, 0);
     start_copies(warp, next, 1);
     WaitForCopies<1>();
-    Probabilities p = probabilities(now, 0);
-    Others other = others(0);
+    Read x;
+    Probabilities p;
+    read_arcs(0, 0, x);
+    read_others(0, 0, x);
+#pragma unroll
+    for (int j = 0; j < C / 2; ++j) probability(x, now, j, p);
     // Before and after its chunks, a warp only meets the others at their barriers.
     const auto meet = [&](int times) {
 #pragma unroll 1
-      for (int i = 0; i < times; ++i) __syncthreads();
+      for (int i = 0; i < times; ++i) SyncWarps();
     };
     const int before = Settled(warp < tiles ? -chunk_of(0, warp) : rounds);
     meet(before);
 #pragma unroll 1
     for (int chunk = 0; chunk < (warp < tiles ? chunks : 0); ++chunk) {
-      __syncthreads();
+      SyncWarps();
       const int stage = chunk & 1;
       const Chunk later = after(chunk + 2, next);
-      Logarithms logarithms_of_next;
-      Probabilities p_of_next;
-      constexpr int kLoad = KLOAD;
-      const auto ready = [](int j) { return j <= kLoad ? 0 : j == C - 1 ? C : (j - kLoad) * KRATE / 4; };
-      compute(chunk, warp, crossing, now, p, other, state, [&](int j) {
-        if (j == 0) start_copies(warp, later, stage);
-        if (j == kLoad) {
+      compute(chunk, warp, crossing, now, p, x, state, [&](int j) {
+        if (j == 0) {
+          read_arcs(stage, 1, x);
+          read_others(stage, 1, x);
+        }
+        if (j == 1) start_copies(warp, later, stage);
+        if (j < C / 2) probability(x, now, C / 2 + j, p);
+        if (j == C / 2 - 1) {
           WaitForCopies<1>();
-          logarithms_of_next = logarithms(next, stage ^ 1);
+          read_arcs(stage ^ 1, 0, x);
         }
-#pragma unroll
-        for (int i = 0; i < C; ++i) {
-          if (i >= ready(j - 1) && i < ready(j)) probability(logarithms_of_next, i, p_of_next);
-        }
-        if (j == C - 1) other = others(stage ^ 1);  // before the barrier, so that they are there after it
+        if (j >= C / 2) probability(x, next, j - C / 2, p);
+        if (j == C - 1) read_others(stage ^ 1, 0, x);  // before the barrier, so that they are there after it
       });
       now = next;
       next = later;
-      p = p_of_next;
     }
     meet(warp < tiles ? rounds - before - chunks : 0);
     if (kSweep == 1 && warp < tiles) store(warp, state);
@@ -805,7 +787,16 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       }
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, crossing_of(tile), now, probabilities(now, 0), others(0), state, [](int) {});
+      Read x;
+      Probabilities p;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        read_arcs(0, half, x);
+        read_others(0, half, x);
+      }
+#pragma unroll
+      for (int j = 0; j < C; ++j) probability(x, now, j, p);
+      compute(chunk, tile, crossing_of(tile), now, p, x, state, [](int) {});
       store(tile, state);
     }
   }

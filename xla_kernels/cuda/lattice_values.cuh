@@ -29,8 +29,8 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// A number whose Probability is zero, as it comes out of the arithmetic there: the product is rounded so that the rest is
-// very negative, and the exponent is so low that no value times zero outweighs a value.
+// A number whose Probability is zero, as it comes out of the arithmetic there: the product is rounded so that the rest
+// is very negative, and the exponent is so low that no value times zero outweighs a value.
 template <class A>
 constexpr A kNever = sizeof(A) == 4 ? A(-0x1p126) : A(-0x1p1022);
 

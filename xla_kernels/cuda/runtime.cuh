@@ -412,6 +412,17 @@ __device__ __forceinline__ void StoreIf(unsigned condition, V* to, const V& x) {
 #endif
 }
 
+// ---- barriers ----
+
+// A barrier of the block at which warps may arrive from different places in the code; the lanes of a warp may not.
+__device__ __forceinline__ void SyncWarps() {
+#if defined(__CUDACC__)
+  asm volatile("bar.sync 0;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // ---- copies from global to shared memory in the background ----
 
 // Where copies go: an address in shared memory of 32 bits, which the compiler does not derive anew for each copy.
