@@ -34,16 +34,15 @@ __device__ __forceinline__ Value<A> One() {
 template <class A>
 constexpr A kNever = sizeof(A) == 4 ? A(-0x1p126) : A(-0x1p1022);
 
-// exp(x); zero if |x| > limit, if x is NaN, or if the arc does not exist. A negative limit stands for such arcs, too: it
-// costs no operation.
+// exp(x); zero if |x| > limit or x is NaN. A negative limit stands for arcs that do not exist: it costs no operation.
 // Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
-__device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>, bool exists = true) {
+__device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>) {
   using S = Scalar<A>;
   // log2(e) in two parts.
   constexpr A kLog2E = A(1.4426950408889634074), kLow = sizeof(A) == 4 ? A(1.925963033e-8) : A(2.0355273740931033e-17);
   constexpr A kRound = A(3ll << (S::kMantissaBits - 1));
-  x = (Abs(x) <= limit) & exists ? x : kNever<A>;
+  x = Abs(x) <= limit ? x : kNever<A>;
   const A rounded = Fma(x, kLog2E, kRound), n = rounded - kRound;
   const A rest = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
   return {Exp2(rest), S::AsInt(rounded) - S::AsInt(kRound)};

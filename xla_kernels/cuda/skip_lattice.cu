@@ -221,7 +221,7 @@ struct Logarithms {
   A of[2];
 };
 
-// An arc as a thread of a column sees it: it exists at nodes t with first <= t < first + count.
+// An arc as a thread of a column sees it.
 template <class A>
 struct ColumnArc {
   template <class Sequence>
@@ -229,18 +229,15 @@ struct ColumnArc {
                                        int pitch) {
     const bool is = i < args.num_arcs;
     const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
-    const bool column = is & (u <= sequence.labels) & (!up | (u >= du));
-    first = Settled(up ? dt : 0);
-    count = Settled(column ? unsigned(max(sequence.frames - first, 0)) : 0u);
+    exists = Settled(unsigned(is & (u <= sequence.labels) & (!up | (u >= du))));
     back = Settled(up ? args.back[k] : 0u);
     // Without an arc, away from the diagonal that others write.
     reach = Settled(is ? (up ? -du : du) - (dt + du) * pitch : -2 * pitch);
     log = Settled(sequence.arcs + k * sequence.plane);
   }
-  __device__ __forceinline__ bool Exists(int t) const { return unsigned(t - first) < count; }
 
-  int first, reach;  // reach: from the node to its neighbour, in the ring
-  unsigned count, back;
+  unsigned exists, back;
+  int reach;  // from the node to its neighbour, in the ring
   const A* log;
 };
 
@@ -252,6 +249,9 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
   for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
+  Value<A>* const no_copies = shared + 2 * R * pitch + 4 * W + 2 * kParts * W;
+  const A never = -kInfinity<A>;
+  for (int i = int(threadIdx.x); i < 4 * kPairs * W; i += int(blockDim.x)) no_copies[i] = {never, S::AsInt(never)};
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
   if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
@@ -320,16 +320,19 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
       Value<A> value = {sums[0], e[0]};
       if (kUp && step == 0 && u == 0) value = One<A>();
       if (quarter == 3) value = Normalize(value);
+      const bool node = in_column & (unsigned(frame(step)) < unsigned(sequence.frames));
+      value = {node ? value.m : A(0), node ? value.e : S::kZero};
       Store(here + int(reached), value);
       Store(below + int(reached), value);
-      StoreIf(in_column & (unsigned(frame(step)) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
-              S::AsFloat(value.e));
+      StoreIf(node, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
       advance();
     });
     return;
   }
 
-  // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
+  // Where there is no node, arcs of others are copied, or memory that nobody wrote. They do not count: upwards, the value
+  // of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before the first
+  // diagonal is not used.
   const auto prepare = [&](auto is_first) {
     const int mine = kMine == 1 ? group - 1 : 0;
     const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},
@@ -337,10 +340,9 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
     const SharedAddress<Value<A>> own_raw = raw + mine * W;
     const SharedAddress<Value<A>> slots[4] = {own_raw, own_raw + kPairs * W, own_raw + 2 * kPairs * W,
                                               own_raw + 3 * kPairs * W};
-    every_diagonal([&](int step, int quarter) {
+    every_diagonal([&](int, int quarter) {
       WaitForCopies<2>();
       const int now = quarter + 1, later = quarter + 4;
-      const int t_now = frame(step) + (kUp ? 1 : -1), t_later = frame(step) + (kUp ? 4 : -4);
 #pragma unroll
       for (int m = 0; m < kMine; ++m) {
         // The first pair has no sum.
@@ -361,10 +363,10 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const unsigned back = at - arcs[i].back, place = kUp ? min(back, back + plane) : at;
-          CopyAsyncIf(arcs[i].Exists(t_later), to + i, arcs[i].log + place);
+          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + place);
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i], kLimit<A>, arcs[i].Exists(t_now));
+        for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i]);
         if (sums) {
           Store(in_parts[now & 1] + (mine + m - 1) * W, Plus(Times(from[0], p[0]), Times(from[1], p[1])));
         } else {
