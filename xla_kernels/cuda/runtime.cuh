@@ -436,7 +436,9 @@ class SharedAddress {
   // The same place, seen as another type.
   template <class Other>
   __device__ __forceinline__ explicit SharedAddress(SharedAddress<Other> to) : to_(to.Get()) {}
-  __device__ __forceinline__ SharedAddress operator+(int i) const { return SharedAddress(to_ + unsigned(i) * sizeof(T)); }
+  __device__ __forceinline__ SharedAddress operator+(int i) const {
+    return SharedAddress(to_ + unsigned(i) * sizeof(T));
+  }
   __device__ __forceinline__ unsigned Get() const { return to_; }
 
  private:

@@ -330,9 +330,9 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
     return;
   }
 
-  // Where there is no node, arcs of others are copied, or memory that nobody wrote. They do not count: upwards, the value
-  // of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before the first
-  // diagonal is not used.
+  // Where there is no node, arcs of others are copied, or memory that nobody wrote. They do not count: upwards, the
+  // value of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before
+  // the first diagonal is not used.
   const auto prepare = [&](auto is_first) {
     const int mine = kMine == 1 ? group - 1 : 0;
     const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},

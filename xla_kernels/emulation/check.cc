@@ -66,8 +66,8 @@ void CheckAll() {
   Check<float>("large logits", with([](O o) { o.spread = 80; o.frames = 30; o.labels = 20; o.batch = 1; }));
   Check<float>("a warp per row", with([](O o) { o.classes = 300; o.frames = 4; }));
   Check<Half>("a warp per row, float16", with([](O o) { o.classes = 777; o.frames = 2; }));
-  Check<float>("a block per row", with([](O o) { o.classes = 4133; o.frames = 2; o.labels = 1; }));
-  Check<BFloat16>("a block per row, bfloat16", with([](O o) { o.classes = 8221; o.frames = 2; o.labels = 1; o.in_place = false; }));
+  Check<float>("a block per row", with([](O o) { o.classes = 16421; o.frames = 2; o.labels = 1; }));
+  Check<BFloat16>("a block per row, bfloat16", with([](O o) { o.classes = 32801; o.frames = 2; o.labels = 1; o.in_place = false; }));
   Check<float>("tiles", with([](O o) { o.frames = 40; o.labels = 69; o.classes = 3; o.batch = 3; }));
   Check<float>("tiles, flags of others before", with([](O o) { o.labels = 40; o.batch = 3; o.num_frames = {5, 5, 3}; o.num_labels = {40, 2, 31}; o.stale = true; }));
   Check<float>("tiles, many frames", with([](O o) { o.frames = 150; o.labels = 40; o.classes = 3; o.batch = 1; }));
@@ -76,7 +76,7 @@ void CheckAll() {
   Check<float>("durations", with([](O o) { o.durations = 5; o.batch = 3; }));
   Check<double>("durations, float64, not in place", with([](O o) { o.durations = 1; o.in_place = false; }));
   Check<BFloat16>("durations, a warp per row", with([](O o) { o.durations = 40; o.classes = 400; o.frames = 3; o.clamp = 0.02; }));
-  Check<float>("durations, a block per row", with([](O o) { o.durations = 4; o.classes = 4133; o.frames = 2; o.labels = 1; o.offset = 1; }));
+  Check<float>("durations, a block per row", with([](O o) { o.durations = 4; o.classes = 16421; o.frames = 2; o.labels = 1; o.offset = 1; }));
   Check<Half>("durations, log-probabilities", with([](O o) { o.durations = 3; o.normalize = false; o.num_blanks = 2; }));
   Check<float>("durations, NaN", with([](O o) { o.durations = 3; o.fault = Fault::kNaN; }));
   Check<float>("durations, -inf", with([](O o) { o.durations = 3; o.fault = Fault::kMinusInfinity; o.frames = 9; }));
@@ -87,7 +87,7 @@ void CheckAll() {
   Check<float>("Bernoulli blank", with([](O o) { o.bernoulli = true; o.batch = 4; }));
   Check<double>("Bernoulli blank, float64", with([](O o) { o.bernoulli = true; o.classes = 3; o.in_place = false; }));
   Check<BFloat16>("Bernoulli blank, a warp per row", with([](O o) { o.bernoulli = true; o.classes = 300; o.frames = 3; o.clamp = 0.1; }));
-  Check<float>("Bernoulli blank, a block per row", with([](O o) { o.bernoulli = true; o.classes = 4133; o.frames = 2; o.labels = 1; }));
+  Check<float>("Bernoulli blank, a block per row", with([](O o) { o.bernoulli = true; o.classes = 16421; o.frames = 2; o.labels = 1; }));
   Check<float>("Bernoulli blank, large logits", with([](O o) { o.bernoulli = true; o.spread = 80; o.frames = 12; }));
   Check<float>("Bernoulli blank, -inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; }));
   Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
@@ -97,7 +97,7 @@ void CheckAll() {
   Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
   Check<float>("offset -1e4", with([](O o) { o.shift = -1e4; o.in_place = false; o.spread = 30; }));
   Check<float>("offset 1e4, a warp per row", with([](O o) { o.shift = 1e4; o.classes = 300; o.frames = 3; o.num_blanks = 2; }));
-  Check<float>("offset 1e4, a block per row", with([](O o) { o.shift = 1e4; o.classes = 4133; o.frames = 2; o.labels = 1; }));
+  Check<float>("offset 1e4, a block per row", with([](O o) { o.shift = 1e4; o.classes = 16421; o.frames = 2; o.labels = 1; }));
   Check<double>("offset 1e4, float64", with([](O o) { o.shift = 1e4; }));
   Check<Half>("offset 1e4, float16", with([](O o) { o.shift = 1e4; o.spread = 40; }));
   Check<BFloat16>("offset -1e4, bfloat16", with([](O o) { o.shift = -1e4; o.spread = 300; o.clamp = 0.1; }));
