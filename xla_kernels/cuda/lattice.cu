@@ -219,7 +219,7 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: arcs that do not exist become -inf, also those of a chunk that has nodes of the column, and a flag gets the
+// Forth: arcs that do not exist become -inf, also those of the last chunk that has nodes of the column, and a flag gets the
 // bits of the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to
 // the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
@@ -294,9 +294,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       by_diagonals([&](int t, int u, int slot, unsigned i) {
         const int last = sequence.frames - 1, n = t + args.skew * u;
         Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
-        if (t < 0) {
-          if (first_t > 0 || n / C != args.skew * u / C) return;
-        } else if (t > last) {
+        if (t > last) {
           if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
           if (u == sequence.labels) x.blank = 0;
         } else {
