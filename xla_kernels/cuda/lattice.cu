@@ -16,15 +16,16 @@
 // One block runs wide mode (lattice_values.cuh), a diagonal at a time. It is simple and slow. Only sequences in which
 // arcs of extreme size may decide take it, and other sequences do not wait for it.
 //
-// In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
-// the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
+// In a sweep, a warp takes 32 columns, a lane one. In float32, beyond 128 columns, a lane takes two, 32 apart: a second
+// warp on a scheduler would wait where the first one waits. Values move along label arcs to the next lane by a shuffle,
+// and to the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) two chunks ahead. The probabilities of the next chunk replace those of this one, in registers,
-// beside the last steps. A chunk has no branches: a node that does not exist has arcs of probability zero, and stores
-// have predicates. All chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf,
-// and the terminal node keeps its value after the last diagonal. If there are more tiles of 32 columns than warps, a
-// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U;
-// then other warps hide its waits for copies.
+// memory (cp.async) two chunks ahead. Probabilities are found half a chunk ahead, in registers, beside the steps. A
+// chunk has no branches: a node that does not exist has arcs of probability zero, and stores have predicates. All
+// chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf, and the terminal node
+// keeps its value after the last diagonal. If there are more tiles than warps, a warp takes several in turn and keeps
+// their running values in the workspace, so the size of a block does not bound U; then other warps hide its waits for
+// copies.
 //
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
@@ -50,7 +51,20 @@
 //   the same, a copy per step: each needs a fence of three accesses after a store                104 102   127 129
 //   the same, the factor that scales values computed a step early: overflows, since the values of
 //   two steps may have exponents of their own
-//   the values of the other direction read before the barrier: what is here                      107 101   116 119
+//   the values of the other direction read before the barrier                                    107 101   116 119
+//   an arc without probability as a number whose exp is zero, not as a choice of results         95 94   111 107
+//   posteriors from the terms of a node's sum; probabilities from the second step on             96 90   106 104
+//   loops of barriers before and after a warp's chunks, not a condition per round                92 95   98 97
+//   probabilities half a chunk ahead, copies after the second step: what is here                 85 86   100 98
+// The same at U = 255:
+//   a column a lane, 8 warps, before all of these                                                168 162   191 203
+//   two columns a lane, 4 warps                                                                  149 138   160 156
+//   posteriors from the terms of a node's sum                                                    150 141   158 159
+//   loops of barriers before and after a warp's chunks                                           133 129   154 160
+//   probabilities half a chunk ahead                                                             142 128   159 153
+//   copies in two groups, in the first and third step                                            132 127   158 152
+//   copies after the second step: what is here                                                   130 126   152 152
+//   probabilities a step earlier                                                                 128 133   158 148
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -219,9 +233,10 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: arcs that do not exist become -inf, also those of the last chunk that has nodes of the column, and a flag gets the
-// bits of the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to
-// the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
+// Forth: arcs that do not exist become -inf, also those after the last frame in a chunk that has nodes of the column;
+// before the first frame, they leave nodes of value zero or lead from nodes that nobody reads. A flag gets the bits of
+// the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to the
+// gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
   constexpr int C = kChunk<A>, V = kVector<A>;

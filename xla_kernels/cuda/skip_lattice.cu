@@ -21,8 +21,10 @@
 //   one group of threads sums all arcs, another prepares all                                      822 1173
 //   a group per pair of arcs, which sums its pair a diagonal early                                492 463   410 390
 //   four diagonals unrolled, sums and maxima as trees, copies that have a condition, no branch    438 408   379 334
-//   copies after the reads of shared memory, in their waits: what is here                         398 400   301 309
+//   copies after the reads of shared memory, in their waits                                       398 400   301 309
 //   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
+//   a loop for each group, without branches; addresses kept, not derived from indices             288 304   217 229
+//   no test whether a node exists: arcs of others meet values of zero: what is here               266 281   210 217
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
@@ -212,14 +214,11 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
 //   first  [2][W][2], probabilities of the first pair
 //   parts  [2][kPairs - 1][W], sums of the other pairs
 //   raw    [4][kPairs][W], logarithms of the arcs that enter (alpha) or leave (beta) a node, two in place of a value
+//          and -inf, for ever, where an arc has no column
 template <class A>
 size_t SharedBytes(int pairs, int columns, int span) {
   return (size_t(2) * (span + 1) * (columns + 1) + size_t(6 * pairs + 2) * columns) * sizeof(Value<A>);
 }
-template <class A>
-struct Logarithms {
-  A of[2];
-};
 
 // An arc as a thread of a column sees it.
 template <class A>
@@ -249,9 +248,9 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
   for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
-  Value<A>* const no_copies = shared + 2 * R * pitch + 4 * W + 2 * kParts * W;
+  Value<A>* const in_raw = shared + 2 * R * pitch + 4 * W + 2 * kParts * W;
   const A never = -kInfinity<A>;
-  for (int i = int(threadIdx.x); i < 4 * kPairs * W; i += int(blockDim.x)) no_copies[i] = {never, S::AsInt(never)};
+  for (int i = int(threadIdx.x); i < 4 * kPairs * W; i += int(blockDim.x)) in_raw[i] = {never, S::AsInt(never)};
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
   if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
