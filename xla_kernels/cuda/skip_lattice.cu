@@ -257,8 +257,8 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   __syncthreads();
 
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
-  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the sum or the copy
-  const auto advance = [&] {
+  const unsigned begin_at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);
+  const auto advance = [&](unsigned& at) {
     at = kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
   };
   A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
@@ -290,6 +290,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   if (group == 0) {
     const ColumnArc<A> arcs[2] = {{args, sequence, kUp, 0, u, pitch}, {args, sequence, kUp, 1, u, pitch}};
     const SharedAddress<Value<A>> from[2] = {here + arcs[0].reach, here + arcs[1].reach};
+    unsigned at = begin_at;
     every_diagonal([&](int step, int quarter) {
       if (step < 0) return;
       Value<A> terms[2 + kParts];
@@ -324,7 +325,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
       Store(here + int(reached), value);
       Store(below + int(reached), value);
       StoreIf(node, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
-      advance();
+      advance(at);
     });
     return;
   }
@@ -336,6 +337,17 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
     const int mine = kMine == 1 ? group - 1 : 0;
     const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},
                                  {args, sequence, kUp, mine * 2 + 1, u, pitch}};
+    const auto arc = [&](int m, int i) {
+      return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
+    };
+    // Of the arcs that are copied: downwards, they all leave this node.
+    constexpr int kPlaces = kUp ? 2 * kMine : 1;
+    unsigned places[kPlaces];
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const unsigned back = begin_at - (kUp ? arc(i / 2, i % 2).back : 0);
+      places[i] = kUp ? min(back, back + plane) : begin_at;
+    }
     const SharedAddress<Value<A>> own_raw = raw + mine * W;
     const SharedAddress<Value<A>> slots[4] = {own_raw, own_raw + kPairs * W, own_raw + 2 * kPairs * W,
                                               own_raw + 3 * kPairs * W};
@@ -346,10 +358,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
       for (int m = 0; m < kMine; ++m) {
         // The first pair has no sum.
         const bool sums = kMine == 1 ? !decltype(is_first)::value : m > 0;
-        const auto arc = [&](int i) {
-          return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
-        };
-        const ColumnArc<A> arcs[2] = {arc(0), arc(1)};
+        const ColumnArc<A> arcs[2] = {arc(m, 0), arc(m, 1)};
         // All reads first, then copies, whose addresses are found while the reads are under way.
         const Value<A> x = Load(slots[now & 3] + m * W);
         const A logarithms[2] = {x.m, S::AsFloat(x.e)};
@@ -361,8 +370,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
         const SharedAddress<A> to(slots[later & 3] + m * W);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const unsigned back = at - arcs[i].back, place = kUp ? min(back, back + plane) : at;
-          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + place);
+          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + places[kUp ? 2 * m + i : 0]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i]);
@@ -373,7 +381,8 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
           Store(firsts[now & 1] + 1, p[1]);
         }
       }
-      advance();
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) advance(places[i]);
       CommitCopies();
     });
   };
