@@ -337,28 +337,24 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
     const int mine = kMine == 1 ? group - 1 : 0;
     const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},
                                  {args, sequence, kUp, mine * 2 + 1, u, pitch}};
-    const auto arc = [&](int m, int i) {
-      return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
-    };
-    // Of the arcs that are copied: downwards, they all leave this node.
-    constexpr int kPlaces = kUp ? 2 * kMine : 1;
-    unsigned places[kPlaces];
-#pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      const unsigned back = begin_at - (kUp ? arc(i / 2, i % 2).back : 0);
-      places[i] = kUp ? min(back, back + plane) : begin_at;
-    }
+    // Places of the arcs that are copied. Upwards, they lie further back; with all pairs, too many to keep.
+    const auto before = [&](unsigned at, unsigned back) { return min(at - back, at - back + plane); };
+    constexpr bool kKept = kUp && kMine == 1;
+    unsigned at = begin_at, places[2] = {before(begin_at, own[0].back), before(begin_at, own[1].back)};
     const SharedAddress<Value<A>> own_raw = raw + mine * W;
     const SharedAddress<Value<A>> slots[4] = {own_raw, own_raw + kPairs * W, own_raw + 2 * kPairs * W,
                                               own_raw + 3 * kPairs * W};
     every_diagonal([&](int, int quarter) {
       WaitForCopies<2>();
       const int now = quarter + 1, later = quarter + 4;
-#pragma unroll
+#pragma unroll(kMine < 8 ? kMine : 1)  // what all 16 arcs need would not fit into registers
       for (int m = 0; m < kMine; ++m) {
         // The first pair has no sum.
         const bool sums = kMine == 1 ? !decltype(is_first)::value : m > 0;
-        const ColumnArc<A> arcs[2] = {arc(m, 0), arc(m, 1)};
+        const auto arc = [&](int i) {
+          return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
+        };
+        const ColumnArc<A> arcs[2] = {arc(0), arc(1)};
         // All reads first, then copies, whose addresses are found while the reads are under way.
         const Value<A> x = Load(slots[now & 3] + m * W);
         const A logarithms[2] = {x.m, S::AsFloat(x.e)};
@@ -370,7 +366,8 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
         const SharedAddress<A> to(slots[later & 3] + m * W);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + places[kUp ? 2 * m + i : 0]);
+          const unsigned place = kKept ? places[i] : kUp ? before(at, arcs[i].back) : at;
+          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + place);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i]);
@@ -381,8 +378,12 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
           Store(firsts[now & 1] + 1, p[1]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kPlaces; ++i) advance(places[i]);
+      if (kKept) {
+        advance(places[0]);
+        advance(places[1]);
+      } else {
+        advance(at);
+      }
       CommitCopies();
     });
   };
