@@ -133,12 +133,7 @@ MUTATIONS = (
     ("values: read from the wrong stage", LATTICE, "read_others(stage ^ 1, 0, x)", "read_others(stage, 0, x)"),
     ("probabilities of the wrong stage", LATTICE, "read_arcs(stage ^ 1, 0, x)", "read_arcs(stage, 0, x)"),
     ("probabilities of the wrong half", LATTICE, "read_arcs(stage, 1, x)", "read_arcs(stage, 0, x)"),
-    (
-        "probabilities of the wrong step",
-        LATTICE,
-        "probability(x, now, C / 2 + j, p)",
-        "probability(x, now, C - 1 - j, p)",
-    ),
+    ("probabilities: one too few", LATTICE, "if (j < C / 2) probability", "if (j < C / 2 - 1) probability"),
     ("probabilities of another chunk's frames", LATTICE, "probability(x, next, j", "probability(x, now, j"),
     ("probability: not zero for no arc", VALUES, "A(-0x1p126)", "A(-0x1.2ced32p+127)"),
     ("scaling: without the exponent", VALUES, "(power >> S::kMantissaBits) - S::kExponentBias}", "0}"),
