@@ -52,12 +52,14 @@
 //   the same, the factor that scales values computed a step early: overflows, since the values of
 //   two steps may have exponents of their own
 //   the values of the other direction read before the barrier                                    107 101   116 119
+// Cycles between barriers, at T = 64, where half of the columns have no node. By `make cuda-model`, which counts what
+// longer sequences add, what is here takes 91 90, 111 111, and at U = 255 147 141, 169 179.
 //   an arc without probability as a number whose exp is zero, not as a choice of results         95 94   111 107
 //   posteriors from the terms of a node's sum; probabilities from the second step on             96 90   106 104
 //   loops of barriers before and after a warp's chunks, not a condition per round                92 95   98 97
 //   probabilities half a chunk ahead, copies after the second step: what is here                 85 86   100 98
 // The same at U = 255:
-//   a column a lane, 8 warps, before all of these                                                168 162   191 203
+//   a column a lane, 8 warps (by `make cuda-model` 168 162, 191 203)                             153 153   176 179
 //   two columns a lane, 4 warps                                                                  149 138   160 156
 //   posteriors from the terms of a node's sum                                                    150 141   158 159
 //   loops of barriers before and after a warp's chunks                                           133 129   154 160

@@ -24,7 +24,9 @@
 //   copies after the reads of shared memory, in their waits                                       398 400   301 309
 //   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
 //   a loop for each group, without branches; addresses kept, not derived from indices             288 304   217 229
-//   no test whether a node exists: arcs of others meet values of zero: what is here               266 281   210 217
+//   no test whether a node exists: arcs of others meet values of zero                             266 281   213 219
+//   values of the ring read before the wait for copies                                            283 283   221 222
+//   places of copies kept per arc: what is here                                                   272 279   213 218
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
