@@ -153,8 +153,6 @@ MUTATIONS = (
     ),
     ("terminal node: does not keep its value", LATTICE, "if (u == sequence.labels) x.blank = 0;", ""),
     ("initial value: no label arc to the end", LATTICE, "if (!kUp && u == edge - 1) in = One<A>();", ""),
-    ("blank arcs beyond the lattice", LATTICE, "leads || u == sequence.labels ? blank", "true ? blank"),
-    ("label arcs beyond the lattice", LATTICE, "leads || args.skew == 1 ||", "true ||"),
     ("wrong neighbour lane", LATTICE, "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
     (
         "wrong slot of a double buffer",
