@@ -330,6 +330,8 @@ def test_emission(kernels, V, offset, dtype):
 TABLES = {
     "standard": (model.STANDARD, 20, 40),
     "monotonic": (model.MONOTONIC, 45, 33),
+    "standard, two columns a lane": (model.STANDARD, 10, 150),
+    "monotonic, two columns a lane": (model.MONOTONIC, 140, 130),
     "token and duration": (model.token_and_duration(range(5)), 9, 6),
     "multi-blank": (model.multi_blank((1, 2, 4)), 7, 9),
 }

@@ -16,15 +16,16 @@
 // One block runs wide mode (lattice_values.cuh), a diagonal at a time. It is simple and slow. Only sequences in which
 // arcs of extreme size may decide take it, and other sequences do not wait for it.
 //
-// In a sweep, a warp takes 32 columns, a lane one. Values move along label arcs to the next lane by a shuffle, and to
-// the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
+// In a sweep, a warp takes 32 columns, a lane one. In float32, beyond 128 columns, a lane takes two, 32 apart: a second
+// warp on a scheduler would wait where the first one waits. Values move along label arcs to the next lane by a shuffle,
+// and to the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
 // neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) two chunks ahead. The probabilities of the next chunk replace those of this one, in registers,
-// beside the last steps. A chunk has no branches: a node that does not exist has arcs of probability zero, and stores
-// have predicates. All chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf,
-// and the terminal node keeps its value after the last diagonal. If there are more tiles of 32 columns than warps, a
-// warp takes several in turn and keeps their running values in the workspace, so the size of a block does not bound U;
-// then other warps hide its waits for copies.
+// memory (cp.async) two chunks ahead. Probabilities are found half a chunk ahead, in registers, beside the steps. A
+// chunk has no branches: a node that does not exist has arcs of probability zero, and stores have predicates. All
+// chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf, and the terminal node
+// keeps its value after the last diagonal. If there are more tiles than warps, a warp takes several in turn and keeps
+// their running values in the workspace, so the size of a block does not bound U; then other warps hide its waits for
+// copies.
 //
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
@@ -50,7 +51,22 @@
 //   the same, a copy per step: each needs a fence of three accesses after a store                104 102   127 129
 //   the same, the factor that scales values computed a step early: overflows, since the values of
 //   two steps may have exponents of their own
-//   the values of the other direction read before the barrier: what is here                      107 101   116 119
+//   the values of the other direction read before the barrier                                    107 101   116 119
+// Cycles between barriers, at T = 64, where half of the columns have no node. By `make cuda-model`, which counts what
+// longer sequences add, what is here takes 91 90, 111 111, and at U = 255 147 141, 169 179.
+//   an arc without probability as a number whose exp is zero, not as a choice of results         95 94   111 107
+//   posteriors from the terms of a node's sum; probabilities from the second step on             96 90   106 104
+//   loops of barriers before and after a warp's chunks, not a condition per round                92 95   98 97
+//   probabilities half a chunk ahead, copies after the second step: what is here                 85 86   100 98
+// The same at U = 255:
+//   a column a lane, 8 warps (by `make cuda-model` 168 162, 191 203)                             153 153   176 179
+//   two columns a lane, 4 warps                                                                  149 138   160 156
+//   posteriors from the terms of a node's sum                                                    150 141   158 159
+//   loops of barriers before and after a warp's chunks                                           133 129   154 160
+//   probabilities half a chunk ahead                                                             142 128   159 153
+//   copies in two groups, in the first and third step                                            132 127   158 152
+//   copies after the second step: what is here                                                   130 126   152 152
+//   probabilities a step earlier                                                                 128 133   158 148
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -66,6 +82,13 @@ namespace {
 // In float64, more than 8 would leave too few registers.
 template <class A>
 constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNNT_LATTICE_WARPS : 8;
+// Up to so many tiles of 32 columns, a lane takes one column, and two in longer rows of float32.
+#ifndef JAX_RNNT_LATTICE_NARROW
+#define JAX_RNNT_LATTICE_NARROW 4
+#endif
+// Warps of a sweep in which a lane takes kColumns columns: they share as many registers.
+template <class A, int kColumns>
+constexpr int kSweepWarps = (kMaxWarps<A> + kColumns - 1) / kColumns;
 constexpr unsigned kAll = 0xffffffffu;
 
 // 16 bytes, as one access moves them.
@@ -95,6 +118,10 @@ template <class A>
 __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
 }
+template <class A>
+__device__ __forceinline__ Value<A> Shuffle(Value<A> v, int lane) {
+  return {__shfl_sync(kAll, v.m, lane), __shfl_sync(kAll, v.e, lane)};
+}
 
 // Log-probabilities of the arcs that leave a node, or minus their posteriors, in one access.
 template <class A>
@@ -114,13 +141,13 @@ struct alignas(2 * sizeof(A)) Arcs {
 //
 // Parts of a sequence's workspace: arcs, spare groups, running values of the sweeps, a flag per tile of Skew.
 //
-// Running values, [2 sweeps][4][columns]; the second sweep only uses its own if a warp has several tiles:
-//   0, 1: alpha times the probability of the arcs from the diagonal reached that enter the column by blank, by label
-//   2, 3: beta of the diagonal reached, in the column and in the next one
+// Running values, [2 sweeps][3][columns]; the second sweep only uses its own if a warp has several tiles:
+//   0: alpha of the diagonal reached, that is the first one beyond
+//   1, 2: beta of the diagonal reached, in the column and in the next one
 // Wide mode keeps a diagonal in those of the second sweep.
 // The sizes are plain numbers, since device code cannot call member functions of host constants.
 constexpr int64_t kFrames = 8, kArcs = 2 * kFrames;  // elements per column of so many frames
-constexpr int64_t kSpare = 4, kRunning = 16;
+constexpr int64_t kSpare = 4, kRunning = 12;
 // Elements per column beside those: a group of arcs, spare groups, running values; enough to begin on 16 bytes.
 constexpr int64_t kPerColumn = (1 + kSpare) * kArcs + kRunning + 4;
 
@@ -181,7 +208,7 @@ struct Sequence {
         flags(&running->m + kRunning * args.columns) {}
 
   __device__ __forceinline__ Value<A>* Running(const Arguments<A>& args, int sweep, int which) const {
-    return running + (sweep * 4 + which) * args.columns;
+    return running + (sweep * 3 + which) * args.columns;
   }
   __device__ __forceinline__ static int Group(const Arguments<A>& args, int n) {
     const unsigned group = unsigned(n) / kChunk<A>;
@@ -208,9 +235,10 @@ struct Sequence {
 
 // Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
 //
-// Forth: arcs that do not exist become -inf, also those of a chunk that has nodes of the column, and a flag gets the
-// bits of the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to
-// the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
+// Forth: arcs that do not exist become -inf, also those after the last frame in a chunk that has nodes of the column;
+// before the first frame, they leave nodes of value zero or lead from nodes that nobody reads. A flag gets the bits of
+// the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to the
+// gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
   constexpr int C = kChunk<A>, V = kVector<A>;
@@ -283,9 +311,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
       by_diagonals([&](int t, int u, int slot, unsigned i) {
         const int last = sequence.frames - 1, n = t + args.skew * u;
         Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
-        if (t < 0) {
-          if (first_t > 0 || n / C != args.skew * u / C) return;
-        } else if (t > last) {
+        if (t > last) {
           if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
           if (u == sequence.labels) x.blank = 0;
         } else {
@@ -319,13 +345,12 @@ template <class A>
 __device__ __forceinline__ Middle<A> AtMiddle(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* sums) {
   using S = Scalar<A>;
   const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
-  const Value<A>* const blank = sequence.Running(args, 0, 0);
-  const Value<A>* const in = sequence.Running(args, 0, 1);
-  const Value<A>* const beta = sequence.Running(args, 0, 2);
+  const Value<A>* const alpha = sequence.Running(args, 0, 0);
+  const Value<A>* const beta = sequence.Running(args, 0, 1);
   for (int tile = warp; tile < sequence.tiles; tile += warps) {
     const int u = tile * kTile + lane;
     Value<A> sum = Zero<S>();
-    if (u <= sequence.labels) sum = Normalize((blank[u] + in[u]) * beta[u]);
+    if (u <= sequence.labels) sum = Normalize(alpha[u] * beta[u]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       const Value<A> other = {__shfl_xor_sync(kAll, sum.m, step), __shfl_xor_sync(kAll, sum.e, step)};
@@ -412,28 +437,30 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
 
 // What a chunk needs of a lane's column, in shared memory: arcs and, in the second sweep, values of the other
 // direction: alpha or, upwards, beta of the next diagonal.
-template <class A, int kSweep>
+template <class A, int kSweep, int kColumns>
 struct Stage {
-  Vector<A> vectors[kSweep == 2 ? 2 * kVectors : kVectors][32];
+  Vector<A> vectors[kSweep == 2 ? 2 * kVectors : kVectors][kColumns][32];
 };
 
 // Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
 // enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
-template <class A, int kSweep>
+template <class A, int kSweep, int kColumns>
 constexpr size_t SharedBytes(int tiles, int warps) {
-  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep>);
+  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep, kColumns>);
 }
 
 // kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
 // chunks, and posteriors. After the last diagonal, the terminal node keeps its value.
-template <class A, int kSweep, bool kUp>
+template <class A, int kSweep, bool kUp, int kColumns>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
-  constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1;
-  constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry;  // lanes where values cross from and to the next tiles
+  constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1, kWidth = kColumns * 32;
+  // Lanes and their columns where values cross from and to the next tiles.
+  constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry, kFirst = kUp ? 0 : kColumns - 1,
+                kLast = kColumns - 1 - kFirst;
   const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
   const Sequence<A> sequence(args, b);
-  const int tiles = sequence.tiles;
+  const int tiles = sequence.labels / kWidth + 1;
   if (sequence.frames == 0) {
     if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
@@ -451,36 +478,48 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     minus_inverse = {A(-1) / middle.likelihood.m, S::kExponentBias - middle.likelihood.e};
   }
 
-  // Values of a lane: `self` has left the last diagonal in the lane's column, `in` enters the next one from another.
+  // Values of a lane's columns at the diagonal reached: `self` in the column and, downwards, `in` in the next one.
   struct State {
-    Value<A> self, in;
+    Value<A> self[kColumns], in[kColumns];
   };
-  Value<A>* const selves = sequence.Running(args, kSweep - 1, kUp ? 0 : 2);
-  Value<A>* const ins = sequence.Running(args, kSweep - 1, kUp ? 1 : 3);
+  Value<A>* const selves = sequence.Running(args, kSweep - 1, kUp ? 0 : 1);
+  Value<A>* const ins = sequence.Running(args, kSweep - 1, 2);
   Value<A>* const crossings = shared;
   Value<A>* const zeros = crossings + tiles * 2 * C;
   const int edge = kUp ? 0 : sequence.labels;  // the column of the initial value
+  const auto column = [&](int tile, int c) { return tile * kWidth + 32 * c + lane; };
   const auto initial = [&](int tile) {
-    const int u = tile * kTile + lane;
-    State state = {Zero<S>(), Zero<S>()};
-    if (kSweep == 1) {
-      if (u == edge) state.self = One<A>();
-      if (!kUp && u == edge - 1) state.in = One<A>();  // a monotonic label arc may enter the terminal node
-      return state;
-    }
-    const auto reached = [&](const Value<A>& v) {
-      Value<A> x = Normalize(v * minus_inverse);
-      x.e = S::Max(x.e, S::kZero);
-      return x;
-    };
-    if (u <= sequence.labels) {
-      state = {reached(sequence.Running(args, 0, kUp ? 0 : 2)[u]), reached(sequence.Running(args, 0, kUp ? 1 : 3)[u])};
+    State state;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int u = column(tile, c);
+      Value<A>&self = state.self[c], &in = state.in[c];
+      self = in = Zero<S>();
+      if (kSweep == 1) {
+        if (u == edge) self = One<A>();
+        if (!kUp && u == edge - 1) in = One<A>();  // a monotonic label arc may enter the terminal node
+        continue;
+      }
+      const auto reached = [&](Value<A> v) {
+        Value<A> x = v * minus_inverse;
+        x.e = S::Max(x.e, S::kZero);
+        return x;
+      };
+      if (u <= sequence.labels) {
+        self = reached(sequence.Running(args, 0, kUp ? 0 : 1)[u]);
+        if (!kUp) in = reached(sequence.Running(args, 0, 2)[u]);
+      }
     }
     return state;
   };
   const auto store = [&](int tile, const State& state) {
-    const int u = tile * kTile + lane;
-    if (u <= sequence.labels) selves[u] = state.self, ins[u] = state.in;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int u = column(tile, c);
+      if (u > sequence.labels) continue;
+      selves[u] = state.self[c];
+      if (!kUp) ins[u] = state.in[c];
+    }
   };
 
   // Chunks are counted from 0 here, and from the first diagonal there.
@@ -489,14 +528,14 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const int begin = kSweep == 2 ? sequence.meeting - (kUp ? 0 : 1) : kUp ? 0 : all - 1;
   const auto chunk_of = [&](int round, int tile) { return round - (kUp ? tile : tiles - 1 - tile); };
 
-  // A lane's part of a chunk: the frame of its first diagonal, far away for a column or a chunk that is not there, and
+  // A lane's part of a chunk: the frames of its first diagonal, far away for a column or a chunk that is not there, and
   // the place of its group.
   struct Chunk {
-    int t;
+    int t[kColumns];
     unsigned group;
   };
   struct Probabilities {
-    Value<A> blank[C], label[C];
+    Value<A> blank[kColumns][C], label[kColumns][C];
   };
   constexpr int kFar = -(1 << 30);
   const unsigned with_arcs = Settled(unsigned(sequence.frames + (C - 1)));
@@ -507,14 +546,23 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   const unsigned last_group = Settled((unsigned(args.groups) - 1) * of_group);
   const unsigned in_plane = Settled(unsigned(args.in_plane) * of_group);
   const auto chunk_at = [&](int chunk, int tile) {
-    const int u = tile * kTile + lane, from = begin + chunk * kStep;
-    return Chunk{u <= sequence.labels && chunk < chunks ? from * C - args.skew * u : kFar,
-                 unsigned(Sequence<A>::Group(args, max(from, 0) * C)) * of_group};
+    const int from = begin + chunk * kStep;
+    Chunk x;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int u = column(tile, c);
+      x.t[c] = u <= sequence.labels && chunk < chunks ? from * C - args.skew * u : kFar;
+    }
+    x.group = unsigned(Sequence<A>::Group(args, max(from, 0) * C)) * of_group;
+    return x;
   };
   const auto after = [&](int chunk, const Chunk& before) {
+    Chunk x;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) x.t[c] = chunk < chunks ? before.t[c] + kStep * C : kFar;
     const unsigned group = kUp ? before.group + of_group : before.group - of_group;
-    return Chunk{chunk < chunks ? before.t + kStep * C : kFar,
-                 kUp ? (group > last_group ? 0 : group) : min(group, last_group)};
+    x.group = kUp ? (group > last_group ? 0 : group) : min(group, last_group);
+    return x;
   };
   Vector<A>* const arcs = Settled(sequence.arcs);  // posteriors, once a node is done
   // Groups 0 ... in_plane - 1 lie in the first memory, as many in the second, the others in the third.
@@ -529,57 +577,54 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     return x.group < in_plane ? of_blanks : x.group < 2 * in_plane ? of_labels : of_spare;
   };
 
-  Stage<A, kSweep>* const stages = reinterpret_cast<Stage<A, kSweep>*>(zeros + 2 * C) + warp * 2;
-  const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][lane]);
+  using Staged = Stage<A, kSweep, kColumns>;
+  Staged* const stages = reinterpret_cast<Staged*>(zeros + 2 * C) + warp * 2;
+  const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][0][lane]);
+  const auto stage_at = [&](int stage) { return to_stages + stage * int(sizeof(Staged) / sizeof(Vector<A>)); };
+  const auto in_stage = [&](unsigned v, int c) { return int(kWidth * v) + 32 * c; };
   const auto start_copies = [&](int tile, const Chunk& next, int stage) {
-    const SharedAddress<Vector<A>> to = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
-    const unsigned first = next.group + unsigned(tile * kTile + lane);
+    const SharedAddress<Vector<A>> to = stage_at(stage);
+    const unsigned first = next.group + unsigned(column(tile, 0));
 #pragma unroll
     for (unsigned v = 0; v < kVectors; ++v) {
-      CopyAsyncIf(has_arcs(next.t), to + int(32 * v), arcs + (first + v * columns));
-      if (kSweep == 2) {
-        CopyAsyncIf(has_values(next.t), to + int(32 * (kVectors + v)), values(next) + (first + v * columns));
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const unsigned from = first + v * columns;
+        CopyAsyncIf(has_arcs(next.t[c]), to + in_stage(v, c), arcs + from + 32 * c);
+        if (kSweep == 2) {
+          CopyAsyncIf(has_values(next.t[c]), to + in_stage(kVectors + v, c), values(next) + from + 32 * c);
+        }
       }
     }
     CommitCopies();
   };
-  // A chunk's number of a diagonal in two vectors, by steps.
+  // A column's numbers of a chunk are read by halves, that is by steps: from vectors h and 2 + h.
   const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
-  struct Logarithms {
-    Vector<A> of[kVectors];
-    A limit;
-  };
-  const auto logarithms = [&](int t, int stage) {
-    Logarithms x;
-    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
+  const auto read = [&](int stage, int half, unsigned first, Vector<A>(&to)[kColumns][kVectors]) {
+    const SharedAddress<Vector<A>> from = stage_at(stage);
+    const unsigned h = unsigned(kUp ? half : 1 - half);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) x.of[v] = Load(from + 32 * v);
-    x.limit = has_arcs(t) ? kLimit<A> : A(-1);
-    return x;
+    for (int c = 0; c < kColumns; ++c) {
+      to[c][h] = Load(from + in_stage(first + h, c));
+      to[c][2 + h] = Load(from + in_stage(first + 2 + h, c));
+    }
   };
-  const auto probability = [&](const Logarithms& x, int j, Probabilities& p) {
+  // Logarithms of a chunk's arcs, and values of the other direction for the second sweep.
+  struct Read {
+    Vector<A> arcs[kColumns][kVectors], other[kColumns][kVectors];
+  };
+  const auto read_arcs = [&](int stage, int half, Read& x) { read(stage, half, 0, x.arcs); };
+  const auto read_others = [&](int stage, int half, Read& x) {
+    if (kSweep == 2) read(stage, half, kVectors, x.other);
+  };
+  const auto probability = [&](const Read& x, const Chunk& chunk, int j, Probabilities& p) {
     const int i = element(j);
-    p.blank[j] = Probability(x.of[i / V].of[i % V], x.limit);
-    p.label[j] = Probability(x.of[2 + i / V].of[i % V], x.limit);
-  };
-  const auto probabilities = [&](int t, int stage) {
-    const Logarithms x = logarithms(t, stage);
-    Probabilities p;
 #pragma unroll
-    for (int j = 0; j < C; ++j) probability(x, j, p);
-    return p;
-  };
-
-  // Values of the other direction, in the second sweep.
-  struct Others {
-    Vector<A> of[kVectors];
-  };
-  const auto others = [&](int stage) {
-    Others x;
-    const SharedAddress<Vector<A>> from = to_stages + stage * int(sizeof(Stage<A, kSweep>) / sizeof(Vector<A>));
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) x.of[v] = kSweep == 2 ? Load(from + 32 * (kVectors + v)) : Vector<A>{};
-    return x;
+    for (int c = 0; c < kColumns; ++c) {
+      const A limit = has_arcs(chunk.t[c]) ? kLimit<A> : A(-1);
+      p.blank[c][j] = Probability(x.arcs[c][i / V].of[i % V], limit);
+      p.label[c][j] = Probability(x.arcs[c][2 + i / V].of[i % V], limit);
+    }
   };
 
   // Where a tile's values come from and go to; those of chunk i lie C places further if i is odd.
@@ -596,7 +641,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   // beside(j) is what the single warp of a tile does beside step j: nothing that the step needs.
   const auto compute = [&](int chunk, int tile, const Crossing& crossing, const Chunk& now, const Probabilities& p,
-                           const Others& other, State& state, auto beside) {
+                           const Read& x, State& state, auto beside) {
     const SharedAddress<Vector<A>> to_leave = crossing.to + (chunk & 1) * kVectors;
     Vector<A> leave;
     Vector<A> enter[kVectors];
@@ -606,55 +651,85 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
     // of the label arc that enters its column: it has both values. `stored` has a bit per vector: with equal
     // conditions, the compiler makes a branch of two stores.
-    const int u = tile * kTile + lane;
-    const unsigned first = now.group + unsigned(u);
-    Vector<A> out[kVectors];
+    const unsigned first = now.group + unsigned(column(tile, 0));
+    Vector<A> out[kColumns][kVectors];
     Vector<A>* const to = kSweep == 1 ? values(now) : arcs;
-    unsigned stored;
-    if (kSweep == 1) {
-      stored = has_values(now.t) & (args.grad_blank != nullptr) ? 15 : 0;
-    } else {
-      const bool label = kUp ? (u > 0) & has_values(now.t) & has_arcs(now.t + args.skew) : has_arcs(now.t);
-      stored = (has_arcs(now.t) ? 3 : 0) | (label ? 12 : 0);
+    unsigned stored = 0;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int t = now.t[c];
+      unsigned bits;
+      if (kSweep == 1) {
+        bits = has_values(t) & (args.grad_blank != nullptr) ? 15 : 0;
+      } else {
+        const bool label = kUp ? (column(tile, c) > 0) & has_values(t) & has_arcs(t + args.skew) : has_arcs(t);
+        bits = (has_arcs(t) ? 3 : 0) | (label ? 12 : 0);
+      }
+      stored |= bits << kVectors * c;
     }
     stored = Settled(stored);
     const auto exit = [&](int j, const Value<A>& x) {
       leave.of[2 * j % V] = x.m, leave.of[2 * j % V + 1] = S::AsFloat(x.e);
       if ((j + 1) % (V / 2) == 0) StoreIf(exits, to_leave + 2 * j / V, leave);
     };
-    const auto store_vector = [&](unsigned v) {
-      StoreIf(stored & 1u << v, to + (first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0)), out[v]);
+    const auto store_vector = [&](unsigned v, int c) {
+      const unsigned place = first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0);
+      StoreIf(stored & 1u << (v + kVectors * c), to + place + 32 * c, out[c][v]);
     };
 #pragma unroll
     for (int j = 0; j < C; ++j) {
       const int i = element(j), h = i / V, k = i % V;
-      const auto posterior = [&](Value<A> v) {
-        return v.m * other.of[h].of[k] * BiasedPower<A>(v.e + S::AsInt(other.of[2 + h].of[k]));
+      const auto put = [&](int c, A x, A y) { out[c][h].of[k] = x, out[c][2 + h].of[k] = y; };
+      // The sum over the two arcs of a node. Their shares of it, times the value of the other direction, are
+      // posteriors.
+      const auto add = [&](int c, Value<A> blank, Value<A> label) {
+        const Sum<A> sum(blank, label);
+        if (kSweep == 2) {
+          const A scale = x.other[c][h].of[k] * BiasedPower<A>(sum.e + S::AsInt(x.other[c][2 + h].of[k]));
+          put(c, sum.a * scale, sum.b * scale);
+        }
+        state.self[c] = {sum.a + sum.b, sum.e};
       };
-      const auto put = [&](A x, A y) { out[h].of[k] = x, out[2 + h].of[k] = y; };
-      if (kUp) {
-        Value<A> alpha = Plus(state.self, state.in);
-        if (j == kScaleStep) alpha = alpha * Scale(alpha.m);
-        const Value<A> label = Times(alpha, p.label[j]);
-        state.self = Times(alpha, p.blank[j]);
-        state.in = ShuffleUp(label);
-        exit(j, label);
-        if (kSweep == 1) put(alpha.m, S::AsFloat(alpha.e));
-      } else {
-        if (kSweep == 1) put(state.self.m, S::AsFloat(state.self.e));  // that of the next diagonal
-        const Value<A> blank = Times(state.self, p.blank[j]), label = Times(state.in, p.label[j]);
-        state.self = Plus(blank, label);
-        if (j == kScaleStep) state.self = state.self * Scale(state.self.m);
-        state.in = ShuffleDown(state.self);
-        exit(j, state.self);
-        if (kSweep == 2) put(posterior(blank), posterior(label));
+      Value<A> leaving[kColumns];  // upwards through the label arc
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        Value<A>& self = state.self[c];
+        if (kSweep == 1) put(c, self.m, S::AsFloat(self.e));  // downwards, that of the next diagonal
+        if (kUp) {
+          leaving[c] = Times(self, p.label[c][j]);
+          self = Times(self, p.blank[c][j]);
+        } else {
+          add(c, Times(self, p.blank[c][j]), Times(state.in[c], p.label[c][j]));
+          if (j == kScaleStep) self = self * Scale(self.m);
+          leaving[c] = self;
+        }
       }
-      const Vector<A>& from = enter[j * 2 / V];
-      if (lane == kEntry) state.in = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
-      if (kSweep == 2 && kUp) put(posterior(state.self), posterior(state.in));
-      if (j % V == V - 1) {
-        store_vector(unsigned(h));
-        store_vector(unsigned(2 + h));
+      exit(j, leaving[kLast]);
+      // Each lane gets the value of the next one, the last one that of the first lane beyond.
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (kColumns == 1) {
+          state.in[c] = kUp ? ShuffleUp(leaving[c]) : ShuffleDown(leaving[c]);
+        } else {
+          state.in[c] = Shuffle(leaving[c], (lane - kStep) % 32);
+        }
+      }
+      if (lane == kEntry) {
+        const Vector<A>& from = enter[j * 2 / V];
+#pragma unroll
+        for (int c = kLast; c != kFirst; c -= kStep) state.in[c] = state.in[c - kStep];
+        state.in[kFirst] = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (kUp) {
+          add(c, state.self[c], state.in[c]);
+          if (j == kScaleStep) state.self[c] = state.self[c] * Scale(state.self[c].m);
+        }
+        if (j % V == V - 1) {
+          store_vector(unsigned(h), c);
+          store_vector(unsigned(2 + h), c);
+        }
       }
       beside(j);
     }
@@ -666,32 +741,46 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
     const Crossing crossing = crossing_of(warp < tiles ? warp : 0);
-    const int first_round = warp < tiles ? -chunk_of(0, warp) : rounds;
     Chunk now = chunk_at(0, warp), next = after(1, now);
     start_copies(warp, now, 0);
     start_copies(warp, next, 1);
     WaitForCopies<1>();
-    Probabilities p = probabilities(now.t, 0);
-    Others other = others(0);
-    for (int round = 0; round < rounds; ++round) {
-      __syncthreads();
-      const int chunk = round - first_round, stage = chunk & 1;
-      if (chunk < 0 || chunk >= chunks) continue;
+    Read x;
+    Probabilities p;
+    read_arcs(0, 0, x);
+    read_others(0, 0, x);
+#pragma unroll
+    for (int j = 0; j < C / 2; ++j) probability(x, now, j, p);
+    // Before and after its chunks, a warp only meets the others at their barriers.
+    const auto meet = [&](int times) {
+#pragma unroll 1
+      for (int i = 0; i < times; ++i) SyncWarps();
+    };
+    const int before = Settled(warp < tiles ? -chunk_of(0, warp) : rounds);
+    meet(before);
+#pragma unroll 1
+    for (int chunk = 0; chunk < (warp < tiles ? chunks : 0); ++chunk) {
+      SyncWarps();
+      const int stage = chunk & 1;
       const Chunk later = after(chunk + 2, next);
-      Logarithms logarithms_of_next;
-      compute(chunk, warp, crossing, now, p, other, state, [&](int j) {
-        if (j == 0) start_copies(warp, later, stage);
+      compute(chunk, warp, crossing, now, p, x, state, [&](int j) {
+        if (j == 0) {
+          read_arcs(stage, 1, x);
+          read_others(stage, 1, x);
+        }
+        if (j == 1) start_copies(warp, later, stage);
+        if (j < C / 2) probability(x, now, C / 2 + j, p);
         if (j == C / 2 - 1) {
           WaitForCopies<1>();
-          logarithms_of_next = logarithms(next.t, stage ^ 1);
+          read_arcs(stage ^ 1, 0, x);
         }
-        // The probabilities of two steps, which are done, are replaced.
-        for (int i = 0; j >= C / 2 && i < 2; ++i) probability(logarithms_of_next, 2 * j - C + i, p);
-        if (j == C - 1) other = others(stage ^ 1);  // before the barrier, so that they are there after it
+        if (j >= C / 2) probability(x, next, j - C / 2, p);
+        if (j == C - 1) read_others(stage ^ 1, 0, x);  // before the barrier, so that they are there after it
       });
       now = next;
       next = later;
     }
+    meet(warp < tiles ? rounds - before - chunks : 0);
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
   }
@@ -704,26 +793,39 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk now = chunk_at(chunk, tile);
       start_copies(tile, now, 0);
-      const int u = tile * kTile + lane;
-      State state = {Zero<S>(), Zero<S>()};
-      if (u <= sequence.labels) state = {selves[u], ins[u]};
+      State state;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int u = column(tile, c);
+        state.self[c] = u <= sequence.labels ? selves[u] : Zero<S>();
+        state.in[c] = !kUp && u <= sequence.labels ? ins[u] : Zero<S>();
+      }
       WaitForCopies<0>();
       __syncwarp();  // compute replaces arcs that the neighbouring lane has copied
-      compute(chunk, tile, crossing_of(tile), now, probabilities(now.t, 0), others(0), state, [](int) {});
+      Read x;
+      Probabilities p;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        read_arcs(0, half, x);
+        read_others(0, half, x);
+      }
+#pragma unroll
+      for (int j = 0; j < C; ++j) probability(x, now, j, p);
+      compute(chunk, tile, crossing_of(tile), now, p, x, state, [](int) {});
       store(tile, state);
     }
   }
 }
 
-// Grid: (upwards and downwards, sequences); a block of up to kMaxWarps<A> warps.
-template <class A, int kSweep>
-__global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+// Grid: (upwards and downwards, sequences); a block of up to kSweepWarps<A, kColumns> warps.
+template <class A, int kSweep, int kColumns>
+__global__ void __launch_bounds__(32 * kSweepWarps<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     if (blockIdx.x == 0) {
-      SweepSequence<A, kSweep, true>(args, b, shared);
+      SweepSequence<A, kSweep, true, kColumns>(args, b, shared);
     } else {
-      SweepSequence<A, kSweep, false>(args, b, shared);
+      SweepSequence<A, kSweep, false, kColumns>(args, b, shared);
     }
     __syncthreads();
   }
@@ -747,20 +849,18 @@ __global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Total(const __grid_const
 // Tiles that fit beside one warp.
 template <class A>
 int64_t MaxTiles(int64_t shared_bytes) {
-  constexpr int64_t kFixed = SharedBytes<A, 2>(0, 1), kEach = SharedBytes<A, 2>(1, 1) - kFixed;
+  constexpr int64_t kFixed = SharedBytes<A, 2, 1>(0, 1), kEach = SharedBytes<A, 2, 1>(1, 1) - kFixed;
   return std::max<int64_t>((shared_bytes - kFixed) / kEach, 0);
 }
 
-template <class A>
-cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
-  if (args.batch == 0) return cudaSuccess;
-  if (!Countable(args)) return cudaErrorInvalidValue;
+template <class A, int kColumns>
+cudaError_t RunSweeps(const LatticeArgs& args, cudaStream_t stream) {
   const Arguments<A> arguments(args);
   const bool gradient = args.grad_plane != nullptr;
-  const int tiles = int(Tiles(args.columns));
+  const int tiles = int(Tiles(args.columns)), sweep_tiles = (tiles + kColumns - 1) / kColumns;
   const size_t shared = SharedMemoryOfBlock();
-  int warps = std::min(tiles, kMaxWarps<A>);
-  while (warps > 1 && SharedBytes<A, 2>(tiles, warps) > shared) --warps;
+  int warps = std::min(sweep_tiles, kSweepWarps<A, kColumns>);
+  while (warps > 1 && SharedBytes<A, 2, kColumns>(sweep_tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
   const dim3 grid(2, sequences), block(32 * warps);
@@ -770,14 +870,25 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, shared, stream, arguments);
   };
   if (args.frames > 0) then(&Skew<A, false>, skew_grid, skew_block, 0);
-  then(&Sweep<A, 1>, grid, block, SharedBytes<A, 1>(tiles, warps));
+  // The sums of the tiles of 32 columns lie in the same memory as the values that cross, at least as many.
+  then(&Sweep<A, 1, kColumns>, grid, block, SharedBytes<A, 1, kColumns>(sweep_tiles, warps));
   if (gradient) {
-    then(&Sweep<A, 2>, grid, block, SharedBytes<A, 2>(tiles, warps));
+    then(&Sweep<A, 2, kColumns>, grid, block, SharedBytes<A, 2, kColumns>(sweep_tiles, warps));
     if (args.frames > 0) then(&Skew<A, true>, skew_grid, skew_block, 0);
   } else {
     then(&Total<A>, dim3(sequences), block, tiles * sizeof(Value<A>));
   }
   return error;
+}
+
+template <class A>
+cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
+  if (args.batch == 0) return cudaSuccess;
+  if (!Countable(args)) return cudaErrorInvalidValue;
+  if constexpr (sizeof(A) == 4) {
+    if (Tiles(args.columns) > JAX_RNNT_LATTICE_NARROW) return RunSweeps<A, 2>(args, stream);
+  }
+  return RunSweeps<A, 1>(args, stream);
 }
 
 }  // namespace

@@ -29,20 +29,23 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
+// A number whose Probability is zero, as it comes out of the arithmetic there: the product is rounded so that the rest
+// is very negative, and the exponent is so low that no value times zero outweighs a value.
+template <class A>
+constexpr A kNever = sizeof(A) == 4 ? A(-0x1p126) : A(-0x1p1022);
+
 // exp(x); zero if |x| > limit or x is NaN. A negative limit stands for arcs that do not exist: it costs no operation.
-// Adding kRound leaves the nearest exponent in the low bits. The exponent of zero is so low that no value times zero
-// outweighs a value.
+// Adding kRound leaves the nearest exponent in the low bits.
 template <class A>
 __device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>) {
   using S = Scalar<A>;
   // log2(e) in two parts.
   constexpr A kLog2E = A(1.4426950408889634074), kLow = sizeof(A) == 4 ? A(1.925963033e-8) : A(2.0355273740931033e-17);
   constexpr A kRound = A(3ll << (S::kMantissaBits - 1));
+  x = Abs(x) <= limit ? x : kNever<A>;
   const A rounded = Fma(x, kLog2E, kRound), n = rounded - kRound;
   const A rest = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
-  const A power = Exp2(rest);
-  const bool possible = Abs(x) <= limit;
-  return {possible ? power : A(0), possible ? S::AsInt(rounded) - S::AsInt(kRound) : 2 * S::kZero};
+  return {Exp2(rest), S::AsInt(rounded) - S::AsInt(kRound)};
 }
 
 // 2^(e - kExponentBias), or 0 for a negative e.
@@ -60,10 +63,18 @@ __device__ __forceinline__ Value<A> Times(Value<A> a, Value<A> p) {
   return {a.m * p.m, S::Max(a.e + p.e, S::kZero)};
 }
 template <class A>
+struct Sum {
+  __device__ __forceinline__ Sum(Value<A> x, Value<A> y) : e(Scalar<A>::Max(x.e, y.e)) {
+    const auto shift = Scalar<A>::kExponentBias - e;
+    a = x.m * BiasedPower<A>(x.e + shift), b = y.m * BiasedPower<A>(y.e + shift);
+  }
+  A a, b;  // its terms: (a + b) 2^e
+  typename Scalar<A>::I e;
+};
+template <class A>
 __device__ __forceinline__ Value<A> Plus(Value<A> a, Value<A> b) {
-  using S = Scalar<A>;
-  const auto e = S::Max(a.e, b.e), shift = S::kExponentBias - e;
-  return {Fma(b.m, BiasedPower<A>(b.e + shift), a.m * BiasedPower<A>(a.e + shift)), e};
+  const Sum<A> sum(a, b);
+  return {sum.a + sum.b, sum.e};
 }
 
 // 1 as 2^-k * 2^k, where 2^k is about x: the product of a number with it has a mantissa near 1. Shorter than Normalize:

@@ -412,6 +412,17 @@ __device__ __forceinline__ void StoreIf(unsigned condition, V* to, const V& x) {
 #endif
 }
 
+// ---- barriers ----
+
+// A barrier of the block at which warps may arrive from different places in the code; the lanes of a warp may not.
+__device__ __forceinline__ void SyncWarps() {
+#if defined(__CUDACC__)
+  asm volatile("bar.sync 0;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // ---- copies from global to shared memory in the background ----
 
 // Where copies go: an address in shared memory of 32 bits, which the compiler does not derive anew for each copy.
@@ -422,8 +433,11 @@ class SharedAddress {
   __device__ __forceinline__ explicit SharedAddress(T* to) : to_(unsigned(__cvta_generic_to_shared(to))) {
     asm("" : "+r"(to_));
   }
+  // The same place, seen as another type.
+  template <class Other>
+  __device__ __forceinline__ explicit SharedAddress(SharedAddress<Other> to) : to_(to.Get()) {}
   __device__ __forceinline__ SharedAddress operator+(int i) const {
-    return SharedAddress(to_ + unsigned(i * sizeof(T)));
+    return SharedAddress(to_ + unsigned(i) * sizeof(T));
   }
   __device__ __forceinline__ unsigned Get() const { return to_; }
 
@@ -432,6 +446,8 @@ class SharedAddress {
   unsigned to_;
 #else
   explicit SharedAddress(T* to) : to_(to) {}
+  template <class Other>
+  explicit SharedAddress(SharedAddress<Other> to) : to_(reinterpret_cast<T*>(to.Get())) {}
   SharedAddress operator+(int i) const { return SharedAddress(to_ + i); }
   T* Get() const { return to_; }
 
@@ -454,18 +470,38 @@ __device__ __forceinline__ void StoreIf(unsigned condition, SharedAddress<V> to,
 #endif
 }
 
-// 16 bytes of shared memory, in one access.
+// 8 or 16 bytes of shared memory, in one access.
 template <class V>
 __device__ __forceinline__ V Load(SharedAddress<V> from) {
-  static_assert(sizeof(V) == 16 && alignof(V) == 16, "one access");
+  static_assert(sizeof(V) == 8 || sizeof(V) == 16, "one access");
 #if defined(__CUDACC__)
   Words w;
+  if constexpr (sizeof(V) == 8) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w.w[0]), "=r"(w.w[1]) : "r"(from.Get()));
+    return reinterpret_cast<const V&>(w);
+  }
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w.w[0]), "=r"(w.w[1]), "=r"(w.w[2]), "=r"(w.w[3])
                : "r"(from.Get()));
   return reinterpret_cast<const V&>(w);
 #else
   return *from.Get();
+#endif
+}
+
+template <class V>
+__device__ __forceinline__ void Store(SharedAddress<V> to, const V& x) {
+  static_assert(sizeof(V) == 8 || sizeof(V) == 16, "one access");
+#if defined(__CUDACC__)
+  const uint32_t* const w = reinterpret_cast<const uint32_t*>(&x);
+  if constexpr (sizeof(V) == 8) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to.Get()), "r"(w[0]), "r"(w[1]));
+  } else {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to.Get()), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+                 "r"(w[3]));
+  }
+#else
+  *to.Get() = x;
 #endif
 }
 

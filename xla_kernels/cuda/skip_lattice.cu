@@ -21,8 +21,12 @@
 //   one group of threads sums all arcs, another prepares all                                      822 1173
 //   a group per pair of arcs, which sums its pair a diagonal early                                492 463   410 390
 //   four diagonals unrolled, sums and maxima as trees, copies that have a condition, no branch    438 408   379 334
-//   copies after the reads of shared memory, in their waits: what is here                         398 400   301 309
+//   copies after the reads of shared memory, in their waits                                       398 400   301 309
 //   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
+//   a loop for each group, without branches; addresses kept, not derived from indices             288 304   217 229
+//   no test whether a node exists: arcs of others meet values of zero                             266 281   213 219
+//   values of the ring read before the wait for copies                                            283 283   221 222
+//   places of copies kept per arc: what is here                                                   272 279   213 218
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
@@ -184,7 +188,8 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
       by_frames([&](int t, int64_t i) {
         if (!sequence.Inside(t, u)) return;
         A x = -kInfinity<A>;
-        if (u + args.du[k] <= sequence.labels) {
+        const bool ends = t + args.dt[k] == sequence.frames && u + args.du[k] == sequence.labels;
+        if (u + args.du[k] <= sequence.labels && (!ends || args.may_end[k])) {
           x = args.log_plane[args.plane[k]][i];
           if (args.other[k] >= 0) x += args.log_plane[args.other[k]][i];
         }
@@ -211,16 +216,13 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
 //   first  [2][W][2], probabilities of the first pair
 //   parts  [2][kPairs - 1][W], sums of the other pairs
 //   raw    [4][kPairs][W], logarithms of the arcs that enter (alpha) or leave (beta) a node, two in place of a value
+//          and -inf, for ever, where an arc has no column
 template <class A>
 size_t SharedBytes(int pairs, int columns, int span) {
   return (size_t(2) * (span + 1) * (columns + 1) + size_t(6 * pairs + 2) * columns) * sizeof(Value<A>);
 }
-template <class A>
-struct Logarithms {
-  A of[2];
-};
 
-// An arc as a thread of a column sees it: it exists at nodes t with first <= t < first + count and t != not_at.
+// An arc as a thread of a column sees it.
 template <class A>
 struct ColumnArc {
   template <class Sequence>
@@ -228,19 +230,15 @@ struct ColumnArc {
                                        int pitch) {
     const bool is = i < args.num_arcs;
     const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
-    const bool column = is & (u <= sequence.labels) & (!up | (u >= du));
-    first = Settled(up ? dt : 0);
-    count = Settled(column ? unsigned(max(sequence.frames - first, 0)) : 0u);
-    not_at = !up & !args.may_end[k] & (u + du == sequence.labels) ? sequence.frames - dt : -1;
+    exists = Settled(unsigned(is & (u <= sequence.labels) & (!up | (u >= du))));
     back = Settled(up ? args.back[k] : 0u);
     // Without an arc, away from the diagonal that others write.
     reach = Settled(is ? (up ? -du : du) - (dt + du) * pitch : -2 * pitch);
     log = Settled(sequence.arcs + k * sequence.plane);
   }
-  __device__ __forceinline__ bool Exists(int t) const { return (unsigned(t - first) < count) & (t != not_at); }
 
-  int first, not_at, reach;  // reach: from the node to its neighbour, in the ring
-  unsigned count, back;
+  unsigned exists, back;
+  int reach;  // from the node to its neighbour, in the ring
   const A* log;
 };
 
@@ -252,108 +250,149 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
   Value<A>* const ring = shared;
   for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
+  Value<A>* const in_raw = shared + 2 * R * pitch + 4 * W + 2 * kParts * W;
+  const A never = -kInfinity<A>;
+  for (int i = int(threadIdx.x); i < 4 * kPairs * W; i += int(blockDim.x)) in_raw[i] = {never, S::AsInt(never)};
   __syncthreads();
   const int column = u + (kUp ? 1 : 0);  // of this node in the ring
   if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
   __syncthreads();
 
   const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
-  const auto next = [&](unsigned at) {
-    return kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
+  const unsigned begin_at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);
+  const auto advance = [&](unsigned& at) {
+    at = kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
   };
-  unsigned at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);  // of the sum or the copy
   A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
-  const ColumnArc<A> mine[2] = {{args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 : 0, u, pitch},
-                                {args, sequence, kUp, kMine == 1 ? max(group - 1, 0) * 2 + 1 : 1, u, pitch}};
-  const auto arc = [&](int pair, int i) {
-    return kMine == 1 ? mine[i] : ColumnArc<A>(args, sequence, kUp, pair * 2 + i, u, pitch);
-  };
   const bool in_column = u <= sequence.labels;
-  const auto logarithms = [&](int i) { return reinterpret_cast<Logarithms<A>*>(shared + i); };
-  // Places in shared memory, as indices: one addition and no product per access.
-  const int ring_end = Settled(2 * R * pitch + column), lap = Settled(R * pitch), in_parts = Settled(kParts * W);
-  const int first = Settled(2 * R * pitch + u * 2), parts = Settled(2 * R * pitch + 4 * W + u);
-  const int raw = Settled(2 * R * pitch + 4 * W + 2 * kParts * W + u), in_raw = Settled(kPairs * W);
-  int reached = lap + (R - 4 % R) % R * pitch + column;  // of this diagonal in the ring
-  // Four diagonals at a time, so that places in the buffers are constants. Those after the last have no node.
-  for (int begin = -4; begin < last; begin += 4) {
+  // Places in shared memory; those of a diagonal in the ring lie `reached` further.
+  const SharedAddress<Value<A>> base(shared);
+  const unsigned lap = Settled(unsigned(R * pitch));
+  const SharedAddress<Value<A>> below = base + column, here = below + R * pitch;
+  const SharedAddress<Value<A>> first = base + (2 * R * pitch + u * 2), parts = base + (2 * R * pitch + 4 * W + u);
+  const SharedAddress<Value<A>> raw = base + (2 * R * pitch + 4 * W + 2 * kParts * W + u);
+  const SharedAddress<Value<A>> firsts[2] = {first, first + 2 * W}, in_parts[2] = {parts, parts + kParts * W};
+  unsigned reached = unsigned((R - 4 % R) % R * pitch);
+  // Calls visit(step, quarter) for all diagonals and four before the first. Four at a time, so that places in the
+  // buffers are constants; those after the last have no node.
+  const auto every_diagonal = [&](auto visit) {
+#pragma unroll 1
+    for (int begin = -4; begin < last; begin += 4) {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      const int step = begin + quarter;
-      const int t = (kUp ? step : last - 1 - step) - u;
-      if (group == 0) {
-        if (step >= 0) {
-          const Value<A>* const p = shared + first + (quarter & 1) * 2 * W;
-          Value<A> terms[2 + kParts];
-          terms[0] = Times(shared[reached + mine[0].reach], p[0]);
-          terms[1] = Times(shared[reached + mine[1].reach], p[1]);
-          const int from = parts + (quarter & 1) * in_parts;
-#pragma unroll
-          for (int i = 0; i < kParts; ++i) terms[2 + i] = shared[from + i * W];
-          // As trees, which are less deep than chains.
-          constexpr int kTerms = 2 + kParts;
-          typename S::I e[kTerms];
-          A sums[kTerms];
-#pragma unroll
-          for (int i = 0; i < kTerms; ++i) e[i] = terms[i].e;
-#pragma unroll
-          for (int n = kTerms; n > 1; n = (n + 1) / 2) {
-#pragma unroll
-            for (int i = 0; i < n / 2; ++i) e[i] = S::Max(e[i], e[n - 1 - i]);
-          }
-          const auto shift = S::kExponentBias - e[0];
-#pragma unroll
-          for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<A>(terms[i].e + shift);
-#pragma unroll
-          for (int n = kTerms; n > 1; n = (n + 1) / 2) {
-#pragma unroll
-            for (int i = 0; i < n / 2; ++i) sums[i] += sums[n - 1 - i];
-          }
-          Value<A> value = {sums[0], e[0]};
-          if (kUp && step == 0 && u == 0) value = One<A>();
-          if (quarter == 3) value = Normalize(value);
-          shared[reached] = shared[reached - lap] = value;
-          StoreIf(in_column & (unsigned(t) < unsigned(sequence.frames)), values + size_t(at) * 2, value.m,
-                  S::AsFloat(value.e));
-          at = next(at);
-        }
-      } else {
-        // At the ends, there are no arcs, and what is computed before the first diagonal is not used.
-        WaitForCopies<2>();
-        const int now = quarter + 1, later = quarter + 4, t_now = kUp ? t + 1 : t - 1, t_later = kUp ? t + 4 : t - 4;
-#pragma unroll
-        for (int m = 0; m < kMine; ++m) {
-          const int pair = kMine == 1 ? group - 1 : m;
-          const ColumnArc<A> arcs[2] = {arc(pair, 0), arc(pair, 1)};
-          // All reads first, then copies, whose addresses are found while the reads are under way. The first pair has
-          // no sum, and reads a value that nobody writes.
-          const Logarithms<A> x = *logarithms(raw + pair * W + (now & 3) * in_raw);
-          Value<A> from[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) from[i] = shared[reached + pitch + (pair == 0 ? -2 * pitch : arcs[i].reach)];
-          A* const to = logarithms(raw + pair * W + (later & 3) * in_raw)->of;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const unsigned back = at - arcs[i].back, place = kUp ? min(back, back + plane) : at;
-            CopyAsyncIf(arcs[i].Exists(t_later), SharedAddress<A>(to + i), arcs[i].log + place);
-          }
-          const Value<A> p = Probability(x.of[0], arcs[0].Exists(t_now) ? kLimit<A> : A(-1));
-          const Value<A> q = Probability(x.of[1], arcs[1].Exists(t_now) ? kLimit<A> : A(-1));
-          if (pair == 0) {
-            Value<A>* const to = shared + first + (now & 1) * 2 * W;
-            to[0] = p;
-            to[1] = q;
-          } else {
-            shared[parts + (pair - 1) * W + (now & 1) * in_parts] = Plus(Times(from[0], p), Times(from[1], q));
-          }
-        }
-        at = next(at);
-        CommitCopies();
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        visit(begin + quarter, quarter);
+        reached += unsigned(pitch);
+        reached = min(reached, reached - lap);
+        SyncWarps();
       }
-      reached += pitch;
-      if (reached == ring_end) reached -= lap;
-      __syncthreads();
     }
+  };
+  const auto frame = [&](int step) { return (kUp ? step : last - 1 - step) - u; };
+
+  if (group == 0) {
+    const ColumnArc<A> arcs[2] = {{args, sequence, kUp, 0, u, pitch}, {args, sequence, kUp, 1, u, pitch}};
+    const SharedAddress<Value<A>> from[2] = {here + arcs[0].reach, here + arcs[1].reach};
+    unsigned at = begin_at;
+    every_diagonal([&](int step, int quarter) {
+      if (step < 0) return;
+      Value<A> terms[2 + kParts];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) terms[i] = Times(Load(from[i] + int(reached)), Load(firsts[quarter & 1] + i));
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) terms[2 + i] = Load(in_parts[quarter & 1] + i * W);
+      // As trees, which are less deep than chains.
+      constexpr int kTerms = 2 + kParts;
+      typename S::I e[kTerms];
+      A sums[kTerms];
+#pragma unroll
+      for (int i = 0; i < kTerms; ++i) e[i] = terms[i].e;
+#pragma unroll
+      for (int n = kTerms; n > 1; n = (n + 1) / 2) {
+#pragma unroll
+        for (int i = 0; i < n / 2; ++i) e[i] = S::Max(e[i], e[n - 1 - i]);
+      }
+      const auto shift = S::kExponentBias - e[0];
+#pragma unroll
+      for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<A>(terms[i].e + shift);
+#pragma unroll
+      for (int n = kTerms; n > 1; n = (n + 1) / 2) {
+#pragma unroll
+        for (int i = 0; i < n / 2; ++i) sums[i] += sums[n - 1 - i];
+      }
+      Value<A> value = {sums[0], e[0]};
+      if (kUp && step == 0 && u == 0) value = One<A>();
+      if (quarter == 3) value = Normalize(value);
+      const bool node = in_column & (unsigned(frame(step)) < unsigned(sequence.frames));
+      value = {node ? value.m : A(0), node ? value.e : S::kZero};
+      Store(here + int(reached), value);
+      Store(below + int(reached), value);
+      StoreIf(node, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
+      advance(at);
+    });
+    return;
+  }
+
+  // Where there is no node, arcs of others are copied, or memory that nobody wrote. They do not count: upwards, the
+  // value of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before
+  // the first diagonal is not used.
+  const auto prepare = [&](auto is_first) {
+    const int mine = kMine == 1 ? group - 1 : 0;
+    const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},
+                                 {args, sequence, kUp, mine * 2 + 1, u, pitch}};
+    // Places of the arcs that are copied. Upwards, they lie further back; with all pairs, too many to keep.
+    const auto before = [&](unsigned at, unsigned back) { return min(at - back, at - back + plane); };
+    constexpr bool kKept = kUp && kMine == 1;
+    unsigned at = begin_at, places[2] = {before(begin_at, own[0].back), before(begin_at, own[1].back)};
+    const SharedAddress<Value<A>> own_raw = raw + mine * W;
+    const SharedAddress<Value<A>> slots[4] = {own_raw, own_raw + kPairs * W, own_raw + 2 * kPairs * W,
+                                              own_raw + 3 * kPairs * W};
+    every_diagonal([&](int, int quarter) {
+      WaitForCopies<2>();
+      const int now = quarter + 1, later = quarter + 4;
+#pragma unroll(kMine < 8 ? kMine : 1)  // what all 16 arcs need would not fit into registers
+      for (int m = 0; m < kMine; ++m) {
+        // The first pair has no sum.
+        const bool sums = kMine == 1 ? !decltype(is_first)::value : m > 0;
+        const auto arc = [&](int i) {
+          return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
+        };
+        const ColumnArc<A> arcs[2] = {arc(0), arc(1)};
+        // All reads first, then copies, whose addresses are found while the reads are under way.
+        const Value<A> x = Load(slots[now & 3] + m * W);
+        const A logarithms[2] = {x.m, S::AsFloat(x.e)};
+        Value<A> from[2], p[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          from[i] = sums ? Load((here + (pitch + arcs[i].reach)) + int(reached)) : Zero<S>();
+        }
+        const SharedAddress<A> to(slots[later & 3] + m * W);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const unsigned place = kKept ? places[i] : kUp ? before(at, arcs[i].back) : at;
+          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + place);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i]);
+        if (sums) {
+          Store(in_parts[now & 1] + (mine + m - 1) * W, Plus(Times(from[0], p[0]), Times(from[1], p[1])));
+        } else {
+          Store(firsts[now & 1], p[0]);
+          Store(firsts[now & 1] + 1, p[1]);
+        }
+      }
+      if (kKept) {
+        advance(places[0]);
+        advance(places[1]);
+      } else {
+        advance(at);
+      }
+      CommitCopies();
+    });
+  };
+  if (kMine == 1 && group == 1) {
+    prepare(std::true_type());
+  } else {
+    prepare(std::false_type());
   }
 }
 

@@ -51,6 +51,7 @@ void CheckAll() {
   Check<float>("label out of range", with([](O o) { o.fault = Fault::kBadLabel; }));
   Check<float>("no path", with([](O o) { o.fault = Fault::kNoPath; }));
   Check<float>("+inf log-probability", with([](O o) { o.fault = Fault::kInfinity; o.normalize = false; }));
+  Check<float>("+inf log-probability of a duration", with([](O o) { o.fault = Fault::kInfinity; o.normalize = false; o.durations = 3; }));
   Check<float>("log-probabilities", with([](O o) { o.normalize = false; o.classes = 9; }));
   Check<float>("not in place", with([](O o) { o.in_place = false; }));
   Check<double>("not in place, float64", with([](O o) { o.in_place = false; o.monotonic = true; }));

@@ -32,6 +32,7 @@ SMALL_BLOCKS = [
     "-DJAX_RNNT_EMISSION_THREADS=64",
     "-DJAX_RNNT_EMISSION_TEAMS=1",
     "-DJAX_RNNT_LATTICE_WARPS=2",
+    "-DJAX_RNNT_LATTICE_NARROW=1",
     "-DJAX_RNNT_SKIP_THREADS=64",
 ]
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"

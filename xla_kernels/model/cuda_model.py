@@ -2,7 +2,7 @@
 
     python xla_kernels/model/cuda_model.py [--check] [--write]
     python xla_kernels/model/cuda_model.py emission --classes 500 --dtypes bfloat16 --profile backward
-    python xla_kernels/model/cuda_model.py lattice --lattices 'standard, U = 127' --profile 'Sweep<float, 2>'
+    python xla_kernels/model/cuda_model.py lattice --lattices 'standard, U = 127' --profile 'Sweep<float, 2, 1>'
 
 Compiles the kernels for sm_90, runs their machine code on real inputs (interpreter.py) and counts what ran. The
 launches are those of the host code itself, linked with a runtime that launches nothing (host.cc). docs/cuda.md explains
