@@ -267,12 +267,12 @@ def beam(
         carry, bad = carry_and_bad
         now = carry.beam
         going = carry.frame < lengths
-        active = (now.frame == carry.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
+        live = now.score > -jnp.inf
+        active = (now.frame == carry.frame[:, None]) & going[:, None] & live
         # New labels wait for others, until a pack of the predictor is full or too few utterances go on without. Those
         # that are behind come first: else the last ones fall back, and steps at the end have few rows.
         label = jnp.where(active, now.pending, -1)
         waits = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
-        live = now.score > -jnp.inf
         maker = first_alike(label >= 0, alike(carry.networks, now.slot), label)
         turn = carry.frame - jnp.min(carry.frame, initial=LAST, where=going)
         arguments = live, after_label, carry.networks, label, waits, turn

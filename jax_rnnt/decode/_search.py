@@ -80,8 +80,7 @@ class Search(typing.NamedTuple):
 
     def frame(self, t):
         """Encoder rows [B, K, E] of frames t [B, K]; any row for frames outside."""
-        t = self.inside(t)
-        return jnp.take_along_axis(self.encoder_out, t[..., None], axis=1, mode="promise_in_bounds")
+        return take(self.encoder_out, self.inside(t))
 
     def vary(self, tree):
         """Leaves of a loop's first state, which vary over the same manual mesh axes as what the loop makes of it."""
