@@ -82,15 +82,17 @@ namespace {
 // In float64, more than 8 would leave too few registers.
 template <class A>
 constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNNT_LATTICE_WARPS : 8;
-// Up to so many tiles of 32 columns, a lane takes one column, and two in longer rows of float32. The ptxas of CUDA 12.4
-// fails on the second sweep of two columns for sm_90: with CUDA 12 a lane always takes one.
-#define JAX_RNNT_LATTICE_ALWAYS_NARROW (1 << 30)
+// Up to so many tiles of 32 columns, a lane takes one column, and two in longer rows of float32.
 #ifndef JAX_RNNT_LATTICE_NARROW
-#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
-#define JAX_RNNT_LATTICE_NARROW JAX_RNNT_LATTICE_ALWAYS_NARROW
-#else
 #define JAX_RNNT_LATTICE_NARROW 4
 #endif
+// The ptxas of CUDA 12.4 fails on the second sweep of two columns for sm_90: with CUDA 12 a lane always takes one.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+template <class A>
+constexpr bool kTakesTwo = false;
+#else
+template <class A>
+constexpr bool kTakesTwo = sizeof(A) == 4;
 #endif
 // Warps of a sweep in which a lane takes kColumns columns: they share as many registers.
 template <class A, int kColumns>
@@ -891,7 +893,7 @@ template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args)) return cudaErrorInvalidValue;
-  if constexpr (sizeof(A) == 4 && JAX_RNNT_LATTICE_NARROW < JAX_RNNT_LATTICE_ALWAYS_NARROW) {
+  if constexpr (kTakesTwo<A>) {
     if (Tiles(args.columns) > JAX_RNNT_LATTICE_NARROW) return RunSweeps<A, 2>(args, stream);
   }
   return RunSweeps<A, 1>(args, stream);
