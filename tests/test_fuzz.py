@@ -89,6 +89,18 @@ def test_arcs_longer_than_any_sequence(handlers):
     np.testing.assert_array_equal(loss, 0)  # no frames, no labels
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_many_columns_without_frames(handlers, skips):
+    """Arrays of no bytes have any number of columns, and the lattice takes no scratch for them: terabytes once."""
+    columns = 2**36
+    plane, labels = ((2, 0, columns), F32), np.array([0, 2**31 - 1], S32)
+    arcs = ARCS | ({"dt": [2, 1]} if skips else {})
+    (loss,) = jax.ffi.ffi_call("jax_rnnt_lattice_loss", [jax.ShapeDtypeStruct((2,), F32)])(
+        np.zeros(*plane), np.zeros(2, S32), labels, np.zeros(*plane), **{k: np.array(v, S64) for k, v in arcs.items()}
+    )
+    np.testing.assert_array_equal(loss, [0, np.inf])
+
+
 # ------------------------------------------------------------------------------------------------------- the fuzzers
 
 

@@ -191,6 +191,7 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
 
 template <class A>
 void Run(const LatticeArgs& args, int64_t sequence) {
+  if (SequencePlanes<A>::StoreNoFrames(args, sequence)) return;
   IsMonotonic(args.topology) ? UnitLatticeOfSequence<A, false>(args, sequence).Run()
                              : UnitLatticeOfSequence<A, true>(args, sequence).Run();
 }

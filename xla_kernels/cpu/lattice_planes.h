@@ -42,6 +42,16 @@ class SequencePlanes {
         size_(args.frames * args.columns),
         most_(A(MostOfAnArc(frames_, labels_))) {}
 
+  // Of a sequence without frames: its only path has no arc. Returns whether it is one. The kernels do not see it, since
+  // their scratch grows with the columns: without frames, arrays of no bytes may have any number of them.
+  static bool StoreNoFrames(const LatticeArgs& args, int64_t sequence) {
+    const SequencePlanes planes(args, sequence);
+    if (planes.frames_ > 0) return false;
+    static_cast<A*>(args.loss)[sequence] = planes.labels_ == 0 ? A(0) : kInfinity;
+    if (args.grad_plane != nullptr) planes.FinishGradient(true);
+    return true;
+  }
+
  protected:
   const A* LogPlane(int k) const { return static_cast<const A*>(args_.log_plane[k]) + sequence_ * size_; }
   A* GradPlane(int k) const { return static_cast<A*>(args_.grad_plane[k]) + sequence_ * size_; }

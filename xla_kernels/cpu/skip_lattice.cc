@@ -145,7 +145,6 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   }
 
   One Likelihood() const {
-    if (frames_ == 0) return labels_ == 0 ? One{A(1), 0} : Zero<Scalar<A>>();
     One z = Zero<Scalar<A>>();
     // Exponents of arcs beyond `most_` wrapped in the sweep. StoreLoss replaces the result; nothing may overflow here.
     const auto bounded = [](One x) {
@@ -214,8 +213,13 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
   Row within_;           // probability of the arcs to the next column within the frame
 };
 
+template <class A>
+void SkipLatticeOf(const LatticeArgs& args, int64_t sequence) {
+  if (!SequencePlanes<A>::StoreNoFrames(args, sequence)) SkipLatticeOfSequence<A>(args, sequence).Run();
+}
+
 void SkipLattice(bool is_double, const LatticeArgs& args, int64_t sequence) {
-  is_double ? SkipLatticeOfSequence<double>(args, sequence).Run() : SkipLatticeOfSequence<float>(args, sequence).Run();
+  is_double ? SkipLatticeOf<double>(args, sequence) : SkipLatticeOf<float>(args, sequence);
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET
