@@ -156,7 +156,7 @@ def _modify_isolated(loss, planes, num_frames, windows):
 def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] in plain JAX."""
     arcs, bad = _modify_isolated(loss, emission.reference(logits, nodes), num_frames, windows)
-    losses = -reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
+    losses = 0 - reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
     return jnp.where(bad, jnp.nan, losses)
 
 

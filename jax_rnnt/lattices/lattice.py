@@ -26,7 +26,7 @@ def reference_grad(topology: Topology, arcs, num_frames, num_labels):
     """(-log likelihood [...], {slot: its gradient [..., T, U1]}) in plain JAX."""
 
     def total(arcs):
-        loss = -reference.log_likelihood(topology, arcs, num_frames, num_labels)
+        loss = 0 - reference.log_likelihood(topology, arcs, num_frames, num_labels)  # no -0
         return jnp.sum(loss), loss
 
     gradients, loss = jax.grad(total, has_aux=True)(arcs)
@@ -60,7 +60,7 @@ def _problem(first, num_frames, num_labels, *others, dt, du, may_end, plane, oth
 
 
 def _loss_reference(*operands, **attributes):
-    return [-reference.log_likelihood(*_problem(*operands, **attributes))]
+    return [0 - reference.log_likelihood(*_problem(*operands, **attributes))]
 
 
 def _grad_reference(*operands, **attributes):

@@ -356,7 +356,7 @@ def alphas(topology, plan, operands, keep, interpret):
 
 def loss_of(total, bad):
     total = (jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1)[: len(bad)] for x in total)
-    return jnp.where(bad, jnp.nan, -extended.log_of_sum(Number(*total)))
+    return jnp.where(bad, jnp.nan, 0 - extended.log_of_sum(Number(*total)))
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, interpret=False, unroll=MOST):
