@@ -84,7 +84,9 @@ def row(jax, python, interpreter, wheels, full):
         instructions = instruction_set(folder / "bin/python", **keywords)
     tests = [f"tests/test_{file}.py::test_{name}" for file, names in QUICK.items() for name in names]
     if full:
-        tests = ["-n", "auto", "--dist", "worksteal", "--ignore", "tests/test_example.py"]
+        # Not those of examples and benchmarks: they need more packages, and the shell, which is not on the PATH.
+        ignored = [f"--ignore=tests/test_{name}.py" for name in ("example", "benchmarks")]
+        tests = ["-n", "auto", "--dist", "worksteal", *ignored]
     else:
         tests += ["-p", "no:xdist", "-k", SELECTED.format(other="kernel" if python == "pure" else "reference")]
     if python == "pure":
