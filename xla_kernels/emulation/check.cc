@@ -94,6 +94,7 @@ void CheckAll() {
   Check<Half>("Bernoulli blank, +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; }));
   Check<float>("Bernoulli blank of +inf", with([](O o) { o.bernoulli = true; o.fault = Fault::kInfiniteBlank; }));
   Check<float>("Bernoulli blank alone", with([](O o) { o.bernoulli = true; o.classes = 1; }));
+  Check<float>("Bernoulli blank alone, no row after it", with([](O o) { o.bernoulli = true; o.classes = 1; o.batch = 1; o.num_frames = {o.frames}; o.num_labels = {o.labels}; }));
   // Common offsets, improbable anchors.
   Check<float>("offset 1e3", with([](O o) { o.shift = 1e3; }));
   Check<float>("offset -1e4", with([](O o) { o.shift = -1e4; o.in_place = false; o.spread = 30; }));
