@@ -208,10 +208,11 @@ def test_rows_that_step(batch, share):
     """Few or many, packed or not; the other live hypotheses keep their networks; a pack that is not full may wait."""
     rng, width = np.random.default_rng(0), 6
     shape = batch, width
-    slot = rng.integers(0, width, shape).astype(np.int32)
+    slot = rng.integers(0, 2 * width, shape).astype(np.int32)
     live = rng.random(shape) < 0.8
     wanted, labels = live & (rng.random(shape) < share), rng.integers(0, 3, shape)
-    tree = {"rows": rng.normal(size=(*shape, 3)), "count": rng.integers(0, 9, shape)}
+    slots = batch, 2 * width
+    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots)}
     maker = np.arange(batch * width, dtype=np.int32).reshape(shape)
     for b, w in np.argwhere(wanted):
         same = wanted[b] & (slot[b] == slot[b, w]) & (labels[b] == labels[b, w])
@@ -237,7 +238,7 @@ def test_rows_that_step(batch, share):
             assert not left.any() or turn[stepped.any(1)].max(initial=-1) <= turn[left].min()
         else:
             np.testing.assert_array_equal(stepped, wanted)
-        assert len(np.unique((new + np.arange(batch)[:, None] * width)[stepped])) == found
+        assert len(np.unique((new + 2 * np.arange(batch)[:, None] * width)[stepped])) == found
         rows = np.where(stepped[..., None], before["rows"] * 2 + labels[..., None], before["rows"])
         np.testing.assert_allclose(after["rows"][live], rows[live])
         np.testing.assert_array_equal(after["count"][live], (before["count"] + 100 * stepped)[live])
@@ -253,9 +254,11 @@ def test_rows_that_are_computed(share, usual):
     together = np.flatnonzero(wanted)[::2]
     maker[together] = together[:1]
 
+    made = _search.room(100, usual, lambda x: x, x)
+
     @jax.jit
     def run(wanted, maker, x):
-        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows])
+        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
 
     made, row = run(wanted, maker, x)
     np.testing.assert_array_equal(np.asarray(made)[np.asarray(row)][wanted], 2 * x[maker][wanted])

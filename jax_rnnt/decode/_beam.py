@@ -36,6 +36,7 @@ from jax_rnnt.decode._search import (
     largest_sums,
     packs,
     prepare,
+    room,
     rows_at,
     rows_of,
     scrambled,
@@ -55,29 +56,28 @@ class Beam(typing.NamedTuple):
     path: jax.Array  # [B, W]: of its best alignment
     frame: jax.Array  # [B, W]: the next one, in this part
     counts: jax.Array  # [B, W]
-    written: jax.Array  # [B, W]: labels on that frame
+    symbols: jax.Array  # [B, W]: labels on that frame
     pending: jax.Array  # [B, W]: the last label, if the networks have not seen it yet, else -1
     slot: jax.Array  # [B, W]: where its networks are
     hash: jax.Array  # [B, W, 2]: of the labels
-    labels: jax.Array  # [B, W, L]
-    frames: jax.Array
-    durations: jax.Array
+    written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
 
 
 class Networks(typing.NamedTuple):
-    """Leaves [B, W, ...], one row a slot: after the last label, that is not pending, of each hypothesis of the slot."""
+    """Leaves [B, 2 W, ...], one row a slot: after the last label, that is not pending, of each hypothesis of the slot."""
 
-    rows: jax.Array  # [B, W, P]
+    rows: jax.Array  # [B, 2 W, P]
     predictor: Any
     lm: Any
-    fused: Any  # [B, W, V]: added to the score of each next label; None without fusion
-    alike: Any  # [B, W, 2]: equal where the rest is equal; None where rows are not packed
+    fused: Any  # [B, 2 W, V]: added to the score of each next label; None without fusion
+    alike: Any  # [B, 2 W, 2]: equal where the rest is equal; None where rows are not packed
 
 
 class Carry(typing.NamedTuple):
     frame: jax.Array  # [B]: of the utterance
     beam: Beam
     networks: Networks
+    scores: Any  # of the joint network's last rows; kept for their arrays
 
 
 class Stream(typing.NamedTuple):
@@ -213,7 +213,7 @@ def beam(
             total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
         return total
 
-    def made(rows, network, lm_state, log_probs):
+    def bundle(rows, network, lm_state, log_probs):
         alike = fingerprints((rows, network, lm_state)) if packs(batch * width) else None
         return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None, alike)
 
@@ -233,9 +233,9 @@ def beam(
     # Hypotheses seldom share rows where the state holds more than labels.
     recurrent = any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves((network, lm_state)))
     usual = batch * width // (1 if recurrent else 4)
-    networks = made(rows, network, lm_state, log_probs)
+    networks = bundle(rows, network, lm_state, log_probs)
     networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))
-    networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+    networks = jax.tree.map(lambda x: jnp.tile(x.reshape(batch, width, -1), (1, 2, 1)).reshape(batch, 2 * width, *x.shape[1:]), networks)
 
     def alike(networks, slot):
         return None if networks.alike is None else take(networks.alike, slot)
@@ -243,7 +243,7 @@ def beam(
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
         log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
-        return made(rows, network, lm_state, log_probs)
+        return bundle(rows, network, lm_state, log_probs)
 
     # ---- the beam at the start
 
@@ -252,9 +252,9 @@ def beam(
     none = jnp.zeros((batch, width), jnp.int32)
     first = jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype)
     alone = jnp.broadcast_to(first, (batch, width))
-    empty = jnp.full((batch, width, most), -1, jnp.int32)
+    empty = jnp.full((batch, width, 3, most), -1, jnp.int32)
     hashes = jnp.zeros((batch, width, 2), jnp.int32)
-    start_beam = Beam(alone, alone, none, none, none, none - 1, own, hashes, empty, empty, empty)
+    start_beam = Beam(alone, alone, none, none, none, none - 1, own, hashes, empty)
     fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
     if state is None:
         state = fresh
@@ -287,7 +287,8 @@ def beam(
             return scores(encoder, rows_of(networks.rows, slot, rows))
 
         maker = first_alike(active, alike(networks, slot))
-        (moves, labels, spoiled), row = compute_rows(flat(active), flat(maker), usual, scores_of)
+        made, row = compute_rows(flat(active), flat(maker), usual, scores_of, carry.scores)
+        moves, labels, spoiled = made
         moves, spoiled = (rows_at(x, row).reshape(*own.shape, *x.shape[1:]) for x in (moves, spoiled))
         row = row.reshape(own.shape)
         if fuses:
@@ -296,7 +297,7 @@ def beam(
             labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
             row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
         bad |= jnp.any(spoiled & active, -1)
-        may_write = (now.written < symbols.labels_per_frame) & (now.counts < most)
+        may_write = (now.symbols < symbols.labels_per_frame) & (now.counts < most)
         allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
@@ -313,53 +314,54 @@ def beam(
 
         score, path = (x + gain for x in take_each((now.score, now.path), parent))
         own_hash = now.hash[..., 0], now.hash[..., 1]
-        frame, count, written, *key = take_each((now.frame, now.counts, now.written, *own_hash), parent)
+        frame, count, on_frame, *key = take_each((now.frame, now.counts, now.symbols, *own_hash), parent)
         writes = label >= 0
         frame, count = frame + reads, count + writes.astype(jnp.int32)
-        written = jnp.where(reads == 0, written + writes.astype(jnp.int32), 0)
+        on_frame = jnp.where(reads == 0, on_frame + writes.astype(jnp.int32), 0)
         key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
         if merge:
-            score, path = merged(score, path, (frame, written, count, *key))
+            score, path = merged(score, path, (frame, on_frame, *key))
         score, chosen = jax.lax.top_k(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
         path = take(path, chosen)
-        fields = parent, label, reads, frame, count, written, *key
-        parent, label, reads, frame, count, written, *key = take_each(fields, chosen)
+        parent, label, reads, frame, count, on_frame, *key = take_each(
+            (parent, label, reads, frame, count, on_frame, *key), chosen
+        )
         slot, pending = take_each((slot, pending), parent)
         writes = label >= 0
         here = (jnp.arange(most, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
-        new = label, state.first[:, None] + frame - reads, reads
-        old = take_each((now.labels, now.frames, now.durations), parent)
-        rows = (jnp.where(here, x[..., None], y) for x, y in zip(new, old))
+        new = jnp.stack([label, state.first[:, None] + frame - reads, reads], 2)
+        written = jnp.where(here[:, :, None], new[..., None], take(now.written, parent))
         pending = jnp.where(writes, label, pending)
-        beam = Beam(score, path, frame, count, written, pending, slot, jnp.stack(key, -1), *rows)
+        beam = Beam(score, path, frame, count, on_frame, pending, slot, jnp.stack(key, -1), written)
 
         # The frame of the utterance stays as long as a hypothesis stands on it.
         first = jnp.where(score > -jnp.inf, frame, LAST).min(-1)
-        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks), bad
+        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks, made), bad
 
     def running(carry_and_bad):
         return jnp.any(carry_and_bad[0].frame < lengths)
 
     now = state.beam
     frame = jnp.where(now.score > -jnp.inf, now.frame, LAST).min(-1)
-    carry = search.vary((Carry(frame, now, state.networks), state.bad | search.bad))
-    (_, now, networks), bad = jax.lax.while_loop(running, step, carry)
+    made = room(batch * width, usual, scores, search.encoder_out, networks.rows)
+    carry = search.vary((Carry(frame, now, state.networks, made), state.bad | search.bad))
+    (_, now, networks, _), bad = jax.lax.while_loop(running, step, carry)
 
     after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, path = merged(now.score, now.path, (now.counts, now.hash[..., 0], now.hash[..., 1]))
+        score, path = merged(now.score, now.path, (now.hash[..., 0], now.hash[..., 1]))
         now = now._replace(score=score, path=path)
     norm = jnp.asarray(length_norm, dtype)
     ranks = now.score if _checks.is_zero(length_norm) else now.score / (now.counts + 1).astype(dtype) ** norm
     _, order = jax.lax.top_k(ranks, width)
     score, count = take(now.score, order), take(now.counts, order)
-    labels, times, durations = take_each((now.labels, now.frames, now.durations), order)
+    written = take(now.written, order)
     score = jnp.where(bad[:, None], jnp.nan, score)
     dead = jnp.isneginf(score)
     count = jnp.where(dead, 0, count)
-    labels, times, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, times, durations))
+    labels, times, durations = (jnp.where(dead[..., None], -1, written[:, :, i]) for i in range(3))
     return Hypotheses(labels, times, durations, count, score, count == most, after)
 
 
@@ -389,19 +391,16 @@ def hashed(key, label):
 
 def merged(score, path, places):
     """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
-
-    def same(x):
-        return x[:, :, None] == x[:, None]
-
     alive = score > -jnp.inf
-    parts = [same(x) for x in places]
-    equal = functools.reduce(jnp.logical_and, parts) & alive[:, :, None] & alive[:, None]
-    each = jnp.where(equal, score[:, None], -jnp.inf)
-    peak = each.max(-1)
-    finite = jnp.where(alive, peak, 0)
-    total = finite + jnp.log(jnp.where(alive, jnp.exp(each - finite[..., None]).sum(-1), 1))
+    path = jnp.where(alive, path, -jnp.inf)
+    # XLA would compute the places, hashes among them, again for each pair: nine times the time of the comparisons.
+    score, path, places = jax.lax.optimization_barrier((score, path, places))
+    equal = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in places])
+    peak = jnp.where(equal, score[:, None], -jnp.inf).max(-1)
+    peak = jnp.where(jnp.isneginf(peak), 0, peak)  # equal ones have equal peaks, so one exponential each will do
+    total = jnp.where(equal, jnp.exp(score - peak)[:, None], 0).sum(-1)
     # With one path the sum is that path's, without rounding.
-    total = jnp.where(equal.sum(-1) > 1, total, score)
+    total = jnp.where(total > 1, peak + jnp.log(total), peak)
     first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
     better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
     kept = ~jnp.any(equal & better, -1)
