@@ -218,9 +218,11 @@ def beam(
         return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None, alike)
 
     def scores(encoder, rows):
-        """(log-probabilities of moves [N, ...], of labels [N, V], whether NaN is among them [N])"""
-        moves, labels = symbols.scores(search.joint(encoder, rows))
-        spoiled = jnp.isnan(moves).any(-1) | jnp.isnan(jnp.max(labels, -1))
+        """(log-probabilities of moves [N, ...], of labels [N, V], whether logits are NaN or +inf [N])"""
+        logits = search.joint(encoder, rows)
+        moves, labels = symbols.scores(logits)
+        # The softmax has the maximum of the logits anyhow.
+        spoiled = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(dtype) < jnp.inf)
         return moves, jnp.where(jnp.isnan(labels), -jnp.inf, labels), spoiled
 
     fuses = lm is not None or internal
@@ -391,17 +393,22 @@ def hashed(key, label):
 
 def merged(score, path, places):
     """(scores, paths) [B, C]: of equal candidates the one with the best path has the sum, the others are dead."""
-    alive = score > -jnp.inf
-    path = jnp.where(alive, path, -jnp.inf)
-    # XLA would compute the places, hashes among them, again for each pair: nine times the time of the comparisons.
-    score, path, places = jax.lax.optimization_barrier((score, path, places))
-    equal = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in places])
-    peak = jnp.where(equal, score[:, None], -jnp.inf).max(-1)
-    peak = jnp.where(jnp.isneginf(peak), 0, peak)  # equal ones have equal peaks, so one exponential each will do
-    total = jnp.where(equal, jnp.exp(score - peak)[:, None], 0).sum(-1)
-    # With one path the sum is that path's, without rounding.
-    total = jnp.where(total > 1, peak + jnp.log(total), peak)
-    first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
-    better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
-    kept = ~jnp.any(equal & better, -1)
-    return jnp.where(alive & kept, total, -jnp.inf), path
+
+    def add(score, path, places):
+        alive = score > -jnp.inf
+        path = jnp.where(alive, path, -jnp.inf)
+        differ = functools.reduce(jnp.bitwise_or, [x[:, :, None] ^ x[:, None] for x in places])
+        apart = jnp.where(differ == 0, 0, -jnp.inf).astype(score.dtype)
+        peak = (apart + score[:, None]).max(-1)
+        peak = jnp.where(jnp.isneginf(peak), 0, peak)
+        weight = jnp.exp(score - peak)  # equal candidates have equal peaks
+        total = jnp.where(apart == 0, weight[:, None], 0).sum(-1)
+        # With one path the sum is that path's, without rounding.
+        total = jnp.where(total > 1, peak + jnp.log(total), peak)
+        first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
+        better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
+        rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
+        return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
+
+    # Outside a branch XLA would compute the places, hashes among them, again for each pair.
+    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, places)

@@ -348,6 +348,8 @@ def largest_sums(x, row, gain, k):
         _, places = jax.lax.top_k((gain[..., None] + rows).reshape(-1, width * size), k)
         return places // size, places % size, at(rows.reshape(-1, width * size), places)
 
+    if size <= BLOCK:
+        return anywhere(x, row, gain)
     return jax.lax.platform_dependent(x, row, gain, cpu=on_cpu, default=anywhere)
 
 
