@@ -266,12 +266,11 @@ def test_rows_that_are_computed(share, usual):
 
 
 def test_fingerprints():
-    """Equal rows have equal ones, different rows of any dtype others; what has no bytes has none."""
+    """Equal rows have equal ones, different rows of any dtype others."""
     rows = {"a": np.array([[1, 2], [1, 2], [2, 1], [1, 3]], np.int32), "b": np.array([0.5, 0.5, 0.5, 0.5])}
-    for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"] == 2, rows["a"][:, :0], rows["a"][:, 1]]):
+    for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
         found = {tuple(x) for x in np.asarray(_search.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
         assert len(found) == 3
-    assert _search.fingerprints(jax.random.split(jax.random.key(0), 3)) is None
 
 
 @pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])

@@ -213,8 +213,7 @@ def beam(
             total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
         return total
 
-    def bundle(rows, network, lm_state, log_probs):
-        alike = fingerprints((rows, network, lm_state)) if packs(batch * width) else None
+    def bundle(rows, network, lm_state, log_probs, alike):
         return Networks(rows, network, lm_state, fused(log_probs, rows) if fuses else None, alike)
 
     def scores(encoder, rows):
@@ -232,12 +231,13 @@ def beam(
         if log_probs.shape[-1] != tokens:
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
-    # Hypotheses seldom share rows where the state holds more than labels.
-    recurrent = any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves((network, lm_state)))
+    # Hypotheses seldom share rows where the state holds more than labels: then only if all their labels are equal.
+    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((network, lm_state)))
     usual = batch * width // (1 if recurrent else 4)
-    networks = bundle(rows, network, lm_state, log_probs)
-    networks = networks._replace(alike=jax.tree.map(jnp.zeros_like, networks.alike))
-    networks = jax.tree.map(lambda x: jnp.tile(x.reshape(batch, width, -1), (1, 2, 1)).reshape(batch, 2 * width, *x.shape[1:]), networks)
+    same = jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None
+    networks = bundle(rows, network, lm_state, log_probs, same)
+    networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+    networks = jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks)
 
     def alike(networks, slot):
         return None if networks.alike is None else take(networks.alike, slot)
@@ -245,7 +245,12 @@ def beam(
     def after_label(networks, label):
         rows, network = predictor.step(networks.predictor, label)
         log_probs, lm_state = (None, None) if lm is None else lm.step(networks.lm, label)
-        return bundle(rows, network, lm_state, log_probs)
+        same = networks.alike
+        if same is not None and recurrent:
+            same = jnp.stack(hashed((same[:, 0], same[:, 1]), label), 1)
+        elif same is not None:
+            same = fingerprints((rows, network, lm_state))
+        return bundle(rows, network, lm_state, log_probs, same)
 
     # ---- the beam at the start
 
