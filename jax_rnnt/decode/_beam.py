@@ -64,7 +64,7 @@ class Beam(typing.NamedTuple):
 
 
 class Networks(typing.NamedTuple):
-    """Leaves [B, 2 W, ...], one row a slot: after the last label, that is not pending, of each hypothesis of the slot."""
+    """Leaves [B, 2 W, ...], one row a slot: after the last label that is not pending of each hypothesis of the slot."""
 
     rows: jax.Array  # [B, 2 W, P]
     predictor: Any
@@ -222,7 +222,8 @@ def beam(
         moves, labels = symbols.scores(logits)
         # The softmax has the maximum of the logits anyhow.
         spoiled = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(dtype) < jnp.inf)
-        return moves, jnp.where(jnp.isnan(labels), -jnp.inf, labels), spoiled
+        # Rows stay until a later step computes them again: +inf of a spoiled utterance could meet -inf of another one.
+        return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), spoiled
 
     fuses = lm is not None or internal
     log_probs, lm_state = None, None
@@ -301,7 +302,7 @@ def beam(
         if fuses:
             labels = rows_at(labels, flat(row)) + rows_of(networks.fused, slot, None)
             spoiled |= jnp.isnan(jnp.max(labels, -1)).reshape(own.shape)
-            labels = jnp.where(jnp.isnan(labels), -jnp.inf, labels)
+            labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
             row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
         bad |= jnp.any(spoiled & active, -1)
         may_write = (now.symbols < symbols.labels_per_frame) & (now.counts < most)

@@ -169,7 +169,7 @@ def packing(wanted, maker, size, turn=0) -> Packing:
 
 
 def each_pack(pack, count, function, made):
-    """`made`, changed by ``function(made, place, rows)`` for the first `count` rows of a packing, from each place on."""
+    """`made` after ``function(made, place, rows)`` for each pack of the first `count` rows; a pack starts at `place`."""
 
     def step(carry):
         place, made = carry
