@@ -12,9 +12,10 @@ On a CPU time is rows of the networks, so rows are packed (`packs`). Hypotheses 
 equal rows and states share one row of both networks: with a predictor that sees two labels, a third of the joint's rows
 are left. Utterances with new labels may wait for others to fill a pack of the predictor. Neither changes a result.
 
-Networks lie in 2 W slots of an utterance. A new label goes to a slot that no live hypothesis has, so rows are written in
-place, pack by pack: nothing is selected, copied or filled. The arrays of the joint network's scores stay from step to
-step for the same reason. Selections of whole arrays took 2.5 ms of a step of 128 utterances with an LSTM, and fills 0.5.
+Networks lie in 2 W slots of an utterance. A new label goes to a slot that no live hypothesis has, so rows are written
+in place, pack by pack: nothing is selected, copied or filled. The arrays of the joint network's scores stay from step
+to step for the same reason. Of a step of 128 utterances with an LSTM, selections of whole arrays took 2.5 ms, and fills
+0.5.
 
 Labels are compared by hashes of 64 bits, and so are predictors: by all labels where the state holds floating-point
 numbers, else by rows and state. Two that differ are taken for one with a probability of 2^-64.

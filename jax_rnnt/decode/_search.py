@@ -169,7 +169,7 @@ def packing(wanted, maker, size, turn=0) -> Packing:
 
 
 def each_pack(pack, count, function, made):
-    """`made` after ``function(made, place, rows)`` for each pack of the first `count` rows; a pack starts at `place`."""
+    """`made` after ``function(made, place, rows)`` of each pack of the first `count` rows; a pack is at `place`."""
 
     def step(carry):
         place, made = carry
