@@ -1,5 +1,6 @@
 """Do the decoders find what a plain loop and an enumeration of all alignments find?"""
 
+import itertools
 import math
 
 import jax
@@ -196,6 +197,24 @@ def test_largest_sums(size, k):
     np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(5, -1), expected, 1)[alive])
     dead = np.take_along_axis(gain, parent, 1) + value
     assert (dead[~alive] == -np.inf).all()
+
+
+def test_equal_candidates_are_merged():
+    """The best path takes the sum, the first of equal paths; dead candidates count for nothing, whatever their path."""
+    rng = np.random.default_rng(0)
+    score, path = rng.normal(-200, 50, (6, 24)), rng.integers(0, 4, (6, 24)).astype(float)
+    score[rng.random((6, 24)) < 0.3] = score[5] = -np.inf
+    places = rng.integers(0, 3, (2, 6, 24))
+    found, paths = jax.jit(_beam.merged)(score, path, tuple(places))
+    expected = np.full_like(score, -np.inf)
+    for b, place in itertools.product(range(6), itertools.product(range(3), repeat=2)):
+        equal = [c for c in range(24) if tuple(places[:, b, c]) == place and score[b, c] > -np.inf]
+        if equal:
+            expected[b, max(equal, key=lambda c: path[b, c])] = np.logaddexp.reduce(score[b, equal])
+    np.testing.assert_allclose(found, expected, rtol=EXACT)
+    alive = expected > -np.inf
+    assert 20 < alive.sum() < (score > -np.inf).sum() / 2
+    np.testing.assert_array_equal(np.asarray(paths)[alive], path[alive])
 
 
 def step(tree, labels):
