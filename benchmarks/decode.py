@@ -187,7 +187,7 @@ def print_rows(name, joint, predictor, encoder, lengths, loss, max_labels):
     counts = collections.Counter()
 
     def count(what, rows):
-        jax.debug.callback(lambda: counts.update({what: rows}))
+        jax.debug.callback(lambda: counts.update({what: rows, "calls": 1}))
 
     def counted_joint(frames, rows):
         count("joint", len(rows))
@@ -203,9 +203,10 @@ def print_rows(name, joint, predictor, encoder, lengths, loss, max_labels):
         jax.block_until_ready(jax.jit(program)(encoder, lengths))
         jax.effects_barrier()
         frames = int(np.sum(lengths))
-        table.append((decoder, *(f"{counts[what] / frames:.1f}" for what in ("joint", "predictor"))))
+        rows = (f"{counts[what] / frames:.1f}" for what in ("joint", "predictor"))
+        table.append((decoder, *rows, str(counts["calls"])))
     print(f"### {name}\n")
-    bench.table(("", "rows of the joint a frame", "rows of the predictor a frame"), table)
+    bench.table(("", "rows of the joint a frame", "rows of the predictor a frame", "calls of both"), table)
 
 
 def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, host=True):
@@ -306,7 +307,10 @@ def main(argv=None):
             checks.append(bench.judge(f"{name}: frame by frame / label-looping", ratio, ">= 2", best))
         ratio, best = beam.median / ours.median, beam.best / ours.best
         checks.append(bench.judge(f"{name}: beam {WIDTH} / label-looping", ratio, "<= 6", best))
-    if args.data and not args.rows:
+    if args.data and args.rows:
+        *problem, _ = digits(args)
+        print_rows("spoken digits, B=16", *problem)
+    elif args.data:
         *problem, seconds = digits(args)
         made = contestants(*problem, clock, host=False)
         bench.take_turns(made, budget, args.repeat)

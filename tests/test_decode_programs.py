@@ -373,6 +373,20 @@ def test_nan_of_one_class(function, sizes):
     assert np.isnan(scores[:2]).all() and np.isfinite(scores[2]).all()
 
 
+def test_infinity_of_one_class():
+    """It spoils its utterance, and no other one in the same packs."""
+    predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)
+    encoder = np.random.default_rng(0).normal(0, 1, (3, 4, 4))
+    wrong = encoder.copy()
+    wrong[1, 2, 0] = np.inf
+    joint = lambda encoder, rows: encoder + rows @ jnp.ones((2, 4)) / 9
+    loss = jax_rnnt.RNNTLoss(fused_log_softmax=False)
+    run = jax.jit(lambda x: decode.beam(loss, joint, predictor, x, np.full(3, 4), MOST, 20, max_symbols=2)[:6])
+    found, expected = run(wrong), run(encoder)
+    assert np.isnan(found[4][1]).all() and np.isfinite(expected[4][1, 0])
+    assert_same([x[::2] for x in found], [x[::2] for x in expected])
+
+
 @pytest.mark.parametrize(
     ("function", "sizes"), [(decode.greedy, (MOST,)), pytest.param(decode.beam, (MOST, 3), marks=pytest.mark.slow)]
 )

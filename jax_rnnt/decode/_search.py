@@ -145,14 +145,20 @@ def packs(rows: int) -> bool:
     return jax.default_backend() == "cpu" and rows > PACK
 
 
-def packing(wanted, maker, usual, turn=0) -> Packing:
+def pack_size(rows: int, usual: int) -> int:
+    """Rows that a network takes at once, where `usual` of so many rows are no surprise.
+
+    Packs that are seldom full take the time of full ones.
+    """
+    return min(max(PACK, usual), 4 * PACK) if packs(rows) else rows
+
+
+def packing(wanted, maker, size, turn=0) -> Packing:
     """The rows that are wanted [N] and make themselves; `maker` [N] is the row that makes this one.
 
-    Rows of a lower `turn` [N] come first. Sizes follow the number of rows that are `usual`: packs that are seldom full
-    take the time of full ones.
+    Rows of a lower `turn` [N] come first.
     """
     rows = len(maker)
-    size = min(max(PACK, usual), 4 * PACK)
     makes = wanted & (maker == jnp.arange(rows, dtype=jnp.int32))
     # Numbers alone: XLA sorts pairs of a flag and a number on a CPU in twice the time.
     most = np.iinfo(np.int32).max // rows - 1
@@ -162,80 +168,77 @@ def packing(wanted, maker, usual, turn=0) -> Packing:
     return Packing(jnp.pad(order, (0, -rows % size)), rows_at(rank, maker), jnp.sum(makes, dtype=jnp.int32), size)
 
 
-def compute(pack, count, function):
-    """`function(rows)` of the first `count` rows of a packing, in its order."""
-
-    def next_pack(done):
-        return function(jax.lax.dynamic_slice(pack.order, (done,), (pack.size,)))
+def each_pack(pack, count, function, made):
+    """`made` after ``function(made, place, rows)`` of each pack of the first `count` rows; a pack is at `place`."""
 
     def step(carry):
-        done, made = carry
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=0)
-        return done + pack.size, jax.tree.map(put, made, next_pack(done))
+        place, made = carry
+        rows = jax.lax.dynamic_slice(pack.order, (place,), (pack.size,))
+        return place + pack.size, function(made, place, rows)
 
-    shapes = jax.eval_shape(next_pack, count)
-    made = jax.tree.map(lambda x: jnp.zeros((len(pack.order), *x.shape[1:]), x.dtype), shapes)
-    carry = jax.tree.map(lambda x: _xla.vary_together(x, count)[0], (jnp.zeros_like(count), made))
-    return jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.zeros_like(count), made))[1]
 
 
-def compute_rows(wanted, maker, usual, function):
+def room(rows, usual, function, *inputs):
+    """Arrays for the results of `compute_rows` of so many rows, where `function` takes rows of `inputs` [..., E]."""
+    size = pack_size(rows, usual)
+    shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((size, x.shape[-1]), x.dtype) for x in inputs))
+    return jax.tree.map(lambda x: jnp.zeros((rows + -rows % max(size, 1), *x.shape[1:]), x.dtype), shapes)
+
+
+def compute_rows(wanted, maker, usual, function, made):
     """(`function(rows)`, place in it of each row [N]), for the rows of `wanted` [N]; `rows` None: of all N.
 
-    `usual` of them are no surprise.
+    `usual` of them are no surprise. The results replace rows of `made`: new arrays would have to be filled.
     """
     if not packs(len(wanted)):
         return function(None), jnp.arange(len(wanted), dtype=jnp.int32)
-    pack = packing(wanted, maker, usual)
-    return compute(pack, pack.makers, function), pack.rank
+    pack = packing(wanted, maker, pack_size(len(wanted), usual))
+
+    def put(made, place, rows):
+        put_at = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=0)
+        return jax.tree.map(put_at, made, function(rows))
+
+    return each_pack(pack, pack.makers, put, made), pack.rank
 
 
 def step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn):
     """(hypotheses that have stepped [B, W], slots [B, W], `tree` with their `step(tree rows, labels)`).
 
-    The networks of a hypothesis lie in its slot of `tree` [B, W, ...]; several may share one. The hypotheses of
-    `wanted` step into slots that no other live one has. `maker` [B, W], of all B W, makes the row of this one: they
-    share the slot, too. Where rows are packed, those that do not fill a pack wait, unless no pack is full and `waits`
-    does not hold. Utterances of a lower `turn` [B] come first.
+    The networks of a hypothesis lie in its slot of `tree` [B, 2 W, ...]; several may share one. The hypotheses of
+    `wanted` step into slots that no live one had before, so no row is written that another pack still reads. `maker`
+    [B, W], of all B W, makes the row of this one: they share the slot, too. Where rows are packed, those that do not
+    fill a pack wait, unless no pack is full and `waits` does not hold. Utterances of a lower `turn` [B] come first.
     """
     batch, width = wanted.shape
     own = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
     labels = jnp.where(wanted, labels, 0)
     packed = packs(batch * width)
     if packed:
-        pack = packing(flat(wanted), flat(maker), batch * width // 4, jnp.repeat(turn, width))
+        size = pack_size(batch * width, batch * width // 4)
+        pack = packing(flat(wanted), flat(maker), size, jnp.repeat(turn, width))
         full = pack.makers // pack.size * pack.size
         count = jnp.where(waits | (full > 0), full, pack.makers)
-        rank = pack.rank.reshape(wanted.shape)
-        mine = wanted & (rank < count)
+        mine = wanted & (pack.rank.reshape(wanted.shape) < count)
     else:
-        count, rank, mine = jnp.sum(wanted, dtype=jnp.int32), own, wanted
+        count, mine = jnp.sum(wanted, dtype=jnp.int32), wanted
 
-    def stepped(tree):
-        def function(rows):
-            return step(jax.tree.map(lambda x: rows_of(x, slot, rows), tree), rows_of(labels, None, rows))
+    # The n-th hypothesis that makes a row takes the n-th free slot.
+    slots = jnp.arange(2 * width, dtype=jnp.int32)[None, None]
+    free = ~jnp.any((slot[:, :, None] == slots) & live[:, :, None], 1)
+    makes = mine & (maker == own)
+    taken = makes[:, :, None] & free[:, None] & (places(makes)[:, :, None] == places(free)[:, None])
+    new = jnp.sum(jnp.where(taken, slots, 0), 2, dtype=jnp.int32)
 
-        return compute(pack, count, function) if packed else function(None)
+    def advance(tree, _, rows):
+        made = step(jax.tree.map(lambda x: rows_of(x, slot, rows), tree), rows_of(labels, None, rows))
+        return jax.tree.map(lambda x, y: put_rows(x, jnp.where(makes, new, 2 * width), y, rows), tree, made)
 
-    def advance(slot, tree):
-        made = stepped(tree)
-        # The n-th hypothesis that makes a row takes the n-th free slot.
-        slots = jnp.arange(width, dtype=jnp.int32)[None, None]
-        free = ~jnp.any((slot[:, :, None] == slots) & (live & ~mine)[:, :, None], 1)
-        makes = mine & (maker == own)
-        taken = makes[:, :, None] & free[:, None] & (places(makes)[:, :, None] == places(free)[:, None])
-        new = jnp.sum(jnp.where(taken, slots, 0), 2, dtype=jnp.int32)
-        writer = jnp.sum(jnp.where(taken, rank[:, :, None], 0), 1, dtype=jnp.int32)
-        written = flat(jnp.any(taken, 1))
-
-        def put(x, y):
-            rows = rows_at(y, flat(writer)) if packed else flat(take(y.reshape(x.shape), writer % width))
-            return replace_rows(written, rows, flat(x)).reshape(x.shape)
-
-        return jnp.where(mine, take(new, maker % width), slot), jax.tree.map(put, tree, made)
-
-    slot, tree = jax.lax.cond(count > 0, advance, lambda *x: x, slot, tree)
-    return mine, slot, tree
+    if packed:
+        tree = each_pack(pack, count, advance, tree)
+    else:
+        tree = jax.lax.cond(count > 0, lambda tree: advance(tree, 0, None), lambda tree: tree, tree)
+    return mine, jnp.where(mine, take(new, maker % width), slot), tree
 
 
 def places(chosen):
@@ -253,6 +256,16 @@ def rows_of(x, index, rows):
         first = size * jnp.arange(batch, dtype=jnp.int32)[:, None]
         rows = rows_at(flat(first + index), rows)
     return rows_at(flat(x), rows)
+
+
+def put_rows(x, index, y, rows):
+    """x [B, K, ...] with y[n] at x[b, index[b, w]], where y holds `rows` of all B W, or all in order; none at K."""
+    batch, size = x.shape[:2]
+    if rows is None:
+        return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(x, index, y.reshape(*index.shape, *y.shape[1:]))
+    first = size * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    index = flat(jnp.where(index < size, first + index, batch * size))
+    return flat(x).at[rows_at(index, rows)].set(y, mode="drop").reshape(x.shape)
 
 
 def flat(x):
@@ -278,7 +291,7 @@ def scrambled(x):
 
 
 def fingerprints(tree):
-    """Two hashes int32 [N, 2] of the bits of each row of a pytree; None if a leaf has none.
+    """Two hashes int32 [N, 2] of the bits of each row of a pytree of numbers.
 
     Sums of a hash of each word, so that XLA vectorises them. Sums of multiplied bytes took as long on a CPU as the LSTM
     step before them.
@@ -286,10 +299,6 @@ def fingerprints(tree):
     total: Any = 0
     count = 0
     for x in jax.tree.leaves(tree):
-        if x.dtype == bool:
-            x = x.astype(np.uint8)
-        if not (jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)):
-            return None
         word = np.dtype(f"uint{min(32, 8 * x.dtype.itemsize)}")
         x = jax.lax.bitcast_convert_type(x, word).reshape(len(x), -1).astype(np.uint32)
         places = np.random.default_rng(count).integers(0, 2**32, (2, x.shape[1]), np.uint32)
@@ -335,6 +344,8 @@ def largest_sums(x, row, gain, k):
         _, places = jax.lax.top_k((gain[..., None] + rows).reshape(-1, width * size), k)
         return places // size, places % size, at(rows.reshape(-1, width * size), places)
 
+    if size <= BLOCK:
+        return anywhere(x, row, gain)
     return jax.lax.platform_dependent(x, row, gain, cpu=on_cpu, default=anywhere)
 
 
