@@ -53,7 +53,7 @@
 //   two steps may have exponents of their own
 //   the values of the other direction read before the barrier                                    107 101   116 119
 // Cycles between barriers, at T = 64, where half of the columns have no node. By `make cuda-model`, which counts what
-// longer sequences add, what is here takes 91 90, 111 111, and at U = 255 147 141, 169 179.
+// longer sequences add, what is here takes 95 88, 112 112, and at U = 255 146 132, 176 184.
 //   an arc without probability as a number whose exp is zero, not as a choice of results         95 94   111 107
 //   posteriors from the terms of a node's sum; probabilities from the second step on             96 90   106 104
 //   loops of barriers before and after a warp's chunks, not a condition per round                92 95   98 97
@@ -65,8 +65,13 @@
 //   loops of barriers before and after a warp's chunks                                           133 129   154 160
 //   probabilities half a chunk ahead                                                             142 128   159 153
 //   copies in two groups, in the first and third step                                            132 127   158 152
-//   copies after the second step: what is here                                                   130 126   152 152
+//   copies after the second step                                                                 130 126   152 152
 //   probabilities a step earlier                                                                 128 133   158 148
+// By `make cuda-model`, at U = 127 and 255:
+//   copies after the second step                                              91 90   111 111   147 141   169 179
+//   a loop of sequences for each direction: what is here                      95 88   112 112   146 132   176 184
+//   exponents bounded in place of a choice per arc, log2(e) in one part; then
+//   every sequence with a high arc needs wide mode                            86 83   103 103   144 123   178 185
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -85,14 +90,6 @@ constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNN
 // Up to so many tiles of 32 columns, a lane takes one column, and two in longer rows of float32.
 #ifndef JAX_RNNT_LATTICE_NARROW
 #define JAX_RNNT_LATTICE_NARROW 4
-#endif
-// The ptxas of CUDA 12.4 fails on the second sweep of two columns for sm_90: with CUDA 12 a lane always takes one.
-#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
-template <class A>
-constexpr bool kTakesTwo = false;
-#else
-template <class A>
-constexpr bool kTakesTwo = sizeof(A) == 4;
 #endif
 // Warps of a sweep in which a lane takes kColumns columns: they share as many registers.
 template <class A, int kColumns>
@@ -826,16 +823,22 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 }
 
 // Grid: (upwards and downwards, sequences); a block of up to kSweepWarps<A, kColumns> warps.
+//
+// Each direction has a loop of its own: on one loop around both, the ptxas of CUDA 12.1 to 12.4 fails for sm_90, if a
+// lane takes two columns.
 template <class A, int kSweep, int kColumns>
 __global__ void __launch_bounds__(32 * kSweepWarps<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
-  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
-    if (blockIdx.x == 0) {
-      SweepSequence<A, kSweep, true, kColumns>(args, b, shared);
-    } else {
-      SweepSequence<A, kSweep, false, kColumns>(args, b, shared);
+  const auto every_sequence = [&](auto up) {
+    for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+      SweepSequence<A, kSweep, decltype(up)::value, kColumns>(args, b, shared);
+      __syncthreads();
     }
-    __syncthreads();
+  };
+  if (blockIdx.x == 0) {
+    every_sequence(std::true_type());
+  } else {
+    every_sequence(std::false_type());
   }
 }
 
@@ -893,7 +896,7 @@ template <class A>
 cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args)) return cudaErrorInvalidValue;
-  if constexpr (kTakesTwo<A>) {
+  if constexpr (sizeof(A) == 4) {
     if (Tiles(args.columns) > JAX_RNNT_LATTICE_NARROW) return RunSweeps<A, 2>(args, stream);
   }
   return RunSweeps<A, 1>(args, stream);
