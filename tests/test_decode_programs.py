@@ -362,12 +362,13 @@ def test_bad_data_spoils_itself_alone(function, sizes):
         assert_same([x[2] for x in found[:6]], [x[2] for x in whole[:6]])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(("function", "sizes"), [(decode.greedy, (MOST,)), (decode.beam, (MOST, 3))])
-def test_nan_of_one_class(function, sizes):
-    """No softmax mixes these scores: NaN of the blank or of a label alone."""
+def test_wrong_score_of_one_class(function, sizes, value):
+    """No softmax mixes these scores: NaN or +inf of the blank or of a label alone."""
     predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 1)), 1, start=3)
     encoder = np.full((3, 2, 4), -np.log(4))
-    encoder[0, 1, 3] = encoder[1, 1, 0] = np.nan
+    encoder[0, 1, 3] = encoder[1, 1, 0] = value
     run = lambda x: function(jax_rnnt.RNNTLoss(fused_log_softmax=False), jnp.add, predictor, x, np.full(3, 2), *sizes)
     scores = np.asarray(jax.jit(run)(encoder).scores)
     assert np.isnan(scores[:2]).all() and np.isfinite(scores[2]).all()

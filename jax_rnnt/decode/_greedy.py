@@ -189,7 +189,7 @@ def greedy(
     empty = jnp.full((batch, most), -1, jnp.int32)
     carry = Carry(state.skip, zeros, zeros, state.scores, empty, empty, empty, state.rows, state.predictor)
     carry = jax.lax.while_loop(running, step, search.vary(carry))
-    scores = jnp.where(search.bad, jnp.nan, carry.scores)
+    scores = jnp.where(search.bad | (carry.scores == jnp.inf), jnp.nan, carry.scores)
     after = Stream(state.first + lengths, carry.frame - lengths, scores, carry.rows, carry.predictor)
     counts = carry.counts
     return Hypotheses(carry.labels, carry.frames, carry.durations, counts, scores, counts == most, after)
