@@ -83,7 +83,11 @@ __global__ void FillInteger(int32_t* x, int64_t n, int value) {
     x[i] = value;
 }
 
-__global__ void Copy(const Vector16<float>* from, Vector16<float>* to, int64_t n) {
+struct alignas(16) Words16 {
+  float of[4];
+};
+
+__global__ void Copy(const Words16* from, Words16* to, int64_t n) {
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
     to[i] = from[i];
 }
@@ -152,7 +156,7 @@ void MeasureCopy() {
 #endif
   Memory from(bytes), to(bytes);
   Start(&Fill<float>, from.As<float>(), bytes / 4, -1.f, 1.f);
-  const auto ours = [&](int) { Start(&Copy, from.As<const Vector16<float>>(), to.As<Vector16<float>>(), bytes / 16); };
+  const auto ours = [&](int) { Start(&Copy, from.As<const Words16>(), to.As<Words16>(), bytes / 16); };
   const auto library = [&](int) {
 #if defined(__CUDACC__)
     Must(cudaMemcpyAsync(to.As(), from.As(), size_t(bytes), cudaMemcpyDeviceToDevice));

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -116,6 +117,13 @@ def test_time_that_runs_out(librispeech):
 @pytest.fixture(scope="module")
 def tune():
     return load("tune")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_program_that_is_timed_compiles(tune):
+    """It uses parts of the kernels' headers, and is built on a GPU's machine first."""
+    options = ["-std=c++17", "-fsyntax-only", "-w", f"-I{HERE.parent}", "-x", "c++"]
+    subprocess.run(["g++", *options, HERE.parent / tune.PROGRAM], check=True)
 
 
 def test_every_constant_is_tried(tune):
