@@ -134,13 +134,15 @@ def test_workspace(unit_steps, kernel):
     topology = STANDARD if unit_steps else durations((2, 0, 1))
     attributes = lattice._attributes(topology)
     arcs = len(attributes["dt"])
-    sizes, cuda = loading.WORKSPACES[losses.platform()], losses.emulated()
+    sizes, cuda = loading.WORKSPACES[losses.platform()], loading.KERNELS[losses.platform()] == "cuda"
     for frames, columns in ((0, 1), (1, 1), (8, 5), (9, 33), (65, 64)):
         nodes, tiles = frames * columns, -(-frames // 32) * -(-columns // 32)
         first = jax.ShapeDtypeStruct((3, frames, columns), np.float32)
         for gradient in (False, True):
             if cuda:
-                expected = 2 * nodes + 16 * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
+                # Groups of 8 frames: one more of arcs and four of values; 12 running values, 4 for alignment.
+                groups = -(-frames // 8) + 1 + 4
+                expected = (16 * groups + 16) * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
             else:
                 expected = 2 * -(-frames // 8) * columns * gradient if unit_steps else 2 * frames * (columns + 32)
             assert lattice._workspace(sizes, first, gradient=gradient, **attributes) == expected + expected % 2
