@@ -154,6 +154,9 @@ void CheckAll() {
   CheckSkip<float>("twelve arcs", twelve, 2, 9, 3);
   const Table near = {{2, 1, 1, 0}, {0, 0, 0, 1}, {1, 1, 1, 1}, {0, 1, 2, 3}, {}};
   CheckSkip<float>("three arcs to the next diagonal", near, 2, 9, 5);
+  // The step itself reads the furthest diagonal, of the next column: it must not lie where this diagonal is written.
+  const Table one_duration = {{2, 2}, {0, 1}, {1, 1}, {0, 1}, {}};
+  CheckSkip<float>("one duration", one_duration, 2, 12, 5);
   // clang-format on
 
   // Arcs of any size.
