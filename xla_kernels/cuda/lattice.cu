@@ -91,9 +91,19 @@ constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNN
 #ifndef JAX_RNNT_LATTICE_NARROW
 #define JAX_RNNT_LATTICE_NARROW 4
 #endif
-// Warps of a sweep in which a lane takes kColumns columns: they share as many registers.
+// Most warps of a sweep that have tiles of kColumns columns a lane, and warps that copy for them.
 template <class A, int kColumns>
-constexpr int kSweepWarps = (kMaxWarps<A> + kColumns - 1) / kColumns;
+constexpr int kSweepWarps = sizeof(A) == 4 && kColumns == 1
+                                ? std::max(1, std::min(kMaxWarps<A>, JAX_RNNT_LATTICE_NARROW))
+                                : (kMaxWarps<A> + kColumns - 1) / kColumns;
+#ifndef JAX_RNNT_LATTICE_COPIERS
+#define JAX_RNNT_LATTICE_COPIERS 4
+#endif
+constexpr int kMaxCopiers = JAX_RNNT_LATTICE_COPIERS;
+template <class A, int kColumns>
+constexpr int kTilesOfCopier = (kSweepWarps<A, kColumns> + kMaxCopiers - 1) / kMaxCopiers;
+template <class A, int kColumns>
+constexpr int kSweepThreads = 32 * (kSweepWarps<A, kColumns> + std::min(kMaxCopiers, kSweepWarps<A, kColumns>));
 constexpr unsigned kAll = 0xffffffffu;
 
 // 16 bytes, as one access moves them.
@@ -108,6 +118,8 @@ template <class A>
 constexpr int kChunk = 2 * kVector<A>;
 // Vectors of a column in a chunk: two of each of two numbers.
 constexpr int kVectors = 4;
+// Chunks of a tile that are being copied or wait in shared memory.
+constexpr int kStages = 3;
 // Step of a chunk whose values are scaled, so that no mantissa leaves the range of A. The factor must come from the
 // value itself: that of a step before may have another exponent.
 constexpr int kScaleStep = 1;
@@ -122,10 +134,6 @@ __device__ __forceinline__ Value<A> ShuffleUp(Value<A> v) {
 template <class A>
 __device__ __forceinline__ Value<A> ShuffleDown(Value<A> v) {
   return {__shfl_down_sync(kAll, v.m, 1), __shfl_down_sync(kAll, v.e, 1)};
-}
-template <class A>
-__device__ __forceinline__ Value<A> Shuffle(Value<A> v, int lane) {
-  return {__shfl_sync(kAll, v.m, lane), __shfl_sync(kAll, v.e, lane)};
 }
 
 // Log-probabilities of the arcs that leave a node, or minus their posteriors, in one access.
@@ -158,11 +166,12 @@ constexpr int64_t kPerColumn = (1 + kSpare) * kArcs + kRunning + 4;
 
 template <class A>
 struct Arguments {
-  explicit Arguments(const LatticeArgs& args)
+  Arguments(const LatticeArgs& args, int columns_of_lane)
       : batch(int(args.batch)),
         frames(int(args.frames)),
         columns(int(args.columns)),
         skew(IsMonotonic(args.topology) ? 0 : 1),
+        odd(columns_of_lane == 1 ? 0 : (columns + 1) / 2),
         by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
         groups((frames + kChunk<A> - 1) / kChunk<A> + 1),
         in_plane(args.grad_plane == nullptr ? 0
@@ -180,6 +189,7 @@ struct Arguments {
 
   int batch, frames, columns;
   int skew;           // diagonal of node (t, u): t + skew * u
+  int odd;            // two columns a lane: the place of column 1, behind those of all even columns; otherwise 0
   Divider by_frames;  // diagonals to rows
   int groups, in_plane;
   Divider by_groups;
@@ -219,11 +229,14 @@ struct Sequence {
     const unsigned group = unsigned(n) / kChunk<A>;
     return int(group - args.by_groups(group) * unsigned(args.groups));
   }
+  __device__ __forceinline__ static int Place(const Arguments<A>& args, int u) {
+    return args.odd == 0 ? u : u / 2 + (u % 2 == 0 ? 0 : args.odd);
+  }
   // The log-probability of an arc of the node in column u on diagonal n; kLabel: 0 blank, 1 label.
   template <int kLabel>
   __device__ __forceinline__ A& Arc(const Arguments<A>& args, int n, int u) const {
     const int row = (Group(args, n) * 2 + kLabel) * 2 + n % kChunk<A> / kVector<A>;
-    return arcs[row * args.columns + u].of[n % kVector<A>];
+    return arcs[row * args.columns + Place(args, u)].of[n % kVector<A>];
   }
 
   int frames, labels;  // T_b, U_b
@@ -279,7 +292,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
         const int row = Sequence<A>::Group(args, n) * kVectors + half;
         if (first_u + column > sequence.labels) continue;
         visit(t, first_u + column, (t - first_t) * kPitch + column,
-              unsigned(row * args.columns + first_u + column) * V + unsigned(lane % V));
+              unsigned(row * args.columns + Sequence<A>::Place(args, first_u + column)) * V + unsigned(lane % V));
       }
     };
 
@@ -448,10 +461,10 @@ struct Stage {
 };
 
 // Shared memory of a sweep: for each tile, the values that cross to its neighbour in the last two chunks; zeros, which
-// enter the first tile; two stages of each warp. AtMiddle uses it first, for the sums of the tiles.
+// enter the first tile; kStages stages of each tile. AtMiddle uses it first, for the sums of the tiles.
 template <class A, int kSweep, int kColumns>
 constexpr size_t SharedBytes(int tiles, int warps) {
-  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * 2 * sizeof(Stage<A, kSweep, kColumns>);
+  return (size_t(tiles) + 1) * 2 * kChunk<A> * sizeof(Value<A>) + warps * kStages * sizeof(Stage<A, kSweep, kColumns>);
 }
 
 // kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
@@ -463,7 +476,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   // Lanes and their columns where values cross from and to the next tiles.
   constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry, kFirst = kUp ? 0 : kColumns - 1,
                 kLast = kColumns - 1 - kFirst;
-  const int lane = int(threadIdx.x) % 32, warp = Warp(), warps = int(blockDim.x) / 32;
+  const int lane = int(threadIdx.x) % 32, warp = Warp(), all_warps = int(blockDim.x) / 32;
+  const int copiers = min(kMaxCopiers, all_warps / 2), warps = all_warps - copiers;
   const Sequence<A> sequence(args, b);
   const int tiles = sequence.labels / kWidth + 1;
   if (sequence.frames == 0) {
@@ -492,7 +506,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   Value<A>* const crossings = shared;
   Value<A>* const zeros = crossings + tiles * 2 * C;
   const int edge = kUp ? 0 : sequence.labels;  // the column of the initial value
-  const auto column = [&](int tile, int c) { return tile * kWidth + 32 * c + lane; };
+  const auto column = [&](int tile, int c) { return tile * kWidth + kColumns * lane + c; };
+  const int odd = Settled(args.odd);
+  const auto place = [&](int tile, int c) { return unsigned(tile * 32 + lane + (c == 0 ? 0 : odd)); };
   const auto initial = [&](int tile) {
     State state;
 #pragma unroll
@@ -583,25 +599,24 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
   };
 
   using Staged = Stage<A, kSweep, kColumns>;
-  Staged* const stages = reinterpret_cast<Staged*>(zeros + 2 * C) + warp * 2;
+  // Stages of the first of a warp's tiles; those of a copier are the tiles warp - warps, and so on.
+  Staged* const stages = reinterpret_cast<Staged*>(zeros + 2 * C) + (warp < warps ? warp : warp - warps) * kStages;
   const SharedAddress<Vector<A>> to_stages(&stages[0].vectors[0][0][lane]);
   const auto stage_at = [&](int stage) { return to_stages + stage * int(sizeof(Staged) / sizeof(Vector<A>)); };
   const auto in_stage = [&](unsigned v, int c) { return int(kWidth * v) + 32 * c; };
   const auto start_copies = [&](int tile, const Chunk& next, int stage) {
     const SharedAddress<Vector<A>> to = stage_at(stage);
-    const unsigned first = next.group + unsigned(column(tile, 0));
 #pragma unroll
-    for (unsigned v = 0; v < kVectors; ++v) {
+    for (int c = 0; c < kColumns; ++c) {
+      const Vector<A>* const of_arcs = Settled(arcs + place(tile, c));
+      const Vector<A>* const of_values = Settled(values(next) + place(tile, c));
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const unsigned from = first + v * columns;
-        CopyAsyncIf(has_arcs(next.t[c]), to + in_stage(v, c), arcs + from + 32 * c);
-        if (kSweep == 2) {
-          CopyAsyncIf(has_values(next.t[c]), to + in_stage(kVectors + v, c), values(next) + from + 32 * c);
-        }
+      for (unsigned v = 0; v < kVectors; ++v) {
+        const unsigned from = next.group + v * columns;
+        CopyAsyncIf(has_arcs(next.t[c]), to + in_stage(v, c), of_arcs + from);
+        if (kSweep == 2) CopyAsyncIf(has_values(next.t[c]), to + in_stage(kVectors + v, c), of_values + from);
       }
     }
-    CommitCopies();
   };
   // A column's numbers of a chunk are read by halves, that is by steps: from vectors h and 2 + h.
   const auto element = [&](int j) { return kUp ? j : C - 1 - j; };
@@ -656,12 +671,12 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     // What is stored: mantissas and exponents, or posteriors of blanks and labels. Upwards, a lane stores the posterior
     // of the label arc that enters its column: it has both values. `stored` has a bit per vector: with equal
     // conditions, the compiler makes a branch of two stores.
-    const unsigned first = now.group + unsigned(column(tile, 0));
     Vector<A> out[kColumns][kVectors];
-    Vector<A>* const to = kSweep == 1 ? values(now) : arcs;
+    Vector<A>* to[kColumns];
     unsigned stored = 0;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
+      to[c] = Settled((kSweep == 1 ? values(now) : arcs) + place(tile, c));
       const int t = now.t[c];
       unsigned bits;
       if (kSweep == 1) {
@@ -678,8 +693,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       if ((j + 1) % (V / 2) == 0) StoreIf(exits, to_leave + 2 * j / V, leave);
     };
     const auto store_vector = [&](unsigned v, int c) {
-      const unsigned place = first + v * columns - (kSweep == 2 && kUp && v >= 2 ? 1 : 0);
-      StoreIf(stored & 1u << (v + kVectors * c), to + place + 32 * c, out[c][v]);
+      const bool before = kSweep == 2 && kUp && v >= 2;  // of the column before
+      Vector<A>* const of = !before ? to[c] : c > 0 ? to[c - 1] : to[kColumns - 1] - 1;
+      StoreIf(stored & 1u << (v + kVectors * c), of + (now.group + v * columns), out[c][v]);
     };
 #pragma unroll
     for (int j = 0; j < C; ++j) {
@@ -713,16 +729,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       // Each lane gets the value of the next one, the last one that of the first lane beyond.
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        if (kColumns == 1) {
-          state.in[c] = kUp ? ShuffleUp(leaving[c]) : ShuffleDown(leaving[c]);
-        } else {
-          state.in[c] = Shuffle(leaving[c], (lane - kStep) % 32);
-        }
+        if (c != kFirst) state.in[c] = leaving[c - kStep];
       }
+      state.in[kFirst] = kUp ? ShuffleUp(leaving[kLast]) : ShuffleDown(leaving[kLast]);
       if (lane == kEntry) {
         const Vector<A>& from = enter[j * 2 / V];
-#pragma unroll
-        for (int c = kLast; c != kFirst; c -= kStep) state.in[c] = state.in[c - kStep];
         state.in[kFirst] = {from.of[j * 2 % V], S::AsInt(from.of[j * 2 % V + 1])};
       }
 #pragma unroll
@@ -742,18 +753,55 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
   if (lane < 2 * C && warp == 0) zeros[lane] = Zero<S>();
+  if (tiles <= warps && warp >= warps) {
+    // A copier has tiles of its own. A tile's chunk is copied three chunks ahead, and is there when its warp reaches
+    // the chunk before.
+    const auto tile_of = [&](int i) { return warp - warps + i * copiers; };
+    constexpr int kTiles = kTilesOfCopier<A, kColumns>;
+    Chunk next[kTiles];
+    int stage[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) next[i] = chunk_at(1, tile_of(i)), stage[i] = i * copiers * kStages + 1;
+    const auto copy = [&](int i, int chunk) {
+      start_copies(tile_of(i), next[i], stage[i]);
+      next[i] = after(chunk + 1, next[i]);
+      stage[i] += stage[i] == i * copiers * kStages + kStages - 1 ? 1 - kStages : 1;
+    };
+#pragma unroll
+    for (int chunk = 1; chunk < 3; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) copy(i, chunk);
+      CommitCopies();
+    }
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      WaitForCopies<1>();
+      SyncWarps();
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const int chunk = chunk_of(round, tile_of(i));
+        if (tile_of(i) < tiles && chunk >= 0) copy(i, chunk + 3);
+      }
+      CommitCopies();
+    }
+    WaitForCopies<0>();
+    return;
+  }
   if (tiles <= warps) {
-    // Probabilities are ready a chunk ahead, copies start two chunks ahead.
     State state = initial(warp);
     const Crossing crossing = crossing_of(warp < tiles ? warp : 0);
-    Chunk now = chunk_at(0, warp), next = after(1, now);
+    Chunk now = chunk_at(0, warp);
     start_copies(warp, now, 0);
-    start_copies(warp, next, 1);
-    WaitForCopies<1>();
+    CommitCopies();
+    WaitForCopies<0>();
     Read x;
     Probabilities p;
+    // What a warp reads of a chunk, it reads while it computes the chunk before; probabilities are ready half a chunk
+    // ahead.
     read_arcs(0, 0, x);
+    read_arcs(0, 1, x);
     read_others(0, 0, x);
+    read_others(0, 1, x);
 #pragma unroll
     for (int j = 0; j < C / 2; ++j) probability(x, now, j, p);
     // Before and after its chunks, a warp only meets the others at their barriers.
@@ -763,41 +811,37 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     };
     const int before = Settled(warp < tiles ? -chunk_of(0, warp) : rounds);
     meet(before);
+    int stage = 1;
 #pragma unroll 1
     for (int chunk = 0; chunk < (warp < tiles ? chunks : 0); ++chunk) {
       SyncWarps();
-      const int stage = chunk & 1;
-      const Chunk later = after(chunk + 2, next);
+      const Chunk next = after(chunk + 1, now);
       compute(chunk, warp, crossing, now, p, x, state, [&](int j) {
-        if (j == 0) {
-          read_arcs(stage, 1, x);
-          read_others(stage, 1, x);
-        }
-        if (j == 1) start_copies(warp, later, stage);
         if (j < C / 2) probability(x, now, C / 2 + j, p);
-        if (j == C / 2 - 1) {
-          WaitForCopies<1>();
-          read_arcs(stage ^ 1, 0, x);
-        }
+        if (j == C / 2 - 1) read_arcs(stage, 0, x);
         if (j >= C / 2) probability(x, next, j - C / 2, p);
-        if (j == C - 1) read_others(stage ^ 1, 0, x);  // before the barrier, so that they are there after it
+        if (j == C / 2) read_others(stage, 0, x), __syncwarp();
+        if (j == C / 4 * 3) read_arcs(stage, 1, x), __syncwarp();
+        if (j == C - 1) read_others(stage, 1, x);
       });
       now = next;
-      next = later;
+      stage = stage == kStages - 1 ? 0 : stage + 1;
     }
     meet(warp < tiles ? rounds - before - chunks : 0);
     if (kSweep == 1 && warp < tiles) store(warp, state);
     return;
   }
 
-  for (int tile = warp; tile < tiles; tile += warps) store(tile, initial(tile));
+  const int first_tile = warp < warps ? warp : tiles;  // copiers have none
+  for (int tile = first_tile; tile < tiles; tile += warps) store(tile, initial(tile));
   for (int round = 0; round < rounds; ++round) {
     __syncthreads();
-    for (int tile = warp; tile < tiles; tile += warps) {
+    for (int tile = first_tile; tile < tiles; tile += warps) {
       const int chunk = chunk_of(round, tile);
       if (chunk < 0 || chunk >= chunks) continue;
       const Chunk now = chunk_at(chunk, tile);
       start_copies(tile, now, 0);
+      CommitCopies();
       State state;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -827,7 +871,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 // Each direction has a loop of its own: on one loop around both, the ptxas of CUDA 12.1 to 12.4 fails for sm_90, if a
 // lane takes two columns.
 template <class A, int kSweep, int kColumns>
-__global__ void __launch_bounds__(32 * kSweepWarps<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+__global__ void __launch_bounds__(kSweepThreads<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   const auto every_sequence = [&](auto up) {
     for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
@@ -866,7 +910,7 @@ int64_t MaxTiles(int64_t shared_bytes) {
 
 template <class A, int kColumns>
 cudaError_t RunSweeps(const LatticeArgs& args, cudaStream_t stream) {
-  const Arguments<A> arguments(args);
+  const Arguments<A> arguments(args, kColumns);
   const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns)), sweep_tiles = (tiles + kColumns - 1) / kColumns;
   const size_t shared = SharedMemoryOfBlock();
@@ -874,7 +918,7 @@ cudaError_t RunSweeps(const LatticeArgs& args, cudaStream_t stream) {
   while (warps > 1 && SharedBytes<A, 2, kColumns>(sweep_tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
-  const dim3 grid(2, sequences), block(32 * warps);
+  const dim3 grid(2, sequences), block(32 * (warps + std::min(kMaxCopiers, warps)));
 
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t shared) {

@@ -121,7 +121,9 @@ void CheckAll() {
   Check<BFloat16>("alone, a warp per row", with([](O o) { o.labels = 6; o.batch = 4; o.classes = 301; }), true);
   Check<float>("alone, durations", with([](O o) { o.frames = 9; o.labels = 6; o.batch = 4; o.classes = 33; o.durations = 4; }), true);
   Check<float>("alone, tiles", with([](O o) { o.frames = 14; o.labels = 130; o.batch = 3; o.classes = 3; }), true);
-  // More tiles than warps.
+  // Fewer copying warps than tiles, and more tiles than warps.
+  Check<float>("copying warps with several tiles", with([](O o) { o.frames = 40; o.labels = 320; o.batch = 1; o.classes = 2; }));
+  Check<double>("copying warps with several tiles, float64", with([](O o) { o.frames = 40; o.labels = 120; o.batch = 1; o.classes = 2; }));
   constexpr int kMany = 32 * JAX_RNNT_LATTICE_WARPS;
   Check<float>("warps with several tiles", with([](O o) { o.frames = 11; o.labels = kMany + 40; o.classes = 2; }));
   Check<double>("warps with several tiles, monotonic", with([](O o) { o.monotonic = true; o.frames = kMany + 60, o.labels = kMany + 33, o.classes = 2, o.batch = 1; }));
