@@ -16,16 +16,17 @@
 // One block runs wide mode (lattice_values.cuh), a diagonal at a time. It is simple and slow. Only sequences in which
 // arcs of extreme size may decide take it, and other sequences do not wait for it.
 //
-// In a sweep, a warp takes 32 columns, a lane one. In float32, beyond 128 columns, a lane takes two, 32 apart: a second
-// warp on a scheduler would wait where the first one waits. Values move along label arcs to the next lane by a shuffle,
-// and to the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
-// neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads is copied into shared
-// memory (cp.async) two chunks ahead. Probabilities are found half a chunk ahead, in registers, beside the steps. A
-// chunk has no branches: a node that does not exist has arcs of probability zero, and stores have predicates. All
-// chunks are full and begin at a multiple of kChunk: Skew stores arcs that do not exist as -inf, and the terminal node
-// keeps its value after the last diagonal. If there are more tiles than warps, a warp takes several in turn and keeps
-// their running values in the workspace, so the size of a block does not bound U; then other warps hide its waits for
-// copies.
+// In a sweep, a warp takes 32 columns, a lane one. In float32, beyond 128 columns, a lane takes two neighbours: a
+// second warp on a scheduler would wait where the first one waits. Even columns then lie in front of odd ones in
+// memory, so the lanes of an access lie side by side. Values move along label arcs to the next lane by a shuffle, and
+// to the next warp through shared memory, a chunk of kChunk diagonals at a time. Each warp is one chunk behind its
+// neighbour, so the block needs one barrier per chunk, not per diagonal. What a chunk reads, other warps copy into
+// shared memory (cp.async), three chunks ahead: the copies of a chunk are 4 to 16 accesses, which nobody waits for
+// there. Probabilities are found half a chunk ahead, in registers, beside the steps. A chunk has no branches: a node
+// that does not exist has arcs of probability zero, and stores have predicates. All chunks are full and begin at a
+// multiple of kChunk: Skew stores arcs that do not exist as -inf, and the terminal node keeps its value after the last
+// diagonal. If there are more tiles than warps, a warp takes several in turn, copies for itself and keeps their running
+// values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
 //
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
@@ -53,11 +54,11 @@
 //   two steps may have exponents of their own
 //   the values of the other direction read before the barrier                                    107 101   116 119
 // Cycles between barriers, at T = 64, where half of the columns have no node. By `make cuda-model`, which counts what
-// longer sequences add, what is here takes 95 88, 112 112, and at U = 255 146 132, 176 184.
+// longer sequences add, the last of these took 95 88, 112 112, and at U = 255 146 132, 176 184.
 //   an arc without probability as a number whose exp is zero, not as a choice of results         95 94   111 107
 //   posteriors from the terms of a node's sum; probabilities from the second step on             96 90   106 104
 //   loops of barriers before and after a warp's chunks, not a condition per round                92 95   98 97
-//   probabilities half a chunk ahead, copies after the second step: what is here                 85 86   100 98
+//   probabilities half a chunk ahead, copies after the second step                               85 86   100 98
 // The same at U = 255:
 //   a column a lane, 8 warps (by `make cuda-model` 168 162, 191 203)                             153 153   176 179
 //   two columns a lane, 4 warps                                                                  149 138   160 156
@@ -69,9 +70,15 @@
 //   probabilities a step earlier                                                                 128 133   158 148
 // By `make cuda-model`, at U = 127 and 255:
 //   copies after the second step                                              91 90   111 111   147 141   169 179
-//   a loop of sequences for each direction: what is here                      95 88   112 112   146 132   176 184
+//   a loop of sequences for each direction                                    95 88   112 112   146 132   176 184
 //   exponents bounded in place of a choice per arc, log2(e) in one part; then
 //   every sequence with a high arc needs wide mode                            86 83   103 103   144 123   178 185
+//   a lane's two columns side by side, not 32 apart: half of the shuffles     87 92   112 110   140 135   177 193
+//   copies two by two beside four of the steps: the compiler joins them       88 88   114 114   131 131   186 192
+//   both, and warps that copy, one for two tiles, three stages                84 87    97 103   135 133   172 189
+//   the same, one for a tile, which keeps the places of its copies            81 86    96  94   121 124   161 163
+//   addresses from a column's first, not a column's from a row's              83 81    91  91   120 117   158 167
+//   reads of a chunk held apart by __syncwarp: what is here                   84 79    91  90   125 118   155 153
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>
@@ -93,9 +100,9 @@ constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNN
 #endif
 // Most warps of a sweep that have tiles of kColumns columns a lane, and warps that copy for them.
 template <class A, int kColumns>
-constexpr int kSweepWarps = sizeof(A) == 4 && kColumns == 1
-                                ? std::max(1, std::min(kMaxWarps<A>, JAX_RNNT_LATTICE_NARROW))
-                                : (kMaxWarps<A> + kColumns - 1) / kColumns;
+constexpr int kSweepWarps =
+    sizeof(A) == 4 && kColumns == 1 ? std::max(1, std::min(kMaxWarps<A>, JAX_RNNT_LATTICE_NARROW))
+                                    : (kMaxWarps<A> + kColumns - 1) / kColumns;
 #ifndef JAX_RNNT_LATTICE_COPIERS
 #define JAX_RNNT_LATTICE_COPIERS 4
 #endif
@@ -796,7 +803,7 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     WaitForCopies<0>();
     Read x;
     Probabilities p;
-    // What a warp reads of a chunk, it reads while it computes the chunk before; probabilities are ready half a chunk
+    // What a warp reads of a chunk, it reads in the steps of the chunk before; probabilities are ready half a chunk
     // ahead.
     read_arcs(0, 0, x);
     read_arcs(0, 1, x);
@@ -816,6 +823,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     for (int chunk = 0; chunk < (warp < tiles ? chunks : 0); ++chunk) {
       SyncWarps();
       const Chunk next = after(chunk + 1, now);
+      // Without __syncwarp, the compiler moves all reads behind the last step: 12 of 4 cycles each, of all warps at
+      // once.
       compute(chunk, warp, crossing, now, p, x, state, [&](int j) {
         if (j < C / 2) probability(x, now, C / 2 + j, p);
         if (j == C / 2 - 1) read_arcs(stage, 0, x);
