@@ -33,7 +33,7 @@ def module(*found, driver=13000, runtime=13000, architectures=WHEEL):
         driver_version=lambda: driver,
         runtime_version=runtime,
         architectures=architectures,
-        limits_of_shared_memory=lambda shared: {"unit_columns": (shared - 8256) // 128 * 32},
+        limits_of_shared_memory=lambda shared: {"unit_columns": (shared - 12352) // 128 * 32},
     )
 
 
@@ -73,8 +73,8 @@ def test_reason_and_cure(fake, reason):
 
 def test_limits_are_of_the_smallest_device():
     assert devices.limits(module()) == {}  # nothing is known: those of the module stay
-    assert devices.limits(module(H100, T4, A100)) == {"unit_columns": 14304}
-    assert devices.limits(module(H100)) == {"unit_columns": 56032}
+    assert devices.limits(module(H100, T4, A100)) == {"unit_columns": 13280}
+    assert devices.limits(module(H100)) == {"unit_columns": 55008}
     assert devices.limits(types.SimpleNamespace()) == {}  # the kernels of the CPU
 
 
@@ -121,7 +121,7 @@ def test_unfit_devices_run_the_reference(fake, answer, loss, capsys):
     losses._compiled.cache_clear()
 
 
-@pytest.mark.parametrize(("answer", "most"), [(module(T4), 14304), (module(H100), 56032)], ids=["T4", "H100"])
+@pytest.mark.parametrize(("answer", "most"), [(module(T4), 13280), (module(H100), 55008)], ids=["T4", "H100"])
 def test_labels_that_fit_the_device(fake, answer, most):
     """The lattice runs on the reference above the limit of the device, and only the lattice."""
     fake(answer)
@@ -142,8 +142,8 @@ def test_module_without_a_gpu(kernel):
     if found is None or not hasattr(found, "devices") or losses.platform() == "cuda":
         pytest.skip("needs the kernels of CUDA and no GPU")
     assert devices.unfit(found) is None
-    assert found.limits_of_shared_memory(99 << 10)["unit_columns"] == found.limits()["unit_columns"] == 23264
-    assert found.limits_of_shared_memory(64 << 10)["unit_columns"] == 14304
+    assert found.limits_of_shared_memory(99 << 10)["unit_columns"] == found.limits()["unit_columns"] == 22240
+    assert found.limits_of_shared_memory(64 << 10)["unit_columns"] == 13280
 
 
 def test_products_of_float32_are_of_float32():

@@ -90,7 +90,7 @@ CUDA = {
     "lattice_nodes": (1 << 30) - 1,
     "diagonals": (1 << 29) - 1,
     "sequences": (1 << 31) - 1,
-    "unit_columns": 23264,
+    "unit_columns": 22240,
 }
 EMISSION, LATTICE = losses.RNNT.gradient_calls[:2], losses.RNNT.gradient_calls[2:]
 BOTH = EMISSION + LATTICE
@@ -102,7 +102,7 @@ BEYOND = {
     "nodes": (beyond(losses.RNNT, 1 << 16, (1 << 14) - 1, 2), "cuda", LATTICE, "at most 1073741823 nodes"),
     "nodes_of_emission": (beyond(losses.RNNT, 1 << 17, (1 << 14) - 1, 2), "cuda", BOTH, "at most .* nodes"),
     "diagonals": (beyond(losses.RNNT, 1 << 29, 0, 2), "cuda", LATTICE, "at most 536870911 diagonals"),
-    "labels": (beyond(losses.RNNT, 1, 23264, 2), "cuda", LATTICE, "at most 23264 columns"),
+    "labels": (beyond(losses.RNNT, 1, 22240, 2), "cuda", LATTICE, "at most 22240 columns"),
 }
 
 
