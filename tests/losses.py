@@ -289,6 +289,11 @@ def emulated():
     return loading.KERNELS.get("cpu") == "cuda"
 
 
+def cuda_kernels():
+    """Whether kernels are those for CUDA, on a GPU or emulated."""
+    return emulated() or platform() == "cuda"
+
+
 def interpreted():
     """Whether the CPU platform interprets the TPU's kernels (`make interpret`). They are no custom calls then."""
     return bool(os.environ.get("JAX_RNNT_INTERPRET"))

@@ -137,13 +137,14 @@ def test_minus_infinity_with_a_path(loss, implementation, fused):
 
 
 def test_one_path_of_certainty(loss, implementation):
-    """All other classes at -inf: probability 1, loss exactly 0, gradient exactly 0."""
+    """All other classes at -inf: probability 1, loss exactly 0, gradient exactly 0; for CUDA, but for a rounding."""
     p = losses.problem(1, 4, 2, 5, loss=loss, lengths=([4], [2]))
     logits = np.full(p.logits.shape, -np.inf)
     logits[0, 0, [0, 1], p.targets[0]] = 3.0
     logits[0, :, 2, 4] = -7.0
     values, gradient = losses.evaluate(loss, p._replace(logits=logits), implementation)
-    assert values[0] == 0 and not gradient.any()
+    rounding = 2 * losses.eps(gradient.dtype) if implementation == "kernel" and losses.cuda_kernels() else 0
+    assert values[0] == 0 and np.abs(gradient).max() <= rounding
 
 
 @pytest.mark.rare("reference-float64", "reference-bfloat16")
