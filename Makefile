@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-CXX_SOURCES = $(shell find xla_kernels benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find xla_kernels benchmarks tools -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
 comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
@@ -14,19 +14,20 @@ LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: $(SOURCES) packaging/dev.txt
+$(VENV)/.installed: $(SOURCES) tools/release/dev.txt
+	@echo 'Setting up $(VENV): what tests, examples and lint need (1 minute), then the CPU kernels from source (1 to 2 minutes).'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(LOCKED) packaging/dev.txt
+	$(BIN)/$(LOCKED) tools/release/dev.txt
 	$(BIN)/pip install --quiet --no-deps .
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/train.py --expect-cer 3
+	$(BIN)/python examples/train.py --overwrite --expect-cer 3
 
 # Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
 demo-losses: setup
 	for loss in monotonic tdt multiblank hat pruned; do \
-	  $(BIN)/python examples/train.py --expect-cer 3 --loss $$loss || exit 1; \
+	  $(BIN)/python examples/train.py --overwrite --expect-cer 3 --loss $$loss || exit 1; \
 	done
 
 test: setup
@@ -38,35 +39,35 @@ test-all: setup
 
 # What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; ARGS="--machine aarch64": for that.
 wheels: cuda12-check
-	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) packaging/wheels.py $(ARGS)
+	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) tools/release/wheels.py $(ARGS)
 
 # An nvcc of CUDA 12, for machines that have another one. NVCC names one that is there, or off.
-build/cuda12/bin/nvcc: packaging/cuda12.py packaging/cuda12.txt packaging/cudart12.txt
-	$(PYTHON) packaging/cuda12.py build/cuda12
+build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/release/cudart12.txt
+	$(PYTHON) tools/release/cuda12.py build/cuda12
 	touch $@
 
 # The wheels in dist, under every version of jax and Python. ARGS="--only oldest newest", ARGS=--full: all tests.
 test-matrix: setup
-	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) packaging/matrix.py $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) tools/release/matrix.py $(ARGS)
 
 # What the wheels are built with, as CycloneDX.
 sbom: setup
 	mkdir -p dist
-	$(BIN)/cyclonedx-py requirements packaging/wheels.txt --pyproject pyproject.toml --mc-type library \
+	$(BIN)/cyclonedx-py requirements tools/release/wheels.txt --pyproject pyproject.toml --mc-type library \
 	  --output-reproducible -o dist/jax_rnnt.cdx.json
 
 # Renews the versions and hashes of everything that builds and tests.
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --custom-compile-command 'make lock'
 lock: setup
-	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps packaging/$$name.in -o packaging/$$name.txt || exit 1; done
-	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o packaging/dev.txt
+	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
+	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o tools/release/dev.txt
 
 # $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own
 # check of themselves.
 from-sdist:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(LOCKED) packaging/dev.txt
+	$(BIN)/$(LOCKED) tools/release/dev.txt
 	rm -rf build/sdist
 	$(BIN)/python -m build --quiet --sdist --outdir build/sdist .
 	$(BIN)/pip install --quiet --no-deps --force-reinstall build/sdist/jax_rnnt-*.tar.gz
@@ -85,20 +86,21 @@ build/tools/.installed: pyproject.toml
 package = build/tools/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
   -Cbuild-dir=$(1)-objects $(2) .
 
-# The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels.
+# The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels, which have no products and sums in one
+# instruction here: rounding must not matter.
 build/sanitize/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/sanitize,-Ccmake.define.JAX_RNNT_SANITIZE=address$(comma)undefined \
-	  -Ccmake.define.JAX_RNNT_CUDA=off -Cinstall.strip=false)
+	  -Ccmake.define.JAX_RNNT_CONTRACT=off -Cinstall.strip=false)
 	touch $@
 
 sanitize: setup build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
-	  --ignore tests/test_example.py --ignore tests/test_memory.py $(ARGS)
+	  --ignore tests/tools/test_example.py --ignore tests/transforms/test_memory.py $(ARGS)
 
-# The suite on the CUDA kernels, run by the CPU (xla_kernels/emulation). What does not concern them is left out.
-NO_KERNEL = example errors public installation truth distributed forward_mode align pruned gpu_compile docs joint joint_mesh layouts \
+# The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
+NO_KERNEL = example errors public installation truth distributed forward_mode derivatives align pruned gpu_compile docs joint joint_mesh layouts \
   sharding memory remat export benchmarks flax metrics plot batching tpu decode decode_programs mwer machine_code paddings \
   faults fuzz
 build/emulation/.installed: $(SOURCES) build/tools/.installed
@@ -107,24 +109,24 @@ build/emulation/.installed: $(SOURCES) build/tools/.installed
 
 emulation: setup build/emulation/.installed
 	JAX_RNNT_REQUIRE=cpu PYTHONPATH=$(CURDIR)/build/emulation $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
-	  $(NO_KERNEL:%=--ignore tests/test_%.py) $(ARGS)
+	  $(NO_KERNEL:%=--ignore-glob='tests/*/test_%.py') $(ARGS)
 
 # Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
 cuda-check: setup
-	$(PYTHON) xla_kernels/cuda/resources.py --check
-	$(BIN)/python xla_kernels/model/cuda_model.py --check
+	$(PYTHON) tools/model/resources.py --check
+	$(BIN)/python tools/model/cuda_model.py --check
 
 # Compiles the kernels by the nvcc of the wheels, for sm_90; fails on spills. As for wheels, NVCC names another one, or off.
 cuda12-check: $(if $(NVCC),,build/cuda12/bin/nvcc)
 ifeq ($(NVCC),off)
 	@echo 'cuda12-check: left out, NVCC=off'
 else
-	$(PYTHON) xla_kernels/cuda/resources.py --nvcc $(or $(NVCC),build/cuda12/bin/nvcc) --architectures 90 --check
+	$(PYTHON) tools/model/resources.py --nvcc $(or $(NVCC),build/cuda12/bin/nvcc) --architectures 90 --check
 endif
 
 # Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=--write: into docs/cuda.md.
 cuda-model: setup
-	$(BIN)/python xla_kernels/model/cuda_model.py $(ARGS)
+	$(BIN)/python tools/model/cuda_model.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/bench.py $(ARGS)
@@ -165,19 +167,21 @@ SECONDS ?= 60
 
 # Random problems on compiled programs, and the properties of every answer. ARGS="--seed 2".
 fuzz: setup
-	$(BIN)/python tests/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
+	$(BIN)/python tools/fuzz/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
 
 # Calls of the CPU kernels' handlers made from bytes, under sanitizers; needs clang. ARGS="--only threads".
 fuzz-kernels: setup
-	$(BIN)/python xla_kernels/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
+	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # Thousands of training steps of several kinds; fails where memory grows.
 soak: setup
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-# Random faults in Python, the CPU kernels and the emulated CUDA kernels: how many the tests find.
-mutation-score: setup
-	$(BIN)/python tests/mutation.py $(ARGS)
+# Random faults in the Python sources: how many the tests find. make emulation-mutations has those of the CUDA kernels.
+mutation-score:
+	test -x build/cosmic-ray/bin/python || $(PYTHON) -m venv build/cosmic-ray
+	build/cosmic-ray/bin/pip install --quiet '.[test,examples]' 'cosmic-ray>=8.7'
+	build/cosmic-ray/bin/python tools/mutation/score.py $(ARGS)
 
 # ---- TPU kernels without a TPU ----
 .PHONY: interpret test-tpu-compile
@@ -186,13 +190,13 @@ mutation-score: setup
 INTERPRETED = tpu lattices values gradients lengths edges sharding vmap remat export accuracy family
 interpret: setup
 	JAX_RNNT_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference and not symbolic' \
-	  $(or $(ARGS),$(INTERPRETED:%=tests/test_%.py))
+	  $(or $(ARGS),$(INTERPRETED:%=tests/*/test_%.py))
 
 # Compiles the losses for five generations of TPUs and reads memory, collectives and schedules. Fails where docs/tpu.md
 # is out of date.
 test-tpu-compile:
 	test -x build/tpu-compile/bin/python || $(PYTHON) -m venv build/tpu-compile
-	build/tpu-compile/bin/pip install --quiet . 'jax[tpu]' -Ccmake.define.JAX_RNNT_CUDA=off
+	build/tpu-compile/bin/pip install --quiet . 'jax[tpu]'
 	build/tpu-compile/bin/python benchmarks/tpu.py --check $(ARGS)
 	build/tpu-compile/bin/python benchmarks/tpu_axlearn.py
 
@@ -202,11 +206,11 @@ test-tpu-compile:
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
 emulation-check:
-	$(PYTHON) xla_kernels/emulation/checks.py
+	$(PYTHON) tools/emulation/checks.py
 
 # Typical bugs are put into a copy of the kernels, each of which some check must find.
 emulation-mutations:
-	$(PYTHON) xla_kernels/emulation/mutations.py
+	$(PYTHON) tools/emulation/mutations.py
 
 # Compiles for GPUs without one. XLA only asks for names and sizes: those of the emulation stand in.
 gpu-compile:
@@ -218,7 +222,7 @@ gpu-compile:
 
 # A sharded training step for eight GPUs, and a joint network in tiles.
 test-gpu-compile: gpu-compile
-	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/test_gpu_compile.py $(ARGS)
+	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/kernels/test_gpu_compile.py $(ARGS)
 
 # Launches, memory and a model of time of a joint network in tiles; no clock.
 joint-model: gpu-compile

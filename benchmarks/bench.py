@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import cases
 import rivals
@@ -323,7 +323,7 @@ def options(description, names):
     parser.add_argument("--threads", type=int, default=2, help="threads and cores of a contestant (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torch-python", help="Python that has torch and torchaudio, instead of that under build/")
-    parser.add_argument("--output", type=Path, help="JSON of the raw results (benchmarks/results/DATE.json)")
+    parser.add_argument("--output", type=Path, help="JSON of the results (benchmarks/results/DATE.json)")
     return parser
 
 
@@ -336,7 +336,7 @@ def settle(args):
 
 
 def save(args, load, targets, groups, *, name="", versions=None):
-    """Writes every repetition of {key: {case: contestants}}, with machine, load, versions and commit."""
+    """Writes medians and minima of {key: {case: contestants}}, with machine, load, versions and commit."""
     now = datetime.datetime.now(datetime.UTC)
     packages = ("jax_rnnt", "jax", "jaxlib", "numpy")
     record = {
@@ -348,17 +348,31 @@ def save(args, load, targets, groups, *, name="", versions=None):
         "versions": {package: importlib.metadata.version(package) for package in packages}
         | {"python": platform.python_version(), "cc": command_output(os.environ.get("CC", "cc"), "-dumpfullversion")}
         | (versions or {}),
-        "targets": [dict(zip(("what", "by_medians", "by_minima", "target", "met"), row)) for row in targets],
+        "targets": {what: dict(zip(("by_medians", "by_minima", "target", "met"), rest)) for what, *rest in targets},
     }
     for key, results in groups.items():
         record[key] = {
-            case: {c.name: {"seconds": c.seconds, "temporary_bytes": c.temporaries} for c in contestants}
-            for case, contestants in results.items()
+            case: {c.name: summary(c) for c in contestants if c.seconds} for case, contestants in results.items()
         }
     output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"Raw results: {output}")
+    output.write_text(compact(record) + "\n")
+    print(f"Results: {output}")
+
+
+def summary(contestant):
+    """What a result file keeps of the repetitions."""
+    ms = 1e3 * np.sort(contestant.seconds)
+    made = {"median_ms": float(f"{np.median(ms):.4g}"), "minimum_ms": float(f"{ms[0]:.4g}"), "repetitions": len(ms)}
+    return made | ({} if contestant.temporaries is None else {"temporary_bytes": contestant.temporaries})
+
+
+def compact(record, indent=""):
+    """JSON with a line for each dictionary that holds no other one: a contestant, say."""
+    if not isinstance(record, dict) or not any(isinstance(v, dict) for v in record.values()):
+        return json.dumps(record)
+    lines = (f"{indent} {json.dumps(k)}: {compact(v, indent + ' ')}" for k, v in record.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def judge(what, value, limit, best=None):

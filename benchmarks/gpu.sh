@@ -22,7 +22,7 @@ declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [tune
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors public truth distributed forward_mode align pruned gpu_compile sharding joint_mesh targets gpu
+NOT_CUDA=(example errors public truth distributed forward_mode derivatives align pruned gpu_compile sharding joint_mesh targets gpu
   large)
 KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu cuda/devices.cu)
 
@@ -41,7 +41,7 @@ run_part() {
       if [[ $DRY_RUN ]]; then
         install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
         "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]/#/xla_kernels/}" \
-          xla_kernels/emulation/{cuda_emulation,check}.cc -o build/gpu/check-emulated -pthread || code=$?
+          tools/emulation/{cuda_emulation,check}.cc -o build/gpu/check-emulated -pthread || code=$?
       fi
       return $code
       ;;
@@ -56,24 +56,24 @@ run_part() {
     memcheck) sanitizer --tool memcheck --padding 32 ;;
     racecheck) sanitizer --tool racecheck ;;
     suite)
-      local ignored=("${NOT_CUDA[@]/#/--ignore=tests/test_}")
+      local ignored=("${NOT_CUDA[@]/#/--ignore-glob=tests/*/test_}")
       local tests=("${ignored[@]/%/.py}")
-      if [[ $DRY_RUN ]]; then tests=(tests/test_values.py tests/test_kernel_choice.py); fi
+      if [[ $DRY_RUN ]]; then tests=(tests/losses/test_values.py tests/kernels/test_kernel_choice.py); fi
       # Without autotuning: the matmuls of the tests are not worth it.
       XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 12))" --dist worksteal -m 'not slow' -k 'not reference' \
         "${tests[@]}"
       ;;
     large)
       if [[ $DRY_RUN ]]; then
-        pytest -m 'not slow' tests/test_gpu.py tests/test_large.py
+        pytest -m 'not slow' tests/kernels/test_gpu.py tests/kernels/test_large.py
       else
-        pytest -n 4 --dist worksteal tests/test_gpu.py tests/test_large.py
+        pytest -n 4 --dist worksteal tests/kernels/test_gpu.py tests/kernels/test_large.py
       fi
       ;;
     example)
       local options=(--expect-cer 3)
       if [[ $DRY_RUN ]]; then options=(--steps 4 --batch 4); fi
-      "$PYTHON" examples/train.py --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
+      "$PYTHON" examples/train.py --overwrite --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
       ;;
     benchmark)
       if [[ $DRY_RUN ]]; then
@@ -112,7 +112,7 @@ compile_check() {
     pids+=($!)
   done
   for source in "${pids[@]}"; do wait "$source" || return; done
-  nvcc build/gpu/check.d/*.o -o build/gpu/check
+  nvcc -Xcompiler -pthread build/gpu/check.d/*.o -o build/gpu/check
 }
 
 sanitizer() {

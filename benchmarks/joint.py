@@ -70,8 +70,10 @@ def function(parameters, rows, rest):
 def pruned(parameters, rows, rest):
     """Pruned RNN-T: the simple loss with the same output layer, then the joint on the band. Another loss."""
     weight, bias = parameters
-    simple, posteriors = simple_rnnt_loss(rows[0] @ weight, rows[1] @ weight + bias, *rest, return_posteriors=True)
-    first = prune_ranges(*posteriors, *rest[1:], width=WIDTH)
+    am, lm = rows[0] @ weight, rows[1] @ weight + bias
+    simple, (blank, label) = simple_rnnt_loss(am, lm, *rest, return_posteriors=True)
+    lengths = dict(zip(("logit_lengths", "target_lengths"), rest[1:]))
+    first = prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=WIDTH)
     frames, states = prune_inputs(*rows, first, width=WIDTH)
     hidden = jnp.tanh(frames + states)
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias

@@ -3,8 +3,8 @@
     python benchmarks/joint_model.py                  # or make joint-model, which sets up what it needs
 
 Compiles value and gradient for an H100 at B = 32, T = 400, U = 128, V = 1024, H = 640 in bfloat16, beside the same with
-logits in memory, and counts both from their HLO (`tests/launches.py`). The model adds 2.5 us a launch, products at 600
-TFLOP/s (50 in float32) and bytes at 4.3 TB/s. Nothing is timed.
+logits in memory, and counts both from their HLO (`tests/support/launches.py`). The model adds 2.5 us a launch, products
+at 600 TFLOP/s (50 in float32) and bytes at 4.3 TB/s. Nothing is timed.
 
 How many blocks the backward pass lists is data. It is counted here by the CPU, for newly initialised networks of the
 same T and U and of unit logits; fewer classes and units do for that. Beside it stands the time without skipping.
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import cases
 import jax
@@ -59,7 +59,7 @@ def materialized(loss, parameters, rows, rest):
 
 def compiled_for_h100(step, loss, case, dtype=jnp.bfloat16):
     """(compiled value and gradient, frames and columns of a block and blocks of a tile)."""
-    config = (Path(__file__).parents[1] / "tests" / "h100.txtpb").read_text()
+    config = (Path(__file__).parents[1] / "tests/support" / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("data",)), PartitionSpec())
 

@@ -237,7 +237,7 @@ def main(argv=None):
         name = device.lower().replace(" ", "-")
         args.output.mkdir(parents=True, exist_ok=True)
         file = args.output / f"{now:%Y-%m-%d}-{name}-librispeech.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        file.write_text(bench.compact(record) + "\n")
     wrong = any(why.startswith("Disagreement") for _, why in record["left_out"])
     return int(wrong or not any(row["times"] for row in record["batches"]))
 

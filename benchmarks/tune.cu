@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
@@ -92,6 +93,22 @@ __global__ void Copy(const Words16* from, Words16* to, int64_t n) {
     to[i] = from[i];
 }
 
+// Reads the same 4 KiB again and again, 512 bytes in an access of a warp: four cache lines, or, if every lane has a row
+// of 128 bytes, 32.
+template <bool kRows>
+__global__ void ReadFromL1(const Words16* from, Words16* to, int64_t turns) {
+  const unsigned lane = threadIdx.x % 32;
+  float sum = 0;
+  for (int64_t i = 0; i < turns; ++i) {
+#pragma unroll
+    for (unsigned j = 0; j < 8; ++j) {
+      const Words16 v = from[i % 2 * 256 + (kRows ? lane * 8 + j : lane + j * 32)];
+      sum += v.of[0] + v.of[1] + v.of[2] + v.of[3];
+    }
+  }
+  if (sum == 1e30f) to[lane].of[0] = sum;  // never, but the loads are needed for it
+}
+
 template <class Kernel, class... A>
 void Start(Kernel kernel, A... args) {
 #if defined(__CUDACC__)
@@ -99,7 +116,14 @@ void Start(Kernel kernel, A... args) {
 #else
   const unsigned blocks = 1;
 #endif
-  Must(Launch(kernel, dim3(blocks), dim3(kThreads), 0, nullptr, args...));
+  const auto launch = [&] { Must(Launch(kernel, dim3(blocks), dim3(kThreads), 0, nullptr, args...)); };
+#if !defined(__CUDACC__)
+  {
+    const Loading loading;  // the emulation runs no kernel that was not loaded
+    launch();
+  }
+#endif
+  launch();
 }
 
 struct Problem {
@@ -146,6 +170,25 @@ void Report(const char* stage, const Problem& p, const char* dtype, double bytes
   printf("%s\t%s\t%s\t%.4f\t%.0f\t%.3f\n", stage, p.name.c_str(), dtype, seconds * 1e3, bytes,
          bytes / seconds / copy_bandwidth);
   fflush(stdout);
+}
+
+// What an access costs that is spread over many cache lines: two times the other if L1 moves 128 bytes a cycle, eight
+// times if it looks up one line a cycle.
+void MeasureL1() {
+  const int64_t turns = repeat == 0 ? 1 : 64;
+  Memory from(8192), to(512);
+  Start(&Fill<float>, from.As<float>(), int64_t(2048), -1.f, 1.f);
+#if defined(__CUDACC__)
+  const double bytes = double(kBlocks) * 8 * kThreads * double(turns) * 128;
+#else
+  const double bytes = kThreads * double(turns) * 128;
+#endif
+  const auto read = [&](auto kernel) {
+    return Seconds([&](int) { Start(kernel, from.As<const Words16>(), to.As<Words16>(), turns); });
+  };
+  const Problem p = {"4 KiB", 1, 1, 0, 1};
+  Report("L1, whole lines", p, "float32", bytes, read(&ReadFromL1<false>));
+  Report("L1, a row a lane", p, "float32", bytes, read(&ReadFromL1<true>));
 }
 
 void MeasureCopy() {
@@ -274,7 +317,12 @@ int main(int argc, char** argv) {
     return 2;
   }
   repeat = atoi(argv[2]);
+#if defined(__CUDACC__)
+  Must(cudaFree(nullptr));  // a context, which LoadKernels needs
+#endif
+  LoadKernels();
   MeasureCopy();
+  if (strcmp(argv[1], "all") == 0) MeasureL1();
   for (int i = 3; i < argc; i += 5)
     Measure(argv[1], {argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]), atoll(argv[i + 3]), atoll(argv[i + 4])});
 #if defined(__CUDACC__)

@@ -8,7 +8,8 @@
 The constants are those of the sources: every `#define JAX_RNNT_NAME NUMBER` in xla_kernels/cuda behind an `#ifndef`. A
 build changes one of them, by default to half and to twice its value. The first build changes none. It runs once
 more at the end, to show how far the clock drifts. Where ncu is installed and may read the counters, it adds the
-shares of issue slots and of DRAM bandwidth for each kernel of the first build.
+shares of issue slots and of DRAM bandwidth for each kernel of the first build, instructions issued a cycle, and what L1
+did: requests, sectors, lines looked up, wavefronts.
 """
 
 import argparse
@@ -26,19 +27,33 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice"))
 PARTS = dict(zip(KERNELS, ("emission", "lattice", "skip")))
-PROGRAM, EMULATION = "benchmarks/tune.cu", "xla_kernels/emulation/cuda_emulation.cc"
+DEVICES = "xla_kernels/cuda/devices.cu"
+PROGRAM, EMULATION = "benchmarks/tune.cu", "tools/emulation/cuda_emulation.cc"
 SWITCH = re.compile(r"#ifndef (JAX_RNNT_\w+)\n#define \1 (\d+)\n")
 COUNTERS = {
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots, %",
+    "sm__inst_issued.avg.per_cycle_active": "issued a cycle",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM, %",
     "gpu__time_duration.sum": "ns",
+}
+# What L1 does for loads of global memory: whether rows of a lane each, spread over many lines, would take a cycle a
+# line. Left out where ncu does not know one of these names.
+GLOBAL_LOADS = "pipe_lsu_mem_global_op_ld.sum"
+L1 = {
+    f"l1tex__t_requests_{GLOBAL_LOADS}": "L1 requests",
+    f"l1tex__t_sectors_{GLOBAL_LOADS}": "sectors",
+    f"l1tex__t_set_accesses_{GLOBAL_LOADS}": "lines looked up",
+    f"l1tex__t_output_wavefronts_{GLOBAL_LOADS}": "wavefronts behind the tags",
+    "l1tex__data_pipe_lsu_wavefronts.sum": "wavefronts of data",
+    "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active": "L1 data, %",
+    "l1tex__lsuin_requests.avg.pct_of_peak_sustained_active": "LSU requests, %",
 }
 
 
@@ -103,13 +118,13 @@ class Compiler:
         self.dry_run, self.folder = args.dry_run, args.folder
         if args.dry_run:
             self.command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", f"-I{ROOT}"]
-            self.sources = (*KERNELS, PROGRAM, EMULATION)
+            self.sources = (*KERNELS, DEVICES, PROGRAM, EMULATION)
         else:
             architecture = args.architecture
             code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
             self.command = [args.nvcc, "-std=c++17", "-O3", "-lineinfo", "-w", f"-I{ROOT}", code]
             self.command += ["--extended-lambda", "--expt-relaxed-constexpr"]
-            self.sources = (*KERNELS, PROGRAM)
+            self.sources = (*KERNELS, DEVICES, PROGRAM)
 
     def program(self, build):
         return self.folder / re.sub(r"\W+", "_", build.name)
@@ -176,14 +191,20 @@ def counters(program, args, timeout):
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not installed"
-    command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
-    command += ["--kernel-name", "regex:Forward|Backward|Skew|Sweep|Total|Loss", str(program), "all", "0"]
-    try:
-        done = subprocess.run([*command, *shapes(args)], capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return f"ncu took more than {timeout:.0f} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    if done.returncode or not lines:
+    kernels = "regex:Forward|Backward|Skew|Sweep|Total|Loss|ReadFromL1"
+    end = time.monotonic() + timeout
+    for metrics in ((*COUNTERS, *L1), tuple(COUNTERS)):
+        command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(metrics)]
+        command += ["--kernel-name", kernels, str(program), "all", "0", *shapes(args)]
+        try:
+            left = max(1, end - time.monotonic())
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            return f"ncu took more than {timeout:.0f} s"
+        lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+        if not done.returncode and lines:
+            break
+    else:
         return (done.stdout + done.stderr).strip()[-300:]
     rows = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines))):
@@ -215,8 +236,9 @@ def report(record):
     if isinstance(record["counters"], str):
         text.append(f"No counters: {record['counters']}\n")
     else:
-        rows = [(name, *(f"{found.get(c, float('nan')):.1f}" for c in COUNTERS)) for name, found in record["counters"]]
-        text.append(table(("kernel", *COUNTERS.values()), rows))
+        for names in (COUNTERS, L1):
+            found = [(name, [c.get(k, float("nan")) for k in names]) for name, c in record["counters"]]
+            text.append(table(("kernel", *names.values()), [(name, *(f"{x:.1f}" for x in xs)) for name, xs in found]))
     text += [f"{name}: {why}" for name, why in record["left_out"]]
     return "\n".join(text)
 

@@ -25,7 +25,7 @@ try:
     from data import DataError, HandwrittenDigits, SpokenDigits
     from flax import nnx
     from tqdm import tqdm
-    from train import error_rate
+    from train import check_run, error_rate, natural, positive
     from variants import VARIANTS, of_all_logits
 except ModuleNotFoundError as error:
     raise SystemExit(f"examples/mwer.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
@@ -39,13 +39,13 @@ def parse_arguments():
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
     parser.add_argument("--loss", choices=[x for x in VARIANTS if x != "pruned"], default="rnnt", help="(%(default)s)")
     parser.add_argument("--workdir", type=Path, help="of train.py; default: runs/DATA-LOSS")
-    parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="utterances per step (%(default)s)")
-    parser.add_argument("--width", type=int, default=4, help="N of the N-best lists (%(default)s)")
+    parser.add_argument("--steps", type=natural, default=100, help="(%(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="utterances per step (%(default)s)")
+    parser.add_argument("--width", type=positive, default=4, help="N of the N-best lists (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
     parser.add_argument("--mwer", type=float, default=1.0, help="weight of the expected errors (%(default)s)")
     parser.add_argument("--nll", type=float, default=0.1, help="weight of the reference's own loss (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the data (%(default)s)")
+    parser.add_argument("--seed", type=natural, default=1, help="of the data (%(default)s)")
     parser.add_argument("--log-json", type=Path, metavar="FILE", help="write losses and error rates")
     return parser, parser.parse_args()
 
@@ -56,6 +56,8 @@ def restore(data, workdir, loss="rnnt"):
     sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
     graphdef, params = nnx.split(variant.model(*sizes, rngs=nnx.Rngs(0)))
     workdir = (workdir or Path("runs") / f"{data.name}-{loss}").resolve()
+    if (workdir / "checkpoints").is_dir():
+        check_run(workdir, {"data": data.name, "loss": loss})
     with ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
         step = checkpoints.latest_step()
         if step is None:

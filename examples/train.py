@@ -4,8 +4,8 @@
     python examples/train.py --data FOLDER    # connected spoken digits, from {digit}_{speaker}_{index}.wav recordings
     python examples/train.py --loss tdt       # another loss of the family: variants.py
 
-The workdir receives checkpoints, from which --resume continues exactly, and lattice.png: posteriors and best alignment
-of three held-out samples.
+The workdir receives checkpoints, from which --resume continues exactly, run.json, the arguments that decide the result,
+and lattice.png: posteriors and best alignment of three held-out samples. Only --overwrite deletes an earlier run.
 """
 
 import argparse
@@ -36,24 +36,73 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"examples/train.py needs {error.name}: run pip install '.[examples]' in the clone.") from None
 
 
+def positive(text):
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return number
+
+
+def natural(text):
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return number
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits; default: handwritten digits")
     parser.add_argument("--loss", choices=VARIANTS, default="rnnt", help="one of variants.py (%(default)s)")
     parser.add_argument("--joint", choices=("logits", "fused"), default="logits", help="fused: in tiles (%(default)s)")
-    parser.add_argument("--steps", type=int, help="default: as many as the data needs")
-    parser.add_argument("--batch", type=int, help="utterances per step, over all devices; default: what the data needs")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and training data (%(default)s)")
+    parser.add_argument("--steps", type=natural, help="0: evaluate alone; default: as many as the data needs")
+    parser.add_argument(
+        "--batch", type=positive, help="utterances per step, over all devices; default: what the data needs"
+    )
+    parser.add_argument("--seed", type=natural, default=0, help="of weights and training data (%(default)s)")
     parser.add_argument("--workdir", type=Path, help="default: runs/DATA-LOSS")
-    parser.add_argument("--resume", action="store_true", help="continue from the workdir's last checkpoint, if any")
-    parser.add_argument("--save-every", type=int, default=1000, metavar="STEPS", help="also tests (%(default)s)")
-    parser.add_argument("--devices", type=int, help="default: all; a CPU poses as this many, by default 2")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue from the workdir's last checkpoint, if any")
+    earlier.add_argument("--overwrite", action="store_true", help="delete the workdir's checkpoints first")
+    parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
+    parser.add_argument("--devices", type=positive, help="default: all; a CPU poses as this many, by default 2")
     parser.add_argument("--pmap", action="store_true", help="jax.pmap instead of jit over a sharded batch")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
     parser.add_argument("--fastemit", type=float, default=0.0, metavar="LAMBDA", help="earlier labels (%(default)s)")
     parser.add_argument("--log-json", type=Path, metavar="FILE", help="write the loss of every step and the result")
     parser.add_argument("--expect-cer", type=float, metavar="PERCENT", help="exit 1 if the error rate is higher")
-    return parser, parser.parse_args()
+    args = parser.parse_args()
+    if args.joint == "fused" and args.loss == "pruned":
+        parser.error("--joint fused: the pruned loss has its own way to do without all logits")
+    if args.log_json and not args.log_json.absolute().parent.is_dir():
+        parser.error(f"--log-json: {args.log_json.parent} is not a folder")
+    return parser, args
+
+
+def begin(workdir, run, *, resume, overwrite):
+    """Claims the workdir for a run. `run` names the arguments that decide its result, and is kept in run.json.
+
+    An earlier run is resumed with the same arguments alone. With steps 0 it is only evaluated, so theirs may differ.
+    """
+    file, checkpoints = workdir / "run.json", workdir / "checkpoints"
+    if overwrite:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    elif checkpoints.is_dir() and any(checkpoints.iterdir()):
+        if not resume:
+            raise DataError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
+        check_run(workdir, {name: x for name, x in run.items() if name != "steps" or x})
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(run))
+
+
+def check_run(workdir, run):
+    """Raises unless the run in this workdir had these arguments."""
+    try:
+        earlier = json.loads((workdir / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{workdir}/run.json does not say how its checkpoints were made ({error})") from None
+    for name, x in run.items():
+        if earlier.get(name) != x:
+            raise DataError(f"{workdir} holds a run with {name} {earlier.get(name)}, got {x}")
 
 
 def select_devices(count):
@@ -118,18 +167,24 @@ def main():
     except DataError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     mesh = Mesh(np.array(select_devices(args.devices)), ("data",))
-    steps, batch_size = args.steps or data.steps, args.batch or data.batch_size
+    steps, batch_size = data.steps if args.steps is None else args.steps, args.batch or data.batch_size
+    if args.devices and mesh.size < args.devices:
+        parser.exit(2, f"{parser.prog}: --devices {args.devices}: there are {mesh.size}\n")
     if batch_size % mesh.size:
         parser.exit(2, f"{parser.prog}: a batch of {batch_size} does not split over {mesh.size} devices\n")
-    if args.joint == "fused" and args.loss == "pruned":
-        parser.exit(2, f"{parser.prog}: the pruned loss has its own way to do without all logits\n")
     workdir = (args.workdir or Path("runs") / f"{data.name}-{args.loss}").resolve()
+    run = {"data": data.name, "loss": args.loss, "steps": steps, "batch": batch_size}
+    run |= {"seed": args.seed, "fastemit": args.fastemit}
+    try:
+        begin(workdir, run, resume=args.resume, overwrite=args.overwrite)
+    except (DataError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
     variant = VARIANTS[args.loss]
     sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
     model = variant.model(*sizes, rngs=nnx.Rngs(args.seed))
     graphdef, params = nnx.split(model)
-    schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, max(steps, 1) + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
     options = {"fastemit_lambda": args.fastemit, "implementation": args.implementation}
@@ -147,8 +202,6 @@ def main():
         return data.batch(np.random.default_rng((args.seed, step)), batch_size, "train")
 
     test = [data.batch(np.random.default_rng(i), 100, "test") for i in range(5)]
-    if not args.resume:
-        shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
     keep = ocp.CheckpointManagerOptions(max_to_keep=2)
     losses, durations = [], []
     with (
@@ -179,7 +232,7 @@ def main():
     speed = batch_size / np.median(durations) if durations else 0  # the median leaves compilation out
     if args.log_json:
         args.log_json.write_text(json.dumps(dict(first_step=first, losses=losses, cer=cer, seconds=seconds)))
-    print(f"held-out CER {cer:.1f}% ({steps} steps, {seconds:.0f} seconds, {speed:.0f} utterances/s)")
+    print(f"held-out CER {cer:.1f}% ({max(first, steps)} steps, {seconds:.0f} seconds, {speed:.0f} utterances/s)")
     if args.expect_cer is not None and not cer <= args.expect_cer:
         parser.exit(1, f"{parser.prog}: expected at most {args.expect_cer}%\n")
 

@@ -30,11 +30,12 @@ def pruned(loss, model, batch, fused):
     """Pruned RNN-T (Kuang et al. 2022): posteriors of a simple loss choose the columns for which the joint runs."""
     frames, states = model.encoder(batch["features"]), model.predictor(batch["targets"])
     lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
-    simple, posteriors = jax_rnnt.simple_rnnt_loss(
+    named = dict(zip(("logit_lengths", "target_lengths"), lengths))
+    simple, (blank, label) = jax_rnnt.simple_rnnt_loss(
         model.frame_scores(frames), model.state_scores(states), batch["targets"], *lengths,
         blank=model.blank, lm_only_scale=0.25, return_posteriors=True,
     )  # fmt: skip
-    first = jax_rnnt.prune_ranges(*posteriors, *lengths, COLUMNS)
+    first = jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **named, width=COLUMNS)
     logits = model.joint(*jax_rnnt.prune_inputs(frames, states, first, COLUMNS))
     return 0.5 * simple + loss(jax_rnnt.BandLogits(logits, first), batch["targets"], *lengths)
 

@@ -1,5 +1,8 @@
 """jax_rnnt: the RNN-Transducer loss family for JAX."""
 
+import typing as _typing
+
+from jax_rnnt import _extras as _extras
 from jax_rnnt import decode as decode
 from jax_rnnt._align import expected_emission_frames as expected_emission_frames
 from jax_rnnt._align import minimum_latency as minimum_latency
@@ -35,7 +38,6 @@ from jax_rnnt._tdt import tdt_loss as tdt_loss
 from jax_rnnt._transducer import Alignment as Alignment
 from jax_rnnt._transducer import Composition as Composition
 from jax_rnnt._transducer import DecodingRules as DecodingRules
-from jax_rnnt._validate import validate_inputs as validate_inputs
 from jax_rnnt._xla import export_checks as export_checks
 from jax_rnnt.emissions.joint import LinearJoint as LinearJoint
 
@@ -77,5 +79,20 @@ __all__ = [
     "selftest",
     "simple_rnnt_loss",
     "tdt_loss",
-    "validate_inputs",
 ]
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name
+    _elsewhere = {
+        **{name: f"jax_rnnt.decode.{name}" for name in decode.__all__},
+        **{name: f"jax_rnnt.lattices.{name}" for name in ("Arc", "STANDARD", "MONOTONIC", "log_likelihood")},
+        **{name: f"jax_rnnt.flax.nnx.{name}" for name in ("Joint", "LSTMPredictor", "StatelessPredictor")},
+        "Softmax": "jax_rnnt.emissions.Softmax",
+        "label_errors": "jax_rnnt.metrics.label_errors",
+        # Names in k2.
+        "rnnt_loss_simple": "jax_rnnt.simple_rnnt_loss",
+        "rnnt_loss_smoothed": "jax_rnnt.simple_rnnt_loss",
+        "rnnt_loss_pruned": "jax_rnnt.pruned_rnnt_loss",
+        "get_rnnt_prune_ranges": "jax_rnnt.prune_ranges",
+        "do_rnnt_pruning": "jax_rnnt.prune_inputs",
+    }
+    __getattr__ = _extras.lookup(__name__, ("flax", "metrics", "plot", "timing"), _elsewhere)

@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     # A default here would overwrite the option given before the command.
     common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="one JSON object")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--version", action="version", version=f"jax_rnnt {jax_rnnt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{info,selftest,bench}")
     commands.add_parser("info", parents=[common], help="versions, devices, kernels, and why some are missing")
     test = commands.add_parser(

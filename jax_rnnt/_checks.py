@@ -1,6 +1,7 @@
 """Static checks of arguments: every error names the function, the argument, the expected and the given value."""
 
 import numbers
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
+_INCONCLUSIVE = getattr(jax.errors, "InconclusiveDimensionOperation", None) or jax.core.InconclusiveDimensionOperation
 
 
 def array(function: str, name: str, x) -> Any:
@@ -33,7 +35,8 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
         raise ValueError(
             f"{function}: {name} must have shape {dimensions} (at least {rank} dimensions), got shape {tuple(x.shape)}."
         )
-    return jnp.asarray(x)
+    # `jnp.asarray` of a tracer is an operation. Run eagerly on NaN padding, it would trip `jax_debug_nans`.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
@@ -52,9 +55,25 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: st
 
 
 def sequences(
-    function: str, targets, logit_lengths, target_lengths, batch, labels, columns_of: str = ""
+    function: str,
+    targets,
+    logit_lengths,
+    target_lengths,
+    batch,
+    labels,
+    columns_of: str = "",
+    rows_of: str = "",
+    rows=0,
 ) -> tuple[jax.Array, ...]:
-    """targets [..., U] and both lengths [...]. `columns_of` names the argument with U + 1 columns, if there is one."""
+    """targets [..., U] and both lengths [...].
+
+    `columns_of` names the argument with U + 1 columns, if there is one; `rows_of` that of one shape but for its `rows`.
+    """
+    if rows_of and rows != labels + 1 and np.shape(targets) == (*batch, rows - 1):
+        raise ValueError(
+            f"{function}: targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
+            f"{labels + 1} columns, got {np.shape(targets)}. They fit {rows_of}: exchange {rows_of} and {columns_of}."
+        )
     if columns_of and np.shape(targets) == (*batch, labels + 1):
         raise ValueError(
             f"{function}: targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
@@ -100,7 +119,7 @@ def reduction(function: str, x) -> str:
 
 
 def scalar(function: str, name: str, x):
-    """A real number or a floating/integer scalar array, traced or not."""
+    """A real number or a floating/integer scalar array, traced or not. Numbers of Python and NumPy become floats."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         return float(x)
     if (
@@ -111,17 +130,36 @@ def scalar(function: str, name: str, x):
         raise TypeError(f"{function}: {name} must be a real number, got {x!r}.")
     if x.shape != ():
         raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")
-    return x
+    return float(x) if isinstance(x, (np.generic, np.ndarray)) else x
 
 
-def is_known(x) -> bool:
-    """Whether the values of x can be read now."""
-    return not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+def known(x) -> np.ndarray | None:
+    """x as a NumPy array, if its values can be read now. Compute with that: under jit JAX would trace the operation."""
+    if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def is_number(x) -> bool:
+    """Whether x is a number of Python or NumPy, which is known while tracing. A leaf may hold either."""
+    return isinstance(x, numbers.Real) or (isinstance(x, (np.generic, np.ndarray)) and x.ndim == 0)
 
 
 def is_zero(x) -> bool:
-    """Whether x is a Python 0, known while tracing."""
-    return isinstance(x, (int, float)) and x == 0
+    """Whether x is the number 0, known while tracing."""
+    return is_number(x) and x == 0
+
+
+def key(function: str, x) -> None:
+    """x is None or one JAX random key, typed or of type uint32."""
+    if x is None:
+        return
+    dtype, rank = getattr(x, "dtype", None), np.ndim(x)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and (dtype != np.uint32 or rank == 0):
+        raise TypeError(f"{function}: key must be a JAX random key, got {x!r}.")
+    if rank != (0 if typed else 1):
+        raise TypeError(f"{function}: key must be one JAX random key, got an array of shape {np.shape(x)}.")
 
 
 def choice(function: str, name: str, x, choices):
@@ -135,6 +173,21 @@ def boolean(function: str, name: str, x) -> bool:
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{function}: {name} must be True or False, got {x!r}.")
     return bool(x)
+
+
+def no_draws(function: str, name: str, draws: bool) -> None:
+    """Raises if a network of a decoder draws random numbers: its dropout would make every step noisy, in silence."""
+    if draws:
+        cure = "turn its dropout off, by module.eval() in NNX or deterministic=True in Linen"
+        raise TypeError(f"{function}: {name} must not draw random numbers, got one that does: {cure}.")
+
+
+def smaller(n, bound: int) -> bool:
+    """Whether a dimension is below a bound; a symbolic one, as of `jax.export`, is not unless that is certain."""
+    try:
+        return bool(n < bound)
+    except _INCONCLUSIVE:
+        return False
 
 
 def integer(function: str, name: str, x) -> int:
@@ -161,11 +214,11 @@ def class_index(function: str, name: str, x, classes: int) -> int:
 def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
     """A tuple of distinct integers, each at least `smallest`, at least one of them."""
     try:
-        values = tuple(x)
+        values = None if isinstance(x, (Set, Mapping)) else tuple(x)  # their order would choose the classes
     except TypeError:
         values = None
     if values is None or not all(isinstance(d, (int, np.integer)) and not isinstance(d, bool) for d in values):
-        raise TypeError(f"{function}: {name} must be a sequence of integers known at trace time, got {x!r}.")
+        raise TypeError(f"{function}: {name} must be an ordered sequence of integers known at trace time, got {x!r}.")
     values = tuple(int(d) for d in values)
     if len(set(values)) != len(values) or min(values, default=smallest - 1) < smallest:
         raise ValueError(f"{function}: {name} must be distinct integers >= {smallest}, at least one, got {values}.")

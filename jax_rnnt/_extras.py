@@ -1,6 +1,7 @@
-"""Packages that only a part of the library needs."""
+"""Packages that only a part of the library needs, and names that stand elsewhere."""
 
 import contextlib
+import importlib
 
 
 @contextlib.contextmanager
@@ -11,3 +12,19 @@ def needed_by(module: str, extra: str):
     except ModuleNotFoundError as error:
         message = f"{module} needs {error.name}: pip install 'jax_rnnt[{extra}]'"
         raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def lookup(module: str, submodules: tuple[str, ...], elsewhere: dict[str, str]):
+    """`__getattr__` of a module: imports submodules on demand, and says where a name is that users look for in it.
+
+    That is an ImportError, since Python drops the text of an AttributeError in ``from module import name``.
+    """
+
+    def __getattr__(name):
+        if name in submodules:
+            return importlib.import_module(f"{module}.{name}")
+        if name in elsewhere:
+            raise ImportError(f"cannot import name {name!r} from {module!r}: use {elsewhere[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+    return __getattr__

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 import warnings
 
 import jax
@@ -14,28 +15,37 @@ _PACKAGE = pathlib.Path(__file__).parent
 _CURES = {  # by words in the reason that the build's note gives
     "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
     "wheel without kernels": "install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
-    "CUDA compiler": "install the CUDA toolkit, put nvcc on the PATH and run",
+    "CUDA kernels": "put nvcc on the PATH and run",
 }
+
+
+def extension(module: str) -> types.ModuleType:
+    """Imports an extension module. A folder that was never built, as a clone, takes that of the installed copy."""
+    name = f"{__package__}.{module}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        never_built = error.name == name and not (_PACKAGE / "_build.py").exists()
+        folder = _installed_folder(module) if never_built else None
+        if folder is None:
+            raise
+        sys.modules[__package__].__path__.append(str(folder))
+        return importlib.import_module(name)
 
 
 def explain(platform: str, module: str, error: ImportError) -> str:
     """Why `module` of this package, with the kernels of `platform`, could not be imported, and the cure."""
     name = f"{__package__}.{module}"
     if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it exists but does not load
-        return f"the extension module {name} cannot be imported ({error}); run `{reinstall()}`"
-    if elsewhere := _installed_folder(module):
-        return (
-            f"{__package__} was imported from the source folder {_PACKAGE.parent}, which hides the build installed in "
-            f"{elsewhere.parent}: start Python in another folder, or install with `pip install -e .`"
-        )
+        return f"the extension module {name} cannot be imported ({error}); run `{reinstall(platform)}`"
     try:
         note = importlib.import_module(f"{__package__}._build")
     except ImportError:
         return f"the source folder {_PACKAGE.parent} was not built; run `pip install -e {_PACKAGE.parent}`"
     if reason := note.MISSING[platform]:
         cure = next((cure for words, cure in _CURES.items() if words in reason), "run")
-        return f"{reason}: {cure} `{reinstall()}`"
-    return f"the extension module {name} was built and is gone ({error}); run `{reinstall()}`"
+        return f"{reason}: {cure} `{reinstall(platform)}`"
+    return f"the extension module {name} was built and is gone ({error}); run `{reinstall(platform)}`"
 
 
 def _distribution() -> importlib.metadata.Distribution | None:
@@ -57,7 +67,7 @@ def _installed_folder(module: str) -> pathlib.Path | None:
     return None
 
 
-def reinstall() -> str:
+def reinstall(platform: str = "cpu") -> str:
     """The command that builds this copy again, from where it came; of a wheel or the index, from source."""
     distribution = _distribution()
     origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
@@ -67,7 +77,8 @@ def reinstall() -> str:
         source = editable + origin["url"].removeprefix("file://")
     elif "vcs_info" in origin:
         source = f"{origin['vcs_info']['vcs']}+{origin['url']}"
-    return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
+    option = "-Ccmake.define.JAX_RNNT_CUDA=on " if platform == "cuda" else ""
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {option}{source}"
 
 
 def warn(message: str) -> None:

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions.additive import Additive, Scores
-from jax_rnnt.emissions.band import Band
+from jax_rnnt.emissions.band import Band, unband
 from jax_rnnt.emissions.joint import LinearJoint, check_rows, row_avals
-from jax_rnnt.emissions.packed import Packed
+from jax_rnnt.emissions.packed import Packed, offsets
 from jax_rnnt.emissions.softmax import accumulation_dtype
 from jax_rnnt.emissions.tiled import Joint, materialized, tiled
 
@@ -58,6 +58,17 @@ class _Layout:
         """(emission, its logits); `head` is the loss's own emission, which reads rows."""
         raise NotImplementedError
 
+    # What `TransducerLoss.validate` asks.
+    integers: Any = ()  # arrays of integers that say where the rows lie
+
+    def fits(self, num_frames, num_labels) -> jax.Array:
+        """bool [...]: whether the rows of a sequence are there."""
+        return jnp.ones(num_frames.shape, bool)
+
+    def kept(self, frames: int, columns: int) -> jax.Array | None:
+        """bool [..., frames, columns]: nodes that have a row; None: all."""
+        return None
+
 
 def of(function: str, logits) -> _Layout:
     """The layout of the argument `logits`, checked."""
@@ -75,7 +86,7 @@ def _rows_of_frames(function, logits, columns):
     """Checked logits [..., T, columns, V]; `columns` is the name of their number."""
     dimensions = f"[..., T, {columns}, V]"
     logits = _checks.floating(function, "logits", logits, 3, dimensions)
-    if min(logits.shape[-2:]) < 1:
+    if any(_checks.smaller(n, 1) for n in logits.shape[-2:]):
         expected = f"shape {dimensions} with {columns} >= 1 and V >= 1"
         raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
     return logits
@@ -170,9 +181,12 @@ class PackedLogits(_Layout):
     def emission(self, function, loss, head, targets, logit_lengths, target_lengths):
         frames, rows = self.max_frames, len(self.rows)
         if frames is None:
-            known = _checks.is_known(logit_lengths)
-            frames = max(min(int(np.max(logit_lengths, initial=0)), rows), 0) if known else rows
+            known = _checks.known(logit_lengths)
+            frames = rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
         return Packed(head, int(frames)), self.rows
+
+    def fits(self, num_frames, num_labels):
+        return offsets(num_frames, num_labels, len(self.rows))[1] <= len(self.rows)
 
 
 @_pytree.register
@@ -227,6 +241,13 @@ class BandLogits(_Layout):
         _unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "S"})
         return Band(head, targets.shape[-1] + 1), (self.logits, self.first)
 
+    @property
+    def integers(self):
+        return (self.first,)
+
+    def kept(self, frames, columns):
+        return unband(jnp.zeros(self.shape[:-1]), self.first, columns)[..., :frames, :] == 0
+
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,8 +260,10 @@ class AdditiveLogits(_Layout):
         log_x(t, u) = (1 - l - a) log_softmax(am[t] + lm[u])[x] + l log_softmax(lm[u])[x]
                       + a (am[t, x] + log p[x] - log sum over v of exp(am[t, v]) p[v])
 
-    All arrays and scales have a gradient. There are no logits to clip: a loss whose `clamp` is a Python number above 0
-    is an error.
+    All arrays and scales have their true gradient, at any size of scores and any scales. A term of -inf adds 0 if its
+    scale is 0, else it makes the arc impossible; the loss jumps there, and the term adds 0 to the scales' gradients.
+    There are no logits to clip: a loss whose `clamp` is above 0 is an error; where `clamp` is traced, the loss and its
+    gradient are NaN.
 
     Parameters
     ----------
@@ -251,7 +274,7 @@ class AdditiveLogits(_Layout):
     lm_only_scale, am_only_scale : float or scalar Array, default 0.0
         l and a above. k2's recipes use 0.25 and 0.0.
     unigram : Array, floating [V] or [..., V], optional
-        p above, in place of the sequence's own. k2 takes the mean over the whole batch, padding included.
+        p above, in place of the sequence's own; 0: impossible. k2 takes the mean over the whole batch, with padding.
 
     See Also
     --------
@@ -302,7 +325,8 @@ class AdditiveLogits(_Layout):
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.am.shape[:-2], self.lm.shape[-2] - 1
-        return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "lm")
+        given = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *given, *shape, "lm", "am", self.frames)
 
     def emission(self, function, loss, head, *sequences):
         name = type(loss).__name__
@@ -316,9 +340,12 @@ class AdditiveLogits(_Layout):
             )
             expected = "an array, JointLogits, PackedLogits or BandLogits"
             raise TypeError(f"{function}: logits of {name} must be {expected}, got AdditiveLogits: {reason}.")
-        if isinstance(loss.clamp, (int, float)):
+        lm, clamp = self.lm, loss.clamp
+        if clamp is not None and _checks.known(clamp) is None:
+            lm = lm + jnp.where(clamp <= 0, 0, jnp.nan).astype(lm.dtype)
+        elif clamp is not None and not float(clamp) <= 0:
             expected = "off (<= 0) with AdditiveLogits, whose logits have no gradient of their own"
-            raise TypeError(f"{function}: clamp of {name} must be {expected}, got {loss.clamp}.")
+            raise TypeError(f"{function}: clamp of {name} must be {expected}, got {clamp}.")
         for argument, matrix, rows in (("am", self.am, "T"), ("lm", self.lm, "U + 1")):
             _unsplit_by_reference(function, loss, argument, matrix, {-2: rows})
         scales = (self.lm_only_scale, self.am_only_scale)
@@ -326,7 +353,7 @@ class AdditiveLogits(_Layout):
         unigram = None if lm_only is None and am_only is None else self.unigram
         if unigram is not None:
             unigram = jnp.broadcast_to(unigram, (*self.am.shape[:-2], self.classes))
-        return Additive(head.blanks, head.slots), Scores(self.am, self.lm, lm_only, am_only, unigram)
+        return Additive(head.blanks, head.slots), Scores(self.am, lm, lm_only, am_only, unigram)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -346,8 +373,9 @@ class JointLogits(_Layout):
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [..., T, E]
         Output of the encoder; frames from `logit_lengths` on are never read.
     predictor_out : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, P]
-        Output of the predictor; columns after `target_lengths` are never read. Batch dimensions of both are broadcast:
-        [B, 1, T, E] and [B, N, U + 1, P] are the N hypotheses of each of B utterances.
+        Output of the predictor; columns after `target_lengths` are never read. Batch dimensions of 1 are broadcast:
+        [B, 1, T, E] and [B, N, U + 1, P] are the N hypotheses of each of B utterances. Both have equally many of them,
+        or one has none.
     chunk : int, optional
         Approximate number of rows in a tile; the default depends on the shapes and the device. More rows take more
         memory, fewer rows more time. The result is the same up to rounding.
@@ -392,11 +420,11 @@ class JointLogits(_Layout):
         """Has the dtype of the logits, and V as its last dimension."""
         if isinstance(self.joint, LinearJoint):
             return self.joint.weight
-        return jax.eval_shape(lambda *rows: self.joint(*rows), *row_avals(2, self.encoder_out, self.predictor_out))
+        return _xla.shape_of("JointLogits: joint", self.joint, *row_avals(2, self.encoder_out, self.predictor_out))[0]
 
     @property
     def shape(self):
-        batch = np.broadcast_shapes(self.encoder_out.shape[:-2], self.predictor_out.shape[:-2])
+        batch = jnp.broadcast_shapes(self.encoder_out.shape[:-2], self.predictor_out.shape[:-2])
         return (*batch, self.encoder_out.shape[-2], self.predictor_out.shape[-2], self._made.shape[-1])
 
     @property
@@ -411,11 +439,17 @@ class JointLogits(_Layout):
             _checks.positive(function, "chunk", chunk)
         encoder = _checks.floating(function, "encoder_out", self.encoder_out, 2, "[..., T, E]")
         predictor = _checks.floating(function, "predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
+        if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would meet B
+            expected = (
+                f"as many batch dimensions as encoder_out {encoder.shape}, with 1 for those that one of them lacks"
+            )
+            way = "encoder_out[:, None] for N hypotheses of each utterance"
+            raise ValueError(f"{function}: predictor_out must have {expected} ({way}), got {predictor.shape}.")
         try:
-            batch = np.broadcast_shapes(encoder.shape[:-2], predictor.shape[:-2])
+            batch = jnp.broadcast_shapes(encoder.shape[:-2], predictor.shape[:-2])
         except ValueError:
             batch = None
-        if batch is None or predictor.shape[-2] < 1:
+        if batch is None or _checks.smaller(predictor.shape[-2], 1):
             expected = (
                 f"shape [..., U + 1, P] with U + 1 >= 1 and batch dimensions that broadcast against those of "
                 f"encoder_out, {encoder.shape[:-2]}"
@@ -439,7 +473,8 @@ class JointLogits(_Layout):
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1
-        return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "predictor_out")
+        given = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *given, *shape, "predictor_out", "encoder_out", self.frames)
 
     def emission(self, function, loss, head, *sequences):
         logits = Joint(function, self.joint, self.encoder_out, self.predictor_out, self.classes, self.dtype, self.chunk)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _layouts, _pytree, _transducer
+from jax_rnnt import _checks, _layouts, _pytree, _transducer, _validate
 from jax_rnnt._pytree import option, static
 from jax_rnnt._transducer import Alignment, Composition, DecodingRules
 from jax_rnnt.lattices.topology import Topology, expanded
@@ -112,8 +112,7 @@ class TransducerLoss:
         for field in dataclasses.fields(self):
             if "off" in field.metadata:
                 value = _checks.scalar(function, field.name, getattr(self, field.name))
-                if isinstance(getattr(self, field.name), int):  # a leaf of another dtype would trace anew
-                    self._set(field.name, value)
+                self._set(field.name, value)  # a float: a leaf of another dtype would trace anew
         _checks.integer(function, "blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):
             self._set(name, _checks.boolean(function, name, getattr(self, name)))
@@ -161,14 +160,17 @@ class TransducerLoss:
         TypeError
             `compose` has steps, and the loss does not say what they mean to a decoder.
         """
-        options = (field.name for field in dataclasses.fields(self) if "off" in field.metadata)
-        made = _pytree.replace(self, **dict.fromkeys(options)).compose()
+        made = self._without_options().compose()
         if not isinstance(made, Composition):
             raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {made!r}.")
         if made.steps:
             lacks = "decoding(), which returns its DecodingRules: compose() has steps, which act on known targets"
             raise TypeError(f"{type(self).__name__} lacks {lacks}.")
         return DecodingRules(made.emission, made.topology)
+
+    def _without_options(self) -> TransducerLoss:
+        """The loss with every option off."""
+        return _pytree.replace(self, **{f.name: None for f in dataclasses.fields(self) if "off" in f.metadata})
 
     def _draw(self, function: str, key) -> TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
@@ -204,7 +206,7 @@ class TransducerLoss:
         label_windows : Array, integer [..., U, 2], optional
             First and last frame (inclusive) in which label u may be emitted.
         key : Array, optional
-            JAX random key, for a loss that draws.
+            JAX random key, for a loss that draws; no effect on others.
 
         Returns
         -------
@@ -260,6 +262,44 @@ class TransducerLoss:
         name = f"{type(self).__name__}.arcs"
         return self._arcs(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
+        """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
+
+        The loss itself never raises on data. It takes a label that equals a blank, which is an error here. Logits are
+        not read, so NaN among them is not found, and options are off: masks and windows play no part.
+
+        Outside of `jax.jit` it raises, and waits for lengths and targets. Under `jax.jit` it does so for arrays that
+        are known while tracing; traced ones need `jax.experimental.checkify.checkify` around the function, whose error
+        value then has the checks.
+
+        Parameters
+        ----------
+        logits, targets, logit_lengths, target_lengths
+            As for the call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For static mistakes, as the call raises them. ValueError for the first length out of range, label outside
+            the token classes, label that is a blank, sequence without rows (`PackedLogits`), or number of labels that
+            no path of the lattice reaches: it names argument, position, expected range and value. TypeError for traced
+            lengths or targets outside of checkify.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> RNNTLoss().validate(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 9]]), jnp.array([4]), jnp.array([2]))
+        Traceback (most recent call last):
+        ...
+        ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
+        """
+        name = f"{type(self).__name__}.validate"
+        layout = _layouts.of(name, logits)
+        loss = _pytree.replace(self._without_options(), clamp=_switched_off(self).clamp, implementation=None)
+        head = _head(name, loss, layout.classes)
+        _validate.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
+
     # ---- the questions, with the name of the called function for its errors
 
     def _value(self, function, *arguments):
@@ -300,11 +340,11 @@ def build(function: str, kind: Callable[..., Loss], **options) -> Loss:
 
 
 def _switched_off(loss):
-    """Sets options that a Python number switches off to None, which is no leaf and costs no operation."""
+    """Sets options that a number of Python or NumPy switches off to None, which is no leaf and costs no operation."""
     off = [
         f.name
         for f in dataclasses.fields(loss)
-        if isinstance(x := getattr(loss, f.name), (int, float)) and "off" in f.metadata and f.metadata["off"](x)
+        if "off" in f.metadata and _checks.is_number(x := getattr(loss, f.name)) and f.metadata["off"](x)
     ]
     return _pytree.replace(loss, **dict.fromkeys(off))
 
@@ -316,6 +356,7 @@ def _problem(function, loss, logits, targets, logit_lengths, target_lengths, lab
     if label_windows is not None:
         shape = (*rest[0].shape, 2)
         label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
+    _checks.key(function, key)
     loss = _switched_off(loss._draw(function, key))
     emission, arrays = layout.emission(function, loss, _head(function, loss, layout.classes), *rest)
     return loss, emission, arrays, *rest, label_windows

@@ -31,8 +31,8 @@ def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax
     Returns
     -------
     Array, float32 (float64 for float64 nll) [...] for reduction "none", else []
-        In errors. 0 with a zero gradient where no hypothesis is in the list; NaN, with
-        a zero gradient as well, where an nll is NaN.
+        In errors. 0 with a zero gradient where no hypothesis is in the list; NaN, with a zero gradient as well, where
+        an nll is NaN or -inf, or the errors of a listed hypothesis are not finite.
 
     Raises
     ------
@@ -67,10 +67,12 @@ def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax
     if tuple(errors.shape) != nll.shape:
         raise ValueError(f"mwer_loss: errors must have the shape of nll, {nll.shape}, got {tuple(errors.shape)}.")
     _checks.choice("mwer_loss", "reduction", reduction, ("mean", "none", "sum"))
-    bad = jnp.any(jnp.isnan(nll), -1, keepdims=True)
-    nll = jnp.where(bad, 0, nll).astype(accumulation_dtype(nll.dtype))
+    errors = jax.lax.stop_gradient(jnp.asarray(errors)).astype(accumulation_dtype(nll.dtype))
+    no_number = jnp.isnan(nll) | jnp.isneginf(nll) | (~jnp.isposinf(nll) & ~jnp.isfinite(errors))
+    bad = jnp.any(no_number, -1, keepdims=True)
+    nll = jnp.where(bad, 0, nll).astype(errors.dtype)
     listed = ~jnp.isposinf(nll)
-    errors = jnp.where(listed, jax.lax.stop_gradient(jnp.asarray(errors)).astype(nll.dtype), 0)
+    errors = jnp.where(listed & ~bad, errors, 0)
     scores = jnp.where(listed, -nll, 0)
     best = jax.lax.stop_gradient(jnp.max(jnp.where(listed, scores, -jnp.inf), -1, initial=-jnp.inf, keepdims=True))
     weights = jnp.where(listed, jnp.exp(jnp.where(listed, scores - best, 0)), 0)

@@ -117,12 +117,12 @@ def simple_rnnt_loss(
 
 
 def prune_ranges(
+    *,
     blank_posteriors: jax.Array,
     label_posteriors: jax.Array,
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
     width: int,
-    *,
     topology: str = "standard",
 ) -> jax.Array:
     """First of the `width` columns that every frame keeps, by k2's rule.
@@ -130,7 +130,8 @@ def prune_ranges(
     T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Each frame takes the `width` columns that
     hold the most blank posterior, less the label posterior that enters them from outside. The first column is then made
     monotonic: it starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a frame (by at most 1
-    where a frame emits at most one label).
+    where a frame emits at most one label). All arguments are keywords: k2 takes the posteriors of labels (px) before
+    those of blanks (py), this library returns those of blanks first.
 
     Parameters
     ----------
@@ -166,9 +167,9 @@ def prune_ranges(
     --------
     >>> import jax.numpy as jnp
     >>> from jax_rnnt import prune_ranges, rnnt_posteriors
-    >>> lengths = jnp.array(4), jnp.array(3)
-    >>> blank, label = rnnt_posteriors(jnp.zeros((4, 4, 5)), jnp.array([1, 2, 3]), *lengths)
-    >>> prune_ranges(blank, label, *lengths, width=2).tolist()
+    >>> lengths = {"logit_lengths": jnp.array(4), "target_lengths": jnp.array(3)}
+    >>> blank, label = rnnt_posteriors(jnp.zeros((4, 4, 5)), jnp.array([1, 2, 3]), **lengths)
+    >>> prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=2).tolist()
     [0, 1, 2, 2]
     """
     name = "prune_ranges"
@@ -185,9 +186,9 @@ def prune_ranges(
     width = _checks.integer(name, "width", width)
     if width < smallest:
         raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
-    if all(map(_checks.is_known, (logit_lengths, target_lengths))):
-        frames, labels = (np.asarray(x).astype(np.int64) for x in (logit_lengths, target_lengths))
-        _check_width(name, blank.shape, frames, labels, width, topology)
+    frames, labels = _checks.known(logit_lengths), _checks.known(target_lengths)
+    if frames is not None and labels is not None:
+        _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, topology)
     return _prune_ranges(blank, label, num_frames, num_labels, width, topology == "standard")
 
 

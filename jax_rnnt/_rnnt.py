@@ -110,7 +110,7 @@ def rnnt_loss(
         For a static mistake in an argument, named in the message.
     NotImplementedError
         For implementation="kernel" on a platform without kernels and beyond their limits: V <= 2^26; with CUDA also
-        T (U + 1) < 2^30 and U < 23264 (by the GPU's shared memory: 14304 to 56032).
+        T (U + 1) < 2^30 and U < 22240 (by the GPU's shared memory: 13280 to 55008).
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""selftest: every registered kernel of this machine against the reference."""
+"""selftest: every kind of kernel of this machine against the reference."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -12,16 +12,94 @@ from jax_rnnt import _checks
 from jax_rnnt._xla import loading
 from jax_rnnt.emissions import softmax
 from jax_rnnt.lattices import lattice
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, products, slots
+from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, multi_blank, products, slots
+
+# {kind: (classes of a row, options)}. A row is read by one lane, a few, a warp or a block of a GPU, by its bytes.
+EMISSIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "softmax, tiny rows": (15, {}),
+    "softmax, short rows": (120, {}),
+    "softmax, medium rows": (1001, {}),
+    "softmax, long rows": (33003, {}),
+    "log-probabilities": (33, {"normalize": False}),
+    "three blanks": (40, {"blanks": (0, 3, 2)}),
+    "tokens and durations": (53, {"durations": 3}),
+    "Bernoulli blank": (65, {"bernoulli": True}),
+}
+LATTICES = {  # {kind: (arcs, whether every path of a sequence with labels pays 1e9 once)}
+    "standard": (STANDARD, False),
+    "monotonic": (MONOTONIC, False),
+    "big blanks": (multi_blank((2, 3)), False),
+    "tokens and durations": (products((2, 0, 1)), False),
+    "standard, arcs of -1e9": (STANDARD, True),
+    "durations, arcs of -1e9": (products((2, 0, 1)), True),
+}
 
 
-def _problem(dtype):
-    """A ragged batch with padding, an empty target and a sequence without frames."""
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(0, 2, (4, 9, 6, 37)), dtype)
-    num_frames, num_labels = jnp.array([9, 5, 7, 0], jnp.int32), jnp.array([5, 3, 0, 0], jnp.int32)
-    label = softmax.label_map(jnp.asarray(rng.integers(0, 37, (4, 5)), jnp.int32), num_labels)
-    return logits, label, num_frames, num_labels
+def _emissions(dtype):
+    """{kind: operands}: ragged batches with padding, an empty target and a sequence without frames."""
+    rng, made = np.random.default_rng(0), {}
+    for kind, (classes, _) in EMISSIONS.items():
+        frames, columns = (9, 6) if classes < 10000 else (3, 2)
+        logits = jnp.asarray(rng.normal(0, 2, (4, frames, columns, classes)), dtype)
+        num_frames = jnp.minimum(jnp.array([9, 5, 7, 0], jnp.int32), frames)
+        num_labels = jnp.minimum(jnp.array([5, 3, 0, 0], jnp.int32), columns - 1)
+        targets = jnp.asarray(rng.integers(0, classes - 3, (4, columns - 1)), jnp.int32)  # below the durations
+        made[kind] = logits, softmax.label_map(targets, num_labels), num_frames
+    return made
+
+
+def _lattices(dtype):
+    """{kind: (arcs, num_frames, num_labels)}; the lattice only ever sees the accumulation dtypes."""
+    rng, made = np.random.default_rng(0), {}
+    for kind, (topology, wide) in LATTICES.items() if softmax.accumulation_dtype(jnp.dtype(dtype)) == dtype else ():
+        arcs = {slot: -rng.exponential(2, (4, 9, 37)) for slot in slots(topology)}
+        if wide:
+            arcs["label"][..., 0] -= 1e9
+        planes = {slot: jnp.asarray(x, dtype) for slot, x in arcs.items()}
+        made[kind] = planes, jnp.array([9, 5, 7, 0], jnp.int32), jnp.array([7, 3, 0, 0], jnp.int32)
+    return made
+
+
+def _options(kind):
+    return {"blanks": (0,), "normalize": True, "durations": 0, "bernoulli": False, **EMISSIONS[kind][1]}
+
+
+def _pullback(planes):
+    """(norm, cotangents, scale, clamp)"""
+    *arcs, norm = planes
+    scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], norm.dtype)
+    return norm, tuple(-jnp.exp(x) for x in arcs), scale, jnp.full_like(scale, 0.1)
+
+
+def _emission_references(emissions):
+    """{target: {kind: results}}. Of 16-bit logits it takes the values as float32: the program is the same."""
+    forward, backward = {}, {}
+    for kind, operands in emissions.items():
+        forward[kind] = softmax.softmax_emission(*operands, **_options(kind))
+        norm, cotangents, *last = _pullback(forward[kind])
+        backward[kind] = softmax.backward_reference(*operands, norm, *last, *cotangents, **_options(kind))
+    return dict(zip(loading.TARGETS[:2], (forward, backward)))
+
+
+def _emission_kernels(emissions, planes):
+    """The same by kernel, the backward kernels at the reference's planes."""
+    forward, backward = {}, {}
+    for kind, operands in emissions.items():
+        forward[kind] = softmax.forward(*operands, strict=True, **_options(kind))
+        pullback = _pullback(planes[kind])
+        backward[kind] = [softmax.backward(*operands, *pullback, strict=True, alias=False, **_options(kind))]
+    return dict(zip(loading.TARGETS[:2], (forward, backward)))
+
+
+def _lattice_references(lattices):
+    made = {kind: lattice.reference_grad(LATTICES[kind][0], *x) for kind, x in lattices.items()}
+    return dict(zip(loading.TARGETS[2:], ({kind: x[:1] for kind, x in made.items()}, made)))
+
+
+def _lattice_kernels(lattices):
+    loss = {kind: (lattice.value(LATTICES[kind][0], *x, strict=True),) for kind, x in lattices.items()}
+    grad = {kind: lattice.value_and_grad(LATTICES[kind][0], *x, strict=True) for kind, x in lattices.items()}
+    return dict(zip(loading.TARGETS[2:], (loss, grad)))
 
 
 def _error(got, expected):
@@ -31,37 +109,6 @@ def _error(got, expected):
             return np.max(np.where(a == b, 0, np.abs(a - b) / np.maximum(1, np.abs(b))))
 
     return np.max([one(a, b) for a, b in zip(got, expected, strict=True)])  # NaN wins, unlike in max()
-
-
-def _results(platform, logits, label, num_frames, num_labels):
-    """{target: (what the kernel gives, what the reference gives)}"""
-    options: dict[str, Any] = dict(blanks=(0,), normalize=True)
-    arcs = softmax.softmax_emission(logits, label, num_frames, **options)
-    forward = softmax.forward(logits, label, num_frames, strict=True, **options)
-    operands = logits, label, num_frames, arcs[2]
-    scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], arcs[0].dtype)
-    clamp = jnp.full_like(scale, 0.1)
-    cotangents = -jnp.exp(arcs[0]), -jnp.exp(arcs[1])
-    backward = softmax.backward(*operands, cotangents, scale, clamp, strict=True, alias=False, **options)
-    results = {
-        loading.TARGETS[0]: (forward, arcs),
-        loading.TARGETS[1]: ([backward], softmax.backward_reference(*operands, scale, clamp, *cotangents, **options)),
-    }
-    if arcs[0].dtype != logits.dtype:  # the lattice only ever sees the accumulation dtypes
-        return results
-    # Of the kernels, of the reference.
-    values: tuple[list, list] = [], []
-    gradients: tuple[list, list] = [], []
-    for topology in (STANDARD, MONOTONIC, products((2, 0, 1))):
-        if not lattice.supported(topology, platform):
-            continue
-        operands = topology, {slot: arcs["label" in slot] for slot in slots(topology)}, num_frames, num_labels
-        got, expected = lattice.value_and_grad(*operands, strict=True), lattice.reference_grad(*operands)
-        values[0].append(lattice.value(*operands, strict=True))
-        values[1].append(expected[0])
-        gradients[0].extend(jax.tree.leaves(got))
-        gradients[1].extend(jax.tree.leaves(expected))
-    return results | {loading.TARGETS[2]: values, loading.TARGETS[3]: gradients}
 
 
 def _required(require, platform: str) -> list[str]:
@@ -75,27 +122,41 @@ def _required(require, platform: str) -> list[str]:
     return [name for name in known if name in require]
 
 
+def _device(platform: str):
+    """A device of the platform, or None."""
+    if platform == loading.default_platform():
+        return jax.local_devices()[0]
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError:
+        return None
+
+
 def selftest(*, require: Sequence[str] | None = None) -> list[str]:
-    """Runs every kernel registered for the default backend against the pure-JAX reference on a small ragged batch.
+    """Runs every kind of kernel against the pure-JAX reference, on small ragged batches.
+
+    Emissions: rows of each size, log-probabilities, several blanks, durations, a Bernoulli blank. Lattices: unit steps,
+    arcs that skip frames, arcs of -1e9. Dtypes: all that a kernel takes. The default backend's kernels run, and those
+    of the required platforms.
 
     Parameters
     ----------
     require : sequence of {"cpu", "cuda"}, optional
-        Platforms that must have kernels. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU. Those of
-        TPUs need no build; ROCm and Metal have none and run the reference. (): none, so that a pure-Python install
-        passes.
+        Platforms whose kernels must run. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU; a CPU that
+        JAX_PLATFORMS hides is reported only. Kernels of TPUs need no build; ROCm and Metal have none and run the
+        reference. (): none, so that a pure-Python install passes.
 
     Returns
     -------
     list of str
-        One line for each kernel and dtype: platform, kernel, dtype, largest error relative to
-        max(1, |reference|). One line saying so where the platform has no kernels. float64 needs jax_enable_x64.
+        One line for each kernel and kind: platform, kernel, kind, and for each dtype the largest error relative to
+        max(1, |reference|). One line for each platform that was not tested, with the reason.
 
     Raises
     ------
     RuntimeError
-        If a required platform has no kernels: the message names the reason and the cure. If an error exceeds the
-        rounding of the dtype: the message holds the lines that are wrong.
+        If kernels of a required platform are missing or did not run: the message names the reason and the cure. If an
+        error exceeds the rounding of the dtype: the message holds the lines that are wrong.
     ValueError
         If `require` names another platform.
 
@@ -103,33 +164,74 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     --------
     >>> import jax_rnnt
     >>> print(jax_rnnt.selftest()[0])  # doctest: +SKIP
-    cpu   jax_rnnt_softmax_emission_fwd  float32   max error 1.2e-07  ok
+    cpu   jax_rnnt_softmax_emission_fwd  softmax, tiny rows  float16 1.2e-07, ..., float64 2.2e-16  ok
     """
     platform = loading.default_platform()
-    reasons = {name: loading.missing(name) for name in {*_required(require, platform), platform}}
-    missing = [name for name in _required(require, platform) if reasons[name]]
+    required = _required(require, platform)
+    reasons = {}
+    for name in dict.fromkeys((platform, *required, *(name for name, _, _ in loading.PLATFORMS))):
+        reasons[name] = loading.missing(name)
+        if reasons[name] is None and name not in (*loading.KERNELS, "tpu"):
+            reasons[name] = "there are none for this platform"
+    missing = [f"{name:5} no kernels: {reasons[name]}" for name in required if reasons[name]]
     if missing:
-        lines = [f"{name:5} no kernels: {reasons[name]}" for name in missing]
-        raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(lines))
-    if platform != "tpu" and (platform not in loading.KERNELS or reasons[platform]):
-        reason = reasons[platform] or "there are none for this platform"
-        return [f"{platform:5} no kernels, the reference runs: {reason}"]
-    # The references run once, and LLVM would take 9 s to optimise them. Kernels are compiled already.
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    options = quick if platform == "cpu" else None
-    lines, wrong = [], []
-    for dtype in _checks.FLOATS:
-        if dtype == "float64" and (platform == "tpu" or not jax.config.read("jax_enable_x64")):
-            continue
-        program = jax.jit(functools.partial(_results, platform), compiler_options=options)
-        for target, (got, expected) in program(*_problem(dtype)).items():
-            error = _error(got, expected)
-            # Arcs and posteriors are float32 for 16-bit logits; only the gradient of the logits is rounded to 16 bits.
-            rounded = dtype if target == loading.TARGETS[1] else softmax.accumulation_dtype(jnp.dtype(dtype))
-            good = error <= 32 * float(jnp.finfo(rounded).eps)
-            lines.append(f"{platform:5} {target:30} {dtype:9} max error {error:.1e}  {'ok' if good else 'WRONG'}")
-            if not good:
-                wrong.append(lines[-1])
+        raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(missing))
+    lines: list[str] = []
+    wrong: list[str] = []
+    idle: list[str] = []
+    for name, reason in reasons.items():
+        if reason and name == platform:
+            lines.append(f"{name:5} no kernels, the reference runs: {reason}")
+        elif reason or name not in (platform, *required):
+            lines.append(f"{name:5} not run: {reason or 'not required, and not the default backend'}")
+        elif (device := _device(name)) is None:
+            lines.append(f"{name:5} not run: JAX sees no such device")
+            idle += [lines[-1]] if require is not None else []
+        else:
+            good, bad = _compare(name, device)
+            lines, wrong = lines + good + bad, wrong + bad
     if wrong:
         raise RuntimeError("jax_rnnt.selftest: kernels that disagree with the reference:\n" + "\n".join(wrong))
+    if idle:
+        raise RuntimeError("jax_rnnt.selftest: required kernels did not run:\n" + "\n".join(idle))
     return lines
+
+
+def _compare(platform, device) -> tuple[list[str], list[str]]:
+    """The lines of the kernels that are right, and of those that are wrong."""
+    errors: dict[tuple[str, str], list[str]] = {}
+    wrong = set()
+    for dtype in _checks.FLOATS:
+        if dtype == "float64" and platform == "tpu":
+            continue
+        wide = softmax.accumulation_dtype(jnp.dtype(dtype))
+        with _x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
+            emissions, lattices = jax.device_put((_emissions(dtype), _lattices(dtype)), device)
+            lattices = {kind: x for kind, x in lattices.items() if lattice.supported(LATTICES[kind][0], platform)}
+            as_read = {kind: (logits.astype(wide), *rest) for kind, (logits, *rest) in emissions.items()}
+            run = functools.partial(_quick, platform)
+            expected = run(_emission_references)(as_read) | run(_lattice_references)(lattices)
+            got = run(_emission_kernels)(emissions, expected[loading.TARGETS[0]]) | run(_lattice_kernels)(lattices)
+        kinds = *((x, EMISSIONS) for x in loading.TARGETS[:2]), *((x, lattices) for x in loading.TARGETS[2:])
+        for target, kind in ((target, kind) for target, table in kinds for kind in table):
+            error = _error(*(jax.tree.leaves(x[target][kind]) for x in (got, expected)))
+            errors.setdefault((target, kind), []).append(f"{dtype} {error:.1e}")
+            # Arcs and posteriors are float32 for 16-bit logits; only the gradient of the logits is rounded to 16 bits.
+            rounded = dtype if target == loading.TARGETS[1] else wide
+            if not error <= 32 * float(jnp.finfo(rounded).eps):
+                wrong.add((target, kind))
+    line = {key: f"{platform:5} {key[0]:29} {key[1]:24} {', '.join(x)}" for key, x in errors.items()}
+    good, bad = ([key for key in line if (key in wrong) == is_bad] for is_bad in (False, True))
+    return [f"{line[key]}  ok" for key in good], [f"{line[key]}  WRONG" for key in bad]
+
+
+def _quick(platform, function):
+    """Compiled in haste: it runs once, and LLVM would take long to optimise the references."""
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=quick if platform == "cpu" else None)
+
+
+def _x64(on: bool):
+    """A context with or without 64-bit types. jax.experimental has it up to jax 0.8."""
+    where: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return where.enable_x64(on)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_rnnt import _checks, _pytree, seam
 from jax_rnnt._loss import Composition, TransducerLoss, build
@@ -53,21 +52,18 @@ class TDTLoss(TransducerLoss, _Durations):
         self._set("durations", _checks.durations(function, "durations", self.durations, 0))
         if not any(self.durations):
             raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
-        if isinstance(self.omega, float) and not 0 <= self.omega <= 1:
+        if (omega := _checks.known(self.omega)) is not None and not 0 <= omega <= 1:
             raise ValueError(f"{function}: omega must be a probability, from 0 to 1, got {self.omega}.")
 
     def _draw(self, function, key):
         """The loss with a coin (bool) in the place of omega."""
-        traced = isinstance(self.omega, jax.core.Tracer)
-        if not traced and np.asarray(self.omega) == 0:
-            return _pytree.replace(self, omega=0.0)
-        if key is None and traced:  # 0, if all is well; NaN where it is not
+        if _checks.is_zero(self.omega):
+            return self
+        if key is None and _checks.known(self.omega):
+            raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
+        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `lattice`.
             sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
             return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
-        if key is None:
-            raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
-        if not hasattr(key, "dtype"):
-            raise TypeError(f"{function}: key must be a JAX random key, got {key!r}.")
         # In float32 always: the coin must not depend on jax_enable_x64.
         return _pytree.replace(
             self, omega=jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32)
@@ -137,7 +133,7 @@ def tdt_loss(
         Logit under-normalisation: every arc pays sigma once. The returned loss includes it.
     omega : float or scalar Array, default 0.0
         Probability that this call takes the RNN-T loss of the token logits instead, without durations and sigma. One
-        coin decides for the whole batch.
+        coin decides for the whole batch. A traced one is not checked: from 1 on always, up to 0 or NaN never.
     key : Array, optional
         JAX random key of that coin; required unless omega is 0.
     clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, label_windows, implementation, inplace
@@ -152,7 +148,7 @@ def tdt_loss(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `rnnt_loss`; ValueError also for omega without a key.
+        As for `rnnt_loss`; ValueError also for omega without a key, and for one that is known and no probability.
 
     See Also
     --------

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_rnnt import _pytree, seam
 from jax_rnnt._reduce import reduce
 from jax_rnnt._xla import vary_together
-from jax_rnnt.emissions.emission import inside_targets, isolate, scale_cotangent, spoiled
+from jax_rnnt.emissions.emission import gradient, inside_targets, isolate, scale_cotangent, spoiled, widened
 from jax_rnnt.emissions.softmax import Softmax
 from jax_rnnt.lattices import lattice, reference
 from jax_rnnt.lattices.topology import STANDARD, Arc, Topology, expanded
@@ -172,15 +172,17 @@ def _reference_clamped(emission, loss, logits, nodes, num_frames, num_labels, wi
 
 
 def _reference_clamped_fwd(emission, loss, logits, *rest):
-    losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *rest), loss, logits)
-    return losses, (emission, loss, rest[0], vjp, losses)
+    # Clipped and scaled in float32, as by the kernels: float16 does not hold every cotangent.
+    losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *rest), loss, widened(logits))
+    return losses, (emission, loss, logits, rest[0], vjp, losses)
 
 
 def _reference_clamped_bwd(residuals, cotangent):
-    emission, loss, nodes, vjp, losses = residuals
-    _, gradient = vjp(vary_together(jnp.ones_like(losses), cotangent)[0])
+    emission, loss, logits, nodes, vjp, losses = residuals
+    _, unit = vjp(vary_together(jnp.ones_like(losses), cotangent)[0])
     of_loss, _ = vjp(cotangent)
-    return None, of_loss, emission.finish(gradient, nodes, cotangent, _clamp(loss, cotangent)), *[None] * 4
+    made = emission.finish(unit, nodes, cotangent, _clamp(loss, cotangent))
+    return None, of_loss, jax.tree.map(lambda g, x: g.astype(x.dtype), made, logits), *[None] * 4
 
 
 _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
@@ -225,11 +227,10 @@ def _fused_bwd(residuals, cotangent):
     of_loss = None
     if later is not None:
         pullback, gradients, bad = later
-        scale = jnp.where(bad, 0, cotangent)
-        _, of_loss = pullback({slot: scale_cotangent(g, scale) for slot, g in gradients.items()})
-    arguments = logits, emission.mute(nodes, cotangent), saved, cotangents, cotangent, _clamp(loss, cotangent)
-    gradient = emission.backward(*arguments, strict=_strict(loss), alias=loss.inplace)
-    return None, of_loss, gradient, *[None] * 4
+        good = {slot: jnp.where(bad[..., None, None], 0, g) for slot, g in gradients.items()}
+        _, of_loss = pullback({slot: scale_cotangent(g, cotangent) for slot, g in good.items()})
+    arguments = logits, nodes, saved, cotangents, cotangent, _clamp(loss, cotangent)
+    return None, of_loss, gradient(emission, _strict(loss), loss.inplace, *arguments), *[None] * 4
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd, symbolic_zeros=True)
@@ -251,7 +252,7 @@ def _planes_bwd(residuals, cotangents):
     first = next(iter(cotangents.values()))
     scale = jnp.ones_like(first[..., 0, 0]) if first.size else jnp.ones(first.shape[:-2], first.dtype)
     arguments = logits, nodes, saved, cotangents, scale, -scale
-    return None, None, emission.backward(*arguments, strict=_strict(loss), alias=loss.inplace), None
+    return None, None, gradient(emission, _strict(loss), loss.inplace, *arguments), None
 
 
 _planes.defvjp(_planes_fwd, _planes_bwd)

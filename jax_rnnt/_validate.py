@@ -1,73 +1,96 @@
-"""validate_inputs: the opt-in check of data."""
+"""The checks of `TransducerLoss.validate`."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jax_rnnt import _checks, _layouts
+from jax_rnnt import _checks, seam
+from jax_rnnt.emissions.emission import inside_targets
+from jax_rnnt.lattices import lattice
 
 
-def validate_inputs(
-    logits: jax.Array,
-    targets: jax.Array,
-    logit_lengths: jax.Array,
-    target_lengths: jax.Array,
-    blank: int = -1,
-) -> None:
-    """Checks lengths and labels; the losses return NaN for such sequences instead of raising.
+def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:
+    """Raises for the first length or label with which `loss` is NaN or +inf, or takes a label for a blank.
 
-    T frames, U labels, V classes; `...` is any number of batch dimensions. Eager calls raise. Under
-    `jax.experimental.checkify.checkify` the checks become part of the function's error value. An eager call waits for
-    the lengths and targets.
-
-    Parameters
-    ----------
-    logits : Array, floating [..., T, U + 1, V]
-        An array, `JointLogits` or `AdditiveLogits`: only shape and dtype count. For `tdt_loss` pass the V token logits.
-    targets : Array, integer [..., U]
-        Each of the first `target_lengths` must lie in [0, V).
-    logit_lengths, target_lengths : Array, integer [...]
-        Must lie in [0, T] and [0, U].
-    blank : int, default -1
-        Checked to be a class; labels equal to blank are allowed, as in the losses.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For static mistakes, as the losses raise them. Eager calls also raise a ValueError that names the first
-        offending position, the expected range and the given value.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import validate_inputs
-    >>> validate_inputs(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 9]]), jnp.array([4]), jnp.array([2]))
-    Traceback (most recent call last):
-    ...
-    ValueError: validate_inputs: targets[0, 1] must lie in [0, 5), got 9.
+    `layout` is checked, and `head` is the loss's own resolved emission. `loss` has no option on, which act in training
+    alone. Lengths and targets are as the user gave them.
     """
-    name = "validate_inputs"
-    layout = _layouts.of(name, logits)
-    targets, logit_lengths, target_lengths = layout.sequences(name, targets, logit_lengths, target_lengths)
-    frames, labels, classes = layout.frames, targets.shape[-1], layout.classes
-    _checks.class_index(name, "blank", blank, classes)
-    column = jax.lax.broadcasted_iota(jnp.int32, targets.shape, targets.ndim - 1)
-    used = column < target_lengths[..., None]
-    checks = (
-        ("logit_lengths", logit_lengths, (logit_lengths >= 0) & (logit_lengths <= frames), f"[0, {frames}]"),
-        ("target_lengths", target_lengths, (target_lengths >= 0) & (target_lengths <= labels), f"[0, {labels}]"),
-        ("targets", targets, ~used | ((targets >= 0) & (targets < classes)), f"[0, {classes})"),
-    )
-    for argument, values, good, expected in checks:
-        if isinstance(good, jax.core.Tracer):
-            if good.size:
-                first = jnp.argmin(good.ravel())
-                message = f"{name}: {argument} must lie in {expected}, got {{value}} at flat position {{position}}."
-                checkify.check(jnp.all(good), message, value=values.ravel()[first], position=first)
-        elif not np.all(good):
+    given = targets, logit_lengths, target_lengths
+    known = all(_checks.known(x) is not None for x in (*given, *layout.integers, *jax.tree.leaves(loss)))
+
+    def now():  # under jit, operations on known arrays would be traced
+        return jax.ensure_compile_time_eval() if known else contextlib.nullcontext()
+
+    with now():
+        targets, num_frames, num_labels = layout.sequences(function, *given)
+    layout.emission(function, loss, head, targets, num_frames, num_labels)  # raises where the two do not fit
+    check = functools.partial(_check, function)
+    frames, labels, classes = layout.frames, targets.shape[-1], layout.classes - head.durations
+    with now():
+        check("logit_lengths", num_frames, (num_frames >= 0) & (num_frames <= frames), f"lie in [0, {frames}]")
+        check("target_lengths", num_labels, (num_labels >= 0) & (num_labels <= labels), f"lie in [0, {labels}]")
+        unused = ~inside_targets(targets, num_labels)
+        tokens = f"lie in [0, {classes})" + (f", before the {head.durations} durations" if head.durations else "")
+        check("targets", targets, unused | ((targets >= 0) & (targets < classes)), tokens)
+        is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in head.blanks))
+        blanks = ", ".join(map(str, head.blanks))
+        check("targets", targets, unused | ~is_blank, f"not be a blank class ({blanks})")
+        check("logit_lengths", num_frames, layout.fits(num_frames, num_labels), "leave a row of logits for every node")
+        if known:
+            frames = int(np.max(num_frames, initial=0))
+        path = _has_path(loss, layout.kept(frames, labels + 1), num_frames, num_labels, frames, labels)
+        expected = (
+            f"be labels that {type(loss).__name__} can emit in {{frames}} frames (without a path the loss is +inf)"
+        )
+        check("target_lengths", num_labels, path, expected, frames=num_frames)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _has_path(loss, kept, num_frames, num_labels, frames, labels):
+    """bool [...]: whether a path of the loss leads to (T_b, U_b), over the nodes that the layout keeps."""
+    made = loss.compose()
+    zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
+    plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
+    plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
+    arcs = seam.modify(dict.fromkeys(made.emission._names(), plane), num_frames, loss, None)
+    return ~jnp.isneginf(lattice.log_likelihood(made.topology, arcs, num_frames, num_labels))
+
+
+def _check(function, argument, values, good, expected, **more):
+    """Raises for the first of `values` that is not good, or adds the check to the error value of checkify."""
+    index = [f"i{axis}" for axis in range(values.ndim)]
+    at = f"[{', '.join(f'{{{name}}}' for name in index)}]" if index else ""
+    message = f"{function}: {argument}{at} must {expected}, got {{value}}."
+    more = {"value": values, **more}
+    if not isinstance(good, jax.core.Tracer):
+        if not np.all(good):
             where = tuple(int(i) for i in np.argwhere(~np.asarray(good))[0])
-            at = f"[{', '.join(map(str, where))}]" if where else ""
-            raise ValueError(f"{name}: {argument}{at} must lie in {expected}, got {np.asarray(values)[where]}.")
+            found = {name: np.asarray(x)[where] for name, x in more.items()}
+            raise ValueError(message.format(**dict(zip(index, where)), **found))
+        return
+    if not _in_checkify():
+        expected = "known (outside of jax.jit), or the function that calls it wrapped by checkify.checkify"
+        raise TypeError(f"{function}: lengths and targets must be {expected}, got a traced {argument}.")
+    if values.size:
+        first = jnp.argmin(good.ravel())
+        place = dict(zip(index, jnp.unravel_index(first, values.shape)))
+        shown: dict[str, Any] = place | {name: x.ravel()[first] for name, x in more.items()}
+        checkify.check(jnp.all(good), message, **shown)
+
+
+def _in_checkify() -> bool:
+    """Whether checkify traces the caller: without it, a check under jit fails in terms of JAX's own."""
+    file = checkify.checkify.__code__.co_filename
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None

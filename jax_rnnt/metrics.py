@@ -43,9 +43,10 @@ class LabelErrors(typing.NamedTuple):
 def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     """The fewest edits between hypotheses and targets.
 
-    L and U labels at most; `...` is any number of batch dimensions, broadcast between hypotheses and targets: labels
-    [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a test set is the sum of
-    `total` over the sum of `target_lengths`. For words of texts take jiwer, which normalises them too.
+    L and U labels at most; `...` is any number of batch dimensions, the same for hypotheses and targets. A dimension of
+    1 is broadcast: labels [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a
+    test set is the sum of `total` over the sum of `target_lengths`. For words of texts take jiwer, which normalises
+    them too.
 
     Parameters
     ----------
@@ -65,7 +66,8 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     Raises
     ------
     TypeError, ValueError
-        An argument is no array of integers, has another shape, or counts more labels than there are.
+        An argument is no array of integers, has another shape or number of batch dimensions, or counts more labels than
+        there are.
 
     Examples
     --------
@@ -78,6 +80,10 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     """
     labels, counts = _sequences("labels", labels, "counts", counts)
     targets, target_lengths = _sequences("targets", targets, "target_lengths", target_lengths)
+    if counts.ndim != target_lengths.ndim:  # NumPy would pair dimensions from the last one on: N with B
+        expected = f"{counts.ndim} batch dimensions like labels {labels.shape}, with 1 for those that targets lack"
+        way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
+        raise ValueError(f"label_errors: targets must have {expected} ({way}), got {targets.shape}.")
     try:
         shape = np.broadcast_shapes(counts.shape, target_lengths.shape)
     except ValueError:

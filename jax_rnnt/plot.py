@@ -6,14 +6,16 @@ encoder, U labels, F features of an input frame; `hop` and `reduction` turn fram
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, lattices, timing
+from jax_rnnt import PackedLogits, _checks, _layouts, lattices, timing
 from jax_rnnt._extras import needed_by
+from jax_rnnt.lattices.topology import Topology
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
@@ -28,7 +30,7 @@ FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 HALO: list[patheffects.AbstractPathEffect] = [patheffects.withStroke(linewidth=2.5, foreground="white")]
 
 
-def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict[str, jax.Array]:
+def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
     """Posterior probability of every arc of a loss's lattice, given the targets.
 
     T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
@@ -37,14 +39,15 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict
     Parameters
     ----------
     loss : TransducerLoss
-    logits, targets, logit_lengths, target_lengths
+    logits, targets, logit_lengths, target_lengths, key
         As in a call of the loss.
 
     Returns
     -------
     dict of str to Array, floating [..., T, U + 1]
-        By the slot of the arc. All paths cross each frame and each label, so for unit steps the blanks of a frame add
-        up to 1, and so do the labels of a column.
+        By the slot of the arc, in the order of `loss.lattice`. Arcs that share a slot are told apart by their frames:
+        "blank" over 1 and over 2 frames are "blank+1" and "blank+2". All paths cross each frame and each label, so for
+        unit steps the blanks of a frame add up to 1, and so do the labels of a column.
 
     Examples
     --------
@@ -56,8 +59,22 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths) -> dict
     ['0.333', '0.333', '0.333']
     """
     lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
-    planes = loss.arcs(logits, targets, *lengths)
-    return jax.grad(lambda planes: lattices.log_likelihood(loss.lattice, planes, *lengths).sum())(planes)
+    planes, topology = loss.arcs(logits, targets, *lengths, key=key), _apart(loss.lattice)
+    planes = {own.slot: planes[arc.slot] for own, arc in zip(topology, loss.lattice, strict=True)}
+    return jax.grad(lambda planes: lattices.log_likelihood(topology, planes, *lengths).sum())(planes)
+
+
+def _apart(topology: Topology) -> Topology:
+    """The same arcs, each with a slot of its own."""
+    slots = [arc.slot for arc in topology]
+    taken, made = set(slots), []
+    for i, arc in enumerate(topology):
+        if slots.count(arc.slot) > 1:
+            names = f"{arc.slot}+{arc.dt}", f"{arc.slot}+{arc.dt}+{arc.du}", f"{arc.slot}+{arc.dt}+{arc.du}+{i}"
+            arc = dataclasses.replace(arc, slot=next(name for name in names if name not in taken))
+        taken.add(arc.slot)
+        made.append(arc)
+    return tuple(made)
 
 
 def lattice(
@@ -67,6 +84,7 @@ def lattice(
     logit_length=None,
     target_length=None,
     *,
+    key: jax.Array | None = None,
     symbols: Sequence[str] | None = None,
     hop: float = 1.0,
     reduction: int = 1,
@@ -80,10 +98,12 @@ def lattice(
     ----------
     loss : TransducerLoss
         Says which arcs there are, and how probable.
-    logits : Array [T, U + 1, V], or a layout of one utterance
+    logits : Array [T, U + 1, V], or a layout of one utterance, but for PackedLogits
     targets : Array, integer [U]
     logit_length, target_length : int, optional
         Default: T and U.
+    key : Array, optional
+        As in a call of the loss.
     symbols : sequence of str, optional
         What the labels of `targets` are called; default: their numbers.
     hop, reduction
@@ -97,8 +117,8 @@ def lattice(
 
     Raises
     ------
-    ValueError
-        `targets` are those of a batch, or `symbols` are not one for each label.
+    TypeError, ValueError
+        `logits` are packed, `targets` are those of a batch, or `symbols` are not one for each label.
 
     Examples
     --------
@@ -108,18 +128,22 @@ def lattice(
         plot.lattice(loss, logits[0], targets[0], logit_lengths[0], target_lengths[0], ax=ax)
         figure.savefig("lattice.png")
     """
+    if isinstance(logits, PackedLogits):
+        expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
+        raise TypeError(f"lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
     targets = _checks.array("lattice", "targets", targets)
     if targets.ndim != 1:
         raise ValueError(f"lattice: targets must have shape [U], those of one utterance, got {tuple(targets.shape)}.")
     labels = targets.shape[0] if target_length is None else int(target_length)
     names = _names("lattice", targets[:labels], symbols)
-    frames = logits.shape[-3] if logit_length is None else int(logit_length)
+    frames = _layouts.of("lattice", logits).frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
-    posteriors, best = arc_posteriors(loss, *arguments), np.asarray(loss.align(*arguments).frames)[:labels]
+    posteriors = arc_posteriors(loss, *arguments, key=key)
+    best = np.asarray(loss.align(*arguments, key=key).frames)[:labels]
     ax = plt.gca() if ax is None else ax
     second = timing.frames_to_seconds(1, hop=hop, reduction=reduction)
 
-    for arc in loss.lattice:
+    for arc in _apart(loss.lattice):
         plane = np.asarray(posteriors[arc.slot], np.float64)
         t, u = np.nonzero(plane > FAINT)
         weight = np.minimum(plane[t, u], 1)
@@ -177,7 +201,7 @@ def emissions(
     Raises
     ------
     ValueError
-        An argument has another shape, or `symbols` are not one for each label.
+        An argument has another shape, `posteriors` are not those of labels, or `symbols` are not one for each label.
 
     Examples
     --------
@@ -194,6 +218,11 @@ def emissions(
     if posteriors.shape[1] < len(names):
         expected = f"[T, U + 1] with U = {len(names)} or more"
         raise ValueError(f"emissions: posteriors must have shape {expected}, got {posteriors.shape}.")
+    mass = posteriors[:, : len(names)]
+    if np.any(mass < 0) or np.any(mass.sum(0) > 1.001):  # features, or the posteriors of blanks
+        expected = "those of labels (the second result of loss.posteriors), which add up to 1 over the frames"
+        got = f"values from {mass.min():.3g} and sums up to {mass.sum(0).max():.3g}"
+        raise ValueError(f"emissions: posteriors must be {expected}, got {got}.")
     ax = plt.gca() if ax is None else ax
     times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, reduction=reduction)
     size = features.shape[1]
@@ -232,7 +261,8 @@ def latencies(
 ) -> Axes:
     """Draws when two models expect to emit each label of an utterance.
 
-    U labels. The title says by how much the second model is later, on average.
+    U labels. The title says by how much the second model is later, on average over the labels that both emit: a frame
+    below 0 is padding or no path, and no time.
 
     Parameters
     ----------
@@ -275,7 +305,8 @@ def latencies(
     ax.plot(both[0], rows, "o", color="black", label=names[0])
     ax.plot(both[1], rows, "s", markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5, label=names[1])
     later = both[1] - both[0]
-    if len(labels):
+    later = later[~np.isnan(later)]
+    if len(later):
         unit = "frames" if hop == 1 else "s"
         ax.set_title(f"{names[1]} is {abs(later.mean()):.3g} {unit} {'later' if later.mean() >= 0 else 'earlier'}")
     ax.set_yticks(rows, labels)

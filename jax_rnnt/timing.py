@@ -43,7 +43,7 @@ def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float =
     Parameters
     ----------
     frames : Array, integer or floating [...]
-        Frames of the encoder, from 0 on: those of `align`, of a decoder, or the means of `emission_frames`.
+        Frames of the encoder: those of `align`, of a decoder, or the means of `emission_frames`.
     hop : float
         Seconds from one input frame to the next.
     reduction : int, default 1
@@ -54,6 +54,7 @@ def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float =
     Returns
     -------
     ndarray, float64 [...]
+        NaN for a frame below 0, which is padding or no path.
 
     Raises
     ------
@@ -77,7 +78,8 @@ def _seconds(function, frames, hop, reduction, offset):
     frames = _checks.array(function, "frames", frames)
     if not np.issubdtype(frames.dtype, np.number):
         raise TypeError(f"{function}: frames must be numbers, got {frames.dtype}.")
-    return offset + np.asarray(frames, np.float64) * (reduction * hop)
+    frames = np.asarray(frames, np.float64)
+    return offset + np.where(frames < 0, np.nan, frames) * (reduction * hop)
 
 
 def intervals(

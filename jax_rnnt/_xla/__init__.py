@@ -1,19 +1,25 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
 `loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
-primitive, `grouped` makes a primitive of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
-function where it was not traced, and `avals` has the mesh axes and shardings of types. `tests/test_public.py` holds
-that no other file imports any of it from JAX.
+primitive, `grouped` and `local` make one of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
+function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports
+any of it from JAX: `tests/tools/test_public.py`.
 """
 
+from jax_rnnt._xla.avals import batch_like as batch_like
+from jax_rnnt._xla.avals import is_split as is_split
 from jax_rnnt._xla.avals import result_aval as result_aval
+from jax_rnnt._xla.avals import rows_of_table as rows_of_table
 from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
 from jax_rnnt._xla.grouped import Grouped as Grouped
 from jax_rnnt._xla.grouped import most_over_groups as most_over_groups
 from jax_rnnt._xla.loading import export_checks as export_checks
+from jax_rnnt._xla.local import Local as Local
+from jax_rnnt._xla.over_devices import by_shards as by_shards
 from jax_rnnt._xla.primitive import Kernel as Kernel
 from jax_rnnt._xla.primitive import beyond as beyond
 from jax_rnnt._xla.retracing import is_trained as is_trained
+from jax_rnnt._xla.retracing import shape_of as shape_of
 from jax_rnnt._xla.retracing import trace as trace

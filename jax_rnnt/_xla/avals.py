@@ -51,6 +51,26 @@ def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
     return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(*spec)))
 
 
+def batch_like(like: jax.Array, x: jax.Array) -> jax.Array:
+    """x [B, ...], split over the same explicit mesh axes as the first dimension of `like` [B, ...]."""
+    aval = jax.typeof(like)
+    axes, *_ = spec_of(aval)
+    if axes is None:
+        return x
+    return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(axes, *[None] * (x.ndim - 1))))
+
+
+def is_split(x: jax.Array) -> bool:
+    """Whether explicit mesh axes split a dimension."""
+    return any(axes is not None for axes in spec_of(jax.typeof(x)))
+
+
+def rows_of_table(table: jax.Array, index: jax.Array) -> jax.Array:
+    """table[index] for an index that explicit mesh axes split, and the result with it."""
+    spec, mesh = spec_of(jax.typeof(index)), jax.typeof(index).sharding.mesh
+    return table.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec(*spec, *spec_of(jax.typeof(table))[1:])))
+
+
 def aval_like(like, shape, dtype, spec):
     """An array of this shape and sharding, with the mesh and the varying axes of `like`."""
     kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)

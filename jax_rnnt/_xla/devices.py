@@ -17,18 +17,18 @@ def unfit(module) -> str | None:
     if not hasattr(module, "devices"):
         return None
     driver, runtime = module.driver_version(), module.runtime_version
-    install = _installation.reinstall
+    install = _installation.reinstall("cuda")
     if 0 < driver // 1000 < runtime // 1000:
         return (
             f"the CUDA kernels were built with CUDA {_version(runtime)}, and the driver supports CUDA "
             f"{_version(driver)} at most: update it, or put an nvcc of CUDA {driver // 1000} on the PATH and run "
-            f"`{install()}`"
+            f"`{install}`"
         )
     for i, (major, minor, _) in enumerate(module.devices()):
         if not _has_code(module.architectures, major, minor, newest_ptx=driver >= runtime):
             cure = "hide it by CUDA_VISIBLE_DEVICES"
             if (major, minor) >= OLDEST:
-                cure += f", or run `{install()} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
+                cure += f", or run `{install} -Ccmake.define.CMAKE_CUDA_ARCHITECTURES={major}{minor}`"
             return (
                 f"the CUDA kernels have code for {module.architectures}, and none for device {i}, "
                 f"of compute capability {major}.{minor}: {cure}"

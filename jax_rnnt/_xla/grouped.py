@@ -21,6 +21,11 @@ from jax_rnnt._xla.primitive import new_primitive
 _GROUPS = "jax_rnnt_groups"
 
 
+def _groups(count, devices: int) -> int:
+    """Groups of a batch; a symbolic one (`jax.export`) is not split."""
+    return math.gcd(count, devices) if devices > 1 and isinstance(count, int) else 1
+
+
 def most_over_groups(x: jax.Array, grouped: bool) -> jax.Array:
     """The maximum of x over the groups of `Grouped`. All groups get the same, so loops over it need no masks."""
     return jax.lax.pmax(x, _GROUPS) if grouped else x
@@ -111,7 +116,7 @@ class Grouped:
         return mlir.lower_fun(without_mesh, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
     def _over_batch(self, function, operands, devices, grouped, static, num_shared):
-        groups = math.gcd(operands[num_shared].shape[0], devices)
+        groups = _groups(operands[num_shared].shape[0], devices)
         if groups <= 1:
             return function(static, operands[:num_shared], operands[num_shared:], grouped)
 
@@ -127,7 +132,7 @@ class Grouped:
         extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
         count = math.prod(extents)
         flat = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
-        groups = math.gcd(count, devices)
+        groups = _groups(count, devices)
 
         def part(*operands):
             def one(own):

@@ -56,7 +56,7 @@ def _load() -> None:
     runtime = runtime_api()
     for platform, registry, name in PLATFORMS:
         try:
-            module = __import__(f"jax_rnnt.{name}", fromlist=[name])
+            module = _installation.extension(name)
         except ImportError as error:
             MISSING[platform] = _installation.explain(platform, name, error)
             continue
@@ -65,11 +65,12 @@ def _load() -> None:
         if runtime is not None and (built[0] != runtime[0] or built[1] > runtime[1]):
             MISSING[platform] = (
                 f"jax_rnnt.{name} was built for XLA FFI {built}, newer than this jaxlib's {runtime}: update jax, or "
-                f"run `{_installation.reinstall()}`"
+                f"run `{_installation.reinstall(platform)}`"
             )
             continue
         if not hasattr(module, "limits"):
-            MISSING[platform] = f"jax_rnnt.{name} was built from an older source: run `{_installation.reinstall()}`"
+            cure = f"run `{_installation.reinstall(platform)}`"
+            MISSING[platform] = f"jax_rnnt.{name} was built from an older source: {cure}"
             continue
         for target, handler in module.registrations().items():
             jax.ffi.register_ffi_target(target, handler, platform=registry)

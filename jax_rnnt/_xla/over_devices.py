@@ -9,11 +9,51 @@ smaller than the logits. On explicit axes the operands' types tell.
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_rnnt._xla.avals import plain_aval, spec_of
+from jax_rnnt._xla.avals import plain_aval, reshard, spec_of
+from jax_rnnt._xla.retracing import evaluate
+
+
+def by_shards(function, *trees):
+    """``function(*trees)``, pytrees of arrays [B, ...], where explicit mesh axes split the batch of the first array.
+
+    Each device runs it on its own part of the batch, and exchanges nothing. JAX lets no function in `jax.shard_map`
+    close over arrays on explicit axes. So it is traced for a part, outside, and its constants are arguments.
+    """
+    arrays, structure = jax.tree.flatten(trees)
+    aval = jax.typeof(arrays[0])
+    axes, mesh = spec_of(aval)[0], aval.sharding.mesh
+    place = reshard
+    if not isinstance(arrays[0], jax.core.Tracer):  # without `jax.set_mesh` only the array knows the devices
+        mesh, place = arrays[0].sharding.mesh, jax.device_put
+    arrays = [place(jnp.asarray(x), NamedSharding(mesh, P(axes))) for x in arrays]
+    parts = mesh.shape[axes] if isinstance(axes, str) else math.prod(mesh.shape[name] for name in axes)
+    own = [plain_aval(x).update(shape=(x.shape[0] // parts, *x.shape[1:])) for x in map(jax.typeof, arrays)]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        made = None
+
+        def flat(*arrays):
+            nonlocal made
+            results, made = jax.tree.flatten(function(*jax.tree.unflatten(structure, arrays)))
+            return results
+
+        closed = jax.make_jaxpr(flat)(*own)
+    whole = [place(jnp.asarray(x), NamedSharding(mesh, P())) for x in closed.consts]
+
+    def run(constants, *arrays):
+        return evaluate(closed.jaxpr, *constants, *arrays)
+
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
+    specs = (P(), *[P(axes)] * len(arrays))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=explicit, check_vma=False)
+    return jax.tree.unflatten(made, jax.jit(mapped)(whole, *arrays))
+
+
+_UNKNOWN = "jax_rnnt_devices"  # the one axis of a mesh that is not known
 
 
 def unpartitioned(ctx) -> bool:
@@ -38,7 +78,7 @@ def _mesh(ctx):
     for mesh in (jax.sharding.get_abstract_mesh(), axes.abstract_mesh):
         if mesh is not None and mesh.size == axes.num_devices:
             return mesh, set(), False
-    return AbstractMesh((axes.num_devices,), ("jax_rnnt_devices",)), set(), False
+    return AbstractMesh((axes.num_devices,), (_UNKNOWN,)), set(), False
 
 
 def _batch_spec(shape, mesh, manual):
@@ -51,6 +91,25 @@ def _batch_spec(shape, mesh, manual):
                 spec[i] = *spec[i], axis
                 break
     return spec
+
+
+def is_local(ctx, num_batch_dims) -> bool:
+    """Whether `lower_over_devices` leaves each device its own part of any batch that is split over devices.
+
+    The part is known without a partitioner, from types, or where one mesh axis meets one batch dimension.
+    """
+    if unpartitioned(ctx):
+        return True
+    mesh, manual, known = _mesh(ctx)
+    sizes = {name: size for name, size in zip(mesh.axis_names, mesh.axis_sizes) if size > 1}
+    if manual or _UNKNOWN in sizes:
+        return False
+    if known:
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+        whole = all(axes is None for aval in ctx.avals_in for axes in spec_of(aval)[num_batch_dims:])
+        return whole and all(kinds[name] == jax.sharding.AxisType.Explicit for name in sizes)
+    batch = [n for n in ctx.avals_in[0].shape[:num_batch_dims] if not (isinstance(n, int) and n == 1)]
+    return len(sizes) == len(batch) == 1 and isinstance(batch[0], int) and batch[0] % max(sizes.values()) == 0
 
 
 def lower_over_devices(ctx, function, operands, num_batch_dims):

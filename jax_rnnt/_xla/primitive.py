@@ -6,7 +6,7 @@ meshes (jax 0.6.2 ... 0.12), so each primitive carries
   * one batching rule: all leading dimensions are batch, vmap adds one more;
   * an abstract evaluation that keeps batch sharding and varying manual axes;
   * a Shardy rule: batch dimensions are sharded, all others need replication;
-  * a JVP rule: that of the reference, for forward mode and second derivatives.
+  * a JVP rule: that of the reference, for forward mode and second derivatives, unless it is not differentiable.
 """
 
 import contextlib
@@ -55,6 +55,17 @@ def new_primitive(name: str, abstract_eval: Callable) -> Primitive:
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     return primitive
+
+
+def add_batch_dim(primitive: Primitive, operands, axes, *, num_batch_dims: int, **params):
+    """The batching rule of a primitive whose leading dimensions are all batch."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+    operands = [
+        jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes)
+    ]
+    outputs = primitive.bind(*vary_together(*operands), num_batch_dims=num_batch_dims + 1, **params)
+    return outputs, [0] * len(outputs)
 
 
 def _sharding_rule(num_batch_dims: int, operands, results) -> str:
@@ -128,6 +139,8 @@ class Kernel:
     tpu : callable, optional
         ``tpu(*operands, interpret, **attributes) -> results`` on one batch dimension: the kernel for TPUs, in JAX with
         Pallas. None: there the reference is the kernel, as XLA fuses it with its neighbours.
+    differentiable : bool
+        False: whoever calls it has a rule of his own.
     """
 
     def __init__(
@@ -140,6 +153,7 @@ class Kernel:
         workspace: Callable = lambda sizes, *operands, **attributes: 0,
         unsupported: Callable[..., str | None] = lambda limits, *operands, **attributes: None,
         tpu: Callable[..., Sequence[jax.Array]] | None = None,
+        differentiable: bool = True,
     ):
         self.target, self.reference, self.results = target, reference, results
         self.aliases, self.workspace, self.unsupported = aliases, workspace, unsupported
@@ -153,7 +167,8 @@ class Kernel:
                 mlir.register_lowering(primitive, functools.partial(rule, platform=platform), platform=platform)
         mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
         batching.primitive_batchers[self.primitive] = self.batch
-        ad.primitive_jvps[self.primitive] = self.jvp
+        if differentiable:
+            ad.primitive_jvps[self.primitive] = self.jvp
 
     def __call__(self, *operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
         """Every operand has `num_batch_dims` leading batch dimensions.
@@ -250,14 +265,8 @@ class Kernel:
         rule = jax.ffi.ffi_lowering(self.target, **lowering)
         return rule(extended, *operands, **_encoded(attributes))[: len(ctx.avals_out)]
 
-    def batch(self, operands, axes, *, num_batch_dims, **params):
-        size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
-        operands = [
-            jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(operands, axes)
-        ]
-        outputs = self.primitive.bind(*vary_together(*operands), num_batch_dims=num_batch_dims + 1, **params)
-        return outputs, [0] * len(outputs)
+    def batch(self, operands, axes, **params):
+        return add_batch_dim(self.primitive, operands, axes, **params)
 
     def jvp(self, primals, tangents, *, num_batch_dims, strict, alias, **attributes):
         def instantiate(primal, tangent):

@@ -49,7 +49,7 @@ class Traced:
         return any(word in name for name in _primitives(self.jaxpr) for word in ("random", "threefry", "rng"))
 
     def __call__(self, *values):
-        return _evaluate(self.jaxpr, *values)[0] if self.on_mesh else self._as_traced(*values)
+        return evaluate(self.jaxpr, *values)[0] if self.on_mesh else self._as_traced(*values)
 
     def _as_traced(self, *values):
         count = len(self.jaxpr.constvars)
@@ -80,10 +80,10 @@ class Traced:
             result, pull = _vjp(self, values)
             return result, lambda cotangent: pull(cotangent)[0]
         forward, backward = self.derivative.forward, self.derivative.backward
-        result, *residuals = _evaluate(forward.jaxpr, *forward.consts, *values)
+        result, *residuals = evaluate(forward.jaxpr, *forward.consts, *values)
         # Sums over devices (the transposes of `pvary`) follow after all tiles: their loop cannot wait for devices.
-        evaluate = functools.partial(_evaluate, backward.jaxpr, drop=(*_OF_MESH, "psum_invariant"))
-        return result, lambda cotangent: evaluate(*backward.consts, *residuals, cotangent)
+        pull = functools.partial(evaluate, backward.jaxpr, drop=(*_OF_MESH, "psum_invariant"))
+        return result, lambda cotangent: pull(*backward.consts, *residuals, cotangent)
 
 
 def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
@@ -92,6 +92,26 @@ def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
     closed, made = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     types = (v.aval for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars))
     return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], made
+
+
+# Primitives that draw random numbers; making and splitting keys draws none.
+_DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+
+
+def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
+    """(shapes and dtypes of its result, whether it draws random numbers); `what` names the function in errors."""
+    try:
+        closed, made = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # of Flax NNX
+            raise
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        cure = "call eval() of the module that it runs, or drop and normalise rows before"
+        raise TypeError(
+            f"{what} must not change anything, got {name}, which changes a Flax NNX module in training mode, as "
+            f"dropout and batch norm do: {cure}. Flax says: {error}"
+        ) from error
+    return made, not _DRAWS.isdisjoint(_primitives(closed.jaxpr))
 
 
 def _vjp(function, values):
@@ -119,7 +139,7 @@ _CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "c
 _CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 
 
-def _evaluate(jaxpr, *operands, drop=_OF_MESH):
+def evaluate(jaxpr, *operands, drop=_OF_MESH):
     """Evaluates a jaxpr outside any mesh, given its constants and arguments.
 
     Primitives in `drop` return their operands.
@@ -136,7 +156,7 @@ def _evaluate(jaxpr, *operands, drop=_OF_MESH):
             outputs = arguments
         elif primitive.name in _CALLS:
             called = params[_CALLS[primitive.name]]
-            outputs = _evaluate(called.jaxpr, *called.consts, *arguments, drop=drop)
+            outputs = evaluate(called.jaxpr, *called.consts, *arguments, drop=drop)
         else:
             params = jax.tree.map(functools.partial(_anew, drop=drop), params)
             if primitive.name in ("checkpoint", "remat2"):
@@ -158,7 +178,7 @@ def _bind(primitive, arguments, params):
 def _anew(param, drop):
     """An equation's parameter, remade in the present context."""
     if isinstance(param, ClosedJaxpr):
-        function = functools.partial(_evaluate, param.jaxpr, *param.consts, drop=drop)
+        function = functools.partial(evaluate, param.jaxpr, *param.consts, drop=drop)
         return jax.make_jaxpr(function)(*(plain_aval(v.aval) for v in param.jaxpr.invars))
     if isinstance(param, jax.core.ShapedArray):
         return plain_aval(param)

@@ -36,10 +36,13 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import (
     Hypotheses,
+    beyond_the_end,
+    checked,
     compute_rows,
     fingerprints,
     flat,
     largest_sums,
+    on_devices,
     packs,
     prepare,
     room,
@@ -81,6 +84,7 @@ class Networks(typing.NamedTuple):
 
 class Carry(typing.NamedTuple):
     frame: jax.Array  # [B]: of the utterance
+    reached: jax.Array  # [B]: frames that an exact end needs, in this part, as no kept hypothesis has other moves
     beam: Beam
     networks: Networks
     scores: Any  # of the joint network's last rows; kept for their arrays
@@ -91,6 +95,7 @@ class Stream(typing.NamedTuple):
 
     first: jax.Array  # [B]: frames of the stream before the next part
     bad: jax.Array  # [B]: NaN has been met
+    reached: jax.Array  # [B]: frames of the next part that an exact end after it needs, for the same search
     beam: Beam
     networks: Networks
 
@@ -109,10 +114,10 @@ def beam(
     threshold: float | jax.Array | None = None,
     length_norm: float = 0.0,
     lm=None,
-    lm_weight: float | jax.Array = 0.0,
+    lm_weight: float | jax.Array | None = None,
     ilm_weight: float | jax.Array = 0.0,
     start: int | None = None,
-    exact_end: bool = False,
+    exact_end: bool | jax.Array = False,
     state: Any = None,
 ) -> Hypotheses:
     """The N best label sequences of each utterance, by time-synchronous beam search.
@@ -141,13 +146,15 @@ def beam(
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
     lm : Predictor, optional
         A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token (those of
-        blanks are not read). It gets the same start label.
+        blanks are not read). It gets its own `start`; without one, that of the predictor.
     lm_weight : float or scalar Array
-        Adds lm_weight times the language model's log-probability to each label (shallow fusion).
+        Adds lm_weight times the language model's log-probability to each label (shallow fusion); -inf forbids the
+        label. 0 adds nothing to any label; a Python 0 skips the network. `lm` needs it.
     ilm_weight : float or scalar Array
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
-        of ``joint(0, predictor row)``. For `HATLoss` it is the model's own (Variani et al. 2020); for others, without
-        blanks, an estimate (Meng et al. 2021). A Python 0 skips its network.
+        of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For
+        `HATLoss` it is the model's own (Variani et al. 2020); for others, without blanks, an estimate (Meng et al.
+        2021). A Python 0 skips its network.
     state : pytree, optional
         `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole stream.
 
@@ -184,21 +191,40 @@ def beam(
     """
     function = "beam"
     most, width = _checks.positive(function, "max_labels", max_labels), _checks.positive(function, "width", width)
-    merge, exact_end = (_checks.boolean(function, *x) for x in (("merge", merge), ("exact_end", exact_end)))
+    merge = _checks.boolean(function, "merge", merge)
     if threshold is not None:
         threshold = _checks.scalar(function, "threshold", threshold)
         if isinstance(threshold, float) and not threshold >= 0:
             raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
+    if lm is not None and lm_weight is None:
+        raise ValueError(f"{function}: lm_weight must be given with lm, got None.")
+    lm_weight = 0.0 if lm_weight is None else lm_weight
     weights = {"length_norm": length_norm, "lm_weight": lm_weight, "ilm_weight": ilm_weight}
     for name, x in weights.items():
         _checks.scalar(function, name, x)
     if lm is None and not _checks.is_zero(lm_weight):
         raise ValueError(f"{function}: lm must be given with lm_weight={lm_weight!r}, got None.")
-    search, start, rows, network = prepare(
+    lm = None if _checks.is_zero(lm_weight) else lm
+    encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    sizes = most, width, max_symbols, merge, threshold
+    fusion = length_norm, lm, lm_weight, ilm_weight
+
+    def run(encoder_out, lengths, exact_end, state):
+        networks = loss, joint, predictor
+        return _beam(function, *networks, encoder_out, lengths, exact_end, state, start, *sizes, *fusion)
+
+    return on_devices(run, encoder_out, lengths, exact_end, state)
+
+
+def _beam(
+    function, loss, joint, predictor, encoder_out, lengths, exact_end, state, start,
+    most, width, max_symbols, merge, threshold, length_norm, lm, lm_weight, ilm_weight,
+):  # fmt: skip
+    search, start, labels, rows, network = prepare(
         function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width
     )
-    symbols, lengths, dtype = search.symbols, search.lengths, search.dtype
-    batch = len(lengths)
+    symbols, lengths, dtype, predictor = search.symbols, search.lengths, search.dtype, search.predictor
+    batch = lengths.shape[0]
     tokens = search.classes - symbols.emission.durations
 
     # ---- the networks after a label
@@ -207,16 +233,17 @@ def beam(
 
     def fused(log_probs, rows):
         """[N, V]: what fusion adds to the score of each label."""
-        total = jnp.zeros((len(rows), tokens), dtype)
+        total = jnp.zeros((rows.shape[0], tokens), dtype)
         if log_probs is not None:
-            weighted = jnp.asarray(lm_weight, dtype) * log_probs.astype(dtype)
-            total = jnp.where(jnp.isneginf(log_probs), -jnp.inf, total + weighted)
+            weight = jnp.asarray(lm_weight, dtype)
+            forbids = jnp.isneginf(log_probs) & (weight != 0)
+            total = jnp.where(forbids, -jnp.inf, total + weighted(weight, log_probs.astype(dtype)))
         if internal:
-            silence = jnp.zeros((len(rows), search.encoder_out.shape[-1]), search.encoder_out.dtype)
+            silence = jnp.zeros((rows.shape[0], search.encoder_out.shape[-1]), search.encoder_out.dtype)
             logits = search.joint(silence, rows).astype(dtype)[:, :tokens]
             logits = jnp.where(symbols.is_blank(logits), -jnp.inf, logits)
             own = row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
-            total = total - jnp.where(jnp.isneginf(own), 0, jnp.asarray(ilm_weight, dtype) * own)
+            total = total - weighted(jnp.asarray(ilm_weight, dtype), jnp.where(jnp.isneginf(own), 0, own))
         return total
 
     def bundle(rows, network, lm_state, log_probs, alike):
@@ -234,7 +261,13 @@ def beam(
     fuses = lm is not None or internal
     log_probs, lm_state = None, None
     if lm is not None:
-        log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, start)
+        lm = _predictor.in_evaluation(lm)
+        lm_start = _predictor.own_start(function, "lm", lm)
+        if lm_start is None:
+            name = "start, by default that of the predictor, of lm"
+            lm_start = _predictor.start_label(function, name, start, _predictor.own_symbols(lm))
+        _predictor.check_symbols(function, "lm", lm, labels)
+        log_probs, lm_state = _predictor.begin(function, "lm", lm, batch * width, lm_start)
         if log_probs.shape[-1] != tokens:
             expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
             raise ValueError(f"{function}: lm must make {expected}, got {log_probs.shape}.")
@@ -269,11 +302,16 @@ def beam(
     empty = jnp.full((batch, width, 3, most), -1, jnp.int32)
     hashes = jnp.zeros((batch, width, 2), jnp.int32)
     start_beam = Beam(alone, alone, none, none, none, none - 1, own, hashes, empty)
-    fresh = Stream(zeros, jnp.zeros(batch, bool), start_beam, networks)
+    fresh = Stream(zeros, jnp.zeros(batch, bool), zeros, start_beam, networks)
     if state is None:
         state = fresh
     else:
         same_state(function, "state of beam", fresh, state)
+    beyond = beyond_the_end(function, symbols, exact_end, state.reached, lengths)
+    ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
+    # Of each candidate: what its move needs, and whether it needs more than it reads.
+    needs = np.repeat([0, *(move.needs for move in symbols.moves)], width).astype(np.int32)[None]
+    longer = needs > np.repeat([0, *(max(move.frames, 1) for move in symbols.moves)], width)[None]
 
     # ---- one step
 
@@ -312,7 +350,7 @@ def beam(
             row = jnp.arange(batch * width, dtype=jnp.int32).reshape(own.shape)
         bad |= jnp.any(spoiled & active, -1)
         may_write = (now.symbols < symbols.labels_per_frame) & (now.counts < most)
-        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end) & active[..., None]
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, ends_here) & active[..., None]
         moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
         moves = [moves[..., i] for i in range(len(symbols.moves))]
 
@@ -333,11 +371,20 @@ def beam(
         frame, count = frame + reads, count + writes.astype(jnp.int32)
         on_frame = jnp.where(reads == 0, on_frame + writes.astype(jnp.int32), 0)
         key = [jnp.where(writes, new, old) for new, old in zip(hashed(key, label), key)]
+        places, alive = (frame, on_frame, *key), score > -jnp.inf
         if merge:
-            score, path = merged(score, path, (frame, on_frame, *key))
+            score, path = merged(score, path, places)
         score, chosen = jax.lax.top_k(score, width)
         if threshold is not None:
             score = jnp.where(score >= score[:, :1] - jnp.asarray(threshold, dtype), score, -jnp.inf)
+        reached = carry.reached
+        if symbols.reach:
+            need = take(jnp.where(needs > 0, frame - reads + needs, 0), chosen)
+            if merge and longer.any():  # what is merged with a kept one counts too
+                equal = [take(x, chosen)[:, :, None] == x[:, None] for x in places]
+                equal = functools.reduce(jnp.logical_and, equal) & (alive & longer)[:, None]
+                need = jnp.where(equal.any(-1), jnp.maximum(need, take(frame, chosen) + 1), need)
+            reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, need, 0).max(-1))
         path = take(path, chosen)
         parent, label, reads, frame, count, on_frame, *key = take_each(
             (parent, label, reads, frame, count, on_frame, *key), chosen
@@ -352,7 +399,7 @@ def beam(
 
         # The frame of the utterance stays as long as a hypothesis stands on it.
         first = jnp.where(score > -jnp.inf, frame, LAST).min(-1)
-        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), beam, networks, made), bad
+        return Carry(jnp.where(carry.frame < lengths, first, carry.frame), reached, beam, networks, made), bad
 
     def running(carry_and_bad):
         return jnp.any(carry_and_bad[0].frame < lengths)
@@ -360,10 +407,12 @@ def beam(
     now = state.beam
     frame = jnp.where(now.score > -jnp.inf, now.frame, LAST).min(-1)
     made = room(batch * width, usual, scores, search.encoder_out, networks.rows)
-    carry = search.vary((Carry(frame, now, state.networks, made), state.bad | search.bad))
-    (_, now, networks, _), bad = jax.lax.while_loop(running, step, carry)
+    carry = Carry(frame, state.reached, now, state.networks, made)
+    carry = search.vary((carry, state.bad | search.bad | beyond))
+    (_, reached, now, networks, _), bad = jax.lax.while_loop(running, step, carry)
 
-    after = Stream(state.first + lengths, bad, now._replace(frame=now.frame - lengths[:, None]), networks)
+    part = now._replace(frame=now.frame - lengths[:, None])
+    after = Stream(state.first + lengths, bad, reached - lengths, part, networks)
     if merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, path = merged(now.score, now.path, (now.hash[..., 0], now.hash[..., 1]))
         now = now._replace(score=score, path=path)
@@ -373,10 +422,15 @@ def beam(
     score, count = take(now.score, order), take(now.counts, order)
     written = take(now.written, order)
     score = jnp.where(bad[:, None], jnp.nan, score)
-    dead = jnp.isneginf(score)
+    dead = ~(score > -jnp.inf)
     count = jnp.where(dead, 0, count)
     labels, times, durations = (jnp.where(dead[..., None], -1, written[:, :, i]) for i in range(3))
     return Hypotheses(labels, times, durations, count, score, count == most, after)
+
+
+def weighted(weight, x):
+    """weight x, and 0 for the weight 0 whatever x is. Its derivative by the weight is x where x is finite."""
+    return weight * jnp.where((weight == 0) & ~jnp.isfinite(x), 0, x)
 
 
 def first_alike(wanted, alike, label=None):

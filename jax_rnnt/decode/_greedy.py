@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, peak, prepare, replace_rows
+from jax_rnnt.decode._search import Hypotheses, beyond_the_end, checked, on_devices, peak, prepare, replace_rows
 
 
 class Stream(typing.NamedTuple):
@@ -25,6 +25,7 @@ class Stream(typing.NamedTuple):
 
     first: jax.Array  # [B]: frames of the stream before this part
     skip: jax.Array  # [B]: frames of the next part that the last move has read
+    reached: jax.Array  # [B]: frames of the next part that an exact end after it needs
     scores: jax.Array  # [B]
     rows: jax.Array  # [B, P]
     predictor: Any
@@ -34,6 +35,7 @@ class Carry(typing.NamedTuple):
     frame: jax.Array  # [B]: the next one, in this part
     written: jax.Array  # [B]: labels on that frame
     counts: jax.Array  # [B]
+    reached: jax.Array  # [B]: frames that an exact end needs, in this part
     scores: jax.Array  # [B]
     labels: jax.Array  # [B, L]
     frames: jax.Array
@@ -53,7 +55,7 @@ def greedy(
     max_symbols: int = 10,
     window: int = 4,
     start: int | None = None,
-    exact_end: bool = False,
+    exact_end: bool | jax.Array = False,
     state: Any = None,
 ) -> Hypotheses:
     """The most probable move out of each node, from the first frame to the last.
@@ -70,8 +72,9 @@ def greedy(
     joint : callable or LinearJoint
         ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, as in `JointLogits`.
         It runs in the loop: project `encoder_out` before.
+        One that draws random numbers is an error; a Flax NNX module runs in evaluation mode.
     predictor : Predictor
-        Or any object with its two methods.
+        Or any object with its two methods, and `start` if it has one; as `joint` without dropout.
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [B, T, E]
         Output of the encoder.
     lengths : Array, integer [B]
@@ -83,11 +86,12 @@ def greedy(
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     start : int, optional
-        The label before the first one. Default: the blank.
-    exact_end : bool, default False
+        The label before the first one, of a predictor that has no `start`. Default: the blank. Negative: from the end
+        of the predictor's `symbols`, an error without them.
+    exact_end : bool or bool Array [B], default False
         True: only paths of the loss's lattice, so no move reads beyond the last frame and the score is that of one
         alignment. False: the last move may read further, as a stream's end is not known before. Only durations, big
-        blanks and `final_blank` make a difference.
+        blanks and `final_blank` make a difference. In a stream: which utterances end with this part.
     state : pytree, optional
         `Hypotheses.state` of the previous part of a stream, whose predictor and start then count. Labels are those of
         this part; frames and scores count from the start of the stream.
@@ -101,7 +105,9 @@ def greedy(
     ------
     TypeError, ValueError
         An argument has the wrong type, shape or range; a loss that lacks its `DecodingRules`; a predictor whose state
-        changes. Lengths out of range that are traced give the score NaN and no labels.
+        changes, or that knows fewer labels than the joint network has; another `start` than the predictor's own, or one
+        beyond its symbols; `exact_end` where an earlier part of the stream has read
+        beyond the end. Where the values are traced, these utterances get the score NaN and no labels.
 
     See Also
     --------
@@ -128,18 +134,29 @@ def greedy(
     function = "greedy"
     most = _checks.positive(function, "max_labels", max_labels)
     size = _checks.positive(function, "window", window)
-    exact_end = _checks.boolean(function, "exact_end", exact_end)
-    search, _, rows, network = prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start)
-    symbols, lengths = search.symbols, search.lengths
+    encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    networks = loss, joint, predictor
+
+    def run(encoder_out, lengths, exact_end, state):
+        return _greedy(function, *networks, encoder_out, lengths, exact_end, state, most, max_symbols, size, start)
+
+    return on_devices(run, encoder_out, lengths, exact_end, state)
+
+
+def _greedy(function, loss, joint, predictor, encoder_out, lengths, exact_end, state, most, max_symbols, size, start):
+    search, _, _, rows, network = prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start)
+    symbols, lengths, predictor = search.symbols, search.lengths, search.predictor
     batch = lengths.shape[0]
     zeros = jnp.zeros(batch, jnp.int32)
-    fresh = Stream(zeros, zeros, jnp.zeros(batch, search.dtype), rows, network)
+    fresh = Stream(zeros, zeros, zeros, jnp.zeros(batch, search.dtype), rows, network)
     if state is None:
         state = fresh
     else:
         same_state(function, "state of greedy", fresh, state)
+    beyond = beyond_the_end(function, symbols, exact_end, state.reached, lengths)
+    ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
     moves = symbols.moves
-    reads = jnp.array([move.frames for move in moves], jnp.int32)
+    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((move.frames, move.needs) for move in moves)))
     offsets, columns = jnp.arange(size, dtype=jnp.int32)[None], jnp.arange(most, dtype=jnp.int32)[None]
     is_label = jnp.arange(len(moves)) >= len(symbols.blanks)
 
@@ -154,7 +171,7 @@ def greedy(
         score, best = peak(labels)
         written = jnp.where(offsets == 0, carry.written[:, None], 0)
         may_write = (written < symbols.labels_per_frame) & (carry.counts < most)[:, None]
-        allowed = symbols.allowed(frame, lengths[:, None], may_write, exact_end)
+        allowed = symbols.allowed(frame, lengths[:, None], may_write, ends_here)
         scores = jnp.where(allowed, jnp.where(is_label[None, None], scores + score[..., None], scores), -jnp.inf)
         move = jnp.argmax(scores, -1)
         score, moved = jnp.max(scores, -1), reads[move]
@@ -162,9 +179,11 @@ def greedy(
 
         # Up to the first label, or out of the window.
         place, total, found = zeros, carry.scores, jnp.full_like(zeros, -1)
-        at, duration = zeros, zeros
+        at, duration, reached = zeros, zeros, carry.reached
         for k in range(size):
             here = (place == k) & (found < 0) & (frame[:, k] < lengths)
+            if symbols.reach:
+                reached = jnp.where(here, frame[:, k] + needs[move[:, k]], reached)
             total = jnp.where(here, total + score[:, k], total)
             at, duration = jnp.where(here, k, at), jnp.where(here, moved[:, k], duration)
             found = jnp.where(here, label[:, k], found)
@@ -184,12 +203,17 @@ def greedy(
 
         rows, network = jax.lax.cond(jnp.any(emits), advance, lambda *x: x, carry.rows, carry.predictor)
         counts = carry.counts + emits.astype(jnp.int32)
-        return Carry(carry.frame + place, written, counts, total, labels, frames, durations, rows, network)
+        return Carry(carry.frame + place, written, counts, reached, total, labels, frames, durations, rows, network)
 
     empty = jnp.full((batch, most), -1, jnp.int32)
-    carry = Carry(state.skip, zeros, zeros, state.scores, empty, empty, empty, state.rows, state.predictor)
+    reached = state.reached
+    carry = Carry(state.skip, zeros, zeros, reached, state.scores, empty, empty, empty, state.rows, state.predictor)
     carry = jax.lax.while_loop(running, step, search.vary(carry))
-    scores = jnp.where(search.bad | (carry.scores == jnp.inf), jnp.nan, carry.scores)
-    after = Stream(state.first + lengths, carry.frame - lengths, scores, carry.rows, carry.predictor)
-    counts = carry.counts
-    return Hypotheses(carry.labels, carry.frames, carry.durations, counts, scores, counts == most, after)
+    scores = jnp.where(search.bad | beyond | (carry.scores == jnp.inf), jnp.nan, carry.scores)
+    skip, reached = carry.frame - lengths, carry.reached - lengths
+    after = Stream(state.first + lengths, skip, reached, scores, carry.rows, carry.predictor)
+    spoiled = jnp.isnan(scores)
+    counts = jnp.where(spoiled, 0, carry.counts)
+    written = carry.labels, carry.frames, carry.durations
+    labels, frames, durations = (jnp.where(spoiled[:, None], -1, x) for x in written)
+    return Hypotheses(labels, frames, durations, counts, scores, counts == most, after)

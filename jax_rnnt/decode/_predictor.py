@@ -5,18 +5,21 @@ B sequences, U labels, P the width of a predictor row.
 
 from __future__ import annotations
 
+import sys
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 
 
 class Predictor(typing.NamedTuple):
-    """A prediction network, or a language model, one label at a time. Any object with these two methods will do.
+    """A prediction network, or a language model, one label at a time. Any object with these attributes will do.
 
     Parameters
     ----------
@@ -25,6 +28,12 @@ class Predictor(typing.NamedTuple):
     step : callable
         ``step(state, labels [B]) -> (rows [B, P], state)``, each sequence by itself. The first label is the start
         label, so the first row is that of column 0. Shapes and dtypes of the state must not change.
+    start : int, optional
+        The start label that it was trained with: what `step` gets first. Decoders and `predict` take it from here.
+        Without one they take their own argument `start`.
+    symbols : int, optional
+        Labels that `step` knows, with the start label. Decoders compare it with the labels of the joint network, and a
+        start label with it; a negative one counts from its end. Without it, a negative start label is an error.
 
     Examples
     --------
@@ -32,13 +41,95 @@ class Predictor(typing.NamedTuple):
 
     >>> import jax
     >>> from jax_rnnt.decode import Predictor, predict
-    >>> predictor = Predictor(lambda batch: (), lambda state, labels: (jax.nn.one_hot(labels, 3), state))
-    >>> predict(predictor, jax.numpy.array([[1, 2]]), start=0)[0].tolist()
+    >>> predictor = Predictor(lambda batch: (), lambda state, labels: (jax.nn.one_hot(labels, 3), state), start=0)
+    >>> predict(predictor, jax.numpy.array([[1, 2]]))[0].tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
 
     initial: Callable[[int], Any]
     step: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+    start: int | None = None
+    symbols: int | None = None
+
+
+def own_symbols(predictor) -> int | None:
+    """The number of labels that a predictor declares."""
+    symbols = getattr(predictor, "symbols", None)
+    if isinstance(symbols, bool) or not isinstance(symbols, (int, np.integer)):
+        return None  # an attribute of another meaning
+    return int(symbols)
+
+
+def start_label(function: str, name: str, start, symbols: int | None) -> int:
+    """A start label in [0, symbols). A negative one counts from the end, which may lie beyond the joint's tokens."""
+    if symbols is not None:
+        return _checks.class_index(function, name, start, symbols)
+    start = _checks.integer(function, name, start)
+    if start < 0:
+        expected = "0 or more, or count from the end of a predictor with the attribute symbols"
+        way = "decode.Predictor(initial, step, start, symbols) makes one"
+        raise ValueError(f"{function}: {name} must be {expected}, got {start} without symbols; {way}.")
+    return start
+
+
+def check_symbols(function: str, name: str, predictor, labels: int):
+    """Raises if the predictor lacks one of so many labels."""
+    symbols = own_symbols(predictor)
+    if symbols is not None and symbols < labels:
+        expected = f"{labels} or more, as the joint network has labels up to {labels - 1}"
+        raise ValueError(f"{function}: {name}.symbols must be {expected}, got {symbols}.")
+
+
+def own_start(function: str, name: str, predictor) -> int | None:
+    """The start label that a predictor declares."""
+    start = getattr(predictor, "start", None)
+    if start is not None and (isinstance(start, bool) or not isinstance(start, (int, np.integer))):
+        wrapped = "decode.Predictor(initial, step, start) makes a predictor of two functions"
+        raise TypeError(f"{function}: {name}.start must be an integer or None, got {start!r}; {wrapped}.")
+    return None if start is None else start_label(function, f"{name}.start", start, own_symbols(predictor))
+
+
+def start_of(function: str, predictor, given) -> int | None:
+    """The start label that the predictor declares, else the one given at the call."""
+    own = own_start(function, "predictor", predictor)
+    given = None if given is None else start_label(function, "start", given, own_symbols(predictor))
+    if own is not None and given is not None and own != given:
+        expected = f"left out, or predictor.start = {own}, the label that the predictor was trained with"
+        raise ValueError(f"{function}: start must be {expected}, got start={given}.")
+    return given if own is None else own
+
+
+def in_evaluation(x):
+    """A Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
+
+    Whatever else it is given stays as it is.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return x
+    if isinstance(x, types.MethodType) and isinstance(x.__self__, nnx.Module):
+        copy = _copies(x.__self__)
+        return lambda *arguments: x.__func__(copy(), *arguments)
+    if not isinstance(x, nnx.Module):
+        return x
+    if callable(getattr(x, "step", None)):
+        return nnx_predictor(x)
+    copy = _copies(x)
+    return lambda *arguments: copy()(*arguments)
+
+
+def _copies(module):
+    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change a copy that it has made."""
+    from flax import nnx
+
+    graph, values = nnx.split(module)
+
+    def copy():
+        made = nnx.merge(graph, values)
+        made.eval()
+        return made
+
+    return copy
 
 
 def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
@@ -56,7 +147,7 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     history : int
         Labels that it sees, at least 1.
     start : int
-        Stands for labels before the first one; also the `start` of the decoder.
+        Stands for labels before the first one, 0 or more; also its `start`.
 
     Returns
     -------
@@ -67,16 +158,17 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     >>> import jax.numpy as jnp
     >>> from jax_rnnt.decode import predict, stateless_predictor
     >>> predictor = stateless_predictor(lambda labels: labels.astype(jnp.float32), 2, start=0)
-    >>> predict(predictor, jnp.array([[3, 4]]), start=0)[0].tolist()
+    >>> predict(predictor, jnp.array([[3, 4]]))[0].tolist()
     [[0.0, 0.0], [0.0, 3.0], [3.0, 4.0]]
     """
     _checks.positive("stateless_predictor", "history", history)
+    start = start_label("stateless_predictor", "start", start, None)
 
     def step(past, labels):
         past = shifted(past, labels)
         return function(past), past
 
-    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step)
+    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start)
 
 
 def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
@@ -85,7 +177,8 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
     Parameters
     ----------
     module : flax.nnx.Module
-        Its parameters are read now. Dropout is off, and nothing that a step changes in the module is kept.
+        Its parameters are read now, and its attributes `start` and `symbols`, if it has them. Dropout is off, and
+        nothing that a step changes in the module is kept.
     initial, step : str
         Names of its methods, as in `Predictor`.
 
@@ -99,19 +192,13 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
 
         decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
     """
-    from flax import nnx
-
-    graph, values = nnx.split(module)
+    copy = _copies(module)
 
     def method(name):
-        def call(*arguments):
-            copy = nnx.merge(graph, values)
-            copy.eval()
-            return getattr(copy, name)(*arguments)
+        return lambda *arguments: getattr(copy(), name)(*arguments)
 
-        return call
-
-    return Predictor(method(initial), method(step))
+    start = own_start("nnx_predictor", "module", module)
+    return Predictor(method(initial), method(step), start, own_symbols(module))
 
 
 def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
@@ -120,7 +207,7 @@ def linen_predictor(module, variables, *, initial: str = "initial", step: str = 
     Parameters
     ----------
     module : flax.linen.Module
-        Unbound.
+        Unbound. Its attributes `start` and `symbols` count, if it has them.
     variables : pytree
         As for ``module.apply``; no collection is changed.
     initial, step : str
@@ -143,10 +230,13 @@ def linen_predictor(module, variables, *, initial: str = "initial", step: str = 
     def method(name):
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
-    return Predictor(method(initial), method(step))
+    # Bound, so that an attribute made by `setup` counts too.
+    bound = module.bind(variables)
+    start = own_start("linen_predictor", "module", bound)
+    return Predictor(method(initial), method(step), start, own_symbols(bound))
 
 
-def predict(predictor: Predictor, targets: jax.Array, start: int) -> jax.Array:
+def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:
     """Rows of all columns of a lattice: the predictor after the start label and after each target.
 
     Parameters
@@ -154,8 +244,8 @@ def predict(predictor: Predictor, targets: jax.Array, start: int) -> jax.Array:
     predictor : Predictor
     targets : Array, integer [B, U]
         Labels; what stands beyond the lengths is fed in, too, and changes no earlier row.
-    start : int
-        The label before the first one, as in the decoder.
+    start : int, optional
+        The label before the first one, of a predictor that has no `start`. Negative: from the end of its `symbols`.
 
     Returns
     -------
@@ -166,21 +256,26 @@ def predict(predictor: Predictor, targets: jax.Array, start: int) -> jax.Array:
     --------
     >>> import jax.numpy as jnp
     >>> from jax_rnnt.decode import predict, stateless_predictor
-    >>> predict(stateless_predictor(jnp.sin, 1, start=0), jnp.zeros((2, 3), int), start=0).shape
+    >>> predict(stateless_predictor(jnp.sin, 1, start=0), jnp.zeros((2, 3), int)).shape
     (2, 4, 1)
     """
     targets = _checks.array("predict", "targets", targets)
     if targets.ndim != 2 or not jnp.issubdtype(targets.dtype, jnp.integer):
         got = f"{targets.dtype} {tuple(targets.shape)}"
         raise ValueError(f"predict: targets must be an integer array [B, U], got {got}.")
-    first = jnp.full((targets.shape[0], 1), start, jnp.int32)
-    labels = jnp.concatenate([first, jnp.asarray(targets, jnp.int32)], 1)
+    _checks.unsplit("predict", "targets", targets, {-1: "U"})
+    label = start_of("predict", predictor, start)
+    if label is None:
+        raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
+    labels = jnp.pad(jnp.asarray(targets, jnp.int32), ((0, 0), (1, 0)), constant_values=label)
+    # On explicit mesh axes every sequence has its state where its labels are.
+    state = jax.tree.map(lambda x: _xla.batch_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
 
     def step(state, labels):
         rows, state = predictor.step(state, labels)
         return state, rows
 
-    _, rows = jax.lax.scan(step, predictor.initial(targets.shape[0]), labels.T)
+    _, rows = jax.lax.scan(step, state, labels.T)
     return jnp.swapaxes(rows, 0, 1)
 
 
@@ -197,7 +292,8 @@ def begin(function: str, name: str, predictor, batch: int, start: int):
                 f"{function}: {name}.initial({batch}) must make arrays [{batch}, ...], got {x.shape} at state{place}."
             )
     labels = jnp.full((batch,), start, jnp.int32)
-    made = jax.eval_shape(predictor.step, state, labels)
+    made, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
+    _checks.no_draws(function, f"{name}.step", draws)
     if not isinstance(made, tuple) or len(made) != 2:
         raise TypeError(f"{function}: {name}.step must return (rows [B, P], state), got {made!r}.")
     rows, after = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt._layouts import JointLogits
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
+from jax_rnnt.emissions.joint import LinearJoint, row_avals
 from jax_rnnt.emissions.softmax import accumulation_dtype
 
 PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
@@ -36,10 +38,11 @@ class Hypotheses(typing.NamedTuple):
     durations : Array, int32 [..., L]
         Frames that each label read, 0 for labels that stay on their frame; -1 from `counts` on.
     counts : Array, int32 [...]
-        Labels of each hypothesis.
+        Labels of each hypothesis; 0 where the score is NaN.
     scores : Array, float32 (float64 for float64 logits) [...]
         Log-probability in nats, with what `beam` adds to it; from the start of the stream. -inf: there is no (further)
-        hypothesis. NaN: logits held NaN or +inf, or the length was out of range.
+        hypothesis. NaN: logits held NaN or +inf, the length was out of range, or the last part of a stream was too
+        short for `exact_end`.
     full : Array, bool [...]
         The hypothesis holds L labels, so labels may be missing: decode again with more.
     state : pytree
@@ -89,34 +92,93 @@ class Search(typing.NamedTuple):
 
 
 def prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start, width=1):
-    """(search, start class, rows and state of `width` predictors for each utterance after the start label)."""
-    encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
-    if encoder_out.ndim != 3:
-        raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
+    """(search, start label, labels of the joint, rows and state of the predictors after it), all checked.
+
+    Each utterance has `width` predictors.
+    """
     batch, frames, _ = encoder_out.shape
-    lengths = _checks.integers(function, "lengths", lengths, (batch,), "[B]")
     bad = (lengths < 0) | (lengths > frames)
-    if _checks.is_known(lengths) and np.any(np.asarray(bad)):
-        expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
-        raise ValueError(f"{function}: lengths must {expected}, got {np.asarray(lengths).tolist()}.")
+    if frames == 0:  # nothing is read, but rows are gathered
+        encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
     most = _checks.positive(function, "max_symbols", max_symbols)
-    if start is not None:
-        start = _checks.integer(function, "start", start)
+    joint, predictor = _predictor.in_evaluation(joint), _predictor.in_evaluation(predictor)
+    start = _predictor.start_of(function, predictor, start)
     # The classes are known once there is a predictor row, and the start label by default once classes are known.
     row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
     rows = jnp.zeros((batch, 1, row.shape[-1]), row.dtype)
+    if callable(joint) and not isinstance(joint, LinearJoint):
+        _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
+        _checks.no_draws(function, "joint", draws)
     layout = JointLogits(joint, encoder_out, rows).checked(function)
+    _checks.unsplit(function, "logits of joint", layout._made, {-1: "V"})
     symbols = symbols_of(function, loss, layout.classes, most)
-    start = symbols.emission.blanks[0] if start is None else start
+    labels = layout.classes - symbols.emission.durations
+    while labels - 1 in symbols.emission.blanks:
+        labels -= 1
+    _predictor.check_symbols(function, "predictor", predictor, labels)
+    if start is None:
+        name, known = "start, by default the blank,", _predictor.own_symbols(predictor)
+        start = _predictor.start_label(function, name, symbols.emission.blanks[0], known)
     first = _predictor.begin(function, "predictor", predictor, batch * width, start)
     dtype = accumulation_dtype(layout.dtype)
     lengths = jnp.where(bad, 0, lengths)
 
     def paired(encoder, predictor):
-        return layout.joint(encoder, predictor) if len(encoder) else jnp.zeros((0, layout.classes), dtype)
+        if encoder.shape[0] == 0:
+            return jnp.zeros((0, layout.classes), dtype)
+        return layout.joint(encoder, predictor)
 
     search = Search(function, symbols, paired, predictor, encoder_out, lengths, bad, layout.classes, dtype)
-    return search, start, *first
+    return search, start, labels, *first
+
+
+def checked(function, encoder_out, lengths, exact_end):
+    """(encoder_out [B, T, E], lengths int32 [B], exact_end), checked as far as their values are known."""
+    encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
+    if encoder_out.ndim != 3:
+        raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
+    batch, frames, _ = encoder_out.shape
+    _checks.unsplit(function, "encoder_out", encoder_out, {-2: "T", -1: "E"})
+    given, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
+    known = _checks.known(given)
+    if known is not None and np.any((known < 0) | (known > frames)):
+        expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
+        raise ValueError(f"{function}: lengths must {expected}, got {known.tolist()}.")
+    if isinstance(exact_end, (bool, np.bool_)):
+        exact_end = bool(exact_end)
+    else:
+        if getattr(exact_end, "dtype", None) != np.bool_ or tuple(exact_end.shape) != (batch,):
+            got = f"{exact_end.dtype} {tuple(exact_end.shape)}" if hasattr(exact_end, "dtype") else repr(exact_end)
+            raise TypeError(f"{function}: exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
+        exact_end = jnp.asarray(exact_end)
+    return encoder_out, lengths, exact_end
+
+
+def on_devices(run, encoder_out, lengths, exact_end, state):
+    """``run(encoder_out, lengths, exact_end, state)``; on explicit mesh axes by each device for its own utterances."""
+    if not _xla.is_split(encoder_out):
+        return run(encoder_out, lengths, exact_end, state)
+    if isinstance(exact_end, jax.Array):
+        return _xla.by_shards(run, encoder_out, lengths, exact_end, state)
+    return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
+
+
+def beyond_the_end(function, symbols, exact_end, reached, lengths):
+    """bool [B]: utterances that end here, and of which an earlier part has read further, or ended by a wrong move.
+
+    `reached` [B]: how many frames the moves of earlier parts need beyond these. The whole utterance at once would have
+    taken other moves. Known ones raise.
+    """
+    if exact_end is False or not symbols.reach:
+        return jnp.zeros(lengths.shape, bool)
+    beyond = (reached > lengths) & exact_end
+    known = _checks.known(beyond)
+    if known is not None and known.any():
+        expected = f"False, or True for utterances whose last part has {symbols.reach} frames or more"
+        where = np.flatnonzero(known).tolist()
+        got = f"True where an earlier part has read beyond the end, in the utterances {where}"
+        raise ValueError(f"{function}: exact_end must be {expected}, as moves of this loss reach so far, got {got}.")
+    return beyond
 
 
 def replace_rows(condition, new, old):
@@ -141,8 +203,9 @@ def packs(rows: int) -> bool:
     """Whether few of so many rows are packed, `PACK` or more at a time, before a network takes them.
 
     On a CPU, where time is arithmetic. Elsewhere all rows are computed: packs would exchange those of a sharded batch.
+    So are a symbolic number of rows (`jax.export`): packs have a static size.
     """
-    return jax.default_backend() == "cpu" and rows > PACK
+    return jax.default_backend() == "cpu" and isinstance(rows, int) and rows > PACK
 
 
 def pack_size(rows: int, usual: int) -> int:
@@ -158,7 +221,7 @@ def packing(wanted, maker, size, turn=0) -> Packing:
 
     Rows of a lower `turn` [N] come first.
     """
-    rows = len(maker)
+    rows = maker.shape[0]
     makes = wanted & (maker == jnp.arange(rows, dtype=jnp.int32))
     # Numbers alone: XLA sorts pairs of a flag and a number on a CPU in twice the time.
     most = np.iinfo(np.int32).max // rows - 1
@@ -183,7 +246,8 @@ def room(rows, usual, function, *inputs):
     """Arrays for the results of `compute_rows` of so many rows, where `function` takes rows of `inputs` [..., E]."""
     size = pack_size(rows, usual)
     shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((size, x.shape[-1]), x.dtype) for x in inputs))
-    return jax.tree.map(lambda x: jnp.zeros((rows + -rows % max(size, 1), *x.shape[1:]), x.dtype), shapes)
+    count = rows + -rows % max(size, 1) if packs(rows) else rows
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
 
 
 def compute_rows(wanted, maker, usual, function, made):
@@ -191,9 +255,10 @@ def compute_rows(wanted, maker, usual, function, made):
 
     `usual` of them are no surprise. The results replace rows of `made`: new arrays would have to be filled.
     """
-    if not packs(len(wanted)):
-        return function(None), jnp.arange(len(wanted), dtype=jnp.int32)
-    pack = packing(wanted, maker, pack_size(len(wanted), usual))
+    rows = wanted.shape[0]
+    if not packs(rows):
+        return function(None), jnp.arange(rows, dtype=jnp.int32)
+    pack = packing(wanted, maker, pack_size(rows, usual))
 
     def put(made, place, rows):
         put_at = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=0)
@@ -270,7 +335,7 @@ def put_rows(x, index, y, rows):
 
 def flat(x):
     """[B, M, ...] -> [B M, ...]"""
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 @jax.vmap
@@ -300,7 +365,8 @@ def fingerprints(tree):
     count = 0
     for x in jax.tree.leaves(tree):
         word = np.dtype(f"uint{min(32, 8 * x.dtype.itemsize)}")
-        x = jax.lax.bitcast_convert_type(x, word).reshape(len(x), -1).astype(np.uint32)
+        x = jax.lax.bitcast_convert_type(x, word)
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(np.uint32)
         places = np.random.default_rng(count).integers(0, 2**32, (2, x.shape[1]), np.uint32)
         parts = [jnp.sum(scrambled(x + y[None]), 1, dtype=np.uint32) for y in places]
         total, count = total + jnp.stack(parts, 1), count + 1

@@ -24,6 +24,11 @@ class Move(typing.NamedTuple):
     frames: int
     may_end: bool
 
+    @property
+    def needs(self) -> int:
+        """Frames that an utterance must have from the node on, if it has one."""
+        return max(self.frames + (not self.may_end), 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Symbols:
@@ -37,6 +42,11 @@ class Symbols:
     @property
     def moves(self) -> tuple[Move, ...]:
         return self.blanks + self.labels
+
+    @property
+    def reach(self) -> int:
+        """Frames that a move of one part of a stream may ask of the next one, so that it ends inside or at the end."""
+        return max(move.needs for move in self.moves) - 1
 
     def is_blank(self, like):
         """bool, the shape of `like` [..., V] up to broadcasting."""
@@ -59,13 +69,17 @@ class Symbols:
         return jnp.stack(found, -1), jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
 
     def allowed(self, frame, lengths, may_write, exact_end):
-        """bool [..., moves]: which moves may leave a node of this frame, [...]; `may_write` [...]: a label may be."""
+        """bool [..., moves]: which moves may leave a node of this frame, [...]; `may_write` [...]: a label may be.
+
+        `exact_end`: whether the utterance ends here, [...] or one for all.
+        """
         found = []
         for move in self.moves:
             allowed = jnp.ones_like(frame, bool) if move.token is not None else may_write
-            if exact_end:
+            if exact_end is not False:
                 after = frame + move.frames
-                allowed &= (after <= lengths) if move.may_end else (after < lengths)
+                inside = (after <= lengths) if move.may_end else (after < lengths)
+                allowed &= inside if exact_end is True else inside | ~exact_end
             found.append(allowed)
         return jnp.stack(found, -1)
 

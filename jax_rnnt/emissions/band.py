@@ -77,5 +77,5 @@ class Band(Wrapper):
         cotangents = {slot: band(x, first, logits.shape[-2]) for slot, x in cotangents.items()}
         return self.inner.backward(logits, inner, residuals, cotangents, scale, clamp, strict=strict, alias=alias)
 
-    def mute(self, nodes, scale):
-        return self.inner.mute(nodes[0], scale), nodes[1]
+    def without(self, nodes, masked):
+        return self.inner.without(nodes[0], masked), nodes[1]

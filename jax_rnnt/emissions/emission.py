@@ -35,23 +35,28 @@ def out_of_range(targets, num_frames, num_labels, frames: int, classes: int) -> 
     return bad | (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels > targets.shape[-1])
 
 
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x y; 0 where one factor is 0, also beside NaN or infinity.
+
+    A factor is replaced and not the product: the derivative with respect to a factor that is 0 is the other one.
+    """
+    return jnp.where((y == 0) & ~jnp.isfinite(x), 0, x) * jnp.where((x == 0) & ~jnp.isfinite(y), 0, y)
+
+
 def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> jax.Array:
     """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0."""
-    bound, scale = (jnp.reshape(x, x.shape + (1,) * (gradient.ndim - x.ndim)) for x in (clamp, scale))
-    bound, scale = bound.astype(gradient.dtype), scale.astype(gradient.dtype)
-    clipped = jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient)
-    return jnp.where(gradient == 0, 0, clipped * scale)  # whatever the scale
+    bound, scale = (_each(x, gradient).astype(gradient.dtype) for x in (clamp, scale))
+    return _product(jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient), scale)
 
 
 def scale_cotangent(plane: jax.Array, scale: jax.Array) -> jax.Array:
     """plane [..., T, U1] times scale [...]; 0 where either factor is 0: a masked loss that is NaN adds nothing."""
-    scale = scale[..., None, None].astype(plane.dtype)
-    return jnp.where((plane == 0) | (scale == 0), 0, plane * scale)
+    return _product(plane, _each(scale, plane).astype(plane.dtype))
 
 
-def _each(condition: jax.Array, like: jax.Array) -> jax.Array:
-    """A condition [...] with the trailing axes of `like`."""
-    return jnp.reshape(condition, condition.shape + (1,) * (like.ndim - condition.ndim))
+def _each(x: jax.Array, like: jax.Array) -> jax.Array:
+    """A number [...] of each sequence with the trailing axes of `like`."""
+    return jnp.reshape(x, x.shape + (1,) * (like.ndim - x.ndim))
 
 
 @jax.custom_jvp
@@ -64,6 +69,11 @@ def isolate(x, bad):
 def _(primals, tangents):
     x, bad = primals
     return isolate(x, bad), tangents[0] * jnp.where(_each(bad, x), jnp.nan, 1).astype(x.dtype)
+
+
+def widened(arrays):
+    """16-bit floats as float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, arrays)
 
 
 def spoiled(planes: dict[str, jax.Array]) -> jax.Array:
@@ -114,14 +124,55 @@ class Emission:
         """scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...]."""
         raise NotImplementedError
 
+    def without(self, nodes, masked):
+        """The nodes without the sequences `masked` [...], of which nothing is read."""
+        label, num_frames = nodes
+        return label, jnp.where(masked, 0, num_frames)
+
     def mute(self, nodes, scale):
         """The nodes without sequences whose `scale` [...] is 0: a masked loss has gradient 0, whatever its logits."""
-        label, num_frames = nodes
-        return label, jnp.where(scale == 0, 0, num_frames)
+        return self.without(nodes, scale == 0)
 
     def finish(self, gradient, nodes, scale, clamp):
         """scale * clip(gradient, clamp)."""
         return jax.tree.map(lambda g: clip_and_scale(g, scale, clamp), gradient)
+
+    def pullback(self, logits, nodes, cotangents, scale, clamp):
+        """What `backward` computes, from `reference`: differentiable any number of times, with respect to all of it."""
+        # In float32 up to the end, as `backward`: float16 holds neither a large scale nor its product with a small one.
+        wide = widened(logits)
+        _, pull = jax.vjp(lambda x: self.reference(x, nodes), wide)
+        if self.clips:
+            gradient = self.finish(pull(cotangents)[0], nodes, scale, clamp)
+        else:  # sequences share leaves, so each is scaled before
+            gradient = pull(jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents))[0]
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, logits)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def gradient(emission, strict, alias, logits, nodes, residuals, cotangents, scale, clamp):
+    """`emission.backward`; 0 for a sequence whose `scale` is 0, whatever its logits.
+
+    Its derivative is that of `pullback`. So `residuals`, a cache of the logits, need none: their sums are scaled by
+    2^-124, where small tangents become 0 and large cotangents infinite. Nor does a loss with weight 0 lose the
+    derivative with respect to its weight.
+    """
+    problem = logits, emission.mute(nodes, scale), residuals, cotangents, scale, clamp
+    return emission.backward(*problem, strict=strict, alias=alias)
+
+
+@gradient.defjvp
+def _(emission, strict, alias, primals, tangents):
+    logits, nodes, _, cotangents, scale, clamp = primals
+    # A masked loss that is NaN has no derivative either.
+    nodes = emission.without(nodes, (scale == 0) & spoiled(cotangents))
+    operands = logits, cotangents, scale, clamp
+
+    def function(logits, *rest):
+        return emission.pullback(logits, nodes, *rest)
+
+    _, tangent = jax.jvp(function, operands, (tangents[0], *tangents[3:]))
+    return gradient(emission, strict, alias, *primals), tangent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ N rows of logits, S blocks, E and P the widths of encoder and predictor rows, H 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ def pair(encoder, predictor):
     """Rows [N, E] and [N, P] of all nodes of blocks [S, frames, E] and [S, columns, P]."""
     shape = (*encoder.shape[:2], predictor.shape[1])
     rows = encoder[:, :, None], predictor[:, None]
-    return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(-1, x.shape[-1]) for x in rows]
+    return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(math.prod(shape), x.shape[-1]) for x in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,24 @@ class Linear:
 
     def _logits(self, parameters, hidden):
         weight, *bias = parameters
-        logits = self._product(hidden, weight, "nh,hv->nv")
-        return (logits + bias[0].astype(logits.dtype)[None] if bias else logits).astype(weight.dtype)
+        logits = self._product(hidden, weight, "...h,hv->...v")
+        ones = (1,) * (hidden.ndim - 1)
+        return (logits + bias[0].astype(logits.dtype).reshape(*ones, -1) if bias else logits).astype(weight.dtype)
 
     def logits(self, parameters, encoder, predictor):
         dtype = parameters[0].dtype
         hidden = self.activation(self._sum(dtype, encoder, predictor))
-        return self._logits(parameters, hidden.reshape(-1, hidden.shape[-1]).astype(dtype))
+        return self._logits(parameters, hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1]).astype(dtype))
+
+    def rows(self, parameters, encoder, predictor):
+        """Logits [..., V] of rows [..., H], whose leading dimensions are broadcast against each other."""
+        dtype = parameters[0].dtype
+        wide = accumulation_dtype(dtype)
+        shape = jnp.broadcast_shapes(encoder.shape, predictor.shape)
+        encoder, predictor = (
+            x.astype(wide).reshape((1,) * (len(shape) - x.ndim) + x.shape) for x in (encoder, predictor)
+        )
+        return self._logits(parameters, self.activation(encoder + predictor).astype(dtype))
 
     def pullback(self, parameters, encoder, predictor):
         weight, *bias = parameters
@@ -194,9 +206,7 @@ class LinearJoint:
 
     def __call__(self, encoder: jax.Array, predictor: jax.Array) -> jax.Array:
         """Logits [..., V] of rows [..., H], whose leading dimensions are broadcast against each other."""
-        shape = jnp.broadcast_shapes(encoder.shape, predictor.shape)
-        rows = [jnp.broadcast_to(x, shape).reshape(-1, 1, shape[-1]) for x in (encoder, predictor)]
-        return Linear(self.activation).logits(self.parameters, *rows).reshape(*shape[:-1], -1)
+        return Linear(self.activation).rows(self.parameters, encoder, predictor)
 
     @property
     def parameters(self) -> list[jax.Array]:

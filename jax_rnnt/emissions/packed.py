@@ -85,8 +85,8 @@ class Packed(Wrapper):
         operands = logits[:, None, None], (nodes.label, nodes.used), norm, rows, scale, clamp
         return self.inner.backward(*operands, strict=strict, alias=alias)[:, 0, 0]
 
-    def mute(self, nodes, scale):
-        return nodes._replace(used=jnp.where(self._of_rows(scale, nodes) == 0, 0, nodes.used))
+    def without(self, nodes, masked):
+        return nodes._replace(used=jnp.where(self._of_rows(masked, nodes), 0, nodes.used))
 
     def finish(self, gradient, nodes, scale, clamp):
         return clip_and_scale(gradient, self._of_rows(scale, nodes), self._of_rows(clamp, nodes))

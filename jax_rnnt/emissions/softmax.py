@@ -102,8 +102,8 @@ def _log_softmax(x):
     return jnp.where(row.bad[..., None], jnp.nan, row.log_probability(x))
 
 
-def _norm(row: RowSum, anchor):
-    """`norm` as in the head of this file."""
+def encoded_norm(row: RowSum, anchor):
+    """`norm` as in the head of this file, of a row of logits; `softmax_of_norm` reads it."""
     scale, tiny = _scale(row.total.dtype)
     reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
     anchored = (reach <= _REACH) & ~row.dead
@@ -113,8 +113,8 @@ def _norm(row: RowSum, anchor):
     return jnp.where(row.bad, jnp.nan, norm)
 
 
-def _softmax_by_norm(x, anchor, norm):
-    """exp(x - lse) from `norm`."""
+def softmax_of_norm(x, anchor, norm):
+    """exp(x - lse) from `norm`. It has no useful derivative: `norm` has none."""
     scale, tiny = _scale(x.dtype)
     anchored = (norm > 0) & (norm < tiny)
     base = jnp.where(anchored, anchor, norm)
@@ -175,7 +175,7 @@ def softmax_emission(
     -------
     tuple of Array, float32 (float64 for float64) [..., T, U1]
         log_blank for each blank class, log_label, log-probability of each duration, norm. Outside the sequence -inf,
-        and 0 for norm. NaN where the row holds a NaN or +inf.
+        and 0 for norm. NaN where the row holds a NaN or +inf. norm has no derivative: it is a cache of the logits.
     """
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     row = row_sum(x) if normalize else None
@@ -202,8 +202,9 @@ def softmax_emission(
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
     if of_lengths is not None:
         lengths = map(of_lengths.log_probability, lengths)
-    norm = jnp.zeros_like(log_label) if row is None else _norm(row, _pick(_anchor(blanks, bernoulli), x))
-    return (*map(plane, log_blanks), log_label, *map(plane, lengths), jnp.where(inside, norm, 0))
+    norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, _pick(_anchor(blanks, bernoulli), x))
+    norm = jax.lax.stop_gradient(jnp.where(inside, norm, 0))
+    return (*map(plane, log_blanks), log_label, *map(plane, lengths), norm)
 
 
 def backward_reference(
@@ -225,7 +226,7 @@ def backward_reference(
     for blank, ct in zip(blanks, ct_blanks):
         gradient = gradient + jnp.where(one_hot(blank, x), ct[..., None], 0)
     if normalize:
-        softmax = _softmax_by_norm(x, *(jnp.where(used, plane, 0) for plane in (anchor, norm)))
+        softmax = softmax_of_norm(x, *(jnp.where(used, plane, 0) for plane in (anchor, norm)))
         gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
     if bernoulli:
         gradient = jnp.where(one_hot(blanks[0], x), of_blank[..., None], gradient)
@@ -267,6 +268,7 @@ _backward_kernel = _xla.Kernel(
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
     aliases=lambda operands: {0: 0},
     unsupported=_unsupported,
+    differentiable=False,  # `emission.gradient` is
 )
 
 

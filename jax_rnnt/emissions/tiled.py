@@ -78,9 +78,11 @@ def materialized(logits: Joint, emission: Emission, targets, num_frames, num_lab
         index = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + x.shape[-2:-1], num_frames.ndim)
         rows.append(jnp.where((index < last)[..., None], x, 0))
     bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in rows))
-    rows = pair(*(isolate(x, bad).reshape(-1, *x.shape[-2:]) for x in rows))
+    if 0 in logits.shape:
+        return jnp.zeros(logits.shape, logits.dtype)
+    rows = pair(*(isolate(x, bad).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in rows))
     made = logits.joint(*rows)
-    check_rows(logits.function, made, len(rows[0]))
+    check_rows(logits.function, made, rows[0].shape[0])
     return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
 
 
@@ -89,12 +91,20 @@ _VMEM = 32e6  # bytes of a tile on a TPU
 
 
 def size_of(tiled: "Tiled", encoder, predictor, platform: str) -> tuple[int, int, int]:
-    """Frames and columns of a block, and blocks of a tile, for the sequences of one device."""
+    """Frames and columns of a block, and blocks of a tile, for the sequences of one device.
+
+    Symbolic dimensions (`jax.export`) count as large ones.
+    """
     shape = encoder.shape[-2], predictor.shape[-2]
-    block = block_of(shape, platform)
+    frames, columns = (n if isinstance(n, int) else 1 << 10 for n in shape)
+    block = block_of((frames, columns), platform)
     blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
-    tiles = -(-blocks // max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1))
-    blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    most = max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1)
+    if isinstance(blocks, int):
+        tiles = -(-blocks // most)
+        blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    else:
+        blocks = most
     return *block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block))
 
 
@@ -115,6 +125,8 @@ def _rows(tiled: "Tiled", encoder, predictor, platform: str) -> int:
     if platform == "tpu":
         return max(int(_VMEM / row), 1024)
     nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
+    if not isinstance(nodes, int):
+        return max(int(_BUDGET / 2 / row), 1024)
     most = 0.94 * min(_BUDGET, width * nodes * tiled.classes / 8)
     planes = len(jax.tree.leaves(_made(tiled.inner, 1, tiled.classes, tiled.dtype)))
     fixed = sums * (encoder.size + predictor.size + planes * nodes)
@@ -248,11 +260,14 @@ class Tiled(Wrapper):
             gradients[i] = x.astype(parameters[i].dtype)
         return gradients, *(g.reshape(x.shape) for g, x in zip(of_rows, rows))
 
-    def mute(self, nodes, scale):
+    def pullback(self, logits, nodes, cotangents, scale, clamp):
+        raise NotImplementedError("JointLogits have no second derivative in tiles; use implementation='reference'.")
+
+    def without(self, nodes, masked):
         label, num_frames, num_labels = nodes
         if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
             return nodes
-        return label, jnp.where(scale == 0, 0, num_frames), num_labels
+        return label, jnp.where(masked, 0, num_frames), num_labels
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
@@ -330,7 +345,7 @@ class Tiled(Wrapper):
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
-        shared = sequence // (len(predictor) // len(encoder))
+        shared = sequence // (predictor.shape[0] // encoder.shape[0])
         places = (encoder, shared, frame), (predictor, sequence, column)
         rows = [_rows_of(x, sequence, index) for x, sequence, index in places]
         encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
@@ -354,8 +369,9 @@ def _row(n):
 
 def _flat(batch, encoder, *arrays):
     """The encoder with one batch dimension, for `_xla.Grouped`; the others with one more: who shares its rows."""
-    encoder = encoder.reshape(-1, *encoder.shape[-2:])
-    return [encoder, *(x.reshape(len(encoder), -1, *x.shape[len(batch) :]) for x in arrays)]
+    count = math.prod(encoder.shape[:-2])
+    encoder = encoder.reshape(count, *encoder.shape[-2:])
+    return [encoder, *(x.reshape(count, math.prod(batch) // count, *x.shape[len(batch) :]) for x in arrays)]
 
 
 def _unshared(encoder, *arrays):
@@ -433,7 +449,7 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     # Sequences whose loss is NaN get NaN, and do not touch the parameters.
     off = spoiled(cotangents) | (scale == 0)
     bad = off & (scale != 0)
-    if tiled.joint.random:  # as in `mute`
+    if tiled.joint.random:  # as in `without`
         predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (predictor, *planes))
     else:
         flags &= not_skipped(tiled, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
@@ -442,11 +458,11 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     high, columns = tiled.grid(shape)
     of_frames = work.sequence // copies * high + work.block // columns % high
     keys = of_frames, work.sequence * columns + work.block % columns
-    counts = [len(x) * n for x, n in zip((encoder, predictor), (high, columns))]
+    counts = [x.shape[0] * n for x, n in zip((encoder, predictor), (high, columns))]
     goals = [tiled.goals(key, count) for key, count in zip(keys, counts)]
 
     def frames_of(tile):
-        # As in `mute`; a sequence that counts may share the frames.
+        # As in `without`; a sequence that counts may share the frames.
         return jnp.where(off[tile.sequence][:, None, None], 0, tile.encoder) if tiled.joint.random else tile.encoder
 
     def step(i, sums):
@@ -485,8 +501,8 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     )
     gradients = []
     for x, sums, rows in zip((encoder, predictor), states, used):
-        sums = sums.reshape(len(x), -1, x.shape[-1])[:, : x.shape[1]]
-        spoils = (bad[:, None] & rows).reshape(len(x), -1, x.shape[1]).any(1)
+        sums = sums.reshape(x.shape[0], -1, x.shape[-1])[:, : x.shape[1]]
+        spoils = (bad[:, None] & rows).reshape(x.shape[0], -1, x.shape[1]).any(1)
         gradients.append(jnp.where(spoils[..., None], jnp.nan, sums).astype(x.dtype))
     of_encoder, of_predictor = gradients
     return [of_encoder, of_predictor.reshape(-1, copies, *of_predictor.shape[1:])], totals

@@ -4,3 +4,12 @@ A predictor serves training and decoding: ``predictor(targets [..., U]) -> rows 
 once, ``predictor.initial(batch) -> state`` and ``predictor.step(state, labels [B]) -> (rows [B, P], state)`` take one
 at a time. Both give the same rows. A joint makes `JointLogits` for the losses, and the arguments of a decoder.
 """
+
+import typing as _typing
+
+from jax_rnnt import _extras
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name
+    _names = "Joint", "LSTMPredictor", "StatelessPredictor"
+    _elsewhere = {name: f"jax_rnnt.flax.nnx.{name} or jax_rnnt.flax.linen.{name}" for name in _names}
+    __getattr__ = _extras.lookup(__name__, ("nnx", "linen"), _elsewhere)

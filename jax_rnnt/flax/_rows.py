@@ -5,23 +5,27 @@ B sequences, U labels, P and H the widths of predictor rows and hidden units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
+from jax_rnnt.decode._predictor import in_evaluation, own_start, own_symbols
 
 
 def projected(predictor, project: Callable[[jax.Array], jax.Array]) -> Predictor:
-    """The predictor with `project` after each row."""
+    """The predictor, in evaluation mode, with `project` after each row."""
+    predictor = in_evaluation(predictor)
 
     def step(state, labels):
         rows, state = predictor.step(state, labels)
         return project(rows), state
 
-    return Predictor(predictor.initial, step)
+    start = own_start("decoder_inputs", "predictor", predictor)
+    return Predictor(predictor.initial, step, start, own_symbols(predictor))
 
 
 def checked(function: str, targets) -> jax.Array:
@@ -29,7 +33,16 @@ def checked(function: str, targets) -> jax.Array:
     shape = jnp.shape(targets)
     if not shape:
         raise ValueError(f"{function}: targets must have shape [..., U], got ().")
-    return _checks.integers(function, "targets", targets, shape, "[..., U]")
+    targets = _checks.integers(function, "targets", targets, shape, "[..., U]")
+    _checks.unsplit(function, "targets", targets, {-1: "U"})
+    return targets
+
+
+def embedded(embed, labels):
+    """Rows [..., P] of an embedding of Flax for labels [...], split as these over explicit mesh axes."""
+    if not _xla.is_split(labels):
+        return embed(labels)
+    return _xla.rows_of_table(jnp.asarray(embed.embedding).astype(embed.dtype), labels)
 
 
 def inside(labels, symbols: int):
@@ -44,8 +57,10 @@ def windows(targets, history: int, start: int) -> jax.Array:
     return jnp.stack([past[..., i : i + columns] for i in range(history)], -1)
 
 
-def scanned(predictor, targets, start: int) -> jax.Array:
+def scanned(predictor, targets) -> jax.Array:
     """Rows [..., U + 1, P] of a predictor that reads the start label and then the targets [..., U]."""
-    batch = targets.shape[:-1]
-    rows = predict(predictor, targets.reshape(-1, targets.shape[-1]), start)
+    *batch, labels = targets.shape
+    if len(batch) == 1:
+        return predict(predictor, targets)
+    rows = predict(predictor, targets.reshape(math.prod(batch), labels))
     return rows.reshape(*batch, *rows.shape[1:])

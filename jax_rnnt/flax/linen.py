@@ -117,11 +117,17 @@ class Joint(nn.Module):
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
 
+        The bias of the encoder's projection is in the predictor's rows, as in `jax_rnnt.flax.nnx.Joint`.
         They hold the parameters, so they may leave `apply` if `predictor` may (``decode.linen_predictor``).
         """
-        kernel = self.predictor.variables["params"]["kernel"].astype(self._dtype)
-        steps = _rows.projected(predictor, lambda rows: rows.astype(self._dtype) @ kernel)
-        return self._linear(), steps, self.encoder(encoder_out)
+        of_encoder, of_predictor = (x.variables["params"] for x in (self.encoder, self.predictor))
+        bias = of_encoder["bias"].astype(self._dtype)
+
+        def project(rows, of):
+            return jnp.asarray(rows, self._dtype) @ of["kernel"].astype(self._dtype)
+
+        steps = _rows.projected(predictor, lambda rows: project(rows, of_predictor) + bias)
+        return self._linear(), steps, project(encoder_out, of_encoder)
 
 
 class StatelessPredictor(nn.Module):
@@ -136,7 +142,7 @@ class StatelessPredictor(nn.Module):
     history : int, default 2
         Labels that it sees.
     start : int, default -1
-        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of the rows. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -160,29 +166,30 @@ class StatelessPredictor(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
+    def __post_init__(self):
+        symbols = _checks.positive("StatelessPredictor", "symbols", self.symbols)
+        object.__setattr__(self, "start", _checks.class_index("StatelessPredictor", "start", self.start, symbols))
+        super().__post_init__()
+
     def setup(self):
         name = "StatelessPredictor"
-        symbols = _checks.positive(name, "symbols", self.symbols) * _checks.positive(name, "history", self.history)
+        symbols = self.symbols * _checks.positive(name, "history", self.history)
         dtype = self.param_dtype if self.dtype is None else self.dtype
         self.embed = nn.Embed(symbols, self.width, dtype=dtype, param_dtype=self.param_dtype)
-
-    @property
-    def _start(self):
-        return _checks.class_index("StatelessPredictor", "start", self.start, self.symbols)
 
     def rows(self, past: jax.Array) -> jax.Array:
         """Rows [..., P] after the last labels [..., history], the newest one last."""
         offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
-        return nn.relu(self.embed(_rows.inside(past, self.symbols) + offsets).sum(-2))
+        return nn.relu(_rows.embedded(self.embed, _rows.inside(past, self.symbols) + offsets).sum(-2))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
         targets = _rows.checked("StatelessPredictor", targets)
-        return self.rows(_rows.windows(targets, self.history, self._start))
+        return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> jax.Array:
         """The state before the start symbol: the last labels, int32 [batch, history]."""
-        return jnp.full((batch, self.history), self._start, jnp.int32)
+        return jnp.full((batch, self.history), self.start, jnp.int32)
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rows [B, P] after labels [B], and the next state."""
@@ -202,7 +209,7 @@ class LSTMPredictor(nn.Module):
     layers : int, default 1
         LSTM layers.
     start : int, default -1
-        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of rows and state. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -226,12 +233,15 @@ class LSTMPredictor(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
+    def __post_init__(self):
+        symbols = _checks.positive("LSTMPredictor", "symbols", self.symbols)
+        object.__setattr__(self, "start", _checks.class_index("LSTMPredictor", "start", self.start, symbols))
+        super().__post_init__()
+
     def setup(self):
-        name = "LSTMPredictor"
-        _checks.positive(name, "symbols", self.symbols)
         options = {"dtype": self._dtype, "param_dtype": self.param_dtype}
         self.embed = nn.Embed(self.symbols, self.width, **options)
-        layers = range(_checks.positive(name, "layers", self.layers))
+        layers = range(_checks.positive("LSTMPredictor", "layers", self.layers))
         self.lstm = [nn.OptimizedLSTMCell(self.width, **options) for _ in layers]
 
     @property
@@ -240,11 +250,10 @@ class LSTMPredictor(nn.Module):
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
-        start = _checks.class_index("LSTMPredictor", "start", self.start, self.symbols)
         targets = _rows.checked("LSTMPredictor", targets)
         if self.is_initializing():  # parameters made inside the scan would leak out of it
             self.step(self.initial(1), jnp.zeros(1, jnp.int32))
-        return _rows.scanned(self, targets, start)
+        return _rows.scanned(self, targets)
 
     def initial(self, batch: int) -> Any:
         """The state before the start symbol: two arrays [batch, P] for each layer."""
@@ -252,7 +261,7 @@ class LSTMPredictor(nn.Module):
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
-        x, after = self.embed(_rows.inside(labels, self.symbols)), []
+        x, after = _rows.embedded(self.embed, _rows.inside(labels, self.symbols)), []
         for cell, carry in zip(self.lstm, state):
             carry, x = cell(carry, x)
             after.append(carry)

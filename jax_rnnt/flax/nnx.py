@@ -117,9 +117,14 @@ class Joint(nnx.Module):
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
 
+        The bias of the encoder's projection is in the predictor's rows: an encoder row of zeros is that of no encoder,
+        as `ilm_weight` of a beam search has it.
+
         ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
         """
-        return self.linear, _rows.projected(predictor, self.predictor), self.encoder(encoder_out)
+        kernel, bias = (jnp.asarray(x).astype(self.dtype) for x in (self.encoder.kernel, self.encoder.bias))
+        steps = _rows.projected(predictor, lambda rows: self.predictor(rows) + bias)
+        return self.linear, steps, jnp.asarray(encoder_out, self.dtype) @ kernel
 
 
 class StatelessPredictor(nnx.Module):
@@ -137,7 +142,7 @@ class StatelessPredictor(nnx.Module):
     history : int, default 2
         Labels that it sees.
     start : int, default -1
-        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of the rows. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -183,7 +188,7 @@ class StatelessPredictor(nnx.Module):
     def rows(self, past: jax.Array) -> jax.Array:
         """Rows [..., P] after the last labels [..., history], the newest one last."""
         offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
-        return nnx.relu(self.embed(_rows.inside(past, self.symbols) + offsets).sum(-2))
+        return nnx.relu(_rows.embedded(self.embed, _rows.inside(past, self.symbols) + offsets).sum(-2))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
@@ -215,7 +220,7 @@ class LSTMPredictor(nnx.Module):
     layers : int, default 1
         LSTM layers.
     start : int, default -1
-        The symbol before the first label, that of the decoder: the blank of most losses. Negative: from the end.
+        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of rows and state. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -260,7 +265,7 @@ class LSTMPredictor(nnx.Module):
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
-        return _rows.scanned(self, _rows.checked("LSTMPredictor", targets), self.start)
+        return _rows.scanned(self, _rows.checked("LSTMPredictor", targets))
 
     def initial(self, batch: int) -> Any:
         """The state before the start symbol: two arrays [batch, P] for each layer."""
@@ -268,7 +273,7 @@ class LSTMPredictor(nnx.Module):
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
-        x, after = self.embed(_rows.inside(labels, self.symbols)), []
+        x, after = _rows.embedded(self.embed, _rows.inside(labels, self.symbols)), []
         for i, carry in enumerate(state):
             carry, x = getattr(self, f"lstm{i}")(carry, x)
             after.append(carry)

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "xla_kernels/common/rounding.h"  // here, since all kernels include this file
+
 namespace jax_rnnt {
 
 // Values of the label map, beside the classes 0 <= label < V.

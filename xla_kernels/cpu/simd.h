@@ -16,6 +16,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
@@ -58,6 +60,7 @@ struct Simd<float> {
   using Exponent = int32_t;
   typedef float F __attribute__((vector_size(kVectorBytes)));
   typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Unsigned __attribute__((vector_size(kVectorBytes)));
   typedef I Int32s;
   typedef uint16_t Bits16 __attribute__((vector_size(kVectorBytes / 2)));
   static constexpr int kWidth = kVectorBytes / sizeof(float);
@@ -79,6 +82,7 @@ struct Simd<double> {
   using Exponent = int64_t;
   typedef double F __attribute__((vector_size(kVectorBytes)));
   typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Unsigned __attribute__((vector_size(kVectorBytes)));
   typedef int32_t Int32s __attribute__((vector_size(kVectorBytes / 2)));
   static constexpr int kWidth = kVectorBytes / sizeof(double);
   static constexpr int kMantissaBits = 52;
@@ -351,24 +355,48 @@ inline void Fence() {
 
 // ---- exp ----
 
-// c - a b, rounded once where there is an FMA. Of operators, compilers make one at -O2 and above alone.
+// a b + c, rounded once where there is an FMA. Operators would leave the choice to the compiler: GCC makes FMAs of them
+// at -O2 and above alone, clang by its version, none with -ffp-contract=off. The bits of an element would depend on it,
+// and where a product does not fit into the mantissa, the result.
 template <class V>
-inline V SubtractProduct(V c, V a, V b) {
+inline V MultiplyAdd(V a, V b, V c) {
+  [[maybe_unused]] constexpr bool kFloat = sizeof(c[0]) == 4;
 #if defined(__AVX512F__)
-  if constexpr (sizeof(c[0]) == 4) {
-    return (V)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  if constexpr (kFloat) {
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   } else {
-    return (V)_mm512_fnmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+    return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
   }
 #elif defined(__AVX2__) && defined(__FMA__)
-  if constexpr (sizeof(c[0]) == 4) {
-    return (V)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  if constexpr (kFloat) {
+    return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   } else {
-    return (V)_mm256_fnmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+    return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
+#elif defined(__FMA__)
+  if constexpr (kFloat) {
+    return (V)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+  } else {
+    return (V)_mm_fmadd_pd((__m128d)a, (__m128d)b, (__m128d)c);
+  }
+#elif defined(__aarch64__)
+  if constexpr (kFloat) {
+    return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  } else {
+    return (V)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
   }
 #else
-  return c - a * b;
+  return a * b + c;
 #endif
+}
+template <class V, class A>
+inline V MultiplyAdd(V a, A b, A c) {
+  return MultiplyAdd(a, Broadcast(b), Broadcast(c));
+}
+// c - a b
+template <class V>
+inline V SubtractProduct(V c, V a, V b) {
+  return MultiplyAdd(-a, b, c);
 }
 
 // exp(x) = m * 2^e with m in [0.70, 1.42]. Far: for |x| <= 2^21 (2^20 x ln 2 for double without FMA); else for results
@@ -383,17 +411,17 @@ struct SplitExp {
   static constexpr A kRound = A(3ll << (S::kMantissaBits - 1)) + S::kExponentBias;
 
   explicit SplitExp(typename S::F x) {
-    const typename S::F rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
-    const typename S::F r = Remainder(x, n);
+    const typename S::F rounded = MultiplyAdd(x, A(1.44269504088896340736), kRound), n = rounded - kRound;
+    const typename S::F r = Remainder(x, n), one = Broadcast(A(1));
     int i = sizeof(S::kExp) / sizeof(A) - 1;
     typename S::F poly = Broadcast(S::kExp[i]);
-    while (i-- > 0) poly = poly * r + S::kExp[i];
-    m = (poly * r + A(1)) * r + A(1);
+    while (i-- > 0) poly = MultiplyAdd(poly, r, Broadcast(S::kExp[i]));
+    m = MultiplyAdd(MultiplyAdd(poly, r, one), r, one);
     biased = (typename S::I)rounded;
   }
   // x - n ln 2. Without FMA a product of n above 2^15 rounds, by up to 0.1 at x = -2^21: a double holds it.
   static typename S::F Remainder(typename S::F x, typename S::F n) {
-#if !defined(__FMA__) && !defined(__ARM_FEATURE_FMA)
+#if !defined(__FMA__) && !defined(__aarch64__)
     if constexpr (far && sizeof(A) == 4) {
       typedef double Wide __attribute__((vector_size(2 * kVectorBytes)));
       const Wide r = __builtin_convertvector(x, Wide) - __builtin_convertvector(n, Wide) * 0.69314718055994530942;
@@ -403,7 +431,11 @@ struct SplitExp {
     return SubtractProduct(SubtractProduct(x, n, Broadcast(S::kLn2High)), n, Broadcast(S::kLn2Low));
   }
 
-  typename S::I Exponent() const { return biased - (typename S::I)Broadcast(kRound); }
+  // Without sign, as the exponent of a number out of range overflows; it is not used.
+  typename S::I Exponent() const {
+    using Unsigned = typename S::Unsigned;
+    return (typename S::I)((Unsigned)biased - (Unsigned)Broadcast(kRound));
+  }
   typename S::F PowerOfTwo() const { return (typename S::F)(biased << S::kMantissaBits); }  // for e >= -bias
 };
 
@@ -452,13 +484,13 @@ template <class V>
     constexpr int kWidth = S::kWidth;
     constexpr A kRound = A(3 << (S::kMantissaBits - 1)) / kWidth;
     constexpr A kReach = A(0.34657359) / kWidth;  // |r| at most
-    const V rounded = x * A(1.44269504088896340736) + kRound, n = rounded - kRound;
-    const V r = x - n * S::kLn2High - n * S::kLn2Low;
+    const V rounded = MultiplyAdd(x, A(1.44269504088896340736), kRound), n = rounded - kRound;
+    const V r = SubtractProduct(SubtractProduct(x, n, Broadcast(S::kLn2High)), n, Broadcast(S::kLn2Low));
     const typename S::I roots = RootsOfTwo(std::make_integer_sequence<int, kWidth>{});
     const V power = (V)((typename S::I)Lookup((V)roots, (typename S::I)rounded) +
                         ((typename S::I)rounded << (kWidth == 16 ? 19 : 20)));
-    const V series = (r * A(1. / 6) + (A(0.5) + A(0.0345) * kReach * kReach)) * r + A(1);
-    return series * (power * r) + power;
+    const V series = MultiplyAdd(MultiplyAdd(r, A(1. / 6), A(0.5) + A(0.0345) * kReach * kReach), r, Broadcast(A(1)));
+    return MultiplyAdd(series, power * r, power);
   }
 #endif
   const SplitExp<A, false> split(x);

@@ -21,7 +21,8 @@ int DriverVersion();
 int RuntimeVersion();
 
 // Loads every kernel onto every device on which this process has a context, once. CUDA otherwise loads a kernel at its
-// first launch, which fails if XLA is capturing launches then. Errors are left to that launch.
+// first launch, which fails if XLA is capturing launches then. Also lets them have more than 48 KiB of shared memory:
+// without this call, larger launches fail. Errors are left to the launch.
 void LoadKernels();
 
 }  // namespace jax_rnnt::cuda

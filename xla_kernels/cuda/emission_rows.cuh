@@ -15,19 +15,16 @@ namespace {
 #ifndef JAX_RNNT_EMISSION_THREADS
 #define JAX_RNNT_EMISSION_THREADS 256
 #endif
-// Lanes per row, tiny rows forward and backward, and the longest rows in bytes: tiny, short, medium; a block takes all
+// Lanes per short row, and the longest rows in bytes: tiny forward and backward, short, medium; a block takes all
 // longer rows.
-#ifndef JAX_RNNT_EMISSION_TINY_FORWARD
-#define JAX_RNNT_EMISSION_TINY_FORWARD 1
-#endif
-#ifndef JAX_RNNT_EMISSION_TINY_BACKWARD
-#define JAX_RNNT_EMISSION_TINY_BACKWARD 2
-#endif
 #ifndef JAX_RNNT_EMISSION_SHORT_LANES
 #define JAX_RNNT_EMISSION_SHORT_LANES 4
 #endif
-#ifndef JAX_RNNT_EMISSION_TINY_ROW
-#define JAX_RNNT_EMISSION_TINY_ROW 128
+#ifndef JAX_RNNT_EMISSION_TINY_FORWARD
+#define JAX_RNNT_EMISSION_TINY_FORWARD 288
+#endif
+#ifndef JAX_RNNT_EMISSION_TINY_BACKWARD
+#define JAX_RNNT_EMISSION_TINY_BACKWARD 128
 #endif
 #ifndef JAX_RNNT_EMISSION_SHORT_ROW
 #define JAX_RNNT_EMISSION_SHORT_ROW 1024
@@ -52,10 +49,9 @@ namespace {
 #endif
 
 constexpr int kThreads = JAX_RNNT_EMISSION_THREADS;
-constexpr int kTinyForward = JAX_RNNT_EMISSION_TINY_FORWARD, kTinyBackward = JAX_RNNT_EMISSION_TINY_BACKWARD;
 constexpr int kShortLanes = JAX_RNNT_EMISSION_SHORT_LANES;
-constexpr int kTinyRow = JAX_RNNT_EMISSION_TINY_ROW, kShortRow = JAX_RNNT_EMISSION_SHORT_ROW;
-constexpr int kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
+constexpr int kTinyForward = JAX_RNNT_EMISSION_TINY_FORWARD, kTinyBackward = JAX_RNNT_EMISSION_TINY_BACKWARD;
+constexpr int kShortRow = JAX_RNNT_EMISSION_SHORT_ROW, kMediumRow = JAX_RNNT_EMISSION_MEDIUM_ROW;
 constexpr int64_t kTeamBytes = JAX_RNNT_EMISSION_TEAM_BYTES, kTeams = JAX_RNNT_EMISSION_TEAMS;
 // Half for float64, whose exp2 needs many registers, and for 16-bit types on sm_75, which spills with four.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -68,7 +64,7 @@ constexpr unsigned kInFlight = JAX_RNNT_EMISSION_IN_FLIGHT / (sizeof(T) == 8 ? 2
 // Threads of a block, and how many blocks a multiprocessor must hold: the registers of a thread follow.
 // float16 takes a quarter more: with 64, a few bytes are spilled.
 template <int kLanes>
-constexpr int kBlock = kLanes <= 2 ? kThreads / 2 : kThreads;
+constexpr int kBlock = kLanes == 1 ? kThreads / 2 : kThreads;
 template <class T>
 constexpr int kResident = JAX_RNNT_EMISSION_RESIDENT * (std::is_same_v<T, Half> ? 3 : 4) / (sizeof(T) == 8 ? 8 : 4);
 template <class T, int kLanes>
@@ -134,7 +130,19 @@ struct Shape {
   int blanks[kMaxBlanks];
 };
 
-constexpr unsigned kMaxGridY = 65535;
+// A shape of one blank and nothing else that a row may have, as the compiler sees it.
+struct PlainShape : Shape {
+  using Shape::Shape;
+  __device__ __forceinline__ int row_size() const { return classes; }
+
+  static constexpr int durations = 0, passes = 1, num_blanks = 1;
+  static constexpr bool normalize = true, bernoulli = false;
+};
+
+#ifndef JAX_RNNT_GRID_Y
+#define JAX_RNNT_GRID_Y 65535
+#endif
+constexpr unsigned kMaxGridY = JAX_RNNT_GRID_Y;
 constexpr unsigned kAll = 0xffffffffu;
 
 // A row belongs to a group of kLanes threads. Groups of a warp (kLanes > 32: the one group of a block) are a team;
@@ -182,15 +190,17 @@ struct Row {
   int label;  // kOutside: never read
 };
 
-template <int kLanes>
-__device__ __forceinline__ Row OwnRow(const Team<kLanes>& team, const Shape& shape, const int32_t* labels,
+template <int kLanes, class ShapeType>
+__device__ __forceinline__ Row OwnRow(const Team<kLanes>& team, const ShapeType& shape, const int32_t* labels,
                                       const int32_t* num_frames, int b) {
   const uint32_t row = team.first + unsigned(team.group * shape.passes + team.in_warp);
   Row own = {int64_t(b) * shape.rows() + row, team.in_warp < shape.passes && row < shape.rows(), kOutside};
-  if (!own.exists) return own;
-  const int t = int(shape.by_columns(row)), u = int(row) - t * shape.columns;
-  const int64_t label_row = shape.one_label_row ? b : int64_t(b) * shape.frames + t;
-  if (t < num_frames[b]) own.label = labels[label_row * shape.columns + u];
+  // All lanes read, those without a row as the last one, and at once: not behind the number of frames.
+  const uint32_t valid = min(row, shape.rows() - 1);
+  const int t = int(shape.by_columns(valid)), u = int(valid) - t * shape.columns;
+  const int label = Settled(labels[int64_t(b) * (shape.one_label_row ? shape.columns : shape.rows()) +
+                                   (shape.one_label_row ? unsigned(u) : valid)]);
+  if (own.exists && t < num_frames[b]) own.label = label;
   return own;
 }
 
@@ -275,10 +285,10 @@ __device__ __forceinline__ int Misaligned(const T* x) {
   return int(reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
 }
 
-// The last boundary of kBytes.
-template <unsigned kBytes, class T>
+// The last boundary of 8 bytes.
+template <class T>
 __device__ __forceinline__ const T* LastBoundary(const T* x) {
-  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(kBytes - 1));
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(x) & ~uintptr_t(7));
 }
 
 // How to read the vectors of a row, all from their first element on.
@@ -306,12 +316,10 @@ struct Loaded {
   }
   __device__ __forceinline__ Words Get(int misaligned) {
     if constexpr (kAccess != Access::kWindow) return words;
-    Words v[1];
-    window.Get(misaligned, v);
-    return v[0];
+    return window.Get(misaligned);
   }
   Words words;
-  Window<T, 1> window;
+  Window<T> window;
 };
 
 // ---- softmax of a row ----
@@ -321,20 +329,24 @@ template <class A>
 struct LogSumExp {
   A max = kLowest<A>, sum = 0;  // max is finite, so that -inf - max is not NaN
 
-  __device__ __forceinline__ void Rescale(A new_max) {
-    sum *= Exp(max - new_max);
+  // The factor of a sum that refers to the old maximum.
+  __device__ __forceinline__ A Advance(A new_max) {
+    const A factor = Exp(max - new_max);
     max = new_max;
+    return factor;
   }
+  __device__ __forceinline__ void Rescale(A new_max) { sum = RoundedProduct(sum, Advance(new_max)); }
   __device__ __forceinline__ void Add(A x) {
-    Rescale(Max(max, x));
-    sum += Exp(x - max);
+    const A factor = Advance(Max(max, x));
+    sum = Fma(sum, factor, Exp(x - max));
   }
 };
 
-// x * log2(e), and how much the exact product is larger.
+// x * log2(e), and how much the exact product is larger. Rounded, since the difference of two products that are equal
+// must be 0: fused with the other, one of x = 1e4 would multiply a sum by 1 + 2e-4 in each step.
 template <class A>
 __device__ __forceinline__ A Binary(A x) {
-  return x * kLog2E<A>;
+  return RoundedProduct(x, kLog2E<A>);
 }
 template <class A>
 __device__ __forceinline__ A BinaryError(A x) {
@@ -351,13 +363,20 @@ struct BinarySum {
   static constexpr A kFirst = kLowest<A> / 2;
   A max = kFirst, sum = 0;
 
-  __device__ __forceinline__ void Rescale(A new_max) {
-    sum *= Exp2(Binary(max) - Binary(new_max));
+  // As those of LogSumExp. Where a sum is rescaled is written as a multiply-add, or rounded: left to the compiler, one
+  // would be fused for aligned rows and not for others, or in one lane and not in its neighbour, and bits of a row
+  // would depend on its address and its lane.
+  __device__ __forceinline__ A Advance(A new_max) {
+    const A factor = Exp2(Binary(max) - Binary(new_max));
     max = new_max;
+    return factor;
   }
+  __device__ __forceinline__ void Rescale(A new_max) { sum = RoundedProduct(sum, Advance(new_max)); }
   __device__ __forceinline__ A Term(A x) const { return Exp2(Fma(x, kLog2E<A>, -Binary(max))); }
   __device__ __forceinline__ bool Valid() const { return sum > 0 && sum < kInfinity<A>; }
-  __device__ __forceinline__ LogSumExp<A> Natural() const { return {max, sum * Exp2(-BinaryError(max))}; }
+  __device__ __forceinline__ LogSumExp<A> Natural() const {
+    return {max, RoundedProduct(sum, Exp2(-BinaryError(max)))};
+  }
 };
 
 // A row as the lanes of a group read it.
@@ -371,28 +390,41 @@ struct RowOfLogits {
   int misaligned;
 };
 
+// Adds vectors; without `with_last`, the last one counts for the maximum alone.
+template <class T, unsigned kVectors>
+__device__ __forceinline__ void AddWords(BinarySum<Accumulator<T>>& total, const Words (&v)[kVectors], bool with_last) {
+  Words max = v[0];
+#pragma unroll
+  for (unsigned j = 1; j < kVectors; ++j) max = MaxWords<T>(max, v[j]);
+  const Accumulator<T> factor = total.Advance(Max(total.max, MaxElement<T>(max)));
+#pragma unroll
+  for (unsigned j = 0; j < kVectors; ++j) {
+    Accumulator<T> sum = total.Term(Element<T>(v[j], 0));
+#pragma unroll
+    for (unsigned e = 1; e < kElements<T>; ++e) sum += total.Term(Element<T>(v[j], e));
+    const bool counts = j + 1 < kVectors || with_last;
+    if (j == 0) {
+      total.sum = Fma(total.sum, factor, counts ? sum : Accumulator<T>(0));
+    } else if (counts) {
+      total.sum += sum;
+    }
+  }
+}
+
 // Adds the vectors first + lane, first + kLanes + lane ... of a row, kVectors for each lane. A lane for which there is
 // no last vector repeats that of another lane, and leaves it out of the sum.
 template <unsigned kVectors, unsigned kLanes, Access kAccess, class T>
 __device__ __forceinline__ void AddVectors(BinarySum<Accumulator<T>>& total, const RowOfLogits<T>& row, const T* x,
                                            unsigned first, unsigned lane) {
-  using A = Accumulator<T>;
   constexpr unsigned kSize = kElements<T>, kStep = kVectors * kLanes;
   const unsigned last = first + kStep - kLanes + lane, in_row = min(last, row.count - 1);
   Words v[kVectors];
-  if constexpr (kLanes == 1 && kAccess == Access::kWindow) {  // a lane's vectors lie side by side
-    using Vectors = Window<T, kVectors>;
-    Vectors window;
-    window.Load(LastBoundary<Vectors::kAccess>(row.x) + first * kSize);
-    window.Get(row.misaligned, v);
-  } else {
-    Loaded<T, kAccess> loaded[kVectors];
+  Loaded<T, kAccess> loaded[kVectors];
 #pragma unroll
-    for (unsigned j = 0; j + 1 < kVectors; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
-    loaded[kVectors - 1].Load(x + in_row * kSize);
+  for (unsigned j = 0; j + 1 < kVectors; ++j) loaded[j].Load(x + (first + lane) * kSize + j * kLanes * kSize);
+  loaded[kVectors - 1].Load(x + in_row * kSize);
 #pragma unroll
-    for (unsigned j = 0; j < kVectors; ++j) v[j] = loaded[j].Get(row.misaligned);
-  }
+  for (unsigned j = 0; j < kVectors; ++j) v[j] = loaded[j].Get(row.misaligned);
   if (row.skip - first * kSize < kStep * kSize) {  // false for no element, which is the largest number
 #pragma unroll
     for (unsigned j = 0; j < kVectors; ++j) {
@@ -400,17 +432,7 @@ __device__ __forceinline__ void AddVectors(BinarySum<Accumulator<T>>& total, con
       if (i == row.skip / kSize) v[j] = Without<T>(v[j], row.skip % kSize);
     }
   }
-  Words max = v[0];
-#pragma unroll
-  for (unsigned j = 1; j < kVectors; ++j) max = MaxWords<T>(max, v[j]);
-  total.Rescale(Max(total.max, MaxElement<T>(max)));
-#pragma unroll
-  for (unsigned j = 0; j < kVectors; ++j) {
-    A sum = total.Term(Element<T>(v[j], 0));
-#pragma unroll
-    for (unsigned e = 1; e < kSize; ++e) sum += total.Term(Element<T>(v[j], e));
-    if (j + 1 < kVectors || last < row.count) total.sum += sum;
-  }
+  AddWords<T>(total, v, last < row.count);
 }
 
 // Adds all vectors from `first` on: kVectors at a time, then less.
@@ -436,7 +458,7 @@ __device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T
     for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
   }
   BinarySum<A> total;
-  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary<8>(row.x) : row.x);
+  const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary(row.x) : row.x);
   AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
   if (behind == row.n) return total;
   A value[kRest], max = total.max;
@@ -446,9 +468,10 @@ __device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T
     value[i] = k < row.n && k != row.skip ? Widen(rest[i]) : -kInfinity<A>;
     max = Max(max, value[i]);
   }
-  total.Rescale(max);
+  const A factor = total.Advance(max);
+  total.sum = Fma(total.sum, factor, total.Term(value[0]));
 #pragma unroll
-  for (unsigned i = 0; i < kRest; ++i) total.sum += total.Term(value[i]);
+  for (unsigned i = 1; i < kRest; ++i) total.sum += total.Term(value[i]);
   return total;
 }
 

@@ -28,6 +28,11 @@
 // diagonal. If there are more tiles than warps, a warp takes several in turn, copies for itself and keeps their running
 // values in the workspace, so the size of a block does not bound U; then other warps hide its waits for copies.
 //
+// If kNarrow full tiles have one more column (U = 128, or 256 at two columns a lane), the last column does not get a
+// tile: a scheduler would have a second one, or every lane a second column. No label arc leaves that column, so one
+// more warp takes its steps with all lanes alike, and the lanes share what is beside the steps, a diagonal each
+// (SweepAlone).
+//
 // The critical path of a step is a shuffle (23 cycles) and the choice of what enters the lane (4), the larger exponent,
 // two differences and a shift (13), or beside it the multiply-add (4) and a product (4): 36 to 40 cycles. The exp of
 // the arcs is off the path. Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at
@@ -98,6 +103,7 @@ constexpr int kMaxWarps = sizeof(A) == 4 || JAX_RNNT_LATTICE_WARPS < 8 ? JAX_RNN
 #ifndef JAX_RNNT_LATTICE_NARROW
 #define JAX_RNNT_LATTICE_NARROW 4
 #endif
+constexpr int kNarrow = JAX_RNNT_LATTICE_NARROW;
 // Most warps of a sweep that have tiles of kColumns columns a lane, and warps that copy for them.
 template <class A, int kColumns>
 constexpr int kSweepWarps =
@@ -111,6 +117,9 @@ template <class A, int kColumns>
 constexpr int kTilesOfCopier = (kSweepWarps<A, kColumns> + kMaxCopiers - 1) / kMaxCopiers;
 template <class A, int kColumns>
 constexpr int kSweepThreads = 32 * (kSweepWarps<A, kColumns> + std::min(kMaxCopiers, kSweepWarps<A, kColumns>));
+// With a warp for a last column alone, the scheduler that has it has no warp that copies.
+constexpr int kAloneCopiers = std::max(1, std::min(kMaxCopiers, kNarrow) - 1);
+constexpr int kAloneThreads = 32 * (kNarrow + kAloneCopiers + 1);
 constexpr unsigned kAll = 0xffffffffu;
 
 // 16 bytes, as one access moves them.
@@ -446,7 +455,8 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
       const bool end = n + 1 == last;
       if (end ? u != labels : u > labels || !inside(n + 1, u)) return 0.0;
       const double share = end ? last_share : double(shares[position(n + 1, u)]);
-      return (end ? 1.0 : next[u]) * (blank ? share : 1 - share);
+      // Padding decides which kernel runs, and bits must not: none may fuse the sum of two flows.
+      return RoundedProduct(end ? 1.0 : next[u], blank ? share : 1 - share);
     };
     for (int u = int(threadIdx.x); u <= labels; u += threads) {
       if (!inside(n, u)) continue;
@@ -476,17 +486,21 @@ constexpr size_t SharedBytes(int tiles, int warps) {
 
 // kSweep 1: alpha over the chunks before `meeting` (kUp), or beta over the others, from the last. kSweep 2: the other
 // chunks, and posteriors. After the last diagonal, the terminal node keeps its value.
-template <class A, int kSweep, bool kUp, int kColumns>
+template <class A, int kSweep, bool kUp, int kColumns, bool kAlone>
 __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, Value<A>* shared) {
   using S = Scalar<A>;
   constexpr int C = kChunk<A>, V = kVector<A>, kStep = kUp ? 1 : -1, kWidth = kColumns * 32;
   // Lanes and their columns where values cross from and to the next tiles.
   constexpr int kEntry = kUp ? 0 : 31, kExit = 31 - kEntry, kFirst = kUp ? 0 : kColumns - 1,
                 kLast = kColumns - 1 - kFirst;
-  const int lane = int(threadIdx.x) % 32, warp = Warp(), all_warps = int(blockDim.x) / 32;
-  const int copiers = min(kMaxCopiers, all_warps / 2), warps = all_warps - copiers;
+  const int lane = int(threadIdx.x) % 32, all_warps = int(blockDim.x) / 32 - (kAlone ? 1 : 0);
+  // The warp for a last column alone is the first one of the block, and counts as the last.
+  const int warp = !kAlone ? Warp() : Warp() == 0 ? all_warps : Warp() - 1;
+  const int copiers = kAlone ? kAloneCopiers : min(kMaxCopiers, all_warps / 2), warps = all_warps - copiers;
   const Sequence<A> sequence(args, b);
   const int tiles = sequence.labels / kWidth + 1;
+  const bool alone = kAlone && sequence.labels == kNarrow * kWidth;
+  const int of_warps = tiles - (alone ? 1 : 0);  // tiles that a warp takes
   if (sequence.frames == 0) {
     if (kSweep == 2 && kUp && threadIdx.x == 0) args.loss[b] = LossOfNoFrames<A>(sequence.labels);
     return;
@@ -760,11 +774,135 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 
   const int rounds = chunks == 0 ? 0 : chunks + tiles - 1;
   if (lane < 2 * C && warp == 0) zeros[lane] = Zero<S>();
-  if (tiles <= warps && warp >= warps) {
+  // Before and after its chunks, a warp only meets the others at their barriers.
+  const auto meet = [&](int times) {
+#pragma unroll 1
+    for (int i = 0; i < times; ++i) SyncWarps();
+  };
+  if constexpr (kAlone) {
+    if (warp == all_warps) {
+      // The last column alone: no label arc leaves it, so its steps are short. All lanes take them together. Lane j
+      // finds the probability of step j before, and what is stored of it afterwards. The arithmetic is that of compute,
+      // bit for bit.
+      struct Alone {
+        Chunk now;
+        Value<A> self;
+        A log, other[2];
+      };
+      const int last = tiles - 1, step_of_lane = lane % C;
+      // The place of a lane's first number, from that of the group, in elements, and from there to the second number.
+      const unsigned of_lane =
+          Settled(unsigned((last * 32 + element(step_of_lane) / V * args.columns) * V + element(step_of_lane) % V));
+      const unsigned to_second = Settled(2 * V * columns);
+      // Only what is there: beyond the ends of its columns a chunk stands for memory that the other block writes.
+      const auto read_log = [&](Alone& x) {
+        if (has_arcs(x.now.t[0])) x.log = (&arcs->of[0])[x.now.group * V + of_lane];
+      };
+      const auto read_other = [&](Alone& x) {
+        if (!has_values(x.now.t[0])) return;
+        const A* const from = &values(x.now)->of[0];
+        const unsigned at = x.now.group * V + of_lane;
+        x.other[0] = from[at];
+        x.other[1] = from[at + to_second];
+      };
+      const auto begin_alone = [&] {
+        Alone x = {};
+        x.now = chunk_at(0, last);
+        x.now.t[0] = __shfl_sync(kAll, x.now.t[0], 0);
+        const Value<A> self = initial(last).self[0];
+        x.self = {__shfl_sync(kAll, self.m, 0), __shfl_sync(kAll, self.e, 0)};
+        read_log(x);
+        if (kSweep == 2) read_other(x);
+        return x;
+      };
+      // What lanes exchange: probabilities, and values before each step. It lies where the last tile has no neighbour.
+      const SharedAddress<Value<A>> exchanged(kUp ? crossings + last * 2 * C : zeros);
+      const SharedAddress<Value<A>> exchanged_by_lane = exchanged + step_of_lane;
+      const SharedAddress<Vector<A>> exchanged_vectors(exchanged);
+      const Crossing crossing_alone = crossing_of(last);
+      const auto compute_alone = [&](int chunk, Alone& x) {
+        const Chunk now = x.now;
+        const int t = now.t[0];
+        const Value<A> p = Probability(x.log, has_arcs(t) ? kLimit<A> : A(-1));
+        if (lane < C) Store(exchanged_by_lane, p);
+        x.now = after(chunk + 1, now);
+        read_log(x);
+        __syncwarp();
+        const int half = (chunk & 1) * kVectors;
+        const SharedAddress<Vector<A>> from = crossing_alone.from + half, to_leave = crossing_alone.to + half;
+        Vector<A> enter[kVectors], blank[kVectors], before, leave;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          blank[v] = Load(exchanged_vectors + v);
+          if (kUp) enter[v] = Load(from + v);
+        }
+        const Value<A> enters = kUp ? Load(SharedAddress<Value<A>>(from) + step_of_lane) : Zero<S>();
+        const auto of = [&](const Vector<A>* x, int j) {
+          return Value<A>{x[2 * j / V].of[2 * j % V], S::AsInt(x[2 * j / V].of[2 * j % V + 1])};
+        };
+        const auto put = [&](SharedAddress<Vector<A>> to, int j, const Value<A>& value, Vector<A>& x) {
+          x.of[2 * j % V] = value.m, x.of[2 * j % V + 1] = S::AsFloat(value.e);
+          if ((j + 1) % (V / 2) == 0) StoreIf(lane == 0, to + 2 * j / V, x);
+        };
+        Value<A>& self = x.self;
+#pragma unroll
+        for (int j = 0; j < C; ++j) {
+          put(exchanged_vectors + kVectors, j, self, before);
+          self = Times(self, of(blank, j));
+          if (kUp) self = Plus(self, of(enter, j));
+          if (j == kScaleStep) self = self * Scale(self.m);
+          if (!kUp) put(to_leave, j, self, leave);
+        }
+        __syncwarp();
+        Value<A> value = Load(exchanged_by_lane + C);
+        A first = value.m, second = S::AsFloat(value.e);
+        bool stores = has_arcs(t), stores_second = kUp & has_values(t) & has_arcs(t + args.skew);
+        if (kSweep == 1) {
+          stores = stores_second = has_values(t) & (args.grad_blank != nullptr);
+        } else {
+          value = Times(value, p);
+          first = value.m, second = A(0);
+          if (kUp) {
+            const Sum<A> sum(value, enters);
+            first = sum.a, second = sum.b, value.e = sum.e;
+          }
+          const A scale = x.other[0] * BiasedPower<A>(value.e + S::AsInt(x.other[1]));
+          first *= scale, second *= scale;
+          read_other(x);
+        }
+        // The posterior of the label arc that enters lies in the column before.
+        A* const to = &(kSweep == 1 ? values(now) : arcs)->of[0];
+        const unsigned at = now.group * V + of_lane;
+        if ((lane < C) & stores) to[at] = first;
+        if ((lane < C) & stores_second) to[at + to_second + (kSweep == 2 ? unsigned(odd - 1) * V : 0)] = second;
+      };
+
+      const int begins = alone ? -chunk_of(0, last) : rounds;
+      Alone x;
+      if (alone) x = begin_alone();
+      meet(begins);
+      if (!alone) return;
+#pragma unroll 1
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        SyncWarps();
+        compute_alone(chunk, x);
+      }
+      meet(rounds - begins - chunks);
+      State state;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) state.self[c] = x.self, state.in[c] = Zero<S>();
+      if (kSweep == 1) store(last, state);
+      return;
+    }
+  }
+  if ((kAlone || tiles <= warps) && warp >= warps) {
     // A copier has tiles of its own. A tile's chunk is copied three chunks ahead, and is there when its warp reaches
     // the chunk before.
-    const auto tile_of = [&](int i) { return warp - warps + i * copiers; };
-    constexpr int kTiles = kTilesOfCopier<A, kColumns>;
+    const auto tile_of = [&](int i) {
+      const int tile = warp - warps + i * copiers;
+      return kAlone && tile >= of_warps ? tiles : tile;
+    };
+    constexpr int kTiles = kAlone ? (kNarrow + kAloneCopiers - 1) / kAloneCopiers : kTilesOfCopier<A, kColumns>;
     Chunk next[kTiles];
     int stage[kTiles];
 #pragma unroll
@@ -794,9 +932,9 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     WaitForCopies<0>();
     return;
   }
-  if (tiles <= warps) {
+  if (kAlone || tiles <= warps) {
     State state = initial(warp);
-    const Crossing crossing = crossing_of(warp < tiles ? warp : 0);
+    const Crossing crossing = crossing_of(warp < of_warps ? warp : 0);
     Chunk now = chunk_at(0, warp);
     start_copies(warp, now, 0);
     CommitCopies();
@@ -811,16 +949,11 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
     read_others(0, 1, x);
 #pragma unroll
     for (int j = 0; j < C / 2; ++j) probability(x, now, j, p);
-    // Before and after its chunks, a warp only meets the others at their barriers.
-    const auto meet = [&](int times) {
-#pragma unroll 1
-      for (int i = 0; i < times; ++i) SyncWarps();
-    };
-    const int before = Settled(warp < tiles ? -chunk_of(0, warp) : rounds);
+    const int before = Settled(warp < of_warps ? -chunk_of(0, warp) : rounds);
     meet(before);
     int stage = 1;
 #pragma unroll 1
-    for (int chunk = 0; chunk < (warp < tiles ? chunks : 0); ++chunk) {
+    for (int chunk = 0; chunk < (warp < of_warps ? chunks : 0); ++chunk) {
       SyncWarps();
       const Chunk next = after(chunk + 1, now);
       // Without __syncwarp, the compiler moves all reads behind the last step: 12 of 4 cycles each, of all warps at
@@ -836,8 +969,8 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
       now = next;
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }
-    meet(warp < tiles ? rounds - before - chunks : 0);
-    if (kSweep == 1 && warp < tiles) store(warp, state);
+    meet(warp < of_warps ? rounds - before - chunks : 0);
+    if (kSweep == 1 && warp < of_warps) store(warp, state);
     return;
   }
 
@@ -879,12 +1012,12 @@ __device__ __forceinline__ void SweepSequence(const Arguments<A>& args, int b, V
 //
 // Each direction has a loop of its own: on one loop around both, the ptxas of CUDA 12.1 to 12.4 fails for sm_90, if a
 // lane takes two columns.
-template <class A, int kSweep, int kColumns>
-__global__ void __launch_bounds__(kSweepThreads<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+template <class A, int kSweep, int kColumns, bool kAlone>
+__device__ __forceinline__ void SweepBlock(const Arguments<A>& args) {
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   const auto every_sequence = [&](auto up) {
     for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
-      SweepSequence<A, kSweep, decltype(up)::value, kColumns>(args, b, shared);
+      SweepSequence<A, kSweep, decltype(up)::value, kColumns, kAlone>(args, b, shared);
       __syncthreads();
     }
   };
@@ -893,6 +1026,15 @@ __global__ void __launch_bounds__(kSweepThreads<A, kColumns>, 1) Sweep(const __g
   } else {
     every_sequence(std::false_type());
   }
+}
+template <class A, int kSweep, int kColumns>
+__global__ void __launch_bounds__(kSweepThreads<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+  SweepBlock<A, kSweep, kColumns, false>(args);
+}
+// The same with one more warp, for the last column of kNarrow full tiles and one column.
+template <class A, int kSweep, int kColumns>
+__global__ void __launch_bounds__(kAloneThreads, 1) SweepAlone(const __grid_constant__ Arguments<A> args) {
+  SweepBlock<A, kSweep, kColumns, true>(args);
 }
 
 // The loss after Sweep 1, if no gradient is asked for. Grid: sequences.
@@ -923,21 +1065,33 @@ cudaError_t RunSweeps(const LatticeArgs& args, cudaStream_t stream) {
   const bool gradient = args.grad_plane != nullptr;
   const int tiles = int(Tiles(args.columns)), sweep_tiles = (tiles + kColumns - 1) / kColumns;
   const size_t shared = SharedMemoryOfBlock();
-  int warps = std::min(sweep_tiles, kSweepWarps<A, kColumns>);
+  // In float32, the last column of kNarrow full tiles and one column has a warp that does nothing else.
+  constexpr bool kCanBeAlone = sizeof(A) == 4 && kNarrow <= kSweepWarps<A, kColumns>;
+  const bool alone = kCanBeAlone && args.columns == kNarrow * 32 * kColumns + 1 &&
+                     SharedBytes<A, 2, kColumns>(sweep_tiles, kNarrow) <= shared;
+  int warps = alone ? kNarrow : std::min(sweep_tiles, kSweepWarps<A, kColumns>);
   while (warps > 1 && SharedBytes<A, 2, kColumns>(sweep_tiles, warps) > shared) --warps;
   const unsigned sequences = unsigned(std::min<int64_t>(args.batch, kMaxGridY));
   const dim3 skew_grid(unsigned(Tiles(args.frames) * tiles), sequences), skew_block(kTile, kSkewRows);
-  const dim3 grid(2, sequences), block(32 * (warps + std::min(kMaxCopiers, warps)));
+  const dim3 grid(2, sequences), block(alone ? kAloneThreads : 32 * (warps + std::min(kMaxCopiers, warps)));
 
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t shared) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, shared, stream, arguments);
   };
   if (args.frames > 0) then(&Skew<A, false>, skew_grid, skew_block, 0);
-  // The sums of the tiles of 32 columns lie in the same memory as the values that cross, at least as many.
-  then(&Sweep<A, 1, kColumns>, grid, block, SharedBytes<A, 1, kColumns>(sweep_tiles, warps));
+  const auto sweep = [&](auto which) {
+    constexpr int kSweep = decltype(which)::value;
+    // The sums of the tiles of 32 columns lie in the same memory as the values that cross, at least as many.
+    const size_t bytes = SharedBytes<A, kSweep, kColumns>(sweep_tiles, warps);
+    if (Loading::active || !alone) then(&Sweep<A, kSweep, kColumns>, grid, block, bytes);
+    if constexpr (kCanBeAlone) {
+      if (Loading::active || alone) then(&SweepAlone<A, kSweep, kColumns>, grid, block, bytes);
+    }
+  };
+  sweep(std::integral_constant<int, 1>());
   if (gradient) {
-    then(&Sweep<A, 2, kColumns>, grid, block, SharedBytes<A, 2, kColumns>(sweep_tiles, warps));
+    sweep(std::integral_constant<int, 2>());
     if (args.frames > 0) then(&Skew<A, true>, skew_grid, skew_block, 0);
   } else {
     then(&Total<A>, dim3(sequences), block, tiles * sizeof(Value<A>));
@@ -950,7 +1104,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   if (!Countable(args)) return cudaErrorInvalidValue;
   if constexpr (sizeof(A) == 4) {
-    if (Tiles(args.columns) > JAX_RNNT_LATTICE_NARROW) return RunSweeps<A, 2>(args, stream);
+    if (Tiles(args.columns - 1) > kNarrow) return RunSweeps<A, 2>(args, stream);
   }
   return RunSweeps<A, 1>(args, stream);
 }

@@ -11,7 +11,10 @@
 
 namespace jax_rnnt::cuda {
 
-constexpr unsigned kMaxGridY = 65535;
+#ifndef JAX_RNNT_GRID_Y
+#define JAX_RNNT_GRID_Y 65535
+#endif
+constexpr unsigned kMaxGridY = JAX_RNNT_GRID_Y;
 
 // Blocks of (32, 8) threads reorder planes, a tile at a time.
 constexpr int kTile = 32, kSkewRows = 8;
@@ -171,7 +174,8 @@ template <class A>
 __device__ __forceinline__ A LossOf(bool bad, Value<A> likelihood) {
   if (bad) return kInfinity<A> - kInfinity<A>;
   if (likelihood.m == 0) return kInfinity<A>;
-  return A(0 - (Log(double(likelihood.m)) + double(likelihood.e) * 0.69314718055994530942));
+  // One rounding, so that the kernels with and without a gradient give the same bits.
+  return A(0 - Fma(double(likelihood.e), 0.69314718055994530942, Log(double(likelihood.m))));
 }
 
 // Without frames there is only the empty path, which has no label.

@@ -24,11 +24,13 @@
 #include <math.h>
 #include <string.h>
 
-#include "xla_kernels/emulation/cuda_emulation.h"
+#include "tools/emulation/cuda_emulation.h"
 
 #define JAX_RNNT_SHARED_ARRAY(T, name, n) T* const name = ::jax_rnnt::emulation::SharedArray<T, (n)>([] {})
 #define JAX_RNNT_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jax_rnnt::emulation::DynamicShared())
 #endif
+
+#include "xla_kernels/common/rounding.h"
 
 // Instructions on two 16-bit elements at a time, and minima that keep NaN.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -39,6 +41,16 @@
 
 namespace jax_rnnt::cuda {
 
+// Bytes of shared memory that a block may have on the current device.
+inline size_t SharedMemoryOfBlock() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    return 48 << 10;
+  }
+  return size_t(bytes);
+}
+
 // While an object lives, Launch loads kernels onto the current device and starts none, in this thread. See LoadKernels.
 class Loading {
  public:
@@ -47,20 +59,22 @@ class Loading {
   static inline thread_local bool active = false;
 };
 
+// Loads a kernel onto the current device. One that uses dynamic shared memory may have all there is from then on: the
+// limit belongs to the kernel and not to a launch, so a launch that set its own size would fail the larger launches of
+// other threads and of graphs.
+inline cudaError_t Load(const void* kernel, bool dynamic) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || !dynamic) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              int(SharedMemoryOfBlock() - attributes.sharedSizeBytes));
+}
+
 // Starts kernel(args...). Returns the error of this launch only; the stream reports work that fails later.
 template <class... P, class... A>
 cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A... args) {
+  if (Loading::active) return Load(reinterpret_cast<const void*>(kernel), shared_bytes > 0);
 #if defined(__CUDACC__)
-  if (Loading::active) {
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, kernel);
-  }
-  constexpr size_t kWithoutOptIn = 48 << 10;
-  if (shared_bytes > kWithoutOptIn) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -69,9 +83,7 @@ cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
   return cudaLaunchKernelEx(&config, kernel, P(args)...);
 #else
   (void)stream;
-  if (Loading::active) return emulation::Load(reinterpret_cast<const void*>(kernel));
-  if (!emulation::IsLoaded(reinterpret_cast<const void*>(kernel))) return cudaErrorInvalidDeviceFunction;
-  return emulation::Run(grid, block, shared_bytes, [&] { kernel(P(args)...); });
+  return emulation::Run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(P(args)...); });
 #endif
 }
 
@@ -113,8 +125,20 @@ __device__ __forceinline__ T* Pinned(T* x) {
 
 // ---- functions ----
 
+#if defined(__CUDA_ARCH__)
+// nvcc --use_fast_math is no macro. It flushes subnormals, as --ftz=true does, and makes divisions approximate. The
+// branch is gone in other builds; in such a one ptxas refuses the name.
+extern "C" __device__ int __nvvm_reflect(const char*);
+__device__ __forceinline__ void RefuseFastMath() {
+  if (__nvvm_reflect("__CUDA_FTZ") != 0) asm volatile("jax_rnnt_is_not_built_with_use_fast_math;");
+}
+#endif
+
 // 2^x. In float within 2 ulp, and subnormal results are 0.
 __device__ __forceinline__ float Exp2(float x) {
+#if defined(__CUDA_ARCH__)
+  RefuseFastMath();
+#endif
 #if defined(__CUDACC__)
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -309,55 +333,38 @@ inline Words Load16(const void* from) { return *static_cast<const Words*>(from);
 inline void Store16(void* to, const Words& v) { *static_cast<Words*>(to) = v; }
 #endif
 
-// kVectors * 16 bytes that begin at any element, cut out of the aligned words that hold them. One vector takes three
-// accesses of 8 bytes: two of 16 bytes would need six choices between words more. Several take accesses of 16 bytes.
-template <class T, unsigned kVectors>
+// 16 bytes that begin at any element, cut out of the aligned words that hold them, in three accesses of 8 bytes: two of
+// 16 bytes would need six choices between words more.
+template <class T>
 struct Window {
-  static constexpr unsigned kAccess = kVectors > 1 ? 16 : 8;
-
-  // `from`: the last boundary of kAccess bytes.
+  // `from`: the last boundary of 8 bytes.
   __device__ __forceinline__ void Load(const void* from) {
-    if constexpr (kAccess == 16) {
 #pragma unroll
-      for (unsigned i = 0; i <= kVectors; ++i) {
-        const Words v = Load16(static_cast<const Words*>(from) + i);
-#pragma unroll
-        for (unsigned j = 0; j < 4; ++j) w[4 * i + j] = v.w[j];
-      }
-    } else {
-#pragma unroll
-      for (unsigned i = 0; i < (sizeof(T) == 8 ? 2 : 3); ++i) {
+    for (unsigned i = 0; i < (sizeof(T) == 8 ? 2 : 3); ++i) {
 #if defined(__CUDACC__)
-        const uint2 v = static_cast<const uint2*>(from)[i];
-        w[2 * i] = v.x, w[2 * i + 1] = v.y;
+      const uint2 v = static_cast<const uint2*>(from)[i];
+      w[2 * i] = v.x, w[2 * i + 1] = v.y;
 #else
-        memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
+      memcpy(w + 2 * i, static_cast<const char*>(from) + 8 * i, 8);
 #endif
-      }
     }
   }
   // `offset`: elements since any boundary of 16 bytes.
-  __device__ __forceinline__ void Get(int offset, Words* to) {
+  __device__ __forceinline__ Words Get(int offset) {
     const int bytes = offset * int(sizeof(T));
-    constexpr unsigned kWords = 4 * kVectors;
-    if (kAccess == 16) {
-#pragma unroll
-      for (unsigned i = 0; i < kWords + 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
-    }
     if (sizeof(T) <= 4) {
 #pragma unroll
-      for (unsigned i = 0; i < kWords + 1; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+      for (unsigned i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
     }
     if (sizeof(T) <= 2) {
 #pragma unroll
-      for (unsigned i = 0; i < kWords; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
+      for (unsigned i = 0; i < 4; ++i) w[i] = uint32_t((uint64_t(w[i + 1]) << 32 | w[i]) >> (bytes & 2) * 8);
     }
-#pragma unroll
-    for (unsigned i = 0; i < kWords; ++i) to[i / 4].w[i % 4] = w[i];
+    return {{w[0], w[1], w[2], w[3]}};
   }
 
  private:
-  uint32_t w[4 * kVectors + kAccess / 4];
+  uint32_t w[6];
 };
 
 // ---- global memory ----
@@ -530,6 +537,27 @@ __device__ __forceinline__ void CopyAsyncIf(unsigned condition, SharedAddress<T>
 #endif
 }
 
+// The same for n places, `to_step` and `from_step` apart, if condition(i). Where a copy is a load and a store, all
+// loads come first.
+template <int n, class T, class Condition>
+__device__ __forceinline__ void CopyAsyncIf(const Condition& condition, SharedAddress<T> to, int to_step, const T* from,
+                                            int from_step) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  T x[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    if (condition(i)) x[i] = from[i * from_step];
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    if (condition(i)) Store(to + i * to_step, x[i]);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < n; ++i) CopyAsyncIf(condition(i), to + i * to_step, from + i * from_step);
+#endif
+}
+
 // Makes a group of the copies that this thread started since the last group.
 __device__ __forceinline__ void CommitCopies() {
 #if !defined(__CUDACC__)
@@ -546,20 +574,6 @@ __device__ __forceinline__ void WaitForCopies() {
   emulation::WaitForCopies(kGroups);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#endif
-}
-
-// Bytes of shared memory that a block may have on the current device.
-inline size_t SharedMemoryOfBlock() {
-#if defined(__CUDACC__)
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
-    return 48 << 10;
-  }
-  return size_t(bytes);
-#else
-  return emulation::kSharedLimit;
 #endif
 }
 

@@ -388,6 +388,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
       }
       CommitCopies();
     });
+    WaitForCopies<0>();  // neither the block's end nor its next sequence may meet them
   };
   if (kMine == 1 && group == 1) {
     prepare(std::true_type());

@@ -7,8 +7,12 @@
 // there. So memory should bound both passes, and does if a row takes few instructions: an H200 copies 4 bytes in the
 // time in which a warp issues one. All of the scheme serves this (emission_rows.cuh has the threads and the sums):
 //
-// * A group of lanes takes a row: up to 128 bytes 1 forward and 2 backward, 4 up to 1 KiB, a warp up to 64 KiB, a block
-//   above. Groups of a warp take several rows each, one after the other.
+// * A lane takes a row of up to 288 bytes forward and 128 backward, if it has one blank and no durations. Such rows
+// come
+//   through shared memory, since a lane that reads a row of its own would touch a cache line of its own, 32 in an
+//   access of the warp: Nsight counts a tag for each (tiny_rows.cuh).
+// * A group of lanes takes any other row: 4 up to 1 KiB, a warp up to 64 KiB, a block above. Groups of a warp take
+//   several rows each, one after the other.
 // * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents,
 // norm,
 //   the softmax of the durations before the rows; the logarithms, planes and norm after them.
@@ -21,15 +25,17 @@
 // * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
 //   was overwritten.
 //
-// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); one lane for
-// tiny rows backward (shifted rows: 93% of the copy bandwidth, with 2 lanes 101%); an eighth or a quarter more
-// threads there (spills); -inf in place of absent vectors, zeros in place of rows that are not read (16 moves per
-// step); bounds tested per access (a dozen predicates copied per step).
+// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); tiny rows padded
+// by 16 bytes for each 128 (a lane then computes an address for each vector: 459 instructions for 32 rows of V = 32
+// instead of 391); an eighth or a quarter more threads for short rows (spills); -inf in place of absent vectors, zeros
+// in place of rows that are not read (16 moves per step); bounds tested per access (a dozen predicates copied per
+// step).
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
 
 #include "xla_kernels/cuda/emission_rows.cuh"
+#include "xla_kernels/cuda/tiny_rows.cuh"
 
 namespace jax_rnnt::cuda {
 namespace {
@@ -66,7 +72,7 @@ __device__ __forceinline__ A LogSigmoid(A x) {
 // log(total.sum); 0 for a sum of 0: all logits are -inf then, and stay so below.
 template <class A>
 __device__ __forceinline__ A LogOfSum(const LogSumExp<A>& total) {
-  return total.sum == 0 ? A(0) : Log(total.sum);
+  return Log(total.sum == 0 ? A(1) : total.sum);
 }
 
 // Log-probabilities of classes. Rounding must not make a probability exceed 1; +inf that is not normalised is NaN.
@@ -82,15 +88,16 @@ struct LogProbability {
 };
 
 // Writes the planes at a row inside the lengths. logit_blank, logit_label: of the first blank and of the label.
-template <class T, class A>
-__device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointers<A>& args, const Row& own, const T* x,
-                                         const LogSumExp<A>& total, A logit_blank, A logit_label) {
+template <class T, class ShapeType, class A>
+__device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPointers<A>& args, const Row& own,
+                                         const T* x, const LogSumExp<A>& total, A logit_blank, A logit_label) {
   LogSumExp<A> of_durations;
   of_durations.max = 0;
   of_durations.sum = 1;
   if (shape.durations > 0 && shape.normalize) of_durations = SumDurations(x + shape.classes, shape.durations);
-  A poison = (total.sum - total.sum) + (of_durations.sum - of_durations.sum);  // one NaN makes all NaN
-  A log_blank = 0, log_not_blank = 0;                                          // of a Bernoulli blank
+  A poison = total.sum - total.sum;  // one NaN makes all NaN
+  if (shape.durations > 0) poison += of_durations.sum - of_durations.sum;
+  A log_blank = 0, log_not_blank = 0;  // of a Bernoulli blank
   if (shape.bernoulli) {
     poison += logit_blank < kInfinity<A> ? A(0) : NaN<A>();
     log_blank = LogSigmoid(logit_blank);
@@ -100,7 +107,8 @@ __device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointe
   const LogProbability<A> log_probability(shape.normalize);
   const auto of_class = [&](int k, A logit) {
     if (shape.bernoulli && k == shape.blanks[0]) return log_blank + poison;
-    return log_probability(logit, total, log_sum) + log_not_blank + poison;
+    const A y = log_probability(logit, total, log_sum);
+    return (shape.bernoulli ? y + log_not_blank : y) + poison;
   };
   args.log_arc[0][own.index] = of_class(shape.blanks[0], logit_blank);
   for (int i = 1; i < shape.num_blanks; ++i) {
@@ -125,8 +133,8 @@ __device__ __forceinline__ void WriteRow(const Shape& shape, const ForwardPointe
   args.norm[own.index] = norm;
 }
 
-template <class A>
-__device__ __forceinline__ void WriteOutside(const Shape& shape, const ForwardPointers<A>& args, int64_t index) {
+template <class ShapeType, class A>
+__device__ __forceinline__ void WriteOutside(const ShapeType& shape, const ForwardPointers<A>& args, int64_t index) {
   for (int arc = 0; arc <= shape.num_blanks; ++arc) args.log_arc[arc][index] = -kInfinity<A>;
   for (int i = 0; i < shape.durations; ++i) args.log_duration[i][index] = -kInfinity<A>;
   args.norm[index] = 0;
@@ -188,6 +196,36 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
       WriteRow<T>(shape, args, own, own_x, total, logit_blank, logit_label);
     }
   }
+}
+
+// The same for tiny rows, one to a lane.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
+    TinyForwardKernel(const __grid_constant__ TinyShape shape,
+                      const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
+  using A = Accumulator<T>;
+  JAX_RNNT_DYNAMIC_SHARED(Words, shared);
+  const Team<1> team(1);
+  if (team.first >= shape.rows()) return;
+  const unsigned lane = threadIdx.x % 32, n = unsigned(shape.classes);
+  const int b = shape.first_sequence + int(blockIdx.y);
+  const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
+  const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
+  const T* const x =
+      Pinned(static_cast<const T*>(args.logits) + (int64_t(b) * shape.rows() + team.first) * shape.classes);
+  const TinyRows<T, kWhole> rows(shape, shared + threadIdx.x / 32 * shape.vectors, x,
+                                 min(32u, shape.rows() - team.first) * n, lane);
+  rows.Read(x, inside);
+  if (own.label == kOutside) {
+    if (own.exists) WriteOutside(shape, args, own.index);
+    return;
+  }
+  const T* const mine = rows.Mine();
+  const BinarySum<A> sum = SumTinyRow<kWhole>(mine, n);
+  const LogSumExp<A> total = sum.Valid() ? sum.Natural() : SumSlowly<T, 1>(mine, int(n), -1, 0);
+  const A logit_blank = Widen(mine[shape.blanks[0]]);
+  const A logit_label = Widen(mine[unsigned(own.label) < n ? own.label : 0]);
+  WriteRow<T>(shape, args, own, mine, total, logit_blank, logit_label);
 }
 
 // ---- backward ----
@@ -449,14 +487,90 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
   }
 }
 
+// The same for tiny rows, one to a lane. Logits and gradient lie alike with respect to 16 bytes.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
+    TinyBackwardKernel(const __grid_constant__ TinyShape shape,
+                       const __grid_constant__ BackwardPointers<Accumulator<T>> args) {
+  using A = Accumulator<T>;
+  JAX_RNNT_DYNAMIC_SHARED(Words, shared);
+  const Team<1> team(1);
+  if (team.first >= shape.rows()) return;
+  const unsigned lane = threadIdx.x % 32, n = unsigned(shape.classes);
+  const int b = shape.first_sequence + int(blockIdx.y);
+  const A clamp = args.clamp[b];
+  const Finish<A> finish = {args.scale[b], clamp > 0 ? clamp : kInfinity<A>};
+  const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
+  A norm = 0, ct_blank = 0, ct_label = 0;
+  if (own.exists) {  // at once, not behind the label
+    norm = args.norm[own.index];
+    ct_blank = args.ct_arc[0][own.index];
+    ct_label = args.ct_arc[1][own.index];
+  }
+  const bool is_used = own.label != kOutside && (ct_blank != 0 || ct_label != 0);
+  const int64_t first = (int64_t(b) * shape.rows() + team.first) * shape.classes;
+  const T* const x = Pinned(static_cast<const T*>(args.logits) + first);
+  const TinyRows<T, kWhole> rows(shape, shared + threadIdx.x / 32 * shape.vectors, x,
+                                 min(32u, shape.rows() - team.first) * n, lane);
+  rows.Read(x, __ballot_sync(kAll, is_used));
+  if (own.exists) {
+    T* const mine = rows.Mine();
+    const unsigned blank = unsigned(shape.blanks[0]), label = unsigned(own.label);
+    Softmax<A> softmax;
+    A logit_blank = 0, logit_label = 0;
+    if (is_used) {
+      logit_blank = Widen(mine[blank]);
+      logit_label = Widen(mine[label < n ? label : 0]);
+      softmax.factor = A(0) - (ct_blank + ct_label);
+      if (norm > 0 && norm < kTiny<A>) {
+        softmax.anchor = logit_blank;
+        softmax.factor /= norm * (1 / kSumScale<A>);
+      } else {
+        const LogSumExp<A> total = SumSlowly<T, 1>(mine, int(n), -1, 0);
+        softmax.anchor = total.sum == 0 ? A(0) : total.max;
+        softmax.factor /= total.sum == 0 ? A(1) : total.sum;
+      }
+    } else {
+      for (unsigned i = 0; i < n; ++i) mine[i] = T{};
+    }
+    const QuickGradient<A> quick(softmax, finish);
+    if (quick.Works()) {
+      MapTinyRow<kWhole>(mine, n, quick);
+    } else {
+#pragma unroll 1
+      for (unsigned i = 0; i < n; ++i) mine[i] = Narrow<T>(finish(softmax(Widen(mine[i]))));
+    }
+    if (is_used) {
+      const bool same = blank == label;
+      mine[blank] = Narrow<T>(finish(ct_blank + (same ? ct_label : A(0)) + softmax(logit_blank)));
+      if (label < n && !same) mine[label] = Narrow<T>(finish(ct_label + softmax(logit_label)));
+    }
+  }
+  rows.Write(static_cast<T*>(args.dlogits) + first);
+}
+
 // ---- launches ----
 
-// Chooses the number of threads per row, and launches Kernel<T, kLanes>. Rows of many arcs need many lanes.
-template <class T, template <class, int> class Kernel, int kTinyLanes, class Pointers>
-cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cudaStream_t stream) {
+// Chooses the number of threads per row, and launches Kernel<T, kLanes>, or TinyKernel if rows have at most `most_tiny`
+// bytes and are plain. Rows of many arcs need many lanes.
+template <class T, template <class, int> class Kernel, template <class, bool> class TinyKernel, class Pointers>
+cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, int64_t most_tiny, cudaStream_t stream) {
   const int64_t rows = shape.frames * shape.columns, bytes = shape.row_size() * int64_t(sizeof(T));
   if (shape.batch * rows == 0) return cudaSuccess;
   if (rows > kMaxEmissionNodes || shape.batch > kMaxEmissionSequences) return cudaErrorInvalidValue;
+  if (bytes <= most_tiny && shape.normalize && !shape.bernoulli && shape.durations == 0 && shape.num_blanks == 1 &&
+      TinyShape::Fits(bytes, pointers.logits)) {
+    constexpr int kRows = kBlock<1>;
+    cudaError_t error = cudaSuccess;
+    TinyShape tiny(shape, bytes);
+    for (int64_t b = 0; b < shape.batch && error == cudaSuccess; b += kMaxGridY) {
+      tiny.first_sequence = int(b);
+      const dim3 grid(unsigned((rows + kRows - 1) / kRows), unsigned(std::min<int64_t>(shape.batch - b, kMaxGridY)));
+      error = Launch(tiny.whole ? TinyKernel<T, true>::function : TinyKernel<T, false>::function, grid, dim3(kRows),
+                     kRows / 32 * tiny.vectors * sizeof(Words), stream, tiny, pointers);
+    }
+    return error;
+  }
   const auto launch = [&](auto lanes) {
     using RowTeam = Team<decltype(lanes)::value>;
     const int64_t passes = std::min({int64_t(RowTeam::kInWarp), kTeamBytes / (bytes * RowTeam::kGroups),
@@ -466,11 +580,7 @@ cudaError_t LaunchRows(const EmissionShape& shape, const Pointers& pointers, cud
     return Launch(Kernel<T, decltype(lanes)::value>::function, grid, dim3(kBlock<decltype(lanes)::value>), 0, stream,
                   Shape(shape, int(std::max<int64_t>(1, passes))), pointers);
   };
-  const int arcs = shape.num_blanks + 1;
-  if (bytes <= kTinyRow && arcs <= kArcsPerLane<kTinyLanes> * kTinyLanes) {
-    return launch(std::integral_constant<int, kTinyLanes>());
-  }
-  if (bytes <= kShortRow && arcs <= kArcsPerLane<kShortLanes> * kShortLanes) {
+  if (bytes <= kShortRow && shape.num_blanks + 1 <= kArcsPerLane<kShortLanes> * kShortLanes) {
     return launch(std::integral_constant<int, kShortLanes>());
   }
   if (bytes <= kMediumRow) return launch(std::integral_constant<int, 32>());
@@ -485,6 +595,14 @@ template <class T, int kLanes>
 struct BackwardFunction {
   static constexpr auto function = &BackwardKernel<T, kLanes>;
 };
+template <class T, bool kWhole>
+struct TinyForwardFunction {
+  static constexpr auto function = &TinyForwardKernel<T, kWhole>;
+};
+template <class T, bool kWhole>
+struct TinyBackwardFunction {
+  static constexpr auto function = &TinyBackwardKernel<T, kWhole>;
+};
 
 template <class T>
 cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
@@ -493,7 +611,7 @@ cudaError_t Forward(const EmissionForwardArgs& args, cudaStream_t stream) {
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.log_arc[i] = static_cast<A*>(args.log_blank[i]);
   pointers.log_arc[args.shape.num_blanks] = static_cast<A*>(args.log_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.log_duration[i] = static_cast<A*>(args.log_duration[i]);
-  return LaunchRows<T, ForwardFunction, kTinyForward>(args.shape, pointers, stream);
+  return LaunchRows<T, ForwardFunction, TinyForwardFunction>(args.shape, pointers, kTinyForward, stream);
 }
 
 template <class T>
@@ -511,7 +629,9 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);
   pointers.ct_arc[args.shape.num_blanks] = static_cast<const A*>(args.ct_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.ct_duration[i] = static_cast<const A*>(args.ct_duration[i]);
-  return LaunchRows<T, BackwardFunction, kTinyBackward>(args.shape, pointers, stream);
+  const auto misaligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
+  const bool alike = misaligned(args.logits) == misaligned(args.dlogits);
+  return LaunchRows<T, BackwardFunction, TinyBackwardFunction>(args.shape, pointers, alike ? kTinyBackward : 0, stream);
 }
 
 }  // namespace

@@ -1,0 +1,344 @@
+"""Do the decoders find what a plain loop and an enumeration of all alignments find?"""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+from decoding import (
+    EXACT,
+    LABELS,
+    MOST,
+    NAMED,
+    ROOM,
+    Model,
+    T,
+    check_all,
+    enumerate_all,
+    greedy_loop,
+    stateless,
+    trimmed,
+)
+from jax_rnnt import decode
+from jax_rnnt.decode import _beam, _search
+
+# ------------------------------------------------------------------------------------------------ greedy search
+
+
+GREEDY = (dict(exact_end=False, max_symbols=1), 4), (dict(exact_end=True, max_symbols=3), 9)
+
+
+OPEN, ENDED = ("rnnt", "monotonic", "hat"), ("constrained", "tdt", "multiblank", "monotonic_final_blank")
+CASES = [
+    pytest.param(name, case, id=f"{name}-{end}", marks=() if name in often else pytest.mark.slow)
+    for case, end, often in zip(GREEDY, ("open", "exact"), (OPEN, ENDED))
+    for name in NAMED
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_greedy_is_the_plain_loop(name, case):
+    options, window = case
+    for seed in range(4):
+        model = Model(NAMED[name], batch=8, frames=7, seed=seed)
+        found = model.search(decode.greedy, ROOM, window=window, **options)
+        for b in range(8):
+            *expected, score = greedy_loop(model, b, **options)
+            assert trimmed(found, b) == expected
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+            assert found.full[b] == (len(expected[0]) == ROOM)
+
+
+def test_problems_of_greedy_search_are_hard():
+    """Among the problems above, some fill their room, some are empty, and limits matter."""
+    found = [
+        [greedy_loop(Model(losses.RNNT, batch=8, frames=7, seed=seed), b, max_symbols=n)[0] for n in (1, 3)]
+        for seed, b in np.ndindex(4, 8)
+    ]
+    assert {0, 1, 2, 3, 4} <= {len(x) for x, _ in found} and any(len(y) == ROOM for _, y in found)
+    assert any(x != y for x, y in found)
+
+
+# -------------------------------------------------------------------------------------------------- beam search
+
+
+def loss_of(model, b, labels):
+    """The float64 truth of the loss of these labels, with rows made by hand."""
+    length, count = int(model.lengths[b]), len(labels)
+    rows = [[model.logits(b, t, labels[:u]) for u in range(count + 1)] for t in range(length)]
+    targets = np.array([labels], np.int32).reshape(1, -1)
+    return model.loss.expected(losses.Problem(np.array([rows]), targets, [length], [count]))[0][0]
+
+
+# Greedy search runs on the whole family; beam search has the same moves.
+MOST_OF_THE_FAMILY = [pytest.param(x, marks=() if x in ("rnnt", "tdt") else pytest.mark.slow) for x in NAMED]
+
+
+@pytest.mark.parametrize("name", MOST_OF_THE_FAMILY)
+def test_beam_is_the_enumeration(name):
+    """With `exact_end` a score is minus the loss of the labels, too."""
+    model, options = Model(NAMED[name]), dict(exact_end=True, max_symbols=MOST)
+    found = model.search(decode.beam, MOST, 64, **options)
+    check_all(model, found, **options)
+    for b, n in zip(*np.nonzero(found.scores > -np.inf)):
+        labels, *_ = trimmed(found, b, n)
+        np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["tdt", pytest.param("multiblank", marks=pytest.mark.slow)])
+def test_open_end(name):
+    """Moves may read beyond the last frame; few symbols a frame; ranks by normalised scores."""
+    model, options = Model(NAMED[name]), dict(max_symbols=2)
+    found = model.search(decode.beam, MOST, 64, length_norm=0.5, **options)
+    check_all(model, found, rank=lambda scores, counts: scores / np.sqrt(counts + 1), **options)
+    assert (found.scores[:, 1:] > found.scores[:, :-1]).any()
+
+
+@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+def test_width_1(name):
+    """Without merging it is greedy search."""
+    model, (options, window) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
+    greedy = model.search(decode.greedy, ROOM, window=window, **options)
+    one = model.search(decode.beam, ROOM, 1, merge=False, **options)
+    for x, y in zip(one[:6], greedy[:6]):
+        np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+def test_no_labels_stand_twice(name):
+    """In a beam that loses hypotheses, and few of them are worse than greedy search."""
+    model = Model(NAMED[name], batch=3, frames=13)
+    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
+    assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
+    alive = four.scores > -np.inf
+    same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
+    assert same.sum() == alive.sum() > 3
+
+
+@pytest.mark.slow
+def test_without_merging():
+    """Alignments stay apart, and have the score of one path."""
+    model = Model(losses.MONOTONIC)
+    found = model.search(decode.beam, MOST, 64, merge=False)
+    expected = enumerate_all(model, 0)
+    rows = [(found.scores[0, n], *trimmed(found, 0, n)[:2]) for n in np.flatnonzero(found.scores[0] > -np.inf)]
+    assert len(rows) == sum(math.comb(T, len(labels)) for labels in expected)
+    for labels, (total, best, frames) in expected.items():
+        own = [(score, tuple(at)) for score, y, at in rows if tuple(y) == labels]
+        assert max(own)[1] == frames
+        np.testing.assert_allclose(max(own)[0], best, rtol=EXACT)
+        np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in own]), total, rtol=EXACT)
+
+
+def fusion(model):
+    """A language model with memory, and its log-probabilities after a prefix."""
+    rng = np.random.default_rng(5)
+    table = truth.log_softmax(rng.normal(0, 2, (model.tokens, model.tokens, model.tokens)))
+
+    def step(state, labels):
+        return jnp.asarray(table)[state, labels], labels
+
+    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
+
+    def after(prefix):
+        before = (0, model.tokens - 1, *prefix)
+        return table[before[-2], before[-1]]
+
+    return lm, after
+
+
+@pytest.mark.parametrize("name", [pytest.param("tdt", marks=pytest.mark.slow), "hat"])
+def test_fusion(name):
+    """A language model is added, the internal one subtracted, both at labels alone."""
+    model = Model(NAMED[name])
+    lm, after = fusion(model)
+    found = model.search(decode.beam, MOST, 64, lm=lm, lm_weight=0.7, ilm_weight=0.3, max_symbols=MOST)
+
+    def fuse(prefix, label):
+        row = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        internal = truth.log_softmax(row[:LABELS])
+        return 0.7 * after(prefix)[label] - 0.3 * internal[label]
+
+    check_all(model, found, max_symbols=MOST, fuse=fuse)
+
+
+def test_weights_of_zero():
+    """They add nothing, whatever the networks say; a Python 0 runs none. Derivatives by weights are right at 0 too."""
+    model = Model(NAMED["rnnt"])
+    networks = model.parameters.joint, model.parameters.predictor
+    calls = []
+
+    def step(state, labels):
+        calls.append(len(labels))
+        return jnp.broadcast_to(jnp.array([-jnp.inf, jnp.nan, -1.0]), (len(labels), model.tokens)), state
+
+    def scores(lm, lm_weight, ilm_weight=0.0):
+        options = dict(lm=lm, lm_weight=lm_weight, ilm_weight=ilm_weight, max_symbols=2)
+        return decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, **options).scores
+
+    lm = decode.Predictor(lambda batch: (), step)
+    plain = jax.jit(lambda: scores(None, 0.0))()
+    for weight in (0, 0.0):
+        np.testing.assert_array_equal(jax.jit(lambda w=weight: scores(lm, w))(), plain)
+    assert not calls
+    np.testing.assert_allclose(jax.jit(lambda w: scores(lm, w))(0.0), plain, rtol=EXACT)
+    assert calls
+    with pytest.raises(ValueError, match="lm_weight must be given with lm, got None"):
+        decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, lm=lm)
+    half = decode.Predictor(lambda batch: (), lambda s, y: (jnp.full((len(y), model.tokens), np.log(0.5)), s))
+    run = jax.jit(lambda w, v: jax.jvp(lambda w, v: scores(half, w, v), (w, v), (1.0, 1.0)))
+    for weight in (0.0, 0.25):
+        _, tangent = run(weight, weight)
+        step_of = lambda h, w=weight: np.asarray(run(w + h, w + h)[0])
+        np.testing.assert_allclose(tangent, (step_of(1e-6) - step_of(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
+        assert np.abs(tangent).max() > 0.1
+
+
+@pytest.mark.slow
+def test_probabilities_sum_to_one():
+    """Monotonic hypotheses, of which a frame has a bounded number."""
+    model = Model(losses.MONOTONIC)
+    found = model.search(decode.beam, MOST, 64)
+    np.testing.assert_allclose(np.exp(found.scores).sum(-1), 1, rtol=EXACT)
+
+
+# -------------------------------------------------------------------------------------------------- parts of a step
+
+
+@pytest.mark.parametrize(("size", "k"), [(700, 3), (1000, 1), (20, 8)], ids=["blocks", "one", "one block"])
+def test_largest_sums(size, k):
+    """As a stable sort, with ties and rows that hold fewer finite numbers; no place twice; rows that are shared."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 9, (9, size)).astype(np.float32)
+    x[:2], x[1, 5], x[2], x[3, 1:] = -np.inf, 1, np.arange(size), -np.inf
+    row, gain = rng.integers(0, 9, (5, 8)).astype(np.int32), rng.integers(0, 3, (5, 8)).astype(np.float32)
+    row[0], row[1, :7] = 3, 0
+    row[2], gain[3, 1:], gain[4] = 7, -np.inf, -np.inf
+    found = jax.jit(lambda *arrays: _search.largest_sums(*arrays, k))(x, row, gain)
+    sums = (gain[..., None] + x[row]).reshape(5, -1)
+    expected = np.argsort(-sums, -1, kind="stable")[:, :k]
+    alive = np.take_along_axis(sums, expected, 1) > -np.inf
+    assert alive.any() and (k == 1 or not alive.all())
+    parent, place, value = (np.asarray(y) for y in found)
+    np.testing.assert_array_equal((parent * size + place)[alive], expected[alive])
+    np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(5, -1), expected, 1)[alive])
+    dead = np.take_along_axis(gain, parent, 1) + value
+    assert (dead[~alive] == -np.inf).all()
+
+
+def test_equal_candidates_are_merged():
+    """The best path takes the sum, the first of equal paths; dead candidates count for nothing, whatever their path."""
+    rng = np.random.default_rng(0)
+    score, path = rng.normal(-200, 50, (6, 24)), rng.integers(0, 4, (6, 24)).astype(float)
+    score[rng.random((6, 24)) < 0.3] = score[5] = -np.inf
+    places = rng.integers(0, 3, (2, 6, 24))
+    found, paths = jax.jit(_beam.merged)(score, path, tuple(places))
+    expected = np.full_like(score, -np.inf)
+    for b, place in itertools.product(range(6), itertools.product(range(3), repeat=2)):
+        equal = [c for c in range(24) if tuple(places[:, b, c]) == place and score[b, c] > -np.inf]
+        if equal:
+            expected[b, max(equal, key=lambda c: path[b, c])] = np.logaddexp.reduce(score[b, equal])
+    np.testing.assert_allclose(found, expected, rtol=EXACT)
+    alive = expected > -np.inf
+    assert 20 < alive.sum() < (score > -np.inf).sum() / 2
+    np.testing.assert_array_equal(np.asarray(paths)[alive], path[alive])
+
+
+def step(tree, labels):
+    return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
+
+
+@pytest.mark.parametrize("batch", [1, 13, 25])
+@pytest.mark.parametrize("share", [0, 0.1, 0.4, 1])
+def test_rows_that_step(batch, share):
+    """Few or many, packed or not; the other live hypotheses keep their networks; a pack that is not full may wait."""
+    rng, width = np.random.default_rng(0), 6
+    shape = batch, width
+    slot = rng.integers(0, 2 * width, shape).astype(np.int32)
+    if share == 1:  # the last ones lie where the first ones go, perhaps in another pack
+        slot[:] = np.arange(width)[::-1]
+    live = rng.random(shape) < 0.8
+    wanted, labels = live & (rng.random(shape) < share), rng.integers(0, 3, shape)
+    slots = batch, 2 * width
+    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots)}
+    maker = np.arange(batch * width, dtype=np.int32).reshape(shape)
+    for b, w in np.argwhere(wanted):
+        same = wanted[b] & (slot[b] == slot[b, w]) & (labels[b] == labels[b, w])
+        maker[b, w] = b * width + np.flatnonzero(same)[0]
+
+    @jax.jit
+    def run(waits):
+        stepped, new, after = _search.step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn)
+        return stepped, new, jax.tree.map(lambda x: _search.take(x, new), after)
+
+    turn = rng.permutation(batch).astype(np.int32)
+    before = jax.tree.map(lambda x: np.asarray(_search.take(jnp.asarray(x), slot)), tree)
+    makers = len(set(maker[wanted]))
+    size = max(_search.PACK, batch * width // 4)
+    full = makers // size * size
+    for waits in True, False:
+        stepped, new, after = jax.tree.map(np.asarray, run(waits))
+        assert not (stepped & ~wanted).any()
+        found = len(set(maker[stepped]))
+        if _search.packs(batch * width) and (waits or full):
+            assert found == full
+            left = (wanted & ~stepped).any(1)
+            assert not left.any() or turn[stepped.any(1)].max(initial=-1) <= turn[left].min()
+        else:
+            np.testing.assert_array_equal(stepped, wanted)
+        assert len(np.unique((new + 2 * np.arange(batch)[:, None] * width)[stepped])) == found
+        rows = np.where(stepped[..., None], before["rows"] * 2 + labels[..., None], before["rows"])
+        np.testing.assert_allclose(after["rows"][live], rows[live])
+        np.testing.assert_array_equal(after["count"][live], (before["count"] + 100 * stepped)[live])
+
+
+@pytest.mark.parametrize("usual", [25, 100])
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+def test_rows_that_are_computed(share, usual):
+    """Rows that another one makes are not computed themselves."""
+    rng = np.random.default_rng(0)
+    wanted, x = rng.random(100) < share, rng.normal(size=(100, 3))
+    maker = np.arange(100, dtype=np.int32)
+    together = np.flatnonzero(wanted)[::2]
+    maker[together] = together[:1]
+
+    made = _search.room(100, usual, lambda x: x, x)
+
+    @jax.jit
+    def run(wanted, maker, x):
+        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
+
+    made, row = run(wanted, maker, x)
+    np.testing.assert_array_equal(np.asarray(made)[np.asarray(row)][wanted], 2 * x[maker][wanted])
+    assert len(set(np.asarray(row)[wanted])) == len(set(maker[wanted]))
+
+
+def test_fingerprints():
+    """Equal rows have equal ones, different rows of any dtype others."""
+    rows = {"a": np.array([[1, 2], [1, 2], [2, 1], [1, 3]], np.int32), "b": np.array([0.5, 0.5, 0.5, 0.5])}
+    for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
+        found = {tuple(x) for x in np.asarray(_search.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])
+def test_utterances_in_one_program(predictor, monkeypatch):
+    """A batch whose rows are packed, shared and wait for each other finds what each utterance finds alone."""
+    monkeypatch.setattr(_beam, "WAITING", 1)  # wait as long as one goes on
+    model = Model(losses.TDT, batch=8, frames=7)
+    predictor = stateless(model) if predictor == "stateless" else model.parameters.predictor
+
+    def search(encoder, lengths):
+        options = dict(max_labels=ROOM, width=6, max_symbols=3)
+        return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:6]
+
+    assert _search.packs(8 * 6) and not _search.packs(6)
+    found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
+    for b in range(8):
+        for x, y in zip(found, alone(model.encoder[b : b + 1], model.lengths[b : b + 1])):
+            np.testing.assert_allclose(x[b], y[0], rtol=EXACT)

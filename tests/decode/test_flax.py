@@ -1,0 +1,319 @@
+"""Are the Flax modules their formulas, the same in training and decoding, and do they initialise and learn in tiles?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_rnnt
+import losses
+import meshes
+from jax_rnnt import decode
+
+nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
+MODULES = {flavour: pytest.importorskip(f"jax_rnnt.flax.{flavour}") for flavour in ("nnx", "linen")}
+
+B, T, U, V, E, P, H = 4, 7, 4, 9, 5, 3, 6
+EXACT = 1e-12
+FLAVOURS = pytest.mark.parametrize("flavour", ["nnx", "linen"])
+PREDICTORS = pytest.mark.parametrize("name", ["StatelessPredictor", "LSTMPredictor"])
+# Both flavours and both predictors; the other pairs are slow.
+SOME = [("nnx", "LSTMPredictor"), ("linen", "StatelessPredictor")]
+OTHERS = [("nnx", "StatelessPredictor"), ("linen", "LSTMPredictor")]
+
+
+def pairs(often, rarely):
+    rows = [*often, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in rarely)]
+    return pytest.mark.parametrize(("flavour", "name"), rows)
+
+
+EXTRA = {"StatelessPredictor": {"history": 3}, "LSTMPredictor": {"layers": 2}}
+
+
+@pytest.fixture(autouse=True)
+def flax_promotion():
+    """Flax promotes implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):
+    """The module with parameters, and these as a dictionary. Linen takes widths of inputs from `like`."""
+    if flavour == "nnx":
+        sizes = (*(x.shape[-1] for x in like), *sizes)
+        options["rngs"] = nnx.Rngs(params=1, dropout=1)
+        module = getattr(MODULES["nnx"], name)(*sizes, param_dtype=param_dtype, **options)
+        return module, nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    module = getattr(MODULES["linen"], name)(*sizes, param_dtype=param_dtype, **options)
+    arguments = like or (jnp.zeros((1, 2), int),)
+    keywords = {"deterministic": True} if options.get("dropout") else {}
+    variables = module.init(jax.random.key(1), *arguments, **keywords)
+    return module.bind(variables), variables["params"]
+
+
+def joint_and_rows(flavour, **options):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(B, T, E)), rng.normal(size=(B, U + 1, P))
+    like = tuple(x[:, :1] for x in rows)
+    return *make(flavour, "Joint", H, V, like=like, **options), rows
+
+
+def by_hand(parameters, rows, activation=np.tanh):
+    encoder, predictor, output = (parameters[name] for name in ("encoder", "predictor", "output"))
+    encoder = rows[0] @ encoder["kernel"] + encoder["bias"]
+    hidden = activation(encoder[:, :, None] + (rows[1] @ predictor["kernel"])[:, None])
+    return np.asarray(hidden @ output["kernel"] + output["bias"])
+
+
+@FLAVOURS
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
+def test_joint(flavour, activation):
+    """All logits by one formula; the loss of the tiles is that of these logits, for N hypotheses too."""
+    joint, parameters, rows = joint_and_rows(flavour, activation=activation)
+    expected = by_hand(parameters, rows, lambda x: np.asarray(activation(x)))
+    np.testing.assert_allclose(joint(rows[0][:, :, None], rows[1][:, None]), expected, rtol=EXACT)
+    p = losses.problem(B, T, U, V)._replace(logits=expected)
+    tiles = jax_rnnt.RNNTLoss(reduction="none")(joint.logits(*rows), *p[1:])
+    np.testing.assert_allclose(tiles, losses.RNNT.expected(p)[0], rtol=EXACT)
+    assert joint.logits(rows[0][:, None], jnp.stack([rows[1]] * 2, 1)).shape == (B, 2, T, U + 1, V)
+
+
+@FLAVOURS
+@PREDICTORS
+@pytest.mark.rare("linen")
+def test_steps_equal_the_whole(flavour, name):
+    """Column u is what the steps give after the start symbol and u labels; padding of any value changes no other."""
+    predictor, _ = make(flavour, name, V, P, **EXTRA[name])
+    targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
+    state, rows = predictor.initial(B), []
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    step, call = jax.jit(lambda *x: predictor.step(*x)), jax.jit(lambda x: predictor(x))
+    whole = call(targets)
+    for labels in (np.full(B, V - 1), *targets.T):
+        row, state = step(state, jnp.asarray(labels))
+        rows.append(row)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
+    np.testing.assert_allclose(whole, np.stack(rows, 1), rtol=EXACT)
+    assert np.abs(whole[:, 1:] - whole[:, :1]).max() > 0.01
+    np.testing.assert_allclose(predictor(targets.reshape(2, 2, U)).reshape(whole.shape), whole, rtol=EXACT)
+    targets[:, -1] = -77
+    padded = call(targets)
+    np.testing.assert_array_equal(padded[:, :U], whole[:, :U])
+    assert np.isfinite(padded).all()
+
+
+@FLAVOURS
+@pytest.mark.parametrize(("options", "start"), [({"start": 0}, 0), ({}, V - 1)], ids=["first", "default"])
+def test_stateless_by_hand(flavour, options, start):
+    predictor, parameters = make(flavour, "StatelessPredictor", V, P, history=2, **options)
+    older, newest = np.split(np.asarray(parameters["embed"]["embedding"]), 2)
+    expected = [older[start] + newest[start], older[start] + newest[3], older[3] + newest[8]]
+    np.testing.assert_allclose(predictor(np.array([3, 8])), np.maximum(expected, 0), rtol=EXACT)
+
+
+@FLAVOURS
+def test_lstm_by_hand(flavour):
+    predictor, parameters = make(flavour, "LSTMPredictor", V, P)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    if flavour == "nnx":
+        cell = parameters["lstm0"]
+        of_input, of_hidden, bias = cell["dense_i"]["kernel"], cell["dense_h"]["kernel"], cell["dense_h"]["bias"]
+    else:
+        cell = parameters["lstm_0"]
+        join = lambda kind, what: np.concatenate([cell[kind + gate][what] for gate in "ifgo"], -1)
+        of_input, of_hidden, bias = join("i", "kernel"), join("h", "kernel"), join("h", "bias")
+    h, c = np.zeros(P), np.zeros(P)
+    for row, label in zip(predictor(np.array([2, 7])), (V - 1, 2, 7), strict=True):
+        x = np.asarray(parameters["embed"]["embedding"])[label]
+        i, f, g, o = np.split(x @ of_input + h @ of_hidden + bias, 4)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        np.testing.assert_allclose(row, h, rtol=1e-9)
+
+
+class NNXModel(nnx.Module):
+    def __init__(self, predictor):
+        kind = getattr(MODULES["nnx"], predictor)
+        self.predictor = kind(V, P, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        self.joint = MODULES["nnx"].Joint(E, P, H, V, param_dtype=jnp.float64, rngs=nnx.Rngs(1))
+
+    def __call__(self, features, *batch, tiles):
+        return value(self, features, *batch, tiles=tiles)
+
+
+class LinenModel(nn.Module):
+    kind: str
+
+    def setup(self):
+        self.predictor = getattr(MODULES["linen"], self.kind)(V, P, param_dtype=jnp.float64)
+        self.joint = MODULES["linen"].Joint(H, V, param_dtype=jnp.float64)
+
+    def __call__(self, features, *batch, tiles):
+        return value(self, features, *batch, tiles=tiles)
+
+
+def value(model, features, targets, *lengths, tiles):
+    rows = features, model.predictor(targets)
+    logits = model.joint.logits(*rows) if tiles else model.joint(rows[0][:, :, None], rows[1][:, None])
+    return jax_rnnt.RNNTLoss()(logits, targets, *lengths)
+
+
+@pairs(OTHERS, SOME)  # parameters of Linen's LSTM are made outside a scan
+@pytest.mark.rare("linen")
+def test_training(flavour, name):
+    """Under jit, a gradient for every parameter, the same in tiles, and finite whatever the padding holds."""
+    p = losses.problem(B, T, U, V)
+    outside = np.arange(U) >= p.target_lengths[:, None]
+    targets = np.where(outside, -77, np.minimum(p.targets, V - 2))
+    batch = np.random.default_rng(0).normal(size=(B, T, E)), targets, *p[2:]
+    if flavour == "nnx":
+        graph, parameters = nnx.split(NNXModel(name))
+        call = lambda parameters, tiles: nnx.merge(graph, parameters)(*batch, tiles=tiles)
+    else:
+        model = LinenModel(name)
+        init = lambda tiles: model.init(jax.random.key(0), *batch, tiles=tiles)
+        parameters = jax.jit(lambda: init(True))()
+        assert jax.tree.map(jnp.shape, parameters) == jax.tree.map(jnp.shape, jax.eval_shape(lambda: init(False)))
+        call = lambda parameters, tiles: model.apply(parameters, *batch, tiles=tiles)
+    run = jax.jit(jax.value_and_grad(call), static_argnums=1)
+    (a, of_tiles), (b, of_all) = run(parameters, True), run(parameters, False)
+    np.testing.assert_allclose(a, b, rtol=EXACT)
+    for x, y in zip(jax.tree.leaves(of_tiles), jax.tree.leaves(of_all), strict=True):
+        assert np.any(x)
+        np.testing.assert_allclose(x, y, atol=EXACT)
+
+
+@pytest.mark.slow
+def test_a_sharded_batch():
+    """A batch over eight devices gives the loss and the gradients of one device."""
+    p = losses.problem(8, T, U, V)
+    batch = np.random.default_rng(0).normal(size=(8, T, E)), np.minimum(p.targets, V - 2), *p[2:]
+    graph, parameters = nnx.split(NNXModel("LSTMPredictor"))
+    call = lambda parameters, *batch: nnx.merge(graph, parameters)(*batch, tiles=True)
+    run = jax.jit(jax.value_and_grad(call))
+    expected = run(parameters, *batch)
+    with meshes.mesh_of(jax.devices(), "auto") as mesh:
+        split = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+        found = run(parameters, *split)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=EXACT)
+
+
+@FLAVOURS
+def test_dropout(flavour):
+    """Tiles and all logits drop the same; without dropout nothing is random."""
+    joint, parameters, rows = joint_and_rows(flavour, dropout=0.5)
+    rest = losses.problem(B, T, U, V)[1:]
+    loss = jax_rnnt.RNNTLoss(reduction="none")
+    paired = rows[0][:, :, None], rows[1][:, None]
+    if flavour == "nnx":
+
+        def values(seed):
+            found = []
+            for call in (lambda: joint.logits(*rows), lambda: joint(*paired)):
+                nnx.reseed(joint, dropout=seed) if seed else joint.eval()
+                found.append(np.asarray(loss(call(), *rest)))
+            return found
+    else:
+        module, variables = joint.unbind()
+
+        def values(seed):
+            options = {"deterministic": not seed, "rngs": {"dropout": jax.random.key(seed)}}
+            tiles = module.apply(variables, *rows, method="logits", **options)
+            return [np.asarray(loss(x, *rest)) for x in (tiles, module.apply(variables, *paired, **options))]
+
+        with pytest.raises(ValueError, match="deterministic"):
+            joint(*rows)
+    dropped, other, still = values(3), values(4), values(0)
+    for tiles, dense in (dropped, other, still):
+        np.testing.assert_allclose(tiles, dense, rtol=EXACT)
+    assert not np.allclose(dropped[0], other[0]) and not np.allclose(dropped[0], still[0])
+    np.testing.assert_allclose(still[0], loss(by_hand(parameters, rows), *rest), rtol=EXACT)
+
+
+@pairs(SOME, OTHERS)
+def test_decoder_inputs(flavour, name):
+    """Rows projected once give the logits of the joint, step by step, and a whole search the same labels."""
+    predictor, _ = make(flavour, name, V, P)
+    joint, _, rows = joint_and_rows(flavour)
+    linear, steps, projected = joint.decoder_inputs(predictor, rows[0])
+    state, reference = steps.initial(B), predictor.initial(B)
+    for labels in (jnp.full(B, V - 1), jnp.arange(B)):
+        row, state = steps.step(state, labels)
+        plain, reference = predictor.step(reference, labels)
+        np.testing.assert_allclose(linear(projected[:, 0], row), joint(rows[0][:, 0], plain), rtol=EXACT)
+    loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, T)
+    search = lambda *inputs: decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
+    found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0])
+    plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0])
+    assert found.counts.max() > 0
+    np.testing.assert_array_equal(found.labels, plain.labels)
+    np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
+
+
+@FLAVOURS
+def test_decoder_inputs_without_an_encoder(flavour):
+    """Zeros for encoder rows mean no encoder, and its bias stays: the internal language model is that of the joint."""
+    predictor, _ = make(flavour, "StatelessPredictor", V, P)
+    joint, parameters, rows = joint_and_rows(flavour)
+    bias = np.linspace(-3, 3, H)
+    if flavour == "nnx":
+        joint.encoder.bias[...] = jnp.asarray(bias)
+    else:
+        module, variables = joint.unbind()
+        joint = module.bind({"params": {**variables["params"], "encoder": {**parameters["encoder"], "bias": bias}}})
+    linear, steps, projected = joint.decoder_inputs(predictor, rows[0])
+    row, _ = steps.step(steps.initial(B), jnp.arange(B))
+    plain, _ = predictor.step(predictor.initial(B), jnp.arange(B))
+    silence = np.zeros((B, E))
+    np.testing.assert_allclose(linear(jnp.zeros((B, H)), row), joint(silence, plain), rtol=EXACT)
+    np.testing.assert_allclose(linear(projected[:, 0], row), joint(rows[0][:, 0], plain), rtol=EXACT)
+    options = dict(max_labels=2, width=8, max_symbols=1, ilm_weight=0.5)
+    search = lambda *networks: decode.beam(jax_rnnt.RNNTLoss(), *networks, jnp.full(B, 2), **options)
+    found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
+    expected = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-9)
+
+
+@pairs(SOME, OTHERS)
+@pytest.mark.rare("nnx")
+def test_bfloat16(flavour, name):
+    """Products, rows, state and logits; parameters stay float32."""
+    options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
+    predictor, _ = make(flavour, name, V, P, **options)
+    row, state = predictor.step(predictor.initial(B), jnp.zeros(B, int))
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype, state, predictor.initial(B))
+    assert row.dtype == jnp.bfloat16 and all(jax.tree.leaves(same))
+    joint, parameters, rows = joint_and_rows(flavour, **options)
+    assert joint.logits(*rows).dtype == joint(*(x[:, 0] for x in rows)).dtype == jnp.bfloat16
+    assert {str(x.dtype) for x in jax.tree.leaves(parameters)} == {"float32"}
+    np.testing.assert_allclose(
+        joint(rows[0][:, :, None], rows[1][:, None]).astype(float), by_hand(parameters, rows), atol=0.05
+    )
+
+
+@FLAVOURS
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "message"),
+    [
+        ("StatelessPredictor", (V, P), {"history": 0}, "history must be 1 or more, got 0"),
+        ("StatelessPredictor", (V, P), {"start": V}, "start must lie in .* got 9"),
+        ("LSTMPredictor", (0, P), {}, "symbols must be 1 or more, got 0"),
+        ("LSTMPredictor", (V, P), {"layers": 1.5}, "layers must be an integer .* got 1.5"),
+    ],
+)
+def test_bad_sizes(flavour, name, sizes, options, message):
+    with pytest.raises((TypeError, ValueError), match=f"{name}: {message}"):
+        make(flavour, name, *sizes, **options)
+
+
+@FLAVOURS
+@PREDICTORS
+def test_bad_targets(flavour, name):
+    predictor, _ = make(flavour, name, V, P)
+    with pytest.raises(TypeError, match=f"{name}: targets must have an integer dtype, got float64"):
+        predictor(np.ones((B, U)))
+    with pytest.raises(ValueError, match=f"{name}: targets must have shape"):
+        predictor(np.int32(3))

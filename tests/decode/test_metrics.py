@@ -1,0 +1,127 @@
+"""Are label errors edit distances, seconds those of the frames, and files what other programs read?"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+from jax_rnnt import timing
+
+HOP = {"hop": 0.01, "reduction": 4}
+
+
+def distance(a, b):
+    """By the recursion over first labels."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+def test_label_errors():
+    """All pairs of sequences over two labels, with anything in the padding."""
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
+    counts = np.array([len(x) for x in sequences])
+    labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
+    errors = metrics.label_errors(labels[:, None], counts[:, None], jnp.asarray(labels)[None], counts[None])
+    assert errors.total.tolist() == [[distance(a, b) for b in sequences] for a in sequences]
+    np.testing.assert_array_equal(errors.insertions - errors.deletions, counts[:, None] - counts[None])
+    assert errors.total.dtype == np.int32
+    single = metrics.label_errors([1, 2, 9], 2, [1, 3, 2], 3)
+    assert [int(x) for x in single] == [0, 1, 0] and single.total.shape == ()
+    none = np.zeros((0, 3), int), np.zeros(0, int)
+    assert metrics.label_errors(*none, *none).total.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": np.ones((2, 3))}, "labels must have an integer dtype, got float64"),
+        ({"counts": np.array([4, 1])}, r"counts must lie in \[0, 3\].*got \[4, 1\]"),
+        ({"target_lengths": np.array([-1, 1])}, r"target_lengths must lie in \[0, 4\].*got \[-1, 1\]"),
+        ({"counts": np.array([1])}, r"counts must have shape .*\(2,\).*got \(1,\)"),
+        ({"targets": np.ones((3, 4), int), "target_lengths": np.ones(3, int)}, r"targets .*broadcast.*got \(3,\)"),
+        ({"labels": object()}, "labels must be an array"),
+        # NumPy would pair N with B: shapes that agree by accident, B = N and N = 1.
+        (
+            {"labels": np.ones((2, 2, 3), int), "counts": np.ones((2, 2), int)},
+            r"targets .*2 batch .*targets\[:, None\]",
+        ),
+        ({"labels": np.ones((2, 1, 3), int), "counts": np.ones((2, 1), int)}, r"targets .*2 batch .*got \(2, 4\)"),
+        ({"labels": np.ones(3, int), "counts": np.int32(2)}, r"targets must have 0 batch dimensions .*got \(2, 4\)"),
+    ],
+)
+def test_bad_labels(change, message):
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    good = {"labels": np.ones((2, 3), int), "counts": np.array([1, 3])}
+    good |= {"targets": np.ones((2, 4), int), "target_lengths": np.array([4, 0])}
+    with pytest.raises((TypeError, ValueError), match=f"label_errors: {message}"):
+        metrics.label_errors(**good | change)
+
+
+def test_frames_to_seconds():
+    np.testing.assert_allclose(timing.frames_to_seconds([[0, 3], [10, 2]], **HOP), [[0, 0.12], [0.4, 0.08]])
+    np.testing.assert_allclose(timing.frames_to_seconds(jnp.array([1.5]), hop=0.5, offset=2.0), [2.75])
+    padded = timing.frames_to_seconds(jnp.array([-1, 0, -1]), hop=0.5, offset=2.0)
+    np.testing.assert_array_equal(padded, [np.nan, 2, np.nan])
+
+
+def test_intervals():
+    """A frame each, shared where labels share it; with durations up to the next label."""
+    found = timing.intervals([0, 2, 2, 2, 9], "abcde", **HOP)
+    third = 4 / 3
+    expected = [(0, 4), (8, 8 + third), (8 + third, 8 + 2 * third), (8 + 2 * third, 12), (36, 40)]
+    np.testing.assert_allclose([x[:2] for x in found], np.array(expected) / 100)
+    assert [x.text for x in found] == list("abcde")
+    found = timing.intervals([0, 2, 2, 5], "abcd", durations=[1, 0, 4, 2], hop=1, offset=0.5)
+    assert [x[:2] for x in found] == [(0.5, 1.5), (2.5, 4.0), (4.0, 5.5), (5.5, 7.5)]
+    assert timing.intervals([], [], **HOP) == []
+
+
+def test_files_of_an_alignment(tmp_path):
+    """From the best path to both files and back."""
+    textgrid = pytest.importorskip("praatio.textgrid")
+    logits = np.full((6, 3, 4), -5.0, np.float32)
+    logits[..., 3] = 0
+    logits[1, 0, 2] = logits[4, 1, 1] = 5
+    frames = jax_rnnt.RNNTLoss().align(logits, np.array([2, 1]), 6, 2).frames
+    spoken = timing.intervals(frames, ["two", 'o"ne'], **HOP)
+    timing.write_ctm(tmp_path / "x.ctm", {"first": spoken, "silent": [], "second": spoken[1:]}, channel="A")
+    lines = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
+    assert lines == [
+        ["first", "A", "0.040", "0.040", "two"],
+        ["first", "A", "0.160", "0.040", 'o"ne'],
+        ["second", "A", "0.160", "0.040", 'o"ne'],
+    ]
+    timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, duration=0.19)
+    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
+    assert grid.tierNames == ("labels", "none") and grid.maxTimestamp == 0.19
+    assert [tuple(x) for x in grid.getTier("labels").entries] == [(0.04, 0.08, "two"), (0.16, 0.19, 'o"ne')]
+    assert len(grid.getTier("none").entries) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: timing.frames_to_seconds([1], hop=0), "frames_to_seconds: hop must be a positive .*got 0"),
+        (lambda path: timing.frames_to_seconds([1], hop=1, reduction=0), "reduction must be 1 or more, got 0"),
+        (lambda path: timing.frames_to_seconds(["x"], hop=1), "frames must be numbers"),
+        (lambda path: timing.intervals([1, -1], "ab", hop=1), r"frames must be 0 or more .*got \[1, -1\]"),
+        (lambda path: timing.intervals([2, 1], "ab", hop=1), "never go back"),
+        (lambda path: timing.intervals([2, 1], "a", hop=1), r"frames must have shape .*\(1,\), got \(2,\)"),
+        (lambda path: timing.intervals([2], "a", hop=1, durations=[1.5]), "durations must have an integer dtype"),
+        (lambda path: timing.write_ctm(path, {"a b": [timing.Interval(0, 1, "x")]}), "utterances .*got 'a b'"),
+        (lambda path: timing.write_ctm(path, {"a": [timing.Interval(0, 1, "")]}), "utterances .*got ''"),
+        (lambda path: timing.write_ctm(path, {"a": [timing.Interval(0, 1, "x")]}, "1\n"), "channel .*got '1"),
+        (lambda path: timing.write_textgrid(path, {}, 1.0), "tiers must hold one"),
+        (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(1, 2, "x")]}, 1.0), r"'a'.*\[0, 1.0\)"),
+        (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(0, 1, "x")] * 2}, 1.0), "in order"),
+    ],
+)
+def test_bad_times(tmp_path, call, message):
+    pytest.importorskip("praatio")
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(tmp_path / "file")
+    assert not (tmp_path / "file").exists()

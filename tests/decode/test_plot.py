@@ -1,0 +1,195 @@
+"""Do the pictures show the lattice's own numbers, on the Axes that they are given?"""
+
+import jax
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+from jax_rnnt import lattices
+
+plt, plot = pytest.importorskip("matplotlib.pyplot"), pytest.importorskip("jax_rnnt.plot")
+plt.switch_backend("Agg")
+
+TIMES = {"hop": 0.01, "reduction": 4}
+RNNT, TDT = jax_rnnt.RNNTLoss(), jax_rnnt.TDTLoss((0, 1, 3))
+
+
+@pytest.fixture(autouse=True)
+def unshown(monkeypatch):
+    """Nothing shows a figure, and every figure is closed."""
+
+    def show(*args, **kwargs):
+        raise AssertionError("a picture was shown")
+
+    monkeypatch.setattr(plt, "show", show)
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def ax():
+    """Axes that are not the current ones."""
+    _, (given, _) = plt.subplots(1, 2)
+    return given
+
+
+def test_arc_posteriors():
+    """Arcs add up to the posteriors of blanks and labels, and every path reads T frames and writes U labels."""
+    p = losses.problem(loss=losses.TDT)
+    loss = losses.TDT.value(reduction="none")
+    arcs = plot.arc_posteriors(loss, *p)
+    for kind, expected in zip(("blank", "label"), loss.posteriors(*p), strict=True):
+        found = sum(x for slot, x in arcs.items() if slot.startswith(kind))
+        np.testing.assert_allclose(found, expected, atol=1e-9)
+    total = {arc: np.sum(arcs[arc.slot], (1, 2)) for arc in loss.lattice}
+    exists = np.isfinite(loss(*p))
+    assert exists.any()
+    for lengths, moved in ((p.logit_lengths, "dt"), (p.target_lengths, "du")):
+        count = sum(getattr(arc, moved) * n for arc, n in total.items())
+        np.testing.assert_allclose(count[exists], lengths[exists], rtol=1e-9)
+
+
+@pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
+def test_lattice(ax, of):
+    """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
+    p = losses.problem(1, 6, 3, 5 + 3 * (of is TDT)).take(0)
+    assert plot.lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
+    posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
+    collections = dict(zip(of.lattice, ax.collections, strict=True))
+    for arc, drawn in collections.items():
+        plane = np.asarray(posteriors[arc.slot])
+        assert len(drawn.get_segments()) == np.sum(plane > plot.FAINT)
+        for (start, end), width in zip(drawn.get_segments(), drawn.get_linewidths(), strict=True):
+            t, u = round(start[0] / 0.04), round(start[1])
+            np.testing.assert_allclose(width, 0.5 + 3.5 * plane[t, u], rtol=1e-6)
+            np.testing.assert_allclose(end, [(t + arc.dt) * 0.04, u + arc.du], rtol=1e-9)
+    (dots,) = ax.lines
+    best = of.align(*p[:2], 5, 2).frames
+    np.testing.assert_allclose(dots.get_xdata(), np.asarray(best[:2]) * 0.04)
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["start", "x", "y"]
+    assert ax.get_xlabel() == "seconds"
+    ax.figure.canvas.draw()
+
+
+def test_emissions(ax):
+    """A line at the mean of each label, and a bar of its deviation."""
+    p = losses.problem(1, 6, 3, 9).take(0)
+    p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
+    _, label = RNNT.posteriors(*p)
+    features = np.random.default_rng(0).normal(size=(22, 8))
+    assert plot.emissions(features, label, p.targets, **TIMES, ax=ax) is ax
+    mean = 0.04 * (np.asarray(RNNT.emission_frames(*p)) + 0.5)
+    lines = [x.get_xdata()[0] for x in ax.lines if len(x.get_xdata()) == 2 and len(set(x.get_xdata())) == 1]
+    np.testing.assert_allclose(lines, mean, rtol=1e-6)
+    times = 0.04 * (np.arange(6) + 0.5)
+    deviation = np.sqrt(np.sum(np.asarray(label)[:, :3] * times[:, None] ** 2, 0) - mean**2)
+    bars = [c.get_segments()[0][:, 0] for c in ax.collections]
+    np.testing.assert_allclose(bars, np.stack([mean - deviation, mean + deviation], 1), rtol=1e-5)
+    np.testing.assert_allclose((*ax.get_xlim(), *ax.get_ylim()), (0, 0.22, 0, 8))
+    (image,) = ax.images
+    np.testing.assert_array_equal(image.get_array(), features.T)
+    ax.figure.canvas.draw()
+
+
+def test_latencies(ax):
+    first, second = np.array([1.0, 4.0]), np.array([3.0, 5.0])
+    assert plot.latencies(first, second, np.array([7, 8]), names=("a", "b"), **TIMES, ax=ax) is ax
+    np.testing.assert_allclose([x.get_xdata() for x in ax.lines], [[0.04, 0.16], [0.12, 0.2]])
+    assert ax.get_title() == "b is 0.06 s later"
+    assert plot.latencies(second, first, np.array([7, 8]), ax=ax).get_title() == "second is 1.5 frames earlier"
+    current = plt.gca()
+    assert plot.latencies(first, second, np.array([7, 8])) is current
+
+
+def test_latencies_of_padded_frames(ax):
+    """-1 is no time: such a label has no marks and no part in the average."""
+    plot.latencies([1, 4, -1, 6, -1], [3, -1, 5, 7, -1], np.arange(5), ax=ax)
+    assert ax.get_title() == "second is 1.5 frames later"
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1, 4, np.nan, 6, np.nan])
+    ax.figure.canvas.draw()
+    ax.clear()
+    plot.latencies([-1, 2], [3, -1], np.arange(2), ax=ax)
+    assert ax.get_title() == ""
+
+
+class TwoStepLoss(jax_rnnt.TransducerLoss):
+    """Two blanks share a slot."""
+
+    def compose(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
+        return jax_rnnt.Composition(jax_rnnt.emissions.Softmax((self.blank,)), arcs)
+
+
+def test_arcs_that_share_a_slot(ax):
+    """Each has its own posterior: the share of the paths through it, path by path."""
+    p = losses.problem(1, 4, 2, 5).take(0)
+    p = p._replace(logit_lengths=np.int32(4), target_lengths=np.int32(2))
+    rows = p.logits - np.log(np.sum(np.exp(p.logits), -1, keepdims=True))
+    names = {"blank+1": (1, 0), "label": (0, 1), "blank+2": (2, 0)}
+    total, expected = 0, {name: np.zeros((4, 3)) for name in names}
+
+    def walk(t, u, weight, passed):
+        nonlocal total
+        if (t, u) == (4, 2):
+            total += weight
+            for name, node in passed:
+                expected[name][node] += weight
+        for name, (dt, du) in names.items():
+            if t < 4 and t + dt <= 4 and u + du <= 2:
+                arc = rows[t, u, p.targets[u] if du else -1]
+                walk(t + dt, u + du, weight * np.exp(arc), [*passed, (name, (t, u))])
+
+    walk(0, 0, 1, [])
+    found = plot.arc_posteriors(TwoStepLoss(), *p)
+    assert found.keys() == names.keys()
+    for name, plane in found.items():
+        np.testing.assert_allclose(plane, expected[name] / total, atol=1e-12)
+    plot.lattice(TwoStepLoss(), *p, ax=ax)
+    drawn = [len(x.get_segments()) for x in ax.collections]
+    assert drawn == [np.sum(np.asarray(found[name]) > plot.FAINT) for name in names]
+
+
+def test_a_loss_that_draws(ax):
+    """With a key, arcs are those of the coin: TDT, or RNN-T."""
+    p = losses.problem(1, 5, 2, 5 + 3).take(0)
+    p = p._replace(logit_lengths=np.int32(5), target_lengths=np.int32(2))
+    for omega, of, logits in ((0.0, TDT, p.logits), (1.0, RNNT, p.logits[..., :5])):
+        drawn = jax_rnnt.TDTLoss((0, 1, 3), omega=jax.numpy.array(omega))
+        arcs = plot.arc_posteriors(drawn, *p, key=jax.random.key(0))
+        for kind, expected in zip(("blank", "label"), of.posteriors(logits, *p[1:]), strict=True):
+            np.testing.assert_allclose(sum(x for s, x in arcs.items() if s.startswith(kind)), expected, atol=1e-9)
+        plot.lattice(drawn, *p, key=jax.random.key(0), ax=ax)
+
+
+def test_no_labels_and_no_path(ax):
+    plot.lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
+    plot.emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)
+    plot.latencies(np.zeros(0), np.zeros(0), np.zeros(0, int), ax=ax)
+    impossible = np.full((3, 2, 4), -np.inf)
+    impossible[..., 3] = 0
+    plot.lattice(RNNT, impossible, np.array([1]), ax=ax)
+    plot.emissions(np.zeros((3, 2)), np.zeros((3, 2)), np.array([1]), ax=ax)
+    ax.figure.canvas.draw()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plot.lattice(RNNT, np.zeros((1, 3, 2, 4)), np.ones((1, 1), int)), r"lattice: targets .*got \(1, 1\)"),
+        (lambda: plot.lattice(RNNT, np.zeros((3, 2, 4)), np.array([1]), symbols="ab"), "one for each of 1 .*got 2"),
+        (lambda: plot.emissions(np.zeros(3), np.zeros((3, 2)), [1]), r"emissions: features .*got \(3,\)"),
+        (lambda: plot.emissions(np.zeros((3, 2)), np.zeros((3, 1)), [1, 2]), r"posteriors .*U = 2.*got \(3, 1\)"),
+        # Exchanged with the features, whose sums are no probabilities.
+        (
+            lambda: plot.emissions(np.zeros((2, 3)), np.ones((8, 3)), [1, 2]),
+            r"posteriors must be those of labels .*to 8",
+        ),
+        (lambda: plot.latencies([1.0], [1.0, 2.0], [1]), r"latencies: second must have shape .*\(1,\), got \(2,\)"),
+        (lambda: plot.latencies([1.0], [1.0], [1], hop=-1), "hop must be a positive"),
+        (lambda: plot.lattice(RNNT, jax_rnnt.PackedLogits(np.zeros((6, 4)), 3), [1]), "logits .* got PackedLogits"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

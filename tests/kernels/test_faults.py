@@ -1,0 +1,344 @@
+"""Does the library hold under load and faults: threads, forks, exits, kills, no memory, and JAX's strict settings?"""
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+
+ROOT = losses.ROOT
+
+
+def run(program, *arguments, timeout=300):
+    """Standard output of a program that must end well, its text or its file, in a process of its own."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": search_path()}
+    done = subprocess.run(
+        [sys.executable, *([program] if isinstance(program, pathlib.Path) else ["-c", program]), *map(str, arguments)],
+        cwd=losses.HERE, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def search_path():
+    """For processes in this folder that must import the same package and the tests' modules."""
+    return os.pathsep.join([str(losses.HERE), *filter(None, sys.path)])
+
+
+# -------------------------------------------------------------------------------------------------- JAX's settings
+
+SETTINGS = {
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "checking_leaks": jax.checking_leaks,
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "disable_jit": jax.disable_jit,
+}
+
+
+@pytest.mark.rare(
+    "reference", "disable_jit", "rank_promotion", "dtype_promotion"
+)  # the whole suite runs with strict promotion
+@pytest.mark.family("reference", "slow")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_strict_settings(loss, implementation, setting):
+    """Value and gradient are right under each of JAX's settings that look for mistakes."""
+    if setting == "disable_jit" and losses.interpreted():
+        pytest.skip("takes minutes")
+    p = losses.problem(loss=loss)
+    frames = sum(p.logits.shape[1:3])
+    expected = loss.expected(p)
+    on_device = losses.Problem(*map(jnp.asarray, p))
+    with SETTINGS[setting]():
+        together = lambda x: loss(x, *on_device[1:], reduction="none", implementation=implementation)
+        values, pullback = jax.vjp(jax.jit(together), on_device.logits)
+        with jax.transfer_guard("allow"):
+            ones = jnp.ones_like(values)
+        (gradient,) = pullback(ones)
+    losses.assert_matches((values, gradient), expected, np.float64, frames)
+
+
+def test_debug_nans_finds_a_nan(implementation):
+    """The setting still sees a NaN that the loss returns."""
+    p = losses.problem()
+    p.logits[0, 0, 0, 0] = np.nan
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.block_until_ready(losses.RNNT(*p, implementation=implementation))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platforms", ["cpu", ""], ids=["cpu", "automatic"])
+def test_jax_platforms(platforms):
+    """Chosen by the environment; without a choice JAX takes what there is."""
+    program = f"import os; os.environ['JAX_PLATFORMS'] = {platforms!r}\n{ONE_NODE}"
+    assert float(run(program)) == pytest.approx(np.log(4), rel=1e-6)
+
+
+# The loss of a frame without labels is minus the blank's log-probability: log 4.
+ONE_NODE = """
+import jax, numpy as np, jax_rnnt
+arguments = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32)
+print(float(jax.jit(jax_rnnt.rnnt_loss)(*arguments)))
+"""
+
+
+# ---------------------------------------------------------------------------------------------- threads, processes
+
+
+@pytest.mark.rare("reference")
+def test_32_threads(implementation):
+    """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
+    p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
+    expected = losses.RNNT.expected(p)
+    gradients = expected[1].astype(np.float32)
+    step = jax.jit(jax.value_and_grad(lambda x, *rest: losses.RNNT(x, *rest, implementation=implementation)))
+    reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
+    barrier, failed = threading.Barrier(32), []
+
+    def call(shift):
+        order = (np.arange(32) + shift) % 32  # every thread has other data
+        mine = p.take(order)
+        barrier.wait()
+        try:
+            for _ in range(3 if implementation == "kernel" else 1):
+                value, gradient = step(*mine)
+                np.testing.assert_allclose(value, reduced, rtol=1e-5)
+                assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+
+
+FORK = f"""
+import os, warnings
+{ONE_NODE}
+warnings.simplefilter("ignore")  # JAX warns of forks, since its threads do not survive them
+child = os.fork()
+if child == 0:  # a worker that loads data needs no JAX, and must be able to end
+    os._exit(int(np.ones(3).sum()))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+print(float(jax.jit(jax_rnnt.rnnt_loss)(*arguments)))
+"""
+
+
+@pytest.mark.slow
+def test_fork_after_use():
+    """A child that does not call JAX ends, and the parent goes on."""
+    before, after = map(float, run(FORK).split())
+    assert before == after == pytest.approx(np.log(4), rel=1e-6)
+
+
+# A file of its own: spawned workers import the program. They cannot import a module of pytest's mode "importlib", which
+# names this one `tests.test_faults`: a worker that does not find its function ends, and its pool waits for ever.
+SPAWN = f"""
+import multiprocessing
+{ONE_NODE}
+def value(scale):
+    return float(jax.jit(jax_rnnt.rnnt_loss)(scale * arguments[0], *arguments[1:]))
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        print(*pool.map(value, [0, 1]))
+"""
+
+
+@pytest.mark.slow
+def test_spawn_after_use(tmp_path):
+    """Spawned workers call JAX, while their parent holds a backend."""
+    (tmp_path / "program.py").write_text(SPAWN)
+    out = run(tmp_path / "program.py").split()
+    assert len(out) >= 4, out  # two values, after those of the parent and of each worker on its way to the guard
+    assert [float(x) for x in out] == pytest.approx([np.log(4)] * len(out), rel=1e-6)
+
+
+# A thread in Python's hands, a daemon that calls, is no test: Python before 3.14 ends it inside JAX's bindings, which
+# aborts the process, whatever it computes.
+EXIT = """
+import sys, time
+import jax, numpy as np, jax_rnnt
+logits = np.zeros((8, 300, 60, 64), np.float32)
+arguments = logits, np.zeros((8, 59), np.int32), np.full(8, 300, np.int32), np.full(8, 59, np.int32)
+step = jax.jit(jax.value_and_grad(jax_rnnt.rnnt_loss)).lower(*arguments).compile()
+arguments = jax.device_put(arguments)
+running = [step(*arguments) for _ in range(4)]  # asynchronous: nobody waits
+assert not running[-1][0].is_ready()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 0.03])
+def test_exit_during_a_call(delay):
+    """The interpreter ends while the kernels run: no crash, no hang."""
+    run(EXIT, delay, timeout=120)
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.slow
+def test_too_large_a_problem_is_an_exception(kernel):
+    """And the process goes on."""
+    shapes = ((1 << 12, 1 << 12, 1 << 8, 1 << 8), (1 << 12, 255), (1 << 12,), (1 << 12,))  # 4 TiB of logits
+
+    @jax.jit
+    def step():
+        logits = jnp.zeros(shapes[0], np.float32)
+        rest = [jnp.ones(shape, np.int32) for shape in shapes[1:]]
+        gradient = jax.grad(losses.RNNT)(jax.lax.optimization_barrier(logits), *rest)
+        return jax.lax.optimization_barrier(gradient).sum()
+
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)memory|exhausted|alloc"):
+        jax.block_until_ready(step())
+    p = losses.problem()
+    losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float64, 11)
+
+
+# Labels of -1e9, which every path must take: the lattice keeps 16 bytes for each node on each thread of the pool, more
+# than XLA's buffers of the loss.
+SCRATCH = """
+import resource
+import jax, numpy as np, jax_rnnt
+B, T, U = 2, 3000, 1499
+logits = np.zeros((B, T, U + 1, 2), np.float32)
+logits[..., 0] = -1e9
+arguments = logits, np.zeros((B, U), np.int32), np.full(B, T, np.int32), np.full(B, U, np.int32)
+loss = jax_rnnt.RNNTLoss(implementation="kernel", reduction="none")
+step = jax.jit(lambda *arguments: loss(*arguments)).lower(*arguments).compile()
+held = [x for x in open("/proc/self/status").read().splitlines() if x.startswith("VmSize")][0].split()[1]
+outcomes = []
+for more in range(16, 513, 16):
+    resource.setrlimit(resource.RLIMIT_AS, (int(held) * 1024 + (more << 20), resource.RLIM_INFINITY))
+    try:
+        outcomes.append("right" if np.allclose(step(*arguments), U * 1e9, rtol=1e-6) else "wrong")
+    except Exception as error:
+        outcomes.append("jax_rnnt" if "jax_rnnt: out of memory" in str(error) else "xla")
+    if outcomes[-1] == "right":
+        break
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+np.testing.assert_allclose(step(*arguments), U * 1e9, rtol=1e-6)
+print(*outcomes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS")
+def test_no_memory_for_the_scratch_of_a_kernel(kernel):
+    """An exception, not the end of the process; and a right result once there is memory."""
+    outcomes = run(SCRATCH).split()
+    assert "jax_rnnt" in outcomes and set(outcomes) <= {"jax_rnnt", "xla", "right"}, outcomes
+
+
+# ------------------------------------------------------------------------------------------------ killed and resumed
+
+TRAIN = """
+import os, pathlib, signal, sys, threading, time
+process, port, folder, kill_at = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax_rnnt import rnnt_loss
+
+B, T, U, V = 8, 12, 4, 16
+mesh = Mesh(np.array(jax.devices()), ("data",))
+sharded, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    hidden = rng.normal(size=(B, T, U + 1, V)).astype(np.float32)
+    rest = rng.integers(0, V - 1, (B, U)), rng.integers(1, T + 1, B), rng.integers(0, U + 1, B)
+    half = slice(process * B // 2, (process + 1) * B // 2)
+    local = hidden[half], *(x[half].astype(np.int32) for x in rest)
+    return [jax.make_array_from_process_local_data(sharded, x) for x in local]
+
+@jax.jit
+def train(state, data):
+    weight, momentum = state
+    value, gradient = jax.value_and_grad(lambda w: rnnt_loss(data[0] @ w, *data[1:]))(weight)
+    momentum = 0.9 * momentum + gradient
+    return (weight - 0.1 * momentum, momentum), value
+
+checkpoint, first = folder / "checkpoint.npz", 0
+state = np.eye(V, dtype=np.float32), np.zeros((V, V), np.float32)
+if checkpoint.exists():
+    with np.load(checkpoint) as saved:
+        first, state = int(saved["step"]), (saved["weight"], saved["momentum"])
+state = jax.device_put(state, whole)
+for step in range(first, 6):
+    if process == 1 and step == kill_at:
+        threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        train(state, batch(step))
+        time.sleep(60)
+    state, value = train(state, batch(step))
+    value = float(value)
+    if process == 0:
+        print(step, value.hex(), flush=True)
+        kept = folder / "new.npz"
+        np.savez(kept, step=step + 1, weight=np.asarray(state[0]), momentum=np.asarray(state[1]))
+        os.replace(kept, checkpoint)  # never half a checkpoint
+os._exit(0)  # without waiting for a peer
+"""
+
+
+def train(folder, kill_at=-1):
+    """Losses by step, as the bits of float32, of two processes. One is killed in the middle of a step."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": search_path()}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(i), str(port), str(folder), str(kill_at)],
+            cwd=losses.HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        _, error = processes[1].communicate(timeout=240)
+        assert processes[1].returncode == (-9 if kill_at >= 0 else 0), error
+        if kill_at >= 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                processes[0].wait(timeout=3)
+            processes[0].kill()  # it waits for its peer, or has given up
+        out, error = processes[0].communicate(timeout=240)
+        assert kill_at >= 0 or processes[0].returncode == 0, error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return dict(line.split() for line in out.splitlines() if " 0x" in line)
+
+
+@pytest.mark.slow
+def test_killed_training_resumes_to_the_same_losses(tmp_path):
+    """Two processes with half a batch each; one dies during its fourth step."""
+    expected = train(tmp_path / "whole")
+    assert list(expected) == list("012345")
+    before = train(tmp_path / "killed", kill_at=3)
+    assert list(before) in (list("012"), list("0123"))  # the other process may end the step, if its sums have arrived
+    after = train(tmp_path / "killed")
+    assert list(before) + list(after) == list("012345")
+    assert before | after == expected
+    assert float.fromhex(expected["5"]) < float.fromhex(expected["0"])

@@ -1,0 +1,368 @@
+"""Does an import without kernels say why and what to do, and point to the importing line?"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+from jax_rnnt import __main__, _bench, _checks, _installation, _selftest, lattices
+from jax_rnnt._xla import loading, primitive
+
+PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
+SCRIPT = """
+import os, sys, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import jax_rnnt
+(warning,) = (w for w in seen if "jax_rnnt" in str(w.message))
+assert warning.category is RuntimeWarning
+assert (warning.filename, warning.lineno) == (os.path.abspath(__file__), 5), warning
+print(warning.message)
+"""
+
+
+def copy_without_kernels(folder):
+    """The package's Python files, and a script that imports it."""
+    ignored = shutil.ignore_patterns("_cpu*", "_cuda*", "_build*", "__pycache__")
+    shutil.copytree(PACKAGE, folder / "jax_rnnt", ignore=ignored)
+    (folder / "script.py").write_text(SCRIPT)
+
+
+def warning_of(folder):
+    """The warning of an import of the package in this folder."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(folder / "script.py")]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def install(folder, origin, **missing):
+    """Metadata and the build's note, as pip and CMake leave them."""
+    metadata = folder / "jax_rnnt-0.0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jax_rnnt\nVersion: 0.0.0\n")
+    (metadata / "RECORD").write_text("jax_rnnt/__init__.py,,\njax_rnnt/_build.py,,\n")
+    if origin:
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    reasons = {"cpu": "", "cuda": "", **missing}
+    (folder / "jax_rnnt/_build.py").write_text(f"MISSING = {reasons!r}\n")
+
+
+def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
+    """Python started in a clone: its Python files, and the kernels of the copy that pip installed."""
+    copy_without_kernels(tmp_path)
+    (tmp_path / "script.py").write_text(
+        "import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS['cpu'])"
+    )
+    assert warning_of(tmp_path) == f"{tmp_path / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
+
+
+@pytest.mark.rare("folder", "editable", "git")
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
+        ({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
+        ({"url": "file:///tmp/jax_rnnt-1-py3-none-any.whl", "archive_info": {}}, "--no-binary jax_rnnt jax_rnnt"),
+        (None, "--no-binary jax_rnnt jax_rnnt"),
+    ],
+    ids=["folder", "editable", "git", "wheel", "index"],
+)
+def test_built_without_a_compiler(tmp_path, origin, source):
+    copy_without_kernels(tmp_path)
+    install(tmp_path, origin, cpu="no working C++ compiler was found when jax_rnnt was built")
+    message = warning_of(tmp_path)
+    assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
+    assert "apt install g++" in message
+    assert f"run `pip install --force-reinstall --no-deps --no-cache-dir {source}`" in message
+
+
+UNFIT = """
+def api_version(): return {api}
+def registrations(): raise AssertionError("a handler that does not fit must not reach XLA")
+"""
+# JAX still has a backend, and the loss of one frame without labels is minus the blank's log-probability.
+USE = """
+import jax, numpy as np
+logits = np.zeros((1, 1, 1, 4), np.float32)
+loss = jax.jit(jax_rnnt.rnnt_loss)(logits, np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
+np.testing.assert_allclose(loss, np.log(4), rtol=1e-6)
+assert "cpu" not in jax_rnnt._xla.loading.KERNELS
+"""
+
+
+@pytest.mark.rare("older source")
+@pytest.mark.parametrize(
+    ("api", "reason"),
+    [
+        ("(0, 99)", r"built for XLA FFI \(0, 99\), newer than this jaxlib's \(0, \d\): update jax, or run `pip"),
+        ("(0, 1)", "built from an older source: run `pip"),
+    ],
+    ids=["newer headers", "older source"],
+)
+def test_build_that_does_not_fit(tmp_path, api, reason):
+    """One warning names cause and cure, and neither JAX nor the reference is harmed."""
+    copy_without_kernels(tmp_path)
+    install(tmp_path, None)
+    (tmp_path / "jax_rnnt/_cpu.py").write_text(UNFIT.format(api=api))
+    (tmp_path / "script.py").write_text(SCRIPT + USE)
+    message = warning_of(tmp_path)
+    assert message.startswith("jax_rnnt runs on its pure-JAX reference: ")
+    assert re.search(reason, message), message
+
+
+def test_other_reasons(monkeypatch, tmp_path):
+    """The module does not load, is gone, lacks CUDA, or was never built in this folder."""
+    monkeypatch.setattr(_installation, "_PACKAGE", tmp_path / "jax_rnnt")
+    monkeypatch.setattr(_installation, "_installed_folder", lambda module: None)
+    gone = ModuleNotFoundError("No module named 'jax_rnnt._cuda'", name="jax_rnnt._cuda")
+    explain = lambda error: _installation.explain("cuda", "_cuda", error)
+    monkeypatch.setitem(sys.modules, "jax_rnnt._build", None)
+    assert f"source folder {tmp_path} was not built; run `pip install -e {tmp_path}`" in explain(gone)
+    for error in (ImportError("undefined symbol: x"), ModuleNotFoundError("No module named 'y'", name="y")):
+        assert str(error) in explain(error) and "--force-reinstall" in explain(error)
+    for reason, cure in (
+        ("", "was built and is gone"),
+        ("jax_rnnt was built without CUDA kernels, which", "put nvcc on the PATH and run `pip install"),
+        ("jax_rnnt was built without CUDA kernels, which", "-Ccmake.define.JAX_RNNT_CUDA=on"),
+        ("no working C++ compiler was found when jax_rnnt was built", "apt install g++"),
+        ("this is the wheel without kernels, and none fits", "install a C++ compiler"),
+    ):
+        note = types.SimpleNamespace(MISSING={"cuda": reason})
+        monkeypatch.setitem(sys.modules, "jax_rnnt._build", note)
+        assert reason in explain(gone) and cure in explain(gone)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_note_of_the_build(tmp_path):
+    """CMake installs a note if there is no compiler, and looks again in the same build folder."""
+    source = losses.ROOT
+    if not (source / "CMakeLists.txt").exists():
+        pytest.skip("no sources beside the tests")
+    run = lambda *command, **variables: subprocess.run(
+        ["cmake", *command], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    done = run("-S", str(source), "-B", "build", CXX="/nonexistent")
+    assert done.returncode == 0 and "without kernels" in done.stderr, done.stderr
+    assert run("--install", "build", "--prefix", "installed").returncode == 0
+    spec = importlib.util.spec_from_file_location("_build", tmp_path / "installed/jax_rnnt/_build.py")
+    note = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(note)
+    assert all("no working C++ compiler" in reason for reason in note.MISSING.values())
+    assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
+
+
+def test_note_of_this_build(kernel):
+    from jax_rnnt import _build
+
+    for platform in loading.KERNELS:
+        assert not _build.MISSING[platform] and _build.COMPILERS[platform].strip()
+
+
+def test_lowering_warns_in_the_callers_line(monkeypatch):
+    import jax
+
+    p = losses.problem()
+    monkeypatch.setattr(loading, "MISSING", {})
+    primitive._warn_reference.cache_clear()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
+    with pytest.warns(RuntimeWarning, match="platform rocm") as seen:
+        jax.jit(losses.RNNT.function).trace(*shapes).lower(lowering_platforms=("rocm",))
+    assert {w.filename for w in seen if "platform rocm" in str(w.message)} == {__file__}
+
+
+# ---------------------------------------------------------------------------------------------------------- selftest
+
+
+@pytest.mark.parametrize("require", ["cpu", ("tpu",), 1, ("cpu", None)])
+def test_required_platforms_are_checked(require):
+    with pytest.raises(ValueError, match=r"selftest: require must be None or a sequence of 'cpu', 'cuda', got"):
+        jax_rnnt.selftest(require=require)
+
+
+@pytest.mark.parametrize(
+    ("platform", "missing", "require", "lacks"),
+    [
+        ("cpu", "cuda", None, None),
+        ("cpu", "cpu", None, "cpu"),
+        ("cpu", "cpu", (), None),
+        ("cpu", "cuda", ["cpu", "cuda"], "cuda"),
+        ("cuda", "cuda", None, "cuda"),
+        ("cuda", "cuda", ("cpu",), None),
+        ("tpu", "cuda", None, None),
+        ("rocm", "cuda", None, None),
+        ("METAL", "cuda", None, None),
+        ("tpu", "cpu", None, "cpu"),
+    ],
+)
+def test_selftest_requires_kernels(monkeypatch, platform, missing, require, lacks):
+    """Where kernels should exist but do not, it gives reason and cure; elsewhere it says that the reference runs."""
+    kernels = {"cpu": "cpu", "cuda": "cuda"}
+    del kernels[missing]
+    monkeypatch.setattr(loading, "KERNELS", kernels)
+    monkeypatch.setattr(loading, "MISSING", {missing: "a reason: a cure"})
+    monkeypatch.setattr(loading, "default_platform", lambda: platform)
+    monkeypatch.setattr(_selftest, "_device", lambda platform: platform)
+    monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
+    if lacks:
+        with pytest.raises(RuntimeError, match=rf"required kernels are missing:\n{lacks} .*a reason: a cure"):
+            jax_rnnt.selftest(require=require)
+        return
+    lines = jax_rnnt.selftest(require=require)
+    if platform not in (*kernels, "tpu"):
+        assert any(line.startswith(platform) and "the reference runs" in line for line in lines)
+    ran = {platform, *(["cpu"] if require is None else require)} & {*kernels, "tpu"}
+    assert {line.split()[0] for line in lines if line.endswith(" ran")} == ran
+
+
+def test_selftest_without_the_required_device(monkeypatch, capsys):
+    """Kernels that are installed and cannot run are no success; unless required, a line says that they did not."""
+    monkeypatch.setattr(loading, "KERNELS", {"cpu": "cpu", "cuda": "cuda"})
+    monkeypatch.setattr(loading, "MISSING", {})
+    monkeypatch.setattr(loading, "default_platform", lambda: "cpu")
+    monkeypatch.setattr(_selftest, "_device", lambda platform: platform if platform == "cpu" else None)
+    monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
+    assert __main__.main(["selftest", "--require", "cpu,cuda"]) == 1
+    assert "required kernels did not run:\ncuda  not run: JAX sees no such device" in capsys.readouterr().out
+    for require in (None, ("cpu",), ()):
+        assert jax_rnnt.selftest(require=require) == [
+            "cpu ran",
+            "cuda  not run: not required, and not the default backend",
+        ]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01, np.nan])
+def test_wrong_kernel(monkeypatch, capsys, scale):
+    """The largest error decides; a wrong kernel is named, and the status is 1."""
+    monkeypatch.setattr(loading, "KERNELS", {"cpu": "cpu"})
+    monkeypatch.setattr(loading, "MISSING", {})
+    monkeypatch.setattr(loading, "default_platform", lambda: "cpu")
+    monkeypatch.setattr(_checks, "FLOATS", ("float32",))
+    monkeypatch.setattr(_selftest, "EMISSIONS", {})
+    monkeypatch.setattr(_selftest, "LATTICES", {"standard": (lattices.STANDARD, False)})
+    one = lambda scale: dict(zip(loading.TARGETS[2:], ({"standard": [jnp.ones(3), scale * jnp.ones(2)]},) * 2))
+    monkeypatch.setattr(_selftest, "_lattice_kernels", lambda x: one(scale))
+    monkeypatch.setattr(_selftest, "_lattice_references", lambda x: one(1))
+    assert __main__.main(["selftest", "--json"]) == (scale != 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (scale == 1)
+    assert scale == 1 or ("disagree" in found["error"] and f"{loading.TARGETS[2]} " in found["error"])
+
+
+def test_platform_of_the_selftest(monkeypatch):
+    """JAX names CUDA and ROCm devices "gpu" alike."""
+    assert loading.default_platform() == losses.platform()
+    for version, expected in (("PJRT C API\nrocm 60300", "rocm"), ("PJRT C API\ncuda 12090", "cuda")):
+        backend = types.SimpleNamespace(platform="gpu", platform_version=version)
+        monkeypatch.setattr(loading.jax.extend.backend, "get_backend", lambda b=backend: b)
+        assert loading.default_platform() == expected
+
+
+# ------------------------------------------------------------------------------------------------- python -m jax_rnnt
+
+
+def test_info_of_the_module_as_a_program(kernel):
+    """`python -m jax_rnnt info`: versions, device, instruction set, and why other kernels are missing."""
+    command = [sys.executable, "-m", "jax_rnnt", "info"]
+    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
+    assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
+
+
+def test_json_of_info(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "MISSING", {"cuda": "a reason: a cure"})
+    assert __main__.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["jax_rnnt"] == jax_rnnt.__version__ and found["missing"] == {"cuda": "a reason: a cure"}
+    assert set(found["kernels"]) == set(loading.KERNELS) == set(found["ffi"]) - {"runtime"}
+
+
+def test_version_of_the_program(capsys):
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"jax_rnnt {jax_rnnt.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "selftest"], ["selftest", "--json"], ["selftest"], []])
+def test_status_of_the_selftest(capsys, monkeypatch, arguments):
+    """The status is 1 where kernels are wrong or missing; the answer holds the reason."""
+    monkeypatch.setattr(jax_rnnt, "selftest", lambda require: [f"a line, {require}"])
+    assert __main__.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert (json.loads(out)["lines"] if "--json" in arguments else out.splitlines())[-1] == "a line, None"
+
+    def fail(require):
+        raise RuntimeError("a reason")
+
+    monkeypatch.setattr(jax_rnnt, "selftest", fail)
+    assert __main__.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert json.loads(out)["error"] == "a reason" if "--json" in arguments else out.endswith("a reason\n")
+
+
+@pytest.mark.parametrize(("text", "platforms"), [("cpu,cuda", ["cpu", "cuda"]), ("", []), ("cpu", ["cpu"])])
+def test_platforms_of_the_selftest(monkeypatch, text, platforms):
+    seen = []
+    monkeypatch.setattr(jax_rnnt, "selftest", lambda require: seen.append(require) or [])
+    assert __main__.main(["selftest", "--require", text]) == 0
+    assert seen == [platforms]
+
+
+@pytest.mark.rare("rnnt", "multiblank")
+@pytest.mark.parametrize(
+    ("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), ("multiblank", "float32", 9)]
+)
+def test_bench(capsys, monkeypatch, loss, dtype, classes):
+    """A row for each implementation, with figures that fit the shape."""
+
+    def half_a_second(function, *arguments):
+        jax.block_until_ready(function(*arguments))
+        return 0.5
+
+    monkeypatch.setattr(_bench, "_seconds", half_a_second)
+    assert __main__.main(["bench", "2", "6", "3", "9", "--loss", loss, "--dtype", dtype, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    size = 2 * 6 * 4 * classes * (2 if dtype == "bfloat16" else 4)
+    assert found["logits_bytes"] == size
+    copies = 2**28 // size  # of one program
+    assert found["copy_bytes_per_second"] == pytest.approx(2 * size * copies / 0.5)
+    rows = found["rows"]
+    assert set(rows) == {"jax_rnnt", "its reference"} | ({"plain JAX"} if loss == "rnnt" else set())
+    for row in rows.values():
+        assert row["milliseconds"] == 500
+        assert row["share_of_copy_bandwidth"] == pytest.approx(1.5 / copies)
+        assert row["memory_bytes"] >= size  # the gradient
+    assert [line.split()[0] for line in _bench.text(found)[4:]] == [name.split()[0] for name in rows]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "2", "6", "3", "0"], "expected a positive integer, got 0"),
+        (["bench", "2", "6", "3", "4", "--loss", "multiblank"], "V must be at least 5 for --loss multiblank, got 4"),
+        (["bench", "2", "6", "3", "9", "--loss", "ctc"], "invalid choice: 'ctc'"),
+        (["selftest", "--require", "tpu"], "require must be None or a sequence of 'cpu', 'cuda', got ['tpu']"),
+    ],
+)
+def test_wrong_arguments_of_the_program(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(arguments)
+    assert caught.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Does each static mistake raise at trace time, naming argument, expected and actual value?"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+import reference_numpy as truth
+
+# Mistakes in a call of shape B=4, T=7, U=4, V=9: argument, value, text in the message beside the name.
+f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.zeros, dtype=np.int32)
+WRONG = {
+    "logits_rank_2": ("logits", f32((5, 9)), ["(5, 9)"]),
+    "logits_rank_0": ("logits", np.float32(1), ["()"]),
+    "logits_int": ("logits", i32((4, 7, 5, 9)), ["int32", "float"]),
+    "logits_bool": ("logits", np.zeros((4, 7, 5, 9), bool), ["bool", "float"]),
+    "logits_complex": ("logits", np.zeros((4, 7, 5, 9), np.complex64), ["complex64", "float"]),
+    "logits_no_classes": ("logits", f32((4, 7, 5, 0)), ["(4, 7, 5, 0)"]),
+    "logits_no_nodes": ("logits", f32((4, 7, 0, 9)), ["(4, 7, 0, 9)"]),
+    "targets_as_long_as_nodes": ("targets", i32((4, 5)), ["(4, 5)", "(4, 4)", "logits needs 6 columns"]),
+    "targets_rank": ("targets", i32((4,)), ["(4,)", "(4, 4)"]),
+    "targets_batch": ("targets", i32((3, 4)), ["(3, 4)", "(4, 4)"]),
+    "targets_broadcast": ("targets", i32((1, 4)), ["(1, 4)", "(4, 4)"]),
+    "targets_float": ("targets", f32((4, 4)), ["float32", "int"]),
+    "targets_bool": ("targets", np.zeros((4, 4), bool), ["bool", "int"]),
+    "logit_lengths_shape": ("logit_lengths", i32((3,)), ["(3,)", "(4,)"]),
+    "logit_lengths_rank": ("logit_lengths", i32((4, 1)), ["(4, 1)", "(4,)"]),
+    "logit_lengths_scalar": ("logit_lengths", np.int32(7), ["()", "(4,)"]),
+    "logit_lengths_float": ("logit_lengths", f32((4,)), ["float32", "int"]),
+    "target_lengths_shape": ("target_lengths", i32((5,)), ["(5,)", "(4,)"]),
+    "target_lengths_rank": ("target_lengths", i32((2, 2)), ["(2, 2)", "(4,)"]),
+    "target_lengths_float": ("target_lengths", np.zeros(4, np.float64), ["float64", "int"]),
+    "blank_too_large": ("blank", 9, ["9"]),
+    "blank_too_small": ("blank", -10, ["-10", "9"]),
+    "blank_float": ("blank", 1.5, ["1.5", "int"]),
+    "blank_string": ("blank", "0", ["int"]),
+    "blank_none": ("blank", None, ["None", "int"]),
+    "reduction": ("reduction", "avg", ["avg", "mean", "none", "sum", "mean_target", "mean_volume"]),
+    "reduction_none": ("reduction", None, ["None", "mean", "the same here is 'none'"]),
+    "reduction_of_nemo": ("reduction", "mean_batch", ["mean_target", "the same here is 'mean'"]),
+    "clamp_vector": ("clamp", f32((4,)), ["(4,)"]),
+    "clamp_string": ("clamp", "1", []),
+    "clamp_none": ("clamp", None, ["None"]),
+    "clamp_complex": ("clamp", 1j, []),
+    "fastemit_lambda_vector": ("fastemit_lambda", f32((2,)), ["(2,)"]),
+    "fastemit_lambda_string": ("fastemit_lambda", "0.1", []),
+    "delay_penalty_vector": ("delay_penalty", f32((1,)), ["(1,)"]),
+    "delay_penalty_list": ("delay_penalty", [0.1], []),
+    "label_windows_pairs": ("label_windows", i32((4, 4, 3)), ["(4, 4, 3)", "(4, 4, 2)"]),
+    "label_windows_labels": ("label_windows", i32((4, 5, 2)), ["(4, 5, 2)", "(4, 4, 2)"]),
+    "label_windows_rank": ("label_windows", i32((4, 2)), ["(4, 2)", "(4, 4, 2)"]),
+    "label_windows_float": ("label_windows", f32((4, 4, 2)), ["float32", "int"]),
+    "implementation": ("implementation", "xla", ["xla", "kernel", "reference"]),
+}
+
+
+def call(loss, name, value, **options):
+    arguments = {**losses.problem(loss=loss, dtype=np.float32)._asdict(), **options, name: value}
+    arrays = [arguments.pop(k) for k in losses.Problem._fields]
+    return loss(*arrays, **arguments)
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_message(loss, wrong):
+    name, value, parts = wrong
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(loss, name, value)
+    for part in (name, loss.function.__name__, *parts):
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+
+@pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])
+def test_raised_while_tracing(loss, name):
+    """The error is raised under jit, vmap and grad alike, before anything runs."""
+    value = {"targets": i32((4, 5)), "logits": i32((4, 7, 5, 9)), "blank": 9, "reduction": "avg"}[name]
+    with pytest.raises((ValueError, TypeError), match=name):
+        jax.eval_shape(lambda: call(loss, name, value))
+    if name != "logits":
+        run = lambda x: call(loss, name, value, logits=x)
+        with pytest.raises((ValueError, TypeError), match=name):
+            jax.jit(jax.vmap(jax.grad(run)))(f32((2, 4, 7, 5, 9)))
+
+
+def test_traced_blank(loss):
+    """A tracer in place of a Python number is reported by name, too."""
+    p = losses.problem(loss=loss, dtype=np.float32)
+    with pytest.raises(TypeError, match="blank"):
+        jax.jit(lambda b: loss(*p, blank=b))(0)
+
+
+def test_numpy_integers_are_integers(loss):
+    p = losses.problem(loss=loss)
+    np.testing.assert_allclose(loss(*p, blank=np.int64(3)), loss(*p, blank=3))
+
+
+def test_options_after_fused_log_softmax_are_keywords(loss):
+    """Positional arguments follow torchaudio's order up to there; the others need names."""
+    p = losses.problem(loss=loss)
+    values, _ = loss.expected(p, blank=2, clamp=1.0)
+    np.testing.assert_allclose(loss(*p, 2, 1.0, "sum", True), values.sum(), rtol=1e-13)
+    with pytest.raises(TypeError):
+        loss(*p, 2, 1.0, "sum", True, 0.1)
+    with pytest.raises(TypeError, match="fast_emit"):
+        loss(*p, fast_emit=0.1)
+
+
+def test_loss_object_says_the_same():
+    p = losses.problem()
+    with pytest.raises((ValueError, TypeError), match="reduction"):
+        jax_rnnt.RNNTLoss(reduction="avg")(*p)
+    with pytest.raises((ValueError, TypeError), match="targets"):
+        jax_rnnt.RNNTLoss()(p.logits, p.targets[:, 1:], *p[2:])
+    with pytest.raises((ValueError, TypeError), match="blank"):
+        jax_rnnt.RNNTLoss(blank=9)(*p)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("blank", "x"), ("blank", None), ("blank", 1.0), ("fused_log_softmax", 1), ("inplace", "no"), ("clamp", None),
+        ("fastemit_lambda", "0.1"), ("delay_penalty", [0.1]), ("reduction", "avg"), ("implementation", "xla"),
+    ],
+)  # fmt: skip
+def test_loss_object_says_so_when_built(name, value):
+    """Errors that do not depend on a batch are raised when the loss is made."""
+    with pytest.raises((ValueError, TypeError), match=rf"RNNTLoss: {name} must .*got {re.escape(repr(value))}"):
+        jax_rnnt.RNNTLoss(**{name: value})
+
+
+def test_posteriors_say_the_same():
+    p = losses.problem()
+    for name, value in (("targets", i32((4, 5))), ("logit_lengths", i32(3)), ("logits", i32((4, 7, 5, 9)))):
+        with pytest.raises((ValueError, TypeError), match=rf"rnnt_posteriors.*{name}"):
+            jax_rnnt.rnnt_posteriors(*p._replace(**{name: value}))
+    with pytest.raises((ValueError, TypeError), match="blank"):
+        jax_rnnt.rnnt_posteriors(*p, blank=9)
+
+
+BAD_DATA = {
+    "logit_lengths": ((2,), 8),
+    "target_lengths": ((1,), 5),
+    "targets": ((0, 1), 9),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_validation(loss, name):
+    """Accepts good data with any padding; otherwise names the first offender with index, range and value."""
+    index, limit = BAD_DATA[name]
+    p = losses.poisoned(losses.problem(loss=loss))
+    assert loss.value().validate(*p) is None
+    assert loss.value().validate(*p._replace(target_lengths=0 * p.target_lengths)) is None
+    for value in (limit, -1):
+        bad = p._replace(**{name: getattr(p, name).copy()})
+        getattr(bad, name)[index] = value
+        end = f"{limit})" if name == "targets" else f"{limit - 1}]"
+        at = ", ".join(map(str, index))
+        with pytest.raises(ValueError, match=re.escape(f"{name}[{at}] must lie in [0, {end}")) as caught:
+            loss.value().validate(*bad)
+        assert str(caught.value).startswith(f"{loss.kind.__name__}.validate: ")
+        assert str(caught.value).endswith(f"got {value}.")
+
+
+@pytest.mark.family("quick")
+def test_validation_finds_what_has_no_path(loss):
+    """It raises for exactly the lengths with which the true loss is infinite."""
+    frames, labels = np.array(truth.every_length(3, 3)).T
+    p = losses.problem(len(frames), 3, 3, 6, loss=loss, lengths=(frames, labels))
+    p = p._replace(targets=p.targets % 3)  # below the big blanks
+    expected, _ = loss.expected(p)
+    assert np.isinf(expected).any() and np.isfinite(expected).any()
+    for b, value in enumerate(expected):
+        one = p.take(slice(b, b + 1))
+        if np.isfinite(value):
+            loss.value().validate(*one)
+            continue
+        message = rf"target_lengths\[0\] must .*{loss.kind.__name__} can emit in {frames[b]} .*\+inf.*got {labels[b]}"
+        with pytest.raises(ValueError, match=message):
+            loss.value().validate(*one)
+
+
+def test_validation_of_classes():
+    """A duration or a big blank is no label, nor is the blank: the loss would take it for one."""
+    tdt, lengths = jax_rnnt.TDTLoss((0, 1, 2), omega=0.5, sigma=0.1), (np.int32(4), np.int32(2))
+    with pytest.raises(ValueError, match=r"targets\[1\] must lie in \[0, 5\), before the 3 durations, got 6"):
+        tdt.validate(f32((4, 3, 8)), np.array([0, 6]), *lengths)
+    with pytest.raises(ValueError, match=r"targets\[1\] must not be a blank class \(4\), got 4"):
+        tdt.validate(f32((4, 3, 8)), np.array([0, 4]), *lengths)
+    with pytest.raises(ValueError, match=r"targets\[0\] must not be a blank class \(5, 4, 3\), got 3"):
+        jax_rnnt.MultiblankRNNTLoss((2, 3)).validate(f32((4, 3, 6)), np.array([3, 1]), *lengths)
+
+
+def test_validation_finds_static_mistakes():
+    p = losses.problem()
+    for name, value in (("targets", i32((4, 5))), ("logits", i32((4, 7, 5, 9))), ("logit_lengths", f32(4))):
+        with pytest.raises((ValueError, TypeError), match=f"RNNTLoss.validate: {name} must"):
+            jax_rnnt.RNNTLoss().validate(*p._replace(**{name: value}))
+    with pytest.raises(ValueError, match=r"RNNTLoss\.validate: blank must"):
+        jax_rnnt.RNNTLoss(blank=9).validate(*p)
+
+
+def test_validation_under_checkify():
+    from jax.experimental import checkify
+
+    p = losses.problem()
+    loss = jax_rnnt.MonotonicRNNTLoss()
+
+    @jax.jit
+    @checkify.checkify
+    def step(p):
+        loss.validate(*p)
+        return jax.value_and_grad(lambda x: loss(x, *p[1:]))(p.logits)
+
+    error, (value, _) = step(p)
+    error.throw()
+    np.testing.assert_allclose(value, losses.MONOTONIC.expected(p)[0].mean(), rtol=1e-13)
+    for bad, message in (
+        (p._replace(logit_lengths=p.logit_lengths + 1), r"logit_lengths\[0\] must lie in \[0, 7\], got 8"),
+        (p._replace(targets=p.targets + jnp.int32(9)), r"targets\[0, 0\] must lie in \[0, 9\), got"),
+        (p._replace(logit_lengths=np.int32([7, 5, 6, 2])), r"target_lengths\[3\] must .* in 2 frames .*got 3"),
+    ):
+        with pytest.raises(checkify.JaxRuntimeError, match=f"MonotonicRNNTLoss.validate: {message}"):
+            step(bad)[0].throw()
+
+
+def test_validation_of_traced_data():
+    """Outside of checkify no error can be raised; what is known while tracing is checked then."""
+    p = losses.problem()
+    with pytest.raises(TypeError, match=r"RNNTLoss.validate: .*known \(outside of jax.jit\).* wrapped by checkify"):
+        jax.jit(jax_rnnt.RNNTLoss().validate)(*p)
+    for kind in (np.asarray, jnp.asarray):
+        rest = [kind(x) for x in p[1:]]
+        jax.jit(lambda logits, rest=rest: jax_rnnt.RNNTLoss().validate(logits, *rest))(p.logits)
+        with pytest.raises(ValueError, match=r"logit_lengths\[0\] must lie in \[0, 6\], got 7"):
+            jax.jit(lambda logits, rest=rest: jax_rnnt.RNNTLoss().validate(logits, *rest))(p.logits[:, 1:])

@@ -1,0 +1,161 @@
+"""Is the expected error of an N-best list right, and do its hypotheses share their encoder?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import losses
+from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, mwer_loss
+
+B, N, T, U, H, V = 2, 3, 6, 3, 5, 4
+
+
+def expected(nll, errors):
+    """In float64, list by list."""
+    values = []
+    for x, e in zip(nll, errors):
+        kept = x < np.inf
+        weights = np.exp(-(x[kept] - x[kept].min()))
+        values.append(np.sum(weights / weights.sum() * (e[kept] - e[kept].mean())))
+    return np.array(values)
+
+
+def test_values_and_gradient():
+    rng = np.random.default_rng(0)
+    nll, errors = rng.normal(0, 2, (4, 5)) + np.array([[0], [0], [500], [1e5]]), rng.integers(0, 6, (4, 5))
+    nll[1, [0, 3]] = np.inf
+    values = expected(nll, errors)
+    np.testing.assert_allclose(mwer_loss(nll, errors, "none"), values, rtol=1e-9)
+    np.testing.assert_allclose(mwer_loss(nll, errors), values.mean(), rtol=1e-9)
+    np.testing.assert_allclose(mwer_loss(nll, errors, "sum"), values.sum(), rtol=1e-9)
+    gradient = jax.grad(lambda x: mwer_loss(x, errors, "sum"))(nll)
+    for b, n in np.ndindex(nll.shape):
+        step = np.zeros_like(nll)
+        step[b, n] = 1e-4
+        slope = (expected(nll + step, errors).sum() - expected(nll - step, errors).sum()) / 2e-4
+        np.testing.assert_allclose(gradient[b, n], 0 if nll[b, n] == np.inf else slope, rtol=1e-5, atol=1e-8)
+
+
+def test_empty_lists_and_bad_values():
+    nll = np.array([[np.inf, np.inf], [np.nan, 1.0], [1.0, 2.0]])
+    errors = np.array([[1, 2], [1, 2], [1, 2]])
+    values, gradient = jax.value_and_grad(lambda x: mwer_loss(x, errors, "none")[0])(nll)
+    assert values == 0 and (gradient == 0).all()
+    alone = mwer_loss(nll, errors, "none")
+    assert np.isnan(alone[1]) and np.isfinite(alone[2])
+    assert mwer_loss(np.zeros((0, 3)), np.zeros((0, 3))) == 0
+    assert mwer_loss(jnp.zeros((2, 3), jnp.bfloat16), jnp.zeros((2, 3), int)).dtype == jnp.float32
+
+
+BAD_NUMBERS = {"-inf": (-np.inf, 2.0), "errors of NaN": (1.0, np.nan), "errors of inf": (1.0, np.inf)}
+
+
+@pytest.mark.parametrize("bad", BAD_NUMBERS.values(), ids=BAD_NUMBERS)
+def test_bad_numbers_spoil_their_own_list(bad):
+    """NaN with a zero gradient there; a hypothesis that is not in the list may have any errors."""
+    rng = np.random.default_rng(1)
+    nll, errors = rng.normal(0, 2, (3, 4)), rng.integers(0, 6, (3, 4)).astype(float)
+    nll[2, 1], errors[2, 1] = np.inf, np.nan
+    call = jax.value_and_grad(lambda x, e: (lambda v: (v.sum(), v))(mwer_loss(x, e, "none")), has_aux=True)
+    (_, clean), gradient = call(nll, errors)
+    np.testing.assert_allclose(clean, expected(nll, errors), rtol=1e-12)
+    assert np.isfinite(gradient).all()
+    nll[1, 2], errors[1, 2] = bad
+    (_, spoiled), spoiled_gradient = call(nll, errors)
+    np.testing.assert_array_equal(spoiled, np.array(clean) * [1, np.nan, 1])
+    np.testing.assert_array_equal(spoiled_gradient, np.array(gradient) * [[1], [0], [1]])
+
+
+def test_errors():
+    for arguments, error, message in (
+        (
+            (np.zeros((2, 3)), np.zeros((2, 2))),
+            ValueError,
+            r"errors must have the shape of nll, \(2, 3\), got \(2, 2\)",
+        ),
+        ((np.zeros(3, int), np.zeros(3)), TypeError, "nll must have one of the dtypes"),
+        ((np.zeros(3), np.zeros(3, complex)), TypeError, "errors must be numbers"),
+        ((np.zeros(3), np.zeros(3), "mean_target"), ValueError, "reduction must be one of"),
+    ):
+        with pytest.raises(error, match=message):
+            mwer_loss(*arguments)
+
+
+def problem(batch=B, hypotheses=N, frames=T, units=H, dtype=np.float64):
+    rng = np.random.default_rng(1)
+    shapes = (batch, 1, frames, units), (batch, hypotheses, U + 1, units), (units, V)
+    arrays = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+    targets = rng.integers(0, V - 1, (batch, hypotheses, U)).astype(np.int32)
+    lengths = (
+        np.full((batch, hypotheses), frames, np.int32),
+        rng.integers(0, U + 1, (batch, hypotheses)).astype(np.int32),
+    )
+    return arrays, targets, lengths, rng.integers(0, 4, (batch, hypotheses))
+
+
+def total(arrays, targets, lengths, errors, implementation=None):
+    encoder, predictor, weight = arrays
+    logits = JointLogits(LinearJoint(weight), encoder, predictor, chunk=16)
+    nll = RNNTLoss(reduction="none", implementation=implementation)(logits, targets, *lengths)
+    return mwer_loss(nll, errors, "sum")
+
+
+def test_gradient_through_the_joint(implementation):
+    """Finite differences of an N-best list whose hypotheses share the encoder."""
+    arrays, *rest = problem()
+    value = jax.jit(lambda arrays: total(arrays, *rest, implementation))
+    gradients = jax.jit(jax.grad(lambda arrays: total(arrays, *rest, implementation)))(arrays)
+    rng = np.random.default_rng(2)
+    for i, gradient in enumerate(gradients):
+        assert gradient.shape == arrays[i].shape
+        way = rng.normal(size=gradient.shape)
+        moved = [[x + s * way if j == i else x for j, x in enumerate(arrays)] for s in (1e-5, -1e-5)]
+        slope = (value(moved[0]) - value(moved[1])) / 2e-5
+        np.testing.assert_allclose(np.sum(gradient * way), slope, rtol=1e-6)
+
+
+def test_encoder_is_shared(kernel):
+    """The value and gradient are those of copies of the encoder, and need no memory for them."""
+    arrays, *rest = problem(batch=2, hypotheses=8, frames=64, units=64, dtype=np.float32)
+    copied = [np.repeat(arrays[0], 8, 1), *arrays[1:]]
+    run = jax.jit(jax.value_and_grad(lambda arrays: total(arrays, *rest, kernel)))
+    (value, gradient), (other, of_copies) = run(arrays), run(copied)
+    np.testing.assert_allclose(value, other, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0], of_copies[0].sum(1, keepdims=True), atol=1e-5)
+    np.testing.assert_allclose(gradient[1], of_copies[1], atol=1e-5)
+    shared, apart = (run.lower(x).compile().memory_analysis().temp_size_in_bytes for x in (arrays, copied))
+    assert shared < apart
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_bad_hypothesis_spoils_its_own_utterance(kernel, bad):
+    """NaN in one hypothesis reaches the encoder that it reads, and no other."""
+    arrays, targets, lengths, errors = problem()
+    arrays[1][bad, 1] = np.nan
+    call = lambda arrays: jnp.sum(mwer_loss(nll(arrays), errors, "none")[1 - bad])
+
+    def nll(arrays):
+        logits = JointLogits(LinearJoint(arrays[2]), *arrays[:2], chunk=16)
+        return RNNTLoss(reduction="none", implementation=kernel)(logits, targets, *lengths)
+
+    gradient = jax.jit(jax.grad(call))(arrays)
+    assert np.isfinite(gradient[2]).all() and np.isfinite(gradient[0][1 - bad]).all()
+    every = jax.jit(jax.grad(lambda arrays: jnp.sum(nll(arrays))))(arrays)
+    assert np.isnan(every[0][bad]).any() and np.isfinite(every[0][1 - bad]).all() and np.isfinite(every[2]).all()
+    assert np.isfinite(every[1][bad, 0]).all()
+
+
+def test_sharded_over_utterances(devices):
+    """Nothing but sums of parameters is exchanged."""
+    arrays, *rest = problem(batch=8)
+    expected = jax.jit(jax.value_and_grad(total))(arrays, *rest)
+    mesh = Mesh(np.array(devices), ("data",))
+    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    put = lambda x, to: jax.tree.map(lambda x: jax.device_put(x, to), x)
+    arrays, rest = [*put(arrays[:2], split), put(arrays[2], whole)], put(rest, split)
+    run = jax.jit(jax.value_and_grad(total))
+    for x, y in zip(jax.tree.leaves(run(arrays, *rest)), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+    assert set(losses.collectives(run.lower(arrays, *rest).compile().as_text())) <= {"all-reduce"}

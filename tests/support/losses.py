@@ -1,0 +1,326 @@
+"""The table of losses under test, problems to run them on, and the tolerances of comparisons.
+
+A new loss of the family is one more entry in LOSSES: its public function, and its difference from the RNN-T loss in the
+float64 truth.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import jax_rnnt
+import reference_numpy as truth
+from jax_rnnt._xla import loading
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Problem(cases.Inputs):
+    """The four arrays of a call, in order."""
+
+    def astype(self, dtype):
+        return self._replace(logits=np.asarray(self.logits).astype(jnp.dtype(dtype)))
+
+    def take(self, index):
+        return Problem(*(x[index] for x in self))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    name: str
+    kind: type  # its class
+    function: typing.Callable
+    truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
+    options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
+    extra_classes: int = 0  # logits beyond the V classes
+    first_blank: int = 0  # the smallest possible class of the blank
+
+    def __call__(self, *args, implementation=None, **kwargs):
+        return self.function(*args, **self.options, implementation=implementation, **kwargs)
+
+    def value(self, **options):
+        """An instance of the loss."""
+        return self.kind(**self.options, **options)
+
+    def expected(self, problem, **options):
+        """(loss [B], per-sequence gradient) in float64."""
+        return truth.loss_and_gradient(*problem, **self.truth, **options)
+
+    def lattice(self, logits, targets):
+        """(topology, {slot: arc scores [T, U1]}) in float64 of one sequence, cut to its lengths."""
+        options = {"topology": truth.STANDARD, "emission": truth.softmax_emission, "extra_classes": 0, **self.truth}
+        topology, emission, extra = (options.pop(k) for k in ("topology", "emission", "extra_classes"))
+        labels = np.append(targets, -1).astype(int)
+        return topology, emission(logits, labels, blank=logits.shape[-1] - extra - 1, **options)[0]
+
+    def blank(self, index):
+        """This blank, or the smallest possible one if that is larger."""
+        return max(index, self.first_blank) if index >= 0 else index
+
+    value_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_loss")
+    gradient_calls = ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd", "jax_rnnt_lattice_grad")
+
+
+def multiblank(durations):
+    """The multi-blank loss with these durations of big blanks."""
+    tables = {"topology": truth.multi_blank(durations), "emission": truth.multi_blank_emission, "durations": durations}
+    options = {"big_blank_durations": durations}
+    return Loss(
+        "multiblank",
+        jax_rnnt.MultiblankRNNTLoss,
+        jax_rnnt.multiblank_rnnt_loss,
+        tables,
+        options,
+        first_blank=len(durations),
+    )
+
+
+def tdt(durations):
+    """The TDT loss with these durations."""
+    tables = {"topology": truth.token_durations(durations), "emission": truth.duration_emission, "durations": durations}
+    extra = {"extra_classes": len(durations)}
+    return Loss("tdt", jax_rnnt.TDTLoss, jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
+
+
+BIG, DURATIONS = (3, 2), (2, 0, 1)
+LOSSES = (
+    Loss("rnnt", jax_rnnt.RNNTLoss, jax_rnnt.rnnt_loss),
+    Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
+    Loss(
+        "monotonic_final_blank",
+        jax_rnnt.MonotonicRNNTLoss,
+        jax_rnnt.monotonic_rnnt_loss,
+        {"topology": truth.MONOTONIC_FINAL_BLANK},
+        {"final_blank": True},
+    ),
+    Loss(
+        "constrained",
+        jax_rnnt.ConstrainedRNNTLoss,
+        jax_rnnt.constrained_rnnt_loss,
+        {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
+    ),
+    multiblank(BIG),
+    tdt(DURATIONS),
+    Loss("hat", jax_rnnt.HATLoss, jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
+)
+
+
+@functools.cache
+def lookup(columns):
+    """A joint that looks up: an encoder row holds the logits of all columns, a predictor row its column's number."""
+
+    def joint(encoder, predictor):
+        rows = encoder.reshape(len(encoder), columns, -1)
+        hit = predictor == jnp.arange(columns, dtype=predictor.dtype)[None]
+        return jnp.sum(jnp.where(hit[..., None], rows, 0), -2)
+
+    return joint
+
+
+def in_tiles(logits, *rest, label_windows=None, **options):
+    """The RNN-T loss of logits that a joint makes, eight rows at a time."""
+    *batch, frames, columns, classes = logits.shape
+    column = jnp.broadcast_to(jnp.arange(columns, dtype=logits.dtype).reshape(columns, 1), (*batch, columns, 1))
+    rows = logits.reshape(*batch, frames, columns * classes)
+    made = jax_rnnt.JointLogits(lookup(columns), rows, column, chunk=8)
+    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+
+
+def in_a_band(logits, *rest, label_windows=None, **options):
+    """The RNN-T loss of a band that holds every column."""
+    made = jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
+    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+
+
+# Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
+LAYOUTS = Loss("tiles", jax_rnnt.RNNTLoss, in_tiles), Loss("band", jax_rnnt.RNNTLoss, in_a_band)
+_BY_NAME = {loss.name: loss for loss in LOSSES}
+RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
+
+
+# ------------------------------------------------------------------------------------------------------ problems
+
+# Ragged: a full row, a shorter one, an empty target, and one label a frame. Every lattice of the family has a path.
+FRAMES, LABELS = (7, 5, 6, 4), (4, 2, 0, 3)
+
+
+def problem(B=4, T=7, U=4, V=9, *, loss=RNNT, dtype=np.float64, seed=0, scale=2.0, lengths=None):
+    """Normal logits, rounded to `dtype`; every label but the last class; ragged lengths unless given."""
+    rng = np.random.default_rng((seed, B, T, U, V))
+    if lengths is None:
+        frames = np.resize([max(T - 7 + n, 1) for n in FRAMES], B)
+        labels = np.resize([max(U - 4 + m, 0) if m else 0 for m in LABELS], B)
+    else:
+        frames, labels = lengths
+    classes = V + loss.extra_classes
+    case = cases.Case("problem", B, T, U, classes, logit_lengths=frames, target_lengths=labels)
+    logits = rng.normal(0, scale, case.shape)
+    targets = rng.integers(0, V - 1, (B, U))
+    return Problem(logits, targets.astype(np.int32), *case.lengths).astype(dtype)
+
+
+def inside(p):
+    """Mask of the nodes [B, T, U1] inside the lengths."""
+    _, T, U1, _ = p.logits.shape
+    rows = np.arange(T)[:, None] < p.logit_lengths[:, None, None]
+    return rows & (np.arange(U1) <= p.target_lengths[:, None, None])
+
+
+def poisoned(p, value=np.nan, label=-77):
+    """The same problem with `value` in every logit and `label` in every target outside the lengths."""
+    logits = np.where(inside(p)[..., None], p.logits, np.asarray(value, p.logits.dtype))
+    used = np.arange(p.targets.shape[1]) < p.target_lengths[:, None]
+    return p._replace(logits=logits, targets=np.where(used, p.targets, label).astype(p.targets.dtype))
+
+
+def heads(loss, rows):
+    """Views of the heads, each with its own softmax, of rows [..., V]. The last class before durations is the blank."""
+    if loss.name == "hat":
+        return [rows[..., :-1]]
+    return np.split(rows, [rows.shape[-1] - loss.extra_classes], axis=-1) if loss.extra_classes else [rows]
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: new values compile nothing
+
+
+@functools.cache
+def _compiled(loss, implementation, static):
+    static = dict(static)
+
+    @jax.jit
+    def run(p, scheduled, label_windows):
+        def total(logits):
+            options = {**static, **scheduled, "label_windows": label_windows, "implementation": implementation}
+            values = loss(logits, *p[1:], reduction="none", **options)
+            return values.sum(), values
+
+        gradient, values = jax.grad(total, has_aux=True)(p.logits)
+        return values, gradient
+
+    return run
+
+
+def evaluate(loss, p, implementation, *, label_windows=None, **options):
+    """(loss [B], gradient of their sum) from the library, as NumPy arrays in the library's dtypes."""
+    scheduled = {k: np.float32(options.pop(k, default)) for k, default in SCHEDULED.items()}
+    values, gradient = _compiled(loss, implementation, tuple(sorted(options.items())))(p, scheduled, label_windows)
+    return np.asarray(values), np.asarray(gradient)
+
+
+def eps(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def tolerance(dtype, path_length):
+    """Absolute error of a posterior: at most the contract's 1e-5 (float64: 1e-10), less if that follows from rounding.
+
+    Arc scores of these problems are below 16 in size (log V plus a logit) and each is rounded in float32 or better; a
+    path adds `path_length` of them.
+    """
+    wide = np.dtype(dtype) == np.float64
+    return min(16 * path_length * eps(jnp.float64 if wide else jnp.float32), 1e-10 if wide else 1e-5)
+
+
+def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
+    """(loss, gradient) of `evaluate` against float64 truth, inf and NaN in place.
+
+    A loss is a sum of scores of one sign, so its relative error is theirs; a 16-bit gradient may be rounded once.
+    """
+    (values, gradient), (true_values, true_gradient) = got, expected
+    limit = tolerance(dtype, path_length)
+    relative = 16 * eps(jnp.float64 if np.dtype(dtype) == np.float64 else jnp.float32)
+    np.testing.assert_allclose(values, true_values, rtol=relative, atol=limit)
+    # A narrower result is rounded to nearest once, subnormals included.
+    rounding, smallest = (eps(dtype) / 2, 2.0**-24) if np.dtype(dtype).itemsize == 2 else (0, 0)
+    gradient = np.asarray(gradient, np.float64)
+    np.testing.assert_allclose(gradient, true_gradient, rtol=rounding, atol=scale * limit + smallest)
+
+
+def bits(x):
+    """The bytes of an array: equal bytes are equal bits, NaN included."""
+    x = np.ascontiguousarray(x)
+    return x.view(np.uint8)
+
+
+def assert_same_bits(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    np.testing.assert_array_equal(bits(a), bits(b))
+
+
+# ----------------------------------------------------------------------------------------------- compiled programs
+
+
+def custom_calls(text):
+    """The number of calls of each target of the library in an HLO text."""
+    return dict(collections.Counter(re.findall(r'custom_call_target="(jax_rnnt_\w+)"', text)))
+
+
+def collectives(text):
+    """The number of collectives of each kind in an HLO text."""
+    names = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    return dict(collections.Counter(re.findall(rf" {names}(?:-start)?\(", text)))
+
+
+def exchanged(text, collective):
+    """Shapes of the results of one kind of collective in an HLO text."""
+    results = re.findall(rf" = (.*?) {collective}(?:-start)?\(", text)
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(results))
+    return [tuple(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+
+def once(targets):
+    return {} if interpreted() else dict.fromkeys(targets, 1)
+
+
+def emulated():
+    """Whether the CPU platform runs the CUDA kernels in the emulation (`make emulation`)."""
+    return loading.KERNELS.get("cpu") == "cuda"
+
+
+def cuda_kernels():
+    """Whether kernels are those for CUDA, on a GPU or emulated."""
+    return emulated() or platform() == "cuda"
+
+
+def interpreted():
+    """Whether the CPU platform interprets the TPU's kernels (`make interpret`). They are no custom calls then."""
+    return bool(os.environ.get("JAX_RNNT_INTERPRET"))
+
+
+def platform():
+    """The default platform by the name that lowering uses: cpu, cuda, tpu."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+@functools.cache
+def missing_kernel():
+    """The reason why implementation="kernel" cannot run on the default platform, or None if it can."""
+    required = os.environ.get("JAX_RNNT_REQUIRE")
+    if required and platform() != required:
+        return f"JAX_RNNT_REQUIRE={required}, but the default platform is {platform()}"
+    tiny = np.zeros((1, 1, 1, 2), np.float32), np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32)
+    try:
+        jax.block_until_ready(jax_rnnt.rnnt_loss(*tiny, implementation="kernel"))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def packed(p, x, extra=5, fill=np.nan):
+    """The rows of [B, T, U1, ...] inside the lengths, then `extra` rows of `fill`."""
+    lengths = zip(p.logit_lengths, p.target_lengths, strict=True)
+    rows = [x[b, :n, : m + 1].reshape(-1, *x.shape[3:]) for b, (n, m) in enumerate(lengths)]
+    return np.concatenate([*rows, np.full((extra, *x.shape[3:]), fill, x.dtype)])

@@ -1,0 +1,45 @@
+"""Gradients against difference quotients of the float64 truth."""
+
+import numpy as np
+
+import losses
+
+B, T, U, V = 2, 4, 2, 6
+WEIGHTS = np.array([2.0, -3.0])
+CLOSE = {"rtol": 1e-7, "atol": 1e-8}  # the precision of differences of float64
+STEP = 1e-5
+
+
+def small(loss=losses.RNNT):
+    """Two sequences, the second one shorter; NaN outside the lengths."""
+    return losses.poisoned(losses.problem(B, T, U, V, loss=loss, scale=1.0, lengths=([4, 3], [2, 1])))
+
+
+def slope(function, *arrays, directions=None):
+    """Difference quotient of the float64 truth along directions. The default, all ones, is a scalar's derivative."""
+    directions = directions or [np.ones(np.shape(x)) for x in arrays]
+    up, down = (function(*(x + h * d for x, d in zip(arrays, directions))) for h in (STEP, -STEP))
+    return (up - down) / (2 * STEP)
+
+
+def heads():
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(B, T, V)), rng.normal(size=(B, U + 1, V))
+
+
+def directions_of(leaves, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=np.shape(x)) for x in leaves]
+
+
+def assert_slopes(gradients, function, leaves):
+    """Each leaf by itself along three directions, and all of them together."""
+    for seed in range(3):
+        directions = directions_of(leaves, seed)
+        products = [np.sum(np.asarray(g) * d) for g, d in zip(gradients, directions, strict=True)]
+        for i, product in enumerate(products):
+            alone = [d if i == j else 0 * d for j, d in enumerate(directions)]
+            np.testing.assert_allclose(
+                product, slope(function, *leaves, directions=alone), **CLOSE, err_msg=f"leaf {i}"
+            )
+        np.testing.assert_allclose(sum(products), slope(function, *leaves, directions=directions), **CLOSE)

@@ -1,0 +1,151 @@
+"""Builds the CUDA kernels for the CPU and checks them there; needs a C++ compiler and nothing else.
+
+There are four builds: plain, run in four orders of blocks and threads whose results must be the same bits;
+AddressSanitizer with UndefinedBehaviorSanitizer; ThreadSanitizer; one whose products and sums are multiply-adds
+wherever the compiler may, as those of nvcc are. The last three use smaller blocks, since GCC's ThreadSanitizer
+distinguishes only 255 threads, and smaller blocks are faster. There, a group of lanes of the emission takes several
+rows, and a block several sequences, as it does in large problems. Prints a line per run; the exit code is 1 if any
+check fails.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "emulation-check"
+KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice", "devices"))
+OTHERS = ("tools/emulation/cuda_emulation.cc", "tools/emulation/check.cc")
+TEST = "tools/emulation/cuda_emulation_test.cc"
+HEADERS = [
+    *ROOT.glob("xla_kernels/c[ou]*/*.h"),
+    *ROOT.glob("xla_kernels/cuda/*.cuh"),
+    *ROOT.glob("tools/emulation/*.h"),
+]
+CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1", "-g"]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+SMALL_BLOCKS = [
+    "-DJAX_RNNT_EMISSION_THREADS=64",
+    "-DJAX_RNNT_EMISSION_TEAMS=1",
+    "-DJAX_RNNT_LATTICE_WARPS=4",
+    "-DJAX_RNNT_LATTICE_COPIERS=2",
+    "-DJAX_RNNT_LATTICE_NARROW=1",
+    "-DJAX_RNNT_SKIP_THREADS=64",
+    "-DJAX_RNNT_GRID_Y=2",
+]
+SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
+# Products and sums as multiply-adds wherever the compiler may, as nvcc has it. GCC makes none at -O1 alone.
+FUSE = ["-mfma"] if platform.machine() == "x86_64" else []
+FUSE += ["-ffp-contract=fast", "-fexpensive-optimizations", "-g0"]
+WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One build and the orders in which it runs."""
+
+    name: str
+    flags: tuple[str, ...]
+    orders: tuple[str, ...]
+
+
+MODES = (
+    Mode("plain", ("-ffp-contract=off",), ("forward", "reverse", "random:1", "random:2")),
+    # -O1 would compile for 70 s more, and run for 20 s less.
+    Mode("asan", ("-O0", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
+    # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
+    Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
+    Mode("fused", (*FUSE, *SMALL_BLOCKS), ("forward",)),
+)
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+}
+
+
+def compile_object(
+    source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
+) -> pathlib.Path:
+    """The object of root / source, compiled unless it is newer than the source and all headers. Headers under root
+    shadow those of the repository."""
+    target = build / mode.name / (pathlib.Path(source).name + ".o")
+    newest = max(path.stat().st_mtime for path in [root / source, pathlib.Path(__file__), *HEADERS])
+    if not target.exists() or target.stat().st_mtime < newest:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        flags = [*warnings, *mode.flags, f"-I{root}", f"-I{ROOT}", "-x", "c++"]
+        subprocess.run([*CXX, *flags, "-c", root / source, "-o", target], check=True)
+    return target
+
+
+def link(objects: list[pathlib.Path], mode: Mode, program: pathlib.Path) -> pathlib.Path:
+    subprocess.run([*CXX, *mode.flags, *objects, "-o", program, "-pthread"], check=True)
+    return program
+
+
+def run(program: pathlib.Path, order: str, *arguments: str, timeout: float = 300) -> tuple[int | None, str]:
+    """Exit code, or None after a timeout, and output."""
+    environment = {**os.environ, **ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
+    try:
+        done = subprocess.run(
+            [program, *arguments], env=environment, capture_output=True, text=True, errors="replace", timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
+
+
+def build_all(pool: concurrent.futures.Executor) -> dict[str, dict[str, pathlib.Path]]:
+    """Objects by mode and source."""
+    sources = (*KERNELS, *OTHERS, TEST)
+    jobs = {(mode.name, source): pool.submit(compile_object, source, mode) for mode in MODES for source in sources}
+    objects: dict[str, dict[str, pathlib.Path]] = {mode.name: {} for mode in MODES}
+    for (mode, source), job in jobs.items():
+        objects[mode][source] = job.result()
+    return objects
+
+
+def main() -> int:
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        objects = build_all(pool)
+        print(f"built in {time.monotonic() - start:.1f} s", flush=True)
+
+        def check(mode, name, order):
+            began = time.monotonic()
+            code, output = run(BUILD / mode.name / name, order)
+            return mode, name, order, code, output, time.monotonic() - began
+
+        jobs = []
+        for mode in MODES:
+            here = objects[mode.name]
+            link([here[TEST], here[OTHERS[0]]], mode, BUILD / mode.name / "cuda_emulation_test")
+            link([here[source] for source in (*KERNELS, *OTHERS)], mode, BUILD / mode.name / "check")
+            jobs.append(pool.submit(check, mode, "cuda_emulation_test", "forward"))
+            jobs += [pool.submit(check, mode, "check", order) for order in mode.orders]
+        failed = False
+        results = set()
+        for job in jobs:
+            mode, name, order, code, output, seconds = job.result()
+            summary = next((line for line in output.splitlines() if " passed, " in line), "no result")
+            print(f"{mode.name:6} {name:20} {order:10} {seconds:6.1f} s  {summary}", flush=True)
+            if code != 0:
+                failed = True
+                print(f"exit code {code}\n{output}", file=sys.stderr)
+            if mode.name == "plain" and name == "check":
+                results.add(summary)
+    if len(results) != 1:
+        failed = True
+        print("results depend on the order of blocks and threads", file=sys.stderr)
+    print(f"{'FAILED' if failed else 'passed'} in {time.monotonic() - start:.1f} s")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+// Checks the emulation itself: its functions give right results, every kind of misuse is reported, and the launch after
+// a report works. Prints the failures and "N passed, M failed".
+#include "tools/emulation/cuda_emulation.h"
+
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "xla_kernels/cuda/runtime.cuh"
+
+namespace jax_rnnt::cuda {
+namespace {
+
+constexpr unsigned kAll = 0xffffffffu;
+int num_passed = 0, num_failed = 0;
+
+void Expect(bool condition, const char* what) {
+  ++(condition ? num_passed : num_failed);
+  if (!condition) fprintf(stderr, "FAILED: %s\n", what);
+}
+
+// ---- right use ----
+
+__global__ void ShufflesAndVotes(int* errors) {
+  const int lane = int(threadIdx.x) % 32;
+  const auto check = [&](bool right) { errors[threadIdx.x] += !right; };
+  check(__shfl_sync(kAll, lane, 5) == 5);
+  check(__shfl_sync(kAll, lane, 9, 8) == lane / 8 * 8 + 1);
+  check(__shfl_up_sync(kAll, double(lane), 1) == (lane == 0 ? 0 : lane - 1));
+  check(__shfl_up_sync(kAll, lane, 2, 4) == (lane % 4 < 2 ? lane : lane - 2));
+  check(__shfl_down_sync(kAll, int64_t(lane) << 40, 3) == int64_t(lane < 29 ? lane + 3 : lane) << 40);
+  check(__shfl_xor_sync(kAll, float(lane), 16) == float(lane ^ 16));
+  check(__ballot_sync(kAll, lane % 3 == 0) == 0x49249249u);
+  check(__any_sync(kAll, lane == 31) == 1 && __all_sync(kAll, lane < 31) == 0 && __all_sync(kAll, 1) == 1);
+  const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;  // the halves of a warp diverge
+  for (int i = 0; i < (lane < 16 ? 2 : 5); ++i) check(__shfl_xor_sync(half, lane + i, 1) == (lane ^ 1) + i);
+  __syncwarp();
+}
+
+__global__ void TwoDimensions(int* sums) {
+  JAX_RNNT_SHARED_ARRAY(int, tile, 32 * 8);
+  JAX_RNNT_DYNAMIC_SHARED(double, extra);
+  tile[threadIdx.x * 8 + threadIdx.y] = int(threadIdx.y * 32 + threadIdx.x);
+  if (threadIdx.x == 0) extra[threadIdx.y] = threadIdx.y;
+  const int count = __syncthreads_count(threadIdx.y == 3), any = __syncthreads_or(threadIdx.x == 7),
+            all = __syncthreads_and(threadIdx.x < 31);
+  const int i = int(threadIdx.y * 32 + threadIdx.x), other = tile[i];
+  const bool right = other == i % 8 * 32 + i / 8 && extra[7 - threadIdx.y] == 7 - int(threadIdx.y) && count == 32 &&
+                     any == 1 && all == 0;
+  sums[(blockIdx.y * gridDim.x + blockIdx.x) * 256 + i] = right;
+}
+
+__global__ void Poisoned(int* nan) {
+  JAX_RNNT_SHARED_ARRAY(float, fixed, 4);
+  JAX_RNNT_DYNAMIC_SHARED(double, dynamic);
+  *nan = fixed[3] != fixed[3] && dynamic[1] != dynamic[1];
+  fixed[3] = 0;
+  dynamic[1] = 0;
+}
+
+// ---- misuse ----
+
+__global__ void BarrierOfSome(int*) {
+  if (threadIdx.x < 40) __syncthreads();
+}
+__global__ void BarrierAfterExit(int*) {
+  if (threadIdx.x == 3) return;
+  __syncwarp(threadIdx.x < 32 ? ~8u : kAll);
+  __syncthreads();
+}
+__global__ void BarriersOfTwoPlaces(int*) {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+__global__ void BarriersOfTwoKinds(int* out) {
+  if (threadIdx.x < 32) __syncthreads();
+  if (threadIdx.x >= 32) out[threadIdx.x] = __syncthreads_or(1);
+}
+__global__ void ShuffleOfSome(int* out) {
+  if (threadIdx.x % 2 == 0) out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 2);
+}
+__global__ void ShuffleAgainstBarrier(int* out) {
+  if (threadIdx.x == 0) __syncthreads();
+  out[threadIdx.x] = __shfl_sync(kAll, 1, 0);
+}
+__global__ void ShufflesOfTwoKinds(int* out) {
+  if (threadIdx.x % 2 == 0) {
+    out[threadIdx.x] = __shfl_up_sync(kAll, 1, 1);
+  } else {
+    out[threadIdx.x] = __shfl_down_sync(kAll, 1, 1);
+  }
+}
+__global__ void ShufflesOfTwoArguments(int* out) {
+  out[threadIdx.x] = __shfl_xor_sync(kAll, 1, threadIdx.x < 5 ? 1 : 2);
+}
+__global__ void MaskOfExited(int* out) {
+  if (threadIdx.x >= 30) return;
+  out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 1);
+}
+__global__ void MaskOfAbsent(int* out) { out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 1); }
+__global__ void ExitWhileAwaited(int* out) {
+  if (threadIdx.x == 31) return;
+  out[threadIdx.x] = __ballot_sync(kAll, 1) != 0;
+}
+__global__ void OutsideOwnMask(int* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 0); }
+__global__ void SourceOutsideMask(int* out) {
+  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, 1, 16);
+}
+__global__ void WidthNotPowerOfTwo(int* out) { out[threadIdx.x] = __shfl_sync(kAll, 1, 0, 12); }
+__global__ void TooMuchStatic(int* out) {
+  JAX_RNNT_SHARED_ARRAY(double, big, 48 * 128 + 1);
+  big[0] = 1;
+  out[0] = int(big[0]);
+}
+
+// The last group is not waited for, or belongs to no group.
+template <int kGroups, bool kCommitted>
+__global__ void ExitWithCopies(int* from) {
+  JAX_RNNT_SHARED_ARRAY(int, to, 64);
+  CopyAsync(SharedAddress<int>(to + threadIdx.x), from + threadIdx.x);
+  if (kCommitted) CommitCopies();
+  WaitForCopies<kGroups>();
+}
+
+void ExpectWorks() {
+  std::vector<int> sums(6 * 256, 0);
+  const cudaError_t error = Launch(&TwoDimensions, dim3(3, 2), dim3(32, 8), 64, nullptr, sums.data());
+  bool right = error == cudaSuccess;
+  for (int sum : sums) right = right && sum == 1;
+  Expect(right, "blocks of 32 x 8 threads with barriers, static and dynamic shared memory");
+}
+
+void ExpectReport(void (*kernel)(int*), const char* name, const char* message, unsigned threads = 64) {
+  std::vector<int> out(1024, 0);
+  const cudaError_t error = Launch(kernel, dim3(2, 2), dim3(threads), 0, nullptr, out.data());
+  Expect(error == cudaErrorLaunchFailure, name);
+  Expect(strstr(cudaGetErrorString(error), message) != nullptr, message);
+  ExpectWorks();
+}
+
+void RightUse() {
+  std::vector<int> errors(64, 0);
+  Expect(Launch(&ShufflesAndVotes, dim3(1), dim3(64), 0, nullptr, errors.data()) == cudaSuccess, "shuffles run");
+  bool right = true;
+  for (int count : errors) right = right && count == 0;
+  Expect(right, "shuffles and votes give the right values");
+  int nan = 0;
+  for (int i = 0; i < 2; ++i) {  // the first launch leaves values in shared memory
+    Launch(&Poisoned, dim3(1), dim3(1), 16, nullptr, &nan);
+    Expect(nan == 1, "fresh shared memory is NaN");
+  }
+  std::vector<int> from(64, 1);
+  const cudaError_t waited = Launch(&ExitWithCopies<0, true>, dim3(1), dim3(64), 0, nullptr, from.data());
+  Expect(waited == cudaSuccess, "copies that are waited for");
+  ExpectWorks();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([] {
+      std::vector<int> sums(256, 0);
+      for (int k = 0; k < 20; ++k) Launch(&TwoDimensions, dim3(1), dim3(32, 8), 64, nullptr, sums.data());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ExpectWorks();
+}
+
+void Misuse() {
+  fprintf(stderr, "Reports of misuse are expected from here on.\n");
+#define REPORT(kernel, ...) ExpectReport(&kernel, #kernel, __VA_ARGS__)
+  REPORT(BarrierOfSome, "__syncthreads at");
+  REPORT(BarrierAfterExit, "a thread of the block has exited");
+  REPORT(BarriersOfTwoPlaces, "meets another place or kind, __syncthreads at");
+  REPORT(BarriersOfTwoKinds, "meets another place or kind");
+  REPORT(ShuffleOfSome, "__shfl_xor_sync at");
+  REPORT(ShuffleAgainstBarrier, "deadlock");
+  REPORT(ShufflesOfTwoKinds, "meets another place or kind");
+  REPORT(ShufflesOfTwoArguments, "meets another place or kind");
+  REPORT(MaskOfExited, "__shfl_xor_sync at");
+  REPORT(MaskOfAbsent, "lane that has exited or does not exist", 48);
+  REPORT(ExitWhileAwaited, "__ballot_sync at");
+  REPORT(OutsideOwnMask, "the caller's lane is not in its mask");
+  REPORT(SourceOutsideMask, "reads from a lane outside the mask");
+  REPORT(WidthNotPowerOfTwo, "the width is not a power of two");
+  REPORT(TooMuchStatic, "more shared memory than a block can have");
+  ExpectReport(&ExitWithCopies<1, true>, "a group not waited for", "in flight where its thread ends");
+  ExpectReport(&ExitWithCopies<0, false>, "a copy of no group", "in flight where its thread ends");
+#undef REPORT
+  int out;
+  Expect(Launch(&MaskOfAbsent, dim3(1), dim3(1025), 0, nullptr, &out) == cudaErrorInvalidConfiguration, "threads");
+  Expect(Launch(&MaskOfAbsent, dim3(1, 65536), dim3(32), 0, nullptr, &out) == cudaErrorInvalidConfiguration, "grid");
+  Expect(Launch(&MaskOfAbsent, dim3(1), dim3(32), 228 << 10, nullptr, &out) == cudaErrorInvalidValue, "shared bytes");
+  ExpectWorks();
+}
+
+// ---- the limit of dynamic shared memory ----
+
+template <int>  // each a kernel of its own
+__global__ void Nothing(int*) {}
+
+void DynamicLimit() {
+  int out;
+  const auto launch = [&](auto kernel, size_t kib) {
+    return Launch(kernel, dim3(1), dim3(32), kib << 10, nullptr, &out);
+  };
+  const auto set = [](void (*kernel)(int*), size_t kib) {
+    return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(kib << 10));
+  };
+  Expect(launch(&Nothing<0>, 48) == cudaSuccess, "48 KiB need no limit");
+  Expect(launch(&Nothing<1>, 49) == cudaErrorInvalidValue, "more than 48 KiB before the limit is raised");
+  Expect(set(&Nothing<2>, 100) == cudaSuccess && set(&Nothing<2>, 99) == cudaErrorInvalidValue, "a lower limit");
+  Expect(launch(&Nothing<2>, 100) == cudaSuccess && launch(&Nothing<2>, 101) == cudaErrorInvalidValue, "the limit");
+  Expect(set(&Nothing<2>, 200) == cudaErrorInvalidValue, "a limit after a launch");
+  Expect(set(&Nothing<3>, 228) == cudaErrorInvalidValue, "a limit above that of the device");
+  {
+    const Loading loading;
+    for (int i = 0; i < 2; ++i) Expect(launch(&Nothing<4>, 49) == cudaSuccess, "loading");
+  }
+  for (const size_t kib : {200, 100, 227}) Expect(launch(&Nothing<4>, kib) == cudaSuccess, "any size once loaded");
+  Expect(launch(&Nothing<5>, 1) == cudaErrorInvalidDeviceFunction, "a kernel that was not loaded");
+}
+
+// ---- 16-bit types ----
+
+void Conversions() {
+  bool half = true, bfloat16 = true;
+  for (int i = 0; i < 1 << 16; ++i) {  // every value survives a round trip; ties go to the even neighbour
+    const Half h = {uint16_t(i)};
+    const BFloat16 b = {uint16_t(i)};
+    const float x = Widen(h), y = Widen(b);
+    half &= x != x ? (i & 0x7fff) > 0x7c00 : Narrow<Half>(x).bits == i;
+    bfloat16 &= y != y ? (i & 0x7fff) > 0x7f80 : Narrow<BFloat16>(y).bits == i;
+    if ((i & 0x7fff) < 0x7bff) {
+      const float next = Widen(Half{uint16_t(i + 1)}), middle = (x + next) / 2;
+      half &= Narrow<Half>(middle).bits == i + (i & 1);
+      half &= Narrow<Half>(nextafterf(middle, x)).bits == i && Narrow<Half>(nextafterf(middle, next)).bits == i + 1;
+    }
+    if ((i & 0x7fff) < 0x7f7f) {
+      const float next = Widen(BFloat16{uint16_t(i + 1)}), middle = y / 2 + next / 2;
+      if ((i & 0x7fff) > 0x100) {  // y / 2 is exact
+        bfloat16 &= Narrow<BFloat16>(middle).bits == i + (i & 1);
+        bfloat16 &= Narrow<BFloat16>(nextafterf(middle, y)).bits == i;
+      }
+    }
+  }
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  half &= Narrow<Half>(65519.996f).bits == 0x7bff && Narrow<Half>(65520.f).bits == 0x7c00;
+  half &= Narrow<Half>(-1e30f).bits == 0xfc00 && Narrow<Half>(infinity).bits == 0x7c00;
+  half &= Narrow<Half>(nan).bits == 0x7fff && Narrow<Half>(1e-30f).bits == 0 && Narrow<Half>(-0.f).bits == 0x8000;
+  half &= Widen(Half{1}) == 0x1p-24f && Widen(Half{0x3c00}) == 1 && Widen(Half{0xc500}) == -5;
+  bfloat16 &= Narrow<BFloat16>(nan).bits == 0x7fff && Narrow<BFloat16>(3.4e38f).bits == 0x7f80;
+  Expect(half, "float16 conversions");
+  Expect(bfloat16, "bfloat16 conversions");
+  Expect(Narrow<float>(0.1f) == 0.1f && Narrow<double>(0.1) == 0.1, "wide types stay");
+}
+
+// ---- rounding ----
+
+// In the build "fused", differences of operators are multiply-adds, and these would be the errors of the products.
+template <class A>
+void Rounding(A x, A y) {
+  const volatile A a = x, b = y;  // read anew for each product
+  const A product = RoundedProduct<A>(a, b);
+  Expect(Fma(A(a), A(b), -product) != 0, "a product that rounds");
+  Expect(product - RoundedProduct<A>(a, b) == 0, "RoundedProduct");
+  Expect(RoundedProduct<A>(a, b) + RoundedProduct<A>(-a, b) == 0, "RoundedProduct, sum");
+}
+
+}  // namespace
+}  // namespace jax_rnnt::cuda
+
+int main() {
+  using namespace jax_rnnt::cuda;
+  RightUse();
+  Conversions();
+  Rounding(1.1f, 1.3f);
+  Rounding(1.1, 1.3);
+  Misuse();
+  DynamicLimit();  // the last, since it loads kernels
+  printf("%d passed, %d failed\n", num_passed, num_failed);
+  return num_failed != 0;
+}

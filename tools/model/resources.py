@@ -1,0 +1,111 @@
+"""Reads registers, shared memory, spills and 16-byte accesses of the CUDA kernels from the compiler. Needs no GPU.
+
+    python tools/model/resources.py [--architectures 75 80 90 100] [--nvcc NVCC] [--check]
+
+Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame, if an emission
+kernel lost its 16-byte accesses, or if the table in docs/cuda.md differs. Registers depend on the version of the
+compiler, so the tables are only compared under the version that the document names.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = ("softmax_emission", "lattice", "skip_lattice")
+OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", f"-I{ROOT}"]
+
+
+def kernel_name(mangled):
+    """`ForwardKernel<float, 8>` from the symbol of a kernel in an anonymous namespace."""
+    text = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
+    return re.search(
+        r"(\w+(?:<[^()]*>)?)\(", text.replace("jax_rnnt::cuda::", "").replace("(anonymous namespace)", "")
+    )[1]
+
+
+def compile_kernels(nvcc, source, architecture, folder):
+    """Rows (kernel, architecture, registers, static shared bytes, stack bytes, spill bytes)."""
+    code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    out = folder / f"{source}.{architecture}.o"
+    command = [nvcc, *OPTIONS, code, "--resource-usage", "-c", f"{ROOT}/xla_kernels/cuda/{source}.cu", "-o", out]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for entry in text.split("Compiling entry function '")[1:]:
+        numbers = {
+            key: int(match[1]) if (match := re.search(pattern, entry)) else 0
+            for key, pattern in {
+                "registers": r"Used (\d+) registers",
+                "shared": r"(\d+) bytes smem",
+                "stack": r"(\d+) bytes stack frame",
+                "spills": r"(\d+) bytes spill stores",
+            }.items()
+        }
+        yield kernel_name(entry.split("'")[0]), architecture, numbers
+
+
+def wide_accesses(nvcc, folder):
+    """{kernel: (16-byte loads, 16-byte stores)} of the emission, counted in PTX."""
+    out = folder / "emission.ptx"
+    source = f"{ROOT}/xla_kernels/cuda/softmax_emission.cu"
+    subprocess.run([nvcc, *OPTIONS, "-arch=compute_90", "-ptx", source, "-o", out], check=True)
+    found = {}
+    for entry in re.split(r"\.entry\s+", out.read_text())[1:]:
+        loads, stores = (len(re.findall(rf"{op}\.global\.v[24]\.[ubf](?:32|64)", entry)) for op in ("ld", "st"))
+        loads += len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, 16;", entry))
+        found[kernel_name(re.match(r"\w+", entry)[0])] = loads, stores
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", nargs="+", default=["75", "80", "90", "100"])
+    parser.add_argument("--nvcc", default=shutil.which("nvcc"))
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if options.nvcc is None:
+        sys.exit("no nvcc on the path; name one with --nvcc")
+    release = subprocess.run([options.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"release ([\d.]+)", release)[1]
+
+    rows, faults = {}, []
+    with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        folder = pathlib.Path(name)
+        wide = pool.submit(wide_accesses, options.nvcc, folder)
+        jobs = [
+            pool.submit(lambda *job: list(compile_kernels(*job)), options.nvcc, source, architecture, folder)
+            for source in SOURCES
+            for architecture in options.architectures
+        ]
+        for kernel, architecture, numbers in (row for job in jobs for row in job.result()):
+            rows.setdefault(kernel, {})[architecture] = numbers
+            if numbers["stack"] or numbers["spills"]:
+                faults.append(
+                    f"{kernel} for sm_{architecture}: {numbers['stack']} bytes of stack, {numbers['spills']} spilled"
+                )
+        wide = wide.result()
+    faults += [f"{k}: {loads} loads of 16 bytes" for k, (loads, _) in wide.items() if not loads]
+    faults += [f"{k}: {stores} stores of 16 bytes" for k, (_, stores) in wide.items() if "Back" in k and not stores]
+
+    title = " | ".join(f"registers sm_{a}" for a in options.architectures)
+    table = [
+        f"| kernel (nvcc {version}) | {title} | shared, bytes |",
+        "|---|" + "--:|" * (len(options.architectures) + 1),
+    ]
+    for kernel, found in sorted(rows.items()):
+        registers = " | ".join(str(found[a]["registers"]) for a in options.architectures)
+        table.append(f"| `{kernel}` | {registers} | {max(n['shared'] for n in found.values())} |")
+    print("\n".join(table))
+    document = (ROOT / "docs/cuda.md").read_text()
+    if table[0] in document and "\n".join(table) not in document:
+        faults.append("the table in docs/cuda.md is out of date: replace it by the one above")
+    if options.check and faults:
+        sys.exit("\n".join(faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Builds the wheels of a release, on this machine and without containers: `make wheels`.
+
+    python tools/release/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
+
+A wheel with kernels for each interpreter, and one of pure Python for every other place. Each is checked: symbol
+versions, size, hardening. The kernels are compiled once, since their objects do not depend on the interpreter.
+
+The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
+compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
+asked for. libstdc++ is linked statically, since a compiler's own needs a system as new as itself. Tried: zig as the
+compiler, whose libc++ nvcc does not take; zig 0.12 and 0.15 do not link __builtin_cpu_supports.
+"""
+
+import argparse
+import io
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+ROOT = pathlib.Path(__file__).parents[2]
+GLIBC = (2, 27)
+LARGEST = 10 << 20
+CUDA = 12  # its kernels run under the drivers of CUDA 12 and of all later ones
+
+# CMake and nvcc call it as a compiler. libgcc comes before zig's own runtime, which knows no processors.
+COMPILER = """#!/bin/sh
+case " $* " in
+*" -shared "*)
+  exec "{zig}" c++ -target {machine}-linux-gnu.{glibc} -nostdlib++ -s -Wl,--gc-sections \\
+    -Wl,--version-script="{folder}/exports" "$@" \\
+    "{folder}/single_threaded.o" "{libstdcxx}" "{libgcc}" "{libgcc_s}" -lpthread -ldl -lrt -lm ;;
+*) exec {cxx} "$@" ;;
+esac
+"""
+
+
+def run(*command, **keywords):
+    """Says what it runs; shows the output of what fails."""
+    print("+", *command, file=sys.stderr, flush=True)
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **keywords)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}\nfailed: {' '.join(map(str, command))}")
+
+
+def output(*command, **keywords):
+    return subprocess.run(
+        [str(c) for c in command], check=True, capture_output=True, text=True, **keywords
+    ).stdout.strip()
+
+
+def interpreters():
+    """CPython 3.11 and later on the PATH and in pyenv, the first of each minor version."""
+    found = {}
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+    for minor in range(11, 20):
+        names = [shutil.which(f"python3.{minor}"), *sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))]
+        for name in filter(None, names):
+            probe = "import sys, sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
+            if subprocess.run([name, "-c", probe], capture_output=True, check=False).returncode == 0:
+                found.setdefault(minor, str(name))
+    return list(found.values())
+
+
+def packages(python, folder):
+    """A folder with the packages of the lock file and nothing else, for all interpreters."""
+    locked, done = ROOT / "tools/release/wheels.txt", folder / "lock.txt"
+    if not done.is_file() or done.read_text() != locked.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        options = ["--quiet", "--no-deps", "--require-hashes", "--target", folder]
+        run(python, "-m", "pip", "install", *options, "-r", locked)
+        shutil.copy(locked, done)
+    return folder
+
+
+def build(python, site, out, settings, *, kind="wheel", **variables):
+    """Runs the build backend, not isolated, with the packages of `site`."""
+    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}", **variables}
+    options = [f"-C{key}={value}" for key, value in settings.items()]
+    flags = [f"--{kind}", "--no-isolation", "--skip-dependency-check"]
+    run(python, "-m", "build", *flags, "--outdir", out, *options, ROOT, env=env)
+
+
+def compiler(site, machine, cxx, folder):
+    """Path of a compiler driver for the machine: compiles with `cxx`, links against the old glibc."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # libstdc++ asks it whether atomics may be skipped; glibc before 2.32 has no such variable. Never is right.
+    (folder / "single_threaded.c").write_text("char __libc_single_threaded = 0;\n")
+    run(cxx, "-x", "c", "-fPIC", "-c", folder / "single_threaded.c", "-o", folder / "single_threaded.o")
+    (folder / "exports").write_text("{ global: PyInit_*; local: *; };\n")
+    libraries = {
+        name: output(cxx, f"-print-file-name={file}")
+        for name, file in (("libstdcxx", "libstdc++.a"), ("libgcc", "libgcc.a"), ("libgcc_s", "libgcc_s.so.1"))
+    }
+    driver = folder / "g++"
+    text = COMPILER.format(
+        zig=site / "ziglang/zig",
+        machine=machine,
+        glibc="{}.{}".format(*GLIBC),
+        folder=folder.resolve(),
+        cxx=cxx,
+        **libraries,
+    )
+    driver.write_text(text)
+    driver.chmod(0o755)
+    return driver.resolve()
+
+
+def cuda_compiler(nvcc):
+    """The path of an nvcc of the right version."""
+    if nvcc is None:
+        sys.exit("no nvcc: name one of CUDA 12 with --nvcc (docs/releasing.md says where it is), or pass --nvcc off")
+    release = re.search(r"release (\d+)\.", output(nvcc, "--version"))[1]
+    if int(release) != CUDA:
+        sys.exit(
+            f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc"
+        )
+    return pathlib.Path(shutil.which(nvcc)).resolve()
+
+
+def with_kernels(python, site, machine, driver, nvcc, folder):
+    """The wheel of one interpreter, tagged for the system that built it."""
+    version = output(python, "-c", "import sys; print('{}{}'.format(*sys.version_info))")
+    settings = {
+        "build-dir": folder / machine,
+        "install.strip": "false",  # the linker does
+        "cmake.define.JAX_RNNT_CUDA": "on" if nvcc else "off",
+    }
+    variables = {"CXX": str(driver)}
+    if nvcc:
+        variables |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver)}
+    if machine != os.uname().machine:
+        suffix = f".cpython-{version}-{machine}-linux-gnu.so"
+        variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+    (folder / machine / "CMakeCache.txt").unlink(missing_ok=True)  # it names the last interpreter; the objects stay
+    raw = folder / f"raw-{machine}-{version}"
+    shutil.rmtree(raw, ignore_errors=True)
+    build(python, site, raw, settings, **variables)
+    (wheel,) = raw.glob("*.whl")
+    return wheel
+
+
+def repair(python, site, wheel, machine, out):
+    """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
+    plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
+    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+    # It knows the tags of the machine that it runs on alone.
+    program = f"import platform; platform.machine = lambda: {machine!r}; from auditwheel.main import main; exit(main())"
+    run(python, "-c", program, "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+
+
+def faults(elf):
+    """What a module lacks of SECURITY.md, and what it shows of its libraries."""
+    segments = {s["p_type"]: s["p_flags"] for s in elf.iter_segments()}
+    dynamic = elf.get_section_by_name(".dynamic")
+    flags = {tag.entry.d_tag: tag.entry.d_val for tag in dynamic.iter_tags()}
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    exported = [s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF" and s["st_info"]["bind"] != "STB_LOCAL"]
+    if segments.get("PT_GNU_STACK", 1) & 1:
+        yield "has an executable stack"
+    if "PT_GNU_RELRO" not in segments or not flags.get("DT_FLAGS_1", 0) & 1:
+        yield "binds no symbols before it runs"
+    if not any(name.startswith("PyInit_") for name in exported) or len(exported) != 1:
+        yield f"exports {len(exported)} symbols, expected PyInit alone"
+
+
+def check(wheel, machine, cuda):
+    """A line about a finished wheel; fails where something is missing or large."""
+    from elftools.elf.elffile import ELFFile  # of the lock file
+
+    modules = set()
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            if match := re.fullmatch(rf"jax_rnnt/(_cpu|_cuda)\.cpython-\d+-{machine}-linux-gnu\.so", entry.filename):
+                modules.add(match[1])
+                if found := list(faults(ELFFile(io.BytesIO(archive.read(entry))))):
+                    sys.exit(f"{wheel.name}: {entry.filename} {', '.join(found)}")
+            elif entry.filename.endswith(".so") or ".libs/" in entry.filename:
+                sys.exit(f"{wheel.name} holds {entry.filename}")
+    wanted = set() if machine is None else {"_cpu", "_cuda"} if cuda else {"_cpu"}
+    if modules != wanted:
+        sys.exit(f"{wheel.name} holds the modules {sorted(modules)}, expected {sorted(wanted)}")
+    if (size := wheel.stat().st_size) > LARGEST:
+        sys.exit(f"{wheel.name} has {size} bytes, expected at most {LARGEST}")
+    return f"{size / 1e6:6.2f} MB  {wheel.name}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
+    parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; the default: all at hand")
+    parser.add_argument("--machine", default=os.uname().machine, choices=["x86_64", "aarch64"])
+    parser.add_argument("--cxx", help="compiler for the machine; the default: g++ or a cross compiler of that name")
+    parser.add_argument("--nvcc", default=os.environ.get("CUDACXX") or shutil.which("nvcc"), help="of CUDA 12, or off")
+    options = parser.parse_args()
+    folder, out = ROOT / "build/wheels", options.out.resolve()
+    pythons = options.pythons or interpreters()
+    nvcc = None if options.nvcc == "off" or options.machine != "x86_64" else cuda_compiler(options.nvcc)
+    cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
+
+    site = packages(pythons[0], folder / "packages")
+    sys.path.append(str(site))
+    driver = compiler(site, options.machine, cxx, folder / f"compiler-{options.machine}")
+    build(pythons[0], site, out, {}, kind="sdist")
+    pure = {"wheel.py-api": "py3", "wheel.platlib": "false", "cmake.define.JAX_RNNT_KERNELS": "off"}
+    build(pythons[0], site, out, {"build-dir": folder / "pure", **pure})
+    for python in pythons:
+        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder)
+        repair(pythons[0], site, wheel, options.machine, out)
+    for wheel in sorted(out.glob("*.whl")):
+        if wheel.name.endswith(f"{options.machine}.whl"):
+            print(check(wheel, options.machine, cuda=nvcc))
+        elif wheel.name.endswith("any.whl"):
+            print(check(wheel, None, cuda=None))
+
+
+if __name__ == "__main__":
+    main()
