@@ -8,20 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt._hat import HATLoss
-from jax_rnnt._monotonic import ConstrainedRNNTLoss, MonotonicRNNTLoss
-from jax_rnnt._multiblank import MultiblankRNNTLoss
-from jax_rnnt._rnnt import RNNTLoss
-from jax_rnnt._tdt import TDTLoss
+from jax_rnnt import losses
 from jax_rnnt._xla import loading
 
 LOSSES = {
-    "rnnt": RNNTLoss,
-    "monotonic": MonotonicRNNTLoss,
-    "constrained": ConstrainedRNNTLoss,
-    "hat": HATLoss,
-    "multiblank": MultiblankRNNTLoss,
-    "tdt": TDTLoss,
+    "rnnt": losses.RNNTLoss,
+    "monotonic": losses.MonotonicRNNTLoss,
+    "constrained": losses.ConstrainedRNNTLoss,
+    "hat": losses.HATLoss,
+    "multiblank": losses.MultiblankRNNTLoss,
+    "tdt": losses.TDTLoss,
 }
 _DURATIONS = {"multiblank": (2, 4, 8), "tdt": (0, 1, 2, 3, 4)}
 

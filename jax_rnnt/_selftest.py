@@ -10,9 +10,9 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._xla import loading
-from jax_rnnt.emissions import softmax
-from jax_rnnt.lattices import lattice
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, multi_blank, products, slots
+from jax_rnnt.emissions import _softmax as softmax
+from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices._topology import MONOTONIC, STANDARD, multi_blank, products, slots
 
 # {kind: (classes of a row, options)}. A row is read by one lane, a few, a warp or a block of a GPU, by its bytes.
 EMISSIONS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import PackedLogits, _checks, _layouts, lattices, timing
+from jax_rnnt import PackedLogits, _checks, lattices, timing
 from jax_rnnt._extras import needed_by
-from jax_rnnt.lattices.topology import Topology
+from jax_rnnt.lattices._topology import Topology
+from jax_rnnt.layouts import _layout
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
@@ -136,7 +137,7 @@ def lattice(
         raise ValueError(f"lattice: targets must have shape [U], those of one utterance, got {tuple(targets.shape)}.")
     labels = targets.shape[0] if target_length is None else int(target_length)
     names = _names("lattice", targets[:labels], symbols)
-    frames = _layouts.of("lattice", logits).frames if logit_length is None else int(logit_length)
+    frames = _layout.of("lattice", logits).frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
     best = np.asarray(loss.align(*arguments, key=key).frames)[:labels]

@@ -52,7 +52,7 @@ from jax_rnnt.decode._search import (
     step_rows,
     take,
 )
-from jax_rnnt.emissions.softmax import row_sum
+from jax_rnnt.emissions._softmax import row_sum
 
 LAST = np.iinfo(np.int32).max  # later than any frame
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill

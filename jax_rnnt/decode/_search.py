@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt._layouts import JointLogits
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._symbols import Symbols, symbols_of
-from jax_rnnt.emissions.joint import LinearJoint, row_avals
-from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.emissions._softmax import accumulation_dtype
+from jax_rnnt.layouts._joint import JointLogits
+from jax_rnnt.layouts._joint_networks import LinearJoint, row_avals
 
 PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
 BLOCK = 32  # places of a row of which `largest_sums` looks at the maximum first

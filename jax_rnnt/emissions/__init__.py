@@ -1,3 +1,3 @@
 """Emissions: logits -> log-probabilities of the arcs."""
 
-from jax_rnnt.emissions.softmax import Softmax as Softmax
+from jax_rnnt.emissions._softmax import Softmax as Softmax

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
-from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
 def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax.Array:

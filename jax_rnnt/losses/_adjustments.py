@@ -1,7 +1,7 @@
-"""The seam between the two stages: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
+"""Adjustments of arcs, between emission and lattice: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
 
-Steps of a loss come first, ``step(planes, num_frames) -> planes``. Then come the public options. A slot that starts
-with "label" is a label arc.
+Steps of a loss come first, ``step(planes, num_frames) -> planes``. Then come the options of all losses. A slot that
+starts with "label" is a label arc.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_rnnt.lattices.topology import slots
+from jax_rnnt.lattices._topology import slots
 
 
 @jax.custom_jvp
@@ -67,7 +67,7 @@ def pay_next_blank(arcs, num_frames):
     return {**arcs, "label": arcs["label"] + after}
 
 
-def final_blank(arcs, num_frames):
+def forbid_final_label(arcs, num_frames):
     """No label in the last frame, so that a path of one symbol a frame ends with a blank."""
     last = frame(arcs["label"]) == num_frames[..., None, None] - 1
     return {**arcs, "label": jnp.where(last, -jnp.inf, arcs["label"])}
@@ -132,7 +132,7 @@ def _checked(planes, shape, topology_slots, loss):
             )
 
 
-def modify(planes, num_frames, loss, windows):
+def adjust(planes, num_frames, loss, windows):
     """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options."""
     composition, like = loss.compose(), next(iter(planes.values()))
     for step in composition.steps:

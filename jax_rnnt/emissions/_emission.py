@@ -1,4 +1,4 @@
-"""Emissions: logits -> log-probabilities ("planes"), from which the seam makes the arcs of a lattice.
+"""Emissions: logits -> log-probabilities ("planes"), from which adjustments make the arcs of a lattice.
 
 Planes are named by slots; a slot that starts with "label" is a label arc.
 """
@@ -76,7 +76,7 @@ def widened(arrays):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, arrays)
 
 
-def spoiled(planes: dict[str, jax.Array]) -> jax.Array:
+def has_nan(planes: dict[str, jax.Array]) -> jax.Array:
     """bool [...]: sequences with a NaN in a plane [..., T, U1]."""
     return functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in planes.values()))
 
@@ -129,7 +129,7 @@ class Emission:
         label, num_frames = nodes
         return label, jnp.where(masked, 0, num_frames)
 
-    def mute(self, nodes, scale):
+    def drop_zero_cotangent(self, nodes, scale):
         """The nodes without sequences whose `scale` [...] is 0: a masked loss has gradient 0, whatever its logits."""
         return self.without(nodes, scale == 0)
 
@@ -157,7 +157,7 @@ def gradient(emission, strict, alias, logits, nodes, residuals, cotangents, scal
     2^-124, where small tangents become 0 and large cotangents infinite. Nor does a loss with weight 0 lose the
     derivative with respect to its weight.
     """
-    problem = logits, emission.mute(nodes, scale), residuals, cotangents, scale, clamp
+    problem = logits, emission.drop_zero_cotangent(nodes, scale), residuals, cotangents, scale, clamp
     return emission.backward(*problem, strict=strict, alias=alias)
 
 
@@ -165,7 +165,7 @@ def gradient(emission, strict, alias, logits, nodes, residuals, cotangents, scal
 def _(emission, strict, alias, primals, tangents):
     logits, nodes, _, cotangents, scale, clamp = primals
     # A masked loss that is NaN has no derivative either.
-    nodes = emission.without(nodes, (scale == 0) & spoiled(cotangents))
+    nodes = emission.without(nodes, (scale == 0) & has_nan(cotangents))
     operands = logits, cotangents, scale, clamp
 
     def function(logits, *rest):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_rnnt._xla import vary_together
-from jax_rnnt.lattices.reference import prepared, skew
-from jax_rnnt.lattices.topology import Topology
+from jax_rnnt.lattices._reference import prepared, skew
+from jax_rnnt.lattices._topology import Topology
 
 
 def _add(a, w):

@@ -1,18 +1,16 @@
-"""Composes emission, seam and lattice into the questions, with one fused gradient.
+"""The methods of a loss as functions: emission, adjustments and lattice in one program, with one fused gradient.
 
-Chained VJPs of the stages would apply the incoming cotangent before `clamp`. So the pullback through seam and lattice
-takes the unit cotangent here. The emission's backward kernel clips the gradient of each sequence, then multiplies it by
-the cotangent, in its single pass over the logits.
+Chained VJPs of the stages would apply the incoming cotangent before `clamp`. So the pullback through lattice and
+adjustments takes the unit cotangent here. The emission's backward kernel clips the gradient of each sequence, then
+multiplies it by the cotangent, in its single pass over the logits.
 
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,142 +18,36 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_rnnt import _pytree, seam
-from jax_rnnt._reduce import reduce
+from jax_rnnt import _pytree
 from jax_rnnt._xla import vary_together
-from jax_rnnt.emissions.emission import gradient, inside_targets, isolate, scale_cotangent, spoiled, widened
-from jax_rnnt.emissions.softmax import Softmax
-from jax_rnnt.lattices import lattice, reference
-from jax_rnnt.lattices.topology import STANDARD, Arc, Topology, expanded
-from jax_rnnt.lattices.viterbi import best_path
-
-
-@dataclasses.dataclass(frozen=True)
-class Composition:
-    """The parts of a loss: what `TransducerLoss.compose` returns.
-
-    Parameters
-    ----------
-    emission : emissions.Softmax
-        How a row of logits becomes log-probabilities, a plane for each slot.
-    topology : tuple of lattices.Arc, default lattices.STANDARD
-        The arcs that leave a node. Each names the slot of its plane.
-    steps : tuple of callable, default ()
-        ``step(planes, num_frames) -> planes``, called in this order, in plain JAX. `planes` is a dict of slot to Array
-        [..., T, U + 1]; `num_frames` is T_b, int32 [...]. A step may change planes and add slots. It may use fields of
-        the loss, which get the step's gradient. Arcs may be unnormalised. The options of the loss follow: delay
-        penalty, windows and FastEmit act on slots that start with "label".
-    bounded : bool, default False
-        True: the likelihood is at most 1, so a loss below 0 is rounding and becomes 0.
-
-    Examples
-    --------
-    >>> from jax_rnnt import Composition, emissions, lattices
-    >>> Composition(emissions.Softmax((0,)), lattices.MONOTONIC).topology[1]
-    Arc(slot='label', dt=1, du=1, may_end=True, other=None)
-    """
-
-    emission: Softmax
-    topology: Topology = STANDARD
-    steps: tuple[seam.Step, ...] = ()
-    bounded: bool | jax.Array = False
-
-    def __post_init__(self):
-        _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
-        _checked_sequence(self, "steps", callable, "functions", 0)
-        if not isinstance(self.emission, Softmax):
-            raise TypeError(f"Composition: emission must be an emissions.Softmax, got {self.emission!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodingRules:
-    """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
-
-    A decoder leaves a node by an arc with its log-probability. Steps of the seam and options that act in training
-    alone, such as sigma, are no part of it.
-
-    Parameters
-    ----------
-    emission : emissions.Softmax
-        How a row of logits becomes log-probabilities: which classes are blanks, and which heads a row has.
-    topology : tuple of lattices.Arc, default lattices.STANDARD
-        The arcs that leave a node. An arc without a label (du = 0) has the slot of a blank; the arcs of labels (du = 1)
-        have the slot "label" and stand for every class that is no blank.
-    labels_per_frame : int, optional
-        Labels that a frame may emit; a blank must follow them. Default: as many as the decoder allows.
-
-    Examples
-    --------
-    >>> from jax_rnnt import DecodingRules, MultiblankRNNTLoss, emissions
-    >>> [(arc.slot, arc.dt) for arc in MultiblankRNNTLoss([2], sigma=0.05).decoding().topology]
-    [('blank', 1), ('label', 0), ('blank+2', 2)]
-    >>> rules = DecodingRules(emissions.Softmax((0,)), labels_per_frame=1)
-    """
-
-    emission: Softmax
-    topology: Topology = STANDARD
-    labels_per_frame: int | None = None
-
-    def __post_init__(self):
-        _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
-        if not isinstance(self.emission, Softmax):
-            raise TypeError(f"DecodingRules: emission must be an emissions.Softmax, got {self.emission!r}.")
-        limit = self.labels_per_frame
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"DecodingRules: labels_per_frame must be None or an integer >= 1, got {limit!r}.")
-
-
-def _checked_sequence(parts, name, suitable, expected, least):
-    """Makes the field a tuple."""
-    value = getattr(parts, name)
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_sequence or not all(map(suitable, value)) or len(value) < least:
-        raise TypeError(f"{type(parts).__name__}: {name} must be a sequence of {expected}, got {value!r}.")
-    object.__setattr__(parts, name, tuple(value))
-
-
-class Alignment(typing.NamedTuple):
-    """The best path of a lattice, as `TransducerLoss.align` and `rnnt_align` find it.
-
-    T frames, U labels; `...` is any number of batch dimensions.
-
-    Parameters
-    ----------
-    score : Array [...]
-        Log-probability of the path, in nats.
-    frames : Array, int32 [..., U]
-        The frame of each label; -1 past U_b, and where there is no path or the score is NaN.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss
-    >>> RNNTLoss().align(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1)).frames.tolist()
-    [0]
-    """
-
-    score: jax.Array
-    frames: jax.Array
+from jax_rnnt.emissions._emission import gradient, has_nan, inside_targets, isolate, scale_cotangent, widened
+from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices import _reference as reference
+from jax_rnnt.lattices._topology import expanded
+from jax_rnnt.lattices._viterbi import best_path
+from jax_rnnt.losses._adjustments import adjust, frame
+from jax_rnnt.losses._composition import Alignment
+from jax_rnnt.losses._reductions import reduce
 
 
 def _strict(loss) -> bool:
     return loss.implementation == "kernel"
 
 
-def _modify(loss, planes, num_frames, windows):
+def _adjust(loss, planes, num_frames, windows):
     """The arcs of the topology, from the planes of the emission."""
-    return seam.modify(planes, num_frames, loss, windows)
+    return adjust(planes, num_frames, loss, windows)
 
 
-def _modify_isolated(loss, planes, num_frames, windows):
+def _adjust_isolated(loss, planes, num_frames, windows):
     """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
-    bad = spoiled(planes)
-    return _modify(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, windows), bad
+    bad = has_nan(planes)
+    return _adjust(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, windows), bad
 
 
 def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] in plain JAX."""
-    arcs, bad = _modify_isolated(loss, emission.reference(logits, nodes), num_frames, windows)
+    arcs, bad = _adjust_isolated(loss, emission.reference(logits, nodes), num_frames, windows)
     losses = 0 - reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
     return jnp.where(bad, jnp.nan, losses)
 
@@ -180,9 +72,9 @@ def _reference_clamped_fwd(emission, loss, logits, *rest):
 def _reference_clamped_bwd(residuals, cotangent):
     emission, loss, logits, nodes, vjp, losses = residuals
     _, unit = vjp(vary_together(jnp.ones_like(losses), cotangent)[0])
-    of_loss, _ = vjp(cotangent)
+    grad_loss, _ = vjp(cotangent)
     made = emission.finish(unit, nodes, cotangent, _clamp(loss, cotangent))
-    return None, of_loss, jax.tree.map(lambda g, x: g.astype(x.dtype), made, logits), *[None] * 4
+    return None, grad_loss, jax.tree.map(lambda g, x: g.astype(x.dtype), made, logits), *[None] * 4
 
 
 _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
@@ -192,7 +84,7 @@ _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 def _fused(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] by kernel: reads the logits once."""
     planes, _ = emission.forward(logits, nodes, strict=_strict(loss))
-    arcs = _modify(loss, planes, num_frames, windows)
+    arcs = _adjust(loss, planes, num_frames, windows)
     return lattice.value(loss.compose().topology, arcs, num_frames, num_labels, strict=_strict(loss))
 
 
@@ -202,12 +94,12 @@ def _fused_fwd(emission, *primals):
     loss, logits, nodes, num_frames, num_labels, windows = jax.tree.map(lambda x: x.value, primals)
     planes, saved = emission.forward(logits, nodes, strict=_strict(loss))
 
-    def modify(planes, loss):
+    def adjusted(planes, loss):
         if learned:
-            return _modify_isolated(loss, planes, num_frames, windows)
-        return _modify(loss, planes, num_frames, windows), None
+            return _adjust_isolated(loss, planes, num_frames, windows)
+        return _adjust(loss, planes, num_frames, windows), None
 
-    arcs, pullback, bad = jax.vjp(modify, planes, loss, has_aux=True)
+    arcs, pullback, bad = jax.vjp(adjusted, planes, loss, has_aux=True)
     topology = loss.compose().topology
     losses, gradients = lattice.value_and_grad(topology, arcs, num_frames, num_labels, strict=_strict(loss))
     losses = losses if bad is None else jnp.where(bad, jnp.nan, losses)
@@ -224,13 +116,13 @@ def _fused_bwd(residuals, cotangent):
     emission, loss, logits, nodes, saved, cotangents, later = residuals
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
-    of_loss = None
+    grad_loss = None
     if later is not None:
         pullback, gradients, bad = later
         good = {slot: jnp.where(bad[..., None, None], 0, g) for slot, g in gradients.items()}
-        _, of_loss = pullback({slot: scale_cotangent(g, cotangent) for slot, g in good.items()})
+        _, grad_loss = pullback({slot: scale_cotangent(g, cotangent) for slot, g in good.items()})
     arguments = logits, nodes, saved, cotangents, cotangent, _clamp(loss, cotangent)
-    return None, of_loss, gradient(emission, _strict(loss), loss.inplace, *arguments), *[None] * 4
+    return None, grad_loss, gradient(emission, _strict(loss), loss.inplace, *arguments), *[None] * 4
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd, symbolic_zeros=True)
@@ -315,11 +207,11 @@ def _pure(loss):
 
 
 def _lattice(loss, emission, *problem):
-    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN) for questions other than the loss."""
+    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN) for methods other than the loss."""
     # FastEmit acts on the loss's gradient alone.
     loss = _pytree.replace(loss, fastemit_lambda=None)
     (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
-    arcs, nan = _modify_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    arcs, nan = _adjust_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
     return loss.compose().topology, arcs, num_frames, num_labels, bad | nan
 
 
@@ -351,14 +243,14 @@ def _posteriors(loss, emission, *problem):
 def emission_frames(loss, emission, *problem):
     """The expected frame of every label, [..., U]."""
     label = _posteriors(loss, emission, *problem)[1][..., :-1]
-    return jnp.sum(seam.frame(label).astype(label.dtype) * label, -2)
+    return jnp.sum(frame(label).astype(label.dtype) * label, -2)
 
 
 @_jit
 def latency(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """The expected latency, reduced."""
     _, label = _posteriors(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
-    total = jnp.sum((seam.frame(label) + 1).astype(label.dtype) * label, (-1, -2))
+    total = jnp.sum((frame(label) + 1).astype(label.dtype) * label, (-1, -2))
     losses = total / jnp.maximum(target_lengths, 1).astype(total.dtype)
     return reduce(losses, target_lengths, loss.reduction)
 
@@ -375,7 +267,7 @@ def align(loss, emission, *problem):
 def arcs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, nodes, num_frames, _, windows), bad = _prepare(loss, emission, *problem)
-    planes = _modify(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    planes = _adjust(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
     topology = loss.compose().topology
     made = {wide.slot: arc.of(planes) for arc, wide in zip(topology, expanded(topology), strict=True)}
     return {slot: jnp.where(bad[..., None, None], jnp.nan, x) for slot, x in made.items()}

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from jax_rnnt import _checks, seam
-from jax_rnnt.emissions.emission import inside_targets
-from jax_rnnt.lattices import lattice
+from jax_rnnt import _checks
+from jax_rnnt.emissions._emission import inside_targets
+from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.losses._adjustments import adjust
 
 
 def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:
@@ -61,7 +62,7 @@ def _has_path(loss, kept, num_frames, num_labels, frames, labels):
     zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
     plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
-    arcs = seam.modify(dict.fromkeys(made.emission._names(), plane), num_frames, loss, None)
+    arcs = adjust(dict.fromkeys(made.emission._names(), plane), num_frames, loss, None)
     return ~jnp.isneginf(lattice.log_likelihood(made.topology, arcs, num_frames, num_labels))
 
 

@@ -27,9 +27,10 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import struct_like
-from jax_rnnt.lattices import extended, reference
-from jax_rnnt.lattices.extended import Number
-from jax_rnnt.lattices.topology import Topology, bounded, slots
+from jax_rnnt.lattices import _extended as extended
+from jax_rnnt.lattices import _reference as reference
+from jax_rnnt.lattices._extended import Number
+from jax_rnnt.lattices._topology import Topology, bounded, slots
 
 LANES, SUBLANES = 128, 8
 MOST = 4  # registers of a number that a step takes at once, and steps that are unrolled

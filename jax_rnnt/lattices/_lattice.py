@@ -17,9 +17,10 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._xla import loading
-from jax_rnnt.lattices import pallas, reference
-from jax_rnnt.lattices.reference import inside
-from jax_rnnt.lattices.topology import MONOTONIC, STANDARD, Arc, Topology, bounded, slots
+from jax_rnnt.lattices import _pallas as pallas
+from jax_rnnt.lattices import _reference as reference
+from jax_rnnt.lattices._reference import inside
+from jax_rnnt.lattices._topology import MONOTONIC, STANDARD, Arc, Topology, bounded, slots
 
 
 def reference_grad(topology: Topology, arcs, num_frames, num_labels):

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import shard_like, vary_together
-from jax_rnnt.lattices import extended
-from jax_rnnt.lattices.topology import Topology, bounded
+from jax_rnnt.lattices import _extended as extended
+from jax_rnnt.lattices._topology import Topology, bounded
 
 
 def skew(x):

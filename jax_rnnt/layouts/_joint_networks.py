@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
-from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
 def pair(encoder, predictor):
@@ -44,7 +44,7 @@ class Linear:
         """The same for these platforms."""
         return dataclasses.replace(self, wide=platforms == ("cpu",))
 
-    def fence(self, x):
+    def barrier(self, x):
         """x, of which XLA knows nothing: it shares no result with x itself. On a CPU it would copy x."""
         return x if self.wide else jax.lax.optimization_barrier(x)
 
@@ -88,12 +88,12 @@ class Linear:
             made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
             made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
             # First of all, so that the memory of the hidden units is free for their gradient.
-            x, totals = self.fence((x, [a + b for a, b in zip(totals, made)]))
+            x, totals = self.barrier((x, [a + b for a, b in zip(totals, made)]))
             _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor))
             (of_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
             if not self.wide:
-                # Two sums read it. Without the fence, XLA keeps it in float32.
-                of_rows = self.fence(of_rows.astype(weight.dtype)).astype(wide)
+                # Two sums read it. Without the barrier, XLA keeps it in float32.
+                of_rows = self.barrier(of_rows.astype(weight.dtype)).astype(wide)
             return totals, jnp.sum(of_rows, 2), jnp.sum(of_rows, 1)
 
         return self._logits(parameters, hidden), gradients
@@ -125,7 +125,7 @@ class Rows:
     def lowered_for(self, platforms):
         return self
 
-    def fence(self, x):
+    def barrier(self, x):
         return x
 
     def logits(self, parameters, encoder, predictor):
@@ -173,7 +173,7 @@ class Tanh:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearJoint:
-    """Joint network ``activation(encoder + predictor) @ weight + bias``, known to `joint_rnnt_loss`.
+    """Joint network ``activation(encoder + predictor) @ weight + bias``, known to `JointLogits`.
 
     H units, V classes. A pytree of its arrays. The sum and the activation are in float32 (float64 for a float64
     weight), the product and the logits in the dtype of the weight; gradients are summed in float32.
@@ -189,7 +189,7 @@ class LinearJoint:
 
     See Also
     --------
-    joint_rnnt_loss : The loss.
+    JointLogits : Logits of it, made in tiles.
 
     Examples
     --------

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
-from jax_rnnt.emissions.emission import label_map as label_map
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
+from jax_rnnt.emissions._emission import label_map as label_map
 
 
 def accumulation_dtype(dtype) -> np.dtype:

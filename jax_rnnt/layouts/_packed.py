@@ -1,16 +1,22 @@
-"""Emission of packed logits: the rows of all sequences one after the other, no padding between them.
+"""PackedLogits: the rows of all sequences one after the other, no padding between them.
 
-The inner emission takes each row as a sequence of one node, so it runs on the packed logits in place. Only its planes
+The loss's emission takes each row as a sequence of one node, so it runs on the packed logits in place. Only its planes
 are gathered into the padded lattice.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_rnnt.emissions.emission import NO_LABEL, Wrapper, clip_and_scale, out_of_range
+from jax_rnnt import _checks, _pytree
+from jax_rnnt._pytree import static
+from jax_rnnt.emissions._emission import NO_LABEL, Wrapper, clip_and_scale, out_of_range
+from jax_rnnt.layouts._layout import Layout
 
 
 class Nodes(typing.NamedTuple):
@@ -111,3 +117,78 @@ def _nodes(logits, targets, num_frames, num_labels, first, end, frames) -> Nodes
     padded = jnp.pad(targets, ((0, 0), (0, 1)))
     label = jnp.where(u < num_labels[b], padded[b, u], NO_LABEL)
     return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedLogits(Layout):
+    """Rows of all sequences one after the other, without padding.
+
+    B sequences, T frames, U labels, V classes, N rows. Row T_0 (U_0 + 1) + ... + T_{b-1} (U_{b-1} + 1) + t (U_b + 1)
+    + u is node (t, u) of sequence b; rows past the last sequence are never read. `shape` is that of the rows.
+
+    Parameters
+    ----------
+    rows : Array, float16 | bfloat16 | float32 | float64 [N, V]
+        Output of the joint network. N is static: the sum of T_b (U_b + 1), or more.
+    max_frames : int, optional
+        A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Default: the
+        largest of `logit_lengths`; where these are traced, N: correct but wasteful, so give it under jit.
+
+    Notes
+    -----
+    The loss is NaN also for T_b > max_frames and for sequences that do not fit into the N rows. A sequence whose
+    lengths are out of range still takes as many rows as they say, or none if one is negative.
+
+    More batch dimensions come by `jax.vmap`. The rows of a sequence may lie on any device of a sharded array: under
+    `jax.shard_map` every device can pack its own sequences, under jit the rows are gathered.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import PackedLogits, RNNTLoss
+    >>> logits = PackedLogits(jnp.zeros((4 * 3 + 3 * 2, 5)), max_frames=4)
+    >>> loss = RNNTLoss()(logits, jnp.array([[1, 2], [3, 0]]), jnp.array([4, 3]), jnp.array([2, 1]))
+    >>> round(float(loss), 3)
+    6.347
+    """
+
+    rows: jax.Array
+    max_frames: int | None = static(None)
+
+    @property
+    def shape(self):
+        return self.rows.shape
+
+    @property
+    def dtype(self):
+        return self.rows.dtype
+
+    @property
+    def frames(self):
+        return len(self.rows) if self.max_frames is None else self.max_frames
+
+    def checked(self, function):
+        rows = _checks.floating(function, "logits", self.rows, 2, "[N, V]")
+        if rows.ndim != 2 or rows.shape[-1] < 1:
+            raise ValueError(f"{function}: logits must have shape [N, V] with V >= 1, got {tuple(rows.shape)}.")
+        _checks.unsplit(function, "logits", rows, {-2: "N"})
+        if self.max_frames is not None and _checks.integer(function, "max_frames", self.max_frames) < 0:
+            raise ValueError(f"{function}: max_frames must be 0 or more, got {self.max_frames}.")
+        return PackedLogits(rows, self.max_frames)
+
+    def sequences(self, function, targets, logit_lengths, target_lengths):
+        if np.ndim(targets) != 2:
+            raise ValueError(f"{function}: targets must have shape [B, U], got {np.shape(targets)}.")
+        batch, labels = np.shape(targets)
+        return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
+
+    def emission(self, function, loss, head, targets, logit_lengths, target_lengths):
+        frames, rows = self.max_frames, len(self.rows)
+        if frames is None:
+            known = _checks.known(logit_lengths)
+            frames = rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
+        return Packed(head, int(frames)), self.rows
+
+    def fits(self, num_frames, num_labels):
+        return offsets(num_frames, num_labels, len(self.rows))[1] <= len(self.rows)

@@ -1,19 +1,19 @@
-"""TransducerLoss: a loss as a value. It joins emission, topology and seam, and answers every question."""
+"""TransducerLoss: a loss as a value. It joins emission, adjustments and topology; every method works for every loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _layouts, _pytree, _transducer, _validate
+from jax_rnnt import _checks, _pytree
 from jax_rnnt._pytree import option, static
-from jax_rnnt._transducer import Alignment, Composition, DecodingRules
-from jax_rnnt.lattices.topology import Topology, expanded
+from jax_rnnt.lattices._topology import Topology, expanded
+from jax_rnnt.layouts import _layout
+from jax_rnnt.losses import _methods, _validation
+from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 
 
 def _equal(x, y) -> bool:
@@ -38,8 +38,8 @@ class TransducerLoss:
     instead, and a new value of it compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
-    A subclass defines `compose` and inherits every question: the loss itself, `posteriors`, `align`, `emission_frames`,
-    `latency` and `arcs`. Each question takes logits in any layout that suits the loss. `decoding` tells
+    A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `emission_frames`,
+    `latency`, `arcs` and `validate`. Each takes logits in any layout that suits the loss. `decoding` tells
     `jax_rnnt.decode` what the classes mean.
 
     Parameters
@@ -71,7 +71,8 @@ class TransducerLoss:
 
     See Also
     --------
-    RNNTLoss : The standard loss. Its function `rnnt_loss` documents the recursion and the rules for odd sequences.
+    RNNTLoss : The standard loss.
+    rnnt_loss : The same as a function, with the recursion and the rules for odd sequences.
 
     Examples
     --------
@@ -149,7 +150,7 @@ class TransducerLoss:
     def decoding(self) -> DecodingRules:
         """What `jax_rnnt.decode` knows about the loss: `compose` without the options, which act in training alone.
 
-        A loss whose arcs need steps of the seam even so defines this method itself.
+        A loss whose `compose` has steps defines this method itself.
 
         Returns
         -------
@@ -176,7 +177,7 @@ class TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
         return self
 
-    # ---- questions
+    # ---- methods on a batch
 
     @property
     def lattice(self) -> Topology:
@@ -218,38 +219,143 @@ class TransducerLoss:
         TypeError, ValueError, NotImplementedError
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
-        return self._value(type(self).__name__, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        batch = logits, targets, logit_lengths, target_lengths, label_windows, key
+        return _methods.value(*problem(type(self).__name__, self, *batch))
 
     def posteriors(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> tuple[jax.Array, jax.Array]:
-        """(blank, label) posteriors [..., T, U + 1]; arguments as for the call, results as for `rnnt_posteriors`."""
-        name = f"{type(self).__name__}.posteriors"
-        return self._posteriors(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        """Posterior probability of every blank and every label, given the targets.
+
+        The posterior of an arc is the probability that an alignment drawn from the model uses it: alpha(source) * arc *
+        beta(destination) / alpha(T_b, U_b). Several arcs of a kind that leave one node (big blanks, durations) are
+        summed. Arguments and errors are those of the call.
+
+        Returns
+        -------
+        blank : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+            Posterior of a blank, of any duration, that leaves node (t, u).
+        label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
+            Posterior of the label, of any duration, that leaves node (t, u). Every label u < U_b sums to 1 over t; on
+            the standard lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no
+            path exists; NaN for a sequence whose lengths or labels are out of range or whose logits hold NaN or +inf.
+
+        References
+        ----------
+        Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> blank, label = RNNTLoss().posteriors(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> [round(float(p), 3) for p in label[:, 0]]
+        [0.333, 0.333, 0.333]
+        """
+        return self._run(_methods.posteriors, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
-        """Best path: score [...] and frames [..., U]; arguments as for the call, results as for `rnnt_align`."""
-        name = f"{type(self).__name__}.align"
-        return self._align(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
+
+        With log-probabilities l, on the lattice of `rnnt_loss`::
+
+            best(0, 0) = 0
+            best(t, u) = max(best(t - 1, u) + l[t - 1, u, blank], best(t, u - 1) + l[t, u - 1, targets[u - 1]])
+            score      = best(T_b, U_b)
+
+        Arguments and errors are those of the call; the search itself has no kernel.
+
+        Returns
+        -------
+        score : Array, float32 (float64 for float64 logits) [...]
+            Log-probability of the path, delay penalty and `sigma` included; 0 for T_b = U_b = 0, -inf where no path
+            exists, NaN where a length or a label is out of range or logits inside the lengths are NaN or +inf. Its
+            gradient with respect to an arc is 1 on the path, else 0.
+        frames : Array, int32 [..., U]
+            The frame of label u, counted from 0 and never decreasing; -1 past U_b, and where there is no path or the
+            score is NaN. Ties do not depend on the batch: of equally good arcs into a node the blank wins, so labels
+            come early; of equally good durations the first one of the loss wins.
+
+        Examples
+        --------
+        >>> import jax, jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> logits = jax.nn.one_hot(jnp.array([[4, 4], [1, 4], [4, 4]]), 5) * 9.0  # label 1 in frame 1, else blank
+        >>> score, frames = RNNTLoss().align(logits, jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> frames.tolist()
+        [1]
+        """
+        if self.implementation == "kernel":
+            message = (
+                f"{type(self).__name__}.align: implementation='kernel': jax_rnnt has no kernel for the best path; "
+            )
+            raise NotImplementedError(message + "use implementation=None or 'reference'.")
+        return self._run(_methods.align, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def emission_frames(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> jax.Array:
-        """Expected frame of every label, [..., U]; as `expected_emission_frames`."""
-        name = f"{type(self).__name__}.emission_frames"
-        return self._emission_frames(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        """Expected frame of every label, over all alignments of the targets.
+
+        With the label posteriors of `posteriors`, frames counted from 0::
+
+            frame(u) = sum over t of t * label(t, u)
+
+        Arguments and errors are those of the call.
+
+        Returns
+        -------
+        Array, float32 (float64 for float64 logits) [..., U]
+            0 past U_b and where no path exists; NaN as for `posteriors`. Its gradient runs on the reference lattice.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> frames = RNNTLoss().emission_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> [round(float(t), 3) for t in frames]
+        [1.0]
+        """
+        return self._run(_methods.emission_frames, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
-        """Expected latency of the labels, reduced like the loss; as `minimum_latency`."""
-        name = f"{type(self).__name__}.latency"
-        return self._latency(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to the loss.
+
+        With the label posteriors of `posteriors`::
+
+            latency = sum over u < U_b, t < T_b of (t + 1) * label(t, u) / max(U_b, 1)
+
+        Unlike FastEmit it is a function with a gradient of its own, which differentiates all posteriors on the
+        reference lattice and takes several times as long as the loss. Arguments and errors are those of the call.
+
+        Returns
+        -------
+        Array, float32 (float64 for float64 logits) [...] for reduction "none", else []
+            In frames, counted from 1, reduced like the loss. 0 without labels, and with a zero gradient where no path
+            exists; NaN as for `posteriors`.
+
+        References
+        ----------
+        Shinohara and Watanabe, "Minimum latency training of sequence transducers for streaming end-to-end speech
+        recognition", Interspeech 2022.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> loss, batch = RNNTLoss(), (jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> total = loss(*batch) + 0.1 * loss.latency(*batch)
+        >>> round(float(loss.latency(*batch)), 3)
+        2.0
+        """
+        return self._run(_methods.latency, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def arcs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> dict[str, jax.Array]:
-        """Log-probabilities of the arcs, after the seam: planes for a dynamic program of one's own.
+        """Log-probabilities of the arcs, with all options: planes for a dynamic program of one's own.
 
-        Arguments are those of the call.
+        Arguments and errors are those of the call.
 
         Returns
         -------
@@ -259,8 +365,10 @@ class TransducerLoss:
             of range. With `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus
             the loss. The gradient reads and writes the logits once.
         """
-        name = f"{type(self).__name__}.arcs"
-        return self._arcs(name, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.arcs, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def _run(self, method, *batch):
+        return method(*problem(f"{type(self).__name__}.{method.__name__}", self, *batch))
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
         """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
@@ -295,46 +403,18 @@ class TransducerLoss:
         ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
         """
         name = f"{type(self).__name__}.validate"
-        layout = _layouts.of(name, logits)
+        layout = _layout.of(name, logits)
         loss = _pytree.replace(self._without_options(), clamp=_switched_off(self).clamp, implementation=None)
         head = _head(name, loss, layout.classes)
-        _validate.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
-
-    # ---- the questions, with the name of the called function for its errors
-
-    def _value(self, function, *arguments):
-        return _transducer.value(*_problem(function, self, *arguments))
-
-    def _posteriors(self, function, *arguments):
-        return _transducer.posteriors(*_problem(function, self, *arguments))
-
-    def _align(self, function, *arguments):
-        if self.implementation == "kernel":
-            message = f"{function}: implementation='kernel': jax_rnnt has no kernel for the best path; "
-            raise NotImplementedError(message + "use implementation=None or 'reference'.")
-        return _transducer.align(*_problem(function, self, *arguments))
-
-    def _emission_frames(self, function, *arguments):
-        return _transducer.emission_frames(*_problem(function, self, *arguments))
-
-    def _latency(self, function, *arguments):
-        return _transducer.latency(*_problem(function, self, *arguments))
-
-    def _arcs(self, function, *arguments):
-        return _transducer.arcs(*_problem(function, self, *arguments))
+        _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
 
 _pytree.register(TransducerLoss)
 
-Loss = typing.TypeVar("Loss", bound=TransducerLoss)
 
-
-def build(function: str, kind: Callable[..., Loss], **options) -> Loss:
-    """kind(**options); errors name `function`."""
-    fields: Any = dataclasses.fields(typing.cast(type, kind))
-    values = {field.name: options.pop(field.name, field.default) for field in fields}
-    assert not options, options
-    made = _pytree.make(kind, values.keys(), values.values())
+def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss:
+    """kind(**fields), of all its fields; errors name `function`."""
+    made = _pytree.make(kind, fields.keys(), fields.values())
     made._check(function)
     return made
 
@@ -349,9 +429,9 @@ def _switched_off(loss):
     return _pytree.replace(loss, **dict.fromkeys(off))
 
 
-def _problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
-    """The checked arguments of the functions in `_transducer`."""
-    layout = _layouts.of(function, logits)
+def problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
+    """The checked arguments of the functions in `_methods`."""
+    layout = _layout.of(function, logits)
     rest = layout.sequences(function, targets, logit_lengths, target_lengths)
     if label_windows is not None:
         shape = (*rest[0].shape, 2)

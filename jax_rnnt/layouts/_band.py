@@ -1,16 +1,21 @@
-"""Emission of a band of logits: S columns in every frame, [..., T, S, V], of a lattice with U + 1.
+"""BandLogits: S columns in every frame, [..., T, S, V], of a lattice with U + 1.
 
-Place (t, s) is node (t, first[t] + s). The inner emission reads the rows as they are; its planes are then placed on the
-full lattice.
+Place (t, s) is node (t, first[t] + s). The loss's emission reads the rows as they are; its planes are then placed on
+the full lattice.
 """
+
+from __future__ import annotations
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_rnnt.emissions.emission import NO_LABEL, OUTSIDE, Wrapper
+from jax_rnnt import _checks, _pytree
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Wrapper
+from jax_rnnt.layouts._layout import Layout, rows_of_frames, unsplit_by_reference
 
 
 def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, width: int) -> jax.Array:
@@ -79,3 +84,63 @@ class Band(Wrapper):
 
     def without(self, nodes, masked):
         return self.inner.without(nodes[0], masked), nodes[1]
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class BandLogits(Layout):
+    """Logits of S columns in every frame, the others forbidden (Kuang et al. 2022). `shape` is that of the band.
+
+    T frames, U labels, V classes, S columns; `...` is any number of batch dimensions.
+
+    Parameters
+    ----------
+    logits : Array, float16 | bfloat16 | float32 | float64 [..., T, S, V]
+        Output of the joint network: row s of frame t is node (t, first[..., t] + s).
+    first : Array, integer [..., T]
+        First column of each frame's band, from `prune_ranges` or your own. Columns outside [0, U_b] are ignored.
+        Offsets may go back or start above 0: only paths inside the band count.
+
+    See Also
+    --------
+    prune_ranges, prune_inputs : They choose a band, and gather its rows of encoder and predictor.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import BandLogits, RNNTLoss
+    >>> logits = BandLogits(jnp.zeros((4, 2, 5)), first=jnp.array([0, 0, 1, 1]))
+    >>> loss = RNNTLoss()(logits, jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    8.27
+    """
+
+    logits: jax.Array
+    first: jax.Array
+
+    @property
+    def shape(self):
+        return self.logits.shape
+
+    @property
+    def dtype(self):
+        return self.logits.dtype
+
+    def checked(self, function):
+        logits = rows_of_frames(function, self.logits, "S")
+        return BandLogits(logits, _checks.integers(function, "first", self.first, logits.shape[:-2], "[..., T]"))
+
+    def sequences(self, function, targets, logit_lengths, target_lengths):
+        labels = np.shape(targets)[-1] if np.ndim(targets) else 0
+        return _checks.sequences(function, targets, logit_lengths, target_lengths, self.shape[:-3], labels)
+
+    def emission(self, function, loss, head, targets, *lengths):
+        unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "S"})
+        return Band(head, targets.shape[-1] + 1), (self.logits, self.first)
+
+    @property
+    def integers(self):
+        return (self.first,)
+
+    def kept(self, frames, columns):
+        return unband(jnp.zeros(self.shape[:-1]), self.first, columns)[..., :frames, :] == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from jax_rnnt._loss import Composition, TransducerLoss, build
-from jax_rnnt.emissions.softmax import Softmax
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.losses import _methods
+from jax_rnnt.losses._base import TransducerLoss, build, problem
+from jax_rnnt.losses._composition import Composition
 
 
 class RNNTLoss(TransducerLoss):
@@ -115,12 +117,12 @@ def rnnt_loss(
     Notes
     -----
     Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation. `delay_penalty` has a
-    gradient, which FastEmit scales with the arcs. `clamp` and `fastemit_lambda` act on gradients alone; their own
-    gradient is exactly 0. Float16 and bfloat16 logits are read as they are, sums are float32.
+    gradient; with FastEmit, its part through label arcs is also scaled by 1 + lambda. `clamp` and `fastemit_lambda` act
+    on gradients alone; their own gradient is exactly 0. Float16 and bfloat16 logits are summed in float32.
 
-    Every finite logit is taken as it is. Masks of -1e9 or `finfo.min` give the loss and gradient of a -inf mask where
-    another path exists, and the true finite loss where none does. A number added to all logits of a node changes
-    neither loss nor gradient beyond the rounding of the logits.
+    Masking with -1e9 or `finfo.min` works like masking with -inf where another path exists; where none does, the loss
+    is finite. A number added to all logits of a node changes neither loss nor gradient beyond the rounding of the
+    logits.
 
     Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
     kernels, so the split saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V
@@ -145,4 +147,4 @@ def rnnt_loss(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
-    return loss._value("rnnt_loss", logits, targets, logit_lengths, target_lengths, label_windows)
+    return _methods.value(*problem("rnnt_loss", loss, logits, targets, logit_lengths, target_lengths, label_windows))

@@ -1,0 +1,203 @@
+"""JointLogits: logits that a joint network makes, in tiles and never all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
+from jax_rnnt.emissions._softmax import accumulation_dtype
+from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals
+from jax_rnnt.layouts._layout import Layout
+from jax_rnnt.layouts._tiles import tiled
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class JointLogits(Layout):
+    """Logits that a joint network makes in tiles, on demand and never all at once.
+
+    T frames, U labels, V classes, E and P the widths of encoder and predictor; `...` is any number of batch dimensions.
+    They stand for ``joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])``. Only
+    implementation="reference" makes them all.
+
+    Parameters
+    ----------
+    joint : callable or LinearJoint
+        ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself. Gradients reach the
+        arrays it closes over. A joint that is a pytree brings its leaves; a function is part of the structure.
+    encoder_out : Array, float16 | bfloat16 | float32 | float64 [..., T, E]
+        Output of the encoder; frames from `logit_lengths` on are never read.
+    predictor_out : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, P]
+        Output of the predictor; columns after `target_lengths` are never read. Batch dimensions of 1 are broadcast:
+        [B, 1, T, E] and [B, N, U + 1, P] are the N hypotheses of each of B utterances. Both have equally many of them,
+        or one has none.
+    chunk : int, optional
+        Approximate number of rows in a tile; the default depends on the shapes and the device. More rows take more
+        memory, fewer rows more time. The result is the same up to rounding.
+
+    See Also
+    --------
+    LinearJoint : The usual joint network.
+    BandLogits : Makes fewer logits, instead of all in less memory.
+
+    Notes
+    -----
+    The joint network runs on tiles of rows, once forward and once more backward, in the memory of one tile and some
+    planes [..., T, U + 1]. The backward pass skips blocks of nodes whose posteriors together stay below the rounding
+    error of the gradient. Time follows the lengths, not the padding. Projections of encoder or predictor alone belong
+    outside of `joint`, where they run once a frame or column and not once a node.
+
+    Sharding over the batch exchanges the gradient of the parameters alone. With an output layer that jit splits over V
+    the result is right, but every tile of logits is gathered. Inside `shard_map` a part of V is taken for all of V, and
+    the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on the output layer first.
+
+    If `joint` closes over a random key, it draws the same numbers in every tile and in both passes. Outside of
+    `jax.jit`, every call with a joint that is no `LinearJoint` compiles anew.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import JointLogits, LinearJoint, RNNTLoss
+    >>> logits = JointLogits(LinearJoint(jnp.zeros((8, 5))), jnp.zeros((2, 4, 8)), jnp.zeros((2, 3, 8)))
+    >>> logits.shape
+    (2, 4, 3, 5)
+    >>> loss = RNNTLoss()(logits, jnp.array([[1, 2], [3, 0]]), jnp.array([4, 3]), jnp.array([2, 1]))
+    >>> round(float(loss), 3)
+    6.347
+    """
+
+    joint: Callable[[jax.Array, jax.Array], jax.Array]
+    encoder_out: jax.Array
+    predictor_out: jax.Array
+    chunk: int | None = None
+
+    def tree_flatten_with_keys(self):
+        # A function is no array. As part of the structure it lets `jax.jit` take the layout as an argument.
+        function = jax.tree_util.all_leaves([self.joint])
+        names = ("encoder_out", "predictor_out") if function else ("joint", "encoder_out", "predictor_out")
+        leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return leaves, (self.joint if function else None, self.chunk)
+
+    @classmethod
+    def tree_unflatten(cls, structure, leaves):
+        function, chunk = structure
+        joint, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
+        names = "joint", "encoder_out", "predictor_out", "chunk"
+        return _pytree.make(cls, names, (joint, encoder_out, predictor_out, chunk))
+
+    @functools.cached_property
+    def _made(self):
+        """Has the dtype of the logits, and V as its last dimension."""
+        if isinstance(self.joint, LinearJoint):
+            return self.joint.weight
+        return _xla.shape_of("JointLogits: joint", self.joint, *row_avals(2, self.encoder_out, self.predictor_out))[0]
+
+    @property
+    def shape(self):
+        batch = jnp.broadcast_shapes(self.encoder_out.shape[:-2], self.predictor_out.shape[:-2])
+        return (*batch, self.encoder_out.shape[-2], self.predictor_out.shape[-2], self._made.shape[-1])
+
+    @property
+    def dtype(self):
+        return self._made.dtype
+
+    def checked(self, function):
+        joint, chunk = self.joint, self.chunk
+        if not callable(joint):
+            raise TypeError(f"{function}: joint must be callable, got {joint!r}.")
+        if chunk is not None:
+            _checks.positive(function, "chunk", chunk)
+        encoder = _checks.floating(function, "encoder_out", self.encoder_out, 2, "[..., T, E]")
+        predictor = _checks.floating(function, "predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
+        if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would meet B
+            expected = (
+                f"as many batch dimensions as encoder_out {encoder.shape}, with 1 for those that one of them lacks"
+            )
+            way = "encoder_out[:, None] for N hypotheses of each utterance"
+            raise ValueError(f"{function}: predictor_out must have {expected} ({way}), got {predictor.shape}.")
+        try:
+            batch = jnp.broadcast_shapes(encoder.shape[:-2], predictor.shape[:-2])
+        except ValueError:
+            batch = None
+        if batch is None or _checks.smaller(predictor.shape[-2], 1):
+            expected = (
+                f"shape [..., U + 1, P] with U + 1 >= 1 and batch dimensions that broadcast against those of "
+                f"encoder_out, {encoder.shape[:-2]}"
+            )
+            raise ValueError(f"{function}: predictor_out must have {expected}, got {predictor.shape}.")
+        _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
+        _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
+        predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
+        own = encoder.shape[:-2]
+        alike = next((i for i, (n, m) in enumerate(zip(own, batch)) if n != m), len(own))
+        if alike == 0 or len(own) < len(batch) or any(n != 1 for n in own[alike:]):
+            encoder = jnp.broadcast_to(encoder, (*batch, *encoder.shape[-2:]))  # else the emission shares its rows
+        if isinstance(joint, LinearJoint):
+            joint = _linear(function, joint, (encoder.shape[-1], predictor.shape[-1]))
+        made = JointLogits(joint, encoder, predictor, chunk)
+        if not isinstance(joint, LinearJoint):
+            check_rows(function, made._made, 2)
+            if str(made.dtype) not in _checks.FLOATS:
+                raise TypeError(f"{function}: joint must make logits of a floating dtype, got {made.dtype}.")
+        return made
+
+    def sequences(self, function, targets, logit_lengths, target_lengths):
+        shape = self.shape[:-3], self.shape[-2] - 1
+        given = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *given, *shape, "predictor_out", "encoder_out", self.frames)
+
+    def emission(self, function, loss, head, *sequences):
+        if loss.implementation == "reference":
+            return head, _materialized(function, self, head, *sequences)
+        return tiled(function, self, head)
+
+
+def _linear(function, joint, widths):
+    """The `LinearJoint` with checked arrays, for rows of these widths."""
+    weight, bias, activation = joint.weight, joint.bias, joint.activation
+    weight = _checks.floating(function, "joint.weight", weight, 2, "[H, V]")
+    if weight.ndim != 2 or weight.shape[1] < 1 or widths != (weight.shape[0],) * 2:
+        expected = f"[H, V], H the width of encoder_out and predictor_out, here {widths}"
+        raise ValueError(f"{function}: joint.weight must have shape {expected}, got {weight.shape}.")
+    if bias is not None:
+        bias = _checks.floating(function, "joint.bias", bias, 1, "[V]")
+        if bias.shape != weight.shape[1:]:
+            raise ValueError(f"{function}: joint.bias must have shape [V] = {weight.shape[1:]}, got {bias.shape}.")
+    if not isinstance(activation, Hashable) or not callable(activation):
+        raise TypeError(f"{function}: joint.activation must be a hashable function, got {activation!r}.")
+    units = jax.ShapeDtypeStruct((1, 1, 1, weight.shape[0]), accumulation_dtype(weight.dtype))
+    made = jax.eval_shape(activation, units)
+    if getattr(made, "shape", None) != units.shape or not jnp.issubdtype(made.dtype, jnp.floating):
+        raise ValueError(f"{function}: joint.activation must be element-wise, got {made} of {units}.")
+    return LinearJoint(weight, bias, activation)
+
+
+def _materialized(function, logits: JointLogits, emission: Emission, targets, num_frames, num_labels):
+    """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
+
+    These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
+    range. NaN there would reach the gradient of the joint's parameters. A sequence with NaN inside its lengths is made
+    of zeros too, and its logits become NaN afterwards.
+    """
+    frames, classes = emission.dimensions(logits)
+    empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
+    rows = []
+    for x, last in ((logits.encoder_out, num_frames), (logits.predictor_out, num_labels + 1)):
+        x = jnp.broadcast_to(x, (*num_frames.shape, *x.shape[-2:]))
+        last = jnp.where(empty, 0, last)[..., None]
+        index = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + x.shape[-2:-1], num_frames.ndim)
+        rows.append(jnp.where((index < last)[..., None], x, 0))
+    bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in rows))
+    if 0 in logits.shape:
+        return jnp.zeros(logits.shape, logits.dtype)
+    rows = pair(*(isolate(x, bad).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in rows))
+    made = logits.joint(*rows)
+    check_rows(function, made, rows[0].shape[0])
+    return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))

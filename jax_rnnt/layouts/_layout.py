@@ -1,0 +1,108 @@
+"""Layout: how logits [..., T, U + 1, V] are given. Every method of a loss takes every layout that suits the loss.
+
+B sequences (`...`, any number of batch dimensions), T frames, U labels, V classes. A layout is a frozen dataclass and a
+pytree. When a loss takes a layout, the layout checks its arrays, with errors in the name of the called function, and
+makes the emission that reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks
+
+
+class Layout:
+    """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
+
+    shape: Any
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def frames(self) -> int:
+        """The most frames that a sequence may have."""
+        return self.shape[-3]
+
+    @property
+    def classes(self) -> int:
+        """Logits of a row: V, or V + D with durations."""
+        return self.shape[-1]
+
+    def checked(self, function: str) -> Layout:
+        """The same layout with checked arrays."""
+        raise NotImplementedError
+
+    def sequences(self, function: str, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
+        """targets [..., U] and both lengths [...], checked against the logits."""
+        raise NotImplementedError
+
+    def emission(self, function: str, loss, head, targets, logit_lengths, target_lengths) -> tuple[Any, Any]:
+        """(emission, its logits); `head` is the loss's own emission, which reads rows."""
+        raise NotImplementedError
+
+    # What `TransducerLoss.validate` asks.
+    integers: Any = ()  # arrays of integers that say where the rows lie
+
+    def fits(self, num_frames, num_labels) -> jax.Array:
+        """bool [...]: whether the rows of a sequence are there."""
+        return jnp.ones(num_frames.shape, bool)
+
+    def kept(self, frames: int, columns: int) -> jax.Array | None:
+        """bool [..., frames, columns]: nodes that have a row; None: all."""
+        return None
+
+
+def of(function: str, logits) -> Layout:
+    """The layout of the argument `logits`, checked."""
+    if isinstance(logits, Layout):
+        return logits.checked(function)
+    return ArrayLogits(logits).checked(function)
+
+
+def unsplit_by_reference(function, loss, name, x, dimensions):
+    if loss.implementation == "reference":
+        _checks.unsplit(function, name, x, dimensions, " with implementation='reference'")
+
+
+def rows_of_frames(function, logits, columns):
+    """Checked logits [..., T, columns, V]; `columns` is the name of their number."""
+    dimensions = f"[..., T, {columns}, V]"
+    logits = _checks.floating(function, "logits", logits, 3, dimensions)
+    if any(_checks.smaller(n, 1) for n in logits.shape[-2:]):
+        expected = f"shape {dimensions} with {columns} >= 1 and V >= 1"
+        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
+    return logits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayLogits(Layout):
+    """An array [..., T, U + 1, V]."""
+
+    logits: Any
+
+    @property
+    def shape(self):
+        return self.logits.shape
+
+    @property
+    def dtype(self):
+        return self.logits.dtype
+
+    def checked(self, function):
+        return ArrayLogits(rows_of_frames(function, self.logits, "U + 1"))
+
+    def sequences(self, function, targets, logit_lengths, target_lengths):
+        shape = self.shape[:-3], self.shape[-2] - 1
+        return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "logits")
+
+    def emission(self, function, loss, head, *sequences):
+        unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
+        return head, self.logits

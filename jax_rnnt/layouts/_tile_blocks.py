@@ -1,0 +1,158 @@
+"""Blocks of nodes: planes cut into blocks, the list of blocks to do, and the rows of a tile.
+
+B sequences, T frames, U1 columns, S blocks in a tile, N rows.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _xla
+from jax_rnnt.emissions._emission import OUTSIDE
+
+
+class Tile(typing.NamedTuple):
+    """S blocks: their sequences, their nodes inside the lengths, and their rows of encoder and predictor."""
+
+    block: jax.Array  # [S], as in a plane cut into blocks
+    sequence: jax.Array  # [S]
+    inside: jax.Array  # [S, frames, columns]
+    encoder: jax.Array  # [S, frames, E]
+    predictor: jax.Array  # [S, columns, P]
+    nodes: tuple[jax.Array, jax.Array]  # of the inner emission: label [N, 1, 1], 1 or 0 frames [N]
+
+
+class Work(typing.NamedTuple):
+    """The blocks to do, one after the other; those past the end repeat the last one."""
+
+    tiles: jax.Array  # how many, the most of any group
+    some: jax.Array  # whether there is a block
+    block: jax.Array  # [n], as in a plane cut into blocks
+    sequence: jax.Array  # [n]
+    frame: jax.Array  # [n], the first of a block
+    column: jax.Array  # [n], the first of a block
+    live: jax.Array  # [n], whether it is before the end
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A block has `frames` by `columns` nodes, a tile has `count` blocks."""
+
+    frames: int
+    columns: int
+    count: int
+
+    def grid(self, shape):
+        """Blocks of frames and of columns in a plane [T, U1]."""
+        return -(-shape[0] // self.frames), -(-shape[1] // self.columns)
+
+    def cut(self, x):
+        """[B, T, U1] -> [blocks, frames * columns]."""
+        (frames, columns), size = self.grid(x.shape[1:]), (self.frames, self.columns)
+        edges = [(0, n * k - m) for n, k, m in zip((frames, columns), size, x.shape[1:])]
+        x = jnp.pad(x, [(0, 0), *edges]).reshape(-1, frames, self.frames, columns, self.columns)
+        return jnp.swapaxes(x, 2, 3).reshape(-1, self.frames * self.columns)
+
+    def join(self, x, shape):
+        """[blocks, frames * columns] -> [B, T, U1]."""
+        frames, columns = self.grid(shape)
+        x = jnp.swapaxes(x.reshape(-1, frames, columns, self.frames, self.columns), 2, 3)
+        return x.reshape(-1, frames * self.frames, columns * self.columns)[:, : shape[0], : shape[1]]
+
+    def within(self, shape, num_frames, num_labels):
+        """bool [B, blocks of frames, blocks of columns]: which hold a node inside the lengths."""
+        frames, columns = (row_index(n) for n in self.grid(shape))
+        rows = frames * self.frames < num_frames[:, None]
+        return rows[:, :, None] & (columns * self.columns <= num_labels[:, None])[:, None]
+
+    def work(self, flags, grouped):
+        """The blocks with a flag, of flags [B, blocks of frames, blocks of columns]."""
+        _, frames, columns = flags.shape
+        flags = flags.reshape(-1)
+        place = jnp.cumsum(flags, dtype=jnp.int32)
+        count = place[-1]
+        size = -(-flags.size // self.count) * self.count
+        own = jnp.arange(flags.size, dtype=jnp.int32)
+        order = jnp.zeros(size, jnp.int32)
+        order = order.at[jnp.where(flags, place - 1, size + own)].set(own, mode="drop", unique_indices=True)
+        # Past the end the last block repeats, so that nothing outside is read.
+        place = jnp.arange(size, dtype=jnp.int32)
+        block = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
+        sequence, inner = block // (frames * columns), block % (frames * columns)
+        return Work(
+            tiles=_xla.most_over_groups(-(-count // self.count), grouped),
+            some=count > 0,
+            block=block,
+            sequence=sequence,
+            frame=inner // columns * self.frames,
+            column=inner % columns * self.columns,
+            live=place < count,
+        )
+
+    def goals(self, key, count):
+        """(place in its tile of the first block with the same key [n], the key of those blocks [n], in [0, count)).
+
+        The other blocks have distinct keys from `count` on.
+        """
+        keys = key.reshape(-1, self.count)
+        place = jnp.argmax(keys[:, :, None] == keys[:, None], -1).astype(jnp.int32)
+        own = row_index(self.count)
+        return place.reshape(-1), jnp.where(place == own, keys, count + own).reshape(-1)
+
+    def part(self, i, x):
+        """That of tile i of an array [n] of all blocks to do."""
+        return jax.lax.dynamic_slice_in_dim(x, i * self.count, self.count)
+
+    def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
+        names = "block", "sequence", "frame", "column", "live"
+        block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
+        frame, column = frame[:, None] + row_index(self.frames), column[:, None] + row_index(self.columns)
+        frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
+        inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
+        frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
+        shared = sequence // (predictor.shape[0] // encoder.shape[0])
+        places = (encoder, shared, frame), (predictor, sequence, column)
+        rows = [_rows_of(x, sequence, index) for x, sequence, index in places]
+        encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
+        labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
+        nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
+        return Tile(block, sequence, inside, encoder, predictor, nodes)
+
+
+def _rows_of(x, sequence, index):
+    """x[sequence[s], index[s, r]] for x [B, R, E]."""
+    if x.dtype.itemsize > 2:
+        return x[sequence[:, None], index]
+    # As integers: 16-bit floats are gathered in float32 by XLA's CPU backend, which first converts all of x.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[sequence[:, None], index], x.dtype)
+
+
+def row_index(n):
+    return jax.lax.broadcasted_iota(jnp.int32, (1, n), 1)
+
+
+def add_blocks(sums, x, place, goal, platforms):
+    """(sums [K, ...] with x [S, ...] added at the key of each block, whether x [S] is not finite).
+
+    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. What is not finite
+    is left out: the product would spread it.
+    """
+    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN; the largest numbers round to inf in 16 bits
+    x = jnp.where(finite, x, 0).astype(sums.dtype)
+    if len(place) > 1:
+        picks = (place[None] == row_index(len(place)).T).astype(sums.dtype)
+        x = jnp.einsum("rs,sth->rth", picks, x, precision=_exact(sums.dtype, platforms))
+    return sums.at[goal].add(x, mode="drop", unique_indices=True), ~jnp.all(finite, (1, 2))
+
+
+def _exact(dtype, platforms) -> Any:
+    """The precision of a product with zeros and ones that rounds no factor."""
+    if platforms == ("cuda",) and dtype == jnp.float32:
+        # Three 16-bit parts of every number on tensor cores; a float32 product takes ten times as long.
+        return jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return jax.lax.Precision.HIGHEST

@@ -1,0 +1,95 @@
+"""Sizes of blocks and tiles, by platform.
+
+B sequences, T frames, U1 columns, V classes, E and P the widths of encoder and predictor rows.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt.emissions._emission import Emission
+from jax_rnnt.layouts._joint_networks import sum_dtype
+from jax_rnnt.layouts._tile_blocks import Blocks
+
+_BUDGET = 256e6  # bytes on a GPU
+_VMEM = 32e6  # bytes of a tile on a TPU
+
+
+def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
+    """The blocks of a `_tiles.Tiled` emission, for the sequences of one device.
+
+    Symbolic dimensions (`jax.export`) count as large ones.
+    """
+    shape = encoder.shape[-2], predictor.shape[-2]
+    frames, columns = (n if isinstance(n, int) else 1 << 10 for n in shape)
+    block = block_of((frames, columns), platform)
+    blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
+    most = max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1)
+    if isinstance(blocks, int):
+        tiles = -(-blocks // most)
+        blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
+    else:
+        blocks = most
+    return Blocks(*block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block)))
+
+
+def _rows(tiled, encoder, predictor, platform: str) -> int:
+    """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
+
+    On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
+    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it. On a TPU
+    (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
+    32 and 64 MB; those of 64 MB leave VMEM.
+    """
+    units = [x.shape[-1] for x in (encoder, predictor)]
+    if platform == "cpu":
+        return min(max((1 << 21) // (tiled.classes + sum(units)), 256, min(max(units), 1024)), 4096)
+    width, sums = tiled.dtype.itemsize, np.dtype(sum_dtype(tiled)).itemsize
+    # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
+    row = width * (tiled.classes + max(units) + (0 if tiled.linear else sum(units)))
+    if platform == "tpu":
+        return max(int(_VMEM / row), 1024)
+    nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
+    if not isinstance(nodes, int):
+        return max(int(_BUDGET / 2 / row), 1024)
+    most = 0.94 * min(_BUDGET, width * nodes * tiled.classes / 8)
+    planes = len(jax.tree.leaves(tile_types(tiled.inner, 1, tiled.classes, tiled.dtype)))
+    fixed = sums * (encoder.size + predictor.size + planes * nodes)
+    return max(int(max(most - fixed, most / 4) / row), 1024)
+
+
+def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
+    """Frames and columns of a block.
+
+    At most 1/20 of a long axis, so that its edges waste about 1/40. Elsewhere than on a CPU blocks are larger: a tile
+    has more of them, and their sums cost the square of their number.
+    """
+    frames, columns = (max(n, 1) for n in shape)
+    if platform == "cpu":
+        return min(_power_of_two(frames // 20, 4, 16), frames), min(_power_of_two(columns // 20, 4, 8), columns)
+    return _divisor(frames, (24, 20, 16)), _divisor(columns, (12, 10, 8))
+
+
+def _rounded(blocks: int, nodes: int) -> int:
+    """Blocks of a large tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    step = 64 // math.gcd(64, nodes)
+    return blocks if blocks < 4 * step else -(-blocks // step) * step
+
+
+def _power_of_two(n: int, low: int, high: int) -> int:
+    return min(max(1 << max(n, 1).bit_length() - 1, low), high)
+
+
+def _divisor(n: int, sizes: tuple[int, ...]) -> int:
+    """The size whose multiples exceed n the least; n where that is smaller."""
+    return min(n, min(sizes, key=lambda size: -n % size))
+
+
+def tile_types(inner: Emission, rows: int, classes: int, dtype, strict=False):
+    """Types of (planes, residuals) that the inner emission makes of a tile."""
+    logits = jax.ShapeDtypeStruct((rows, 1, 1, classes), dtype)
+    nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,))]
+    return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, tuple(nodes))

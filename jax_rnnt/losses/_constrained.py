@@ -1,0 +1,51 @@
+"""ConstrainedRNNTLoss: every frame ends with a blank, after at most one label."""
+
+from __future__ import annotations
+
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.lattices._topology import MONOTONIC
+from jax_rnnt.losses._adjustments import pay_next_blank
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import Composition, DecodingRules
+
+
+class ConstrainedRNNTLoss(TransducerLoss):
+    """Constrained RNN-T loss (k2): every frame ends with a blank, after at most one label.
+
+    T frames, U labels, V classes (blank included). Node (t, u): t frames read, u labels written. With log-probabilities
+    l of the softmax over V and y = targets::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank]
+                      + alpha(t - 1, u - 1) exp(l[t - 1, u - 1, y[u - 1]] + l[t - 1, u, blank])
+        loss        = -log alpha(T_b, U_b)
+
+    These are the RNN-T's paths with at most one label a frame. One exists if U_b <= T_b; the loss of other sequences is
+    +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, its blank included.
+
+    Parameters
+    ----------
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    References
+    ----------
+    Kuang et al., "Pruned RNN-T for fast, memory-efficient ASR training", 2022, arXiv:2206.13236, and k2's
+    rnnt_type="constrained".
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import ConstrainedRNNTLoss
+    >>> loss = ConstrainedRNNTLoss(blank=0)(jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)  # 6 log 5 - log 6
+    7.865
+    """
+
+    def compose(self) -> Composition:
+        """Softmax, labels that read a frame and pay its blank."""
+        return Composition(Softmax((self.blank,), self.fused_log_softmax), MONOTONIC, (pay_next_blank,), bounded=True)
+
+    def decoding(self) -> DecodingRules:
+        """The same as standard arcs: after a label its frame must be left by a blank."""
+        return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), labels_per_frame=1)

@@ -1,0 +1,70 @@
+"""HATLoss: Bernoulli blank and label softmax on any lattice of unit steps."""
+
+from __future__ import annotations
+
+from jax_rnnt import _checks
+from jax_rnnt._pytree import static
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import Composition, DecodingRules
+from jax_rnnt.losses._constrained import ConstrainedRNNTLoss
+from jax_rnnt.losses._monotonic import MonotonicRNNTLoss
+from jax_rnnt.losses._rnnt import RNNTLoss
+
+UNIT_STEP_LOSSES: dict[str, type[TransducerLoss]] = {
+    "standard": RNNTLoss,
+    "monotonic": MonotonicRNNTLoss,
+    "constrained": ConstrainedRNNTLoss,
+}
+
+
+class HATLoss(TransducerLoss):
+    """Hybrid autoregressive transducer loss (Variani et al. 2020): first blank or not, then which label.
+
+    T frames, U labels, V classes (blank included). With logits x, these log-probabilities replace the softmax in the
+    recursion of the loss that `topology` names::
+
+        l[blank] = log sigmoid(x[blank])
+        l[k]     = log(1 - sigmoid(x[blank])) + x[k] - log sum over classes j other than blank of exp(x[j])
+
+    The blank class is the Bernoulli logit, the others are the label softmax. A label that is the blank class scores as
+    the blank.
+
+    Parameters
+    ----------
+    topology : {"standard", "monotonic", "constrained"}
+        The lattice: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`; fused_log_softmax=False: `logits` already are these log-probabilities.
+
+    References
+    ----------
+    Variani, Rybach, Allauzen and Riley, "Hybrid Autoregressive Transducer (HAT)", 2020, arXiv:2003.07705.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import HATLoss
+    >>> loss = HATLoss()(jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)  # 6 log 2 + 2 log 4 - log 10
+    4.629
+    """
+
+    topology: str = static("standard")
+
+    def _check(self, function):
+        super()._check(function)
+        _checks.choice(function, "topology", self.topology, tuple(UNIT_STEP_LOSSES))
+
+    def _emission(self):
+        return Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)
+
+    def compose(self) -> Composition:
+        """Bernoulli blank, label softmax."""
+        same = UNIT_STEP_LOSSES[self.topology]().compose()
+        return Composition(self._emission(), same.topology, same.steps, bounded=True)
+
+    def decoding(self) -> DecodingRules:
+        """As the loss whose lattice it has."""
+        same = UNIT_STEP_LOSSES[self.topology]().decoding()
+        return DecodingRules(self._emission(), same.topology, same.labels_per_frame)

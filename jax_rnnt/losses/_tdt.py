@@ -1,0 +1,105 @@
+"""TDTLoss: tokens with durations, lattice of durations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _pytree
+from jax_rnnt._pytree import option, static
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.lattices import _topology as topology
+from jax_rnnt.losses._adjustments import Durations, UnderNormalize
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import Composition
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TokenDurations:  # a separate base, so that its field is the first argument
+    durations: Sequence[int] = static()
+
+
+class TDTLoss(TransducerLoss, _TokenDurations):
+    """Token-and-duration transducer loss (Xu et al. 2023): every symbol chooses how many frames it reads.
+
+    T frames, U labels, V token classes (blank included), D durations d_i; logits [..., T, U + 1, V + D], durations
+    last. Node (t, u): t frames read, u labels written. With log-probabilities l of the softmax over the first V logits
+    and q of the one over the last D::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = sum over d_i >= 1 of alpha(t - d_i, u) exp(l[t - d_i, u, blank] + q[t - d_i, u, i] - sigma)
+                      + sum over i of alpha(t - d_i, u - 1) exp(l[.., targets[u - 1]] + q[t - d_i, u - 1, i] - sigma)
+        loss        = -log alpha(T_b, U_b)
+
+    The last arc is a blank that ends exactly at T_b; labels lead only to nodes with t < T_b. Where the durations do not
+    add up to T_b the loss is +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, in both
+    heads; `clamp` clips that of every logit.
+
+    Parameters
+    ----------
+    durations : sequence of int
+        Frames that duration i reads: distinct integers >= 0, one of them >= 1, in any order. Kernels take 32; with
+        `omega` the frames 0 and 1 count among them.
+    sigma : float or scalar Array, default 0.0
+        Logit under-normalisation: every arc pays sigma once. The returned loss includes it; it has a gradient.
+    omega : float or scalar Array, default 0.0
+        Probability that a call takes the RNN-T loss of the token logits instead, without durations and sigma; every
+        call then needs `key`. One coin decides for the whole batch. A traced omega is not checked: from 1 on always, up
+        to 0 or NaN never. Its gradient is 0.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`; a negative blank counts from the end of the tokens: -1 is V - 1.
+
+    References
+    ----------
+    Xu, Jia, Majumdar, Huang, Watanabe and Ginsburg, "Efficient Sequence Transduction by Jointly Predicting Tokens and
+    Durations", 2023, arXiv:2304.06795.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import TDTLoss
+    >>> loss = TDTLoss([0, 1, 2], sigma=0.05)(jnp.zeros((4, 3, 8)), jnp.array([1, 2]), jnp.array(4), jnp.array(2))
+    >>> round(float(loss), 3)
+    6.38
+    """
+
+    sigma: float | jax.Array = option(0.0)
+    omega: float | jax.Array = option(0.0)
+
+    def _check(self, function):
+        super()._check(function)
+        self._set("durations", _checks.durations(function, "durations", self.durations, 0))
+        if not any(self.durations):
+            raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
+        if (omega := _checks.known(self.omega)) is not None and not 0 <= omega <= 1:
+            raise ValueError(f"{function}: omega must be a probability, from 0 to 1, got {self.omega}.")
+
+    def _draw(self, function, key):
+        """The loss with a coin (bool) in the place of omega."""
+        if _checks.is_zero(self.omega):
+            return self
+        if key is None and _checks.known(self.omega):
+            raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
+        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `lattice`.
+            sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
+            return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
+        # In float32 always: the coin must not depend on jax_enable_x64.
+        return _pytree.replace(
+            self, omega=jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32)
+        )
+
+    def compose(self) -> Composition:
+        """Two softmaxes; an arc is the sum of a token and a duration."""
+        durations = tuple(self.durations)
+        emission = Softmax((self.blank,), self.fused_log_softmax, durations=len(durations))
+        bounded = self.sigma is None or self.sigma == 0
+        if self.fastemit_lambda is None and self.omega is None:
+            steps = () if self.sigma is None else (UnderNormalize(self.sigma, ("blank", "label")),)
+            return Composition(emission, topology.products(durations), steps, bounded)
+        # FastEmit scales both heads of label arcs alone, and the RNN-T has arcs without a duration.
+        both = durations if self.omega is None else durations + tuple(d for d in (0, 1) if d not in durations)
+        steps = (Durations(durations, self.sigma, self.omega),)
+        return Composition(emission, topology.durations(both), steps, bounded)
