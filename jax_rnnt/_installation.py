@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -20,17 +21,19 @@ _CURES = {  # by words in the reason that the build's note gives
 
 
 def extension(module: str) -> types.ModuleType:
-    """Imports an extension module. A folder that was never built, as a clone, takes that of the installed copy."""
+    """Imports an extension module. A folder that was never built, as a clone, takes that of an installed copy."""
     name = f"{__package__}.{module}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         never_built = error.name == name and not (_PACKAGE / "_build.py").exists()
-        folder = _installed_folder(module) if never_built else None
-        if folder is None:
+        file = _installed_file(module) if never_built else None
+        spec = file and importlib.util.spec_from_file_location(name, file)
+        if not spec or not spec.loader:
             raise
-        sys.modules[__package__].__path__.append(str(folder))
-        return importlib.import_module(name)
+        made = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return made
 
 
 def explain(platform: str, module: str, error: ImportError) -> str:
@@ -55,15 +58,14 @@ def _distribution() -> importlib.metadata.Distribution | None:
         return None
 
 
-def _installed_folder(module: str) -> pathlib.Path | None:
-    """The folder of another copy of this package that has the extension module."""
+def _installed_file(module: str) -> pathlib.Path | None:
+    """The extension module of another copy of this package."""
     distribution = _distribution()
     for file in (distribution and distribution.files) or ():
         path = pathlib.Path(str(file.locate()))
-        if file.parent.name == __package__ and file.name.split(".")[0] == module and path.is_file():
-            folder = path.parent.resolve()
-            if folder != _PACKAGE.resolve():
-                return folder
+        here = path.parent.resolve() == _PACKAGE.resolve()
+        if file.parent.name == __package__ and file.name.split(".")[0] == module and path.is_file() and not here:
+            return path
     return None
 
 

@@ -130,7 +130,7 @@ def test_build_that_does_not_fit(tmp_path, api, reason):
 def test_other_reasons(monkeypatch, tmp_path):
     """The module does not load, is gone, lacks CUDA, or was never built in this folder."""
     monkeypatch.setattr(_installation, "_PACKAGE", tmp_path / "jax_rnnt")
-    monkeypatch.setattr(_installation, "_installed_folder", lambda module: None)
+    monkeypatch.setattr(_installation, "_installed_file", lambda module: None)
     gone = ModuleNotFoundError("No module named 'jax_rnnt._cuda'", name="jax_rnnt._cuda")
     explain = lambda error: _installation.explain("cuda", "_cuda", error)
     monkeypatch.setitem(sys.modules, "jax_rnnt._build", None)
