@@ -31,7 +31,7 @@ def tiled(function: str, logits, inner: Emission):
     linear = isinstance(joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
     if not linear:
-        # A function is traced for its number of rows, so there the default backend decides: docs/design.md.
+        # A function is traced for its number of rows, so there the default backend decides: DECISIONS.md.
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
     static, parameters = split(function, joint, rows, encoder, predictor)
