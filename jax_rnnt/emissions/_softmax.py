@@ -9,10 +9,7 @@ B sequences (`...`, any number of batch dimensions), T frames, U1 columns, V cla
 for cotangents c of the log-probabilities. With ``normalize=False`` the input already is log-probabilities: lse is 0 and
 the softmax term of the gradient is dropped.
 
-The backward pass needs lse. A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. So the plane
-`norm` holds the sum of exp(x[v] - x[anchor]) over v: an offset that all logits share drops out. The anchor is the first
-blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the blank). Where the anchor is less than
-exp(-45) of the largest, norm is lse. Sums are scaled to lie between 0 and any positive lse.
+The backward pass makes the softmax again from the plane `norm` of `_norm.py`.
 
 With `durations` the last D of V + D logits are a second softmax, all of whose log-probabilities are planes (TDT). With
 `bernoulli` the softmax leaves out the blank, whose logit z is one of its own (HAT):
@@ -24,7 +21,6 @@ With `durations` the last D of V + D logits are a second softmax, all of whose l
 import dataclasses
 import functools
 import math
-import typing
 from collections.abc import Sequence
 
 import jax
@@ -34,6 +30,7 @@ import numpy as np
 from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
+from jax_rnnt.emissions._norm import encoded_norm, row_sum, softmax_of_norm
 
 
 def accumulation_dtype(dtype) -> np.dtype:
@@ -57,41 +54,6 @@ def one_hot(index, x):
     return classes == (index if isinstance(index, int) else index[..., None])
 
 
-class RowSum(typing.NamedTuple):
-    """sum over v of exp(x[v]) = exp(peak) total, with peak the largest logit, or 0 where there is none."""
-
-    peak: jax.Array
-    total: jax.Array
-    log_total: jax.Array  # 0 where all logits are -inf
-    dead: jax.Array  # where all logits are -inf
-    bad: jax.Array  # where a logit is NaN or +inf
-
-    def log_probability(self, x):
-        """Log-probability of a class with logit x, or of all classes on the last axis of x; -inf in a dead row."""
-        more = (...,) + (None,) * (x.ndim - self.peak.ndim)
-        return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
-
-
-def row_sum(x, axis=-1) -> RowSum:
-    """Over one axis of x."""
-    peak = jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))
-    peak = jnp.where(jnp.isneginf(peak), 0, peak)
-    total = jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis)
-    dead = total == 0
-    bad = jnp.isnan(total) | jnp.isposinf(peak)
-    return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
-
-
-_REACH = 45  # nats from the largest logit down to the anchor
-
-
-def _scale(dtype):
-    """(scale of the sums, threshold between sums and lse)"""
-    return (
-        (np.asarray(2.0**-124, dtype), 2.0**-32) if dtype == np.float32 else (np.asarray(2.0**-400, dtype), 2.0**-200)
-    )
-
-
 def _anchor(blanks, bernoulli) -> int:
     return blanks[0] if not bernoulli else int(blanks[0] == 0)
 
@@ -100,25 +62,6 @@ def _log_softmax(x):
     """Over the last axis of x; NaN where a row holds a NaN or +inf, -inf where all of it is -inf."""
     row = row_sum(x)
     return jnp.where(row.bad[..., None], jnp.nan, row.log_probability(x))
-
-
-def encoded_norm(row: RowSum, anchor):
-    """`norm` as in the head of this file, of a row of logits; `softmax_of_norm` reads it."""
-    scale, tiny = _scale(row.total.dtype)
-    reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
-    anchored = (reach <= _REACH) & ~row.dead
-    lse = row.peak + row.log_total
-    lse = jnp.where(row.dead | (jnp.abs(lse) < tiny), 0, lse)
-    norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)) * scale, lse)
-    return jnp.where(row.bad, jnp.nan, norm)
-
-
-def softmax_of_norm(x, anchor, norm):
-    """exp(x - lse) from `norm`. It has no useful derivative: `norm` has none."""
-    scale, tiny = _scale(x.dtype)
-    anchored = (norm > 0) & (norm < tiny)
-    base = jnp.where(anchored, anchor, norm)
-    return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]
 
 
 def _pick(index, x):
@@ -179,8 +122,10 @@ def softmax_emission(
     """
     inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     row = row_sum(x) if normalize else None
-    of_lengths = row_sum(jnp.stack(lengths), 0) if normalize and durations else None
-    bad_row = functools.reduce(jnp.logical_or, (r.bad for r in (row, of_lengths) if r is not None), jnp.asarray(False))
+    duration_row = row_sum(jnp.stack(lengths), 0) if normalize and durations else None
+    bad_row = functools.reduce(
+        jnp.logical_or, (r.bad for r in (row, duration_row) if r is not None), jnp.asarray(False)
+    )
     if bernoulli:
         bad_row |= jnp.isnan(z) | jnp.isposinf(z)
 
@@ -200,8 +145,8 @@ def softmax_emission(
     else:
         log_blanks = [log_probability(blank) for blank in blanks]
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
-    if of_lengths is not None:
-        lengths = map(of_lengths.log_probability, lengths)
+    if duration_row is not None:
+        lengths = map(duration_row.log_probability, lengths)
     norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, _pick(_anchor(blanks, bernoulli), x))
     norm = jax.lax.stop_gradient(jnp.where(inside, norm, 0))
     return (*map(plane, log_blanks), log_label, *map(plane, lengths), norm)
@@ -220,7 +165,7 @@ def backward_reference(
     if bernoulli:  # a label that is the blank counts as one
         same = label == blanks[0]
         ct_blank, ct_label = ct_blanks[0] + jnp.where(same, ct_label, 0), jnp.where(same, ct_label - ct_label, ct_label)
-        of_blank = ct_blank * jax.nn.sigmoid(-z) - ct_label * jax.nn.sigmoid(z)
+        grad_blank = ct_blank * jax.nn.sigmoid(-z) - ct_label * jax.nn.sigmoid(z)
         ct_blanks = ()
     gradient = jnp.where(one_hot(label, x), ct_label[..., None], 0)
     for blank, ct in zip(blanks, ct_blanks):
@@ -229,15 +174,15 @@ def backward_reference(
         softmax = softmax_of_norm(x, *(jnp.where(used, plane, 0) for plane in (anchor, norm)))
         gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
     if bernoulli:
-        gradient = jnp.where(one_hot(blanks[0], x), of_blank[..., None], gradient)
-    of_lengths = list(cotangents[len(blanks) + 1 :])
+        gradient = jnp.where(one_hot(blanks[0], x), grad_blank[..., None], gradient)
+    grad_lengths = list(cotangents[len(blanks) + 1 :])
     if durations and normalize:
         lengths = jnp.where(used[None], jnp.stack(lengths), 0)
-        row, total = row_sum(lengths, 0), sum(of_lengths)
+        row, total = row_sum(lengths, 0), sum(grad_lengths)
         softmax = jnp.exp(lengths - row.peak[None]) / jnp.where(row.dead, 1, row.total)[None]
-        of_lengths = [ct - probability * total for ct, probability in zip(of_lengths, softmax)]
-    for i, of_length in enumerate(of_lengths):
-        gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), of_length[..., None], gradient)
+        grad_lengths = [ct - probability * total for ct, probability in zip(grad_lengths, softmax)]
+    for i, grad_length in enumerate(grad_lengths):
+        gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), grad_length[..., None], gradient)
     gradient = clip_and_scale(gradient, scale, clamp)
     return [jnp.where(used[..., None], gradient, 0).astype(logits.dtype)]
 

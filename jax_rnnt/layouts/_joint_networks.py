@@ -90,11 +90,11 @@ class Linear:
             # First of all, so that the memory of the hidden units is free for their gradient.
             x, totals = self.barrier((x, [a + b for a, b in zip(totals, made)]))
             _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor))
-            (of_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
+            (grad_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
             if not self.wide:
                 # Two sums read it. Without the barrier, XLA keeps it in float32.
-                of_rows = self.barrier(of_rows.astype(weight.dtype)).astype(wide)
-            return totals, jnp.sum(of_rows, 2), jnp.sum(of_rows, 1)
+                grad_rows = self.barrier(grad_rows.astype(weight.dtype)).astype(wide)
+            return totals, jnp.sum(grad_rows, 2), jnp.sum(grad_rows, 1)
 
         return self._logits(parameters, hidden), gradients
 
@@ -140,8 +140,8 @@ class Rows:
         logits, of_values = self.function.vjp(*parameters, *made)
 
         def gradients(x, totals, *_):
-            *made, of_encoder, of_predictor = of_values(x)
-            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([of_encoder, of_predictor])
+            *made, grad_encoder, grad_predictor = of_values(x)
+            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([grad_encoder, grad_predictor])
 
         return logits, gradients
 

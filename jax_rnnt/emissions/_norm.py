@@ -1,0 +1,71 @@
+"""The plane `norm`: one number a row, from which the backward pass makes the softmax again.
+
+A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. So the code of a row is one of two:
+
+    anchored    sum over v of exp(x[v] - x[anchor]), scaled: an offset that all logits share drops out
+    lse         where the anchor is less than exp(-45) of the largest logit
+
+Scaled sums lie between 0 and any positive lse, and an lse closer to 0 counts as 0, so the range of a number tells which
+of the two it is. The anchor is the first blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the
+blank).
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class RowSum(typing.NamedTuple):
+    """sum over v of exp(x[v]) = exp(peak) total, with peak the largest logit, or 0 where there is none."""
+
+    peak: jax.Array
+    total: jax.Array
+    log_total: jax.Array  # 0 where all logits are -inf
+    dead: jax.Array  # where all logits are -inf
+    bad: jax.Array  # where a logit is NaN or +inf
+
+    def log_probability(self, x):
+        """Log-probability of a class with logit x, or of all classes on the last axis of x; -inf in a dead row."""
+        more = (...,) + (None,) * (x.ndim - self.peak.ndim)
+        return jnp.where(self.dead[more], -jnp.inf, x - self.peak[more] - self.log_total[more])
+
+
+def row_sum(x, axis=-1) -> RowSum:
+    """Over one axis of x."""
+    peak = jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))
+    peak = jnp.where(jnp.isneginf(peak), 0, peak)
+    total = jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis)
+    dead = total == 0
+    bad = jnp.isnan(total) | jnp.isposinf(peak)
+    return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
+
+
+_REACH = 45  # nats from the largest logit down to the anchor
+
+
+def _scale(dtype):
+    """(scale of the sums, threshold between sums and lse)"""
+    return (
+        (np.asarray(2.0**-124, dtype), 2.0**-32) if dtype == np.float32 else (np.asarray(2.0**-400, dtype), 2.0**-200)
+    )
+
+
+def encoded_norm(row: RowSum, anchor):
+    """The code of a row of logits; `softmax_of_norm` reads it."""
+    scale, tiny = _scale(row.total.dtype)
+    reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
+    anchored = (reach <= _REACH) & ~row.dead
+    lse = row.peak + row.log_total
+    lse = jnp.where(row.dead | (jnp.abs(lse) < tiny), 0, lse)
+    norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)) * scale, lse)
+    return jnp.where(row.bad, jnp.nan, norm)
+
+
+def softmax_of_norm(x, anchor, norm):
+    """exp(x - lse) from the code. It has no useful derivative: the code has none."""
+    scale, tiny = _scale(x.dtype)
+    anchored = (norm > 0) & (norm < tiny)
+    base = jnp.where(anchored, anchor, norm)
+    return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]
