@@ -26,7 +26,14 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
     alone. Lengths and targets are as the user gave them.
     """
     given = targets, logit_lengths, target_lengths
-    known = all(_checks.known(x) is not None for x in (*given, *layout.integers, *jax.tree.leaves(loss)))
+    names = "targets", "logit_lengths", "target_lengths", *("first" for _ in layout.integers)
+    values = *given, *layout.integers, *jax.tree.leaves(loss)
+    traced = [i for i, x in enumerate(values) if _checks.known(x) is None]
+    known = not traced
+    if traced and not _in_checkify():
+        got = names[traced[0]] if traced[0] < len(names) else "option of the loss"
+        expected = "known (outside of jax.jit), or the function that calls it wrapped by checkify.checkify"
+        raise TypeError(f"{function}: lengths and targets must be {expected}, got a traced {got}.")
 
     def now():  # under jit, operations on known arrays would be traced
         return jax.ensure_compile_time_eval() if known else contextlib.nullcontext()
@@ -78,9 +85,6 @@ def _check(function, argument, values, good, expected, **more):
             found = {name: np.asarray(x)[where] for name, x in more.items()}
             raise ValueError(message.format(**dict(zip(index, where)), **found))
         return
-    if not _in_checkify():
-        expected = "known (outside of jax.jit), or the function that calls it wrapped by checkify.checkify"
-        raise TypeError(f"{function}: lengths and targets must be {expected}, got a traced {argument}.")
     if values.size:
         first = jnp.argmin(good.ravel())
         place = dict(zip(index, jnp.unravel_index(first, values.shape)))
