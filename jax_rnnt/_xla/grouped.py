@@ -12,10 +12,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh
 
-from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
-from jax_rnnt._xla.over_devices import unpartitioned
+from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
+from jax_rnnt._xla.over_devices import lower_plain, unpartitioned
 from jax_rnnt._xla.primitive import new_primitive
 
 _GROUPS = "jax_rnnt_groups"
@@ -105,15 +104,7 @@ class Grouped:
             outputs, sums = self._over_batch(function, operands, devices, False, static, num_shared)
             return [*outputs, *sums]
 
-        def without_mesh(*operands):
-            if alone or jax.__version_info__ < (0, 7):  # which has no explicit axes
-                return run(*operands)
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return run(*operands)
-
-        # Inside, all arrays are plain: no shardings, no varying axes.
-        plain = [plain_aval(aval) for aval in ctx.avals_in]
-        return mlir.lower_fun(without_mesh, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+        return lower_plain(ctx, run, operands, in_mesh=alone)
 
     def _over_batch(self, function, operands, devices, grouped, static, num_shared):
         groups = _groups(operands[num_shared].shape[0], devices)

@@ -8,12 +8,11 @@ not to branch elsewhere; `vmap` adds a batch dimension.
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
-from jax_rnnt._xla.over_devices import is_local, lower_over_devices
+from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
+from jax_rnnt._xla.over_devices import is_local, lower_over_devices, lower_plain
 from jax_rnnt._xla.primitive import add_batch_dim, new_primitive
 
 
@@ -65,15 +64,7 @@ class Local:
 
         if local:
             return lower_over_devices(ctx, function, operands, num_batch_dims)
-        plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
-
-        def without_mesh(*operands):
-            if jax.__version_info__ < (0, 7):  # which has no explicit axes
-                return function(*operands)
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-                return function(*operands)
-
-        return mlir.lower_fun(without_mesh, multiple_results=True)(plain, *operands)
+        return lower_plain(ctx, function, operands)
 
     def batch(self, operands, axes, *, num_batch_dims):
         return add_batch_dim(self.primitive, operands, axes, num_batch_dims=num_batch_dims)

@@ -67,6 +67,19 @@ def unpartitioned(ctx) -> bool:
     return type(axes).__name__ == "ReplicaAxisContext"  # pmap before jax 0.8
 
 
+def lower_plain(ctx, function, operands, in_mesh=False):
+    """Lowers the function on arrays without shardings and varying axes; outside of any mesh unless `in_mesh`."""
+
+    def without_mesh(*operands):
+        if in_mesh or jax.__version_info__ < (0, 7):  # which has no explicit axes
+            return function(*operands)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return function(*operands)
+
+    plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
+    return mlir.lower_fun(without_mesh, multiple_results=True)(plain, *operands)
+
+
 def _mesh(ctx):
     """(mesh of the program, its manual axes, whether types tell the shardings)"""
     axes = ctx.module_context.axis_context
