@@ -27,7 +27,7 @@ demo: setup
 # Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
 demo-losses: setup
 	for loss in monotonic tdt multiblank hat pruned; do \
-	  $(BIN)/python examples/train.py --overwrite --expect-cer 3 --loss $$loss || exit 1; \
+	  $(BIN)/python examples/train.py --overwrite --steps 4000 --expect-cer 3 --loss $$loss || exit 1; \
 	done
 
 test: setup

@@ -43,7 +43,7 @@ class HandwrittenDigits:
     features = height
     max_frames = max_labels * (max_width + max_gap) + max_gap
     width, strides, channels = 96, ((2, 1), (1, 2)), (32, 32)  # of the encoder
-    steps, batch_size, learning_rate = 4000, 16, 4e-3
+    steps, batch_size, learning_rate = 2500, 16, 4e-3
 
     def __init__(self):
         from sklearn.datasets import load_digits  # slow to import

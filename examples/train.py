@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -206,7 +207,7 @@ def main():
     losses, durations = [], []
     with (
         ocp.CheckpointManager(workdir / "checkpoints", options=keep) as checkpoints,
-        tqdm(total=steps * batch_size, unit="utt") as bar,
+        tqdm(total=steps * batch_size, unit="utt", mininterval=0.2 if sys.stderr.isatty() else 20) as bar,
     ):
         first = checkpoints.latest_step() or 0
         if first:
