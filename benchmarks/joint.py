@@ -242,7 +242,9 @@ def skip(args):
         return data.batch(np.random.default_rng((args.seed, step)), data.batch_size, "train")
 
     def gradient():
-        loss = lambda params, batch: variant.compute(variant.loss, nnx.merge(graphdef, params), batch, fused=True)
+        def loss(params, batch):
+            return variant.compute(variant.loss, nnx.merge(graphdef, params), batch, fused=True)
+
         return jax.jit(jax.value_and_grad(loss)).lower(params, batch_of(0)).compile()
 
     with skipping.counted_blocks() as counts:

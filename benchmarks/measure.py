@@ -113,12 +113,13 @@ def agree(first, others, *, loss=1e-5, gradient):
 # ---------------------------------------------------------------------------------------------------------- report
 
 
+def markdown(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
 def table(header, rows):
-    print("| " + " | ".join(header) + " |")
-    print("|---|" + "--:|" * (len(header) - 1))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print(flush=True)
+    print(markdown(header, rows), flush=True)
 
 
 def report(title, contestants, bases, **more):
@@ -146,7 +147,9 @@ def aim(what, above, below, limit):
 def report_aims(rows):
     if rows:
         print("### Aims\n")
-        cells = ((what, f"{x:.2f}", f"{best:.2f}", limit, "met" if met else "MISSED") for what, x, best, limit, met in rows)
+        cells = (
+            (what, f"{x:.2f}", f"{best:.2f}", limit, "met" if met else "MISSED") for what, x, best, limit, met in rows
+        )
         table(("", "by medians", "by minima", "aim", ""), cells)
 
 

@@ -264,7 +264,9 @@ def main():
         peer, *problem = json.loads(line)
         if problem != loaded:
             loaded, (name, arguments) = problem, problem
-            sources, rest = ([torch.from_numpy(x).to(device) for x in part] for part in getattr(problems, name)(*arguments))
+            sources, rest = (
+                [torch.from_numpy(x).to(device) for x in part] for part in getattr(problems, name)(*arguments)
+            )
         leaves = [x.clone().requires_grad_() for x in sources]
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
         if device == "cuda":

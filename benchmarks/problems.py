@@ -25,8 +25,8 @@ ORDERS = ("file order", "sorted")
 
 
 def logits(case, seed, kind="dense", size=0):
-    """dense: [B, T, U1, V]; wide: [B, T, U1, V + size], the durations last; packed: [N, V], the nodes inside the
-    lengths; band: [B, T, size, V] along the diagonal, with its first columns [B, T]; heads: am [B, T, V], lm [B, U1, V].
+    """dense: [B, T, U1, V]; wide: [B, T, U1, V + size], the durations last; heads: am [B, T, V] and lm [B, U1, V];
+    packed: [N, V], the nodes inside the lengths; band: [B, T, size, V] along the diagonal, with its first columns.
     """
     case = cases.CASES[case] if isinstance(case, str) else case
     x, *rest = cases.make_inputs(case, seed=seed)
@@ -45,17 +45,17 @@ def logits(case, seed, kind="dense", size=0):
     return (x,), rest
 
 
-def joint(case, seed):
-    """Weight, bias, encoder and predictor rows. As newly initialised: logits have unit variance."""
+def joint(case, seed, extra=0):
+    """Weight [H, V + extra], bias, encoder and predictor rows. As newly initialised: logits have unit variance."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
         return rng.standard_normal(shape, np.float32)
 
-    weight = draw(case.H, case.V) * np.float32(case.H**-0.5)
-    targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
+    weight = draw(case.H, case.V + extra) * np.float32(case.H**-0.5)
     rows = draw(case.B, case.T, case.H), draw(case.B, case.U + 1, case.H)
-    return (weight, np.zeros(case.V, np.float32), *rows), (targets, *case.lengths)
+    targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
+    return (weight, np.zeros(case.V + extra, np.float32), *rows), (targets, *case.lengths)
 
 
 def batches(order, share=1.0, shrink=1):
