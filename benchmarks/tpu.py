@@ -42,7 +42,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from joint import ALL, linear
 
-from jax_rnnt import RNNTLoss, TDTLoss
+from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
 from jax_rnnt.lattices import pallas, topology
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
@@ -73,11 +73,12 @@ def of_matmul(devices, dtype):
     return jax.value_and_grad(mean, (0, 1)), shapes, ()
 
 
-def of_joint(devices, dtype, loss=linear, sizes=(B, T, U, V, H)):
-    batch, frames, labels, classes, units = devices * sizes[0], *sizes[1:]
-    rows = (((batch, n, units), dtype, "data") for n in (frames, labels + 1))
-    shapes = ((units, classes), dtype), ((classes,), dtype), *rows, *rest_of(batch, labels)
-    return jax.value_and_grad(loss, ALL), shapes, ()
+def of_joint(devices, dtype):
+    def mean(weight, encoder, predictor, *rest):
+        return RNNTLoss()(JointLogits(LinearJoint(weight), encoder, predictor), *rest)
+
+    rows = (((devices * B, n, H), dtype, "data") for n in (T, U + 1))
+    return jax.value_and_grad(mean, (0, 1, 2)), (((H, V), dtype), *rows, *rest_of(devices * B, U)), ()
 
 
 PROGRAMS = {
@@ -283,8 +284,11 @@ def check_devices(generation, name, devices, faults):
 def beside_axlearn():
     """Value and all gradients at axlearn's shape. XLA counts the body of a loop once, and both ways are loops: no
     bytes, no cycles. joint.py times both on a CPU."""
+    batch, frames, labels, classes, units = AXLEARN
+    shapes = (units, classes), (classes,), (batch, frames, units), (batch, labels + 1, units)
+    shapes = *((shape, np.float32) for shape in shapes), *rest_of(batch, labels)
     for name, loss in (("axlearn's way", rivals.axlearn), ("ours", linear)):
-        memory = lowered("v5e", *of_joint(1, np.float32, loss, AXLEARN)).compile().memory_analysis()
+        memory = lowered("v5e", jax.value_and_grad(loss, ALL), shapes).compile().memory_analysis()
         print(f"v5e, {name} at axlearn's shape {AXLEARN}: temporaries {memory.temp_size_in_bytes / 1e6:.0f} MB")
 
 
