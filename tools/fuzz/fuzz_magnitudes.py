@@ -9,6 +9,9 @@ is then 1.
 import collections
 import sys
 import typing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 import feeds
 import jax

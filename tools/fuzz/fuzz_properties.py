@@ -15,6 +15,9 @@ import collections
 import functools
 import sys
 import typing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 import jax
 import jax.numpy as jnp
