@@ -35,15 +35,15 @@ from jax_rnnt import (
 )
 
 WIDTHS = 5, 10, 20  # of bands
-NEMO = "tiny"  # the shape of its losses, which are loops over frames and labels
-FAMILY = "subwords", "characters", NEMO
+FAMILY = "subwords", "characters"
+DURATIONS, BIG_BLANKS = (0, 1, 2, 3, 4), (2, 3, 4)
 LOSSES = {
     "rnnt": RNNTLoss,
     "monotonic": MonotonicRNNTLoss,
     "constrained": ConstrainedRNNTLoss,
     "hat": HATLoss,
-    "multiblank": functools.partial(MultiblankRNNTLoss, peers.BIG_BLANKS),
-    "tdt": functools.partial(TDTLoss, peers.DURATIONS),
+    "multiblank": functools.partial(MultiblankRNNTLoss, BIG_BLANKS),
+    "tdt": functools.partial(TDTLoss, DURATIONS),
 }
 
 
@@ -141,7 +141,7 @@ def family(case, args, worker):
         return measure.program(name, loss, (heads, *rest), donate=True)
 
     def wide(name):
-        return ("wide", len(peers.DURATIONS)) if name == "tdt" else ()
+        return ("wide", len(DURATIONS)) if name == "tdt" else ()
 
     short, loss = case.ragged(), RNNTLoss()
     found = [floor("floor", case, args.seed, args.threads, passes=2)]
@@ -172,18 +172,6 @@ def check_family(case, by_name):
             measure.agree(by_name[same], [contestant], gradient=2e-3 / case.B)
 
 
-def beside_nemo(case, args, worker):
-    """Our losses and NeMo's on the same logits."""
-    found = []
-    for name, more in (("multiblank", ()), ("tdt", ("wide", len(peers.DURATIONS)))):
-        sources, rest = problems.logits(case, args.seed, *more)
-        ours = measure.program(name, LOSSES[name](), (*sources, *rest), donate=True)
-        peer = worker.contestant(f"NeMo {name}", "logits", case.name, args.seed, *more)
-        measure.agree(ours, [peer], gradient=1e-5)
-        found += [ours, peer]
-    return found
-
-
 def family_aims(case, by_name):
     limits = [("multiblank", "rnnt", "<= 1.3"), ("tdt", "rnnt", "<= 1.3"), ("packed, ragged", "rnnt, ragged", "<= 1")]
     # The time must be proportional to the width of the band.
@@ -197,7 +185,6 @@ def parse(argv):
     parser.add_argument("--family", action="store_true", help=f"every loss, on {', '.join(FAMILY)}")
     parser.add_argument("--peers", action="store_true", help=f"install {', '.join(peers.PACKAGES)} under build/")
     parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
-    parser.add_argument("--nemo", help=f"folder that holds NeMo's package `nemo`; its losses on {NEMO}")
     args = parser.parse_args(argv)
     args.only = args.only or (FAMILY if args.family else [case.name for case in cases.LARGE])
     return args
@@ -206,14 +193,10 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     budget = measure.settle(args)
-    worker = peers.start(args, args.peers, warp_transducer=args.warp_transducer, nemo=args.nemo)
+    worker = peers.start(args, args.peers, warp_transducer=args.warp_transducer)
     results, checks = {}, []
     for case in (cases.CASES[name] for name in args.only):
-        if args.family and case.name == NEMO:
-            if not (worker and "NeMo tdt" in worker.names):
-                continue
-            make, bases, judge = beside_nemo, ("multiblank", "tdt"), lambda *_: []
-        elif args.family:
+        if args.family:
             make, bases, judge = family, ("rnnt", "rnnt, ragged"), family_aims
         else:
             make, bases, judge = contestants, ("floor", "ours"), aims

@@ -9,16 +9,13 @@ import argparse
 import ctypes
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-import types
 import venv
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import problems
@@ -26,7 +23,6 @@ import problems
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parent / "build" / "peers"
 PACKAGES = ("torch==2.11.0", "torchaudio==2.11.0", "numpy")
-DURATIONS, BIG_BLANKS = (0, 1, 2, 3, 4), (2, 3, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -144,34 +140,6 @@ def warp_transducer(path, threads):
     return {"warp-transducer": lambda logits, *rest: Loss.apply(logits.log_softmax(-1), *rest)}
 
 
-def nemo_loops(folder):
-    """NeMo's losses in plain PyTorch, loaded from their file alone, since the package imports the whole toolkit.
-
-    The file imports classes that check argument types; mocks replace them. Its TDT loss asks for a GPU, so Tensor.cuda
-    is replaced by a function that returns its tensor.
-    """
-    import torch
-
-    file = Path(folder) / "nemo" / "collections" / "asr" / "losses" / "rnnt_pytorch.py"
-    classes, kinds = types.ModuleType("nemo.core.classes"), mock.MagicMock(__path__=[])
-    classes.Loss = torch.nn.Module
-    rest = {"nemo": mock.MagicMock(), "nemo.core": mock.MagicMock(), "nemo.core.classes": classes}
-    with mock.patch.dict(sys.modules, rest | {"nemo.core.neural_types": kinds}):
-        spec = importlib.util.spec_from_file_location("nemo_rnnt_pytorch", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-
-    def tdt(logits, *rest):
-        blank = logits.shape[-1] - len(DURATIONS) - 1
-        return module.TDTLossPytorch(blank, list(DURATIONS), "mean_batch")(logits, *rest)
-
-    def multiblank(logits, *rest):
-        return module.MultiblankRNNTLossPytorch(logits.shape[-1] - 1, list(BIG_BLANKS), "mean_batch")(logits, *rest)
-
-    return {"NeMo tdt": tdt, "NeMo multiblank": multiblank}
-
-
 def losses(makers):
     """({name: loss}, {function: why it is missing}) of these functions."""
     found, missing = {}, {}
@@ -198,10 +166,9 @@ def versions():
 class Worker:
     """The process that runs the peers. `names`: those that it has."""
 
-    def __init__(self, python, *, threads=0, warp_transducer=None, nemo=None):
+    def __init__(self, python, *, threads=0, warp_transducer=None):
         command = [str(python), __file__, "--threads", str(threads)]
         command += ["--warp-transducer", warp_transducer] if warp_transducer else []
-        command += ["--nemo", nemo] if nemo else []
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         greeting = json.loads(self.process.stdout.readline() or "{}")
         self.names, self.versions = greeting.get("names", []), greeting.get("versions", {})
@@ -247,7 +214,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--warp-transducer")
-    parser.add_argument("--nemo")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads or os.cpu_count())
@@ -256,7 +222,6 @@ def main():
     os.dup2(2, 1)
     makers = [torchaudio, fast_rnnt]
     makers += [functools.partial(warp_transducer, args.warp_transducer, args.threads)] if args.warp_transducer else []
-    makers += [functools.partial(nemo_loops, args.nemo)] if args.nemo else []
     found, missing = losses(makers)
     print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)
     loaded = None

@@ -87,13 +87,13 @@ def test_turns_and_aims():
     "command",
     [
         "bench.py --only tiny",
-        "bench.py --family --only tiny",
+        "bench.py --family --only characters",
         "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
         "joint.py --skip --steps 1",
         "decode.py --only 'stateless 1' --frames 8",
         "decode.py --only 'stateless 1' --frames 8 --rows",
         "soak.py --steps 20 --kinds jit eager",
-        "gpu.py --dry-run --only tiny",
+        "gpu.py --dry-run --only tiny --budget 1000",
     ],
 )
 def test_a_run(tmp_path, command):
