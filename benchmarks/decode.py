@@ -11,14 +11,13 @@ frame stands for 40 ms. All contestants take turns in one run; all greedy ones f
 
 import collections
 import functools
-import os
 import sys
 import time
 from pathlib import Path
 
-import bench
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
 
 from jax_rnnt import LinearJoint, RNNTLoss, decode
@@ -80,6 +79,14 @@ def make_predictor(kind, directions, seed):
         return 0.01 * hidden + forbid[labels], (hidden, cell)
 
     return decode.Predictor(lambda batch: (jnp.zeros((batch, H)),) * 2, step)
+
+
+def planted(kind, batch, args):
+    """(joint, predictor, encoder_out, lengths, loss, max_labels, seconds of audio)."""
+    joint, encoder, directions = plant(batch, args.frames, args.seed)
+    lengths = jnp.full(batch, args.frames, jnp.int32)
+    predictor = make_predictor(kind, directions, args.seed)
+    return joint, predictor, encoder, lengths, LOSS, MAX_LABELS, batch * args.frames * SECONDS
 
 
 # ------------------------------------------------------------------------------------------------------ contestants
@@ -156,29 +163,27 @@ def host_loop(joint, predictor, encoder, lengths, max_labels):
     return run
 
 
-def best(found):
-    """The first of the N best."""
-    return jax.tree.map(lambda x: x[:, 0], found._replace(state=()))
-
-
-def picked(result):
-    return result.labels, result.counts, result.scores
-
-
-def found(labels, counts):
+def found(labels, counts, *_):
     return [row[:n].tolist() for row, n in zip(np.asarray(labels), np.asarray(counts))]
 
 
 def decoders(joint, predictor, loss, max_labels):
-    """{name: program of (encoder_out, lengths)} of ours."""
-    networks = joint, predictor
-    greedy = functools.partial(decode.greedy, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS)
-    beam = functools.partial(decode.beam, loss, *networks, max_labels=max_labels, max_symbols=MAX_SYMBOLS, width=WIDTH)
+    """{name: program of (encoder_out, lengths)} of ours: labels, counts and scores."""
+    options = dict(max_labels=max_labels, max_symbols=MAX_SYMBOLS)
+    greedy = functools.partial(decode.greedy, loss, joint, predictor, **options)
+    beam = functools.partial(decode.beam, loss, joint, predictor, width=WIDTH, **options)
+
+    def first(found):  # of the N best
+        return found.labels[:, 0], found.counts[:, 0], found.scores[:, 0]
+
+    def only(found):
+        return found.labels, found.counts, found.scores
+
     return {
-        "label-looping": lambda *x: picked(greedy(*x)),
-        "label-looping, one frame": lambda *x: picked(greedy(*x, window=1)),
-        f"beam {WIDTH}": lambda *x: picked(best(beam(*x))),
-        f"beam {WIDTH}, threshold": lambda *x: picked(best(beam(*x, threshold=THRESHOLD))),
+        "label-looping": lambda *x: only(greedy(*x)),
+        "label-looping, one frame": lambda *x: only(greedy(*x, window=1)),
+        f"beam {WIDTH}": lambda *x: first(beam(*x)),
+        f"beam {WIDTH}, threshold": lambda *x: first(beam(*x, threshold=THRESHOLD)),
     }
 
 
@@ -206,41 +211,26 @@ def print_rows(name, joint, predictor, encoder, lengths, loss, max_labels):
         rows = (f"{counts[what] / frames:.1f}" for what in ("joint", "predictor"))
         table.append((decoder, *rows, str(counts["calls"])))
     print(f"### {name}\n")
-    bench.table(("", "rows of the joint a frame", "rows of the predictor a frame", "calls of both"), table)
+    measure.table(("", "rows of the joint a frame", "rows of the predictor a frame", "calls of both"), table)
 
 
-def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, host=True):
+def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, rivals=True):
     """Our decoders and the others; all greedy ones must find the same labels."""
-    networks = joint, predictor
     programs = decoders(joint, predictor, loss, max_labels)
-    if host:
-        programs["frame by frame"] = lambda *x: frame_by_frame(*networks, *x, max_labels)
+    if rivals:
+        programs["frame by frame"] = lambda *x: frame_by_frame(joint, predictor, *x, max_labels)
     made, results = [], {}
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()
-
-        def run(compiled=compiled):
-            start = clock()
-            jax.block_until_ready(compiled(encoder, lengths))
-            return clock() - start
-
-        result = compiled(encoder, lengths)
-        results[name] = found(result[0], result[1])
-        made.append(bench.Contestant(name, run))
-    if host:
-        loop = host_loop(*networks, encoder, lengths, max_labels)
+        results[name] = found(*compiled(encoder, lengths))
+        made.append(measure.calls(name, compiled, encoder, lengths, clock=clock))
+    if rivals:
+        loop = host_loop(joint, predictor, encoder, lengths, max_labels)
         results["host loop"] = loop(encoder, lengths)
-
-        def run_host():
-            start = clock()
-            loop(encoder, lengths)
-            return clock() - start
-
-        made.append(bench.Contestant("host loop", run_host))
+        made.append(measure.calls("host loop", loop, encoder, lengths, clock=clock))
     expected = results["label-looping"]
     for name, labels in results.items():
-        if not name.startswith("beam"):
-            assert labels == expected, f"{name} found other labels"
+        assert name.startswith("beam") or labels == expected, f"{name} found other labels"
     agreement = np.mean([x == y for x, y in zip(results[f"beam {WIDTH}"], expected)])
     labels = sum(map(len, expected))
     blanks = 1 - labels / (labels + int(np.sum(np.asarray(lengths))))
@@ -249,21 +239,25 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, hos
 
 
 def report(name, made, batch, seconds):
-    print(f"### {name}\n")
-    ours = next(c for c in made if c.name == "label-looping")
-    rows = []
-    for c in made:
-        times = f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}"
-        speed = f"{batch / c.median:.3g}", f"{c.median / seconds:.2g}"
-        rows.append((c.name, *times, *speed, f"{c.median / ours.median:.2f}", str(len(c.seconds))))
-    bench.table(("", "ms", "min", "utterances/s", "real-time factor", "x label-looping", "runs"), rows)
+    speed = {
+        "utterances/s": lambda c: f"{batch / c.median:.3g}",
+        "real-time factor": lambda c: f"{c.median / seconds:.2g}",
+    }
+    measure.report(name, made, ["label-looping"], **speed)
+
+
+def aims(name, batch, made):
+    by_name = {c.name: c for c in made}
+    ours, slow, beam = (by_name[n] for n in ("label-looping", "frame by frame", f"beam {WIDTH}"))
+    rows = [measure.aim(f"{name}: frame by frame / label-looping", slow, ours, ">= 2")] if batch == 16 else []
+    return [*rows, measure.aim(f"{name}: beam {WIDTH} / label-looping", beam, ours, "<= 6")]
 
 
 # ------------------------------------------------------------------------------------------------ the digits' model
 
 
 def digits(args):
-    """(joint, predictor, encoder_out, lengths, loss, max_labels, seconds of audio) of the example's model."""
+    """The same of the example's model."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import mwer
     from data import SpokenDigits
@@ -277,49 +271,34 @@ def digits(args):
 
 
 def main(argv=None):
-    parser = bench.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
+    parser = measure.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
     parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines (%(default)s)")
     parser.add_argument("--rows", action="store_true", help="count rows of the networks, measure nothing")
     parser.add_argument("--data", metavar="FOLDER", help="spoken digits, as for examples/train.py")
     parser.add_argument("--workdir", type=Path, help="of a training run with this data")
     args = parser.parse_args(argv)
-    budget = bench.settle(args)
+    budget = measure.settle(args)
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
-    load = os.getloadavg()
-    results, checks = {}, []
+    results, checks, problems = {}, [], {}
     for name in args.only:
         kind, batch = name.split()
-        joint, encoder, directions = plant(int(batch), args.frames, args.seed)
-        predictor = make_predictor(kind, directions, args.seed)
-        lengths = jnp.full(int(batch), args.frames, jnp.int32)
+        problems[name] = int(batch), functools.partial(planted, kind, int(batch), args)
+    if args.data:
+        problems["spoken digits"] = 16, functools.partial(digits, args)
+    for name, (batch, make) in problems.items():
+        *problem, seconds = make()
         if args.rows:
-            print_rows(name, joint, predictor, encoder, lengths, LOSS, MAX_LABELS)
+            print_rows(name, *problem)
             continue
-        made = contestants(joint, predictor, encoder, lengths, LOSS, MAX_LABELS, clock)
-        bench.take_turns(made, budget, args.repeat)
-        results[name] = made
-        report(f"{kind}, B={batch} T={args.frames} V={V}", made, int(batch), int(batch) * args.frames * SECONDS)
-        by_name = {c.name: c for c in made}
-        ours, slow, beam = (by_name[n] for n in ("label-looping", "frame by frame", f"beam {WIDTH}"))
-        if batch == "16":
-            ratio, best = slow.median / ours.median, slow.best / ours.best
-            checks.append(bench.judge(f"{name}: frame by frame / label-looping", ratio, ">= 2", best))
-        ratio, best = beam.median / ours.median, beam.best / ours.best
-        checks.append(bench.judge(f"{name}: beam {WIDTH} / label-looping", ratio, "<= 6", best))
-    if args.data and args.rows:
-        *problem, _ = digits(args)
-        print_rows("spoken digits, B=16", *problem)
-    elif args.data:
-        *problem, seconds = digits(args)
-        made = contestants(*problem, clock, host=False)
-        bench.take_turns(made, budget, args.repeat)
-        results["spoken digits"] = made
-        report("spoken digits, B=16", made, 16, seconds)
-    if args.rows:
-        return
-    bench.report_targets(checks)
-    bench.save(args, load, checks, {"decode": results}, name="-decode")
+        rivals = name != "spoken digits"
+        made = results[name] = contestants(*problem, clock, rivals)
+        measure.take_turns(made, budget, args.repeat)
+        report(f"{name} utterances" if rivals else name, made, batch, seconds)
+        checks += aims(name, batch, made) if rivals else []
+    if not args.rows:
+        measure.report_aims(checks)
+        measure.save(args, "-decode", checks, results)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@ tiny shapes on the default device, as a test; it keeps no results.
 """
 
 import argparse
-import dataclasses
 import datetime
 import functools
 import gc
 import glob
-import importlib.metadata
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -23,23 +20,27 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need memory, too
 
+import gpu_report
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-
-import cases
-import gpu_peers
-import gpu_report
+import peers
 import rivals
+from problems import cases
 
-from jax_rnnt import rnnt_loss, rnnt_posteriors
-from jax_rnnt.emissions import softmax
-from jax_rnnt.lattices import STANDARD, lattice
+from jax_rnnt import RNNTLoss
+from jax_rnnt.emissions import _softmax
+from jax_rnnt.lattices import STANDARD, _lattice as lattice
 
-HERE = Path(__file__).parent
+try:
+    import torch
+except (ImportError, OSError):
+    torch = None
+
 L2_BYTES = 60e6
+IN_FLIGHT = 16e9  # bytes of results of calls that were issued but not awaited, at most
+NARROW = ("NeMo, Triton",)  # peers that take 16-bit logits
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -50,33 +51,34 @@ L2_BYTES = 60e6
 # call takes less than running it; otherwise the row says "host". The PyTorch peers are timed alike.
 
 
-@dataclasses.dataclass
-class Time:
-    samples: list[float]  # seconds of a call
-    dispatch: float  # seconds to issue one
-    calls: int = 1  # calls in one program
+class Run:
+    """The measurements so far, saved after every step, since a later step may end the process."""
 
-    @property
-    def median(self):
-        return float(np.median(self.samples)) / self.calls
+    def __init__(self, args):
+        self.args, self.start = args, time.monotonic()
+        self.queue, self.seconds = (0.001, 0.0) if args.dry_run else (0.02, 0.25)  # of n calls, of all repetitions
+        self.record = {"dry_run": args.dry_run, "variants": [], "errors": []}
 
-    @property
-    def host_bound(self):
-        return self.dispatch > 0.7 * float(np.median(self.samples))
+    def attempt(self, what, function, *arguments, reserve=0.0):
+        """function(), or None if it fails or no time is left; the record says why."""
+        if self.args.budget - (time.monotonic() - self.start) < reserve:
+            return self.fail(what, "left out: no time left")
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if self.args.dry_run:
+                traceback.print_exc()
+            return self.fail(what, f"{type(error).__name__}: {str(error).strip()[:500]}")
+        finally:
+            gc.collect()
+            if self.args.output:
+                gpu_report.write(self.record, self.args.output)
 
+    def fail(self, what, why):
+        self.record["errors"].append([what, why])
+        print(f"{what}: {why}", file=sys.stderr, flush=True)
 
-IN_FLIGHT = 16e9  # bytes of results of calls that were issued but not awaited, at most
-wait_jax = jax.block_until_ready
-
-
-@dataclasses.dataclass(frozen=True)
-class Timer:
-    """`queue`: seconds of n calls; `budget`: seconds of all repetitions."""
-
-    queue: float = 0.02
-    budget: float = 0.25
-
-    def measure(self, call, wait=wait_jax, calls=1):
+    def time(self, call, wait=jax.block_until_ready, calls=1):
         """`call(i)` issues the i-th call and returns a handle for `wait`. One call does the work of `calls`."""
         first = call(0)
         size = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(first))
@@ -95,9 +97,10 @@ class Timer:
         n = max(1, min(300, round(self.queue / once), int(IN_FLIGHT / 2 / max(1, size))))
         _, dispatch = run(min(n, 16))  # XLA blocks the caller when more are in flight
         samples, start = [], time.perf_counter()
-        while len(samples) < 3 or (time.perf_counter() - start < self.budget and len(samples) < 25):
+        while len(samples) < 3 or (time.perf_counter() - start < self.seconds and len(samples) < 25):
             samples.append(max((run(2 * n)[0] - run(n)[0]) / n, 1e-9))
-        return Time(samples, dispatch, calls)
+        median = float(np.median(samples))
+        return {"median": median / calls, "minimum": min(samples) / calls, "host_bound": dispatch > 0.7 * median}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -128,85 +131,53 @@ def in_place(step, ring, rest):
     return call
 
 
-class Run:
-    """The measurements so far, saved after every step, since a later step may end the process."""
+def torch_step(loss, ring, rest):
+    """A peer's loss and gradient, without a copy."""
+    logits, *rest = (torch.from_dlpack(x) for x in (ring[0], *rest))
 
-    def __init__(self, args):
-        self.args, self.start = args, time.monotonic()
-        self.timer = Timer(queue=0.001, budget=0.0) if args.dry_run else Timer()
-        self.record = {"dry_run": args.dry_run, "variants": [], "errors": []}
+    def call(_):
+        x = logits.detach().requires_grad_()
+        value = loss(x, *rest)
+        value.backward()
+        return value.detach(), x.grad
 
-    def left(self):
-        return self.args.budget - (time.monotonic() - self.start)
+    return call
 
-    def attempt(self, what, function, reserve=0.0):
-        """function(), or None if it fails or no time is left; the record says why."""
-        if self.left() < reserve:
-            return self.fail(what, "left out: no time left")
-        try:
-            return function()
-        except Exception as error:
-            if self.args.dry_run:
-                traceback.print_exc()
-            return self.fail(what, f"{type(error).__name__}: {str(error).strip()[:500]}")
-        finally:
-            gc.collect()
-            self.save()
 
-    def fail(self, what, why):
-        self.record["errors"].append([what, why])
-        print(f"{what}: {why}", file=sys.stderr, flush=True)
-
-    def save(self):
-        if self.args.output:
-            self.args.output.parent.mkdir(parents=True, exist_ok=True)
-            gpu_report.write(self.record, self.args.output)
+def torch_wait(_):
+    torch.cuda.is_available() and torch.cuda.synchronize()
 
 
 # ------------------------------------------------------------------------------------------------------- the device
 
 
-def output_of(*command):
-    try:
-        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def nvidia_smi(*fields):
-    text = output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0")
-    return dict(zip(fields, map(str.strip, text.split(",")))) if text else {}
-
-
-def describe(torch):
-    packages = ("jax_rnnt", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "triton")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def describe(missing):
+    fields = "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit"
+    query = f"--query-gpu={','.join(fields)}"
+    found = measure.output_of("nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0") or ""
+    release = re.search(r"release ([\d.]+)", measure.output_of("nvcc", "--version") or "")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": measure.commit(),
         "device": jax.devices()[0].device_kind,
-        **nvidia_smi("driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit"),
-        "nvcc": (re.search(r"release ([\d.]+)", output_of("nvcc", "--version") or "") or [None, None])[1],
-        "versions": versions | torch.versions | {"python": platform.python_version()},
-        "not_here": torch.missing,
+        **dict(zip(fields, map(str.strip, found.split(",")))),
+        "nvcc": release and release[1],
+        "versions": measure.versions("jax-cuda13-plugin", "jax-cuda12-plugin") | peers.versions(),
+        "not_here": missing,
     }
 
 
-def copy_bandwidth(elements, timer, torch):
+def copy_bandwidth(run):
     """{how: bytes per second}; bytes read and bytes written both count."""
+    elements = 1 << (12 if run.args.dry_run else 28)
     x = normal(0, (elements,), np.float32)
     copy, add = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
-    found = {"copy": timer.measure(lambda _: copy(x)), "x + 1": timer.measure(lambda _: add(x))}
-    if torch.torch is not None:
-        source = torch.torch.from_dlpack(x)
-        target = torch.torch.empty_like(source)
-        found["copy by torch"] = timer.measure(lambda _: target.copy_(source), torch.wait)
-    return {name: 8 * elements / t.median for name, t in found.items()}
+    found = {"copy": run.time(lambda _: copy(x)), "x + 1": run.time(lambda _: add(x))}
+    if torch:
+        source = torch.from_dlpack(x)
+        target = torch.empty_like(source)
+        found["copy by torch"] = run.time(lambda _: target.copy_(source), torch_wait)
+    return {name: 8 * elements / t["median"] for name, t in found.items()}
 
 
 def sm_clock(call):
@@ -221,7 +192,7 @@ def sm_clock(call):
         while query.poll() is None:
             for i in range(4):
                 handle = call(i)
-            wait_jax(handle)
+            jax.block_until_ready(handle)
         found += [float(x) for x in query.communicate()[0].split() if x.isdigit()]
     return float(np.median(found)) if found else None
 
@@ -229,33 +200,46 @@ def sm_clock(call):
 def first_call(case):
     """Seconds of the first and the second call of a compiled step. No kernel of ours must have run in this process."""
     (logits, *_), rest = make_inputs(case, np.float32)
-    wait_jax([jnp.zeros_like(logits) for _ in range(2)])  # the allocator now holds the memory for the results
-    step = jax.jit(jax.value_and_grad(functools.partial(rnnt_loss, inplace=False)))
-    step = step.lower(logits, *rest).compile()
+    jax.block_until_ready([jnp.zeros_like(logits) for _ in range(2)])  # the allocator now holds memory for the results
+    step = loss_and_gradient(RNNTLoss(inplace=False)).lower(logits, *rest).compile()
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        wait_jax(step(logits, *rest))
+        jax.block_until_ready(step(logits, *rest))
         seconds.append(time.perf_counter() - start)
     return seconds
+
+
+def kernel_times(call, dry_run):
+    """{kernel: [count, mean microseconds]} from the profiler, over 5 calls."""
+    with tempfile.TemporaryDirectory() as folder:
+        jax.block_until_ready(call(0))
+        with jax.profiler.trace(folder):
+            for i in range(5):
+                jax.block_until_ready(call(i))
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        found = {}
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                if dry_run or ("GPU" in plane.name and line.name.startswith("Stream")):
+                    for event in line.events:
+                        found.setdefault(event.name, []).append(event.duration_ns * 1e-3)
+    rows = sorted(found.items(), key=lambda row: -sum(row[1]))[:20]
+    return {name: [len(times), float(np.mean(times))] for name, times in rows}
 
 
 # -------------------------------------------------------------------------------------------------------- the stages
 
 
-def emission_forward(ring, rest):
+def emission(ring, rest, backward=False):
+    """The forward pass, or the backward pass of it: not in place, with cotangents in every row inside the lengths."""
     targets, frames, labels = rest
     options = dict(blanks=(ring[0].shape[-1] - 1,), normalize=True, strict=True)
     label = softmax.label_map(targets, labels)
-    return turns(jax.jit(lambda x: softmax.forward(x, label, frames, **options)), ring, ())
-
-
-def emission_backward(ring, rest):
-    """Not in place. Every row inside the lengths has nonzero cotangents."""
-    targets, frames, labels = rest
-    options = dict(blanks=(ring[0].shape[-1] - 1,), normalize=True, strict=True)
-    label = softmax.label_map(targets, labels)
-    *arcs, lse = jax.jit(lambda x: softmax.forward(x, label, frames, **options))(ring[0])
+    forward = jax.jit(lambda x: softmax.forward(x, label, frames, **options))
+    if not backward:
+        return turns(forward, ring, ())
+    *arcs, lse = forward(ring[0])
     cotangents = tuple(jnp.where(jnp.isfinite(x), -jnp.exp(x), 0) for x in arcs)
     scale = jnp.full(frames.shape, 1 / len(frames), lse.dtype)
 
@@ -286,31 +270,15 @@ def lattice_alone(case):
     return call, count
 
 
-def seconds_per_diagonal(timer, short, long):
-    """The cost of one more frame for a single sequence."""
-    times = []
-    for case in (short, long):
-        call, calls = lattice_alone(case)
-        times.append(timer.measure(call, calls=calls).median)
-    return (times[1] - times[0]) / (long.T - short.T)
-
-
-def kernel_times(call, dry_run):
-    """{kernel: [count, mean microseconds]} from the profiler, over 5 calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        wait_jax(call(0))
-        with jax.profiler.trace(folder):
-            for i in range(5):
-                wait_jax(call(i))
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        found = {}
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            for line in plane.lines:
-                if dry_run or ("GPU" in plane.name and line.name.startswith("Stream")):
-                    for event in line.events:
-                        found.setdefault(event.name, []).append(event.duration_ns * 1e-3)
-    rows = sorted(found.items(), key=lambda row: -sum(row[1]))[:20]
-    return {name: [len(times), float(np.mean(times))] for name, times in rows}
+def diagonals(run):
+    """The cost of one more frame for a single sequence, in seconds and in cycles."""
+    record = run.record
+    clock = record.get("sm_clock_mhz") or float(record.get("clocks.max.sm", 0))
+    record["seconds_per_diagonal"] = seconds = {}
+    for short, long in cases.DIAGONALS_DRY_RUN if run.args.dry_run else cases.DIAGONALS:
+        below, above = (run.time(call, calls=calls)["median"] for call, calls in map(lattice_alone, (short, long)))
+        seconds[str(short.U)] = (above - below) / (long.T - short.T)
+    record["cycles_per_diagonal"] = {U: x * clock * 1e6 if clock else None for U, x in seconds.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- contestants
@@ -321,16 +289,16 @@ def loss_and_gradient(loss, **jit):
 
 
 JAX_RIVALS = {
-    "ours, reference": functools.partial(rnnt_loss, implementation="reference"),
+    "ours, reference": RNNTLoss(implementation="reference"),
     "two-stage JAX": rivals.two_stage,
     "plain JAX": rivals.plain,
 }
 
 
-def sample(handle, count=1000):
+def sample(handle):
     """(loss, some elements of the gradient) from the result of a step, ours or a peer's."""
     value, gradient = handle
-    stride = max(1, int(np.prod(gradient.shape)) // count)
+    stride = measure.stride(int(np.prod(gradient.shape)))
     if isinstance(gradient, jax.Array):
         gradient = jax.jit(lambda x: x.reshape(-1)[::stride])(gradient)
     else:
@@ -340,46 +308,32 @@ def sample(handle, count=1000):
 
 @jax.jit
 def rows_with_posterior(*arrays):
-    blank, label = rnnt_posteriors(*arrays)
+    blank, label = RNNTLoss().posteriors(*arrays)
     return jnp.sum((blank != 0) | (label != 0))
-
-
-def answer(*arrays):
-    """(losses, gradient). The last array is the clamp."""
-    *arrays, clamp = arrays
-
-    def total(*arrays):
-        values = rnnt_loss(*arrays, clamp=clamp, reduction="none")
-        return values.sum(), values
-
-    gradient, values = jax.grad(total, has_aux=True)(*map(jnp.asarray, arrays))
-    return values, gradient
 
 
 class Variant:
     """One shape, dtype and set of lengths: bytes, times, and the deviation of results from ours."""
 
-    def __init__(self, run, case, dtype, lengths, torch):
-        self.run, self.dtype, self.torch = run, np.dtype(dtype), torch
+    def __init__(self, run, case, dtype, lengths, others):
+        self.run, self.dtype, self.others = run, np.dtype(dtype), others
         self.case = case if lengths == "full" else case.ragged()
         self.name = f"{case.name}, {self.dtype.name}, {lengths}"
         self.row = {"case": case.name, "shape": case.shape, "dtype": self.dtype.name, "lengths": lengths}
         self.row |= {"valid": self.case.valid, "times": {}, "off_ours": {}}
         self.first = None  # (loss, sample of the gradient)
 
-    def time(self, name, make, wait=wait_jax, *, compare=False, reserve=0.0):
-        """`make()` returns a call for `measure`, or (call, number of calls in it)."""
+    def time(self, name, make, wait=jax.block_until_ready, *, compare=False, reserve=0.0):
+        """`make()` returns a call for `Run.time`, or (call, number of calls in it)."""
 
         def measured():
             made = make()
             call, calls = made if isinstance(made, tuple) else (made, 1)
             if compare:
                 self.compare(name, sample(call(0)))
-            found = self.run.timer.measure(call, wait, calls)
-            samples = [seconds / calls for seconds in found.samples]
-            self.row["times"][name] = dict(median=found.median, samples=samples, host_bound=found.host_bound)
+            self.row["times"][name] = self.run.time(call, wait, calls)
 
-        self.run.attempt(f"{self.name}: {name}", measured, reserve)
+        self.run.attempt(f"{self.name}: {name}", measured, reserve=reserve)
 
     def compare(self, name, found):
         self.first = self.first or found
@@ -393,29 +347,23 @@ class Variant:
         ring, rest = make_inputs(self.case, self.dtype)
         self.count_bytes(int(rows_with_posterior(ring[0], *rest)))
         self.run.record["variants"].append(self.row)
-        step = loss_and_gradient(functools.partial(rnnt_loss, inplace=False))
-        donated = loss_and_gradient(rnnt_loss, donate_argnums=0)
+        step, donated = loss_and_gradient(RNNTLoss(inplace=False)), loss_and_gradient(RNNTLoss(), donate_argnums=0)
         self.time("ours", lambda: turns(step, ring, rest), compare=True)
         self.time("ours, in place", lambda: in_place(donated, ring, rest), compare=True)
-        self.time("stage: value", lambda: turns(jax.jit(rnnt_loss), ring, rest))
-        self.time("stage: emission forward", lambda: emission_forward(ring, rest))
+        self.time("stage: value", lambda: turns(jax.jit(RNNTLoss()), ring, rest))
+        self.time("stage: emission forward", lambda: emission(ring, rest))
         self.time("stage: lattice", lambda: lattice_alone(self.case))
-        self.time("stage: emission backward", lambda: emission_backward(ring, rest))
-        self.row["extra_planes"] = {}
-        for name, function in (("ours", step), ("ours, in place", donated), ("value", jax.jit(rnnt_loss))):
-            memory = function.lower(ring[0], *rest).compile().memory_analysis()
-            if memory is not None:
-                self.row["extra_planes"][name] = memory.temp_size_in_bytes / (4 * np.prod(self.case.shape[:3]))
-        for name in self.torch.names(self.dtype.name):
-            make = functools.partial(self.torch.step, name, (ring[0], *rest))
-            self.time(name, make, self.torch.wait, compare=True)
-            self.torch.release()
+        self.time("stage: emission backward", lambda: emission(ring, rest, backward=True))
+        for name, loss in self.others.items():
+            if self.dtype == np.float32 or name in NARROW:
+                self.time(name, functools.partial(torch_step, loss, ring, rest), torch_wait, compare=True)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def measure_rivals(self):
         ring, rest = make_inputs(self.case, self.dtype)
         for name, loss in JAX_RIVALS.items():
-            make = functools.partial(turns, loss_and_gradient(loss), ring, rest)
-            self.time(name, make, compare=True, reserve=8)
+            self.time(name, lambda f=loss: turns(loss_and_gradient(f), ring, rest), compare=True, reserve=8)
 
     def count_bytes(self, used):
         """Bytes as in docs/cuda.md. `used` rows have a posterior; a step's backward pass reads no other rows."""
@@ -435,66 +383,53 @@ class Variant:
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def parse():
+def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=150, help="seconds of all measurements (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="CASE", default=[c.name for c in cases.GPU])
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on any device; keeps nothing")
     parser.add_argument("--output", type=Path, help="folder of DATE-DEVICE.json and .md (benchmarks/results)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if jax.default_backend() != "gpu" and not args.dry_run:
         parser.exit(2, "no GPU: --dry-run executes the benchmark without one\n")
     name = re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
     file = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{name}.json"
-    args.output = None if args.dry_run else (args.output or HERE / "results") / file
+    args.output = None if args.dry_run else (args.output or measure.HERE / "results") / file
     return args
 
 
-def main():
-    args = parse()
-    run, torch = Run(args), gpu_peers.Torch()
-    record = run.record
-    record |= describe(torch) | {"large": [case.name for case in cases.GPU_LARGE]}
-    chosen = [c for c in (cases.GPU_DRY_RUN if args.dry_run else cases.GPU) if c.name in args.only]
-    record["first_call"] = run.attempt("first call", lambda: first_call(chosen[0]))
-    copied = run.attempt("copy", lambda: copy_bandwidth(1 << (12 if args.dry_run else 28), run.timer, torch))
-    if copied:
-        record |= {"copy_bandwidth": copied, "bandwidth": max(copied.values())}
+def clock_and_profiler(run, case):
+    ring, rest = make_inputs(case, np.float32)
+    call = turns(loss_and_gradient(RNNTLoss(inplace=False)), ring, rest)
+    run.record["sm_clock_mhz"] = sm_clock(call)
+    run.record["kernels"] = run.attempt("profiler", kernel_times, call, run.args.dry_run)
 
-    def at_the_first_shape():
-        ring, rest = make_inputs(chosen[0], np.float32)
-        call = turns(loss_and_gradient(functools.partial(rnnt_loss, inplace=False)), ring, rest)
-        record["sm_clock_mhz"] = sm_clock(call)
-        record["kernels"] = run.attempt("profiler", lambda: kernel_times(call, args.dry_run))
 
-    def diagonals():
-        clock = record.get("sm_clock_mhz") or float(record.get("clocks.max.sm", 0))
-        pairs = cases.DIAGONALS_DRY_RUN if args.dry_run else cases.DIAGONALS
-        seconds = {str(short.U): seconds_per_diagonal(run.timer, short, long) for short, long in pairs}
-        record["seconds_per_diagonal"] = seconds
-        record["cycles_per_diagonal"] = {U: x * clock * 1e6 if clock else None for U, x in seconds.items()}
-
-    first_variants, surveyed = [], False
+def main(argv=None):
+    run = Run(parse(argv))
+    others, missing = peers.losses(peers.ON_A_GPU) if torch else ({}, {"all": "torch cannot be imported"})
+    others.pop("torchaudio, joint", None)
+    run.record |= describe(missing)
+    chosen = [c for c in (cases.GPU_DRY_RUN if run.args.dry_run else cases.GPU) if c.name in run.args.only]
+    run.record["first_call"] = run.attempt("first call", first_call, chosen[0])
+    if copied := run.attempt("copy", copy_bandwidth, run):
+        run.record |= {"copy_bandwidth": copied, "bandwidth": max(copied.values())}
+    made = []
     for lengths in ("full", "ragged"):
         for dtype in (np.float32, jnp.bfloat16):
             for case in chosen:
-                variant = Variant(run, case, dtype, lengths, torch)
-                run.attempt(variant.name, variant.measure, reserve=15)
-                if lengths == "full" and dtype == np.float32:
-                    first_variants.append(variant)
-            if not surveyed:  # after float32 and full lengths, as time may run out
-                surveyed = True
-                run.attempt("clock and profiler", at_the_first_shape)
-                run.attempt("cycles per diagonal", diagonals)
-                if "torchaudio" in torch.losses:
-                    run.attempt("answers", lambda: record.update(answers=gpu_peers.answers(torch, answer)))
-    for variant in first_variants:
+                made.append(Variant(run, case, dtype, lengths, others))
+                run.attempt(made[-1].name, made[-1].measure, reserve=15)
+            if len(made) == len(chosen):  # after float32 and full lengths, as time may run out
+                run.attempt("clock and profiler", clock_and_profiler, run, chosen[0])
+                run.attempt("cycles per diagonal", diagonals, run)
+    for variant in made[: len(chosen)]:
         run.attempt(f"{variant.name}: JAX rivals", variant.measure_rivals, reserve=10)
-
-    run.save()
-    print(gpu_report.markdown(record))
-    ours = all("ours" in variant["times"] for variant in record["variants"]) and len(record["variants"]) > 0
-    return int(not ours or (args.dry_run and bool(record["errors"])))
+    if run.args.output:
+        gpu_report.write(run.record, run.args.output)
+    print(gpu_report.report(run.record))
+    ours = all("ours" in variant["times"] for variant in run.record["variants"]) and len(run.record["variants"]) > 0
+    return int(not ours or (run.args.dry_run and bool(run.record["errors"])))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
-# exit code is 1 if any failed. Results: DATE-DEVICE.json and .md, -tune.json, -librispeech.json, parts.tsv (part, seconds,
+# exit code is 1 if any failed. Results: DATE-DEVICE.json and .md, -tune.json, librispeech.json, parts.tsv (part, seconds,
 # exit code), gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +24,7 @@ declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [tune
 # that are parts of their own here.
 NOT_CUDA=(example errors public truth distributed forward_mode derivatives align pruned gpu_compile sharding joint_mesh targets gpu
   large)
-KERNELS=(cuda/softmax_emission.cu cuda/lattice.cu cuda/skip_lattice.cu cuda/devices.cu)
+KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
 
 run_part() {
   case $1 in
@@ -40,7 +40,7 @@ run_part() {
       wait $tune || { code=$?; cat build/gpu/tune.log; }
       if [[ $DRY_RUN ]]; then
         install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
-        "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]/#/xla_kernels/}" \
+        "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]}" \
           tools/emulation/{cuda_emulation,check}.cc -o build/gpu/check-emulated -pthread || code=$?
       fi
       return $code
@@ -84,11 +84,9 @@ run_part() {
       ;;
     tune) "$PYTHON" benchmarks/tune.py "${TUNE[@]}" --budget "$((SECONDS_OF[tune] - 5))" --output "$OUT" ;;
     librispeech)
-      if [[ $DRY_RUN ]]; then
-        "$PYTHON" benchmarks/librispeech.py --batches 1 --repeat 1 --share 0.1 --shrink 20
-      else
-        "$PYTHON" benchmarks/librispeech.py --budget "$((SECONDS_OF[librispeech] - 10))" --output "$OUT"
-      fi
+      local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
+      if [[ $DRY_RUN ]]; then options=(--batches 1 --repeat 1 --share 0.1 --shrink 20); fi
+      "$PYTHON" benchmarks/joint.py --librispeech "${options[@]}" --output "$OUT/librispeech.json"
       ;;
   esac
 }
@@ -105,9 +103,9 @@ install() {
 compile_check() {
   local source pids=()
   mkdir -p build/gpu/check.d
-  for source in "${KERNELS[@]}" emulation/check.cc; do
+  for source in "${KERNELS[@]}" tools/emulation/check.cc; do
     nvcc -x cu -std=c++17 -O2 -lineinfo -w -I. --extended-lambda --expt-relaxed-constexpr \
-      "-gencode=arch=compute_$ARCHITECTURE,code=sm_$ARCHITECTURE" -c "xla_kernels/$source" \
+      "-gencode=arch=compute_$ARCHITECTURE,code=sm_$ARCHITECTURE" -c "$source" \
       -o "build/gpu/check.d/$(basename "$source").o" &
     pids+=($!)
   done
@@ -158,7 +156,6 @@ chosen=("$@")
 main() {
   local failed=0 part most begun code took
   rm -f "$OUT/parts.tsv"
-  touch build/gpu/started
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
   for part in "${chosen[@]}"; do
     if [[ ! ${SECONDS_OF[$part]-} ]]; then
@@ -180,10 +177,6 @@ main() {
     printf '%s\t%s\t%s\n' "$part" "$took" "$code" >> "$OUT/parts.tsv"
     echo "== $part: exit code $code after $took s"
   done
-  find "$OUT" -maxdepth 1 -name '*.json' ! -name '*-tune.json' ! -name '*-librispeech.json' -newer build/gpu/started |
-    while read -r result; do
-      "$PYTHON" benchmarks/gpu_report.py "$result" "$OUT/parts.tsv"
-    done
   echo "== part, seconds, exit code"
   cat "$OUT/parts.tsv"
   return $failed

@@ -1,10 +1,11 @@
-"""Compares time and memory of `joint_rnnt_loss`, of logits in memory, of axlearn's way, and of pruned RNN-T.
+"""Times a loss with its joint network, value and all gradients: logits in memory, in tiles, packed, and pruned.
 
-    python benchmarks/joint.py            # value and gradient of a loss with its joint network, by shape
-    python benchmarks/joint.py --long     # a training step of 1,024 utterances of 40 seconds
-    python benchmarks/joint.py --skip     # blocks that the backward pass skips in a training run of the example
+    python benchmarks/joint.py                  # by shape
+    python benchmarks/joint.py --librispeech    # batches of LibriSpeech's lengths; a GPU takes them whole
+    python benchmarks/joint.py --long           # a training step of 1,024 utterances of 40 seconds
+    python benchmarks/joint.py --skip           # blocks that the backward pass skips in a training of the example
 
-All contestants take turns in one run and compute the gradient of encoder and predictor output and of the parameters.
+All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
 
 import functools
@@ -13,173 +14,215 @@ import os
 import sys
 import time
 
-import bench
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU torchaudio needs memory, too
+
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
+import peers
+import problems
+import rivals
 import skipping
-from axlearn import axlearn
-from bench import cases
+from problems import cases
 
 from jax_rnnt import (
+    AdditiveLogits,
+    BandLogits,
+    JointLogits,
     LinearJoint,
-    joint_rnnt_loss,
+    PackedLogits,
+    RNNTLoss,
     prune_inputs,
     prune_ranges,
-    pruned_rnnt_loss,
-    rnnt_loss,
-    simple_rnnt_loss,
 )
 
 WIDTH = 5  # of the pruned band
+ALL = (0, 1, 2, 3)  # arguments with a gradient
+LOSS = RNNTLoss()
 
 
-def logit_bytes(case):
-    return 4 * math.prod(case.shape)
-
-
-def make(case, seed):
-    """(parameters, rows, rest). The weights are as newly initialised: logits have unit variance."""
-    rng = np.random.default_rng(seed)
-
-    def draw(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    weight = draw(case.H, case.V) * np.float32(case.H**-0.5)
-    targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
-    rows = draw(case.B, case.T, case.H), draw(case.B, case.U + 1, case.H)
-    return jax.tree.map(jnp.asarray, ((weight, np.zeros(case.V, np.float32)), rows, (targets, *case.lengths)))
-
-
-def materialized(parameters, rows, rest):
-    weight, bias = parameters
-    hidden = jnp.tanh(rows[0][:, :, None] + rows[1][:, None])
+def materialized(weight, bias, encoder, predictor, *rest, loss=LOSS):
+    hidden = jnp.tanh(encoder[:, :, None] + predictor[:, None])
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias
-    return rnnt_loss(logits.reshape(*hidden.shape[:-1], -1), *rest)
+    return loss(logits.reshape(*hidden.shape[:-1], -1), *rest)
 
 
-def linear(parameters, rows, rest, chunk=None):
-    return joint_rnnt_loss(LinearJoint(*parameters), *rows, *rest, chunk=chunk)
+def linear(weight, bias, encoder, predictor, *rest, loss=LOSS):
+    return loss(JointLogits(LinearJoint(weight, bias), encoder, predictor), *rest)
 
 
-def function(parameters, rows, rest):
-    weight, bias = parameters
-    return joint_rnnt_loss(lambda frames, states: jnp.tanh(frames + states) @ weight + bias, *rows, *rest)
+def function(weight, bias, encoder, predictor, *rest, loss=LOSS):
+    return loss(JointLogits(lambda e, p: jnp.tanh(e + p) @ weight + bias, encoder, predictor), *rest)
 
 
-def pruned(parameters, rows, rest):
+def pruned(weight, bias, encoder, predictor, *rest):
     """Pruned RNN-T: the simple loss with the same output layer, then the joint on the band. Another loss."""
-    weight, bias = parameters
-    am, lm = rows[0] @ weight, rows[1] @ weight + bias
-    simple, (blank, label) = simple_rnnt_loss(am, lm, *rest, return_posteriors=True)
+    heads = AdditiveLogits(encoder @ weight, predictor @ weight + bias)
+    blank, label = LOSS.posteriors(heads, *rest)
     lengths = dict(zip(("logit_lengths", "target_lengths"), rest[1:]))
     first = prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=WIDTH)
-    frames, states = prune_inputs(*rows, first, width=WIDTH)
+    frames, states = prune_inputs(encoder, predictor, first, width=WIDTH)
     hidden = jnp.tanh(frames + states)
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias
-    return 0.5 * simple + pruned_rnnt_loss(logits.reshape(*hidden.shape[:-1], -1), first, *rest)
+    return 0.5 * LOSS(heads, *rest) + LOSS(BandLogits(logits.reshape(*hidden.shape[:-1], -1), first), *rest)
 
 
-def contestant(name, loss, arguments):
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    compiled = step.lower(*arguments).compile()
-
-    def run(keep=False):
-        start = time.perf_counter()
-        result = jax.block_until_ready(compiled(*arguments))
-        return result if keep else time.perf_counter() - start
-
-    value, gradient = run(keep=True)
-    check = float(value), np.concatenate([np.ravel(g)[:: max(1, g.size // 500)] for g in jax.tree.leaves(gradient)])
-    return bench.Contestant(name, run, check, compiled.memory_analysis().temp_size_in_bytes)
+# ---------------------------------------------------------------------------------------------------------- by shape
 
 
-def start(case, seed):
-    arguments = make(case, seed)
-    found = [contestant(f.__name__, f, arguments) for f in (materialized, linear, function)]
+def contestants(case, seed):
+    sources, rest = problems.joint(case, seed)
+    start = functools.partial(measure.program, arguments=(*sources, *rest), gradient=ALL)
+    found = [start(f.__name__, f) for f in (materialized, linear, function)]
     with skipping.nothing_skipped():
-        found.append(contestant("linear, nothing skipped", linear, arguments))
+        found.append(start("linear, nothing skipped", linear))
+    scale = np.abs(found[0].check[1]).max()
+    measure.agree(found[0], found[1:], gradient=1e-4 * scale)
     if case.name.startswith("axlearn"):
-        found.append(contestant("axlearn's way", axlearn, arguments))
-    value, gradient = found[0].check
-    for other in found[1:]:
-        np.testing.assert_allclose(other.check[0], value, rtol=1e-5, err_msg=f"{case.name}: {other.name}")
-        scale = np.abs(gradient).max()
-        limit = 1e-3 if other.name == "axlearn's way" else 1e-4  # its path weights are float32 logs
-        np.testing.assert_allclose(other.check[1], gradient, atol=limit * scale, err_msg=f"{case.name}: {other.name}")
-    return [*found, contestant("pruned", pruned, arguments)]
+        found.append(start("axlearn's way", rivals.axlearn))
+        measure.agree(found[0], found[-1:], gradient=1e-3 * scale)  # its path weights are float32 logs
+    return [*found, start("pruned", pruned)]
 
 
-def report(case, contestants):
-    size = f"B={case.B} T={case.T} U={case.U} V={case.V} H={case.H}, logits {logit_bytes(case) / 1e6:.0f} MB"
-    print(f"### {case.name}: {size}, {case.valid:.0%} of the nodes valid\n")
-    first = contestants[0]
-    bench.table(
-        ("", "ms", "min", "x materialized", "workspace, MB", "runs"),
-        [
-            (
-                c.name,
-                f"{c.median * 1e3:.3g}",
-                f"{c.best * 1e3:.3g}",
-                f"{c.median / first.median:.2f}",
-                f"{c.temporaries / 1e6:.0f}",
-                str(len(c.seconds)),
-            )
-            for c in contestants
-        ],
-    )
+def title(case):
+    megabytes = 4 * math.prod(case.shape) / 1e6
+    size = f"B={case.B} T={case.T} U={case.U} V={case.V} H={case.H}, logits {megabytes:.0f} MB"
+    return f"{case.name}: {size}, {case.valid:.0%} of the nodes valid"
 
 
-def targets(results):
+def aims(case, found):
     """Tiles may take 1.15 times as long, but must not be slower if more than 25% is padding."""
-    rows = []
-    for case in cases.JOINT:
-        by_name = {c.name: c for c in results.get(case.name, ())}
-        for name in ("linear", "function") if by_name else ():
-            above, below = by_name[name], by_name["materialized"]
-            ratio, best = above.median / below.median, above.best / below.best
-            limit = "<= 1" if case.valid < 0.75 else "<= 1.15"
-            rows.append(bench.judge(f"{case.name}: {name} / materialized", ratio, limit, best))
-    return rows
+    limit, by_name = "<= 1" if case.valid < 0.75 else "<= 1.15", {c.name: c for c in found}
+    base = by_name["materialized"]
+    return [measure.aim(f"{case.name}: {n} / materialized", by_name[n], base, limit) for n in ("linear", "function")]
 
 
 def by_shape(args):
-    budget, load, results = bench.settle(args), os.getloadavg(), {}
+    budget, results, checks = measure.settle(args), {}, []
     for case in cases.JOINT:
         if case.name in args.only:
-            results[case.name] = start(case, args.seed)
-            bench.take_turns(results[case.name], budget, args.repeat)
-            report(case, results[case.name])
-    checks = targets(results)
-    bench.report_targets(checks)
-    bench.save(args, load, checks, {"value_and_gradient": results}, name="-joint")
+            found = results[case.name] = contestants(case, args.seed)
+            measure.take_turns(found, budget, args.repeat)
+            measure.report(title(case), found, ["materialized"])
+            checks += aims(case, found)
+    measure.report_aims(checks)
+    measure.save(args, "-joint", checks, results)
+
+
+# ------------------------------------------------------------------------------------------------------- LibriSpeech
+
+# XLA compiles for shapes: ours are padded to these multiples of T and U + 1, and of rows, as training code does.
+FRAMES, COLUMNS, ROWS = 32, 8, 1 << 14
+SUM = RNNTLoss(blank=problems.BLANK, reduction="sum")
+
+
+def packed(nodes, frames):
+    """`nodes`: [3, N] sequence, frame and column of each row; rows past the last node repeat it."""
+    b, t, u = nodes
+
+    def loss(weight, bias, encoder, predictor, *rest):
+        logits = jnp.tanh(encoder[b, t] + predictor[b, u]) @ weight + bias
+        return SUM(PackedLogits(logits, frames), *rest)
+
+    return loss
+
+
+def nodes_of(logit_lengths, target_lengths):
+    found = [np.indices((T, U + 1)).reshape(2, -1) for T, U in zip(logit_lengths, target_lengths)]
+    sequence = np.repeat(np.arange(len(found)), [x.shape[1] for x in found])
+    nodes = np.concatenate([sequence[None], np.concatenate(found, 1)]).astype(np.int32)
+    return np.pad(nodes, ((0, 0), (0, -nodes.shape[1] % ROWS)), "edge")
+
+
+def batch_contestants(batch, worker, limit):
+    """Those that fit into the memory. Losses and gradients must agree; `limit` is relative to the largest."""
+    sources, rest = problems.librispeech(*batch, FRAMES, COLUMNS)
+    program = functools.partial(measure.program, arguments=(*sources, *rest), gradient=ALL, whole=True)
+    makers = {
+        "in memory": lambda name: program(name, functools.partial(materialized, loss=SUM)),
+        "packed": lambda name: program(name, packed(nodes_of(*rest[1:]), sources[2].shape[1])),
+        "in tiles": lambda name: program(name, functools.partial(linear, loss=SUM)),
+    }
+    if worker and "torchaudio, joint" in worker.names:
+        makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch)
+    found = []
+    for name, make in makers.items():
+        try:
+            found.append(make(name))
+        except Exception as error:  # of memory; which one depends on the library
+            print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    for contestant in found:  # torchaudio's rows are not padded: the gradient of the weight is compared
+        contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
+    measure.agree(found[0], found[1:], loss=limit, gradient=limit * np.abs(found[0].check[1]).max())
+    return found
+
+
+def librispeech(args):
+    """As csukuangfj/transducer-loss-benchmarking does on a GPU; README.md has its published table."""
+    deadline, gpu = time.monotonic() + args.limit, jax.default_backend() == "gpu"
+    budget = args.budget if gpu else measure.settle(args)
+    share = args.share or (1.0 if gpu else 0.1)
+    args.torch_python = args.torch_python or (sys.executable if gpu else None)
+    args.threads = 0 if gpu else args.threads
+    worker, results = peers.start(args), {}
+    # The same number of batches of either order, spread over those of the published table.
+    for i in range(args.batches):
+        for order in problems.ORDERS:
+            count = problems.LAST - problems.FIRST
+            batch = order, i * count // args.batches, share, args.shrink
+            if results and time.monotonic() > deadline:
+                print(f"left out: {batch}: no time left", file=sys.stderr)
+                continue
+            T, U = problems.batches(order, share, args.shrink)[batch[1]]
+            found = batch_contestants(batch, worker, 2e-2 if gpu else 1e-3)  # a GPU multiplies float32 as TF32
+            measure.take_turns(found, budget, args.repeat, deadline)
+            name = f"{order}, batch {batch[1]}"
+            valid = np.dot(T, U + 1.0) / (len(T) * T.max() * (U.max() + 1))
+            size = f"B={len(T)} T={T.max()} U={U.max()}, {valid:.0%} of the nodes valid"
+            measure.report(f"{name}: {size}", found, [found[0].name])
+            results[name] = found
+    for order in problems.ORDERS:
+        names = list(dict.fromkeys(c.name for k, found in results.items() if k.startswith(order) for c in found))
+        for name in names:
+            times = [c.median for k, found in results.items() if k.startswith(order) for c in found if c.name == name]
+            print(f"{order}, {name}: {1e3 * np.mean(times):.1f} ms, the mean of {len(times)} batches")
+    more = {"share": share, "shrink": args.shrink, "versions": worker.versions if worker else {}}
+    measure.save(args, "-librispeech", [], results, **more)
+
+
+# ---------------------------------------------------------------------------------------------------- long, and skip
 
 
 def long(args):
     """A training step of 1,024 utterances of 40 seconds."""
-    case, logits = cases.JOINT_LONG, logit_bytes(cases.JOINT_LONG)
-    parameters, rows, rest = make(case, args.seed)
+    measure.settle(args)
+    case = cases.JOINT_LONG
+    logits = 4 * math.prod(case.shape)
+    sources, rest = jax.tree.map(jnp.asarray, problems.joint(case, args.seed))
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(parameters, rows, rest):
-        value, gradient = jax.value_and_grad(linear)(parameters, rows, rest)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradient), value
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weight, bias, *others):
+        value, gradient = jax.value_and_grad(linear, (0, 1))(weight, bias, *others)
+        return *(p - 0.1 * g for p, g in zip((weight, bias), gradient)), value
 
-    compiled = step.lower(parameters, rows, rest).compile()
-    workspace, plane = compiled.memory_analysis().temp_size_in_bytes, logits / case.V
-    print(f"B={case.B} T={case.T} U={case.U} V={case.V} H={case.H}, {case.valid:.0%} of the nodes valid")
-    memory = bench.machine()["memory_gib"]
+    compiled = step.lower(*sources, *rest).compile()
+    workspace, memory = compiled.memory_analysis().temp_size_in_bytes, measure.machine()["memory_gib"]
+    print(title(case))
     print(f"logits, hidden units and their gradients: {4 * logits / 2**30:.0f} GiB; the machine has {memory} GiB")
-    print(f"workspace {workspace / 2**30:.2f} GiB, in which a plane [B, T, U + 1] has {plane / 2**30:.2f} GiB")
+    plane = logits / case.V / 2**30
+    print(f"workspace {workspace / 2**30:.2f} GiB, in which a plane [B, T, U + 1] has {plane:.2f} GiB")
+    weight, bias, *others = *sources, *rest
     for _ in range(args.steps or 2):
         tick = time.perf_counter()
-        parameters, value = compiled(parameters, rows, rest)
+        weight, bias, value = compiled(weight, bias, *others)
         print(f"loss {float(value):.3f}, {time.perf_counter() - tick:.1f} s", flush=True)
 
 
 def skip(args):
     """The example's transducer on lines of handwritten digits: skipped blocks, and the time that skipping saves."""
-    sys.path.insert(0, str(bench.ROOT / "examples"))
+    measure.settle(args)
+    sys.path.insert(0, str(measure.ROOT / "examples"))
     import optax
     from data import HandwrittenDigits
     from flax import nnx
@@ -191,64 +234,60 @@ def skip(args):
         data.max_frames = data.max_labels * (data.max_width + data.max_gap) + data.max_gap
     steps = args.steps or data.steps
     sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
-    model = variant.model(*sizes, rngs=nnx.Rngs(args.seed))
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split(variant.model(*sizes, rngs=nnx.Rngs(args.seed)))
     schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
-    state = params, optimizer.init(params)
-
-    def loss(params, batch):
-        return variant.loss(nnx.merge(graphdef, params), batch, fused=True)
-
-    def compile_gradient():
-        return jax.jit(jax.value_and_grad(loss)).lower(params, batch_of(0)).compile()
 
     def batch_of(step):
         return data.batch(np.random.default_rng((args.seed, step)), data.batch_size, "train")
 
+    def gradient():
+        def loss(params, batch):
+            return variant.compute(variant.loss, nnx.merge(graphdef, params), batch, fused=True)
+
+        return jax.jit(jax.value_and_grad(loss)).lower(params, batch_of(0)).compile()
+
     with skipping.counted_blocks() as counts:
-        count = compile_gradient()
+        count = gradient()
     with skipping.nothing_skipped():
-        every = compile_gradient()
-    some = compile_gradient()
+        every = gradient()
+    some = gradient()
 
-    @jax.jit
-    def train(state, batch):
-        value, gradient = jax.value_and_grad(loss)(state[0], batch)
-        updates, opt_state = optimizer.update(gradient, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), value
+    def measured(step, params):
+        batch = batch_of(step)
+        counts.clear()
+        jax.block_until_ready(count(params, batch))
+        jax.effects_barrier()
+        total, kept = counts
+        runs = [measure.calls(name, f, params, batch) for name, f in (("without", every), ("with", some))]
+        measure.take_turns(runs, 1e9, 15)
+        times = (f"{c.median * 1e3:.1f}" for c in runs)
+        return str(step), f"{float(some(params, batch)[0]):.3f}", f"{1 - kept / total:.0%}", *times
 
-    rows = []
+    rows, state, update = [], optimizer.init(params), jax.jit(optimizer.update)
     for step in range(steps + 1):
         if step in (0, 10, 30, 100, 300, 1000, 3000) or step == steps:
-            batch, times = batch_of(step), ([], [])
-            counts.clear()
-            jax.block_until_ready(count(state[0], batch))
-            jax.effects_barrier()
-            for _ in range(15):
-                for seconds, gradient in zip(times, (every, some)):
-                    tick = time.perf_counter()
-                    value, _ = jax.block_until_ready(gradient(state[0], batch))
-                    seconds.append(time.perf_counter() - tick)
-            (total, kept), (without, less) = counts, (float(np.median(x)) * 1e3 for x in times)
-            share = f"{1 - kept / total:.0%}"
-            rows.append((str(step), f"{float(value):.3f}", share, f"{without:.1f}", f"{less:.1f}"))
-        state, _ = train(state, batch_of(step))
-    bench.table(("step", "loss", "blocks left out", "gradient without, ms", "with, ms"), rows)
+            rows.append(measured(step, params))
+        _, slope = some(params, batch_of(step))
+        updates, state = update(slope, state, params)
+        params = optax.apply_updates(params, updates)
+    measure.table(("step", "loss", "blocks left out", "gradient without, ms", "with, ms"), rows)
 
 
-def main():
-    parser = bench.options(__doc__, [case.name for case in cases.JOINT])
-    parser.add_argument("--long", action="store_true", help="a training step of 1,024 utterances of 40 seconds")
-    parser.add_argument("--skip", action="store_true", help="what a training run of the example leaves out")
+def main(argv=None):
+    parser = measure.options(__doc__, [case.name for case in cases.JOINT])
+    parser.add_argument("--librispeech", action="store_true")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--skip", action="store_true")
+    parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
+    parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
+    parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
     parser.add_argument("--steps", type=int, help="of --long and --skip")
     parser.add_argument("--labels", type=int, help="of --skip: lines of half as many digits to as many (3 to 7)")
-    args = parser.parse_args()
-    if args.long or args.skip:
-        bench.settle(args)
-        (long if args.long else skip)(args)
-    else:
-        by_shape(args)
+    args = parser.parse_args(argv)
+    chosen = [f for f in (librispeech, long, skip) if getattr(args, f.__name__)]
+    (chosen or [by_shape])[0](args)
 
 
 if __name__ == "__main__":

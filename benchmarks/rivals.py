@@ -1,4 +1,4 @@
-"""The loss in pure JAX, once as a user would write it, and once with care. The last class is the blank."""
+"""The loss in pure JAX: as a user would write it, with care, and in axlearn's way. The last class is the blank."""
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +120,85 @@ def two_stage(logits, targets, logit_lengths, target_lengths):
     """Emission and lattice with hand-written gradients: no tensor of log-probabilities, in place on donated logits."""
     arcs = emission(logits, jnp.pad(targets, ((0, 0), (0, 1))))
     return lattice(*arcs, logit_lengths, target_lengths).mean()
+
+
+# ----------------------------------------------------------------------------------------------------- axlearn's way
+#
+# The loss of a joint network as apple/axlearn computes it, written anew from a description. A map over the frames of
+# each sequence makes log-probabilities and picks by one-hot products. A scan over anti-diagonals follows, with a
+# derivative of its own.
+
+LOWEST = -1e9
+
+
+def diagonals_of(blank, label):
+    return tuple(jnp.maximum(skew(x), LOWEST) for x in (blank, label))
+
+
+def ends_of(n, num_frames, num_labels, columns):
+    return (n == num_frames + num_labels - 1)[:, None] & (jnp.arange(columns) == num_labels[:, None])
+
+
+def alphas_of(blank, label, num_frames, num_labels):
+    def step(carry, xs):
+        alpha, total = carry
+        n, blank, label = xs
+        ends = ends_of(n, num_frames, num_labels, alpha.shape[1])
+        total = jnp.where(ends, alpha + blank, total)
+        moved = jnp.pad((alpha + label)[:, :-1], ((0, 0), (1, 0)), constant_values=LOWEST)
+        return (jnp.logaddexp(alpha + blank, moved), total), alpha
+
+    blank, label = diagonals_of(blank, label)
+    start = jnp.full_like(blank[0], LOWEST)
+    carry = start.at[:, 0].set(0), start
+    (_, total), alphas = jax.lax.scan(step, carry, (jnp.arange(len(blank)), blank, label))
+    return jnp.max(total, 1), alphas
+
+
+@jax.custom_vjp
+def log_likelihood(blank, label, num_frames, num_labels):
+    return alphas_of(blank, label, num_frames, num_labels)[0]
+
+
+def likelihood_fwd(*operands):
+    total, alphas = alphas_of(*operands)
+    return total, (operands, total, alphas)
+
+
+def likelihood_bwd(saved, cotangent):
+    (blank, label, num_frames, num_labels), total, alphas = saved
+    columns = blank.shape[2]
+
+    def step(beta, xs):
+        n, alpha, blank, label = xs
+        ends = ends_of(n, num_frames, num_labels, columns)
+        by_blank = blank + jnp.where(ends, 0, beta)
+        by_label = label + jnp.pad(beta[:, 1:], ((0, 0), (0, 1)), constant_values=LOWEST)
+        before = alpha - total[:, None]
+        posteriors = jnp.exp(before + by_blank), jnp.exp(before + by_label)
+        return jnp.where(ends, by_blank, jnp.logaddexp(by_blank, by_label)), posteriors
+
+    planes, unskew = jax.vjp(diagonals_of, blank, label)
+    steps = jnp.arange(len(alphas)), alphas, *planes
+    _, posteriors = jax.lax.scan(step, jnp.full_like(alphas[0], LOWEST), steps, reverse=True)
+    return *(g * cotangent[:, None, None] for g in unskew(posteriors)), None, None
+
+
+log_likelihood.defvjp(likelihood_fwd, likelihood_bwd)
+
+
+def axlearn(weight, bias, encoder, predictor, targets, num_frames, num_labels):
+    """Mean loss."""
+
+    def planes(encoded, predicted, targets):
+        labels = jax.nn.one_hot(jnp.append(targets, 0), len(bias))
+
+        def frame(row):
+            log_p = jax.nn.log_softmax(jnp.tanh(row + predicted) @ weight + bias)
+            return log_p[:, -1], jnp.sum(log_p * labels, -1)
+
+        return jax.lax.map(frame, encoded)
+
+    blank, label = jax.vmap(planes)(encoder, predictor, targets)
+    label = jnp.where(jnp.arange(label.shape[2]) < num_labels[:, None, None], label, LOWEST)
+    return -jnp.mean(log_likelihood(blank, label, num_frames, num_labels))

@@ -9,12 +9,17 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 
 
 def nothing_skipped():
-    """The backward pass of `joint_rnnt_loss` computes all blocks inside the lengths."""
+    """The backward pass over tiles computes all blocks inside the lengths."""
     return mock.patch.object(tiled, "not_skipped", return_value=jnp.bool_(True))
+
+
+def blocks_of(size):
+    """Blocks have this many frames and columns."""
+    return mock.patch.object(tiled, "block_of", return_value=size)
 
 
 @contextlib.contextmanager

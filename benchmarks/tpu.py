@@ -1,12 +1,12 @@
 """What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, collectives, schedule.
 
-    python benchmarks/tpu.py                  compiles every program for every generation and prints the table
-    python benchmarks/tpu.py --check          fails where docs/tpu.md differs from it, or an aim is missed
-    python benchmarks/tpu.py --write v5e      writes the rows of these generations into docs/tpu.md
+    python benchmarks/tpu.py          # every program for every generation: the tables of docs/tpu.md
+    python benchmarks/tpu.py v5e      # of these generations
 
-`make test-tpu-compile` installs jax[tpu] and runs it. Memory, copies, aliases, collectives, VMEM and the bundles of a
-kernel are those that would run. Cycles of a step are counted in the final schedule: the larger of its bundles and its
-longest chain of latencies. Time on a TPU also depends on what no compiler knows.
+`make test-tpu-compile` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, aliases,
+collectives, VMEM and the bundles of a kernel are those that would run. Cycles of a step are counted in the final
+schedule: the larger of its bundles and its longest chain of latencies. Time on a TPU also depends on what no compiler
+knows.
 """
 
 import argparse
@@ -33,67 +33,71 @@ os.environ |= dict(
 
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
+import rivals
 import skipping
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from joint import ALL, linear
 
-import jax_rnnt
-from jax_rnnt.lattices import pallas, topology
+from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
+from jax_rnnt.lattices import _pallas as pallas, _topology as topology
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "tpu.md"
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
-DURATIONS = (0, 1, 2, 3, 4)
+AXLEARN = 4, 750, 200, 1024, 640  # its shape
 GENERATIONS = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
+TDT = TDTLoss(durations=(0, 1, 2, 3, 4))
 
 
 # ------------------------------------------------------------------------------------------------------- programs
+#
+# Each is (loss and gradient, (shape, dtype, mesh axes) of its arguments, those that are donated).
+
+
+def rest_of(batch, labels):
+    return (((batch, *more), jnp.int32, "data") for more in ((labels,), (), ()))
 
 
 def of_logits(loss, devices, dtype, extra=0):
-    shapes = ((devices * B, T, U + 1, V + extra), dtype, "data"), *_lengths(devices)
+    shapes = ((devices * B, T, U + 1, V + extra), dtype, "data"), *rest_of(devices * B, U)
     return jax.value_and_grad(loss), shapes, (0,)
-
-
-def _lengths(devices):
-    return (((devices * B, *more), jnp.int32, "data") for more in ((U,), (), ()))
 
 
 def of_matmul(devices, dtype):
     def mean(weight, hidden, *rest):
-        return jax_rnnt.rnnt_loss((hidden @ weight).reshape(-1, T, U + 1, V), *rest)
+        return RNNTLoss()((hidden @ weight).reshape(-1, T, U + 1, V), *rest)
 
-    shapes = ((H, V), dtype), ((devices * B * T * (U + 1), H), dtype, "data"), *_lengths(devices)
+    shapes = ((H, V), dtype), ((devices * B * T * (U + 1), H), dtype, "data"), *rest_of(devices * B, U)
     return jax.value_and_grad(mean, (0, 1)), shapes, ()
 
 
 def of_joint(devices, dtype):
-    def mean(weight, encoded, predicted, *rest):
-        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), encoded, predicted, *rest)
+    def mean(weight, encoder, predictor, *rest):
+        return RNNTLoss()(JointLogits(LinearJoint(weight), encoder, predictor), *rest)
 
     rows = (((devices * B, n, H), dtype, "data") for n in (T, U + 1))
-    return jax.value_and_grad(mean, (0, 1, 2)), (((H, V), dtype), *rows, *_lengths(devices)), ()
+    return jax.value_and_grad(mean, (0, 1, 2)), (((H, V), dtype), *rows, *rest_of(devices * B, U)), ()
 
 
-tdt_loss = functools.partial(jax_rnnt.tdt_loss, durations=DURATIONS)
 PROGRAMS = {
-    "rnnt_loss": functools.partial(of_logits, jax_rnnt.rnnt_loss),
-    "tdt_loss": functools.partial(of_logits, tdt_loss, extra=len(DURATIONS)),
+    "rnnt": functools.partial(of_logits, RNNTLoss()),
+    "tdt": functools.partial(of_logits, TDT, extra=len(TDT.durations)),
     "after a matmul": of_matmul,
-    "joint_rnnt_loss": of_joint,
+    "joint": of_joint,
 }
 # Of v5e all, of other generations the first.
-CASES = [(name, jnp.float32) for name in PROGRAMS] + [(name, jnp.bfloat16) for name in ("rnnt_loss", "tdt_loss")]
-TOPOLOGIES = {"tdt_loss": topology.products(DURATIONS)}  # of the others: the standard one
+CASES = [(name, jnp.float32) for name in PROGRAMS] + [(name, jnp.bfloat16) for name in ("rnnt", "tdt")]
+TOPOLOGIES = {"tdt": topology.products(TDT.durations)}  # of the others: the standard one
 # Most temporaries, in units of the logits; most bytes moved; most cycles by XLA's estimate.
-AIMS = {"rnnt_loss": 0.05, "tdt_loss": 0.15, "after a matmul": 1.05, "joint_rnnt_loss": 0.02}
-MOST_BYTES, MOST_CYCLES, MOST_OF_A_DIAGONAL = 1.2e9, 0.4 * 13.5e6, 200  # of rnnt_loss on one v5e
+AIMS = {"rnnt": 0.05, "tdt": 0.15, "after a matmul": 1.05, "joint": 0.02}
+MOST_BYTES, MOST_CYCLES, MOST_OF_A_DIAGONAL = 1.2e9, 0.4 * 13.5e6, 200  # of rnnt on one v5e
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
 def lowered(generation, step, shapes, donated=(), devices=1):
-    """A program for the first `devices` of a generation's topology. `shapes`: (shape, dtype, mesh axes) of each."""
+    """A program for the first `devices` of a generation's topology."""
     found = topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[generation]).devices
     mesh = Mesh(np.array(found[:devices]), ("data",))
     arguments = [
@@ -224,54 +228,46 @@ def dumped(generation, name):
 
 def vmem(text):
     """Bytes of VMEM that the kernels hold at once, at most."""
-    lines = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
-    found = [
-        re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', x)
-        for x in lines
-    ]
-    return max((int(size) for sizes in found for size in sizes), default=0)
+    lines = (line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line)
+    size = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    return max((int(found) for line in lines for found in re.findall(size, line)), default=0)
 
 
 # ----------------------------------------------------------------------------------------------------------- table
 
-HEAD = """| chip | program | temporaries / logits | bytes, GB | VMEM, KB | Mcycles | alpha, beta | large arcs |
-|---|---|--:|--:|--:|--:|--:|--:|"""
+HEAD = "chip", "program", "temporaries / logits", "bytes, GB", "VMEM, KB", "Mcycles", "alpha, beta", "large arcs"
+TILES = "chips", "rows of a tile", "tiles", "Mcycles of a tile, forward", "backward", "Mcycles of all tiles"
 
 
-TILES = """| chips | rows of a tile | tiles | Mcycles of a tile, forward | backward | Mcycles of all tiles |
-|--:|--:|--:|--:|--:|--:|"""
-
-
-def tiles_row(generation, devices):
+def tiles_row(devices):
     """The loops of the joint network in tiles, of which XLA's estimate for a program counts one turn."""
     with skipping.chosen_sizes() as sizes:
-        text = compiled(generation, "joint_rnnt_loss", devices, np.dtype(np.float32)).as_text()
+        text = compiled("v5e", "joint", devices, np.dtype(np.float32)).as_text()
     frames, columns, blocks = sizes[-1]
     tiles = -(-B * -(-T // frames) * -(-(U + 1) // columns) // blocks)  # of full lengths
     forward, backward = (cycles / 1e6 for cycles in tile_loops(text))
-    rows = frames * columns * blocks
-    return f"| {devices} | {rows} | {tiles} | {forward:.2f} | {backward:.2f} | {tiles * (forward + backward):.1f} |"
+    cycles = f"{forward:.2f}", f"{backward:.2f}", f"{tiles * (forward + backward):.1f}"
+    return devices, frames * columns * blocks, tiles, *cycles
 
 
 def row(generation, name, dtype, faults):
     executable = compiled(generation, name, 1, dtype)
     text, memory = executable.as_text(), executable.memory_analysis()
-    logits = B * T * (U + 1) * V * dtype.itemsize
-    temporaries = memory.temp_size_in_bytes / logits
+    temporaries = memory.temp_size_in_bytes / (B * T * (U + 1) * V * dtype.itemsize)
     moved, cycles = executable.cost_analysis()["bytes accessed"], estimated_cycles(text)
     steps = dumped(generation, name if name in TOPOLOGIES else next(iter(PROGRAMS))).values()
     label = f"{generation} {name} {dtype}"
     if temporaries > AIMS[name]:
         faults.append(f"{label}: temporaries are {temporaries:.3f} of the logits, more than {AIMS[name]}")
     # Where the logits are an argument; a matmul may also copy its operands.
-    if name in ("rnnt_loss", "tdt_loss") and (copies := large_copies(text, B * T * (U + 1) * V)):
+    if name in ("rnnt", "tdt") and (copies := large_copies(text, B * T * (U + 1) * V)):
         faults.append(f"{label}: logits are copied: {copies}")
     missed = moved > MOST_BYTES or cycles > MOST_CYCLES or max(narrow for narrow, _ in steps) > MOST_OF_A_DIAGONAL
-    if missed and (generation, name, dtype) == ("v5e", "rnnt_loss", np.float32):
+    if missed and (generation, name, dtype) == ("v5e", "rnnt", np.float32):
         faults.append(f"{label}: {moved:.2e} bytes, {cycles:.2e} cycles, {steps} of a diagonal")
-    narrow, wide = (", ".join(map(str, each)) for each in zip(*steps))
-    numbers = f"{temporaries:.3f} | {moved / 1e9:.2f} | {vmem(text) / 1e3:.0f} | {cycles / 1e6:.1f} | {narrow} | {wide}"
-    return f"| {generation} | {name}, {dtype} | {numbers} |"
+    diagonals = (", ".join(map(str, each)) for each in zip(*steps))
+    numbers = f"{temporaries:.3f}", f"{moved / 1e9:.2f}", f"{vmem(text) / 1e3:.0f}", f"{cycles / 1e6:.1f}"
+    return generation, f"{name}, {dtype}", *numbers, *diagonals
 
 
 def check_devices(generation, name, devices, faults):
@@ -279,48 +275,45 @@ def check_devices(generation, name, devices, faults):
     executable = compiled(generation, name, devices, np.dtype(np.float32))
     kinds = set(re.findall(rf" ({KINDS})(?:-start)?\(", executable.as_text()))
     temporaries = executable.memory_analysis().temp_size_in_bytes / (B * T * (U + 1) * V * 4)
-    print(f"{generation}, {devices} chips, {name}: {sorted(kinds)}, temporaries {temporaries:.3f}", flush=True)
+    text = f"{generation}, {devices} chips, {name}: {sorted(kinds)}, temporaries {temporaries:.3f}"
+    print(text, flush=True)
     if kinds - {"all-reduce"} or temporaries > AIMS[name]:
-        faults.append(f"{generation}, {devices} chips, {name}: {sorted(kinds)}, temporaries {temporaries:.3f}")
+        faults.append(text)
+
+
+def beside_axlearn():
+    """Value and all gradients at axlearn's shape. XLA counts the body of a loop once, and both ways are loops: no
+    bytes, no cycles. joint.py times both on a CPU."""
+    batch, frames, labels, classes, units = AXLEARN
+    shapes = (units, classes), (classes,), (batch, frames, units), (batch, labels + 1, units)
+    shapes = *((shape, np.float32) for shape in shapes), *rest_of(batch, labels)
+    for name, loss in (("axlearn's way", rivals.axlearn), ("ours", linear)):
+        memory = lowered("v5e", jax.value_and_grad(loss, ALL), shapes).compile().memory_analysis()
+        print(f"v5e, {name} at axlearn's shape {AXLEARN}: temporaries {memory.temp_size_in_bytes / 1e6:.0f} MB")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("generations", nargs="*", default=list(GENERATIONS), help=", ".join(GENERATIONS))
-    parser.add_argument("--check", action="store_true", help="fail where docs/tpu.md differs or an aim is missed")
-    parser.add_argument("--write", action="store_true", help="write the rows into docs/tpu.md")
     parser.add_argument("--schedule", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.schedule:
         print(json.dumps(schedule(options.generations[0], options.schedule)))
         return
-    docs, faults = DOCS.read_text(), []
-    print(HEAD)
+    rows, faults = [], []
     for generation in options.generations:
-        rows = []
         for name, dtype in CASES if generation == "v5e" else CASES[:1]:
             rows.append(row(generation, name, np.dtype(dtype), faults))
-            print(rows[-1], flush=True)
         for devices in (4, 8):
-            check_devices(generation, "rnnt_loss", devices, faults)
-        if generation == "v5e":
-            check_devices(generation, "joint_rnnt_loss", 8, faults)
-            made = "\n".join([TILES, *(tiles_row(generation, devices) for devices in (1, 8))]) + "\n"
-            print(made, flush=True)
-            if options.check and made not in docs:
-                faults.append(f"docs/tpu.md is out of date for tiles: python benchmarks/tpu.py --write {generation}")
-            docs = re.sub(re.escape(TILES) + r"\n(?:\|.*\n)*", made, docs)
-        block = re.compile(rf"(?:^\| {generation} \|.*\n)+", re.M)
-        made = "\n".join(rows) + "\n"
-        if not block.search(docs):
-            docs = docs.replace(HEAD + "\n", f"{HEAD}\n| {generation} | |\n")
-        if options.check and block.search(docs)[0] != made:
-            faults.append(f"docs/tpu.md is out of date for {generation}: python benchmarks/tpu.py --write {generation}")
-        docs = block.sub(made, docs)
-    if options.write:
-        DOCS.write_text(docs)
+            check_devices(generation, "rnnt", devices, faults)
+    if "v5e" in options.generations:
+        check_devices("v5e", "joint", 8, faults)
+        beside_axlearn()
+    measure.table(HEAD, rows)
+    if "v5e" in options.generations:
+        measure.table(TILES, [tiles_row(devices) for devices in (1, 8)])
     print(*faults, sep="\n")
-    sys.exit(bool(faults) and not options.write)
+    sys.exit(bool(faults))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 from data import CLASSES
 from model import PrunedTransducer, Transducer
 
@@ -31,13 +32,12 @@ def pruned(loss, model, batch, fused):
     frames, states = model.encoder(batch["features"]), model.predictor(batch["targets"])
     lengths = model.lengths(batch["feature_lengths"]), batch["target_lengths"]
     named = dict(zip(("logit_lengths", "target_lengths"), lengths))
-    simple, (blank, label) = jax_rnnt.simple_rnnt_loss(
-        model.frame_scores(frames), model.state_scores(states), batch["targets"], *lengths,
-        blank=model.blank, lm_only_scale=0.25, return_posteriors=True,
-    )  # fmt: skip
+    rest = batch["targets"], *lengths
+    scores = jax_rnnt.AdditiveLogits(model.frame_scores(frames), model.state_scores(states), lm_only_scale=0.25)
+    blank, label = jax.lax.stop_gradient(loss.posteriors(scores, *rest))
     first = jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **named, width=COLUMNS)
     logits = model.joint(*jax_rnnt.prune_inputs(frames, states, first, COLUMNS))
-    return 0.5 * simple + loss(jax_rnnt.BandLogits(logits, first), batch["targets"], *lengths)
+    return 0.5 * loss(scores, *rest) + loss(jax_rnnt.BandLogits(logits, first), *rest)
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

@@ -1,20 +1,19 @@
-"""Do the programs that measure on a GPU measure what they say? Everything but time, on tiny problems, without one."""
+"""Do the benchmarks measure what they say? Everything but time, on tiny problems and without a GPU."""
 
+import functools
 import importlib.util
 import itertools
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import types
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
 import losses
 
 HERE = losses.ROOT / "benchmarks"
@@ -35,17 +34,12 @@ def load(name):
     return module
 
 
-# ------------------------------------------------------------------------------------------------ LibriSpeech's lengths
+# ------------------------------------------------------------------------------------------------------------ problems
 
 
-@pytest.fixture(scope="module")
-def librispeech():
-    return load("librispeech")
-
-
-def test_batches_of_lengths(librispeech):
+def test_batches_of_lengths():
     """30 utterances in file order; sorted ones up to 10,000 frames, as many as fit."""
-    problems = sys.modules["librispeech_problems"]
+    problems = load("problems")
     with np.load(HERE / "librispeech_lengths.npz") as file:
         rows = {name: file[name] for name in file.files}
     assert all(x.dtype == np.int16 and x.shape[1] == 2 for x in rows.values())
@@ -58,57 +52,69 @@ def test_batches_of_lengths(librispeech):
     assert len(found) == 20 and (np.diff(frames) <= 0).all()
     for (T, _), (after, _) in itertools.pairwise(found):
         assert T.sum() <= problems.MAX_FRAMES < T.sum() + after[0]
-    pairs = {tuple(x) for x in rows["sorted"].tolist()}
-    assert all((T, U) in pairs for T, U in np.concatenate(found, 1).T.tolist())
-    assert problems.batches("sorted", 0.1)[0].tolist() == found[0][:, ::10].tolist()
     assert problems.batches("sorted", 0.1, 20)[0].tolist() == (found[0][:, ::10] // 20).tolist()
 
 
-def test_inputs_do_not_depend_on_the_padding(librispeech):
-    problems = sys.modules["librispeech_problems"]
-    lengths = np.array([[3, 5], [2, 1]])
-    assert problems.padded(lengths) == (5, 3) and problems.padded(lengths, 4, 8) == (8, 8)
-    small, large = (problems.make(lengths, *problems.padded(lengths, *m), seed=3) for m in ((1, 1), (4, 8)))
-    for a, b in zip(small[0], large[0]):
-        np.testing.assert_array_equal(a, b)
-    for b, (T, U) in enumerate(lengths.T):
-        np.testing.assert_array_equal(small[1][0][b, :T], large[1][0][b, :T])
-        np.testing.assert_array_equal(small[1][1][b, : U + 1], large[1][1][b, : U + 1])
-        np.testing.assert_array_equal(small[2][0][b, :U], large[2][0][b, :U])
-        assert not (large[2][0][b, :U] == problems.BLANK).any()
+def test_inputs_do_not_depend_on_the_padding():
+    problems = load("problems")
+    batch = "file order", 0, 0.1, 20
+    (small, rest), (large, more) = (problems.librispeech(*batch, *padding) for padding in ((1, 1), (32, 8)))
+    np.testing.assert_array_equal(small[0], large[0])
+    for b, (T, U) in enumerate(zip(*rest[1:])):
+        np.testing.assert_array_equal(small[2][b, :T], large[2][b, :T])
+        np.testing.assert_array_equal(small[3][b, : U + 1], large[3][b, : U + 1])
+        np.testing.assert_array_equal(rest[0][b, :U], more[0][b, :U])
+        assert not (rest[0][b, :U] == problems.BLANK).any()
 
 
-def test_contestants_compute_one_loss(librispeech, monkeypatch, capsys):
-    """A whole run on two short utterances; a contestant that computes something else is found and left out."""
-    problems = sys.modules["librispeech_problems"]
-    monkeypatch.setattr(librispeech, "ROWS", 4)
-    monkeypatch.setattr(librispeech, "batches", lambda order, share, shrink: [np.array([[3, 4], [2, 1]])])
-    wrong = {"wrong": lambda *p: 1.01 * librispeech.logits_in_memory(*p)}
-    monkeypatch.setattr(librispeech, "OURS", librispeech.OURS | wrong)
-    monkeypatch.setattr(librispeech, "ORDERS", ("file order",))
-    for module in (librispeech, problems):
-        monkeypatch.setattr(module, "H", 4)
-    records = []
-    monkeypatch.setattr(librispeech, "report", lambda record: records.append(record) or "")
-    with jax.numpy_rank_promotion("allow"):
-        assert librispeech.main(["--batches", "1", "--repeat", "1", "--torch-python", sys.executable]) == 1
-    (record,) = records
-    right = {"ours, logits in memory", "ours, packed", "ours, in tiles"}
-    for row in record["batches"]:
-        assert set(row["times"]) - {"torchaudio"} == right and "wrong" in row["failed"]
-    assert sum(why.startswith("Disagreement") for _, why in record["left_out"]) == len(record["batches"]) == 1
-    text = load("librispeech").report(record)
-    assert "### file order: 1 batches, on average B=2.0 T=4 U=2, 71% of the nodes valid" in text  # 9 + 8 of 24
+# ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def test_time_that_runs_out(librispeech):
-    """What is left out is named, and no contestant counts without a time."""
-    row, left_out = {"order": "sorted", "index": 0, "times": {}, "failed": []}, []
-    answer = {"seconds": 1.0, "loss": 2.0, "gradient": np.ones(3), "megabytes": 1}
-    clock = iter([1, 1, 1, 0])
-    contestants = {"a": lambda: lambda: answer, "b": lambda: lambda: answer}
-    librispeech.take_turns(row, contestants, 1, 1e-3, lambda: next(clock), left_out)
-    assert list(row["times"]) == ["a"] and left_out == [("sorted, batch 0: b", "no time left for turn 1")]
+def test_turns_and_aims():
+    """The share decides whose turn it is; all end at the deadline; ratios are those of medians."""
+    measure = load("measure")
+    fast, slow = (measure.Contestant(name, lambda s=s: s) for name, s in (("fast", 1.0), ("slow", 2.0)))
+    measure.take_turns([fast, slow], 4.0, 200)
+    assert (len(fast.seconds), len(slow.seconds)) == (4, 3)
+    assert measure.aim("slow / fast", slow, fast, "<= 1.5") == ("slow / fast", 2.0, 2.0, "<= 1.5", False)
+    late = measure.Contestant("late", lambda: 1.0)
+    measure.take_turns([late], 1e9, 200, deadline=0)
+    assert len(late.seconds) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench.py --only tiny",
+        "bench.py --family --only characters",
+        "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
+        "joint.py --skip --steps 1",
+        "decode.py --only 'stateless 1' --frames 8",
+        "decode.py --only 'stateless 1' --frames 8 --rows",
+        "soak.py --steps 20 --kinds jit eager",
+        "gpu.py --dry-run --only tiny --budget 1000",
+    ],
+)
+def test_a_run(tmp_path, command):
+    """Contestants agree, and what is said to be written is there."""
+    script, *arguments = shlex.split(command)
+    if script in ("bench.py", "joint.py", "decode.py"):
+        arguments += ["--quick", "--repeat", "1", "--output", str(tmp_path / "found.json")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=600, check=False)
+    done = run([sys.executable, HERE / script, *arguments], env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "Results" in done.stdout:
+        times = json.loads((tmp_path / "found.json").read_text())["times"]
+        assert all(row["median_ms"] >= row["minimum_ms"] > 0 for rows in times.values() for row in rows.values())
+
+
+def test_disagreement_is_found():
+    measure = load("measure")
+    first, second = (measure.Contestant(name, None, (1.0, np.ones(3) * x)) for name, x in (("a", 1), ("b", 1.1)))
+    with pytest.raises(AssertionError, match="gradient of b"):
+        measure.agree(first, [second], gradient=0.05)
 
 
 # --------------------------------------------------------------------------------------------------------------- tuning
@@ -247,24 +253,25 @@ def test_log_has_the_last_lines(tmp_path):
     assert done.returncode == 2 and "no such part: nothing" in done.stdout
 
 
-@pytest.mark.slow
-def test_clock_and_profiler_need_no_variant(monkeypatch):
-    """Where variants fail, the clock, the profiler and the cycles of a diagonal are measured all the same."""
-    gpu = load("gpu")
-    asked = []
-    for name, value in (("sm_clock", 1.0), ("kernel_times", {}), ("seconds_per_diagonal", 1.0)):
-        monkeypatch.setattr(gpu, name, lambda *args, name=name, value=value: asked.append(name) or value)
-    monkeypatch.setattr(gpu, "first_call", lambda case: [0, 0])
-    monkeypatch.setattr(gpu, "copy_bandwidth", lambda *args: {"copy": 1.0})
-    monkeypatch.setattr(gpu, "make_inputs", lambda case, dtype: ([jnp.zeros(case.shape, dtype)], ()))
-    torch = types.SimpleNamespace(losses={}, missing={}, versions={}, torch=None, release=lambda: None)
-    monkeypatch.setattr(gpu.gpu_peers, "Torch", lambda: torch)
+def test_paths_in_the_script():
+    """What gpu.sh compiles and runs is there."""
+    script = re.sub(r"\n\s*#.*", "", (HERE / "gpu.sh").read_text())
+    names = re.findall(r"\b((?:xla_kernels|tools|tests|benchmarks|examples)/[\w./]*(?:\{[\w,]+\})?[\w.]*\w\b)", script)
+    for name in names:
+        head, group, tail = (re.fullmatch(r"(.*?)(?:\{(.*)\})?([\w.]*)", name)).groups()
+        for choice in group.split(",") if group else [""]:
+            path = HERE.parent / f"{head}{choice}{tail if group else ''}"
+            assert path.exists() or list(path.parent.glob(f"{path.name}*")), path
+    assert len(names) > 8
 
-    def measure(variant):
-        raise RuntimeError("no memory")
 
-    monkeypatch.setattr(gpu.Variant, "measure", measure)
-    monkeypatch.setattr(gpu.Variant, "measure_rivals", measure)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--only", "tiny"])
-    gpu.main()
-    assert asked == ["sm_clock", "kernel_times", *["seconds_per_diagonal"] * len(cases.DIAGONALS)]
+def test_commands_in_the_text():
+    """Pages and docstrings name programs of benchmarks/ and tools/ and targets of make that are there."""
+    makefile = (HERE.parent / "Makefile").read_text()
+    pages = [*HERE.parent.glob("*.md"), *HERE.parent.glob("docs/*.md"), HERE / "README.md"]
+    for page in pages:
+        text = page.read_text() if page.name != "CHANGELOG.md" else ""
+        for name in re.findall(r"\b(?:benchmarks|tools/\w+)/\w+\.(?:py|sh|cu|c)\b", text):
+            assert (HERE.parent / name).exists(), f"{page.name}: {name}"
+        for target in re.findall(r"(?:^    |`)make ([a-z][\w-]*)", text, re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"

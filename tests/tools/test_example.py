@@ -214,14 +214,6 @@ def test_earlier_runs_are_kept(training, tmp_path):
     assert not saved.exists() and json.loads((tmp_path / "run" / "run.json").read_text()) == RUN | {"seed": 1}
 
 
-def test_model_of_another_loss(mwer, tmp_path):
-    """Said in one line, before the checkpoint library meets other shapes."""
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "run.json").write_text(json.dumps(RUN))
-    with pytest.raises(mwer.DataError, match="holds a run with loss rnnt, got tdt"):
-        mwer.restore(mwer.HandwrittenDigits(), tmp_path, "tdt")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

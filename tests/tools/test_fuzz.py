@@ -1,10 +1,11 @@
 """Short runs of the fuzzers, and what they found."""
 
+import importlib
+
 import jax
 import numpy as np
 import pytest
 
-import fuzz_properties
 import losses
 
 B, T, U1, V = 2, 3, 4, 5
@@ -105,10 +106,25 @@ def test_many_columns_without_frames(handlers, skips):
 
 
 @pytest.mark.slow
-def test_random_problems(capsys):
+@pytest.mark.parametrize("name", ["fuzz_properties", "fuzz_magnitudes"])
+def test_random_problems(capsys, name):
     """`make fuzz` for a few programs, of a seed of their own."""
-    status = fuzz_properties.main(["--seed", "18", "--programs", "4", "--share", "0.5", "--size", "256"])
-    assert status == 0, capsys.readouterr().out
+    fuzzer = pytest.importorskip(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzzer, "BATCHES", 2, raising=False)
+        assert fuzzer.main(["--seed", "18", "--examples", "4"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_search_makes_a_failure_small(capsys):
+    st, search = pytest.importorskip("hypothesis.strategies"), importlib.import_module("search")
+
+    def check(example):
+        assert len(example) < 3
+
+    options = search.options("", ["--seconds", "20", "--examples", "200"])
+    assert search.search(st.lists(st.integers()), check, options) == 1
+    assert "example=[0, 0, 0]" in capsys.readouterr().out
 
 
 BREAKS = {
@@ -127,29 +143,17 @@ BREAKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", BREAKS)
-def test_the_fuzzer_finds(monkeypatch, capsys, text):
+def test_the_fuzzer_finds(monkeypatch, text):
     """Each property fails for an answer that breaks it."""
-    draw = fuzz_properties.Draw(losses.RNNT, "array", "kernel", "float32", {"blank": -1})
-    monkeypatch.setattr(fuzz_properties, "draw", lambda rng: draw)
-    monkeypatch.setattr(fuzz_properties, "program", lambda d: lambda p: broken(p))
-    right = cached_program(draw)
+    fuzzer = pytest.importorskip("fuzz_properties")
+    draw, rng = fuzzer.Draw(losses.RNNT), np.random.default_rng(0)
+    right = fuzzer.program(draw)
 
     def broken(p):
         answer = jax.tree.map(np.array, right(p))
         BREAKS[text](p, answer)
         return answer
 
-    assert fuzz_properties.main(["--programs", "1", "--share", "0", "--size", "64"]) == 1
-    assert text in capsys.readouterr().out
-
-
-PROGRAMS = {}
-
-
-def cached_program(draw):
-    if not PROGRAMS:
-        PROGRAMS[0] = ORIGINAL(draw)
-    return PROGRAMS[0]
-
-
-ORIGINAL = fuzz_properties.program
+    monkeypatch.setattr(fuzzer, "program", lambda d: broken)
+    found = [x for number in range(2) for x in fuzzer.failures_of_batch(draw, rng, number, size=64)]
+    assert any(text in x for x in found), found

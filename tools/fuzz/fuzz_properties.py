@@ -2,30 +2,30 @@
 
     python tools/fuzz/fuzz_properties.py --seconds 60 --seed 1
 
-A program is a draw of loss, layout, implementation, dtype and options, compiled for one shape; it gets batches of
-random logits in [-1e4, 1e4], some with an offset of up to 1e6 common to each softmax, lengths and labels for a while,
-then the next one is drawn. A problem is one sequence. The
-properties: a likelihood of at most 1; a finite loss and gradient where a path exists, else +inf and 0; a gradient of
-each softmax that adds up to 0; posteriors in [0, 1] that add up to 1 over the frames of a label; a best path whose
-frames lie inside the sequence and whose probability is at most that of all paths. Bits stay the same for other numbers
-in the padding, another order of the batch, more padding, and other sequences that are NaN or out of range. Some
-sequences of each batch are compared with the float64 truth (`reference_numpy`, itself compared with enumerated paths in
-test_truth.py), so kernel, reference and truth agree. `fuzz_magnitudes.py` compares values at any magnitude.
+Hypothesis draws a program (loss, layout, implementation, dtype and options, compiled for one shape) and the seed of its
+batches: random logits in [-1e4, 1e4], some with an offset of up to 1e6 common to each softmax, lengths and labels. A
+problem is one sequence. docs/reliability.md lists the properties. Some sequences of each batch are compared with the
+float64 truth (`reference_numpy`, itself compared with enumerated paths in test_truth.py), so kernel, reference and
+truth agree. `fuzz_magnitudes.py` compares values at any magnitude.
 
-A failure prints the command that repeats its program. The exit status is 1 after a failure.
+A failure is repeated with fewer options, on a simpler layout and loss, as long as it stays. The exit status is then 1.
 """
 
-import argparse
 import collections
-import dataclasses
-import itertools
+import functools
 import sys
-import time
+import typing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 import jax
 import jax.numpy as jnp
 import losses
 import numpy as np
+from hypothesis import strategies as st
+from search import options as parse
+from search import search
 
 import jax_rnnt
 
@@ -36,41 +36,42 @@ MORE_T, MORE_U = 2, 1  # padding of the larger shape
 LAYOUTS = ("array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits")
 LARGEST = 1e4
 OFFSETS = (1e3, -1e3, 1e4, -1e4, 1e6)  # of all logits of a softmax
+SIZE, BATCHES = 1024, 40  # problems of a batch, batches of a program
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
+class Draw(typing.NamedTuple):
     """A program."""
 
     loss: losses.Loss
-    layout: str
-    implementation: str
-    dtype: str
-    options: dict
+    layout: str = "array"
+    implementation: str = "kernel"
+    dtype: str = "float32"
+    pairs: tuple = (("blank", -1),)
 
-    def __str__(self):
-        options = " ".join(f"{k}={v}" for k, v in self.options.items())
+    @property
+    def options(self):
+        return dict(self.pairs)
+
+    def __repr__(self):
+        options = " ".join(f"{k}={v}" for k, v in self.pairs)
         return f"{self.loss.name} {self.layout} {self.implementation} {self.dtype} {options}"
 
 
-def draw(rng):
-    loss = losses.LOSSES[rng.integers(len(losses.LOSSES))]
-    layouts = LAYOUTS if loss.name == "rnnt" else LAYOUTS[:4]
-    layout = layouts[rng.integers(len(layouts))] if rng.random() < 0.5 else "array"
-    implementation = "kernel" if rng.random() < 0.75 else "reference"
-    dtype = rng.choice(["float32", "float32", "float64", "bfloat16", "float16"]).item()
-    if layout == "AdditiveLogits":
-        dtype = rng.choice(["float32", "float64"]).item()
-    options = {"blank": int(rng.choice([-1, loss.first_blank, 4]))}
-    if rng.random() < 0.2:
-        options["clamp"] = 0.25
-    if rng.random() < 0.2:
-        options["fastemit_lambda"] = 0.5
-    if rng.random() < 0.2:
-        options["delay_penalty"] = 0.0625
-    if rng.random() < 0.15 and layout != "AdditiveLogits":
-        options["fused_log_softmax"] = False
-    return Draw(loss, layout, implementation, dtype, options)
+OPTIONS = {"clamp": 0.25, "fastemit_lambda": 0.5, "delay_penalty": 0.0625, "fused_log_softmax": False}
+
+
+@st.composite
+def draws(draw):
+    loss = draw(st.sampled_from(losses.LOSSES))
+    layout = draw(st.just("array") | st.sampled_from(LAYOUTS if loss is losses.RNNT else LAYOUTS[:4]))
+    additive = layout == "AdditiveLogits"
+    dtype = draw(st.sampled_from(["float32", "float64"] if additive else ["float32", "float64", "bfloat16", "float16"]))
+    options = {"blank": draw(st.sampled_from([-1, loss.first_blank, 4]))}
+    for name, value in OPTIONS.items():
+        if draw(st.integers(0, 4)) == 4 and not (additive and name == "fused_log_softmax"):
+            options[name] = value
+    implementation = draw(st.sampled_from(["kernel", "kernel", "kernel", "reference"]))
+    return Draw(loss, layout, implementation, dtype, tuple(options.items()))
 
 
 # ------------------------------------------------------------------------------------------------------- the program
@@ -93,6 +94,7 @@ def layout(name, x, index):
     return x
 
 
+@functools.cache
 def program(d):
     """Compiled: problem, rows of the packed layout -> (values, gradient, posteriors, alignment)."""
     # The reference takes NaN of a row inside the lengths for the sequence's, also if the joint network uses none of it.
@@ -297,49 +299,33 @@ def variants(d, run, rng, p, answer):
                 yield f"more padding changes bits of {name}"
 
 
+def failures_of_batch(d, rng, number, size=SIZE):
+    """Text of each property that does not hold for a batch of this program; `number` counts its batches."""
+    p, small = feed(d, rng, size)
+    exists, run = possible(d, p), program(d)
+    answer = run(p)
+    yield from failures(d, p, answer, exists, small)
+    if number % 8 == 0:
+        yield from compared(d, p, answer, exists, small, 16)
+    if number % 16 == 1:
+        yield from variants(d, run, rng, p, answer)
+
+
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--programs", type=int, help="stop after so many")
-    parser.add_argument("--program", type=int, help="repeat this program alone")
-    parser.add_argument("--share", type=float, default=4, help="seconds of batches for each program")
-    parser.add_argument("--size", type=int, default=1024, help="problems of a batch")
-    options = parser.parse_args(arguments)
-    numbers = itertools.count() if options.program is None else [options.program]
-    started, tried, truths, failed = time.monotonic(), 0, 0, 0
-    programs = collections.Counter()
-    for number in itertools.islice(numbers, options.programs):
-        if time.monotonic() - started > options.seconds:
-            break
-        rng = np.random.default_rng((options.seed, number))
-        d = draw(rng)
-        run, found = program(d), []
-        p, _ = feed(d, rng, options.size)
-        run(p)  # compiles
-        begun, batches = time.monotonic(), 0
-        while not found and (batches < 2 or time.monotonic() - begun < options.share):
-            p, small = feed(d, rng, options.size)
-            exists = possible(d, p)
-            answer = run(p)
-            found += failures(d, p, answer, exists, small)
-            if batches % 8 == 0:
-                found += compared(d, p, answer, exists, small, 16)
-                truths += 16
-            if batches % 16 == 1:
-                found += variants(d, run, rng, p, answer)
-            tried, batches = tried + len(p.targets), batches + 1
-        programs[d.implementation] += 1
-        for text in found:
-            failed += 1
-            again = f"--seed {options.seed} --program {number} --size {options.size}"
-            print(f"{d}, batch {batches - 1}\n  {text}\n  python {sys.argv[0]} {again}", flush=True)
-    seconds = time.monotonic() - started
-    counts = ", ".join(f"{n} of the {name}" for name, n in programs.items())
-    print(
-        f"{tried} problems ({truths} of them against the truth), programs: {counts}; {failed} failures; {seconds:.0f} s"
-    )
-    return 1 if failed else 0
+    options, tried = parse(__doc__, arguments), collections.Counter()
+
+    def check(example):
+        d, seed = example
+        rng = np.random.default_rng(seed)
+        for number in range(BATCHES):
+            found = list(failures_of_batch(d, rng, number))
+            assert not found, f"{d}, seed {seed}, batch {number}: " + "; ".join(found)
+            tried[d.implementation] += SIZE
+
+    status = search(st.tuples(draws(), st.integers(0, 2**32)), check, options)
+    counts = f"{tried['kernel']} problems of the kernels, {tried['reference']} of the reference"
+    print(f"{counts}: {'FAILED' if status else 'no failure'}")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+"""What all benchmarks share: contestants that take turns, their tables and aims, and files of results."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+SAMPLES = 1000  # of each array of a gradient
+
+
+@dataclasses.dataclass
+class Contestant:
+    """`run()` returns the seconds of one repetition; `check` is (loss, samples of the gradient) of the first."""
+
+    name: str
+    run: Callable[[], float] | None
+    check: tuple[float, np.ndarray] | None = None
+    megabytes: float | None = None  # of workspace
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self):
+        return float(np.median(self.seconds))
+
+    @property
+    def best(self):
+        return min(self.seconds)
+
+
+def stride(size):
+    return max(1, size // SAMPLES)
+
+
+def samples(arrays):
+    return np.concatenate([np.ravel(x)[:: stride(x.size)] for x in map(np.asarray, arrays)]).astype(np.float64)
+
+
+def program(name, loss, arguments, *, gradient=0, donate=False, whole=False):
+    """The loss and its gradient with respect to the arguments `gradient`, or the loss alone (None), jitted.
+
+    `whole`: the megabytes are also those of arguments and results.
+    """
+    function = loss if gradient is None else jax.value_and_grad(loss, gradient)
+    step = jax.jit(function, donate_argnums=(0,) if donate else ())
+    first, *rest = jax.tree.map(jnp.asarray, tuple(arguments))
+
+    def run(keep=False):
+        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, first))
+        start = time.perf_counter()
+        result = jax.block_until_ready(step(fresh, *rest))
+        seconds = time.perf_counter() - start
+        return result if keep else seconds
+
+    memory = step.lower(first, *rest).compile().memory_analysis()
+    parts = ("temp", "argument", "output") if whole else ("temp",)
+    megabytes = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts) / 1e6 if memory else None
+    result = run(keep=True)
+    check = None if gradient is None else (float(result[0]), samples(jax.tree.leaves(result[1])))
+    return Contestant(name, run, check, megabytes)
+
+
+def calls(name, function, *arguments, clock=time.perf_counter):
+    """A function as it is, by this clock."""
+
+    def run():
+        start = clock()
+        jax.block_until_ready(function(*arguments))
+        return clock() - start
+
+    return Contestant(name, run)
+
+
+def take_turns(contestants, budget, repeat, deadline=float("inf")):
+    """Always runs the contestant that has used the least of its share, so all are spread over the whole run. A share is
+    `budget` seconds or `repeat` times, but at least 3 times; all end at the deadline. In the pauses, threads of the
+    previous contestant fall asleep. A contestant of less than 5 ms therefore runs once untimed, to wake its own."""
+
+    def share(contestant):
+        times = contestant.seconds
+        return max(min(sum(times) / budget, len(times) / 3), len(times) / repeat)
+
+    while share(contestant := min(contestants, key=share)) < 1:
+        if time.monotonic() > deadline and all(c.seconds for c in contestants):
+            break
+        time.sleep(0.003)
+        seconds = contestant.run()
+        contestant.seconds.append(contestant.run() if seconds < 0.005 else seconds)
+    for contestant in contestants:
+        contestant.run = None  # frees its arrays
+
+
+def agree(first, others, *, loss=1e-5, gradient):
+    """Fails if a contestant's loss or gradient is off that of the first; the second limit is absolute."""
+    for other in others:
+        np.testing.assert_allclose(other.check[0], first.check[0], rtol=loss, err_msg=f"loss of {other.name}")
+        message = f"gradient of {other.name}"
+        np.testing.assert_allclose(other.check[1], first.check[1], rtol=0, atol=gradient, err_msg=message)
+
+
+# ---------------------------------------------------------------------------------------------------------- report
+
+
+def markdown(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
+def table(header, rows):
+    print(markdown(header, rows), flush=True)
+
+
+def report(title, contestants, bases, **more):
+    """A table of times. `bases`: contestants of which the times are multiples; more: column = function of a row."""
+    print(f"### {title}\n")
+    by_name = {c.name: c for c in contestants}
+    bases = [by_name[name] for name in bases]
+    rows = []
+    for c in contestants:
+        ratios = (f"{c.median / base.median:.2f}" for base in bases)
+        megabytes = "" if c.megabytes is None else f"{c.megabytes:.3g}"
+        cells = f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}", *ratios, *(f(c) for f in more.values())
+        rows.append((c.name, *cells, megabytes, str(len(c.seconds))))
+    table(("", "ms", "min", *(f"x {base.name}" for base in bases), *more, "MB", "runs"), rows)
+
+
+def aim(what, above, below, limit):
+    """A row of the table of aims: the ratio of two contestants, and a limit such as "<= 1.4"."""
+    sign, bound = limit.split()
+    ratio, best = above.median / below.median, above.best / below.best
+    met = ratio <= float(bound) if sign == "<=" else ratio >= float(bound)
+    return what, float(f"{ratio:.4g}"), float(f"{best:.4g}"), limit, met
+
+
+def report_aims(rows):
+    if rows:
+        print("### Aims\n")
+        cells = (
+            (what, f"{x:.2f}", f"{best:.2f}", limit, "met" if met else "MISSED") for what, x, best, limit, met in rows
+        )
+        table(("", "by medians", "by minima", "aim", ""), cells)
+
+
+# --------------------------------------------------------------------------------------------------- options, results
+
+
+def options(description, names):
+    """A parser with the options of all benchmarks."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
+    parser.add_argument("--repeat", type=int, default=200, help="repetitions of one contestant at most (%(default)s)")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds for one contestant of a case (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the budget")
+    parser.add_argument("--threads", type=int, default=2, help="threads and cores of a contestant (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torch-python", help="Python that has torch and torchaudio, instead of that under build/")
+    parser.add_argument("--output", type=Path, help="JSON of the results (benchmarks/results/DATE.json)")
+    return parser
+
+
+def settle(args):
+    """Selects the CPU and its cores; returns the seconds for each contestant. XLA takes one thread per core of the
+    process, and children inherit the cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+    jax.config.update("jax_platforms", "cpu")
+    return args.budget / 10 if args.quick else args.budget
+
+
+def output_of(*command):
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit():
+    return os.environ.get("COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def versions(*names):
+    found = {"python": platform.python_version()}
+    for name in ("jax_rnnt", "jax", "jaxlib", "numpy", *names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":", 1)[1].split()}
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "simd": sorted(flags & {"avx2", "avx512f", "avx512bw", "avx512_bf16", "fma"}),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def save(args, name, aims, results, **more):
+    """Writes medians and minima of {case: contestants}, with machine, load, versions and commit."""
+    now = datetime.datetime.now(datetime.UTC)
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "threads": args.threads,
+        "load_average": os.getloadavg(),
+        "versions": versions() | more.pop("versions", {}),
+        **more,
+        "aims": {what: dict(zip(("by_medians", "by_minima", "aim", "met"), rest)) for what, *rest in aims},
+        "times": {case: {c.name: summary(c) for c in found if c.seconds} for case, found in results.items()},
+    }
+    output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(compact(record) + "\n")
+    print(f"Results: {output}")
+
+
+def summary(contestant):
+    """What a result file keeps of the repetitions."""
+    ms = 1e3 * np.sort(contestant.seconds)
+    made = {"median_ms": float(f"{np.median(ms):.4g}"), "minimum_ms": float(f"{ms[0]:.4g}"), "repetitions": len(ms)}
+    return made | ({} if contestant.megabytes is None else {"megabytes": float(f"{contestant.megabytes:.4g}")})
+
+
+def compact(record, indent=""):
+    """JSON with a line for each dictionary that holds no other one: a contestant, say."""
+    if not isinstance(record, dict) or not any(isinstance(v, dict) for v in record.values()):
+        return json.dumps(record)
+    lines = (f"{indent} {json.dumps(k)}: {compact(v, indent + ' ')}" for k, v in record.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
