@@ -30,8 +30,9 @@ import rivals
 from problems import cases
 
 from jax_rnnt import RNNTLoss
-from jax_rnnt.emissions import _softmax
-from jax_rnnt.lattices import STANDARD, _lattice as lattice
+from jax_rnnt.emissions import _softmax as softmax
+from jax_rnnt.lattices import STANDARD
+from jax_rnnt.lattices import _lattice as lattice
 
 try:
     import torch

@@ -43,7 +43,8 @@ from jax.sharding import PartitionSpec as P
 from joint import ALL, linear
 
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
-from jax_rnnt.lattices import _pallas as pallas, _topology as topology
+from jax_rnnt.lattices import _pallas as pallas
+from jax_rnnt.lattices import _topology as topology
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
 AXLEARN = 4, 750, 200, 1024, 640  # its shape
