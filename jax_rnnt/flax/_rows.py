@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
-from jax_rnnt.decode._predictor import in_evaluation, own_start, own_symbols
+from jax_rnnt.decode._modules import in_evaluation
+from jax_rnnt.decode._predictor import own_start, own_symbols
 
 
 def projected(predictor, project: Callable[[jax.Array], jax.Array]) -> Predictor:

@@ -25,7 +25,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode import _beam, _search
+from jax_rnnt.decode import _beam_step, _gather, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
@@ -219,7 +219,7 @@ def test_largest_sums(size, k):
     row, gain = rng.integers(0, 9, (5, 8)).astype(np.int32), rng.integers(0, 3, (5, 8)).astype(np.float32)
     row[0], row[1, :7] = 3, 0
     row[2], gain[3, 1:], gain[4] = 7, -np.inf, -np.inf
-    found = jax.jit(lambda *arrays: _search.largest_sums(*arrays, k))(x, row, gain)
+    found = jax.jit(lambda *arrays: _largest.largest_sums(*arrays, k))(x, row, gain)
     sums = (gain[..., None] + x[row]).reshape(5, -1)
     expected = np.argsort(-sums, -1, kind="stable")[:, :k]
     alive = np.take_along_axis(sums, expected, 1) > -np.inf
@@ -237,7 +237,7 @@ def test_equal_candidates_are_merged():
     score, path = rng.normal(-200, 50, (6, 24)), rng.integers(0, 4, (6, 24)).astype(float)
     score[rng.random((6, 24)) < 0.3] = score[5] = -np.inf
     places = rng.integers(0, 3, (2, 6, 24))
-    found, paths = jax.jit(_beam.merged)(score, path, tuple(places))
+    found, paths = jax.jit(_beam_step.merged)(score, path, tuple(places))
     expected = np.full_like(score, -np.inf)
     for b, place in itertools.product(range(6), itertools.product(range(3), repeat=2)):
         equal = [c for c in range(24) if tuple(places[:, b, c]) == place and score[b, c] > -np.inf]
@@ -273,19 +273,19 @@ def test_rows_that_step(batch, share):
 
     @jax.jit
     def run(waits):
-        stepped, new, after = _search.step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn)
-        return stepped, new, jax.tree.map(lambda x: _search.take(x, new), after)
+        stepped, new, after = _packing.step_rows(step, tree, labels, wanted, maker, slot, live, waits, turn)
+        return stepped, new, jax.tree.map(lambda x: _gather.take(x, new), after)
 
     turn = rng.permutation(batch).astype(np.int32)
-    before = jax.tree.map(lambda x: np.asarray(_search.take(jnp.asarray(x), slot)), tree)
+    before = jax.tree.map(lambda x: np.asarray(_gather.take(jnp.asarray(x), slot)), tree)
     makers = len(set(maker[wanted]))
-    size = max(_search.PACK, batch * width // 4)
+    size = max(_packing.PACK, batch * width // 4)
     full = makers // size * size
     for waits in True, False:
         stepped, new, after = jax.tree.map(np.asarray, run(waits))
         assert not (stepped & ~wanted).any()
         found = len(set(maker[stepped]))
-        if _search.packs(batch * width) and (waits or full):
+        if _packing.packs(batch * width) and (waits or full):
             assert found == full
             left = (wanted & ~stepped).any(1)
             assert not left.any() or turn[stepped.any(1)].max(initial=-1) <= turn[left].min()
@@ -307,11 +307,11 @@ def test_rows_that_are_computed(share, usual):
     together = np.flatnonzero(wanted)[::2]
     maker[together] = together[:1]
 
-    made = _search.room(100, usual, lambda x: x, x)
+    made = _packing.empty_results(100, usual, lambda x: x, x)
 
     @jax.jit
     def run(wanted, maker, x):
-        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
+        return _packing.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
 
     made, row = run(wanted, maker, x)
     np.testing.assert_array_equal(np.asarray(made)[np.asarray(row)][wanted], 2 * x[maker][wanted])
@@ -322,14 +322,14 @@ def test_fingerprints():
     """Equal rows have equal ones, different rows of any dtype others."""
     rows = {"a": np.array([[1, 2], [1, 2], [2, 1], [1, 3]], np.int32), "b": np.array([0.5, 0.5, 0.5, 0.5])}
     for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
-        found = {tuple(x) for x in np.asarray(_search.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
+        found = {tuple(x) for x in np.asarray(_hashing.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
         assert len(found) == 3
 
 
 @pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])
 def test_utterances_in_one_program(predictor, monkeypatch):
     """A batch whose rows are packed, shared and wait for each other finds what each utterance finds alone."""
-    monkeypatch.setattr(_beam, "WAITING", 1)  # wait as long as one goes on
+    monkeypatch.setattr(_beam_step, "WAITING", 1)  # wait as long as one goes on
     model = Model(losses.TDT, batch=8, frames=7)
     predictor = stateless(model) if predictor == "stateless" else model.parameters.predictor
 
@@ -337,7 +337,7 @@ def test_utterances_in_one_program(predictor, monkeypatch):
         options = dict(max_labels=ROOM, width=6, max_symbols=3)
         return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:6]
 
-    assert _search.packs(8 * 6) and not _search.packs(6)
+    assert _packing.packs(8 * 6) and not _packing.packs(6)
     found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
     for b in range(8):
         for x, y in zip(found, alone(model.encoder[b : b + 1], model.lengths[b : b + 1])):
