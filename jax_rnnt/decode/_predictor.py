@@ -102,7 +102,9 @@ def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.concatenate([past[:, 1:], labels.astype(past.dtype)[:, None]], 1)
 
 
-def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int, start: int) -> Predictor:
+def stateless_predictor(
+    function: Callable[[jax.Array], jax.Array], history: int, start: int, symbols: int | None = None
+) -> Predictor:
     """A predictor that sees the last labels only (Ghodsi et al. 2020).
 
     Parameters
@@ -112,7 +114,9 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     history : int
         Labels that it sees, at least 1.
     start : int
-        Stands for labels before the first one, 0 or more; also its `start`.
+        Stands for labels before the first one; also its `start`.
+    symbols : int, optional
+        As for `Predictor`.
 
     Returns
     -------
@@ -127,13 +131,13 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     [[0.0, 0.0], [0.0, 3.0], [3.0, 4.0]]
     """
     _checks.positive("stateless_predictor", "history", history)
-    start = start_label("stateless_predictor", "start", start, None)
+    start = start_label("stateless_predictor", "start", start, symbols)
 
     def step(past, labels):
         past = shifted(past, labels)
         return function(past), past
 
-    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start)
+    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start, symbols)
 
 
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:
