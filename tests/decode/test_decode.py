@@ -102,8 +102,8 @@ def test_open_end(name):
 @pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
 def test_width_1(name):
     """Without merging it is greedy search."""
-    model, (options, window) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
-    greedy = model.search(decode.greedy, ROOM, window=window, **options)
+    model, (options, _) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
+    greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
     for x, y in zip(one[:6], greedy[:6]):
         np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
@@ -188,8 +188,6 @@ def test_weights_of_zero():
     assert not calls
     np.testing.assert_allclose(jax.jit(lambda w: scores(lm, w))(0.0), plain, rtol=EXACT)
     assert calls
-    with pytest.raises(ValueError, match="lm_weight must be given with lm, got None"):
-        decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, lm=lm)
     half = decode.Predictor(lambda batch: (), lambda s, y: (jnp.full((len(y), model.tokens), np.log(0.5)), s))
     run = jax.jit(lambda w, v: jax.jvp(lambda w, v: scores(half, w, v), (w, v), (1.0, 1.0)))
     for weight in (0.0, 0.25):
@@ -197,14 +195,6 @@ def test_weights_of_zero():
         step_of = lambda h, w=weight: np.asarray(run(w + h, w + h)[0])
         np.testing.assert_allclose(tangent, (step_of(1e-6) - step_of(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
         assert np.abs(tangent).max() > 0.1
-
-
-@pytest.mark.slow
-def test_probabilities_sum_to_one():
-    """Monotonic hypotheses, of which a frame has a bounded number."""
-    model = Model(losses.MONOTONIC)
-    found = model.search(decode.beam, MOST, 64)
-    np.testing.assert_allclose(np.exp(found.scores).sum(-1), 1, rtol=EXACT)
 
 
 # -------------------------------------------------------------------------------------------------- parts of a step
@@ -250,7 +240,8 @@ def test_equal_candidates_are_merged():
 
 
 def step(tree, labels):
-    return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
+    rows = tree["rows"] * 2 + labels[:, None].astype(float)
+    return tree | {"rows": rows, "count": tree["count"] + 100}
 
 
 @pytest.mark.parametrize("batch", [1, 13, 25])
@@ -265,7 +256,7 @@ def test_rows_that_step(batch, share):
     live = rng.random(shape) < 0.8
     wanted, labels = live & (rng.random(shape) < share), rng.integers(0, 3, shape)
     slots = batch, 2 * width
-    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots)}
+    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots), "none": np.zeros((*slots, 0))}
     maker = np.arange(batch * width, dtype=np.int32).reshape(shape)
     for b, w in np.argwhere(wanted):
         same = wanted[b] & (slot[b] == slot[b, w]) & (labels[b] == labels[b, w])
