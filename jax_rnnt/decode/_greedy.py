@@ -64,15 +64,6 @@ class State(typing.NamedTuple):
     predictor: Any
 
 
-class Moves(typing.NamedTuple):
-    """The best move out of each frame of the windows."""
-
-    score: jax.Array  # [B, K]
-    reads: jax.Array  # [B, K]: frames
-    needs: jax.Array  # [B, K]: frames that an exact end needs from there on
-    label: jax.Array  # [B, K]: -1 for a blank
-
-
 class Walk(typing.NamedTuple):
     """What an utterance does in a step: blanks, and the first label that it meets."""
 
@@ -221,21 +212,20 @@ def running(rules: Rules, state: State):
 
 def step(rules: Rules, state: State) -> State:
     """Every utterance goes on to its next label, or to the end of its window."""
-    moves = best_moves(rules, state)
-    walk = follow(rules, state, moves)
+    walk = follow(rules, state, *best_moves(rules, state))
     return advance(rules, write(rules, state, walk), walk.label)
 
 
-def best_moves(rules: Rules, state: State) -> Moves:
-    """The most probable move out of each frame of the windows."""
+def best_moves(rules: Rules, state: State):
+    """Out of each frame of the windows: (score, frames read, frames that an exact end needs, label or -1), all [B, K]"""
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
-    frame = state.frame[:, None] + offsets  # [B, K]
+    frame = state.frame[:, None] + offsets
     batch = frame.shape[0]
     encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
     logits = search.joint(encoder, jnp.repeat(state.rows, window, 0)).reshape(batch, window, search.classes)
     scores, labels = symbols.scores(logits)
-    label_score, best = peak(labels)
+    label_score, label = peak(labels)
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
@@ -244,28 +234,20 @@ def best_moves(rules: Rules, state: State) -> Moves:
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores, -1)
     reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return Moves(jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], best, -1))
+    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1)
 
 
-def follow(rules: Rules, state: State, moves: Moves) -> Walk:
-    """Up to the first label, or out of the window."""
+def follow(rules: Rules, state: State, score, reads, needs, label) -> Walk:
+    """The best moves up to the first label, or out of the window."""
     search = rules.search
     zeros = jnp.zeros_like(state.frame)
     walk = Walk(zeros, state.reached, state.scores, zeros - 1, zeros, zeros)
     for k in range(rules.window):
         frame = state.frame + k
         here = (walk.ahead == k) & (walk.label < 0) & (frame < search.lengths)
-        reached = walk.reached
-        if search.symbols.reach:
-            reached = jnp.where(here, frame + moves.needs[:, k], reached)
-        walk = Walk(
-            jnp.where(here, k + moves.reads[:, k], walk.ahead),
-            reached,
-            jnp.where(here, walk.score + moves.score[:, k], walk.score),
-            jnp.where(here, moves.label[:, k], walk.label),
-            jnp.where(here, k, walk.at),
-            jnp.where(here, moves.reads[:, k], walk.reads),
-        )
+        reached = frame + needs[:, k] if search.symbols.reach else walk.reached
+        move = Walk(k + reads[:, k], reached, walk.score + score[:, k], label[:, k], zeros + k, reads[:, k])
+        walk = replace_rows(here, move, walk)
     return walk
 
 

@@ -86,9 +86,7 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
 
 
 def prepare(function, networks, encoder_out, lengths, exact_end, max_symbols, start, width=1):
-    """(search, start label, predictor rows and state after it); `networks` is (loss, joint, predictor), and each
-    utterance has `width` predictors.
-    """
+    """(search, start label, predictor rows and state after it), for `width` predictors of each utterance."""
     loss, joint, predictor = networks
     batch, frames, _ = encoder_out.shape
     bad = (lengths < 0) | (lengths > frames)

@@ -26,7 +26,7 @@ from decoding import (
     stateless,
     trimmed,
 )
-from jax_rnnt import DecodingRules, LinearJoint, PackedLogits, RNNTLoss, decode, lattices
+from jax_rnnt import DecodingRules, JointLogits, LinearJoint, PackedLogits, RNNTLoss, decode, lattices
 
 SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
@@ -206,6 +206,25 @@ def test_known_lengths_of_packed_rows():
     np.testing.assert_allclose(jax.jit(call)(rows), losses.RNNT.expected(p._replace(target_lengths=[2]))[0], rtol=EXACT)
 
 
+@pytest.mark.parametrize("way", [None, "reference"])
+@pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3), (0, 0)])
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "function"])
+def test_no_logits_of_a_joint(way, batch, frames, linear):
+    """As for an array: +inf without frames (but 0 without labels), and gradients of 0."""
+    loss = RNNTLoss(reduction="none", implementation=way)
+    sequences = np.zeros((batch, 1), np.int32), np.zeros(batch, np.int32), np.array([1, 0], np.int32)[:batch]
+
+    def value(weight, *rows):
+        joint = LinearJoint(weight) if linear else lambda e, p: jnp.tanh(e + p) @ weight
+        values = loss(JointLogits(joint, *rows), *sequences)
+        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0)), values
+
+    arrays = np.ones((H, 3)), np.ones((batch, frames, H)), np.ones((batch, 2, H))
+    gradients, values = jax.grad(value, argnums=(0, 1, 2), has_aux=True)(*arrays)
+    np.testing.assert_array_equal(values, loss(np.zeros((batch, frames, 2, 3)), *sequences))
+    assert all((np.asarray(x) == 0).all() for x in gradients)
+
+
 # ------------------------------------------------------------------------------------------- losses of one's own
 
 
@@ -363,16 +382,11 @@ def test_wrong_score_of_one_class(function, sizes, value):
 @BOTH
 def test_dead_ends(function, sizes):
     """No path of the lattice: the score is -inf, there are no labels, and the search ends."""
-    model = Model(losses.tdt((2,)))
-    model.encoder = model.encoder.copy()
-    model.lengths = np.array([3, 2], np.int32)
-    encoder = np.repeat(model.encoder, 20, 0)[: 2 * 20]  # some write a label before their dead end
-    encoder[0::2] = np.random.default_rng(0).normal(0, 5, encoder[0::2].shape)
-    lengths = np.tile(model.lengths, 20)
-    found, open_end = (
-        model.search(function, *sizes, encoder=encoder, lengths=lengths, exact_end=x) for x in (True, False)
-    )
+    model = Model(losses.tdt((2,)), batch=40)
+    model.lengths = np.array([3, 2] * 20, np.int32)
+    found, open_end = (model.search(function, *sizes, exact_end=x) for x in (True, False))
+    odd = model.lengths == 3
     scores = found.scores.reshape(40, -1)
-    assert (scores[0::2] == -np.inf).all() and np.isfinite(scores[1::2, 0]).all()
-    assert (found.counts[0::2] == 0).all() and all((x[0::2] == -1).all() for x in found[:3])
-    assert open_end.counts[0::2].max() > 0 and not found.full[0::2].any()
+    assert (scores[odd] == -np.inf).all() and np.isfinite(scores[~odd, 0]).all()
+    assert (found.counts[odd] == 0).all() and all((x[odd] == -1).all() for x in found[:3])
+    assert open_end.counts[odd].max() > 0  # some have written a label before they meet it

@@ -80,7 +80,7 @@ def test_joint(flavour, activation):
 @PREDICTORS
 @pytest.mark.rare("linen")
 def test_steps_equal_the_whole(flavour, name):
-    """Column u is what the steps give after the start symbol and u labels; padding of any value changes no other."""
+    """Column u is what the steps give after the start label and u labels; padding of any value changes no other."""
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
     targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
     state, rows = predictor.initial(B), []
@@ -94,6 +94,9 @@ def test_steps_equal_the_whole(flavour, name):
     np.testing.assert_allclose(whole, np.stack(rows, 1), rtol=EXACT)
     assert np.abs(whole[:, 1:] - whole[:, :1]).max() > 0.01
     np.testing.assert_allclose(predictor(targets.reshape(2, 2, U)).reshape(whole.shape), whole, rtol=EXACT)
+    np.testing.assert_allclose(predictor(targets[:, :0]), whole[:, :1], rtol=EXACT)
+    for shape in ((0, 2), (0, 0), (2, 0, 3)):
+        assert predictor(np.zeros(shape, int)).shape == (*shape[:-1], shape[-1] + 1, P)
     targets[:, -1] = -77
     padded = call(targets)
     np.testing.assert_array_equal(padded[:, :U], whole[:, :U])
