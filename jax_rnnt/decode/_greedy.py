@@ -217,7 +217,7 @@ def step(rules: Rules, state: State) -> State:
 
 
 def best_moves(rules: Rules, state: State):
-    """Out of each frame of the windows, all [B, K]: scores, frames read, frames that an exact end needs, labels or -1."""
+    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1."""
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
     frame = state.frame[:, None] + offsets

@@ -75,31 +75,55 @@ def loss_of(model, b, labels):
     return model.loss.expected(losses.Problem(np.array([rows]), targets, [length], [count]))[0][0]
 
 
+def fusion(model):
+    """Options of a search with a language model that has memory, and what they add to a label after a prefix."""
+    table = truth.log_softmax(np.random.default_rng(5).normal(0, 2, (model.tokens,) * 3))
+    step = lambda state, labels: (jnp.asarray(table)[state, labels], labels)
+    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
+
+    def added(prefix, label):
+        before = (0, model.tokens - 1, *prefix)[-2:]
+        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
+
+    return dict(lm=lm, lm_weight=0.7, ilm_weight=0.3), added
+
+
 # Greedy search runs on the whole family; beam search has the same moves.
-MOST_OF_THE_FAMILY = [pytest.param(x, marks=() if x in ("rnnt", "tdt") else pytest.mark.slow) for x in NAMED]
+QUICK = {"exact": ("rnnt", "tdt"), "open": ("tdt",), "fused": ("hat",)}
+ENUMERATED = [
+    pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
+    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")), ("fused", ("tdt", "hat")))
+    for name in names
+]
 
 
-@pytest.mark.parametrize("name", MOST_OF_THE_FAMILY)
-def test_beam_is_the_enumeration(name):
-    """With `exact_end` a score is minus the loss of the labels, too."""
-    model, options = Model(NAMED[name]), dict(exact_end=True, max_symbols=MOST)
-    found = model.search(decode.beam, MOST, 64, **options)
-    check_all(model, found, **options)
-    for b, n in zip(*np.nonzero(found.scores > -np.inf)):
-        labels, *_ = trimmed(found, b, n)
-        np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
+@pytest.mark.parametrize(("name", "kind"), ENUMERATED)
+def test_beam_is_the_enumeration(name, kind):
+    """With `exact_end` a score is minus the loss of the labels, too; open ends are ranked by normalised scores."""
+    model, rules, search, rank = Model(NAMED[name]), dict(max_symbols=MOST), {}, lambda scores, counts: scores
+    if kind == "exact":
+        rules |= dict(exact_end=True)
+    elif kind == "open":
+        rules, search = dict(max_symbols=2), dict(length_norm=0.5)
+        rank = lambda scores, counts: scores / np.sqrt(counts + 1)
+    else:
+        search, rules["fuse"] = fusion(model)
+    found = model.search(decode.beam, MOST, 64, **search, **{k: x for k, x in rules.items() if k != "fuse"})
+    check_all(model, found, rank=rank, **rules)
+    assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
+    if kind == "exact":
+        for b, n in zip(*np.nonzero(found.scores > -np.inf)):
+            labels, *_ = trimmed(found, b, n)
+            np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["tdt", pytest.param("multiblank", marks=pytest.mark.slow)])
-def test_open_end(name):
-    """Moves may read beyond the last frame; few symbols a frame; ranks by normalised scores."""
-    model, options = Model(NAMED[name]), dict(max_symbols=2)
-    found = model.search(decode.beam, MOST, 64, length_norm=0.5, **options)
-    check_all(model, found, rank=lambda scores, counts: scores / np.sqrt(counts + 1), **options)
-    assert (found.scores[:, 1:] > found.scores[:, :-1]).any()
+OTHERS_ARE_SLOW = pytest.mark.parametrize(
+    "name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")]
+)
 
 
-@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+@OTHERS_ARE_SLOW
 def test_width_1(name):
     """Without merging it is greedy search."""
     model, (options, _) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
@@ -109,7 +133,7 @@ def test_width_1(name):
         np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+@OTHERS_ARE_SLOW
 def test_no_labels_stand_twice(name):
     """In a beam that loses hypotheses, and few of them are worse than greedy search."""
     model = Model(NAMED[name], batch=3, frames=13)
@@ -133,38 +157,6 @@ def test_without_merging():
         assert max(own)[1] == frames
         np.testing.assert_allclose(max(own)[0], best, rtol=EXACT)
         np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in own]), total, rtol=EXACT)
-
-
-def fusion(model):
-    """A language model with memory, and its log-probabilities after a prefix."""
-    rng = np.random.default_rng(5)
-    table = truth.log_softmax(rng.normal(0, 2, (model.tokens, model.tokens, model.tokens)))
-
-    def step(state, labels):
-        return jnp.asarray(table)[state, labels], labels
-
-    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
-
-    def after(prefix):
-        before = (0, model.tokens - 1, *prefix)
-        return table[before[-2], before[-1]]
-
-    return lm, after
-
-
-@pytest.mark.parametrize("name", [pytest.param("tdt", marks=pytest.mark.slow), "hat"])
-def test_fusion(name):
-    """A language model is added, the internal one subtracted, both at labels alone."""
-    model = Model(NAMED[name])
-    lm, after = fusion(model)
-    found = model.search(decode.beam, MOST, 64, lm=lm, lm_weight=0.7, ilm_weight=0.3, max_symbols=MOST)
-
-    def fuse(prefix, label):
-        row = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        internal = truth.log_softmax(row[:LABELS])
-        return 0.7 * after(prefix)[label] - 0.3 * internal[label]
-
-    check_all(model, found, max_symbols=MOST, fuse=fuse)
 
 
 def test_weights_of_zero():
