@@ -78,7 +78,7 @@ def beam(
     loss, joint, predictor, encoder_out, lengths, start, exact_end
         As for `greedy`. The predictor runs on B `width` sequences.
     max_labels : int
-        Labels that a hypothesis has room for, over the whole stream.
+        Room for labels in a hypothesis, over the whole stream.
     width : int
         Hypotheses that are kept, N.
     max_symbols : int, default 10
@@ -86,16 +86,15 @@ def beam(
     merge : bool, default True
         False: alignments of equal labels stay apart. With `width` 1 this is `greedy`.
     threshold : float or scalar Array, optional
-        Drops hypotheses of which the score is more than this, in nats, below the best. Time follows the hypotheses that
-        are left.
+        Drops hypotheses with a score more than this, in nats, below the best. Fewer hypotheses take less time.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
     lm : Predictor, optional
-        A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token (those of
-        blanks are not read). It gets its own `start`; without one, that of the predictor.
+        A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token; those of
+        blanks are not read. Without a `start` it gets that of the predictor.
     lm_weight : float or scalar Array
         Adds lm_weight times the language model's log-probability to each label (shallow fusion); -inf forbids the
-        label. 0 adds nothing to any label; a Python 0 skips the network. `lm` needs it.
+        label. 0 adds nothing; a Python 0 skips the network. `lm` needs it.
     ilm_weight : float or scalar Array
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
         of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For

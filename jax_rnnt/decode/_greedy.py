@@ -91,41 +91,42 @@ def greedy(
 ) -> Hypotheses:
     """The most probable move out of each node, from the first frame to the last.
 
-    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss: a
-    blank, or the most probable label, with each of its durations. It has the log-probability that the arc has in the
-    loss; ties prefer blanks, then lower classes. Utterances run from label to label at their own pace in one loop.
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss, a
+    blank or a label, with the log-probability of this arc in the loss; ties prefer blanks, then lower classes.
+    Utterances run from label to label at their own pace in one loop. A search without a path in the lattice
+    (`exact_end`) has the score -inf and no labels, as in `beam`.
 
     Parameters
     ----------
     loss : TransducerLoss
-        Says what the classes mean: any loss of the family, or yours (`TransducerLoss.decoding`). Options that act in
-        training alone (sigma, FastEmit, delay penalty, omega) change nothing.
+        Gives the classes their meaning: any loss of the family, or yours (`TransducerLoss.decoding`). Options of
+        training (sigma, FastEmit, delay penalty, omega) change nothing.
     joint : callable or LinearJoint
         ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, as in `JointLogits`.
-        It runs in the loop: project `encoder_out` before.
-        One that draws random numbers is an error; a Flax NNX module runs in evaluation mode.
+        It runs in the loop: project `encoder_out` before. One that draws random numbers is an error; a Flax NNX module
+        runs in evaluation mode.
     predictor : Predictor
-        Or any object with its two methods, and `start` if it has one; as `joint` without dropout.
+        Or any object with `initial` and `step`, and perhaps `start` and `symbols`. No dropout, as in `joint`.
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [B, T, E]
         Output of the encoder.
     lengths : Array, integer [B]
         Frames of each utterance; later ones are never read.
     max_labels : int
-        Labels that a hypothesis has room for; `Hypotheses.full` tells where it was filled. No label follows then.
+        Room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so.
     max_symbols : int, default 10
         Labels that one frame may emit; only blanks leave it then.
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     start : int, optional
-        The label before the first one, of a predictor that has no `start`. Default: the blank. Negative: from the end
-        of the predictor's `symbols`, an error without them.
+        The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
+        the predictor's `symbols`, an error without them.
     exact_end : bool or bool Array [B], default False
-        True: only paths of the loss's lattice, so no move reads beyond the last frame and the score is that of one
-        alignment. False: the last move may read further, as a stream's end is not known before. Only durations, big
-        blanks and `final_blank` make a difference. In a stream: which utterances end with this part.
+        True: only paths of the loss's lattice, so no move reads beyond the last frame. False: the last move may read
+        further, as a stream's end is not known before. Durations, big blanks and `final_blank` make the difference. In
+        a stream: which utterances end with this part.
     state : pytree, optional
-        `Hypotheses.state` of the previous part of a stream, whose predictor and start then count. Labels are those of
-        this part; frames and scores count from the start of the stream.
+        `Hypotheses.state` of the previous part of a stream. Labels are those of this part; frames and scores count from
+        the start of the stream.
 
     Returns
     -------
@@ -135,10 +136,10 @@ def greedy(
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type, shape or range; a loss that lacks its `DecodingRules`; a predictor whose state
-        changes, or that knows fewer labels than the joint network has; another `start` than the predictor's own, or one
-        beyond its symbols; `exact_end` where an earlier part of the stream has read
-        beyond the end. Where the values are traced, these utterances get the score NaN and no labels.
+        An argument has the wrong type, shape or range; a loss lacks its `DecodingRules`; the predictor's state changes
+        its shape; `start` contradicts the predictor; the joint network has more labels than the predictor;
+        `exact_end` where an earlier part of the stream has read beyond the end. Where values are traced, an utterance
+        gets the score NaN and no labels instead.
 
     See Also
     --------

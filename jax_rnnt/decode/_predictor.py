@@ -1,4 +1,4 @@
-"""Predictors as decoders take them: two functions of any pytree of state.
+"""The interface of predictors: two functions of any pytree of state, a start label and a number of labels.
 
 B sequences, U labels, P the width of a predictor row.
 """
@@ -17,7 +17,9 @@ from jax_rnnt import _checks, _xla
 
 
 class Predictor(typing.NamedTuple):
-    """A prediction network, or a language model, one label at a time. Any object with these attributes will do.
+    """A prediction network, or a language model, one label at a time.
+
+    Any object with these attributes is one, as the modules of `jax_rnnt.flax` are.
 
     Parameters
     ----------
@@ -27,11 +29,11 @@ class Predictor(typing.NamedTuple):
         ``step(state, labels [B]) -> (rows [B, P], state)``, each sequence by itself. The first label is the start
         label, so the first row is that of column 0. Shapes and dtypes of the state must not change.
     start : int, optional
-        The start label that it was trained with: what `step` gets first. Decoders and `predict` take it from here.
-        Without one they take their own argument `start`.
+        The start label of its training, the first one that `step` gets. Without it, decoders and `predict` take their
+        own argument `start`.
     symbols : int, optional
-        Labels that `step` knows, with the start label. Decoders compare it with the labels of the joint network, and a
-        start label with it; a negative one counts from its end. Without it, a negative start label is an error.
+        Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
+        counts from its end, and is an error without it.
 
     Examples
     --------
