@@ -98,7 +98,7 @@ def compute_rows(wanted, source, usual, function, results):
 # ------------------------------------------------------------------------------------------ states in their slots
 
 
-def step_rows(step, tree, labels, wanted, source, slot, live, may_wait, lag):
+def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
     """Steps the networks of wanted hypotheses: (those that have stepped [B, W], slots [B, W], the new tree).
 
     Parameters
@@ -106,11 +106,11 @@ def step_rows(step, tree, labels, wanted, source, slot, live, may_wait, lag):
     step : callable
         ``step(rows of tree [N, ...], labels [N]) -> rows of tree``.
     tree : pytree of Arrays [B, 2 W, ...]
-        Networks in slots. Hypotheses step into slots that no live one has, so no row is written that another pack
+        Networks in slots. Hypotheses step into slots that no other one has, so no row is written that another pack
         still reads.
-    labels, wanted, source, slot, live : Array [B, W]
+    labels, wanted, source, slot : Array [B, W]
         Of each hypothesis: the label that its networks read, whether they shall, the hypothesis (of all B W) whose
-        step serves this one too, its slot, and whether it lives.
+        step serves this one too, and its slot.
     may_wait : Array, bool
         Where rows are packed, those that do not fill a pack wait for a later step, if other packs are full or if this
         holds.
@@ -129,7 +129,7 @@ def step_rows(step, tree, labels, wanted, source, slot, live, may_wait, lag):
     else:
         packed, count, steps = None, jnp.sum(wanted, dtype=jnp.int32), wanted
     computed = steps & (source == own)
-    new = free_slots(computed, slot, live)
+    new = free_slots(computed, slot)
 
     def advance(tree, _, rows):
         made = step(jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree), hypothesis_rows(labels, None, rows))
@@ -143,10 +143,10 @@ def step_rows(step, tree, labels, wanted, source, slot, live, may_wait, lag):
     return steps, jnp.where(steps, take(new, source % width), slot), tree
 
 
-def free_slots(computed, slot, live):
-    """[B, W]: the n-th computed hypothesis of an utterance gets its n-th slot, of 2 W, without a live hypothesis."""
+def free_slots(computed, slot):
+    """[B, W]: the n-th computed hypothesis of an utterance gets its n-th slot, of 2 W, without a hypothesis."""
     slots = jnp.arange(2 * computed.shape[1], dtype=jnp.int32)[None, None]
-    free = ~jnp.any((slot[:, :, None] == slots) & live[:, :, None], 1)
+    free = ~jnp.any(slot[:, :, None] == slots, 1)
     same_rank = count_before(computed)[:, :, None] == count_before(free)[:, None]
     taken = computed[:, :, None] & free[:, None] & same_rank
     return jnp.sum(jnp.where(taken, slots, 0), 2, dtype=jnp.int32)

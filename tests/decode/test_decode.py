@@ -256,7 +256,7 @@ def test_rows_that_step(batch, share):
 
     @jax.jit
     def run(waits):
-        stepped, new, after = _packing.step_rows(step, tree, labels, wanted, maker, slot, live, waits, turn)
+        stepped, new, after = _packing.step_rows(step, tree, labels, wanted, maker, slot, waits, turn)
         return stepped, new, jax.tree.map(lambda x: _gather.take(x, new), after)
 
     turn = rng.permutation(batch).astype(np.int32)
