@@ -293,6 +293,22 @@ def test_adapters(kind):
             call()
 
 
+class DeepJoint(MODULES["linen"].Joint):
+    def setup(self):
+        dense = lambda width, **options: nn.Dense(width, param_dtype=self.param_dtype, **options)
+        self.encoder, self.predictor = nn.Sequential([dense(4), nn.relu, dense(self.width)]), dense(self.width)
+        self.output = dense(self.outputs)
+
+
+def test_layers_of_a_linen_joint():
+    """Of any kind in place of the encoder's projection."""
+    predictor, _ = make("linen", "StatelessPredictor", V, P)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(B, T, E)), rng.normal(size=(B, U + 1, P))
+    module = DeepJoint(H, V, param_dtype=jnp.float64)
+    check_decoder_inputs(module.bind(module.init(jax.random.key(0), *(x[:, :1] for x in rows))), predictor, rows)
+
+
 @some(*SOME)
 @pytest.mark.rare("nnx")
 def test_bfloat16(flavour, name):
