@@ -135,13 +135,16 @@ def test_width_1(name):
 
 @OTHERS_ARE_SLOW
 def test_no_labels_stand_twice(name):
-    """In a beam that loses hypotheses, and few of them are worse than greedy search."""
+    """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold."""
     model = Model(NAMED[name], batch=3, frames=13)
     greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
     assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
     assert same.sum() == alive.sum() > 3
+    near = model.search(decode.beam, 40, 4, threshold=2.0).scores
+    kept = near > -np.inf
+    assert (near >= near[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
 
 
 @pytest.mark.slow
@@ -198,17 +201,19 @@ def test_largest_sums(size, k):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 9, (9, size)).astype(np.float32)
     x[:2], x[1, 5], x[2], x[3, 1:] = -np.inf, 1, np.arange(size), -np.inf
-    row, gain = rng.integers(0, 9, (5, 8)).astype(np.int32), rng.integers(0, 3, (5, 8)).astype(np.float32)
+    row, gain = rng.integers(0, 9, (6, 8)).astype(np.int32), rng.integers(0, 3, (6, 8)).astype(np.float32)
     row[0], row[1, :7] = 3, 0
     row[2], gain[3, 1:], gain[4] = 7, -np.inf, -np.inf
+    x[8], row[5], gain[5, 1:] = 0, 8, -np.inf
+    x[8, [3, -2, -1]] = 8, 9, 8  # a tie of the first block with that of the largest one
     found = jax.jit(lambda *arrays: _largest.largest_sums(*arrays, k))(x, row, gain)
-    sums = (gain[..., None] + x[row]).reshape(5, -1)
+    sums = (gain[..., None] + x[row]).reshape(6, -1)
     expected = np.argsort(-sums, -1, kind="stable")[:, :k]
     alive = np.take_along_axis(sums, expected, 1) > -np.inf
     assert alive.any() and (k == 1 or not alive.all())
     parent, place, value = (np.asarray(y) for y in found)
     np.testing.assert_array_equal((parent * size + place)[alive], expected[alive])
-    np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(5, -1), expected, 1)[alive])
+    np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(6, -1), expected, 1)[alive])
     dead = np.take_along_axis(gain, parent, 1) + value
     assert (dead[~alive] == -np.inf).all()
 
