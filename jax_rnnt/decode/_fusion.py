@@ -14,7 +14,7 @@ from jax_rnnt import _checks
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._search import Search
-from jax_rnnt.emissions.softmax import row_sum
+from jax_rnnt.emissions._softmax import row_sum
 
 
 class Fusion(typing.NamedTuple):

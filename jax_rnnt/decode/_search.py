@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt._layouts import JointLogits
+from jax_rnnt.layouts import JointLogits
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import take
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._symbols import Symbols, symbols_of
-from jax_rnnt.emissions.joint import LinearJoint, row_avals
-from jax_rnnt.emissions.softmax import accumulation_dtype
+from jax_rnnt.layouts._joint_networks import LinearJoint, row_avals
+from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
 class Search(typing.NamedTuple):

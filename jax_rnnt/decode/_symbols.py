@@ -11,9 +11,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt._loss import TransducerLoss
-from jax_rnnt._transducer import DecodingRules
-from jax_rnnt.emissions.softmax import Softmax
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import DecodingRules
+from jax_rnnt.emissions._softmax import Softmax
 
 
 class Move(typing.NamedTuple):
