@@ -6,12 +6,12 @@ All of it runs under `jax.jit`, in batches and with static shapes, for every los
 
 from jax_rnnt.decode._beam import beam as beam
 from jax_rnnt.decode._greedy import greedy as greedy
+from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
+from jax_rnnt.decode._modules import linen_predictor as linen_predictor
+from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
 from jax_rnnt.decode._predictor import Predictor as Predictor
-from jax_rnnt.decode._predictor import linen_predictor as linen_predictor
-from jax_rnnt.decode._predictor import nnx_predictor as nnx_predictor
 from jax_rnnt.decode._predictor import predict as predict
 from jax_rnnt.decode._predictor import stateless_predictor as stateless_predictor
-from jax_rnnt.decode._search import Hypotheses as Hypotheses
 
 __all__ = [
     "Hypotheses",

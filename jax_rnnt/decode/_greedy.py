@@ -9,6 +9,7 @@ frame, and utterances do not wait for each other's labels.
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Any
 
@@ -16,8 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
+from jax_rnnt.decode._largest import peak
 from jax_rnnt.decode._predictor import same_state
-from jax_rnnt.decode._search import Hypotheses, beyond_the_end, checked, on_devices, peak, prepare, replace_rows
+from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
 
 
 class Stream(typing.NamedTuple):
@@ -31,17 +35,44 @@ class Stream(typing.NamedTuple):
     predictor: Any
 
 
-class Carry(typing.NamedTuple):
-    frame: jax.Array  # [B]: the next one, in this part
-    written: jax.Array  # [B]: labels on that frame
+class Rules(typing.NamedTuple):
+    """What stays the same from step to step."""
+
+    search: Search
+    first: jax.Array  # [B]: frames of the stream before these
+    window: int
+    max_labels: int
+
+    @property
+    def offsets(self):
+        """[1, K]: frames of the window after its first one."""
+        return jnp.arange(self.window, dtype=jnp.int32)[None]
+
+
+class State(typing.NamedTuple):
+    """Of the loop over steps."""
+
+    frame: jax.Array  # [B]: the next one to read, counted in this part
+    count_here: jax.Array  # [B]: labels on that frame
     counts: jax.Array  # [B]
-    reached: jax.Array  # [B]: frames that an exact end needs, in this part
+    reached: jax.Array  # [B]: frames that an exact end needs
     scores: jax.Array  # [B]
     labels: jax.Array  # [B, L]
-    frames: jax.Array
-    durations: jax.Array
+    frames: jax.Array  # [B, L]
+    durations: jax.Array  # [B, L]
     rows: jax.Array  # [B, P]
     predictor: Any
+
+
+class Walk(typing.NamedTuple):
+    """What an utterance does in a step: blanks, and the first label that it meets."""
+
+    ahead: jax.Array  # [B]: frames from the first one of the window
+    reached: jax.Array  # [B]: as in `State`
+    score: jax.Array  # [B]: as in `State`
+    label: jax.Array  # [B]: -1 for none
+    at: jax.Array  # [B]: where in the window the last move was taken
+    reads: jax.Array  # [B]: frames that it read
 
 
 def greedy(
@@ -60,41 +91,42 @@ def greedy(
 ) -> Hypotheses:
     """The most probable move out of each node, from the first frame to the last.
 
-    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss: a
-    blank, or the most probable label, with each of its durations. It has the log-probability that the arc has in the
-    loss; ties prefer blanks, then lower classes. Utterances run from label to label at their own pace in one loop.
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss, a
+    blank or a label, with the log-probability of this arc in the loss; ties prefer blanks, then lower classes.
+    Utterances run from label to label at their own pace in one loop. A search without a path in the lattice
+    (`exact_end`) has the score -inf and no labels, as in `beam`.
 
     Parameters
     ----------
     loss : TransducerLoss
-        Says what the classes mean: any loss of the family, or yours (`TransducerLoss.decoding`). Options that act in
-        training alone (sigma, FastEmit, delay penalty, omega) change nothing.
+        Gives the classes their meaning: any loss of the family, or yours (`TransducerLoss.decoding`). Options of
+        training (sigma, FastEmit, delay penalty, omega) change nothing.
     joint : callable or LinearJoint
         ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, as in `JointLogits`.
-        It runs in the loop: project `encoder_out` before.
-        One that draws random numbers is an error; a Flax NNX module runs in evaluation mode.
+        It runs in the loop: project `encoder_out` before. One that draws random numbers is an error; a Flax NNX module
+        runs in evaluation mode.
     predictor : Predictor
-        Or any object with its two methods, and `start` if it has one; as `joint` without dropout.
+        Or any object with `initial` and `step`, and perhaps `start` and `symbols`. No dropout, as in `joint`.
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [B, T, E]
         Output of the encoder.
     lengths : Array, integer [B]
         Frames of each utterance; later ones are never read.
     max_labels : int
-        Labels that a hypothesis has room for; `Hypotheses.full` tells where it was filled. No label follows then.
+        Room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so.
     max_symbols : int, default 10
         Labels that one frame may emit; only blanks leave it then.
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     start : int, optional
-        The label before the first one, of a predictor that has no `start`. Default: the blank. Negative: from the end
-        of the predictor's `symbols`, an error without them.
+        The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
+        the predictor's `symbols`, an error without them.
     exact_end : bool or bool Array [B], default False
-        True: only paths of the loss's lattice, so no move reads beyond the last frame and the score is that of one
-        alignment. False: the last move may read further, as a stream's end is not known before. Only durations, big
-        blanks and `final_blank` make a difference. In a stream: which utterances end with this part.
+        True: only paths of the loss's lattice, so no move reads beyond the last frame. False: the last move may read
+        further, as a stream's end is not known before. Durations, big blanks and `final_blank` make the difference. In
+        a stream: which utterances end with this part.
     state : pytree, optional
-        `Hypotheses.state` of the previous part of a stream, whose predictor and start then count. Labels are those of
-        this part; frames and scores count from the start of the stream.
+        `Hypotheses.state` of the previous part of a stream. Labels are those of this part; frames and scores count from
+        the start of the stream.
 
     Returns
     -------
@@ -104,10 +136,10 @@ def greedy(
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type, shape or range; a loss that lacks its `DecodingRules`; a predictor whose state
-        changes, or that knows fewer labels than the joint network has; another `start` than the predictor's own, or one
-        beyond its symbols; `exact_end` where an earlier part of the stream has read
-        beyond the end. Where the values are traced, these utterances get the score NaN and no labels.
+        An argument has the wrong type, shape or range; a loss lacks its `DecodingRules`; the predictor's state changes
+        its shape; `start` contradicts the predictor; the joint network has more labels than the predictor;
+        `exact_end` where an earlier part of the stream has read beyond the end. Where values are traced, an utterance
+        gets the score NaN and no labels instead.
 
     See Also
     --------
@@ -132,88 +164,124 @@ def greedy(
     ([[1, 2, -1, -1, -1]], [[0, 2, -1, -1, -1]], [2])
     """
     function = "greedy"
-    most = _checks.positive(function, "max_labels", max_labels)
-    size = _checks.positive(function, "window", window)
+    max_labels = _checks.positive(function, "max_labels", max_labels)
+    window = _checks.positive(function, "window", window)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
-    networks = loss, joint, predictor
 
     def run(encoder_out, lengths, exact_end, state):
-        return _greedy(function, *networks, encoder_out, lengths, exact_end, state, most, max_symbols, size, start)
+        given = (loss, joint, predictor), encoder_out, lengths, exact_end
+        search, _, *first = prepare(function, *given, max_symbols, start)
+        zeros = jnp.zeros(search.lengths.shape, jnp.int32)
+        fresh = Stream(zeros, zeros, zeros, zeros.astype(search.dtype), *first)
+        if state is None:
+            state = fresh
+        else:
+            same_state(function, "state of greedy", fresh, state)
+        beyond = beyond_the_end(search, exact_end, state.reached)
+        rules = Rules(search, state.first, window, max_labels)
+        return result(rules, run_steps(rules, state), beyond)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
 
 
-def _greedy(function, loss, joint, predictor, encoder_out, lengths, exact_end, state, most, max_symbols, size, start):
-    search, _, _, rows, network = prepare(function, loss, joint, predictor, encoder_out, lengths, max_symbols, start)
-    symbols, lengths, predictor = search.symbols, search.lengths, search.predictor
-    batch = lengths.shape[0]
-    zeros = jnp.zeros(batch, jnp.int32)
-    fresh = Stream(zeros, zeros, zeros, jnp.zeros(batch, search.dtype), rows, network)
-    if state is None:
-        state = fresh
-    else:
-        same_state(function, "state of greedy", fresh, state)
-    beyond = beyond_the_end(function, symbols, exact_end, state.reached, lengths)
-    ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
-    moves = symbols.moves
-    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((move.frames, move.needs) for move in moves)))
-    offsets, columns = jnp.arange(size, dtype=jnp.int32)[None], jnp.arange(most, dtype=jnp.int32)[None]
-    is_label = jnp.arange(len(moves)) >= len(symbols.blanks)
+def run_steps(rules: Rules, stream: Stream) -> State:
+    """The state after all frames of this part."""
+    zeros = jnp.zeros_like(stream.skip)
+    none = jnp.full((zeros.shape[0], rules.max_labels), -1, jnp.int32)
+    written = none, none, none
+    networks = stream.rows, stream.predictor
+    state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, *networks)
+    state = rules.search.vary(state)
+    return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
-    def running(carry):
-        return jnp.any(carry.frame < lengths)
 
-    def step(carry):
-        frame = carry.frame[:, None] + offsets  # [B, K]
-        encoder = search.frame(frame).reshape(batch * size, search.encoder_out.shape[-1])
-        logits = search.joint(encoder, jnp.repeat(carry.rows, size, 0)).reshape(batch, size, search.classes)
-        scores, labels = symbols.scores(logits)
-        score, best = peak(labels)
-        written = jnp.where(offsets == 0, carry.written[:, None], 0)
-        may_write = (written < symbols.labels_per_frame) & (carry.counts < most)[:, None]
-        allowed = symbols.allowed(frame, lengths[:, None], may_write, ends_here)
-        scores = jnp.where(allowed, jnp.where(is_label[None, None], scores + score[..., None], scores), -jnp.inf)
-        move = jnp.argmax(scores, -1)
-        score, moved = jnp.max(scores, -1), reads[move]
-        label = jnp.where(is_label[move], best, -1)
+def result(rules: Rules, state: State, bad) -> Hypotheses:
+    """The hypotheses at the end of these frames; `bad` [B]: utterances without a result."""
+    search, lengths = rules.search, rules.search.lengths
+    scores = jnp.where(search.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
+    skip, reached = state.frame - lengths, state.reached - lengths
+    after = Stream(rules.first + lengths, skip, reached, scores, state.rows, state.predictor)
+    return hypotheses(state.labels, state.frames, state.durations, state.counts, scores, after)
 
-        # Up to the first label, or out of the window.
-        place, total, found = zeros, carry.scores, jnp.full_like(zeros, -1)
-        at, duration, reached = zeros, zeros, carry.reached
-        for k in range(size):
-            here = (place == k) & (found < 0) & (frame[:, k] < lengths)
-            if symbols.reach:
-                reached = jnp.where(here, frame[:, k] + needs[move[:, k]], reached)
-            total = jnp.where(here, total + score[:, k], total)
-            at, duration = jnp.where(here, k, at), jnp.where(here, moved[:, k], duration)
-            found = jnp.where(here, label[:, k], found)
-            place = jnp.where(here, k + moved[:, k], place)
-        emits, on_frame = found >= 0, jnp.where(at == 0, carry.written, 0)
-        going = carry.frame < lengths
-        written = jnp.where(emits & (duration == 0), on_frame + 1, jnp.where(going, 0, carry.written))
 
-        here = (columns == carry.counts[:, None]) & emits[:, None]
-        new = found, state.first + carry.frame + at, duration
-        old = carry.labels, carry.frames, carry.durations
-        labels, frames, durations = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
+# ----------------------------------------------------------------------------------------------------- one step
 
-        def advance(rows, network):
-            made = predictor.step(network, jnp.where(emits, found, 0))
-            return replace_rows(emits, made, (rows, network))
 
-        rows, network = jax.lax.cond(jnp.any(emits), advance, lambda *x: x, carry.rows, carry.predictor)
-        counts = carry.counts + emits.astype(jnp.int32)
-        return Carry(carry.frame + place, written, counts, reached, total, labels, frames, durations, rows, network)
+def running(rules: Rules, state: State):
+    return jnp.any(state.frame < rules.search.lengths)
 
-    empty = jnp.full((batch, most), -1, jnp.int32)
-    reached = state.reached
-    carry = Carry(state.skip, zeros, zeros, reached, state.scores, empty, empty, empty, state.rows, state.predictor)
-    carry = jax.lax.while_loop(running, step, search.vary(carry))
-    scores = jnp.where(search.bad | beyond | (carry.scores == jnp.inf), jnp.nan, carry.scores)
-    skip, reached = carry.frame - lengths, carry.reached - lengths
-    after = Stream(state.first + lengths, skip, reached, scores, carry.rows, carry.predictor)
-    spoiled = jnp.isnan(scores)
-    counts = jnp.where(spoiled, 0, carry.counts)
-    written = carry.labels, carry.frames, carry.durations
-    labels, frames, durations = (jnp.where(spoiled[:, None], -1, x) for x in written)
-    return Hypotheses(labels, frames, durations, counts, scores, counts == most, after)
+
+def step(rules: Rules, state: State) -> State:
+    """Every utterance goes on to its next label, or to the end of its window."""
+    walk = follow(rules, state, *best_moves(rules, state))
+    return advance(rules, write(rules, state, walk), walk.label)
+
+
+def best_moves(rules: Rules, state: State):
+    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1."""
+    search, window, offsets = rules.search, rules.window, rules.offsets
+    symbols = search.symbols
+    frame = state.frame[:, None] + offsets
+    batch = frame.shape[0]
+    encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
+    logits = search.joint(encoder, jnp.repeat(state.rows, window, 0)).reshape(batch, window, search.classes)
+    scores, labels = symbols.scores(logits)
+    label_score, label = peak(labels)
+    count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
+    may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
+    allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
+    writes = jnp.arange(len(symbols.moves)) >= len(symbols.blanks)
+    scores = jnp.where(writes[None, None], scores + label_score[..., None], scores)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    move = jnp.argmax(scores, -1)
+    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
+    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1)
+
+
+def follow(rules: Rules, state: State, score, reads, needs, label) -> Walk:
+    """The best moves up to the first label, or out of the window."""
+    search = rules.search
+    zeros = jnp.zeros_like(state.frame)
+    walk = Walk(zeros, state.reached, state.scores, zeros - 1, zeros, zeros)
+    for k in range(rules.window):
+        frame = state.frame + k
+        here = (walk.ahead == k) & (walk.label < 0) & (frame < search.lengths)
+        reached = frame + needs[:, k] if search.symbols.reach else walk.reached
+        move = Walk(k + reads[:, k], reached, walk.score + score[:, k], label[:, k], zeros + k, reads[:, k])
+        walk = replace_rows(here, move, walk)
+    return walk
+
+
+def write(rules: Rules, state: State, walk: Walk) -> State:
+    """The state after the walk; the networks have not read its label yet."""
+    writes = walk.label >= 0
+    going = state.frame < rules.search.lengths
+    before = jnp.where(walk.at == 0, state.count_here, 0)
+    after = jnp.where(going, 0, state.count_here)
+    count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
+    columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
+    here = (columns == state.counts[:, None]) & writes[:, None]
+    new = walk.label, rules.first + state.frame + walk.at, walk.reads
+    old = state.labels, state.frames, state.durations
+    labels, frames, durations = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
+    return state._replace(
+        frame=state.frame + walk.ahead,
+        count_here=count_here,
+        counts=state.counts + writes.astype(jnp.int32),
+        reached=walk.reached,
+        scores=walk.score,
+        labels=labels,
+        frames=frames,
+        durations=durations,
+    )
+
+
+def advance(rules: Rules, state: State, label) -> State:
+    """The predictors read the new label [B] where there is one."""
+
+    def read(rows, predictor):
+        made = rules.search.predictor.step(predictor, jnp.where(label >= 0, label, 0))
+        return replace_rows(label >= 0, made, (rows, predictor))
+
+    rows, predictor = jax.lax.cond(jnp.any(label >= 0), read, lambda *x: x, state.rows, state.predictor)
+    return state._replace(rows=rows, predictor=predictor)

@@ -1,12 +1,10 @@
-"""Predictors as decoders take them: two functions of any pytree of state.
+"""The interface of predictors: two functions of any pytree of state, a start label and a number of labels.
 
 B sequences, U labels, P the width of a predictor row.
 """
 
 from __future__ import annotations
 
-import sys
-import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,9 @@ from jax_rnnt import _checks, _xla
 
 
 class Predictor(typing.NamedTuple):
-    """A prediction network, or a language model, one label at a time. Any object with these attributes will do.
+    """A prediction network, or a language model, one label at a time.
+
+    Any object with these attributes is one, as the modules of `jax_rnnt.flax` are.
 
     Parameters
     ----------
@@ -29,11 +29,11 @@ class Predictor(typing.NamedTuple):
         ``step(state, labels [B]) -> (rows [B, P], state)``, each sequence by itself. The first label is the start
         label, so the first row is that of column 0. Shapes and dtypes of the state must not change.
     start : int, optional
-        The start label that it was trained with: what `step` gets first. Decoders and `predict` take it from here.
-        Without one they take their own argument `start`.
+        The start label of its training, the first one that `step` gets. Without it, decoders and `predict` take their
+        own argument `start`.
     symbols : int, optional
-        Labels that `step` knows, with the start label. Decoders compare it with the labels of the joint network, and a
-        start label with it; a negative one counts from its end. Without it, a negative start label is an error.
+        Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
+        counts from its end, and is an error without it.
 
     Examples
     --------
@@ -99,45 +99,14 @@ def start_of(function: str, predictor, given) -> int | None:
     return given if own is None else own
 
 
-def in_evaluation(x):
-    """A Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
-
-    Whatever else it is given stays as it is.
-    """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return x
-    if isinstance(x, types.MethodType) and isinstance(x.__self__, nnx.Module):
-        copy = _copies(x.__self__)
-        return lambda *arguments: x.__func__(copy(), *arguments)
-    if not isinstance(x, nnx.Module):
-        return x
-    if callable(getattr(x, "step", None)):
-        return nnx_predictor(x)
-    copy = _copies(x)
-    return lambda *arguments: copy()(*arguments)
-
-
-def _copies(module):
-    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change a copy that it has made."""
-    from flax import nnx
-
-    graph, values = nnx.split(module)
-
-    def copy():
-        made = nnx.merge(graph, values)
-        made.eval()
-        return made
-
-    return copy
-
-
 def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
     """The last labels [B, history] after one more."""
     return jnp.concatenate([past[:, 1:], labels.astype(past.dtype)[:, None]], 1)
 
 
-def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int, start: int) -> Predictor:
+def stateless_predictor(
+    function: Callable[[jax.Array], jax.Array], history: int, start: int, symbols: int | None = None
+) -> Predictor:
     """A predictor that sees the last labels only (Ghodsi et al. 2020).
 
     Parameters
@@ -147,7 +116,9 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     history : int
         Labels that it sees, at least 1.
     start : int
-        Stands for labels before the first one, 0 or more; also its `start`.
+        Stands for labels before the first one; also its `start`.
+    symbols : int, optional
+        As for `Predictor`.
 
     Returns
     -------
@@ -162,78 +133,13 @@ def stateless_predictor(function: Callable[[jax.Array], jax.Array], history: int
     [[0.0, 0.0], [0.0, 3.0], [3.0, 4.0]]
     """
     _checks.positive("stateless_predictor", "history", history)
-    start = start_label("stateless_predictor", "start", start, None)
+    start = start_label("stateless_predictor", "start", start, symbols)
 
     def step(past, labels):
         past = shifted(past, labels)
         return function(past), past
 
-    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start)
-
-
-def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
-    """The predictor of a Flax NNX module with two methods, in evaluation mode.
-
-    Parameters
-    ----------
-    module : flax.nnx.Module
-        Its parameters are read now, and its attributes `start` and `symbols`, if it has them. Dropout is off, and
-        nothing that a step changes in the module is kept.
-    initial, step : str
-        Names of its methods, as in `Predictor`.
-
-    Returns
-    -------
-    Predictor
-
-    Examples
-    --------
-    ::
-
-        decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
-    """
-    copy = _copies(module)
-
-    def method(name):
-        return lambda *arguments: getattr(copy(), name)(*arguments)
-
-    start = own_start("nnx_predictor", "module", module)
-    return Predictor(method(initial), method(step), start, own_symbols(module))
-
-
-def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
-    """The predictor of a Flax Linen module with two methods.
-
-    Parameters
-    ----------
-    module : flax.linen.Module
-        Unbound. Its attributes `start` and `symbols` count, if it has them.
-    variables : pytree
-        As for ``module.apply``; no collection is changed.
-    initial, step : str
-        Names of its methods, as in `Predictor`.
-    **options
-        Keywords of both calls of ``module.apply``.
-
-    Returns
-    -------
-    Predictor
-
-    Examples
-    --------
-    ::
-
-        predictor = decode.linen_predictor(Predictor(), {"params": params["predictor"]})
-        decode.greedy(loss, joint, predictor, encoder_out, lengths, max_labels=200)
-    """
-
-    def method(name):
-        return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
-
-    # Bound, so that an attribute made by `setup` counts too.
-    bound = module.bind(variables)
-    start = own_start("linen_predictor", "module", bound)
-    return Predictor(method(initial), method(step), start, own_symbols(bound))
+    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start, symbols)
 
 
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:

@@ -1,8 +1,9 @@
 """Joint networks and predictors for Flax: `jax_rnnt.flax.nnx` and `jax_rnnt.flax.linen` hold the same modules.
 
-A predictor serves training and decoding: ``predictor(targets [..., U]) -> rows [..., U + 1, P]`` takes all labels at
-once, ``predictor.initial(batch) -> state`` and ``predictor.step(state, labels [B]) -> (rows [B, P], state)`` take one
-at a time. Both give the same rows. A joint makes `JointLogits` for the losses, and the arguments of a decoder.
+A predictor serves training and decoding. ``predictor(targets [..., U]) -> rows [..., U + 1, P]`` takes all labels at
+once. As a `jax_rnnt.decode.Predictor` it takes one at a time: ``initial(batch) -> state``, ``step(state, labels [B]) ->
+(rows [B, P], state)``, `start` and `symbols`. Both give the same rows. A joint makes `JointLogits` for the losses, and
+the arguments of a decoder.
 """
 
 import typing as _typing

@@ -1,31 +1,51 @@
 """What the NNX and the Linen modules share: labels in, rows out.
 
-B sequences, U labels, P and H the widths of predictor rows and hidden units.
+B sequences, U labels; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
-from jax_rnnt.decode._predictor import in_evaluation, own_start, own_symbols
+from jax_rnnt.decode._modules import in_evaluation
+from jax_rnnt.decode._predictor import own_start, own_symbols
+
+Layer = Callable[..., Any]
 
 
-def projected(predictor, project: Callable[[jax.Array], jax.Array]) -> Predictor:
-    """The predictor, in evaluation mode, with `project` after each row."""
-    predictor = in_evaluation(predictor)
+def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
+    """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
+
+    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias. The rest
+    is the derivative where `encoder` is affine, without rounding, else the difference.
+    """
+    steps = in_evaluation(steps)
+    bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
+    if affine:
+        _, rows = jax.jvp(encoder, (jnp.zeros_like(encoder_out),), (encoder_out,))
+    else:
+        rows = encoder(encoder_out) - bias
 
     def step(state, labels):
-        rows, state = predictor.step(state, labels)
-        return project(rows), state
+        made, state = steps.step(state, labels)
+        return predictor(made) + bias, state
 
-    start = own_start("decoder_inputs", "predictor", predictor)
-    return Predictor(predictor.initial, step, start, own_symbols(predictor))
+    start = own_start("decoder_inputs", "predictor", steps)
+    return Predictor(steps.initial, step, start, own_symbols(steps)), rows
+
+
+def check_output(plain: bool, layer, expected: str):
+    """Raises unless kernel and bias say all that the output layer of a joint does."""
+    if not plain:
+        way = "JointLogits(joint, encoder_out, predictor_out) takes any joint network"
+        raise TypeError(f"Joint: output must be {expected}, got {type(layer).__name__}; {way}.")
 
 
 def checked(function: str, targets) -> jax.Array:
@@ -43,6 +63,12 @@ def embedded(embed, labels):
     if not _xla.is_split(labels):
         return embed(labels)
     return _xla.rows_of_table(jnp.asarray(embed.embedding).astype(embed.dtype), labels)
+
+
+def embedded_sum(embed, past, symbols: int):
+    """Rows [..., P] after the last labels [..., history]: a label has an embedding for each distance."""
+    offsets = symbols * jnp.arange(past.shape[-1], dtype=past.dtype)
+    return embedded(embed, inside(past, symbols) + offsets).sum(-2)
 
 
 def inside(labels, symbols: int):
@@ -64,3 +90,12 @@ def scanned(predictor, targets) -> jax.Array:
         return predict(predictor, targets)
     rows = predict(predictor, targets.reshape(math.prod(batch), labels))
     return rows.reshape(*batch, *rows.shape[1:])
+
+
+def stacked(cells, state, x):
+    """(rows [B, P], state) after LSTM cells, each on the rows of the one before."""
+    after = []
+    for cell, carry in zip(cells, state, strict=True):
+        carry, x = cell(carry, x)
+        after.append(carry)
+    return x, after

@@ -5,6 +5,7 @@ B sequences, T frames, U labels, V classes; E, P and H the widths of encoder row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.flax import _rows
-from jax_rnnt.layouts._joint import JointLogits
+from jax_rnnt.layouts import JointLogits
 from jax_rnnt.layouts._joint_networks import LinearJoint
 
 with needed_by("jax_rnnt.flax", "flax"):
@@ -90,6 +91,7 @@ class Joint(nn.Module):
     def _linear(self):
         if self.is_initializing():
             self.output(jnp.zeros((1, self.width), self._dtype))
+        _rows.check_output(_is_dense(self.output), self.output, "a flax.linen.Dense")
         parameters = self.output.variables["params"]
         return LinearJoint(parameters["kernel"].astype(self._dtype), parameters["bias"], self.activation)
 
@@ -120,14 +122,15 @@ class Joint(nn.Module):
         The bias of the encoder's projection is in the predictor's rows, as in `jax_rnnt.flax.nnx.Joint`.
         They hold the parameters, so they may leave `apply` if `predictor` may (``decode.linen_predictor``).
         """
-        of_encoder, of_predictor = (x.variables["params"] for x in (self.encoder, self.predictor))
-        bias = of_encoder["bias"].astype(self._dtype)
+        unbound = (layer.unbind() for layer in (self.encoder, self.predictor))
+        encoder, project = (functools.partial(module.apply, variables) for module, variables in unbound)
+        rows = jnp.asarray(encoder_out, self._dtype)
+        return self._linear(), *_rows.decoder_inputs(encoder, project, _is_dense(self.encoder), predictor, rows)
 
-        def project(rows, of):
-            return jnp.asarray(rows, self._dtype) @ of["kernel"].astype(self._dtype)
 
-        steps = _rows.projected(predictor, lambda rows: project(rows, of_predictor) + bias)
-        return self._linear(), steps, project(encoder_out, of_encoder)
+def _is_dense(layer) -> bool:
+    """Whether it computes what `flax.linen.Dense` does."""
+    return type(layer).__call__ is nn.Dense.__call__
 
 
 class StatelessPredictor(nn.Module):
@@ -136,13 +139,13 @@ class StatelessPredictor(nn.Module):
     Parameters
     ----------
     symbols : int
-        Labels and the start symbol: V of most losses.
+        Labels that `step` takes, with the start label: V of most losses.
     width : int
         P.
     history : int, default 2
         Labels that it sees.
     start : int, default -1
-        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
+        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of the rows. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -179,8 +182,7 @@ class StatelessPredictor(nn.Module):
 
     def rows(self, past: jax.Array) -> jax.Array:
         """Rows [..., P] after the last labels [..., history], the newest one last."""
-        offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
-        return nn.relu(_rows.embedded(self.embed, _rows.inside(past, self.symbols) + offsets).sum(-2))
+        return nn.relu(_rows.embedded_sum(self.embed, past, self.symbols))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
@@ -188,7 +190,7 @@ class StatelessPredictor(nn.Module):
         return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> jax.Array:
-        """The state before the start symbol: the last labels, int32 [batch, history]."""
+        """The state before the start label: the last labels, int32 [batch, history]."""
         return jnp.full((batch, self.history), self.start, jnp.int32)
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -203,13 +205,13 @@ class LSTMPredictor(nn.Module):
     Parameters
     ----------
     symbols : int
-        Labels and the start symbol: V of most losses.
+        Labels that `step` takes, with the start label: V of most losses.
     width : int
         P.
     layers : int, default 1
         LSTM layers.
     start : int, default -1
-        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
+        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of rows and state. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -256,13 +258,9 @@ class LSTMPredictor(nn.Module):
         return _rows.scanned(self, targets)
 
     def initial(self, batch: int) -> Any:
-        """The state before the start symbol: two arrays [batch, P] for each layer."""
+        """The state before the start label: two arrays [batch, P] for each layer."""
         return [(jnp.zeros((batch, self.width), self._dtype),) * 2 for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
-        x, after = _rows.embedded(self.embed, _rows.inside(labels, self.symbols)), []
-        for cell, carry in zip(self.lstm, state):
-            carry, x = cell(carry, x)
-            after.append(carry)
-        return x, after
+        return _rows.stacked(self.lstm, state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))

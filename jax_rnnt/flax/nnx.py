@@ -1,4 +1,4 @@
-"""Flax NNX modules: the joint network and two predictors.
+"""Flax NNX modules: the joint network and two predictors, which are predictors of `jax_rnnt.decode` as they stand.
 
 B sequences, T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.flax import _rows
-from jax_rnnt.layouts._joint import JointLogits
+from jax_rnnt.layouts import JointLogits
 from jax_rnnt.layouts._joint_networks import LinearJoint
 
 with needed_by("jax_rnnt.flax", "flax"):
@@ -99,6 +100,7 @@ class Joint(nnx.Module):
     @property
     def linear(self) -> LinearJoint:
         """The rest of the joint, from projected rows [..., H] to logits [..., V]."""
+        _rows.check_output(_is_linear(self.output), self.output, "a flax.nnx.Linear")
         kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
         return LinearJoint(kernel.astype(self.dtype), bias, self.activation)
 
@@ -117,14 +119,19 @@ class Joint(nnx.Module):
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
 
-        The bias of the encoder's projection is in the predictor's rows: an encoder row of zeros is that of no encoder,
-        as `ilm_weight` of a beam search has it.
+        The bias of the encoder's projection is in the predictor's rows: an encoder row of zeros means no encoder, as
+        `ilm_weight` of a beam search has it. Adapters in place of `encoder` or `predictor` count.
 
         ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
         """
-        kernel, bias = (jnp.asarray(x).astype(self.dtype) for x in (self.encoder.kernel, self.encoder.bias))
-        steps = _rows.projected(predictor, lambda rows: self.predictor(rows) + bias)
-        return self.linear, steps, jnp.asarray(encoder_out, self.dtype) @ kernel
+        layers = in_evaluation(self.encoder), in_evaluation(self.predictor)
+        rows = jnp.asarray(encoder_out, self.dtype)
+        return self.linear, *_rows.decoder_inputs(*layers, _is_linear(self.encoder), predictor, rows)
+
+
+def _is_linear(layer) -> bool:
+    """Whether it computes what `flax.nnx.Linear` does: an adapter may have a kernel too, and do more."""
+    return type(layer).__call__ is nnx.Linear.__call__
 
 
 class StatelessPredictor(nnx.Module):
@@ -136,13 +143,13 @@ class StatelessPredictor(nnx.Module):
     Parameters
     ----------
     symbols : int
-        Labels and the start symbol: V of most losses.
+        Labels that `step` takes, with the start label: V of most losses.
     width : int
         P.
     history : int, default 2
         Labels that it sees.
     start : int, default -1
-        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
+        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of the rows. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -162,7 +169,7 @@ class StatelessPredictor(nnx.Module):
     >>> predictor = StatelessPredictor(30, 16, rngs=nnx.Rngs(0))
     >>> predictor(jnp.array([[1, 2, 3], [4, 5, 0]])).shape
     (2, 4, 16)
-    >>> rows, state = predictor.step(predictor.initial(2), jnp.array([29, 29]))  # the start symbol
+    >>> rows, state = predictor.step(predictor.initial(2), jnp.array([29, 29]))  # the start label
     >>> rows.shape
     (2, 16)
     """
@@ -187,8 +194,7 @@ class StatelessPredictor(nnx.Module):
 
     def rows(self, past: jax.Array) -> jax.Array:
         """Rows [..., P] after the last labels [..., history], the newest one last."""
-        offsets = self.symbols * jnp.arange(self.history, dtype=past.dtype)
-        return nnx.relu(_rows.embedded(self.embed, _rows.inside(past, self.symbols) + offsets).sum(-2))
+        return nnx.relu(_rows.embedded_sum(self.embed, past, self.symbols))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
@@ -196,7 +202,7 @@ class StatelessPredictor(nnx.Module):
         return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> jax.Array:
-        """The state before the start symbol: the last labels, int32 [batch, history]."""
+        """The state before the start label: the last labels, int32 [batch, history]."""
         return jnp.full((batch, self.history), self.start, jnp.int32)
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,13 +220,13 @@ class LSTMPredictor(nnx.Module):
     Parameters
     ----------
     symbols : int
-        Labels and the start symbol: V of most losses.
+        Labels that `step` takes, with the start label: V of most losses.
     width : int
         P.
     layers : int, default 1
         LSTM layers.
     start : int, default -1
-        The symbol before the first label, in training and decoding. Negative: from the end; the attribute is 0 or more.
+        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
         Of rows and state. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -268,13 +274,10 @@ class LSTMPredictor(nnx.Module):
         return _rows.scanned(self, _rows.checked("LSTMPredictor", targets))
 
     def initial(self, batch: int) -> Any:
-        """The state before the start symbol: two arrays [batch, P] for each layer."""
+        """The state before the start label: two arrays [batch, P] for each layer."""
         return [(jnp.zeros((batch, self.width), self.dtype),) * 2 for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
-        x, after = _rows.embedded(self.embed, _rows.inside(labels, self.symbols)), []
-        for i, carry in enumerate(state):
-            carry, x = getattr(self, f"lstm{i}")(carry, x)
-            after.append(carry)
-        return x, after
+        cells = [getattr(self, f"lstm{i}") for i in range(self.layers)]
+        return _rows.stacked(cells, state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))

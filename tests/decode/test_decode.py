@@ -25,7 +25,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode import _beam, _search
+from jax_rnnt.decode import _beam_step, _gather, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
@@ -75,49 +75,76 @@ def loss_of(model, b, labels):
     return model.loss.expected(losses.Problem(np.array([rows]), targets, [length], [count]))[0][0]
 
 
+def fusion(model):
+    """Options of a search with a language model that has memory, and what they add to a label after a prefix."""
+    table = truth.log_softmax(np.random.default_rng(5).normal(0, 2, (model.tokens,) * 3))
+    step = lambda state, labels: (jnp.asarray(table)[state, labels], labels)
+    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
+
+    def added(prefix, label):
+        before = (0, model.tokens - 1, *prefix)[-2:]
+        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
+
+    return dict(lm=lm, lm_weight=0.7, ilm_weight=0.3), added
+
+
 # Greedy search runs on the whole family; beam search has the same moves.
-MOST_OF_THE_FAMILY = [pytest.param(x, marks=() if x in ("rnnt", "tdt") else pytest.mark.slow) for x in NAMED]
+QUICK = {"exact": ("rnnt", "tdt"), "open": ("tdt",), "fused": ("hat",)}
+ENUMERATED = [
+    pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
+    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")), ("fused", ("tdt", "hat")))
+    for name in names
+]
 
 
-@pytest.mark.parametrize("name", MOST_OF_THE_FAMILY)
-def test_beam_is_the_enumeration(name):
-    """With `exact_end` a score is minus the loss of the labels, too."""
-    model, options = Model(NAMED[name]), dict(exact_end=True, max_symbols=MOST)
-    found = model.search(decode.beam, MOST, 64, **options)
-    check_all(model, found, **options)
-    for b, n in zip(*np.nonzero(found.scores > -np.inf)):
-        labels, *_ = trimmed(found, b, n)
-        np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
+@pytest.mark.parametrize(("name", "kind"), ENUMERATED)
+def test_beam_is_the_enumeration(name, kind):
+    """With `exact_end` a score is minus the loss of the labels, too; open ends are ranked by normalised scores."""
+    model, rules, search, rank = Model(NAMED[name]), dict(max_symbols=MOST), {}, lambda scores, counts: scores
+    if kind == "exact":
+        rules |= dict(exact_end=True)
+    elif kind == "open":
+        rules, search = dict(max_symbols=2), dict(length_norm=0.5)
+        rank = lambda scores, counts: scores / np.sqrt(counts + 1)
+    else:
+        search, rules["fuse"] = fusion(model)
+    found = model.search(decode.beam, MOST, 64, **search, **{k: x for k, x in rules.items() if k != "fuse"})
+    check_all(model, found, rank=rank, **rules)
+    assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
+    if kind == "exact":
+        for b, n in zip(*np.nonzero(found.scores > -np.inf)):
+            labels, *_ = trimmed(found, b, n)
+            np.testing.assert_allclose(found.scores[b, n], -loss_of(model, b, labels), rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["tdt", pytest.param("multiblank", marks=pytest.mark.slow)])
-def test_open_end(name):
-    """Moves may read beyond the last frame; few symbols a frame; ranks by normalised scores."""
-    model, options = Model(NAMED[name]), dict(max_symbols=2)
-    found = model.search(decode.beam, MOST, 64, length_norm=0.5, **options)
-    check_all(model, found, rank=lambda scores, counts: scores / np.sqrt(counts + 1), **options)
-    assert (found.scores[:, 1:] > found.scores[:, :-1]).any()
+OTHERS_ARE_SLOW = pytest.mark.parametrize(
+    "name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")]
+)
 
 
-@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+@OTHERS_ARE_SLOW
 def test_width_1(name):
     """Without merging it is greedy search."""
-    model, (options, window) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
-    greedy = model.search(decode.greedy, ROOM, window=window, **options)
+    model, (options, _) = Model(NAMED[name], batch=8, frames=7), GREEDY[1]
+    greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
     for x, y in zip(one[:6], greedy[:6]):
         np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["tdt", *(pytest.param(x, marks=pytest.mark.slow) for x in NAMED if x != "tdt")])
+@OTHERS_ARE_SLOW
 def test_no_labels_stand_twice(name):
-    """In a beam that loses hypotheses, and few of them are worse than greedy search."""
+    """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold."""
     model = Model(NAMED[name], batch=3, frames=13)
     greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
     assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
     assert same.sum() == alive.sum() > 3
+    near = model.search(decode.beam, 40, 4, threshold=2.0).scores
+    kept = near > -np.inf
+    assert (near >= near[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
 
 
 @pytest.mark.slow
@@ -133,38 +160,6 @@ def test_without_merging():
         assert max(own)[1] == frames
         np.testing.assert_allclose(max(own)[0], best, rtol=EXACT)
         np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in own]), total, rtol=EXACT)
-
-
-def fusion(model):
-    """A language model with memory, and its log-probabilities after a prefix."""
-    rng = np.random.default_rng(5)
-    table = truth.log_softmax(rng.normal(0, 2, (model.tokens, model.tokens, model.tokens)))
-
-    def step(state, labels):
-        return jnp.asarray(table)[state, labels], labels
-
-    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
-
-    def after(prefix):
-        before = (0, model.tokens - 1, *prefix)
-        return table[before[-2], before[-1]]
-
-    return lm, after
-
-
-@pytest.mark.parametrize("name", [pytest.param("tdt", marks=pytest.mark.slow), "hat"])
-def test_fusion(name):
-    """A language model is added, the internal one subtracted, both at labels alone."""
-    model = Model(NAMED[name])
-    lm, after = fusion(model)
-    found = model.search(decode.beam, MOST, 64, lm=lm, lm_weight=0.7, ilm_weight=0.3, max_symbols=MOST)
-
-    def fuse(prefix, label):
-        row = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        internal = truth.log_softmax(row[:LABELS])
-        return 0.7 * after(prefix)[label] - 0.3 * internal[label]
-
-    check_all(model, found, max_symbols=MOST, fuse=fuse)
 
 
 def test_weights_of_zero():
@@ -188,8 +183,6 @@ def test_weights_of_zero():
     assert not calls
     np.testing.assert_allclose(jax.jit(lambda w: scores(lm, w))(0.0), plain, rtol=EXACT)
     assert calls
-    with pytest.raises(ValueError, match="lm_weight must be given with lm, got None"):
-        decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, lm=lm)
     half = decode.Predictor(lambda batch: (), lambda s, y: (jnp.full((len(y), model.tokens), np.log(0.5)), s))
     run = jax.jit(lambda w, v: jax.jvp(lambda w, v: scores(half, w, v), (w, v), (1.0, 1.0)))
     for weight in (0.0, 0.25):
@@ -197,14 +190,6 @@ def test_weights_of_zero():
         step_of = lambda h, w=weight: np.asarray(run(w + h, w + h)[0])
         np.testing.assert_allclose(tangent, (step_of(1e-6) - step_of(-1e-6)) / 2e-6, rtol=1e-6, atol=1e-8)
         assert np.abs(tangent).max() > 0.1
-
-
-@pytest.mark.slow
-def test_probabilities_sum_to_one():
-    """Monotonic hypotheses, of which a frame has a bounded number."""
-    model = Model(losses.MONOTONIC)
-    found = model.search(decode.beam, MOST, 64)
-    np.testing.assert_allclose(np.exp(found.scores).sum(-1), 1, rtol=EXACT)
 
 
 # -------------------------------------------------------------------------------------------------- parts of a step
@@ -216,17 +201,19 @@ def test_largest_sums(size, k):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 9, (9, size)).astype(np.float32)
     x[:2], x[1, 5], x[2], x[3, 1:] = -np.inf, 1, np.arange(size), -np.inf
-    row, gain = rng.integers(0, 9, (5, 8)).astype(np.int32), rng.integers(0, 3, (5, 8)).astype(np.float32)
+    row, gain = rng.integers(0, 9, (6, 8)).astype(np.int32), rng.integers(0, 3, (6, 8)).astype(np.float32)
     row[0], row[1, :7] = 3, 0
     row[2], gain[3, 1:], gain[4] = 7, -np.inf, -np.inf
-    found = jax.jit(lambda *arrays: _search.largest_sums(*arrays, k))(x, row, gain)
-    sums = (gain[..., None] + x[row]).reshape(5, -1)
+    x[8], row[5], gain[5, 1:] = 0, 8, -np.inf
+    x[8, [3, -2, -1]] = 8, 9, 8  # a tie of the first block with that of the largest one
+    found = jax.jit(lambda *arrays: _largest.largest_sums(*arrays, k))(x, row, gain)
+    sums = (gain[..., None] + x[row]).reshape(6, -1)
     expected = np.argsort(-sums, -1, kind="stable")[:, :k]
     alive = np.take_along_axis(sums, expected, 1) > -np.inf
     assert alive.any() and (k == 1 or not alive.all())
     parent, place, value = (np.asarray(y) for y in found)
     np.testing.assert_array_equal((parent * size + place)[alive], expected[alive])
-    np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(5, -1), expected, 1)[alive])
+    np.testing.assert_array_equal(value[alive], np.take_along_axis(x[row].reshape(6, -1), expected, 1)[alive])
     dead = np.take_along_axis(gain, parent, 1) + value
     assert (dead[~alive] == -np.inf).all()
 
@@ -237,7 +224,7 @@ def test_equal_candidates_are_merged():
     score, path = rng.normal(-200, 50, (6, 24)), rng.integers(0, 4, (6, 24)).astype(float)
     score[rng.random((6, 24)) < 0.3] = score[5] = -np.inf
     places = rng.integers(0, 3, (2, 6, 24))
-    found, paths = jax.jit(_beam.merged)(score, path, tuple(places))
+    found, paths = jax.jit(_beam_step.merged)(score, path, tuple(places))
     expected = np.full_like(score, -np.inf)
     for b, place in itertools.product(range(6), itertools.product(range(3), repeat=2)):
         equal = [c for c in range(24) if tuple(places[:, b, c]) == place and score[b, c] > -np.inf]
@@ -250,7 +237,8 @@ def test_equal_candidates_are_merged():
 
 
 def step(tree, labels):
-    return {"rows": tree["rows"] * 2 + labels[:, None].astype(float), "count": tree["count"] + 100}
+    rows = tree["rows"] * 2 + labels[:, None].astype(float)
+    return tree | {"rows": rows, "count": tree["count"] + 100}
 
 
 @pytest.mark.parametrize("batch", [1, 13, 25])
@@ -265,7 +253,7 @@ def test_rows_that_step(batch, share):
     live = rng.random(shape) < 0.8
     wanted, labels = live & (rng.random(shape) < share), rng.integers(0, 3, shape)
     slots = batch, 2 * width
-    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots)}
+    tree = {"rows": rng.normal(size=(*slots, 3)), "count": rng.integers(0, 9, slots), "none": np.zeros((*slots, 0))}
     maker = np.arange(batch * width, dtype=np.int32).reshape(shape)
     for b, w in np.argwhere(wanted):
         same = wanted[b] & (slot[b] == slot[b, w]) & (labels[b] == labels[b, w])
@@ -273,19 +261,19 @@ def test_rows_that_step(batch, share):
 
     @jax.jit
     def run(waits):
-        stepped, new, after = _search.step_rows(wanted, maker, slot, live, step, tree, labels, waits, turn)
-        return stepped, new, jax.tree.map(lambda x: _search.take(x, new), after)
+        stepped, new, after = _packing.step_rows(step, tree, labels, wanted, maker, slot, waits, turn)
+        return stepped, new, jax.tree.map(lambda x: _gather.take(x, new), after)
 
     turn = rng.permutation(batch).astype(np.int32)
-    before = jax.tree.map(lambda x: np.asarray(_search.take(jnp.asarray(x), slot)), tree)
+    before = jax.tree.map(lambda x: np.asarray(_gather.take(jnp.asarray(x), slot)), tree)
     makers = len(set(maker[wanted]))
-    size = max(_search.PACK, batch * width // 4)
+    size = max(_packing.PACK, batch * width // 4)
     full = makers // size * size
     for waits in True, False:
         stepped, new, after = jax.tree.map(np.asarray, run(waits))
         assert not (stepped & ~wanted).any()
         found = len(set(maker[stepped]))
-        if _search.packs(batch * width) and (waits or full):
+        if _packing.packs(batch * width) and (waits or full):
             assert found == full
             left = (wanted & ~stepped).any(1)
             assert not left.any() or turn[stepped.any(1)].max(initial=-1) <= turn[left].min()
@@ -307,11 +295,11 @@ def test_rows_that_are_computed(share, usual):
     together = np.flatnonzero(wanted)[::2]
     maker[together] = together[:1]
 
-    made = _search.room(100, usual, lambda x: x, x)
+    made = _packing.empty_results(100, usual, lambda x: x, x)
 
     @jax.jit
     def run(wanted, maker, x):
-        return _search.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
+        return _packing.compute_rows(wanted, maker, usual, lambda rows: 2 * x[rows], made)
 
     made, row = run(wanted, maker, x)
     np.testing.assert_array_equal(np.asarray(made)[np.asarray(row)][wanted], 2 * x[maker][wanted])
@@ -322,14 +310,14 @@ def test_fingerprints():
     """Equal rows have equal ones, different rows of any dtype others."""
     rows = {"a": np.array([[1, 2], [1, 2], [2, 1], [1, 3]], np.int32), "b": np.array([0.5, 0.5, 0.5, 0.5])}
     for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
-        found = {tuple(x) for x in np.asarray(_search.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
+        found = {tuple(x) for x in np.asarray(_hashing.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
         assert len(found) == 3
 
 
 @pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])
 def test_utterances_in_one_program(predictor, monkeypatch):
     """A batch whose rows are packed, shared and wait for each other finds what each utterance finds alone."""
-    monkeypatch.setattr(_beam, "WAITING", 1)  # wait as long as one goes on
+    monkeypatch.setattr(_beam_step, "WAITING", 1)  # wait as long as one goes on
     model = Model(losses.TDT, batch=8, frames=7)
     predictor = stateless(model) if predictor == "stateless" else model.parameters.predictor
 
@@ -337,7 +325,7 @@ def test_utterances_in_one_program(predictor, monkeypatch):
         options = dict(max_labels=ROOM, width=6, max_symbols=3)
         return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:6]
 
-    assert _search.packs(8 * 6) and not _search.packs(6)
+    assert _packing.packs(8 * 6) and not _packing.packs(6)
     found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
     for b in range(8):
         for x, y in zip(found, alone(model.encoder[b : b + 1], model.lengths[b : b + 1])):

@@ -144,7 +144,7 @@ def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM):
         may_write = lambda limit: written < limit and len(labels) < room
         choices = list(allowed(model, b, t, tuple(labels), may_write, **options))
         if not choices:
-            return labels, frames, durations, -math.inf
+            return [], [], [], -math.inf
         label, reads, gain = max(choices, key=lambda choice: choice[2])
         score += gain
         if label is not None:

@@ -1,7 +1,5 @@
 """Does the code of the documentation run, and does it do what its text promises?"""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,87 +134,3 @@ def test_linen_module():
         variables = model.init(jax.random.key(0), *arrays)
         gradient = jax.grad(lambda v: model.apply(v, *arrays))(variables)
     assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradient))
-
-
-def decoding_problem():
-    """What docs/decoding.md takes as given; its classes are blank, 1, 2 and 3."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
-    sizes = {"weight": (6, 7), "bias": (7,), "recurrent": (6, 6), "embedding": (4, 6), "encoder_out": (3, 8, 6)}
-    given = {name: draw(*shape) for name, shape in sizes.items()}
-    return given | {"lengths": np.array([8, 5, 0], np.int32)}
-
-
-def test_decoding():
-    with jax.numpy_dtype_promotion("standard"):
-        names, _ = code("docs/decoding.md", "def transcribe", **decoding_problem())
-    best = names["best"]
-    assert [len(x) for x in names["text"]] == best.counts.tolist() and max(best.counts) > 2
-    assert names["nbest"].shape == (3, 4, 20) and names["times"].shape == (3, 20)
-    assert (names["log_probabilities"][:, 0] > -np.inf).all()
-
-    def compiled(marker, wanted, **more):
-        return jax.jit(lambda: [code("docs/decoding.md", marker, **names, **more)[0][name] for name in wanted])()
-
-    lm = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.full((len(labels), 4), -1.0), 1, start=0)
-    (fused,) = compiled("lm=language_model", ["found"], language_model=lm)
-    assert np.isfinite(fused.scores[:, 0]).all()
-    parts = [(names["encoder_out"][:, i : i + 4], np.clip(names["lengths"] - i, 0, 4)) for i in (0, 4)]
-    (streamed,) = compiled("state = found.state", ["found"], parts=parts)
-    np.testing.assert_allclose(streamed.scores, best.scores, rtol=EXACT)
-    given = {"count_errors": lambda labels, counts: counts, "dataclasses": dataclasses}
-    given |= {"JointLogits": jax_rnnt.JointLogits, "mwer_loss": jax_rnnt.mwer_loss}
-    value, nll = compiled("value = mwer_loss", ["value", "nll"], **given)
-    assert np.isfinite(value) and nll.shape == (3, 4)
-
-
-def test_decoding_of_a_loss_of_ones_own():
-    names, _ = code("docs/losses.md", "class BypassLoss")
-    names, _ = code("docs/losses.md", "class RiskLoss", **names)
-    with pytest.raises(TypeError, match="RiskLoss lacks decoding"):
-        names["RiskLoss"](risk=jnp.zeros((3, 2))).decoding()
-    names, _ = code("docs/decoding.md", "class DecodedRiskLoss", **names, DecodingRules=jax_rnnt.DecodingRules)
-    assert names["DecodedRiskLoss"](risk=jnp.zeros((3, 2))).decoding() == jax_rnnt.RNNTLoss().decoding()
-
-
-def test_models(tmp_path, monkeypatch):
-    """Training with the modules, error rates, files and pictures: one utterance of seven frames."""
-    for name in ("flax", "optax", "rapidfuzz", "praatio", "matplotlib"):
-        pytest.importorskip(name)
-    import matplotlib
-    import optax
-    from flax import nnx
-
-    matplotlib.use("Agg")
-    monkeypatch.chdir(tmp_path)
-    page = "docs/models.md"
-    p = losses.problem(dtype=np.float32)
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(4, 7, 5)).astype(np.float32)
-    names, _ = code(page, "class Transducer(")
-    model = names["Transducer"](5, 8, 9, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
-    batch = [jnp.asarray(x) for x in (features, *p[1:])]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        values = [float(names["train_step"](model, optimizer, *batch)) for _ in range(4)]
-        given = {"key": jax.random.key(0), "encoder_out": batch[0], **p._asdict()}
-        linen, _ = code(page, "class LinenTransducer", **names, **given)
-    assert values[-1] < values[0]
-    assert {x.shape for x in jax.tree.leaves(linen["variables"]["params"]["joint"]["output"])} == {(64, 30), (30,)}
-
-    labels, counts = p.targets.copy(), p.target_lengths
-    longest = int(np.argmax(counts))
-    labels[longest, 0] += 1
-    given = p._asdict() | {"labels": labels, "counts": counts}
-    errors, _ = code(page, "label_errors(labels", **given)
-    assert errors["errors"].total.sum() == 1 and errors["rate"] == 1 / counts.sum()
-
-    symbols, loss = list("abcdefghi"), jax_rnnt.RNNTLoss()
-    given = p.take([longest])._asdict() | {"symbols": symbols, "loss": loss}
-    given["features"] = features[[longest]].repeat(4, 1)
-    files, _ = code(page, "write_ctm(", **given)
-    lines = [line.split() for line in (tmp_path / "test.ctm").read_text().splitlines()]
-    assert [line[4] for line in lines] == files["words"] and len(lines) == counts[longest]
-    pictures, _ = code(page, "plot.lattice(", **vars(jax_rnnt) | files)
-    assert (tmp_path / "utterance-0.png").stat().st_size > 10_000
-    assert "frames" not in pictures["bottom"].get_title() and "later" in pictures["bottom"].get_title()

@@ -1,0 +1,358 @@
+"""One step of beam search: `advance` the networks, `score` and `expand` hypotheses, `merge` equal ones, `select`.
+
+B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. All utterances step together, each at its
+own frame. A hypothesis that has left the frame waits in the same beam, so those of all frames compete, and one that
+reads several frames at once needs no place of its own.
+
+The networks of a hypothesis lie in one of 2 W slots of its utterance. A new label takes them to a slot that no other
+hypothesis has, so rows are written in place, pack by pack (`_packing`). The arrays of the joint network's scores stay
+from step to step for the same reason. For 128 utterances with an LSTM, selections of whole arrays took 2.5 ms a step,
+and filling new ones 0.5.
+
+Hypotheses of an utterance with equal predictor rows and states share one row of both networks: with a predictor that
+sees two labels, a third of the joint network's rows are left.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt.decode import _fusion
+from jax_rnnt.decode._fusion import Fusion
+from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_each
+from jax_rnnt.decode._hashing import append_label, fingerprints
+from jax_rnnt.decode._largest import largest_sums
+from jax_rnnt.decode._packing import compute_rows, packs, step_rows
+from jax_rnnt.decode._search import Search
+
+NEVER = np.iinfo(np.int32).max  # later than any frame
+WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
+
+
+class Rules(typing.NamedTuple):
+    """What stays the same from step to step."""
+
+    search: Search
+    fusion: Fusion
+    recurrent: bool  # a state holds floating-point numbers, so hypotheses seldom share networks
+    first: jax.Array  # [B]: frames of the stream before these
+    width: int
+    max_labels: int
+    merge: bool
+    threshold: Any
+
+    @property
+    def rows(self):
+        return self.first.shape[0] * self.width
+
+    @property
+    def usual_rows(self):
+        """Rows of the joint network that a step usually computes."""
+        return self.rows // (1 if self.recurrent else 4)
+
+
+class Beam(typing.NamedTuple):
+    """The hypotheses of all utterances; a dead one has the score -inf."""
+
+    score: jax.Array  # [B, W]: log of the sum over alignments, with fusion
+    path_score: jax.Array  # [B, W]: of the best alignment
+    frame: jax.Array  # [B, W]: the next one to read, counted in this part of the stream
+    counts: jax.Array  # [B, W]: labels
+    count_here: jax.Array  # [B, W]: labels on that frame
+    unread: jax.Array  # [B, W]: the last label, if the networks have not read it yet, else -1
+    slot: jax.Array  # [B, W]: where its networks are
+    key: jax.Array  # [B, W, 2]: hash of the labels
+    written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
+
+
+class Networks(typing.NamedTuple):
+    """The predictor and the models of fusion in their slots [B, 2 W, ...], after all labels that they have read."""
+
+    rows: jax.Array  # [B, 2 W, P]
+    predictor: Any
+    models: tuple
+    bonus: Any  # [B, 2 W, V]: what fusion adds to the score of each next label; None without fusion
+    key: Any  # [B, 2 W, 2]: hash that is equal where the rest is equal; None where rows are not packed
+
+
+class State(typing.NamedTuple):
+    """Of the loop over steps."""
+
+    frame: jax.Array  # [B]: of the utterance, the first one on which a hypothesis stands
+    reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
+    beam: Beam
+    networks: Networks
+    results: Any  # of `score_rows`, kept for their arrays
+    bad: jax.Array  # [B]: NaN or +inf has been met
+
+
+class Candidates(typing.NamedTuple):
+    """Moves of hypotheses, and hypotheses that wait for their frame: the next beam is among them.
+
+    W that wait, then W of each blank, then W of each arc with a label, as no more than these can stay.
+    """
+
+    score: jax.Array  # [B, C]
+    path_score: jax.Array  # [B, C]
+    parent: jax.Array  # [B, C]: the hypothesis
+    label: jax.Array  # [B, C]: -1 for none
+    reads: jax.Array  # [B, C]: frames
+    frame: jax.Array  # [B, C]: after the move, as the next two
+    counts: jax.Array  # [B, C]
+    count_here: jax.Array  # [B, C]
+    key: tuple  # two of [B, C]
+
+    @property
+    def place(self):
+        """Candidates that are equal here have the same labels and the same future."""
+        return self.frame, self.count_here, *self.key
+
+
+def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
+    """One live hypothesis of each utterance, without labels, and one slot of each hypothesis."""
+    none = jnp.zeros((batch, width), jnp.int32)
+    score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
+    slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+    key = jnp.zeros((batch, width, 2), jnp.int32)
+    return Beam(
+        score, score, none, none, none, none - 1, slot, key, jnp.full((batch, width, 3, max_labels), -1, jnp.int32)
+    )
+
+
+def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state):
+    """(networks after their start labels in all slots, whether a state holds floating-point numbers)"""
+    scores, models = _fusion.begin(fusion, search, batch * width, start)
+    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, models)))
+    key = jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None
+    bonus = _fusion.bonus(fusion, search, scores, rows) if fusion.adds else None
+    networks = Networks(rows, state, models, bonus, key)
+    networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
+    return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks), recurrent
+
+
+def running(rules: Rules, state: State):
+    return jnp.any(state.frame < rules.search.lengths)
+
+
+def step(rules: Rules, state: State) -> State:
+    """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
+    state, active = advance(rules, state)
+    state, *scores = score(rules, state, active)
+    candidates = expand(rules, state, active, *scores)
+    alive = candidates.score > -jnp.inf
+    if rules.merge:
+        candidates = merge(candidates)
+    return select(rules, state, candidates, alive)
+
+
+# ---------------------------------------------------------------------------------------------------- advance
+
+
+def advance(rules: Rules, state: State):
+    """(state, active [B, W]): the networks of hypotheses on the frame read new labels; active ones may move.
+
+    New labels wait for others until a pack of the predictor is full or too few utterances go on without. Utterances
+    that are behind come first: else the last ones fall back, and steps at the end have few rows.
+    """
+    now, networks, lengths = state.beam, state.networks, rules.search.lengths
+    going = state.frame < lengths
+    active = (now.frame == state.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
+    label = jnp.where(active, now.unread, -1)
+    may_wait = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
+    source = first_equal(label >= 0, keys(networks, now.slot), label)
+    lag = state.frame - jnp.min(state.frame, initial=NEVER, where=going)
+    read = functools.partial(read_label, rules)
+    stepped, slot, networks = step_rows(read, networks, label, label >= 0, source, now.slot, may_wait, lag)
+    unread = jnp.where(stepped, -1, now.unread)
+    active &= ~jnp.any(active & (unread >= 0), 1)[:, None]
+    return state._replace(beam=now._replace(unread=unread, slot=slot), networks=networks), active
+
+
+def read_label(rules: Rules, networks: Networks, label) -> Networks:
+    """Rows of the networks after one more label [N]."""
+    rows, state = rules.search.predictor.step(networks.predictor, label)
+    scores, models = _fusion.read(rules.fusion, networks.models, label)
+    key = networks.key
+    if key is not None and rules.recurrent:
+        key = jnp.stack(append_label((key[:, 0], key[:, 1]), label), 1)
+    elif key is not None:
+        key = fingerprints((rows, state, models))
+    bonus = _fusion.bonus(rules.fusion, rules.search, scores, rows) if rules.fusion.adds else None
+    return Networks(rows, state, models, bonus, key)
+
+
+def keys(networks: Networks, slot):
+    """[B, W, 2]: of each hypothesis; None where rows are not packed."""
+    return None if networks.key is None else take(networks.key, slot)
+
+
+def first_equal(wanted, key, label=None):
+    """[B, W], of all B W rows: the first wanted one of the utterance with the key, and the label, of this one."""
+    batch, width = wanted.shape
+    rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+    if key is None:
+        return rows
+    parts = [key[..., 0], key[..., 1]] + ([] if label is None else [label])
+    same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
+    return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
+
+
+# ------------------------------------------------------------------------------------------------------ score
+
+
+def score(rules: Rules, state: State, active):
+    """(state, scores of moves [B, W, moves], scores of labels [R, V], the row in these of each hypothesis [B, W])"""
+    search, networks, slot = rules.search, state.networks, state.beam.slot
+    shape = active.shape
+    frame = jnp.broadcast_to(state.frame[:, None], shape)
+
+    def score_pack(rows):
+        encoder = hypothesis_rows(search.encoder_out, search.inside(frame), rows)
+        return score_rows(search, encoder, hypothesis_rows(networks.rows, slot, rows))
+
+    source = first_equal(active, keys(networks, slot))
+    results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+    moves, labels, bad = results
+    moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
+    row = row.reshape(shape)
+    if rules.fusion.adds:
+        labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
+        bad |= jnp.isnan(jnp.max(labels, -1)).reshape(shape)
+        labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
+        row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
+    state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))
+    return state, moves, labels, row
+
+
+def score_rows(search: Search, encoder, rows):
+    """(log-probabilities of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N])"""
+    logits = search.joint(encoder, rows)
+    moves, labels = search.symbols.scores(logits)
+    # The softmax has the maximum of the logits anyhow.
+    bad = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
+    # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
+    return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad
+
+
+# ----------------------------------------------------------------------------------------------------- expand
+
+
+def expand(rules: Rules, state: State, active, moves, labels, row) -> Candidates:
+    """All candidates for the next beam, where `score` gives `moves`, `labels` and `row`."""
+    search, now = rules.search, state.beam
+    symbols, dtype = search.symbols, search.dtype
+    frame = jnp.broadcast_to(state.frame[:, None], active.shape)
+    may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
+    allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here) & active[..., None]
+    moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
+    moves = [moves[..., i] for i in range(len(symbols.moves))]
+
+    own = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
+    none = jnp.zeros(active.shape, jnp.int32)
+    found = [(own, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
+    for move, gain in zip(symbols.blanks, moves):
+        found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
+    for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
+        parent, label, best = largest_sums(labels, row, now.score + gain, rules.width)
+        found.append((parent, take(gain, parent) + best, label, jnp.full_like(parent, move.frames)))
+    parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
+
+    total, path_total = (x + gain for x in take_each((now.score, now.path_score), parent))
+    old = now.frame, now.counts, now.count_here, now.key[..., 0], now.key[..., 1]
+    frame, count, count_here, *key = take_each(old, parent)
+    writes = label >= 0
+    frame, count = frame + reads, count + writes.astype(jnp.int32)
+    count_here = jnp.where(reads == 0, count_here + writes.astype(jnp.int32), 0)
+    key = tuple(jnp.where(writes, x, y) for x, y in zip(append_label(key, label), key))
+    return Candidates(total, path_total, parent, label, reads, frame, count, count_here, key)
+
+
+# ------------------------------------------------------------------------------------------------------ merge
+
+
+def merge(candidates: Candidates) -> Candidates:
+    """Of equal candidates the one with the best path has the summed probability, the others are dead."""
+    total, path_total = merged(candidates.score, candidates.path_score, candidates.place)
+    return candidates._replace(score=total, path_score=path_total)
+
+
+def merged(score, path, place):
+    """(scores, path scores) [B, C] after merging candidates with equal arrays [B, C] in `place`."""
+
+    def add(score, path, place):
+        alive = score > -jnp.inf
+        path = jnp.where(alive, path, -jnp.inf)
+        differ = functools.reduce(jnp.bitwise_or, [x[:, :, None] ^ x[:, None] for x in place])
+        apart = jnp.where(differ == 0, 0, -jnp.inf).astype(score.dtype)
+        peak = (apart + score[:, None]).max(-1)
+        peak = jnp.where(jnp.isneginf(peak), 0, peak)
+        weight = jnp.exp(score - peak)  # equal candidates have equal peaks
+        total = jnp.where(apart == 0, weight[:, None], 0).sum(-1)
+        # With one path the sum is that path's, without rounding.
+        total = jnp.where(total > 1, peak + jnp.log(total), peak)
+        first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
+        better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
+        rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
+        return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
+
+    # Outside a branch XLA would compute the places, hashes among them, again for each pair.
+    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, place)
+
+
+# ----------------------------------------------------------------------------------------------------- select
+
+
+def select(rules: Rules, state: State, candidates: Candidates, alive) -> State:
+    """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
+    now = state.beam
+    score, chosen = jax.lax.top_k(candidates.score, rules.width)
+    if rules.threshold is not None:
+        worst = score[:, :1] - jnp.asarray(rules.threshold, rules.search.dtype)
+        score = jnp.where(score >= worst, score, -jnp.inf)
+    reached = state.reached
+    if rules.search.symbols.reach:
+        needed = frames_needed(rules, candidates, alive, chosen)
+        reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
+
+    path_score = take(candidates.path_score, chosen)
+    _, _, *rest = candidates
+    parent, label, reads, frame, count, count_here, *key = take_each(jax.tree.leaves(rest), chosen)
+    slot, unread = take_each((now.slot, now.unread), parent)
+    writes = label >= 0
+    here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
+    new = jnp.stack([label, rules.first[:, None] + frame - reads, reads], 2)
+    written = jnp.where(here[:, :, None], new[..., None], take(now.written, parent))
+    unread = jnp.where(writes, label, unread)
+    beam = Beam(score, path_score, frame, count, count_here, unread, slot, jnp.stack(key, -1), written)
+
+    # The frame of the utterance stays as long as a hypothesis stands on it.
+    frame = jnp.where(state.frame < rules.search.lengths, first_frame(beam), state.frame)
+    return state._replace(frame=frame, reached=reached, beam=beam)
+
+
+def first_frame(beam: Beam):
+    """[B]: the first frame on which a live hypothesis stands."""
+    return jnp.where(beam.score > -jnp.inf, beam.frame, NEVER).min(-1)
+
+
+def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):
+    """[B, W]: frames that the utterance must have for the moves of the chosen candidates, and of those merged there."""
+    moves = rules.search.symbols.moves
+    needs, reads = (
+        np.repeat([0, *numbers], rules.width).astype(np.int32)[None]
+        for numbers in ([move.needs for move in moves], [max(move.frames, 1) for move in moves])
+    )
+    frame = candidates.frame
+    needed = take(jnp.where(needs > 0, frame - candidates.reads + needs, 0), chosen)
+    longer = needs > reads
+    if rules.merge and longer.any():  # what is merged with a kept one counts too
+        equal = [take(x, chosen)[:, :, None] == x[:, None] for x in candidates.place]
+        equal = functools.reduce(jnp.logical_and, equal) & (alive & longer)[:, None]
+        needed = jnp.where(equal.any(-1), jnp.maximum(needed, take(frame, chosen) + 1), needed)
+    return needed

@@ -1,0 +1,67 @@
+"""Rows of arrays by index. B utterances, W hypotheses, K slots of each; every index is in range."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def flat(x):
+    """[B, W, ...] -> [B W, ...]"""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def rows_at(x, index):
+    """x[index]"""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+@jax.vmap
+def take(x, index):
+    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def take_each(arrays, index):
+    """`take` of several arrays of one shape by one gather, in the dtype of the last one."""
+    taken = take(jnp.stack([x.astype(arrays[-1].dtype) for x in arrays], 2), index)
+    return [taken[:, :, i] for i in range(len(arrays))]
+
+
+def in_rows(x, index):
+    """x[b, index[b, c]] for x [B, N] and index [B, C]."""
+    return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
+
+
+def hypothesis_rows(x, index, rows):
+    """x[b, index[b, w]] of the hypotheses `rows`, numbers below B W; None: of all, in order.
+
+    x is [B, K, ...] and index [B, W]; without an index, K is W and each hypothesis has its own row.
+    """
+    batch, slots = x.shape[:2]
+    if rows is None:
+        return flat(x if index is None else take(x, index))
+    if index is not None:
+        first = slots * jnp.arange(batch, dtype=jnp.int32)[:, None]
+        rows = rows_at(flat(first + index), rows)
+    return rows_at(flat(x), rows)
+
+
+def put_hypothesis_rows(x, index, new, rows):
+    """x [B, K, ...] with new[n] at x[b, index[b, w]] for the n-th of the hypotheses `rows`; index K: nowhere."""
+    batch, slots = x.shape[:2]
+    if rows is None:
+        new = new.reshape(*index.shape, *new.shape[1:])
+        return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(x, index, new)
+    first = slots * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    index = flat(jnp.where(index < slots, first + index, batch * slots))
+    return flat(x).at[rows_at(index, rows)].set(new, mode="drop").reshape(x.shape)
+
+
+def replace_rows(condition, new, old):
+    """Rows of the pytree `new` where condition [B] holds, else of `old`."""
+
+    def pick(x, y):
+        return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)

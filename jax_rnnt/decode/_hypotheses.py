@@ -1,0 +1,59 @@
+"""The result of a search."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Hypotheses(typing.NamedTuple):
+    """Decoded label sequences: one of each utterance [B], or the N best, the best one first [B, N].
+
+    L is `max_labels`; `...` is [B] or [B, N].
+
+    Parameters
+    ----------
+    labels : Array, int32 [..., L]
+        -1 from `counts` on.
+    frames : Array, int32 [..., L]
+        The frame that emitted each label, counted from the start of the stream; -1 from `counts` on. A merged
+        hypothesis has those of its best alignment.
+    durations : Array, int32 [..., L]
+        Frames that each label read, 0 for labels that stay on their frame; -1 from `counts` on.
+    counts : Array, int32 [...]
+        Labels of each hypothesis; 0 where the score is -inf or NaN.
+    scores : Array, float32 (float64 for float64 logits) [...]
+        Log-probability in nats, from the start of the stream, with what `beam` adds to it. -inf: there is no (further)
+        hypothesis, so no labels. NaN: logits held NaN or +inf, the length was out of range, or the last part of a
+        stream was too short for `exact_end`.
+    full : Array, bool [...]
+        The hypothesis holds L labels. Some may be missing: decode again with more room.
+    state : pytree
+        For the next part of a stream.
+
+    Examples
+    --------
+    >>> from jax_rnnt.decode import Hypotheses
+    >>> Hypotheses._fields
+    ('labels', 'frames', 'durations', 'counts', 'scores', 'full', 'state')
+    """
+
+    labels: jax.Array
+    frames: jax.Array
+    durations: jax.Array
+    counts: jax.Array
+    scores: jax.Array
+    full: jax.Array
+    state: Any
+
+
+def hypotheses(labels, frames, durations, counts, scores, state) -> Hypotheses:
+    """The result, without labels where the score is -inf or NaN."""
+    dead = ~(scores > -jnp.inf)
+    counts = jnp.where(dead, 0, counts)
+    full = counts == labels.shape[-1]
+    labels, frames, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, frames, durations))
+    return Hypotheses(labels, frames, durations, counts, scores, full, state)

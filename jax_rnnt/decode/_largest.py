@@ -1,0 +1,52 @@
+"""Largest entries of rows, where XLA's own argmax and top-k are slow on a CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt.decode._gather import in_rows, rows_at
+
+BLOCK = 32  # places of a row of which `largest_sums` looks at the maximum first
+
+
+def peak(x):
+    """(value, place int32) [...] of the maximum of each row of x [..., N]; the first of equal ones.
+
+    XLA compiles an argmax for a CPU as a loop over single numbers: 340 us for 64 rows of 1024, and 80 us here.
+    """
+    places = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    value = jnp.max(x, -1)
+    return value, jnp.min(jnp.where(x == value[..., None], places, x.shape[-1] - 1), -1)
+
+
+def largest_sums(x, row, gain, k):
+    """The k largest of gain[b, w] + x[row[b, w], v] in each b, no NaN; the first of equal ones.
+
+    x [R, V], row int32 and gain [B, W]; returns their w, v and x, each [B, k], k <= W. XLA's top_k for a CPU takes 520
+    us for 8 of 8 x 1024, 16 times. The maxima of blocks take 30 us, and the rest looks only at the blocks with the k
+    largest maxima.
+    """
+    width, size = row.shape[1], x.shape[1]
+
+    def on_cpu(x, row, gain):
+        count = -(-size // BLOCK)
+        blocks = jnp.pad(x, [(0, 0), (0, count * BLOCK - size)], constant_values=-jnp.inf)
+        blocks = blocks.reshape(-1, BLOCK)
+        maxima = gain[..., None] + rows_at(jnp.max(blocks, -1).reshape(-1, count), row)
+        _, chosen = jax.lax.top_k(maxima.reshape(-1, width * count), k)
+        chosen = jnp.sort(chosen, -1)  # the first of equal ones comes first
+        parent, block = chosen // count, chosen % count
+        candidates = rows_at(blocks, in_rows(row, parent) * count + block)
+        _, places = jax.lax.top_k((in_rows(gain, parent)[..., None] + candidates).reshape(-1, k * BLOCK), k)
+        parent, block = in_rows(parent, places // BLOCK), in_rows(block, places // BLOCK)
+        return parent, block * BLOCK + places % BLOCK, in_rows(candidates.reshape(-1, k * BLOCK), places)
+
+    def anywhere(x, row, gain):
+        rows = rows_at(x, row)
+        _, places = jax.lax.top_k((gain[..., None] + rows).reshape(-1, width * size), k)
+        return places // size, places % size, in_rows(rows.reshape(-1, width * size), places)
+
+    if size <= BLOCK:
+        return anywhere(x, row, gain)
+    return jax.lax.platform_dependent(x, row, gain, cpu=on_cpu, default=anywhere)

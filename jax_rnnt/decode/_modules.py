@@ -1,0 +1,106 @@
+"""Flax modules as predictors and joint networks of a decoder: in evaluation mode, and left as they are."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from jax_rnnt.decode._predictor import Predictor, own_start, own_symbols
+
+
+def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
+    """The predictor of a Flax NNX module with two methods, in evaluation mode.
+
+    Parameters
+    ----------
+    module : flax.nnx.Module
+        Its parameters are read now, and its attributes `start` and `symbols`, if it has them. Dropout is off, and
+        nothing that a step changes in the module is kept.
+    initial, step : str
+        Names of its methods, as in `Predictor`.
+
+    Returns
+    -------
+    Predictor
+
+    Examples
+    --------
+    ::
+
+        decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
+    """
+    copy = _copies(module)
+
+    def method(name):
+        return lambda *arguments: getattr(copy(), name)(*arguments)
+
+    start = own_start("nnx_predictor", "module", module)
+    return Predictor(method(initial), method(step), start, own_symbols(module))
+
+
+def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
+    """The predictor of a Flax Linen module with two methods.
+
+    Parameters
+    ----------
+    module : flax.linen.Module
+        Unbound. Its attributes `start` and `symbols` count, if it has them.
+    variables : pytree
+        As for ``module.apply``; no collection is changed.
+    initial, step : str
+        Names of its methods, as in `Predictor`.
+    **options
+        Keywords of both calls of ``module.apply``.
+
+    Returns
+    -------
+    Predictor
+
+    Examples
+    --------
+    ::
+
+        predictor = decode.linen_predictor(Predictor(), {"params": params["predictor"]})
+        decode.greedy(loss, joint, predictor, encoder_out, lengths, max_labels=200)
+    """
+
+    def method(name):
+        return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
+
+    # Bound, so that an attribute made by `setup` counts too.
+    bound = module.bind(variables)
+    start = own_start("linen_predictor", "module", bound)
+    return Predictor(method(initial), method(step), start, own_symbols(bound))
+
+
+def in_evaluation(x):
+    """A Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
+
+    Whatever else it is given stays as it is.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return x
+    if isinstance(x, types.MethodType) and isinstance(x.__self__, nnx.Module):
+        copy = _copies(x.__self__)
+        return lambda *arguments: x.__func__(copy(), *arguments)
+    if not isinstance(x, nnx.Module):
+        return x
+    if callable(getattr(x, "step", None)):
+        return nnx_predictor(x)
+    copy = _copies(x)
+    return lambda *arguments: copy()(*arguments)
+
+
+def _copies(module):
+    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change a copy that it has made."""
+    from flax import nnx
+
+    graph, values = nnx.split(module)
+
+    def copy():
+        made = nnx.merge(graph, values)
+        made.eval()
+        return made
+
+    return copy
