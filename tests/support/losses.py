@@ -1,7 +1,7 @@
 """The table of losses under test, problems to run them on, and the tolerances of comparisons.
 
-A new loss of the family is one more entry in LOSSES: its public function, and its difference from the RNN-T loss in the
-float64 truth.
+A new loss of the family is one more entry in LOSSES: its class, and its difference from the RNN-T loss in the float64
+truth.
 """
 
 import collections
@@ -40,32 +40,38 @@ class Problem(cases.Inputs):
 class Loss:
     name: str
     kind: type  # its class
-    function: typing.Callable
     truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
-    options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
+    options: dict = dataclasses.field(default_factory=dict)  # keywords of the class
     extra_classes: int = 0  # logits beyond the V classes
     first_blank: int = 0  # the smallest possible class of the blank
+    layout: typing.Callable = lambda logits: logits
 
     def __str__(self):
         return self.name
-
-    def __call__(self, *args, implementation=None, **kwargs):
-        return self.function(*args, **self.options, implementation=implementation, **kwargs)
 
     def value(self, **options):
         """An instance of the loss."""
         return self.kind(**self.options, **options)
 
+    def __call__(self, logits, *rest, label_windows=None, key=None, **options):
+        return self.value(**options)(self.layout(logits), *rest, label_windows=label_windows, key=key)
+
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""
         return truth.loss_and_gradient(*problem, **self.truth, **options)
 
-    def lattice(self, logits, targets):
+    def lattice(self, logits, targets, *, blank=-1, fused=True):
         """(topology, {slot: arc scores [T, U1]}) in float64 of one sequence, cut to its lengths."""
         options = {"topology": truth.STANDARD, "emission": truth.softmax_emission, "extra_classes": 0, **self.truth}
         topology, emission, extra = (options.pop(k) for k in ("topology", "emission", "extra_classes"))
         labels = np.append(targets, -1).astype(int)
-        return topology, emission(logits, labels, blank=logits.shape[-1] - extra - 1, **options)[0]
+        blank = blank % (logits.shape[-1] - extra)
+        return topology, emission(logits, labels, blank=blank, fused=fused, **options)[0]
+
+    def sequences(self, problem, **options):
+        """(b, T_b, U_b, topology, arcs) of every sequence."""
+        for b, (n, m) in enumerate(zip(problem.logit_lengths, problem.target_lengths, strict=True)):
+            yield b, n, m, *self.lattice(problem.logits[b, :n, : m + 1], problem.targets[b, :m], **options)
 
     def blank(self, index):
         """This blank, or the smallest possible one if that is larger."""
@@ -79,44 +85,14 @@ def multiblank(durations):
     """The multi-blank loss with these durations of big blanks."""
     tables = {"topology": truth.multi_blank(durations), "emission": truth.multi_blank_emission, "durations": durations}
     options = {"big_blank_durations": durations}
-    return Loss(
-        "multiblank",
-        jax_rnnt.MultiblankRNNTLoss,
-        jax_rnnt.multiblank_rnnt_loss,
-        tables,
-        options,
-        first_blank=len(durations),
-    )
+    return Loss("multiblank", jax_rnnt.MultiblankRNNTLoss, tables, options, first_blank=len(durations))
 
 
 def tdt(durations):
     """The TDT loss with these durations."""
     tables = {"topology": truth.token_durations(durations), "emission": truth.duration_emission, "durations": durations}
     extra = {"extra_classes": len(durations)}
-    return Loss("tdt", jax_rnnt.TDTLoss, jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
-
-
-BIG, DURATIONS = (3, 2), (2, 0, 1)
-LOSSES = (
-    Loss("rnnt", jax_rnnt.RNNTLoss, jax_rnnt.rnnt_loss),
-    Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
-    Loss(
-        "monotonic_final_blank",
-        jax_rnnt.MonotonicRNNTLoss,
-        jax_rnnt.monotonic_rnnt_loss,
-        {"topology": truth.MONOTONIC_FINAL_BLANK},
-        {"final_blank": True},
-    ),
-    Loss(
-        "constrained",
-        jax_rnnt.ConstrainedRNNTLoss,
-        jax_rnnt.constrained_rnnt_loss,
-        {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
-    ),
-    multiblank(BIG),
-    tdt(DURATIONS),
-    Loss("hat", jax_rnnt.HATLoss, jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
-)
+    return Loss("tdt", jax_rnnt.TDTLoss, {**tables, **extra}, {"durations": durations}, **extra)
 
 
 @functools.cache
@@ -131,25 +107,36 @@ def lookup(columns):
     return joint
 
 
-def in_tiles(logits, *rest, label_windows=None, **options):
-    """The RNN-T loss of logits that a joint makes, eight rows at a time."""
+def in_tiles(logits, chunk=8):
+    """These logits, made by a joint `chunk` rows at a time."""
     *batch, frames, columns, classes = logits.shape
     column = jnp.broadcast_to(jnp.arange(columns, dtype=logits.dtype).reshape(columns, 1), (*batch, columns, 1))
-    rows = logits.reshape(*batch, frames, columns * classes)
-    made = jax_rnnt.JointLogits(lookup(columns), rows, column, chunk=8)
-    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+    return jax_rnnt.JointLogits(lookup(columns), logits.reshape(*batch, frames, columns * classes), column, chunk=chunk)
 
 
-def in_a_band(logits, *rest, label_windows=None, **options):
-    """The RNN-T loss of a band that holds every column."""
-    made = jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
-    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+def in_a_band(logits):
+    """A band that holds every column."""
+    return jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
 
 
+BIG, DURATIONS = (3, 2), (2, 0, 1)
+RNNT = Loss("rnnt", jax_rnnt.RNNTLoss)
+MONOTONIC = Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, {"topology": truth.MONOTONIC})
+FINAL_BLANK = Loss(
+    "monotonic_final_blank",
+    jax_rnnt.MonotonicRNNTLoss,
+    {"topology": truth.MONOTONIC_FINAL_BLANK},
+    {"final_blank": True},
+)
+CONSTRAINED = Loss(
+    "constrained", jax_rnnt.ConstrainedRNNTLoss, {"topology": truth.MONOTONIC, "emission": truth.constrained_emission}
+)
+MULTIBLANK, TDT = multiblank(BIG), tdt(DURATIONS)
+HAT = Loss("hat", jax_rnnt.HATLoss, {"emission": truth.hat_emission})
+LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT
 # Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
-LAYOUTS = Loss("tiles", jax_rnnt.RNNTLoss, in_tiles), Loss("band", jax_rnnt.RNNTLoss, in_a_band)
-_BY_NAME = {loss.name: loss for loss in LOSSES}
-RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
+TILES = Loss("tiles", jax_rnnt.RNNTLoss, layout=in_tiles)
+BAND = Loss("band", jax_rnnt.RNNTLoss, layout=in_a_band)
 
 
 # ---------------------------------------------------------------------------------------------- parametrisation
@@ -179,8 +166,8 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 
 # Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
 every_kernel = _parametrized(LOSSES)
-every_layout = _parametrized((*LOSSES, *LAYOUTS))
-every_array = _parametrized((*LOSSES, LAYOUTS[1]))  # but for tiles: all layouts that store the logits
+every_layout = _parametrized((*LOSSES, TILES, BAND))
+every_array = _parametrized((*LOSSES, BAND))  # but for tiles: all layouts that store the logits
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

@@ -1,6 +1,4 @@
-"""Joint networks, in tiles and with all logits, for the tests of `joint_rnnt_loss`."""
-
-import functools
+"""Joint networks, in tiles and with all logits, for the tests of `JointLogits`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +6,7 @@ import numpy as np
 import pytest
 
 import losses
-from jax_rnnt import LinearJoint, joint_rnnt_loss
+from jax_rnnt import JointLogits, LinearJoint
 
 B, T, U, V, H = 4, 23, 9, 9, 6
 CHUNK = 64  # rows: several tiles
@@ -30,10 +28,6 @@ class Network:
         return self.parameters, self.rows, self.rest
 
 
-def function_of(loss):
-    return functools.partial(loss.function, **loss.options)
-
-
 def linear(weight, bias):
     return LinearJoint(weight, bias)
 
@@ -46,15 +40,15 @@ JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
 def tiles(parameters, rows, rest, *, joint=linear, loss=losses.RNNT, chunk=CHUNK, label_windows=None, **options):
-    windows = {"label_windows": label_windows}
-    return joint_rnnt_loss(joint(*parameters), *rows, *rest, loss=loss.value(**options), chunk=chunk, **windows)
+    logits = JointLogits(joint(*parameters), *rows, chunk=chunk)
+    return loss.value(**options)(logits, *rest, label_windows=label_windows)
 
 
 def materialized(parameters, rows, rest, *, loss=losses.RNNT, **options):
     weight, bias = parameters
     hidden = jnp.tanh(rows[0][..., :, None, :] + rows[1][..., None, :, :])
     logits = (hidden.reshape(-1, H) @ weight + bias[None]).reshape(*hidden.shape[:-1], len(bias))
-    return function_of(loss)(logits, *rest, **options)
+    return loss(logits, *rest, **options)
 
 
 def gradients(function, **options):
