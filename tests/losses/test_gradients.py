@@ -100,7 +100,7 @@ def test_vjp_called_twice(implementation):
     assert all(x.dtype == jax.dtypes.float0 for x in others)
 
 
-# ---------------------------------------------------------------------- further derivatives; test_derivatives.py has more
+# ----------------------------------------------------------- further derivatives; test_derivatives.py has the rest
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def check(loss, implementation, p, blank=-1, **options):
     got = losses.evaluate(loss, losses.poisoned(p), implementation, blank=blank, **options)
     scale = 1 + options.get("fastemit_lambda", 0)
     losses.assert_matches(got, loss.expected(p, blank=blank, **options), dtype, T + U1 - 1, scale=scale)
+    return got
 
 
 @INPUTS
@@ -53,7 +54,9 @@ def test_every_small_length(loss, implementation):
     """One batch has every (T_b, U_b) up to (5, 3), no frames and no labels among them."""
     lengths = np.array(truth.every_length(5, 3)).T
     p = losses.problem(lengths.shape[1], 5, 3, 6, loss=loss, lengths=lengths)
-    check(loss, implementation, p._replace(targets=p.targets % 3))
+    values, gradient = check(loss, implementation, p._replace(targets=p.targets % 3))
+    assert values[0] == 0 and not np.signbit(values[0]) and values[1] == np.inf  # no frames
+    assert not gradient[:4].any()
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 1000])

@@ -105,9 +105,9 @@ def test_number_of_paths():
     assert len(truth.enumerate_paths(truth.MONOTONIC, 4, 3)) == 4
     assert len(truth.enumerate_paths(truth.MONOTONIC_FINAL_BLANK, 4, 3)) == 1
     assert len(truth.enumerate_paths(truth.STANDARD, 0, 1)) == 0
-    for T, U, V in ((1, 0, 2), (5, 0, 7), (1, 4, 3), (9, 4, 5), (30, 20, 11)):
-        p = losses.problem(1, T, U, V, scale=0, lengths=([T], [U]))
-        np.testing.assert_allclose(RNNT.expected(p)[0], truth.uniform_loss(T, U, V), rtol=1e-13)
+    for n, m, classes in ((1, 0, 2), (5, 0, 7), (1, 4, 3), (9, 4, 5), (30, 20, 11)):
+        p = losses.problem(1, n, m, classes, scale=0, lengths=([n], [m]))
+        np.testing.assert_allclose(RNNT.expected(p)[0], truth.uniform_loss(n, m, classes), rtol=1e-13)
 
 
 @pytest.mark.parametrize("options", [{}, {"sigma": 0.05}, {"fused_log_softmax": False}, {"blank": 2}], ids=str)
