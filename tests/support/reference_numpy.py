@@ -77,19 +77,25 @@ def enumerate_paths(topology, num_frames, num_labels):
     return list(extend(0, 0))
 
 
+def sum_of_paths(paths, arcs):
+    """(scores of the paths, log of their summed weight, posterior of each arc); exact sums for Python fractions."""
+    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
+    best = max(scores, default=NEG)
+    posteriors = {slot: np.zeros(np.shape(score)) for slot, score in arcs.items()}
+    if best == NEG:
+        return scores, NEG, posteriors
+    weights = [math.exp(max(score - best, -1000)) for score in scores]
+    total = math.fsum(weights)
+    for path, weight in zip(paths, weights, strict=True):
+        for slot, t, u in path:
+            posteriors[slot][t, u] += weight / total
+    more = math.log(total)
+    return scores, best + (fractions.Fraction(more) if isinstance(best, fractions.Fraction) else more), posteriors
+
+
 def enumerate_log_likelihood(topology, arcs, num_frames, num_labels):
     """The log of the sum of path weights, and the posterior of each arc, path by path."""
-    paths = enumerate_paths(topology, num_frames, num_labels)
-    scores = [math.fsum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
-    best = max(scores, default=NEG)
-    posteriors = {slot: np.zeros_like(score) for slot, score in arcs.items()}
-    if best == NEG:
-        return NEG, posteriors
-    total = math.fsum(math.exp(score - best) for score in scores)
-    for path, score in zip(paths, scores, strict=True):
-        for slot, t, u in path:
-            posteriors[slot][t, u] += math.exp(score - best) / total
-    return best + math.log(total), posteriors
+    return sum_of_paths(enumerate_paths(topology, num_frames, num_labels), arcs)[1:]
 
 
 # ------------------------------------------------------------------------------------------ dynamic programming
@@ -325,6 +331,12 @@ def is_label(slot):
     return slot.startswith("label")
 
 
+def by_kind(posteriors):
+    """(of blanks, of labels): posteriors summed over durations."""
+    zero = np.zeros(())
+    return [sum((x for slot, x in posteriors.items() if is_label(slot) == kind), zero) for kind in (False, True)]
+
+
 # -------------------------------------------------------------------------------------------------------- losses
 
 
@@ -429,35 +441,9 @@ def solve(
     for slot in filter(is_label, arcs):
         arcs[slot] = arcs[slot] + fractions_of(delay_penalty * ((frames - 1) / 2 - np.arange(frames)[:, None]))
     paths = _cached_paths(topology, frames, columns - 1)
-    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
-    best = max(scores, default=NEG)
-    posteriors = {slot: np.zeros((frames, columns)) for slot in arcs}
-    if best == NEG:
-        return Solution(paths, scores, arcs, NEG, posteriors, np.zeros(logits.shape))
-    shares = [math.exp(max(score - best, -1000)) for score in scores]
-    total = math.fsum(shares)
-    for path, share in zip(paths, shares, strict=True):
-        for slot, t, u in path:
-            posteriors[slot][t, u] += share / total
-    gradient = pullback({slot: -x for slot, x in posteriors.items()})
-    return Solution(paths, scores, arcs, best + fractions.Fraction(math.log(total)), posteriors, gradient)
-
-
-def arc_posteriors(
-    logits, targets, logit_lengths, target_lengths, *, blank=-1, fused_log_softmax=True, delay_penalty=0.0
-):
-    """(blank, label) posteriors `[B, T, U1]` of the standard lattice."""
-    B, T, U1, V = logits.shape
-    blank = blank + V if blank < 0 else blank
-    out = np.zeros((2, B, T, U1))
-    for b in range(B):
-        n, m = int(logit_lengths[b]), int(target_lengths[b])
-        labels = np.append(targets[b, :m], -1).astype(int)
-        arcs, _ = softmax_emission(logits[b, :n, : m + 1], labels, blank=blank, fused=fused_log_softmax)
-        arcs["label"] = arcs["label"] + delay_penalty * ((n - 1) / 2 - np.arange(n)[:, None])
-        _, found = posteriors(STANDARD, arcs, n, m)
-        out[0, b, :n, : m + 1], out[1, b, :n, : m + 1] = found["blank"], found["label"]
-    return out[0], out[1]
+    scores, value, posteriors = sum_of_paths(paths, arcs)
+    gradient = pullback({slot: -x for slot, x in posteriors.items()}) if value != NEG else np.zeros(logits.shape)
+    return Solution(paths, scores, arcs, value, posteriors, gradient)
 
 
 def reduce(losses, target_lengths, reduction):
