@@ -1,4 +1,4 @@
-"""Are alignment, posteriors, expected frames and latency those of the lattice, and ties always broken in the same way?"""
+"""Are best path, posteriors, expected frames and latency those of the lattice? Are ties always broken alike?"""
 
 import jax
 import jax.numpy as jnp
