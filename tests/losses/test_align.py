@@ -76,19 +76,10 @@ def test_options(implementation, options):
     """Also windows; options of the gradient have no effect."""
     p = losses.problem()
     windows = np.array([[[0, 1], [1, 3], [2, 4], [3, 6]]] * 4, np.int32)
-    given = {"blank": options.get("blank", -1), "fused": options.get("fused_log_softmax", True)}
-
-    def sequences():
-        for b, n, m, topology, arcs in losses.RNNT.sequences(p, **given):
-            t = np.arange(n)[:, None]
-            first, last = windows[b, :m].T
-            label = arcs["label"] + options.get("delay_penalty", 0) * ((n - 1) / 2 - t)
-            label[:, :m] = np.where((t >= first) & (t <= last), label[:, :m], -np.inf)
-            yield b, n, m, topology, arcs | {"label": label}
-
     of_gradient = {"clamp": 0.5, "fastemit_lambda": 0.5, "reduction": "none"}
     loss = jax_rnnt.RNNTLoss(**options, **of_gradient, implementation=implementation)
-    check(loss, p.logits, p[1:], sequences(), jax_rnnt.RNNTLoss(**options), label_windows=windows)
+    sequences = losses.RNNT.sequences(p, label_windows=windows, **options)
+    check(loss, p.logits, p[1:], sequences, jax_rnnt.RNNTLoss(**options), label_windows=windows)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

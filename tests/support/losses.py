@@ -60,18 +60,12 @@ class Loss:
         """(loss [B], per-sequence gradient) in float64."""
         return truth.loss_and_gradient(*problem, **self.truth, **options)
 
-    def lattice(self, logits, targets, *, blank=-1, fused=True):
-        """(topology, {slot: arc scores [T, U1]}) in float64 of one sequence, cut to its lengths."""
-        options = {"topology": truth.STANDARD, "emission": truth.softmax_emission, "extra_classes": 0, **self.truth}
-        topology, emission, extra = (options.pop(k) for k in ("topology", "emission", "extra_classes"))
-        labels = np.append(targets, -1).astype(int)
-        blank = blank % (logits.shape[-1] - extra)
-        return topology, emission(logits, labels, blank=blank, fused=fused, **options)[0]
-
-    def sequences(self, problem, **options):
-        """(b, T_b, U_b, topology, arcs) of every sequence."""
+    def sequences(self, problem, label_windows=None, **options):
+        """(b, T_b, U_b, topology, {slot: arc scores [T, U1]}) of every sequence, in float64."""
         for b, (n, m) in enumerate(zip(problem.logit_lengths, problem.target_lengths, strict=True)):
-            yield b, n, m, *self.lattice(problem.logits[b, :n, : m + 1], problem.targets[b, :m], **options)
+            windows = None if label_windows is None else label_windows[b, :m]
+            x, labels = problem.logits[b, :n, : m + 1], problem.targets[b, :m]
+            yield b, n, m, *truth.lattice(x, labels, windows=windows, **self.truth, **options)[:2]
 
     def blank(self, index):
         """This blank, or the smallest possible one if that is larger."""
@@ -255,7 +249,7 @@ def tolerance(dtype, path_length):
     path adds `path_length` of them.
     """
     wide = np.dtype(dtype) == np.float64
-    return min(16 * path_length * eps(jnp.float64 if wide else jnp.float32), 1e-10 if wide else 1e-5)
+    return min(16 * path_length * eps(np.float64 if wide else np.float32), 1e-10 if wide else 1e-5)
 
 
 def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
@@ -273,16 +267,11 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     np.testing.assert_allclose(gradient, true_gradient, rtol=rounding, atol=scale * limit + smallest)
 
 
-def bits(x):
-    """The bytes of an array: equal bytes are equal bits, NaN included."""
-    x = np.ascontiguousarray(x)
-    return x.view(np.uint8)
-
-
 def assert_same_bits(a, b):
+    """NaN included."""
     a, b = np.asarray(a), np.asarray(b)
     assert a.shape == b.shape and a.dtype == b.dtype
-    np.testing.assert_array_equal(bits(a), bits(b))
+    np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (a, b)))
 
 
 # ----------------------------------------------------------------------------------------------- compiled programs

@@ -340,48 +340,67 @@ def by_kind(posteriors):
 # -------------------------------------------------------------------------------------------------------- losses
 
 
+def lattice(
+    logits,
+    labels,
+    *,
+    topology=STANDARD,
+    emission=softmax_emission,
+    extra_classes=0,
+    blank=-1,
+    fused_log_softmax=True,
+    delay_penalty=0.0,
+    windows=None,
+    **emission_options,
+):
+    """(topology, arc scores by slot [T, U1], pullback) of one sequence: logits [T, U1, V], labels [U]."""
+    frames, columns, classes = logits.shape
+    arcs, pullback = emission(
+        logits,
+        np.append(labels, -1).astype(int),
+        blank=blank % (classes - extra_classes),
+        fused=fused_log_softmax,
+        **emission_options,
+    )
+    t = np.arange(frames)[:, None]
+    bonus = delay_penalty * ((frames - 1) / 2 - t)
+    for slot in filter(is_label, arcs):
+        arcs[slot] = arcs[slot] + (fractions_of(bonus) if _is_exact(logits) else bonus)
+        if windows is not None:
+            first, last = np.asarray(windows, int).reshape(columns - 1, 2).T
+            arcs[slot][:, :-1] = np.where((t >= first) & (t <= last), arcs[slot][:, :-1], NEG)
+    return topology, arcs, pullback
+
+
 def loss_and_gradient(
     logits,
     targets,
     logit_lengths,
     target_lengths,
     *,
-    topology=STANDARD,
-    emission=softmax_emission,
     extra_classes=0,
-    blank=-1,
     clamp=-1.0,
-    fused_log_softmax=True,
     fastemit_lambda=0.0,
-    delay_penalty=0.0,
     label_windows=None,
-    **emission_options,
+    **options,
 ):
     """Loss `[B]` and the gradient of each loss with respect to its own logits `[B, T, U1, V]`, float64.
 
-    The gradient is the per-sequence one with unit cotangent, FastEmit and clamp applied.
+    The gradient is the per-sequence one with unit cotangent, FastEmit and clamp applied. `options` are of `lattice`.
     """
     logits, targets = np.asarray(logits), np.asarray(targets)
-    B, T, U1, _ = logits.shape
-    V = logits.shape[-1] - extra_classes  # tokens
-    blank = blank + V if blank < 0 else blank
+    B, T, U1, classes = logits.shape
     losses, gradient = np.zeros(B), np.zeros(logits.shape)
-    emission_options["fused"] = fused_log_softmax
     for b in range(B):
         n, m = int(logit_lengths[b]), int(target_lengths[b])
         labels = targets[b, : max(m, 0)]
-        if not (0 <= n <= T and 0 <= m < U1) or ((labels < 0) | (labels >= V)).any():
+        bad = (labels < 0) | (labels >= classes - extra_classes)
+        if not (0 <= n <= T and 0 <= m < U1) or bad.any():
             losses[b] = np.nan
             continue
         x = np.asarray(logits[b, :n, : m + 1], np.float64)
-        arcs, pullback = emission(x, np.append(labels, -1).astype(int), blank=blank, **emission_options)
-        for slot in arcs:
-            if is_label(slot):
-                t = np.arange(n)[:, None]
-                arcs[slot] = arcs[slot] + delay_penalty * ((n - 1) / 2 - t)
-                if label_windows is not None:
-                    first, last = np.asarray(label_windows[b, :m], int).reshape(m, 2).T
-                    arcs[slot][:, :m] = np.where((t >= first) & (t <= last), arcs[slot][:, :m], NEG)
+        windows = None if label_windows is None else label_windows[b, :m]
+        topology, arcs, pullback = lattice(x, labels, extra_classes=extra_classes, windows=windows, **options)
         value, posterior = posteriors(topology, arcs, n, m)
         losses[b] = -value
         scale = {slot: 1 + fastemit_lambda if is_label(slot) else 1.0 for slot in posterior}
@@ -413,33 +432,12 @@ class Solution:
 _cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)))
 
 
-def solve(
-    logits,
-    labels,
-    *,
-    topology=STANDARD,
-    emission=softmax_emission,
-    extra_classes=0,
-    blank=-1,
-    fused_log_softmax=True,
-    delay_penalty=0.0,
-    **emission_options,
-):
-    """The `Solution` of logits [T, U1, V] and labels [U], without padding."""
-    frames, columns, classes = logits.shape
-    classes -= extra_classes
-    blank = blank + classes if blank < 0 else blank
-    if "sigma" in emission_options:
-        emission_options["sigma"] = fractions.Fraction(float(emission_options["sigma"]))
-    arcs, pullback = emission(
-        fractions_of(logits),
-        np.append(labels, -1).astype(int),
-        blank=blank,
-        fused=fused_log_softmax,
-        **emission_options,
-    )
-    for slot in filter(is_label, arcs):
-        arcs[slot] = arcs[slot] + fractions_of(delay_penalty * ((frames - 1) / 2 - np.arange(frames)[:, None]))
+def solve(logits, labels, **options):
+    """The `Solution` of logits [T, U1, V] and labels [U], without padding. `options` are of `lattice`."""
+    if "sigma" in options:
+        options["sigma"] = fractions.Fraction(float(options["sigma"]))
+    topology, arcs, pullback = lattice(fractions_of(logits), labels, **options)
+    frames, columns, _ = logits.shape
     paths = _cached_paths(topology, frames, columns - 1)
     scores, value, posteriors = sum_of_paths(paths, arcs)
     gradient = pullback({slot: -x for slot, x in posteriors.items()}) if value != NEG else np.zeros(logits.shape)
