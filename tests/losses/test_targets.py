@@ -29,12 +29,15 @@ def names():
     return ["none"] if losses.emulated() else list(_cpu.targets())
 
 
+TARGETS = pytest.mark.parametrize("name", names())
+
+
 def test_portable_is_always_there(cpu):
     assert "portable" in cpu.targets()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("name", names())
+@TARGETS
 def test_value_and_gradient(use_target, name, dtype):
     """Odd sizes, padding of NaN, every option, both input modes."""
     use_target(name)
@@ -45,7 +48,7 @@ def test_value_and_gradient(use_target, name, dtype):
 
 
 @pytest.mark.parametrize("classes", [2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65])
-@pytest.mark.parametrize("name", names())
+@TARGETS
 def test_remainders(use_target, name, classes):
     use_target(name)
     for dtype in ("bfloat16", "float32"):
@@ -53,7 +56,7 @@ def test_remainders(use_target, name, classes):
         losses.assert_matches(losses.evaluate(losses.RNNT, p, "kernel"), losses.RNNT.expected(p), dtype, 5)
 
 
-@pytest.mark.parametrize("name", names())
+@TARGETS
 def test_odd_values(use_target, name):
     """-inf classes, a NaN sequence, an impossible one, and logits of +-1e4, in vector and remainder lanes alike."""
     use_target(name)
@@ -76,7 +79,7 @@ def test_odd_values(use_target, name):
 
 
 @pytest.mark.parametrize("shift", [-1e5, -1e6])
-@pytest.mark.parametrize("name", names())
+@TARGETS
 def test_arcs_far_below_zero(use_target, name, shift):
     """Without FMA, the product of ln 2 and the exponent of such an arc rounds in float32."""
     use_target(name)

@@ -141,17 +141,11 @@ def slow(*values, id=None):
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
-def _cases(rows):
+def _parametrized(rows, reference=slow):
     """(loss, implementation): kernels for all, quick for the two lattice kernels; the RNN-T loss also without."""
-    return [
-        (RNNT, "kernel"),
-        slow(RNNT, "reference"),
-        *((x, "kernel") if x is TDT else slow(x, "kernel") for x in rows if x is not RNNT),
-    ]
-
-
-def _parametrized(rows):
-    return pytest.mark.parametrize(("loss", "implementation"), _cases(rows), indirect=["implementation"], ids=str)
+    kernels = [(x, "kernel") if x in (RNNT, TDT) else slow(x, "kernel") for x in rows]
+    cases = [*kernels, reference(RNNT, "reference")]
+    return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
 
 
 # Decorators of a test that takes `loss`. A test of the RNN-T loss alone uses RNNT.
@@ -161,7 +155,8 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 # Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
 every_kernel = _parametrized(LOSSES)
 every_layout = _parametrized((*LOSSES, TILES, BAND))
-every_array = _parametrized((*LOSSES, BAND))  # but for tiles: all layouts that store the logits
+# But for tiles: all layouts that store the logits. The reference is quick, for tests of what its gradient adds by hand.
+every_array = _parametrized((*LOSSES, BAND), reference=pytest.param)
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)
