@@ -17,7 +17,7 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import LinearJoint, joint_rnnt_loss
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 from networks import (
     CHUNK,
     JOINTS,

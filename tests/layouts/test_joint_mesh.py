@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import losses
 from jax_rnnt import joint_rnnt_loss
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 from meshes import mesh_of
 from networks import CHUNK, H, Network, V, assert_close, closure, linear, materialized, tiles
 
