@@ -12,13 +12,13 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from jax_rnnt.lattices.topology import STANDARD, durations
 
 import jax_rnnt
 import losses
 from jax_rnnt import _checks
 from jax_rnnt._xla import devices, loading, primitive
-from jax_rnnt.lattices import lattice
+from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices._topology import STANDARD, durations
 
 
 def gradient_of(loss, implementation):

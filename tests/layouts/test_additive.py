@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from jax_rnnt.emissions import sums
+from jax_rnnt.layouts import _additive_sums as sums
 from meshes import mesh_of
 from slopes import STEP, WEIGHTS, assert_slopes, heads, small
 

@@ -13,11 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jax_rnnt
-import losses
-from jax_rnnt import LinearJoint, joint_rnnt_loss
-from jax_rnnt.emissions import tiled
 from networks import (
     CHUNK,
     JOINTS,
@@ -34,6 +29,11 @@ from networks import (
     materialized,
     tiles,
 )
+
+import jax_rnnt
+import losses
+from jax_rnnt import LinearJoint, joint_rnnt_loss
+from jax_rnnt.layouts import _tiles as tiled
 
 # Both kinds of joint, and plain JAX for the one that it does not know.
 WAYS = pytest.mark.parametrize(

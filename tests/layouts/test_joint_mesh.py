@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from networks import CHUNK, H, Network, V, assert_close, closure, linear, materialized, tiles
 
 import jax_rnnt
 import losses
 from jax_rnnt import joint_rnnt_loss
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 from meshes import mesh_of
-from networks import CHUNK, H, Network, V, assert_close, closure, linear, materialized, tiles
 
 pytestmark = pytest.mark.slow
 

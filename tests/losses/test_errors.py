@@ -17,6 +17,9 @@ f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.z
 WRONG = {
     "logits_rank_2": ("logits", f32((5, 9)), ["(5, 9)"]),
     "logits_rank_0": ("logits", np.float32(1), ["()"]),
+    "logits_none": ("logits", None, ["None"]),
+    "logits_string": ("logits", "logits", ["float32", "<U6"]),
+    "logits_ragged": ("logits", [[1.0], [1.0, 2.0]], ["[[1.0], [1.0, 2.0]]"]),
     "logits_int": ("logits", i32((4, 7, 5, 9)), ["int32", "float"]),
     "logits_bool": ("logits", np.zeros((4, 7, 5, 9), bool), ["bool", "float"]),
     "logits_complex": ("logits", np.zeros((4, 7, 5, 9), np.complex64), ["complex64", "float"]),
@@ -59,64 +62,62 @@ WRONG = {
 }
 
 
-def call(loss, name, value, **options):
-    arguments = {**losses.problem(loss=loss, dtype=np.float32)._asdict(), **options, name: value}
+NAMES = {"RNNTLoss": losses.RNNT, "rnnt_loss": jax_rnnt.rnnt_loss}
+
+
+def call(loss, name, value, **changes):
+    arguments = {**losses.problem(dtype=np.float32)._asdict(), **changes, name: value}
     arrays = [arguments.pop(k) for k in losses.Problem._fields]
     return loss(*arrays, **arguments)
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_message(loss, wrong):
+def test_message(wrong):
+    """The class or the function is named, the argument, what it must be and what it is."""
     name, value, parts = wrong
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call(loss, name, value)
-    for part in (name, loss.function.__name__, *parts):
-        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+    for function, loss in NAMES.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(loss, name, value)
+        for part in (f"{function}: ", name, *parts):
+            assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+
+@losses.every
+def test_messages_of_every_loss(loss):
+    p = losses.problem(loss=loss, dtype=np.float32)
+    for name, value in (("targets", i32((4, 5))), ("logit_lengths", i32(3)), ("logits", i32((4, 7, 5, 9)))):
+        bad = p._replace(**{name: value})
+        with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}: {name} "):
+            loss(*bad)
+        for question in ("posteriors", "align", "emission_frames", "latency", "arcs", "validate"):
+            with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}\.{question}: {name} must"):
+                getattr(loss.value(), question)(*bad)
+    for question in ("posteriors", "align", "emission_frames", "latency", "arcs", "validate"):
+        with pytest.raises(ValueError, match=rf"{loss.kind.__name__}\.{question}: blank "):
+            getattr(loss.value(blank=99), question)(*p)
+    for name, value in {"blank": 99, "reduction": "avg", "clamp": "1", "implementation": "xla"}.items():
+        with pytest.raises((ValueError, TypeError), match=name):
+            loss(*p, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])
-def test_raised_while_tracing(loss, name):
+def test_raised_while_tracing(name):
     """The error is raised under jit, vmap and grad alike, before anything runs."""
     value = {"targets": i32((4, 5)), "logits": i32((4, 7, 5, 9)), "blank": 9, "reduction": "avg"}[name]
     with pytest.raises((ValueError, TypeError), match=name):
-        jax.eval_shape(lambda: call(loss, name, value))
+        jax.eval_shape(lambda: call(losses.RNNT, name, value))
     if name != "logits":
-        run = lambda x: call(loss, name, value, logits=x)
+        run = lambda x: call(losses.RNNT, name, value, logits=x)
         with pytest.raises((ValueError, TypeError), match=name):
             jax.jit(jax.vmap(jax.grad(run)))(f32((2, 4, 7, 5, 9)))
 
 
-def test_traced_blank(loss):
-    """A tracer in place of a Python number is reported by name, too."""
-    p = losses.problem(loss=loss, dtype=np.float32)
-    with pytest.raises(TypeError, match="blank"):
-        jax.jit(lambda b: loss(*p, blank=b))(0)
-
-
-def test_numpy_integers_are_integers(loss):
-    p = losses.problem(loss=loss)
-    np.testing.assert_allclose(loss(*p, blank=np.int64(3)), loss(*p, blank=3))
-
-
-def test_options_after_fused_log_softmax_are_keywords(loss):
-    """Positional arguments follow torchaudio's order up to there; the others need names."""
-    p = losses.problem(loss=loss)
-    values, _ = loss.expected(p, blank=2, clamp=1.0)
-    np.testing.assert_allclose(loss(*p, 2, 1.0, "sum", True), values.sum(), rtol=1e-13)
-    with pytest.raises(TypeError):
-        loss(*p, 2, 1.0, "sum", True, 0.1)
-    with pytest.raises(TypeError, match="fast_emit"):
-        loss(*p, fast_emit=0.1)
-
-
-def test_loss_object_says_the_same():
+def test_type_of_blank():
+    """NumPy's integers are integers. A tracer in place of a Python number is reported by name."""
     p = losses.problem()
-    with pytest.raises((ValueError, TypeError), match="reduction"):
-        jax_rnnt.RNNTLoss(reduction="avg")(*p)
-    with pytest.raises((ValueError, TypeError), match="targets"):
-        jax_rnnt.RNNTLoss()(p.logits, p.targets[:, 1:], *p[2:])
-    with pytest.raises((ValueError, TypeError), match="blank"):
-        jax_rnnt.RNNTLoss(blank=9)(*p)
+    np.testing.assert_allclose(losses.RNNT(*p, blank=np.int64(3)), losses.RNNT(*p, blank=3))
+    with pytest.raises(TypeError, match="blank"):
+        jax.jit(lambda b: losses.RNNT(*p, blank=b))(0)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +127,13 @@ def test_loss_object_says_the_same():
         ("fastemit_lambda", "0.1"), ("delay_penalty", [0.1]), ("reduction", "avg"), ("implementation", "xla"),
     ],
 )  # fmt: skip
-def test_loss_object_says_so_when_built(name, value):
+def test_message_of_a_new_loss(name, value):
     """Errors that do not depend on a batch are raised when the loss is made."""
     with pytest.raises((ValueError, TypeError), match=rf"RNNTLoss: {name} must .*got {re.escape(repr(value))}"):
         jax_rnnt.RNNTLoss(**{name: value})
 
 
-def test_posteriors_say_the_same():
-    p = losses.problem()
-    for name, value in (("targets", i32((4, 5))), ("logit_lengths", i32(3)), ("logits", i32((4, 7, 5, 9)))):
-        with pytest.raises((ValueError, TypeError), match=rf"rnnt_posteriors.*{name}"):
-            jax_rnnt.rnnt_posteriors(*p._replace(**{name: value}))
-    with pytest.raises((ValueError, TypeError), match="blank"):
-        jax_rnnt.rnnt_posteriors(*p, blank=9)
-
+# ------------------------------------------------------------------------------------------------- validation of data
 
 BAD_DATA = {
     "logit_lengths": ((2,), 8),
@@ -149,24 +143,23 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_validation(loss, name):
+def test_validation(name):
     """Accepts good data with any padding; otherwise names the first offender with index, range and value."""
     index, limit = BAD_DATA[name]
-    p = losses.poisoned(losses.problem(loss=loss))
-    assert loss.value().validate(*p) is None
-    assert loss.value().validate(*p._replace(target_lengths=0 * p.target_lengths)) is None
+    p, validate = losses.poisoned(losses.problem()), jax_rnnt.RNNTLoss().validate
+    assert validate(*p) is None
+    assert validate(*p._replace(target_lengths=0 * p.target_lengths)) is None
     for value in (limit, -1):
         bad = p._replace(**{name: getattr(p, name).copy()})
         getattr(bad, name)[index] = value
         end = f"{limit})" if name == "targets" else f"{limit - 1}]"
         at = ", ".join(map(str, index))
         with pytest.raises(ValueError, match=re.escape(f"{name}[{at}] must lie in [0, {end}")) as caught:
-            loss.value().validate(*bad)
-        assert str(caught.value).startswith(f"{loss.kind.__name__}.validate: ")
-        assert str(caught.value).endswith(f"got {value}.")
+            validate(*bad)
+        assert str(caught.value).startswith("RNNTLoss.validate: ") and str(caught.value).endswith(f"got {value}.")
 
 
-@pytest.mark.family("quick")
+@losses.every_quick
 def test_validation_finds_what_has_no_path(loss):
     """It raises for exactly the lengths with which the true loss is infinite."""
     frames, labels = np.array(truth.every_length(3, 3)).T
@@ -193,15 +186,6 @@ def test_validation_of_classes():
         tdt.validate(f32((4, 3, 8)), np.array([0, 4]), *lengths)
     with pytest.raises(ValueError, match=r"targets\[0\] must not be a blank class \(5, 4, 3\), got 3"):
         jax_rnnt.MultiblankRNNTLoss((2, 3)).validate(f32((4, 3, 6)), np.array([3, 1]), *lengths)
-
-
-def test_validation_finds_static_mistakes():
-    p = losses.problem()
-    for name, value in (("targets", i32((4, 5))), ("logits", i32((4, 7, 5, 9))), ("logit_lengths", f32(4))):
-        with pytest.raises((ValueError, TypeError), match=f"RNNTLoss.validate: {name} must"):
-            jax_rnnt.RNNTLoss().validate(*p._replace(**{name: value}))
-    with pytest.raises(ValueError, match=r"RNNTLoss\.validate: blank must"):
-        jax_rnnt.RNNTLoss(blank=9).validate(*p)
 
 
 def test_validation_under_checkify():

@@ -54,25 +54,19 @@ def offset_failures(rows, limits, values, gradient):
             yield f"{row.name}: gradient off by {np.abs(got - row.solution.gradient).max():.2g}"
 
 
-@pytest.mark.family("reference")
-def test_common_offsets(loss, implementation):
+@pytest.mark.parametrize("blank", [-1, 0])
+@losses.every
+def test_common_offsets(loss, implementation, blank):
     """An offset of all logits of a softmax changes neither loss nor gradient. Rows may have different offsets."""
-    rows, limits = shifted(loss, -1)
-    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
-
-
-@pytest.mark.family
-def test_common_offsets_of_the_first_blank(loss, kernel):
-    blank = loss.blank(0)
+    blank = loss.blank(blank)
     rows, limits = shifted(loss, blank)
-    got = losses.evaluate(loss, problem_of(rows), kernel, blank=blank)
-    none_of(offset_failures(rows, limits, *got))
+    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation, blank=blank)))
 
 
 @pytest.mark.parametrize("classes", [70, 300])
-def test_common_offsets_of_long_rows(loss, implementation, classes):
-    rows, limits = shifted(loss, 0, classes)
-    got = losses.evaluate(loss, problem_of(rows), implementation, blank=0)
+def test_common_offsets_of_long_rows(implementation, classes):
+    rows, limits = shifted(losses.RNNT, 0, classes)
+    got = losses.evaluate(losses.RNNT, problem_of(rows), implementation, blank=0)
     none_of(offset_failures(rows, limits, *got))
 
 
@@ -93,22 +87,22 @@ def test_common_offsets_of_masked_blanks(implementation, mask, classes):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_common_offsets_of_other_dtypes(loss, implementation, dtype):
+def test_common_offsets_of_other_dtypes(implementation, dtype):
     """The error scales with the spacing of the dtype. Up to 512, float16 represents quarters exactly."""
     rng = np.random.default_rng(0)
     wide = dtype == "float64"
     rows = []
     for offset in (1e6, -1e9) if wide else (256.0, -256.0):
         logits = rng.integers(-8, 9, (T, U + 1, V)) / 4
-        row = row_of(loss, dtype, f"{offset:g}", logits, T)
+        row = row_of(losses.RNNT, dtype, f"{offset:g}", logits, T)
         assert (logits + offset == (logits + offset).astype(dtype)).all()
         rows.append(dataclasses.replace(row, logits=(logits + offset).astype(dtype)))
-    values, gradient = losses.evaluate(loss, problem_of(rows), implementation)
+    values, gradient = losses.evaluate(losses.RNNT, problem_of(rows), implementation)
     expected = [np.stack(x) for x in zip(*((row.solution.loss, row.solution.gradient) for row in rows))]
     losses.assert_matches((values[:2], gradient[:2]), expected, dtype, T + U)
 
 
-@pytest.mark.family("reference")
+@losses.every
 def test_the_largest_logits(loss, implementation):
     """Equal logits of 3e38, and the largest and lowest of float32, are equal logits."""
     rows = []
@@ -152,7 +146,7 @@ def scaled(loss, fused):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
-@pytest.mark.family
+@losses.every_kernel
 def test_magnitudes(loss, implementation, fused):
     """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
     rows = scaled(loss, fused)

@@ -1,4 +1,4 @@
-"""Is the loss the one that the definition gives, for every length, vocabulary size, blank and batch shape?"""
+"""Are value and gradient those of the definition, for every length, vocabulary, blank, option and batch shape?"""
 
 import jax
 import numpy as np
@@ -9,150 +9,161 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
+WINDOWS = np.array(
+    [
+        [[0, 2], [1, 4], [1, 6], [3, 6]],
+        [[0, 3], [0, 1], [9, 3], [0, 0]],
+        [[5, 1]] * 4,
+        [[0, 1], [0, 9], [2, 3], [-5, -4]],
+    ],
+    np.int32,
+)
+ALL = {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125, "label_windows": WINDOWS}
+OPTIONS = {name: {name: value} for name, value in ALL.items()}
+OPTIONS |= {"plain": {}, "clamped_fastemit": {"fastemit_lambda": 0.75, "clamp": 0.125}, "all": ALL}
+INPUTS = pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 
-@pytest.mark.family("quick", "layouts")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("blank", [0, 3, -1])
-def test_value_and_gradient(loss, implementation, blank, dtype):
-    p, blank = losses.problem(loss=loss, dtype=dtype), loss.blank(blank)
-    got = losses.evaluate(loss, p, implementation, blank=blank)
-    losses.assert_matches(got, loss.expected(p, blank=blank), dtype, 11)
+
+def check(loss, implementation, p, blank=-1, **options):
+    dtype, (_, T, U1, _) = p.logits.dtype, p.logits.shape
+    got = losses.evaluate(loss, losses.poisoned(p), implementation, blank=blank, **options)
+    scale = 1 + options.get("fastemit_lambda", 0)
+    losses.assert_matches(got, loss.expected(p, blank=blank, **options), dtype, T + U1 - 1, scale=scale)
+    return got
 
 
-def test_every_small_length_against_all_paths(implementation):
-    """One batch has every (T, U) up to (5, 3), padded to the largest; the truth is the enumeration of paths."""
-    frames, labels = np.array(truth.every_length(5, 3)).T
-    p = losses.problem(len(frames), 5, 3, 6, lengths=(frames, labels))
-    values, _ = losses.evaluate(losses.RNNT, losses.poisoned(p), implementation, blank=0)
-    for b, (n, m) in enumerate(zip(frames, labels, strict=True)):
-        classes = np.append(p.targets[b, :m], -1)
-        arcs, _ = truth.softmax_emission(p.logits[b, :n, : m + 1], classes, blank=0)
-        expected, _ = truth.enumerate_log_likelihood(truth.STANDARD, arcs, n, m)
-        np.testing.assert_allclose(values[b], -expected, rtol=1e-13, err_msg=f"T={n}, U={m}")
+@INPUTS
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@losses.every_layout
+def test_every_loss(loss, implementation, options, fused):
+    """With the first blank, one amid the classes and the last one; arbitrary windows beyond the lengths."""
+    for dtype, blank in ((np.float64, 0), (np.float64, -1), (np.float32, 3)):
+        p = losses.problem(loss=loss, dtype=dtype)
+        check(loss, implementation, p, loss.blank(blank), fused_log_softmax=fused, **options)
+
+
+@INPUTS
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(implementation, options, fused):
+    for dtype, blank in ((np.float64, -1), (np.float32, 4)):
+        check(losses.RNNT, implementation, losses.problem(dtype=dtype), blank, fused_log_softmax=fused, **options)
+
+
+@losses.every
+def test_every_small_length(loss, implementation):
+    """One batch has every (T_b, U_b) up to (5, 3), no frames and no labels among them."""
+    lengths = np.array(truth.every_length(5, 3)).T
+    p = losses.problem(lengths.shape[1], 5, 3, 6, loss=loss, lengths=lengths)
+    values, gradient = check(loss, implementation, p._replace(targets=p.targets % 3))
+    assert values[0] == 0 and not np.signbit(values[0]) and values[1] == np.inf  # no frames
+    assert not gradient[:4].any()
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 1000])
-def test_vocabulary_sizes(loss, kernel, classes):
+def test_vocabulary_sizes(kernel, classes):
     """Sizes around every vector width, since the remainder of a row has its own code."""
     for dtype in (np.float32, np.float64):
-        p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, lengths=([3, 2], [2, 1]))
+        p = losses.problem(2, 3, 2, classes, dtype=dtype, lengths=([3, 2], [2, 1]))
         for blank in {0, classes - 1}:
-            got = losses.evaluate(loss, p, kernel, blank=blank)
-            losses.assert_matches(got, loss.expected(p, blank=blank), dtype, 5)
+            check(losses.RNNT, kernel, p, blank)
 
 
-@pytest.mark.parametrize(
-    ("frames", "labels"),
-    [(1, 0), (1, 1), (1, 9), (2, 7), (3, 8), (4, 15), (5, 16), (9, 17), (40, 1), (33, 32), (16, 31), (8, 33), (21, 64)],
-)
-def test_lattice_sizes(loss, kernel, frames, labels):
-    """Wide, tall and square lattices around every vector width, full and one short in both directions."""
-    for dtype in (np.float32, np.float64):
-        lengths = [frames, max(frames - 1, 1)], [labels, max(labels - 1, 0)]
-        p = losses.problem(2, frames, labels, 3, loss=loss, dtype=dtype, lengths=lengths)
-        got = losses.evaluate(loss, p, kernel)
-        losses.assert_matches(got, loss.expected(p), dtype, frames + labels)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_longer_sequences(loss, implementation, dtype):
-    p = losses.problem(4, 60, 25, 40, loss=loss, dtype=dtype)
-    got = losses.evaluate(loss, losses.poisoned(p), implementation)
-    losses.assert_matches(got, loss.expected(p), dtype, 85)
-
-
-@pytest.mark.rare(
-    "reference-square",
-    "reference-long",
-    "reference-odd_classes",
-    "reference-two_classes",
-    "reference-more_labels_than_frames",
-)
-@pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
-def test_small_cases(implementation, case):
-    p = losses.Problem(*cases.make_inputs(case, np.float64))
-    got = losses.evaluate(losses.RNNT, losses.poisoned(p), implementation)
-    losses.assert_matches(got, losses.RNNT.expected(p), np.float64, case.T + case.U)
-
-
-@pytest.mark.parametrize("name", ["tiny", "small", "characters", "lattice_bound"])
-def test_speech_shapes(kernel, name):
-    """In float32, as in the benchmarks."""
-    p = losses.Problem(*cases.make_inputs(cases.CASES[name], np.float32))
-    losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 500)
-
-
-@pytest.mark.rare("reference-()", "reference-(2, 1, 2)")
-@pytest.mark.family("layouts")
-@pytest.mark.parametrize("batch", [(), (2, 2), (2, 1, 2)], ids=str)
-def test_any_number_of_batch_dimensions(loss, implementation, batch):
-    """All leading dimensions are batch."""
-    p = losses.problem(loss=loss)
-    size = int(np.prod(batch))
-    shaped = losses.Problem(*(np.reshape(x[:size], batch + x.shape[1:]) for x in p))
-    values, gradient = losses.evaluate(loss, shaped, implementation)
-    assert values.shape == batch and gradient.shape == shaped.logits.shape
-    flat = values.reshape(size), gradient.reshape(size, *p.logits.shape[1:])
-    losses.assert_matches(flat, loss.expected(p.take(slice(size))), np.float64, 11)
-    for reduction in ("mean", "mean_target", "mean_volume") if implementation == "kernel" else ("mean",):
-        reduced = loss(*shaped, reduction=reduction, implementation=implementation)
-        expected, _ = truth.reduce(flat[0], p.target_lengths[:size], reduction)
-        assert reduced.shape == ()
-        np.testing.assert_allclose(reduced, expected, rtol=1e-13)
-
-
-@pytest.mark.family("layouts")
-def test_log_probs_mode(loss, implementation):
-    """fused_log_softmax=False takes scores as they are, normalised or not."""
-    p = losses.problem(loss=loss)
-    got = losses.evaluate(loss, p, implementation, fused_log_softmax=False)
-    losses.assert_matches(got, loss.expected(p, fused_log_softmax=False), np.float64, 11)
-
-
-@pytest.mark.family("layouts")
-def test_value_alone_equals_value_with_gradient(loss, implementation):
-    """The loss without a gradient is another kernel; both must agree."""
-    for dtype in (np.float32, np.float64):
-        p = losses.problem(loss=loss, dtype=dtype)
-        alone = jax.jit(lambda *p: loss(*p, reduction="none", implementation=implementation))(*p)
-        both, _ = losses.evaluate(loss, p, implementation)
-        np.testing.assert_allclose(alone, both, rtol=losses.tolerance(dtype, 11))
+def test_speech(kernel):
+    """A batch of the benchmarks, in float32."""
+    p = losses.Problem(*cases.make_inputs(cases.CASES["characters"], np.float32))
+    check(losses.RNNT, kernel, p)
 
 
 def test_the_last_column_is_scaled_too(kernel):
     """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
     lengths = [350, 349, 350, 348], [32, 16, 8, 4]
-    p = losses.problem(4, 350, 32, 3, dtype=np.float32, scale=0, lengths=lengths)
-    losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float32, 382)
+    check(losses.RNNT, kernel, losses.problem(4, 350, 32, 3, dtype=np.float32, scale=0, lengths=lengths))
 
 
-@pytest.mark.family("layouts")
-def test_eager_equals_jit(loss, implementation):
-    p = losses.problem(loss=loss)
-    eager = loss(*p, reduction="none", implementation=implementation)
-    np.testing.assert_allclose(eager, losses.evaluate(loss, p, implementation)[0], rtol=1e-14)
+@losses.every_layout
+def test_label_equal_to_blank(loss, implementation):
+    """A class that is both blank and label gets both terms."""
+    blank = loss.blank(0)
+    targets = np.array(np.meshgrid([0, blank or 1], [0, blank or 1])).T.reshape(4, 2).astype(np.int32)
+    p = losses.problem(4, 4, 2, 5, loss=loss, lengths=([4] * 4, [2] * 4))._replace(targets=targets)
+    check(loss, implementation, p, blank, fastemit_lambda=0.25)
 
 
-@pytest.mark.family("layouts")
-def test_default_implementation_is_one_of_the_two(loss):
-    p = losses.problem(loss=loss)
-    np.testing.assert_allclose(loss(*p, reduction="none"), loss.expected(p)[0], rtol=1e-13)
+@losses.every_layout
+def test_other_calls(loss, implementation):
+    """Without a gradient another kernel runs; without jit, each stage alone; by default, one of the implementations."""
+    for dtype in (np.float32, np.float64):
+        p = losses.problem(loss=loss, dtype=dtype)
+        expected = losses.evaluate(loss, p, implementation)[0]
+        alone = jax.jit(lambda *p: loss(*p, reduction="none", implementation=implementation))(*p)
+        eager = loss(*p, reduction="none", implementation=implementation)
+        for got in (alone, eager, loss(*p, reduction="none")):
+            np.testing.assert_allclose(got, expected, rtol=losses.tolerance(dtype, 11))
 
 
-def test_posteriors(implementation):
+def test_torchaudio_s_call(implementation):
+    """`rnnt_loss` is RNNTLoss with torchaudio's positional arguments; the others need names."""
     p = losses.problem()
-    for options in ({"blank": 0}, {"delay_penalty": 0.3}, {"fused_log_softmax": False}):
-        got = jax_rnnt.rnnt_posteriors(*losses.poisoned(p), **options, implementation=implementation)
-        for found, expected in zip(got, truth.arc_posteriors(*p, **options), strict=True):
-            assert found.shape == p.logits.shape[:-1]
-            np.testing.assert_allclose(found, expected, atol=losses.tolerance(np.float64, 11))
+    got = jax_rnnt.rnnt_loss(*p, 2, 0.25, "none", False, implementation=implementation)
+    options = {"blank": 2, "clamp": 0.25, "fused_log_softmax": False}
+    np.testing.assert_array_equal(got, losses.RNNT(*p, reduction="none", implementation=implementation, **options))
+    further = {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "label_windows": WINDOWS, "inplace": False}
+    of_function, of_loss = (
+        jax.grad(lambda x: f(x, *p[1:], **options, **further, implementation=implementation))(p.logits)
+        for f in (jax_rnnt.rnnt_loss, losses.RNNT)
+    )
+    np.testing.assert_array_equal(of_function, of_loss)
+    with pytest.raises(TypeError):
+        jax_rnnt.rnnt_loss(*p, 2, 0.25, "none", False, 0.1)
+    with pytest.raises(TypeError, match="fast_emit"):
+        jax_rnnt.rnnt_loss(*p, fast_emit=0.1)
 
 
-def test_posteriors_respect_windows(implementation):
-    p = losses.problem(1, lengths=([7], [4]))
-    windows = np.array([[[0, 1], [1, 3], [2, 4], [6, 6]]], np.int32)
-    _, label = jax_rnnt.rnnt_posteriors(*p, label_windows=windows, implementation=implementation)
-    t = np.arange(7)[:, None]
-    outside = (t < windows[0, :, 0]) | (t > windows[0, :, 1])
-    assert not np.asarray(label)[0, :, :4][outside].any()
-    np.testing.assert_allclose(np.asarray(label).sum(1)[0, :4], 1, rtol=1e-13)
+@pytest.mark.parametrize("batch", [(), (2, 2), (2, 1, 2)], ids=str)
+@losses.every_layout
+def test_any_number_of_batch_dimensions(loss, implementation, batch):
+    p = losses.problem(loss=loss)
+    flat = p.take(slice(int(np.prod(batch))))
+    shaped = losses.Problem(*(x.reshape(batch + x.shape[1:]) for x in flat))
+    values, gradient = losses.evaluate(loss, shaped, implementation)
+    assert values.shape == batch and gradient.shape == shaped.logits.shape
+    got = values.reshape(-1), gradient.reshape(flat.logits.shape)
+    losses.assert_matches(got, loss.expected(flat), np.float64, 11)
+    reduced = loss(*shaped, implementation=implementation)
+    assert reduced.shape == ()
+    np.testing.assert_allclose(reduced, np.mean(values), rtol=1e-13)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum", "mean_target", "mean_volume"])
+def test_reductions(implementation, reduction):
+    """FastEmit and clamp act before the reduction's weights. Without labels, lengths divide by 1."""
+    p, options = losses.problem(), {"clamp": 0.125, "fastemit_lambda": 0.5}
+
+    @jax.jit
+    def run(p):
+        def reduced(x):
+            values = losses.RNNT(x, *p[1:], reduction=reduction, implementation=implementation, **options)
+            return values.sum(), values
+
+        return jax.grad(reduced, has_aux=True)(p.logits)
+
+    for q in (p, p._replace(target_lengths=0 * p.target_lengths)):
+        gradient, value = run(q)
+        per_sequence, per_logit = losses.RNNT.expected(q, **options)
+        expected, weights = truth.reduce(per_sequence, q.target_lengths, reduction)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        np.testing.assert_allclose(gradient, weights[:, None, None, None] * per_logit, atol=1e-13)
+
+
+@losses.every_layout
+def test_empty_dimensions(loss, implementation):
+    """No sequences, no frames, no labels in the arrays themselves; every reduction is defined."""
+    for B, T, U, V in ((0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3)):
+        p = losses.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B]))
+        got = losses.evaluate(loss, p, implementation)
+        losses.assert_matches(got, loss.expected(p), np.float64, 6)
+        if implementation == "kernel":  # the reductions are the same code for both
+            for reduction in ("sum", "mean", "mean_target", "mean_volume"):
+                value = loss(*p, reduction=reduction, implementation=implementation)
+                expected, _ = truth.reduce(got[0], p.target_lengths, reduction)
+                np.testing.assert_allclose(value, expected, rtol=1e-14)

@@ -4,137 +4,122 @@
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from jax_rnnt import lattices
 from vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, T, U, X, t, u
 
+RNNT, MONOTONIC, HAT = losses.RNNT, losses.MONOTONIC, losses.HAT
+BIG, DURATIONS = losses.multiblank((2, 3)), losses.tdt((0, 1, 2))
+HEADS = np.concatenate([X, np.cos(2 + 3 * t + 2 * u + 5 * np.arange(3))], -1)
+LOG_PROBS, FIRST = truth.log_softmax(X), {"blank": 0}
+UNFUSED = FIRST | {"fused_log_softmax": False}
+
 VECTORS = {
-    # name: (labels, options, loss, check of the gradient)
-    "rnnt": (LABELS, {}, 13.463778289, 1.500800675),  # torchaudio, fast_rnnt, NeMo, warp-transducer
-    "fastemit": (LABELS, {"fastemit_lambda": 0.1}, 13.463778289, 1.526103074),  # NeMo (gradient)
-    "clamp": (LABELS, {"clamp": 0.05}, 13.463778289, -0.020971005),  # torchaudio on CPU, NeMo
-    "label_is_blank": (BLANK_AMONG_LABELS, {}, 13.306622875, 1.531182386),  # NeMo, fast_rnnt
-    "delay_penalty": (LABELS, {"delay_penalty": 0.1}, 13.381384833, 1.388385705),  # fast_rnnt
-    "log_probs": (LABELS, {"fused_log_softmax": False}, 13.463778289, 1.309783010),  # torchaudio
-    "log_probs_fastemit": (LABELS, {"fused_log_softmax": False, "fastemit_lambda": 0.1}, 13.463778289, 1.335904507),
-}
+    # name: (loss, logits, labels, options, value, check of the gradient of the tokens, of the durations)
+    "rnnt": (RNNT, X, LABELS, FIRST, 13.463778289, 1.500800675),  # torchaudio, fast_rnnt, NeMo, warp-transducer
+    "fastemit": (RNNT, X, LABELS, FIRST | {"fastemit_lambda": 0.1}, 13.463778289, 1.526103074),  # NeMo (gradient)
+    "clamp": (RNNT, X, LABELS, FIRST | {"clamp": 0.05}, 13.463778289, -0.020971005),  # torchaudio on CPU, NeMo
+    "label_is_blank": (RNNT, X, BLANK_AMONG_LABELS, FIRST, 13.306622875, 1.531182386),  # NeMo, fast_rnnt
+    "delay_penalty": (RNNT, X, LABELS, FIRST | {"delay_penalty": 0.1}, 13.381384833, 1.388385705),  # fast_rnnt
+    "log_probs": (RNNT, LOG_PROBS, LABELS, UNFUSED, 13.463778289, 1.309783010),  # torchaudio
+    "log_probs_fastemit": (RNNT, LOG_PROBS, LABELS, UNFUSED | {"fastemit_lambda": 0.1}, 13.463778289, 1.335904507),
+    "monotonic": (MONOTONIC, X, LABELS, FIRST, 5.069890840, 1.187062517),  # fast_rnnt, monotonic-rnnt
+    "final_blank": (losses.FINAL_BLANK, X, LABELS, FIRST, 5.178358055, 1.087357062),  # optimized_transducer
+    "constrained": (losses.CONSTRAINED, X, LABELS, FIRST, 15.341724887, 1.512987188),  # fast_rnnt
+    "multiblank": (BIG, X, BLANK_AMONG_LABELS, {}, 6.081578563, 0.158461885),  # NeMo, as the four below
+    "multiblank_sigma": (BIG, X, BLANK_AMONG_LABELS, {"sigma": 0.05}, 6.342662180, 0.159294526),
+    "tdt": (DURATIONS, HEADS, BLANK_AMONG_LABELS, {}, 8.052819877, 0.168474524, 1.140951660),
+    "tdt_sigma": (DURATIONS, HEADS, BLANK_AMONG_LABELS, {"sigma": 0.05}, 8.274350104, 0.172450515, 1.141180559),
+    "tdt_fastemit": (  # tokens as NeMo; durations scaled with them
+        DURATIONS, HEADS, BLANK_AMONG_LABELS, {"sigma": 0.05, "fastemit_lambda": 0.1},
+        8.274350104, 0.246719295, 1.234320538,
+    ),
+    "hat": (HAT, X, LABELS, FIRST, 8.630254897, 0.682359906),  # k2
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_rnnt(implementation, name):
-    labels, options, value, check = VECTORS[name]
-    logits = X if options.get("fused_log_softmax", True) else truth.log_softmax(X)
-    call = lambda x: jax_rnnt.rnnt_loss(x, labels, *LENGTHS, blank=0, implementation=implementation, **options)
-    got, gradient = jax.value_and_grad(call)(logits)
-    np.testing.assert_allclose(got, value, rtol=1e-9)
-    np.testing.assert_allclose((gradient * WEIGHTS).sum(), check, atol=1e-8)
+@pytest.mark.parametrize("source", ["kernels", "reference", "truth"])
+def test_vectors(source, name):
+    loss, logits, labels, options, expected, *checks = VECTORS[name]
+    if source == "truth":
+        (value,), (gradient,) = loss.expected((logits[None], labels[None], [T], [U]), **options)
+    else:
+        implementation = None if source == "kernels" else source
+        call = lambda x: loss(x, labels, *LENGTHS, implementation=implementation, **options)
+        value, gradient = jax.value_and_grad(call)(logits)
+    np.testing.assert_allclose(value, expected, rtol=1e-9)
+    for head, check in zip(losses.heads(loss, gradient) if loss is DURATIONS else [gradient], checks, strict=True):
+        np.testing.assert_allclose((head * WEIGHTS[..., : head.shape[-1]]).sum(), check, atol=1e-8)
 
 
-def test_standard_small_case(implementation):
+def test_small_case(implementation):
     """The test case of warp-rnnt and torchaudio, whole and cut to one frame, no labels and both."""
     rows = [
         [[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.6, 0.1, 0.1], [0.1, 0.1, 0.2, 0.8, 0.1]],
         [[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.1, 0.1], [0.7, 0.1, 0.2, 0.1, 0.1]],
     ]
-    logits = np.array([rows] * 4)
     labels = np.array([[1, 2]] * 4, np.int32)
     lengths = np.array([2, 1, 2, 1], np.int32), np.array([2, 2, 0, 0], np.int32)
-    values = jax_rnnt.rnnt_loss(logits, labels, *lengths, blank=0, reduction="none", implementation=implementation)
+    values = RNNT(np.array([rows] * 4), labels, *lengths, blank=0, reduction="none", implementation=implementation)
     np.testing.assert_allclose(values, [4.495666774, 4.274244594, 3.462858392, 1.731429196], rtol=1e-9)
 
 
-# ---------------------------------------------------------------------- the reference lattice with other topologies
+def test_alignment():
+    """The best path: numbers from the formula, since no other library has it. Latency: TransducerLoss.jl's formula."""
+    loss = jax_rnnt.RNNTLoss(blank=0)
+    score, frames = loss.align(X, LABELS, *LENGTHS)
+    np.testing.assert_allclose(score, -15.255785035, rtol=1e-9)
+    assert frames.dtype == np.int32 and frames.tolist() == [0, 2, 2]
+    expected = loss.emission_frames(X, LABELS, *LENGTHS)
+    np.testing.assert_allclose((expected + 1).sum(), 8.678643171, rtol=1e-9)  # there frames count from 1
+    regularised = loss(X, LABELS, *LENGTHS) + 0.1 * loss.latency(X, LABELS, *LENGTHS)
+    np.testing.assert_allclose(regularised, 13.753066395, rtol=1e-9)
 
 
-def log_probs(x, k):
-    return jax.nn.log_softmax(x)[..., k]
+# ---------------------------------------------------------------------------------------------------- the truth itself
+
+TABLES = {"standard": truth.STANDARD, "durations_without_0_and_1": truth.token_durations((2, 3))}
+TABLES |= {loss.name: loss.truth["topology"] for loss in (MONOTONIC, losses.FINAL_BLANK, BIG, losses.tdt((0, 1, 2, 4)))}
 
 
-def label_scores(x, labels):
-    """[T, U1], -inf in the last column."""
-    picked = jnp.take_along_axis(jax.nn.log_softmax(x)[:, :U], labels[None, :, None], -1)[..., 0]
-    return jnp.pad(picked, ((0, 0), (0, 1)), constant_values=-jnp.inf)
+@pytest.mark.parametrize("topology", TABLES.values(), ids=TABLES)
+def test_dynamic_program_equals_enumeration(topology):
+    rng = np.random.default_rng(0)
+    for frames, labels in truth.every_length(5, 3):
+        arcs = {arc.slot: rng.normal(size=(frames, labels + 1)) for arc in topology}
+        value, posteriors = truth.enumerate_log_likelihood(topology, arcs, frames, labels)
+        got, got_posteriors = truth.posteriors(topology, arcs, frames, labels)
+        np.testing.assert_allclose(got, value, rtol=1e-14, atol=1e-14)
+        for slot in arcs:
+            np.testing.assert_allclose(got_posteriors[slot], posteriors[slot], atol=1e-14)
 
 
-def check(value_of, expected, *checks):
-    """Loss of `value_of(*heads)` and each head's gradient check."""
-    heads = [X, np.cos(2 + 3 * t + 2 * u + 5 * np.arange(3))][: len(checks)]
-    value, gradients = jax.value_and_grad(lambda heads: -value_of(*heads))(heads)
-    np.testing.assert_allclose(value, expected, rtol=1e-9)
-    for gradient, wanted in zip(gradients, checks, strict=True):
-        weights = np.cos(1 + t + 2 * u + 3 * np.arange(gradient.shape[-1]))
-        np.testing.assert_allclose((gradient * weights).sum(), wanted, atol=1e-8)
+def test_number_of_paths():
+    """T - 1 + U choose U paths on the standard lattice, so a closed form for equal logits; T choose U if monotonic."""
+    assert len(truth.enumerate_paths(truth.STANDARD, 4, 3)) == 20
+    assert len(truth.enumerate_paths(truth.MONOTONIC, 4, 3)) == 4
+    assert len(truth.enumerate_paths(truth.MONOTONIC_FINAL_BLANK, 4, 3)) == 1
+    assert len(truth.enumerate_paths(truth.STANDARD, 0, 1)) == 0
+    for n, m, classes in ((1, 0, 2), (5, 0, 7), (1, 4, 3), (9, 4, 5), (30, 20, 11)):
+        p = losses.problem(1, n, m, classes, scale=0, lengths=([n], [m]))
+        np.testing.assert_allclose(RNNT.expected(p)[0], truth.uniform_loss(n, m, classes), rtol=1e-13)
 
 
-def test_standard():
-    arcs = lambda x: {"blank": log_probs(x, 0), "label": label_scores(x, LABELS)}
-    check(lambda x: lattices.log_likelihood(lattices.STANDARD, arcs(x), *LENGTHS), 13.463778289, 1.500800675)
-
-
-def test_monotonic():
-    """fast_rnnt rnnt_type="modified", monotonic-rnnt."""
-    arcs = lambda x: {"blank": log_probs(x, 0), "label": label_scores(x, LABELS)}
-    check(lambda x: lattices.log_likelihood(lattices.MONOTONIC, arcs(x), *LENGTHS), 5.069890840, 1.187062517)
-
-
-def test_monotonic_with_final_blank():
-    """optimized_transducer one_sym_per_frame: durations of one frame only, so the last arc is a blank."""
-    arcs = lambda x: {"blank+1": log_probs(x, 0), "label+1": label_scores(x, LABELS)}
-    check(lambda x: lattices.log_likelihood(lattices.durations((1,)), arcs(x), *LENGTHS), 5.178358055, 1.087357062)
-
-
-def test_constrained():
-    """fast_rnnt rnnt_type="constrained": a label also pays the next row's blank."""
-
-    def value(x):
-        blank = log_probs(x, 0)
-        after = jnp.pad(blank[:, 1:], ((0, 0), (0, 1)), constant_values=-jnp.inf)
-        arcs = {"blank": blank, "label": label_scores(x, LABELS) + after}
-        return lattices.log_likelihood(lattices.MONOTONIC, arcs, *LENGTHS)
-
-    check(value, 15.341724887, 1.512987188)
-
-
-@pytest.mark.parametrize(
-    ("sigma", "expected", "wanted"), [(0.0, 6.081578563, 0.158461885), (0.05, 6.342662180, 0.159294526)]
-)
-def test_multi_blank(sigma, expected, wanted):
-    """NeMo: blank 5, big blanks 4 and 3 of 2 and 3 frames."""
-
-    def value(x):
-        arcs = {"blank": log_probs(x, 5), "blank+2": log_probs(x, 4), "blank+3": log_probs(x, 3)}
-        arcs = {k: s - sigma for k, s in (arcs | {"label": label_scores(x, BLANK_AMONG_LABELS)}).items()}
-        return lattices.log_likelihood(lattices.multi_blank((2, 3)), arcs, *LENGTHS)
-
-    check(value, expected, wanted)
-
-
-@pytest.mark.parametrize(
-    ("sigma", "expected", "token", "duration"),
-    [(0.0, 8.052819877, 0.168474524, 1.140951660), (0.05, 8.274350104, 0.172450515, 1.141180559)],
-)
-def test_token_and_duration(sigma, expected, token, duration):
-    """NeMo: blank 5, durations 0, 1, 2."""
-
-    def value(x, d):
-        blank, label = log_probs(x, 5) - sigma, label_scores(x, BLANK_AMONG_LABELS) - sigma
-        arcs = {f"label+{i}": label + log_probs(d, i) for i in range(3)}
-        arcs |= {f"blank+{i}": blank + log_probs(d, i) for i in (1, 2)}
-        return lattices.log_likelihood(lattices.durations((0, 1, 2)), arcs, *LENGTHS)
-
-    check(value, expected, token, duration)
-
-
-def test_truth_gives_the_same_numbers():
-    """The float64 truth of this suite gives the same vectors."""
-    for labels, options, value, wanted in VECTORS.values():
-        logits = X if options.get("fused_log_softmax", True) else truth.log_softmax(X)
-        got, gradient = losses.RNNT.expected((logits[None], labels[None], [T], [U]), blank=0, **options)
-        np.testing.assert_allclose(got[0], value, rtol=1e-9)
-        np.testing.assert_allclose((gradient[0] * WEIGHTS).sum(), wanted, atol=1e-8)
+@pytest.mark.parametrize("options", [{}, {"sigma": 0.05}, {"fused_log_softmax": False}, {"blank": 2}], ids=str)
+@losses.every_quick
+def test_gradient_of_the_truth_is_its_slope(loss, options):
+    rng = np.random.default_rng(1)
+    if "sigma" in options and loss not in (losses.MULTIBLANK, losses.TDT):
+        pytest.skip("a loss without sigma")
+    p = losses.problem(1, 4, 2, 7, loss=loss, scale=1.0, lengths=([4], [2]))
+    _, gradient = loss.expected(p, **options)
+    for _ in range(5):
+        direction = rng.normal(size=p.logits.shape)
+        moved = (p._replace(logits=p.logits + h * direction) for h in (1e-6, -1e-6))
+        up, down = (loss.expected(q, **options)[0][0] for q in moved)
+        np.testing.assert_allclose((gradient * direction).sum(), (up - down) / 2e-6, rtol=1e-7, atol=1e-8)

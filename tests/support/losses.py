@@ -1,7 +1,7 @@
 """The table of losses under test, problems to run them on, and the tolerances of comparisons.
 
-A new loss of the family is one more entry in LOSSES: its public function, and its difference from the RNN-T loss in the
-float64 truth.
+A new loss of the family is one more entry in LOSSES: its class, and its difference from the RNN-T loss in the float64
+truth.
 """
 
 import collections
@@ -15,6 +15,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import jax_rnnt
@@ -39,29 +40,32 @@ class Problem(cases.Inputs):
 class Loss:
     name: str
     kind: type  # its class
-    function: typing.Callable
     truth: dict = dataclasses.field(default_factory=dict)  # keywords of reference_numpy.loss_and_gradient
-    options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
+    options: dict = dataclasses.field(default_factory=dict)  # keywords of the class
     extra_classes: int = 0  # logits beyond the V classes
     first_blank: int = 0  # the smallest possible class of the blank
+    layout: typing.Callable = lambda logits: logits
 
-    def __call__(self, *args, implementation=None, **kwargs):
-        return self.function(*args, **self.options, implementation=implementation, **kwargs)
+    def __str__(self):
+        return self.name
 
     def value(self, **options):
         """An instance of the loss."""
         return self.kind(**self.options, **options)
 
+    def __call__(self, logits, *rest, label_windows=None, key=None, **options):
+        return self.value(**options)(self.layout(logits), *rest, label_windows=label_windows, key=key)
+
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""
         return truth.loss_and_gradient(*problem, **self.truth, **options)
 
-    def lattice(self, logits, targets):
-        """(topology, {slot: arc scores [T, U1]}) in float64 of one sequence, cut to its lengths."""
-        options = {"topology": truth.STANDARD, "emission": truth.softmax_emission, "extra_classes": 0, **self.truth}
-        topology, emission, extra = (options.pop(k) for k in ("topology", "emission", "extra_classes"))
-        labels = np.append(targets, -1).astype(int)
-        return topology, emission(logits, labels, blank=logits.shape[-1] - extra - 1, **options)[0]
+    def sequences(self, problem, label_windows=None, **options):
+        """(b, T_b, U_b, topology, {slot: arc scores [T, U1]}) of every sequence, in float64."""
+        for b, (n, m) in enumerate(zip(problem.logit_lengths, problem.target_lengths, strict=True)):
+            windows = None if label_windows is None else label_windows[b, :m]
+            x, labels = problem.logits[b, :n, : m + 1], problem.targets[b, :m]
+            yield b, n, m, *truth.lattice(x, labels, windows=windows, **self.truth, **options)[:2]
 
     def blank(self, index):
         """This blank, or the smallest possible one if that is larger."""
@@ -75,44 +79,14 @@ def multiblank(durations):
     """The multi-blank loss with these durations of big blanks."""
     tables = {"topology": truth.multi_blank(durations), "emission": truth.multi_blank_emission, "durations": durations}
     options = {"big_blank_durations": durations}
-    return Loss(
-        "multiblank",
-        jax_rnnt.MultiblankRNNTLoss,
-        jax_rnnt.multiblank_rnnt_loss,
-        tables,
-        options,
-        first_blank=len(durations),
-    )
+    return Loss("multiblank", jax_rnnt.MultiblankRNNTLoss, tables, options, first_blank=len(durations))
 
 
 def tdt(durations):
     """The TDT loss with these durations."""
     tables = {"topology": truth.token_durations(durations), "emission": truth.duration_emission, "durations": durations}
     extra = {"extra_classes": len(durations)}
-    return Loss("tdt", jax_rnnt.TDTLoss, jax_rnnt.tdt_loss, {**tables, **extra}, {"durations": durations}, **extra)
-
-
-BIG, DURATIONS = (3, 2), (2, 0, 1)
-LOSSES = (
-    Loss("rnnt", jax_rnnt.RNNTLoss, jax_rnnt.rnnt_loss),
-    Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, jax_rnnt.monotonic_rnnt_loss, {"topology": truth.MONOTONIC}),
-    Loss(
-        "monotonic_final_blank",
-        jax_rnnt.MonotonicRNNTLoss,
-        jax_rnnt.monotonic_rnnt_loss,
-        {"topology": truth.MONOTONIC_FINAL_BLANK},
-        {"final_blank": True},
-    ),
-    Loss(
-        "constrained",
-        jax_rnnt.ConstrainedRNNTLoss,
-        jax_rnnt.constrained_rnnt_loss,
-        {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
-    ),
-    multiblank(BIG),
-    tdt(DURATIONS),
-    Loss("hat", jax_rnnt.HATLoss, jax_rnnt.hat_loss, {"emission": truth.hat_emission}),
-)
+    return Loss("tdt", jax_rnnt.TDTLoss, {**tables, **extra}, {"durations": durations}, **extra)
 
 
 @functools.cache
@@ -127,25 +101,65 @@ def lookup(columns):
     return joint
 
 
-def in_tiles(logits, *rest, label_windows=None, **options):
-    """The RNN-T loss of logits that a joint makes, eight rows at a time."""
+def in_tiles(logits, chunk=8):
+    """These logits, made by a joint `chunk` rows at a time."""
     *batch, frames, columns, classes = logits.shape
     column = jnp.broadcast_to(jnp.arange(columns, dtype=logits.dtype).reshape(columns, 1), (*batch, columns, 1))
-    rows = logits.reshape(*batch, frames, columns * classes)
-    made = jax_rnnt.JointLogits(lookup(columns), rows, column, chunk=8)
-    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+    return jax_rnnt.JointLogits(lookup(columns), logits.reshape(*batch, frames, columns * classes), column, chunk=chunk)
 
 
-def in_a_band(logits, *rest, label_windows=None, **options):
-    """The RNN-T loss of a band that holds every column."""
-    made = jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
-    return jax_rnnt.RNNTLoss(**options)(made, *rest, label_windows=label_windows)
+def in_a_band(logits):
+    """A band that holds every column."""
+    return jax_rnnt.BandLogits(logits, jnp.zeros(logits.shape[:-2], jnp.int32))
 
 
+BIG, DURATIONS = (3, 2), (2, 0, 1)
+RNNT = Loss("rnnt", jax_rnnt.RNNTLoss)
+MONOTONIC = Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, {"topology": truth.MONOTONIC})
+FINAL_BLANK = Loss(
+    "monotonic_final_blank",
+    jax_rnnt.MonotonicRNNTLoss,
+    {"topology": truth.MONOTONIC_FINAL_BLANK},
+    {"final_blank": True},
+)
+CONSTRAINED = Loss(
+    "constrained", jax_rnnt.ConstrainedRNNTLoss, {"topology": truth.MONOTONIC, "emission": truth.constrained_emission}
+)
+MULTIBLANK, TDT = multiblank(BIG), tdt(DURATIONS)
+HAT = Loss("hat", jax_rnnt.HATLoss, {"emission": truth.hat_emission})
+LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT
 # Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
-LAYOUTS = Loss("tiles", jax_rnnt.RNNTLoss, in_tiles), Loss("band", jax_rnnt.RNNTLoss, in_a_band)
-_BY_NAME = {loss.name: loss for loss in LOSSES}
-RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
+TILES = Loss("tiles", jax_rnnt.RNNTLoss, layout=in_tiles)
+BAND = Loss("band", jax_rnnt.RNNTLoss, layout=in_a_band)
+
+
+# ---------------------------------------------------------------------------------------------- parametrisation
+
+
+def slow(*values, id=None):
+    """A case that `make test` leaves out."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def _parametrized(rows, reference=slow):
+    """(loss, implementation): kernels for all, quick for the two lattice kernels; the RNN-T loss also without."""
+    kernels = [(x, "kernel") if x in (RNNT, TDT) else slow(x, "kernel") for x in rows]
+    cases = [*kernels, reference(RNNT, "reference")]
+    return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
+
+
+# Decorators of a test that takes `loss`. A test of the RNN-T loss alone uses RNNT.
+every = pytest.mark.parametrize("loss", [x if x in (RNNT, TDT) else slow(x) for x in LOSSES], ids=str)
+every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
+
+# Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
+every_kernel = _parametrized(LOSSES)
+every_layout = _parametrized((*LOSSES, TILES, BAND))
+# But for tiles: all layouts that store the logits. The reference is quick, for tests of what its gradient adds by hand.
+every_array = _parametrized((*LOSSES, BAND), reference=pytest.param)
+
+# Decorator of a test that takes `implementation`; without it, both are quick.
+reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)
 
 
 # ------------------------------------------------------------------------------------------------------ problems
@@ -230,7 +244,7 @@ def tolerance(dtype, path_length):
     path adds `path_length` of them.
     """
     wide = np.dtype(dtype) == np.float64
-    return min(16 * path_length * eps(jnp.float64 if wide else jnp.float32), 1e-10 if wide else 1e-5)
+    return min(16 * path_length * eps(np.float64 if wide else np.float32), 1e-10 if wide else 1e-5)
 
 
 def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
@@ -248,16 +262,11 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     np.testing.assert_allclose(gradient, true_gradient, rtol=rounding, atol=scale * limit + smallest)
 
 
-def bits(x):
-    """The bytes of an array: equal bytes are equal bits, NaN included."""
-    x = np.ascontiguousarray(x)
-    return x.view(np.uint8)
-
-
 def assert_same_bits(a, b):
+    """NaN included."""
     a, b = np.asarray(a), np.asarray(b)
     assert a.shape == b.shape and a.dtype == b.dtype
-    np.testing.assert_array_equal(bits(a), bits(b))
+    np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (a, b)))
 
 
 # ----------------------------------------------------------------------------------------------- compiled programs

@@ -77,19 +77,25 @@ def enumerate_paths(topology, num_frames, num_labels):
     return list(extend(0, 0))
 
 
+def sum_of_paths(paths, arcs):
+    """(scores of the paths, log of their summed weight, posterior of each arc); exact sums for Python fractions."""
+    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
+    best = max(scores, default=NEG)
+    posteriors = {slot: np.zeros(np.shape(score)) for slot, score in arcs.items()}
+    if best == NEG:
+        return scores, NEG, posteriors
+    weights = [math.exp(max(score - best, -1000)) for score in scores]
+    total = math.fsum(weights)
+    for path, weight in zip(paths, weights, strict=True):
+        for slot, t, u in path:
+            posteriors[slot][t, u] += weight / total
+    more = math.log(total)
+    return scores, best + (fractions.Fraction(more) if isinstance(best, fractions.Fraction) else more), posteriors
+
+
 def enumerate_log_likelihood(topology, arcs, num_frames, num_labels):
     """The log of the sum of path weights, and the posterior of each arc, path by path."""
-    paths = enumerate_paths(topology, num_frames, num_labels)
-    scores = [math.fsum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
-    best = max(scores, default=NEG)
-    posteriors = {slot: np.zeros_like(score) for slot, score in arcs.items()}
-    if best == NEG:
-        return NEG, posteriors
-    total = math.fsum(math.exp(score - best) for score in scores)
-    for path, score in zip(paths, scores, strict=True):
-        for slot, t, u in path:
-            posteriors[slot][t, u] += math.exp(score - best) / total
-    return best + math.log(total), posteriors
+    return sum_of_paths(enumerate_paths(topology, num_frames, num_labels), arcs)[1:]
 
 
 # ------------------------------------------------------------------------------------------ dynamic programming
@@ -325,7 +331,45 @@ def is_label(slot):
     return slot.startswith("label")
 
 
+def by_kind(posteriors):
+    """(of blanks, of labels): posteriors summed over durations."""
+    zero = np.zeros(())
+    return [sum((x for slot, x in posteriors.items() if is_label(slot) == kind), zero) for kind in (False, True)]
+
+
 # -------------------------------------------------------------------------------------------------------- losses
+
+
+def lattice(
+    logits,
+    labels,
+    *,
+    topology=STANDARD,
+    emission=softmax_emission,
+    extra_classes=0,
+    blank=-1,
+    fused_log_softmax=True,
+    delay_penalty=0.0,
+    windows=None,
+    **emission_options,
+):
+    """(topology, arc scores by slot [T, U1], pullback) of one sequence: logits [T, U1, V], labels [U]."""
+    frames, columns, classes = logits.shape
+    arcs, pullback = emission(
+        logits,
+        np.append(labels, -1).astype(int),
+        blank=blank % (classes - extra_classes),
+        fused=fused_log_softmax,
+        **emission_options,
+    )
+    t = np.arange(frames)[:, None]
+    bonus = delay_penalty * ((frames - 1) / 2 - t)
+    for slot in filter(is_label, arcs):
+        arcs[slot] = arcs[slot] + (fractions_of(bonus) if _is_exact(logits) else bonus)
+        if windows is not None:
+            first, last = np.asarray(windows, int).reshape(columns - 1, 2).T
+            arcs[slot][:, :-1] = np.where((t >= first) & (t <= last), arcs[slot][:, :-1], NEG)
+    return topology, arcs, pullback
 
 
 def loss_and_gradient(
@@ -334,42 +378,29 @@ def loss_and_gradient(
     logit_lengths,
     target_lengths,
     *,
-    topology=STANDARD,
-    emission=softmax_emission,
     extra_classes=0,
-    blank=-1,
     clamp=-1.0,
-    fused_log_softmax=True,
     fastemit_lambda=0.0,
-    delay_penalty=0.0,
     label_windows=None,
-    **emission_options,
+    **options,
 ):
     """Loss `[B]` and the gradient of each loss with respect to its own logits `[B, T, U1, V]`, float64.
 
-    The gradient is the per-sequence one with unit cotangent, FastEmit and clamp applied.
+    The gradient is the per-sequence one with unit cotangent, FastEmit and clamp applied. `options` are of `lattice`.
     """
     logits, targets = np.asarray(logits), np.asarray(targets)
-    B, T, U1, _ = logits.shape
-    V = logits.shape[-1] - extra_classes  # tokens
-    blank = blank + V if blank < 0 else blank
+    B, T, U1, classes = logits.shape
     losses, gradient = np.zeros(B), np.zeros(logits.shape)
-    emission_options["fused"] = fused_log_softmax
     for b in range(B):
         n, m = int(logit_lengths[b]), int(target_lengths[b])
         labels = targets[b, : max(m, 0)]
-        if not (0 <= n <= T and 0 <= m < U1) or ((labels < 0) | (labels >= V)).any():
+        bad = (labels < 0) | (labels >= classes - extra_classes)
+        if not (0 <= n <= T and 0 <= m < U1) or bad.any():
             losses[b] = np.nan
             continue
         x = np.asarray(logits[b, :n, : m + 1], np.float64)
-        arcs, pullback = emission(x, np.append(labels, -1).astype(int), blank=blank, **emission_options)
-        for slot in arcs:
-            if is_label(slot):
-                t = np.arange(n)[:, None]
-                arcs[slot] = arcs[slot] + delay_penalty * ((n - 1) / 2 - t)
-                if label_windows is not None:
-                    first, last = np.asarray(label_windows[b, :m], int).reshape(m, 2).T
-                    arcs[slot][:, :m] = np.where((t >= first) & (t <= last), arcs[slot][:, :m], NEG)
+        windows = None if label_windows is None else label_windows[b, :m]
+        topology, arcs, pullback = lattice(x, labels, extra_classes=extra_classes, windows=windows, **options)
         value, posterior = posteriors(topology, arcs, n, m)
         losses[b] = -value
         scale = {slot: 1 + fastemit_lambda if is_label(slot) else 1.0 for slot in posterior}
@@ -401,63 +432,16 @@ class Solution:
 _cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)))
 
 
-def solve(
-    logits,
-    labels,
-    *,
-    topology=STANDARD,
-    emission=softmax_emission,
-    extra_classes=0,
-    blank=-1,
-    fused_log_softmax=True,
-    delay_penalty=0.0,
-    **emission_options,
-):
-    """The `Solution` of logits [T, U1, V] and labels [U], without padding."""
-    frames, columns, classes = logits.shape
-    classes -= extra_classes
-    blank = blank + classes if blank < 0 else blank
-    if "sigma" in emission_options:
-        emission_options["sigma"] = fractions.Fraction(float(emission_options["sigma"]))
-    arcs, pullback = emission(
-        fractions_of(logits),
-        np.append(labels, -1).astype(int),
-        blank=blank,
-        fused=fused_log_softmax,
-        **emission_options,
-    )
-    for slot in filter(is_label, arcs):
-        arcs[slot] = arcs[slot] + fractions_of(delay_penalty * ((frames - 1) / 2 - np.arange(frames)[:, None]))
+def solve(logits, labels, **options):
+    """The `Solution` of logits [T, U1, V] and labels [U], without padding. `options` are of `lattice`."""
+    if "sigma" in options:
+        options["sigma"] = fractions.Fraction(float(options["sigma"]))
+    topology, arcs, pullback = lattice(fractions_of(logits), labels, **options)
+    frames, columns, _ = logits.shape
     paths = _cached_paths(topology, frames, columns - 1)
-    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
-    best = max(scores, default=NEG)
-    posteriors = {slot: np.zeros((frames, columns)) for slot in arcs}
-    if best == NEG:
-        return Solution(paths, scores, arcs, NEG, posteriors, np.zeros(logits.shape))
-    shares = [math.exp(max(score - best, -1000)) for score in scores]
-    total = math.fsum(shares)
-    for path, share in zip(paths, shares, strict=True):
-        for slot, t, u in path:
-            posteriors[slot][t, u] += share / total
-    gradient = pullback({slot: -x for slot, x in posteriors.items()})
-    return Solution(paths, scores, arcs, best + fractions.Fraction(math.log(total)), posteriors, gradient)
-
-
-def arc_posteriors(
-    logits, targets, logit_lengths, target_lengths, *, blank=-1, fused_log_softmax=True, delay_penalty=0.0
-):
-    """(blank, label) posteriors `[B, T, U1]` of the standard lattice."""
-    B, T, U1, V = logits.shape
-    blank = blank + V if blank < 0 else blank
-    out = np.zeros((2, B, T, U1))
-    for b in range(B):
-        n, m = int(logit_lengths[b]), int(target_lengths[b])
-        labels = np.append(targets[b, :m], -1).astype(int)
-        arcs, _ = softmax_emission(logits[b, :n, : m + 1], labels, blank=blank, fused=fused_log_softmax)
-        arcs["label"] = arcs["label"] + delay_penalty * ((n - 1) / 2 - np.arange(n)[:, None])
-        _, found = posteriors(STANDARD, arcs, n, m)
-        out[0, b, :n, : m + 1], out[1, b, :n, : m + 1] = found["blank"], found["label"]
-    return out[0], out[1]
+    scores, value, posteriors = sum_of_paths(paths, arcs)
+    gradient = pullback({slot: -x for slot, x in posteriors.items()}) if value != NEG else np.zeros(logits.shape)
+    return Solution(paths, scores, arcs, value, posteriors, gradient)
 
 
 def reduce(losses, target_lengths, reduction):

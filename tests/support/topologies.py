@@ -2,7 +2,6 @@
 
 import numpy as np
 
-import jax_rnnt
 import reference_numpy as truth
 from jax_rnnt import lattices
 
@@ -24,22 +23,3 @@ SHAPE = len(EVERY), T, U + 1
 def arcs_of(topology, shape=SHAPE, *, dtype=np.float64, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     return {arc.slot: rng.normal(-1, scale, shape).astype(dtype) for arc in topology}
-
-
-# Topologies of the losses that take scores without durations.
-FAMILY = ("standard", "monotonic", "constrained")
-BY_TOPOLOGY = {
-    "standard": jax_rnnt.rnnt_loss,
-    "monotonic": jax_rnnt.monotonic_rnnt_loss,
-    "constrained": jax_rnnt.constrained_rnnt_loss,
-}
-IN_TRUTH = {
-    "standard": {},
-    "monotonic": {"topology": truth.MONOTONIC},
-    "constrained": {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
-}
-
-
-def fused(implementation):
-    """The path with kernels, also where a stage has none."""
-    return None if implementation == "kernel" else implementation
