@@ -13,16 +13,15 @@ the day.
 """
 
 import gc
+import importlib.metadata
 import os
 import re
 import zlib
 
-# JAX reads them when it is imported. jaxlib 0.6.2 to 0.10.2 know them; one that does not, names the flag and stops.
-FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+# JAX reads them when it is imported, and stops at one that XLA does not know.
+FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 import jax
