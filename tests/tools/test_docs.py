@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_rnnt
 import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
-from pages import code
+from pages import blocks, code, run_alone
 
 pytestmark = pytest.mark.slow
 ROOT = losses.ROOT
@@ -30,11 +29,8 @@ def test_a_loss_with_one_more_arc(implementation):
     assert len(block.splitlines()) < 30 and "._" not in block and "import _" not in block
     arcs = (truth.Arc("blank", 1, 0), truth.Arc("label", 0, 1), truth.Arc("bypass", 0, 1))
 
-    def function(*arrays, label_windows=None, **options):
-        return names["BypassLoss"](**options)(*arrays, label_windows=label_windows)
-
     tables = {"topology": arcs, "emission": bypass_emission}
-    loss = losses.Loss("bypass", names["BypassLoss"], function, tables, {"price": PRICE})
+    loss = losses.Loss("bypass", names["BypassLoss"], tables, {"price": PRICE})
     p = losses.poisoned(losses.problem(loss=loss))
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     for options in ({}, {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "blank": 0, "label_windows": windows}):
@@ -56,8 +52,7 @@ def test_a_loss_with_one_more_arc(implementation):
 
 def test_a_loss_with_unnormalised_arcs(implementation):
     """A risk that grows with the frame equals the delay penalty."""
-    names, _ = code("docs/losses.md", "class BypassLoss")
-    names, block = code("docs/losses.md", "class RiskLoss", **names)
+    names, block = code("docs/losses.md", "class RiskLoss")
     assert len(block.splitlines()) < 30
     p = losses.poisoned(losses.problem())
     middle = (p.logit_lengths[:, None, None] - 1) / 2
@@ -68,48 +63,15 @@ def test_a_loss_with_unnormalised_arcs(implementation):
     losses.assert_matches(got, losses.RNNT.expected(p, delay_penalty=0.25), np.float64, 11)
 
 
-def test_joint_in_tiles():
-    p = losses.problem()
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape)
-    given = dict(zip(("targets", "logit_lengths", "target_lengths"), p[1:], strict=True))
-    given |= {"encoder_out": draw(4, 7, 6), "predictor_out": draw(4, 5, 6), "weight": draw(6, 12), "bias": draw(12)}
-    names, _ = code("docs/losses.md", "joint_rnnt_loss(", **vars(jax_rnnt), **given)
-    hidden = np.tanh(given["encoder_out"][:, :, None] + given["predictor_out"][:, None])
-    logits = hidden @ given["weight"] + given["bias"]
-    expected = jax_rnnt.rnnt_loss(logits, *p[1:], blank=0) + jax_rnnt.tdt_loss(logits, *p[1:], (0, 1, 2))
-    np.testing.assert_allclose(names["loss"], expected, rtol=EXACT)
-
-
-def test_questions_to_the_lattice():
-    """For a loss of the library and one from outside: posteriors are a gradient."""
-    p = losses.problem(loss=losses.TDT)
-    names, _ = code("docs/losses.md", "loss.align(", **vars(jax_rnnt), **p._asdict())
-    assert names["frames"].shape == (4, 4) and (names["score"] < -names["values"]).all()
-    names, _ = code("docs/losses.md", "lattices.log_likelihood(", **names)
-    np.testing.assert_allclose(names["score"], -names["loss"](*p), rtol=EXACT)
+def test_posteriors_of_a_loss_of_ones_own():
+    """They are minus the gradient of the arcs."""
     own, _ = code("docs/losses.md", "class BypassLoss")
     p = losses.problem()._replace(targets=np.zeros((4, 4), np.int32))
     p = p._replace(logits=np.asarray(jax.nn.log_softmax(p.logits)))
     loss = own["BypassLoss"](price=1.0, fused_log_softmax=False, reduction="sum")
-    call = lambda x: loss(x, *p[1:])
-    gradient = np.asarray(jax.grad(call)(p.logits))
-    posteriors = jax_rnnt.rnnt_posteriors(*p, loss=loss)
-    for x, k in zip(posteriors, (8, 0), strict=True):
+    gradient = np.asarray(jax.grad(lambda x: loss(x, *p[1:]))(p.logits))
+    for x, k in zip(loss.posteriors(*p), (8, 0), strict=True):
         np.testing.assert_allclose(x, -gradient[..., k], atol=EXACT)
-
-
-def test_pruned_training():
-    p = losses.problem()
-    rng = np.random.default_rng(0)
-    heads = {"am": rng.normal(size=(4, 7, 9)), "lm": rng.normal(size=(4, 5, 9))}
-    outputs = {"encoder_out": rng.normal(size=(4, 7, 9)), "predictor_out": rng.normal(size=(4, 5, 9))}
-    lengths = {"logit_lengths": p.logit_lengths, "target_lengths": p.target_lengths}
-    given = vars(jax_rnnt) | heads | outputs | lengths | {"rest": p[1:], "joint": lambda a, b: a + b}
-    names, _ = code("docs/losses.md", "prune_ranges(", **given)
-    whole = outputs["encoder_out"][:, :, None] + outputs["predictor_out"][:, None]
-    expected = losses.RNNT.expected(p._replace(logits=whole))[0].mean()  # five columns: nothing is pruned
-    np.testing.assert_allclose(names["loss"], 0.5 * names["simple"] + expected, rtol=EXACT)
 
 
 def test_example_of_the_readme():
@@ -122,15 +84,19 @@ def test_example_of_the_readme():
     assert names["frames"].shape == (2, 10) and list(names["frames"][0]) == sorted(names["frames"][0])
 
 
-def test_linen_module():
-    """A joint that is a bound submodule: initialised, and with a gradient for each parameter."""
-    nn = pytest.importorskip("flax.linen")
-    names, _ = code(
-        "docs/troubleshooting.md", "is_initializing", nn=nn, jnp=jnp, joint_rnnt_loss=jax_rnnt.joint_rnnt_loss
-    )
-    arrays = jnp.ones((2, 5, 8), jnp.float32), jnp.ones((2, 3), int), jnp.array([5, 4]), jnp.array([3, 2])
-    model = names["Transducer"]()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = model.init(jax.random.key(0), *arrays)
-        gradient = jax.grad(lambda v: model.apply(v, *arrays))(variables)
-    assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradient))
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((losses.ROOT / "docs").glob("*.md")))]
+NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib"
+
+
+@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in blocks(page)])
+def test_block_runs_alone(page, line, tmp_path, monkeypatch, capsys):
+    """As if pasted into a fresh Python: it asserts or prints something, and its files are written."""
+    block = blocks(page)[line]
+    for name in NEEDED:
+        if name in block:
+            pytest.importorskip(name)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.chdir(tmp_path)
+    run_alone(page, line)
+    assert "assert" in block or capsys.readouterr().out
+    assert all(path.stat().st_size > 0 for path in tmp_path.iterdir())
