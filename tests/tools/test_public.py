@@ -53,31 +53,12 @@ KEYWORDS = {
 }
 
 
-NAMES = [
-    "TransducerLoss",
-    "RNNTLoss",
-    "MonotonicRNNTLoss",
-    "ConstrainedRNNTLoss",
-    "MultiblankRNNTLoss",
-    "TDTLoss",
-    "HATLoss",
-    "rnnt_loss",
-    "JointLogits",
-    "LinearJoint",
-    "PackedLogits",
-    "BandLogits",
-    "AdditiveLogits",
-    "prune_ranges",
-    "prune_inputs",
-    "mwer_loss",
-    "lengths_from_paddings",
-    "paddings_from_lengths",
-    "selftest",
-    "export_checks",
-    "Alignment",
-    "Composition",
-    "DecodingRules",
-]
+LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss rnnt_loss"
+LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
+BESIDE = (
+    "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition DecodingRules"
+)
+NAMES = f"{LOSSES} {LAYOUTS} {BESIDE}".split()
 MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "timing"}
 
 
