@@ -15,6 +15,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import jax_rnnt
@@ -44,6 +45,9 @@ class Loss:
     options: dict = dataclasses.field(default_factory=dict)  # further keywords of the function
     extra_classes: int = 0  # logits beyond the V classes
     first_blank: int = 0  # the smallest possible class of the blank
+
+    def __str__(self):
+        return self.name
 
     def __call__(self, *args, implementation=None, **kwargs):
         return self.function(*args, **self.options, implementation=implementation, **kwargs)
@@ -146,6 +150,40 @@ def in_a_band(logits, *rest, label_windows=None, **options):
 LAYOUTS = Loss("tiles", jax_rnnt.RNNTLoss, in_tiles), Loss("band", jax_rnnt.RNNTLoss, in_a_band)
 _BY_NAME = {loss.name: loss for loss in LOSSES}
 RNNT, MONOTONIC, CONSTRAINED, TDT, HAT = map(_BY_NAME.get, ("rnnt", "monotonic", "constrained", "tdt", "hat"))
+
+
+# ---------------------------------------------------------------------------------------------- parametrisation
+
+
+def slow(*values, id=None):
+    """A case that `make test` leaves out."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def _cases(rows):
+    """(loss, implementation): kernels for all, quick for the two lattice kernels; the RNN-T loss also without."""
+    return [
+        (RNNT, "kernel"),
+        slow(RNNT, "reference"),
+        *((x, "kernel") if x is TDT else slow(x, "kernel") for x in rows if x is not RNNT),
+    ]
+
+
+def _parametrized(rows):
+    return pytest.mark.parametrize(("loss", "implementation"), _cases(rows), indirect=["implementation"], ids=str)
+
+
+# Decorators of a test that takes `loss`. A test of the RNN-T loss alone uses RNNT.
+every = pytest.mark.parametrize("loss", [x if x in (RNNT, TDT) else slow(x) for x in LOSSES], ids=str)
+every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
+
+# Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
+every_kernel = _parametrized(LOSSES)
+every_layout = _parametrized((*LOSSES, *LAYOUTS))
+every_array = _parametrized((*LOSSES, LAYOUTS[1]))  # but for tiles: all layouts that store the logits
+
+# Decorator of a test that takes `implementation`; without it, both are quick.
+reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)
 
 
 # ------------------------------------------------------------------------------------------------------ problems
