@@ -9,7 +9,14 @@ import pytest
 
 import losses
 from jax_rnnt import (
-    AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, RNNTLoss, prune_inputs, prune_ranges
+    AdditiveLogits,
+    BandLogits,
+    JointLogits,
+    LinearJoint,
+    PackedLogits,
+    RNNTLoss,
+    prune_inputs,
+    prune_ranges,
 )
 
 NAMES = "array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits"

@@ -1,8 +1,6 @@
 """Does the same input give the same bits in every call, with any number of threads?"""
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,6 +9,7 @@ import pytest
 
 import jax_rnnt
 import losses
+from programs import run
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -49,12 +48,7 @@ def test_number_of_threads(kernel):
     """With one, two and all cores: XLA takes one thread per core of the process."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores and Linux")
-    outputs = set()
-    for count in {1, 2, len(os.sched_getaffinity(0))}:
-        command = [sys.executable, "-c", PROGRAM, str(count)]
-        done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        outputs.add(done.stdout)
+    outputs = {run(PROGRAM, count) for count in {1, 2, len(os.sched_getaffinity(0))}}
     assert len(outputs) == 1, outputs
 
 
@@ -71,7 +65,7 @@ def test_calls_from_many_threads(kernel):
 def test_devices_at_once(kernel, devices):
     """Eight devices share one pool of threads; none waits for another."""
     loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
-    run = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
-    expected, *others = [run(*jax.device_put(problem(), device)) for device in devices]
+    gradient = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
+    expected, *others = [gradient(*jax.device_put(problem(), device)) for device in devices]
     for got in others:
         assert_same(got, expected)

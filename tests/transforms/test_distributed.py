@@ -1,12 +1,11 @@
 """Do two processes under jax.distributed compute the same step as one?"""
 
 import socket
-import subprocess
-import sys
 
 import pytest
 
 import losses
+from programs import start
 
 PROGRAM = """
 import os, sys
@@ -54,10 +53,9 @@ def test_two_processes(kernel):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    options = dict(cwd=losses.HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    processes = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(i), port], **options) for i in range(2)]
+    processes = [start(PROGRAM, i, port) for i in range(2)]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = ["".join(process.communicate(timeout=240)) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -310,7 +310,8 @@ def test_other_dimensions_on_the_reference(devices, axis, kind):
 
 
 def joint_mean(weight, encoder, predictor, *rest, chunk=32):
-    return jax_rnnt.RNNTLoss(implementation="kernel")(JointLogits(LinearJoint(weight), encoder, predictor, chunk), *rest)
+    logits = JointLogits(LinearJoint(weight), encoder, predictor, chunk)
+    return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
 
 
 @pytest.mark.parametrize("way", ["auto", losses.slow("explicit"), "shard_map"])
