@@ -150,25 +150,6 @@ def test_where_no_class_is_left():
     assert all(np.isfinite(g).all() and not np.any(g[np.array([0, 4, 5])]) for g in gradients)
 
 
-def test_second_derivatives():
-    """The Hessian of the loss, where exponentials underflow: of float64 by differences of the dense gradient."""
-    am, lm, p = scores(2.0, np.float64)
-    am, lm, p = am[:1], lm[:1], p.take(slice(1))
-    am[..., 1] += 500
-    lm[..., 2] += 500
-    step = np.random.default_rng(0).normal(size=am.shape)
-    loss = jax_rnnt.RNNTLoss(implementation="reference")
-
-    def slope(am, lm, rest):
-        call = lambda am, lm: loss(AdditiveLogits(am, lm), *rest)
-        return jax.jvp(lambda am: jax.grad(call, (0, 1))(am, lm), (am,), (step,))[1]
-
-    got = jax.jit(slope)(am, lm, p[1:])
-    up, down = (of_sum(am + h * step, lm, p)[1:] for h in (STEP, -STEP))
-    for a, b, c in zip(got, up, down, strict=True):
-        np.testing.assert_allclose(a, (b - c) / (2 * STEP), atol=1e-6)
-
-
 def mixed(B):
     """Arrays of ordinary sequences and of such whose exponentials underflow, in turns."""
     am, lm, p = scores(2.0, B=B)
