@@ -86,7 +86,14 @@ def test_simple_loss_forms_no_logits(kernel):
 
 def test_extra_memory_is_a_few_planes(kernel):
     """The loss alone, and the gradient with a buffer of its own: no float32 copy of half-precision logits either."""
-    apart = jax.value_and_grad(jax_rnnt.RNNTLoss(implementation=kernel, inplace=False).__call__)
+    within, apart = (
+        jax.value_and_grad(jax_rnnt.RNNTLoss(implementation=kernel, inplace=inplace).__call__)
+        for inplace in (True, False)
+    )
+    for step, aliased in ((within, True), (apart, False)):
+        text = jax.jit(step).lower(ARRAY, *REST).compile().as_text()
+        (call,) = (line for line in text.splitlines() if 'custom_call_target="jax_rnnt_softmax_emission_bwd"' in line)
+        assert aliased == ("output_to_operand_aliasing" in call)
     limit = 4 * PLANE + 65536
     assert temporaries(jax_rnnt.RNNTLoss(implementation=kernel), ARRAY, *REST) <= limit
     assert temporaries(apart, ARRAY, *REST) <= limit
