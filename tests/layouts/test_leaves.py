@@ -137,9 +137,9 @@ def test_operands_of_a_step(implementation, risk_loss):
     def posterior(risk):
         out = np.zeros(risk.shape)
         for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths, strict=True)):
-            topology, arcs = losses.RNNT.lattice(p.logits[b, :n, : m + 1], p.targets[b, :m])
+            arcs, _ = truth.softmax_emission(p.logits[b, :n, : m + 1], np.append(p.targets[b, :m], -1), blank=V - 1)
             arcs["label"] = arcs["label"] - risk[b, :n, : m + 1]
-            out[b, :n, : m + 1] = truth.posteriors(topology, arcs, n, m)[1]["label"]
+            out[b, :n, : m + 1] = truth.posteriors(truth.STANDARD, arcs, n, m)[1]["label"]
         return out
 
     wanted = np.stack([posterior(x) for x in risk]) * WEIGHTS[:, None, None]

@@ -91,15 +91,21 @@ PARTITIONS = {
 @KINDS
 @pytest.mark.parametrize("case", PARTITIONS)
 def test_other_partitions_of_the_batch(implementation, devices, kind, case):
-    """`align` and the gradient of the latency have no kernel."""
     p, expected = batch_of()
     specs, shape = PARTITIONS[case]
-    loss = jax_rnnt.RNNTLoss(implementation=None if implementation == "kernel" else implementation)
     with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
-        placed = place(p, mesh, *specs)
-        run(call(losses.RNNT, implementation), placed, losses.RNNT, expected, implementation)
-        found = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))(*placed)
-    for a, b in zip(found, (loss.align(*p).frames, jax.grad(loss.latency)(*p)), strict=True):
+        run(call(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
+
+
+@pytest.mark.parametrize("implementation", [None, losses.slow("reference")])
+@KINDS
+def test_methods_where_all_but_the_logits_is_replicated(implementation, devices, kind):
+    """`align` and the gradient of the latency have no kernel."""
+    p, loss = batch_of()[0], jax_rnnt.RNNTLoss(implementation=implementation)
+    methods = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))
+    with mesh_of(devices, kind) as mesh:
+        found = methods(*place(p, mesh, *PARTITIONS["all_but_the_logits_replicated"][0]))
+    for a, b in zip(found, methods(*p), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
