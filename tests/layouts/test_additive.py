@@ -13,7 +13,7 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits
-from jax_rnnt.emissions import sums
+from jax_rnnt.layouts import _additive_sums as sums
 from meshes import mesh_of
 from slopes import STEP, WEIGHTS, assert_slopes, heads, small
 

@@ -17,7 +17,7 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import JointLogits, LinearJoint
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 from layouts import (
     CHUNK,
     JOINTS,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import losses
 from jax_rnnt import JointLogits
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 from layouts import CHUNK, H, Network, V, assert_close, closure, linear, materialized, step_of_logits, tiles
 from meshes import mesh_of
 

@@ -12,7 +12,7 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
-from jax_rnnt.lattices.viterbi import best_path
+from jax_rnnt.lattices._viterbi import best_path
 from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
 from vectors import LABELS, LENGTHS, X
 

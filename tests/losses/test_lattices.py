@@ -11,7 +11,7 @@ import pytest
 import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
-from jax_rnnt.lattices import lattice
+from jax_rnnt.lattices import _lattice as lattice
 from topologies import EVERY, SHAPE, TOPOLOGIES, T, U, arcs_of
 
 

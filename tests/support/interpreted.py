@@ -8,8 +8,8 @@ import functools
 from jax.interpreters import mlir
 
 from jax_rnnt._xla import loading
-from jax_rnnt.emissions import softmax
-from jax_rnnt.lattices import lattice
+from jax_rnnt.emissions import _softmax as softmax
+from jax_rnnt.lattices import _lattice as lattice
 
 KERNELS = (softmax._forward_kernel, softmax._backward_kernel, lattice._loss_kernel, lattice._grad_kernel)
 

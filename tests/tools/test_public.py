@@ -318,7 +318,7 @@ def test_all_dataclasses_are_frozen():
     modules = [vars(x) for name, x in sys.modules.items() if name.split(".")[0] == "jax_rnnt"]
     found = {x for names in modules for x in names.values() if isinstance(x, type) and dataclasses.is_dataclass(x)}
     classes = {x for x in found if re.match(r"jax_rnnt\b(?!\.flax)", x.__module__)}  # modules of Flax are not frozen
-    assert {jax_rnnt.RNNTLoss, jax_rnnt.seam.UnderNormalize} <= classes
+    assert {jax_rnnt.RNNTLoss, jax_rnnt.losses._adjustments.UnderNormalize} <= classes
     assert [x for x in classes if not x.__dataclass_params__.frozen] == []
 
 
