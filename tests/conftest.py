@@ -66,23 +66,6 @@ def require_kernel():
     (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
 
 
-# Old marks, until no test has one: `family`, `rare`, and `loss` without parameters. Delete to the next comment of ---.
-OLD = {"layouts": losses.every_layout, "band": losses.every_array, "reference": losses.every, "slow": losses.every}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc):
-    if mark := metafunc.definition.get_closest_marker("family"):
-        both = "implementation" in metafunc.fixturenames
-        kind = next((OLD[x] for x in OLD if x in mark.args), losses.every_kernel)
-        metafunc.definition.add_marker(kind if both else losses.every)
-
-
-@pytest.fixture
-def loss():
-    return losses.RNNT
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """--part leaves others out."""
@@ -95,13 +78,6 @@ def pytest_collection_modifyitems(config, items):
             mine[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
         items[:] = mine[True]
         config.hook.pytest_deselected(items=mine[False])
-    for item in items:  # the old mark `rare`
-        case = {*getattr(getattr(item, "callspec", None), "id", "").split("-")}
-        if any({*words.split("-")} <= case for mark in item.iter_markers("rare") for words in mark.args):
-            item.add_marker(pytest.mark.slow)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["kernel", "reference"])

@@ -1,8 +1,7 @@
 """Does the library hold under load and faults: threads, forks, exits, kills, no memory, and JAX's strict settings?"""
 
 import contextlib
-import os
-import pathlib
+import itertools
 import socket
 import subprocess
 import sys
@@ -15,25 +14,7 @@ import pytest
 
 import losses
 import reference_numpy as truth
-
-ROOT = losses.ROOT
-
-
-def run(program, *arguments, timeout=300):
-    """Standard output of a program that must end well, its text or its file, in a process of its own."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": search_path()}
-    done = subprocess.run(
-        [sys.executable, *([program] if isinstance(program, pathlib.Path) else ["-c", program]), *map(str, arguments)],
-        cwd=losses.HERE, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def search_path():
-    """For processes in this folder that must import the same package and the tests' modules."""
-    return os.pathsep.join([str(losses.HERE), *filter(None, sys.path)])
-
+from programs import run, start
 
 # -------------------------------------------------------------------------------------------------- JAX's settings
 
@@ -48,11 +29,17 @@ SETTINGS = {
 }
 
 
-@pytest.mark.rare(
-    "reference", "disable_jit", "rank_promotion", "dtype_promotion"
-)  # the whole suite runs with strict promotion
-@pytest.mark.family("reference", "slow")
-@pytest.mark.parametrize("setting", SETTINGS)
+def strict_cases():
+    """The whole suite runs with strict promotion. Without jit nothing is fast."""
+    slow = {"disable_jit", "rank_promotion", "dtype_promotion"}
+    for setting in SETTINGS:
+        for loss, implementation in itertools.product(losses.LOSSES, ("kernel", "reference")):
+            case = loss, implementation, setting
+            often = loss is losses.RNNT and implementation == "kernel" and setting not in slow
+            yield case if often else losses.slow(*case)
+
+
+@pytest.mark.parametrize(("loss", "implementation", "setting"), [*strict_cases()], ids=str, indirect=["implementation"])
 def test_strict_settings(loss, implementation, setting):
     """Value and gradient are right under each of JAX's settings that look for mistakes."""
     if setting == "disable_jit" and losses.interpreted():
@@ -97,7 +84,7 @@ print(float(jax.jit(jax_rnnt.rnnt_loss)(*arguments)))
 # ---------------------------------------------------------------------------------------------- threads, processes
 
 
-@pytest.mark.rare("reference")
+@losses.reference_slow
 def test_32_threads(implementation):
     """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
     p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
@@ -156,7 +143,7 @@ def value(scale):
 
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        print(*pool.map(value, [0, 1]))
+        print("values", *pool.map(value, [0, 1]))
 """
 
 
@@ -164,9 +151,8 @@ if __name__ == "__main__":
 def test_spawn_after_use(tmp_path):
     """Spawned workers call JAX, while their parent holds a backend."""
     (tmp_path / "program.py").write_text(SPAWN)
-    out = run(tmp_path / "program.py").split()
-    assert len(out) >= 4, out  # two values, after those of the parent and of each worker on its way to the guard
-    assert [float(x) for x in out] == pytest.approx([np.log(4)] * len(out), rel=1e-6)
+    values = run(tmp_path / "program.py").split("values")[1].split()
+    assert [float(x) for x in values] == pytest.approx([np.log(4)] * 2, rel=1e-6)
 
 
 # A thread in Python's hands, a daemon that calls, is no test: Python before 3.14 ends it inside JAX's bindings, which
@@ -307,14 +293,7 @@ def train(folder, kill_at=-1):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": search_path()}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(i), str(port), str(folder), str(kill_at)],
-            cwd=losses.HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
+    processes = [start(TRAIN, i, port, folder, kill_at) for i in range(2)]
     try:
         _, error = processes[1].communicate(timeout=240)
         assert processes[1].returncode == (-9 if kill_at >= 0 else 0), error

@@ -18,7 +18,9 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import __main__, _bench, _checks, _installation, _selftest, lattices
-from jax_rnnt._xla import loading, primitive
+from jax_rnnt._xla import loading
+from losses import slow
+from programs import environment, run
 
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
 SCRIPT = """
@@ -42,13 +44,7 @@ def copy_without_kernels(folder):
 
 def warning_of(folder):
     """The warning of an import of the package in this folder."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(folder / "script.py")]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    return run(folder / "script.py", cwd=folder, env=environment(PYTHONPATH=str(folder))).strip()
 
 
 def install(folder, origin, **missing):
@@ -72,17 +68,15 @@ def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
     assert warning_of(tmp_path) == f"{tmp_path / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
 
 
-@pytest.mark.rare("folder", "editable", "git")
 @pytest.mark.parametrize(
     ("origin", "source"),
     [
-        ({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
-        ({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
-        ({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
+        slow({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
+        slow({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
+        slow({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
         ({"url": "file:///tmp/jax_rnnt-1-py3-none-any.whl", "archive_info": {}}, "--no-binary jax_rnnt jax_rnnt"),
         (None, "--no-binary jax_rnnt jax_rnnt"),
     ],
-    ids=["folder", "editable", "git", "wheel", "index"],
 )
 def test_built_without_a_compiler(tmp_path, origin, source):
     copy_without_kernels(tmp_path)
@@ -107,14 +101,12 @@ assert "cpu" not in jax_rnnt._xla.loading.KERNELS
 """
 
 
-@pytest.mark.rare("older source")
 @pytest.mark.parametrize(
     ("api", "reason"),
     [
         ("(0, 99)", r"built for XLA FFI \(0, 99\), newer than this jaxlib's \(0, \d\): update jax, or run `pip"),
-        ("(0, 1)", "built from an older source: run `pip"),
+        slow("(0, 1)", "built from an older source: run `pip"),
     ],
-    ids=["newer headers", "older source"],
 )
 def test_build_that_does_not_fit(tmp_path, api, reason):
     """One warning names cause and cure, and neither JAX nor the reference is harmed."""
@@ -175,19 +167,21 @@ def test_note_of_this_build(kernel):
         assert not _build.MISSING[platform] and _build.COMPILERS[platform].strip()
 
 
-def test_lowering_warns_in_the_callers_line(monkeypatch):
-    import jax
-
-    p = losses.problem()
-    monkeypatch.setattr(loading, "MISSING", {})
-    primitive._warn_reference.cache_clear()
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in p]
-    with pytest.warns(RuntimeWarning, match="platform rocm") as seen:
-        jax.jit(losses.RNNT.function).trace(*shapes).lower(lowering_platforms=("rocm",))
-    assert {w.filename for w in seen if "platform rocm" in str(w.message)} == {__file__}
-
-
 # ---------------------------------------------------------------------------------------------------------- selftest
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Another platform with other kernels, which are right."""
+
+    def change(kernels, platform, missing=None):
+        monkeypatch.setattr(loading, "KERNELS", {kernel: kernel for kernel in sorted(kernels)})
+        monkeypatch.setattr(loading, "MISSING", {missing: "a reason: a cure"} if missing else {})
+        monkeypatch.setattr(loading, "default_platform", lambda: platform)
+        monkeypatch.setattr(_selftest, "_device", lambda platform: platform)
+        monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
+
+    return change
 
 
 @pytest.mark.parametrize("require", ["cpu", ("tpu",), 1, ("cpu", None)])
@@ -211,15 +205,10 @@ def test_required_platforms_are_checked(require):
         ("tpu", "cpu", None, "cpu"),
     ],
 )
-def test_selftest_requires_kernels(monkeypatch, platform, missing, require, lacks):
+def test_selftest_requires_kernels(pretend, platform, missing, require, lacks):
     """Where kernels should exist but do not, it gives reason and cure; elsewhere it says that the reference runs."""
-    kernels = {"cpu": "cpu", "cuda": "cuda"}
-    del kernels[missing]
-    monkeypatch.setattr(loading, "KERNELS", kernels)
-    monkeypatch.setattr(loading, "MISSING", {missing: "a reason: a cure"})
-    monkeypatch.setattr(loading, "default_platform", lambda: platform)
-    monkeypatch.setattr(_selftest, "_device", lambda platform: platform)
-    monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
+    kernels = {"cpu", "cuda"} - {missing}
+    pretend(kernels, platform, missing)
     if lacks:
         with pytest.raises(RuntimeError, match=rf"required kernels are missing:\n{lacks} .*a reason: a cure"):
             jax_rnnt.selftest(require=require)
@@ -231,13 +220,10 @@ def test_selftest_requires_kernels(monkeypatch, platform, missing, require, lack
     assert {line.split()[0] for line in lines if line.endswith(" ran")} == ran
 
 
-def test_selftest_without_the_required_device(monkeypatch, capsys):
+def test_selftest_without_the_required_device(pretend, monkeypatch, capsys):
     """Kernels that are installed and cannot run are no success; unless required, a line says that they did not."""
-    monkeypatch.setattr(loading, "KERNELS", {"cpu": "cpu", "cuda": "cuda"})
-    monkeypatch.setattr(loading, "MISSING", {})
-    monkeypatch.setattr(loading, "default_platform", lambda: "cpu")
+    pretend({"cpu", "cuda"}, "cpu")
     monkeypatch.setattr(_selftest, "_device", lambda platform: platform if platform == "cpu" else None)
-    monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
     assert __main__.main(["selftest", "--require", "cpu,cuda"]) == 1
     assert "required kernels did not run:\ncuda  not run: JAX sees no such device" in capsys.readouterr().out
     for require in (None, ("cpu",), ()):
@@ -248,11 +234,12 @@ def test_selftest_without_the_required_device(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.01, np.nan])
-def test_wrong_kernel(monkeypatch, capsys, scale):
+def test_wrong_kernel(pretend, monkeypatch, capsys, scale):
     """The largest error decides; a wrong kernel is named, and the status is 1."""
-    monkeypatch.setattr(loading, "KERNELS", {"cpu": "cpu"})
-    monkeypatch.setattr(loading, "MISSING", {})
-    monkeypatch.setattr(loading, "default_platform", lambda: "cpu")
+    right = {name: getattr(_selftest, name) for name in ("_device", "_compare")}
+    pretend({"cpu"}, "cpu")
+    for name, function in right.items():
+        monkeypatch.setattr(_selftest, name, function)
     monkeypatch.setattr(_checks, "FLOATS", ("float32",))
     monkeypatch.setattr(_selftest, "EMISSIONS", {})
     monkeypatch.setattr(_selftest, "LATTICES", {"standard": (lattices.STANDARD, False)})
@@ -279,10 +266,8 @@ def test_platform_of_the_selftest(monkeypatch):
 
 def test_info_of_the_module_as_a_program(kernel):
     """`python -m jax_rnnt info`: versions, device, instruction set, and why other kernels are missing."""
-    command = [sys.executable, "-m", "jax_rnnt", "info"]
-    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=300, check=False)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
+    lines = run("import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('jax_rnnt', run_name='__main__')")
+    lines = lines.splitlines()
     assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
     assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
 
@@ -326,9 +311,9 @@ def test_platforms_of_the_selftest(monkeypatch, text, platforms):
     assert seen == [platforms]
 
 
-@pytest.mark.rare("rnnt", "multiblank")
 @pytest.mark.parametrize(
-    ("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), ("multiblank", "float32", 9)]
+    ("loss", "dtype", "classes"),
+    [slow("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), slow("multiblank", "float32", 9)],
 )
 def test_bench(capsys, monkeypatch, loss, dtype, classes):
     """A row for each implementation, with figures that fit the shape."""

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
 LARGE = (33, 256, 64, 4096)
 
 
-@pytest.mark.parametrize(("B", "T", "U", "V"), [(3, 16, 4, 40), pytest.param(*LARGE, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("B", "T", "U", "V"), [(3, 16, 4, 40), losses.slow(*LARGE)], ids=str)
 def test_more_than_2_to_the_31_logits(kernel, B, T, U, V):
     """Value and gradient, in place, have the bits that each sequence has alone."""
     large = LARGE == (B, T, U, V)
@@ -39,7 +39,7 @@ def test_more_than_2_to_the_31_logits(kernel, B, T, U, V):
         logits[b] = one(b)
 
     def loss(*p):
-        values = jax_rnnt.rnnt_loss(*p, implementation=kernel, reduction="none")
+        values = jax_rnnt.RNNTLoss(implementation=kernel, reduction="none")(*p)
         return values.sum(), values
 
     step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=0)

@@ -20,6 +20,7 @@ import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
 from jax_rnnt.lattices import _pallas as pallas
+from losses import slow
 from meshes import mesh_of
 
 pytestmark = pytest.mark.skipif(
@@ -59,14 +60,10 @@ TABLES = {
 }
 
 
-def some(*slow):
-    return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in TABLES.items()]
-
-
-@pytest.mark.rare("durations")
-@pytest.mark.parametrize("topology", some("monotonic"))
-def test_several_groups_and_unrolled_steps(topology):
+@pytest.mark.parametrize("name", ["standard", slow("monotonic"), slow("durations")])
+def test_several_groups_and_unrolled_steps(name):
     """Ten sequences are two groups with padding: without frames, labels, a path, and with forbidden arcs."""
+    topology = TABLES[name]
     arcs = arcs_of([arc.slot for arc in topology[0]], (10, 9, 5), np.float64)
     label = arcs[topology[0][-1].slot]
     label[np.random.default_rng(1).random(label.shape) < 0.2] = -np.inf
@@ -84,8 +81,7 @@ def test_without_blanks():
     check(topology, arcs, ((5, 4, 3), (3, 2, 0)), 1e-5, interpret=True)
 
 
-@pytest.mark.rare("True")
-@pytest.mark.parametrize("interpret", [True, "tpu"])
+@pytest.mark.parametrize("interpret", [slow(True), "tpu"])
 def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
     if interpret == "tpu" and not losses.interpreted():
@@ -96,7 +92,7 @@ def test_columns_beyond_a_block(interpret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", some())
+@pytest.mark.parametrize("topology", TABLES.values(), ids=TABLES)
 def test_long_lattices(topology):
     """The promise at T + U = 4000, of the arithmetic."""
     arcs = arcs_of([arc.slot for arc in topology[0]], (1, 3900, 101), np.float32)
@@ -155,7 +151,7 @@ def shapes(mesh=None, *axes, outer=()):
     return like(7, 5, 9, dtype=np.float32), like(4), like(), like()
 
 
-mean = functools.partial(jax_rnnt.rnnt_loss, implementation="kernel")
+mean = jax_rnnt.RNNTLoss(implementation="kernel").__call__
 step = jax.value_and_grad(mean)
 
 

@@ -12,11 +12,14 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import losses
 import reference_numpy as truth
+from jax_rnnt import AdditiveLogits
 from jax_rnnt.layouts import _additive_sums as sums
 from meshes import mesh_of
 from slopes import STEP, WEIGHTS, assert_slopes, heads, small
 
 LOWEST = float(np.finfo(np.float32).min)
+WAYS = pytest.mark.parametrize("way", [None, "reference"])  # matrix products have no kernel
+REFERENCE_SLOW = pytest.mark.parametrize("way", [None, losses.slow("reference")])
 
 
 def dense(am, lm):
@@ -37,19 +40,21 @@ def scores(scale, dtype=np.float32, B=4, seed=5):
     return am, lm, p
 
 
-def of_sum(am, lm, p, **options):
+def of_sum(am, lm, p, loss=losses.RNNT):
     """(losses [B], gradient of am, of lm) of the dense sum in float64."""
     logits = am[:, :, None].astype(np.float64) + lm[:, None].astype(np.float64)
-    values, gradient = truth.loss_and_gradient(logits, *p[1:], **options)
+    values, gradient = loss.expected(p._replace(logits=logits))
     return values, gradient.sum(2), gradient.sum(1)
 
 
 @functools.cache
-def compiled(implementation):
+def compiled(way, loss=losses.RNNT):
+    """(losses [B], gradient of am, of lm)"""
+
     @jax.jit
     def run(am, lm, *rest):
         def total(am, lm):
-            values = jax_rnnt.simple_rnnt_loss(am, lm, *rest, reduction="none", implementation=implementation)
+            values = loss.value(reduction="none", implementation=way)(AdditiveLogits(am, lm), *rest)
             return values.sum(), values
 
         gradients, values = jax.grad(total, (0, 1), has_aux=True)(am, lm)
@@ -58,39 +63,27 @@ def compiled(implementation):
     return run
 
 
-ways = pytest.mark.parametrize("way", [None, "reference"])
+OTHERS = losses.slow(None, losses.MONOTONIC), losses.slow(None, losses.CONSTRAINED)
 
 
-@ways
+@pytest.mark.parametrize(("way", "loss"), [(None, losses.RNNT), ("reference", losses.RNNT), *OTHERS], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_scores_of_any_size(way, dtype):
+def test_scores_of_any_size(way, loss, dtype):
     """Value and gradient are those of the dense sum; float64 exponentials underflow as well, from 700 on."""
     for scale in (1, 50, 100, 1e3, 1e4):
         am, lm, p = scores(scale, dtype)
-        got, wanted = compiled(way)(am, lm, *p[1:]), of_sum(am, lm, p)
-        # Arcs are rounded: at 1e4 to 5e-4 in float32. Paths add up to 11 of them.
-        limit = max(losses.tolerance(dtype, 11), 11 * scale * losses.eps(dtype))
+        got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
+        # Arcs are rounded: at 1e4 to 5e-4 in float32. Paths add up to 11 of them, or of pairs.
+        length = 22 if loss is losses.CONSTRAINED else 11
+        limit = max(losses.tolerance(dtype, length), length * scale * losses.eps(dtype))
         np.testing.assert_allclose(got[0], wanted[0], rtol=16 * losses.eps(dtype), err_msg=f"{scale}")
         for a, b in zip(got[1:], wanted[1:], strict=True):
             np.testing.assert_allclose(a, b, atol=limit, err_msg=f"{scale}")
     for scale in (1e7, 1e9, 1e20, 1e30) if dtype == np.float32 else ():  # where rounding hides all differences
         am, lm, p = scores(scale, dtype)
-        got, wanted = compiled(way)(am, lm, *p[1:]), of_sum(am, lm, p)
+        got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
         np.testing.assert_allclose(got[0], wanted[0], rtol=16 * losses.eps(dtype), err_msg=f"{scale}")
         assert all(np.isfinite(x).all() for x in got[1:]), scale
-
-
-@pytest.mark.rare("reference")
-@ways
-@pytest.mark.parametrize("topology", ["monotonic", "constrained"])
-def test_other_lattices(way, topology):
-    am, lm, p = scores(300.0)
-    options = {
-        "monotonic": {"topology": truth.MONOTONIC},
-        "constrained": {"topology": truth.MONOTONIC, "emission": truth.constrained_emission},
-    }[topology]
-    got = jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], topology=topology, reduction="none", implementation=way)
-    np.testing.assert_allclose(got, of_sum(am, lm, p, **options)[0], rtol=2e-6)
 
 
 CASES = {
@@ -106,126 +99,102 @@ CASES = {
 }
 
 
+def log_probability(am, lm):
+    """log_softmax(am + lm)[..., 4] by the sums of the library, [..., T, U1]."""
+    peak, rest = sums.log_total(am, lm)
+    peaks = sums.row_peak(am), jnp.swapaxes(sums.row_peak(lm), -1, -2)
+    score, error = sums.score(am[..., 4, None], peaks[0], lm[..., 4][..., None, :], peaks[1])
+    return (score - peak) + (error - rest)
+
+
+@jax.jit
+def derivatives(am, lm, cotangent, step):
+    """Value, gradients, tangent along a step of am, and second derivatives in three orders."""
+    value, pullback = jax.vjp(log_probability, am, lm)
+    tangent = jax.jvp(lambda am: log_probability(am, lm), (am,), (step,))[1]
+    product = jax.jvp(lambda am: jax.vjp(log_probability, am, lm)[1](cotangent), (am,), (step,))[1]
+    twice = jax.grad(lambda lm: jnp.sum(jax.vjp(log_probability, am, lm)[1](cotangent)[0] * step))(lm)
+    return value, *pullback(cotangent), tangent, *product, twice
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_sums(case):
-    """log-probabilities, their gradient and second derivatives, in float32, where products of exponentials are 0."""
+    """log-probabilities and derivatives in float32, where products of exponentials are 0."""
     am, lm, _ = scores(2.0)
     same = "no mask" if case == "lowest float" else case  # a mask of every class of a node cancels
     (am, lm), plain = (CASES[name](jnp.asarray(am), jnp.asarray(lm)) for name in (case, same))
     lse, p = dense(*plain)
     rng = np.random.default_rng(0)
     cotangent, step = rng.normal(size=lse.shape).astype(np.float32), rng.normal(size=am.shape).astype(np.float32)
-
-    def log_probability(am, lm):
-        peak, rest = sums.log_total(am, lm)
-        peaks = sums.row_peak(am), jnp.swapaxes(sums.row_peak(lm), -1, -2)
-        score, error = sums.score(am[..., 4, None], peaks[0], lm[..., 4][..., None, :], peaks[1])
-        return (score - peak) + (error - rest)
-
-    @jax.jit
-    def run(am, lm):
-        value, pullback = jax.vjp(log_probability, am, lm)
-        tangent = jax.jvp(lambda am: log_probability(am, lm), (am,), (step,))[1]
-        product = jax.jvp(lambda am: jax.vjp(log_probability, am, lm)[1](cotangent), (am,), (step,))[1]
-        twice = jax.grad(lambda lm: jnp.sum(jax.vjp(log_probability, am, lm)[1](cotangent)[0] * step))(lm)
-        return value, *pullback(cotangent), tangent, *product, twice
-
-    value, to_am, to_lm, tangent, again_am, again_lm, twice = run(am, lm)
     of_am, of_lm = (np.float64(x[..., 4]) for x in plain)
     score = of_am[..., None] + of_lm[..., None, :]
     wanted = np.where(np.isneginf(score), -np.inf, score - np.where(np.isneginf(lse), 0, lse))
+    value, *got = derivatives(am, lm, cotangent, step)
     np.testing.assert_allclose(value, np.where(wanted < LOWEST, -np.inf, wanted), rtol=2e-7, atol=2e-6)
-    change = (np.arange(9) == 4) - p
-    weighted = change * cotangent[..., None]
-    np.testing.assert_allclose(to_am, weighted.sum(2), atol=1e-5)
-    np.testing.assert_allclose(to_lm, weighted.sum(1), atol=1e-5)
-    along = step[..., :, None, :]
-    np.testing.assert_allclose(tangent, (change * along).sum(-1), atol=1e-5)
+    change, along = (np.arange(9) == 4) - p, step[..., :, None, :]
+    first = change * cotangent[..., None]
     second = -p * (along - (p * along).sum(-1, keepdims=True)) * cotangent[..., None]
-    np.testing.assert_allclose(again_am, second.sum(2), atol=1e-5)
-    np.testing.assert_allclose(again_lm, second.sum(1), atol=1e-5)
-    np.testing.assert_allclose(twice, second.sum(1), atol=1e-5)
+    expected = first.sum(2), first.sum(1), (change * along).sum(-1), second.sum(2), second.sum(1), second.sum(1)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_where_no_class_is_left():
-    """A node without a possible class has no arc: loss +inf and gradient 0, as of the sum."""
-    am, lm, p = scores(1.0)
+    """A node without a possible class has no arc: loss +inf and gradient 0, as of the sum. So have no frames."""
+    am, lm, p = scores(1.0, B=6)
+    p = p._replace(logit_lengths=np.array([7, 7, 7, 5, 0, 0]), target_lengths=np.array([4, 4, 2, 0, 0, 1]))
     am[..., 3:], lm[0, :, :3], lm[1, 1, :3] = -np.inf, -np.inf, -np.inf
     values, *gradients = compiled(None)(am, lm, *p[1:])
     np.testing.assert_allclose(values, of_sum(am, lm, p)[0], rtol=1e-6)
-    assert np.isposinf(values[0]) and not any(np.any(g[0]) or np.isnan(g).any() for g in gradients)
+    assert np.isposinf(values[0]) and values[4] == 0
+    assert all(np.isfinite(g).all() and not np.any(g[np.array([0, 4, 5])]) for g in gradients)
 
 
-def test_second_derivatives():
-    """The Hessian of the loss, where exponentials underflow: of float64 by differences of the dense gradient."""
-    am, lm, p = scores(2.0, np.float64)
-    am, lm, p = am[:1], lm[:1], p.take(slice(1))
-    am[..., 1] += 500
-    lm[..., 2] += 500
-    step = np.random.default_rng(0).normal(size=am.shape)
-
-    def slope(am, lm, rest):
-        call = lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, *rest, implementation="reference")
-        return jax.jvp(lambda am: jax.grad(call, (0, 1))(am, lm), (am,), (step,))[1]
-
-    got = jax.jit(slope)(am, lm, p[1:])
-    up, down = (of_sum(am + h * step, lm, p)[1:] for h in (STEP, -STEP))
-    for a, b, c in zip(got, up, down, strict=True):
-        np.testing.assert_allclose(a, (b - c) / (2 * STEP), atol=1e-6)
-
-
-def mixed(B=16):
-    """Ordinary sequences and such whose exponentials underflow, in turns."""
-    p = losses.problem(B)
-    am, lm, _ = scores(2.0, B=B)
+def mixed(B):
+    """Arrays of ordinary sequences and of such whose exponentials underflow, in turns."""
+    am, lm, p = scores(2.0, B=B)
     am[1::2, :, 1] += 300
     lm[1::2, :, 2] += 300
-    return am, lm, p
+    return am, lm, *p[1:]
 
 
 def test_no_sequence_changes_another():
     """An ordinary sequence has the same bits alone, beside others, and under vmap."""
-    am, lm, p = mixed(4)
-    together = compiled(None)(am, lm, *p[1:])
-    ordinary = compiled(None)(*(np.repeat(x[::2], 2, 0) for x in (am, lm, *p[1:])))
-    mapped = jax.vmap(compiled(None))(*(x.reshape(2, 2, *x.shape[1:]) for x in (am, lm, *p[1:])))
+    arrays = mixed(4)
+    together = compiled(None)(*arrays)
+    ordinary = compiled(None)(*(np.repeat(x[::2], 2, 0) for x in arrays))
+    mapped = jax.vmap(compiled(None))(*(x.reshape(2, 2, *x.shape[1:]) for x in arrays))
     for a, b, c in zip(together, ordinary, mapped, strict=True):
         losses.assert_same_bits(np.asarray(a)[::2], np.asarray(b)[::2])
         losses.assert_same_bits(a, np.asarray(c).reshape(a.shape))
 
 
 MESHES = {
-    "auto": ("auto", (8,), ("data",), 1),
-    "explicit": ("explicit", (8,), ("data",), 1),
-    "auto_of_two_axes": ("auto", (4, 2), ("data", "model"), 1),
-    "two_batch_dimensions": ("auto", (8,), ("data",), 2),
+    "auto": ("auto", (8,), ("data",), (16,)),
+    "explicit": ("explicit", (8,), ("data",), (16,)),
+    "auto_of_two_axes": ("auto", (4, 2), ("data", "model"), (16,)),
+    "two_batch_dimensions": ("auto", (8,), ("data",), (8, 2)),
 }
 
 
-@pytest.mark.rare("explicit", "two_batch_dimensions")
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", ["auto", "auto_of_two_axes", *map(losses.slow, ("explicit", "two_batch_dimensions"))])
 def test_sharded_over_the_batch(kind, devices):
     """No device waits for another, though some need the loop over classes and others do not."""
-    kind, shape, names, dimensions = MESHES[kind]
-    arrays = [x.reshape(*(8, 2)[:dimensions], *x.shape[1:]) if dimensions == 2 else x for x in flat(mixed())]
+    kind, shape, names, batch = MESHES[kind]
+    arrays = [x.reshape(*batch, *x.shape[1:]) for x in mixed(16)]
     expected = compiled(None)(*arrays)
     with mesh_of(devices, kind, shape, names) as mesh:
-        placed = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
+        placed = jax.device_put(arrays, NamedSharding(mesh, P("data")))
         program = compiled(None).lower(*placed).compile()
         assert not losses.collectives(program.as_text())
         for got, wanted in zip(program(*placed), expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-5)
 
 
-def flat(problem):
-    am, lm, p = problem
-    return am, lm, *p[1:]
-
-
 # -------------------------------------------------------------------------------------------------------- smoothing
 
 
-def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None):
+def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None, penalty=0.0):
     """Losses [B] of the formula in the docstring of `AdditiveLogits`, in the log domain, dense, in float64."""
     am, lm = np.float64(am), np.float64(lm)
     out = np.zeros(len(p.logit_lengths))
@@ -239,7 +208,7 @@ def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None):
         arcs = sum(w * np.where(np.isneginf(x), -np.inf if w else 0, np.where(np.isneginf(x), 0, x)) for w, x in terms)
         label = np.full((n, m + 1), -np.inf)
         for u in range(m):
-            label[:, u] = arcs[:, u, p.targets[b, u]]
+            label[:, u] = arcs[:, u, p.targets[b, u]] + penalty * ((n - 1) / 2 - np.arange(n))
         out[b] = -truth.log_likelihood(truth.STANDARD, {"blank": arcs[..., -1], "label": label}, n, m)
     return out
 
@@ -247,11 +216,9 @@ def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None):
 @functools.cache
 def smoothed(way):
     @jax.jit
-    def run(am, lm, lm_only, am_only, unigram, *rest):
-        return jax_rnnt.simple_rnnt_loss(
-            am, lm, *rest, lm_only_scale=lm_only, am_only_scale=am_only, unigram=unigram, reduction="none",
-            implementation=way,
-        )  # fmt: skip
+    def run(am, lm, lm_only, am_only, unigram, penalty, *rest):
+        loss = jax_rnnt.RNNTLoss(reduction="none", delay_penalty=penalty, implementation=way)
+        return loss(AdditiveLogits(am, lm, lm_only, am_only, unigram), *rest)
 
     return run
 
@@ -259,40 +226,55 @@ def smoothed(way):
 WEIGHTS_OF_SMOOTHING = ((0.0, 0.0), (0.2, 0.0), (0.0, 1.0), (1.0, 0.0), (0.6, 0.4), (-0.3, 0.5), (1.5, 0.25))
 
 
-@pytest.mark.rare("reference")
-@ways
+@REFERENCE_SLOW
 @pytest.mark.parametrize("own", [True, False], ids=["own_unigram", "unigram"])
 def test_slopes_at_every_weight(way, own):
     """Scales that are 0, that add up to 1, or lie outside [0, 1]; a unigram that is 0 at a class that no arc reads."""
     p, (am, lm) = small(), heads()
-    unigram = np.exp(np.random.default_rng(1).normal(size=(2, 6)))
+    unigram = np.exp(np.random.default_rng(1).normal(size=(2, 6)))  # any weights
     unread = [next(v for v in range(6) if v not in {5, *p.targets[b]}) for b in range(2)]
 
-    def total(am, lm, lm_only, am_only, *unigram):
-        values = smoothed(way)(am, lm, lm_only, am_only, *(unigram or [None]), *p[1:])
-        return jnp.sum(values * WEIGHTS)
+    def unpacked(am, lm, lm_only, am_only, penalty, unigram=None):
+        return am, lm, lm_only, am_only, unigram, penalty
 
-    gradient = jax.grad(total, tuple(range(4 if own else 5)))
-    traced = jax.jit(gradient)
+    def total(*leaves):
+        return jnp.sum(smoothed(way)(*unpacked(*leaves), *p[1:]) * WEIGHTS)
+
+    gradient = jax.grad(total, tuple(range(5 if own else 6)))
+    traced, along = jax.jit(gradient), lambda *leaves: smoothed_truth(p, *unpacked(*leaves)) @ WEIGHTS
     for scales in WEIGHTS_OF_SMOOTHING:
-        leaves = (am, lm, *map(np.asarray, scales)) + (() if own else (unigram,))
-        along = lambda *leaves: smoothed_truth(p, *leaves) @ WEIGHTS
+        leaves = (am, lm, *map(np.asarray, (*scales, 0.3))) + (() if own else (unigram,))
+        np.testing.assert_allclose(total(*leaves), along(*leaves), rtol=1e-12)
         assert_slopes(traced(*leaves), along, leaves)
     for a, b in zip(gradient(*map(jnp.asarray, leaves)), traced(*leaves), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
     if own:
         return
     unigram[range(2), unread] = 0
-    leaves = am, lm, np.array(0.2), np.array(0.3), unigram
+    leaves = am, lm, *map(np.asarray, (0.2, 0.3, 0.0)), unigram
     up = np.zeros_like(unigram)
     up[range(2), unread] = STEP  # a probability has no lower side
-    none, half, whole = (along(*leaves[:4], unigram + h * up) for h in (0, 0.5, 1))
-    got = np.sum(traced(*leaves)[4] * up)
+    none, half, whole = (along(*leaves[:5], unigram + h * up) for h in (0, 0.5, 1))
+    got = np.sum(traced(*leaves)[5] * up)
     np.testing.assert_allclose(got, 4 * half - whole - 3 * none, rtol=1e-6)
 
 
-@pytest.mark.rare("reference")
-@ways
+@WAYS
+def test_smoothing_of_k2(way):
+    """One unigram [V] of the whole batch, padding included, and the gradient flows through it."""
+    p, (am, lm) = small(), heads()
+    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=way)
+    call = lambda am, lm: loss(AdditiveLogits(am, lm, 0.25, 0.15, jax.nn.softmax(lm).mean((0, 1))), *p[1:])
+
+    def along(am, lm):
+        return smoothed_truth(p, am, lm, 0.25, 0.15, [np.exp(truth.log_softmax(lm)).mean((0, 1))] * 2)
+
+    np.testing.assert_allclose(jax.jit(call)(am, lm), along(am, lm), rtol=1e-12)
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sum(call(*x) * WEIGHTS), (0, 1)))
+    assert_slopes(gradient(am, lm), lambda *x: along(*x) @ WEIGHTS, (am, lm))
+
+
+@REFERENCE_SLOW
 def test_impossible_classes_of_smoothing(way):
     """A log-probability of -inf adds 0 at weight 0, and its weight then has no derivative there: 0."""
     p, (am, lm) = small(), heads()
@@ -301,20 +283,18 @@ def test_impossible_classes_of_smoothing(way):
     unigram[1, 5] = 0  # so is the blank of the second, in the prior
     for scales in ((0.0, 0.0), (0.0, 1.0), (0.0, 0.25), (0.25, 0.0)):
         leaves = (am, lm, *map(np.asarray, scales), unigram)
-        values = smoothed(way)(*leaves, *p[1:])
-        np.testing.assert_allclose(values, smoothed_truth(p, *leaves), rtol=1e-12)
-        gradients = jax.jit(jax.grad(lambda *x: jnp.sum(smoothed(way)(*x, *p[1:])), (0, 1, 2, 3, 4)))(*leaves)
+        run = lambda *x: smoothed(way)(*x, 0.0, *p[1:])
+        np.testing.assert_allclose(run(*leaves), smoothed_truth(p, *leaves), rtol=1e-12)
+        gradients = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x)), (0, 1, 2, 3, 4)))(*leaves)
         assert all(np.isfinite(g).all() for g in gradients), scales
     assert np.isposinf(smoothed_truth(p, am, lm, 0.25, 0.0, unigram)[0])
 
 
-@pytest.mark.rare("reference")
-@ways
+@REFERENCE_SLOW
 def test_smoothing_of_large_scores(way):
     """In float32, where softmax(lm) underflows; sums of the log-probabilities are rounded relative to their size."""
+    scales = np.float32(0.25), np.float32(0.15)
     for scale in (1.0, 100.0, 1e3, 1e4):
         am, lm, p = scores(scale, B=2)
-        p = p.take(slice(2))
-        values = smoothed(way)(am, lm, np.float32(0.25), np.float32(0.15), None, *p[1:])
-        wanted = smoothed_truth(p, am, lm, np.float32(0.25), np.float32(0.15))
-        np.testing.assert_allclose(values, wanted, rtol=2e-6, err_msg=f"{scale}")
+        values = smoothed(way)(am, lm, *scales, None, np.float32(0), *p[1:])
+        np.testing.assert_allclose(values, smoothed_truth(p, am, lm, *scales), rtol=2e-6, err_msg=f"{scale}")

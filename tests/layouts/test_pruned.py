@@ -1,4 +1,4 @@
-"""Is the simple loss that of am + lm, are the ranges k2's, and is the pruned loss that of its band?"""
+"""Are the ranges and the losses of pruned training k2's, and is the loss of a band that of its paths?"""
 
 import itertools
 import re
@@ -11,31 +11,14 @@ import pytest
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from topologies import BY_TOPOLOGY, FAMILY, IN_TRUTH, fused
+from jax_rnnt import AdditiveLogits, BandLogits
+from layouts import pruned_step, ranges
 from vectors import LABELS, LENGTHS
 
 EXACT = 1e-12
 t, u, v = np.arange(5)[:, None], np.arange(4)[:, None], np.arange(6)
 AM, LM = 2 * np.sin(1 + 3 * t + 7 * v), 2 * np.cos(2 + 5 * u + 3 * v)
-
-
-def ranges(lengths, width, planes, **options):
-    """`prune_ranges` for (T_b, U_b) and posteriors (of blanks, of labels)."""
-    names = "logit_lengths", "target_lengths", "blank_posteriors", "label_posteriors"
-    return jax_rnnt.prune_ranges(**dict(zip(names, (*lengths, *planes))), width=width, **options)
-
-
-def simple_problem(B=4, dtype=np.float64, scale=2.0):
-    """am, lm and the problem whose logits are their sum."""
-    p = losses.problem(B)
-    rng = np.random.default_rng(5)
-    am, lm = rng.normal(0, scale, (B, 7, 9)).astype(dtype), rng.normal(0, scale, (B, 5, 9)).astype(dtype)
-    return am, lm, p._replace(logits=am[:, :, None].astype(np.float64) + lm[:, None].astype(np.float64))
-
-
-def poisoned_heads(am, lm, p):
-    am = np.where(np.arange(7)[:, None] < p.logit_lengths[:, None, None], am, np.nan)
-    return am, np.where(np.arange(5)[:, None] <= p.target_lengths[:, None, None], lm, np.nan)
+UNIT_STEPS = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}
 
 
 # --------------------------------------------------------------------------------------------------------- vectors
@@ -43,18 +26,20 @@ def poisoned_heads(am, lm, p):
 
 def test_vectors_of_the_simple_loss():
     """fast_rnnt."""
-    call = lambda am, lm, **o: jax_rnnt.simple_rnnt_loss(am, lm, LABELS, *LENGTHS, blank=0, **o)
-    value, gradients = jax.value_and_grad(call, (0, 1))(AM, LM)
+
+    def call(am, *scales, loss=jax_rnnt.RNNTLoss, lm=LM, **options):
+        return loss(blank=0, **options)(AdditiveLogits(am, lm, *scales), LABELS, *LENGTHS)
+
+    value, gradients = jax.value_and_grad(lambda am, lm: call(am, lm=lm), (0, 1))(AM, LM)
     np.testing.assert_allclose(value, 13.946255752, rtol=1e-9)
     np.testing.assert_allclose([np.abs(g).sum() for g in gradients], [8.882651222, 8.983783374], rtol=1e-9)
-    np.testing.assert_allclose(call(AM, LM, topology="monotonic"), 8.533267626, rtol=1e-9)
-    np.testing.assert_allclose(call(AM, LM, delay_penalty=0.1), 13.874540574, rtol=1e-9)
+    np.testing.assert_allclose(call(AM, loss=jax_rnnt.MonotonicRNNTLoss), 8.533267626, rtol=1e-9)
+    np.testing.assert_allclose(call(AM, delay_penalty=0.1), 13.874540574, rtol=1e-9)
     for scales, expected, wanted in (
         ((0.1, 0.1), 13.875060464, 7.953364928),
         ((0.25, 0.15), 13.720407677, 6.609245613),
     ):
-        smoothed = lambda am, s=scales: call(am, LM, lm_only_scale=s[0], am_only_scale=s[1])
-        value, gradient = jax.value_and_grad(smoothed)(AM)
+        value, gradient = jax.value_and_grad(call)(AM, *scales)
         np.testing.assert_allclose(value, expected, rtol=1e-9)
         np.testing.assert_allclose(np.abs(gradient).sum(), wanted, rtol=1e-9)
 
@@ -70,218 +55,87 @@ RANGES = {  # width -> (first, pruned loss)
 }
 
 
-@pytest.mark.rare("reference")
+@losses.reference_slow
 @pytest.mark.parametrize("topology", RANGES)
 def test_vectors_of_ranges(implementation, topology):
     """fast_rnnt."""
-    call = lambda **o: jax_rnnt.simple_rnnt_loss(AM, LM, LABELS, *LENGTHS, blank=0, topology=topology, **o)
-    _, (blank, label) = call(return_posteriors=True)
+    kind = UNIT_STEPS[topology].kind
+    posteriors = kind(blank=0).posteriors(AdditiveLogits(AM, LM), LABELS, *LENGTHS)
     for width, (expected, value) in RANGES[topology].items():
-        first = ranges(LENGTHS, width, (blank, label), topology=topology)
+        first = ranges(LENGTHS, width, posteriors, topology=topology)
         assert first.dtype == jnp.int32 and first.tolist() == expected
         am, lm = jax_rnnt.prune_inputs(AM, LM, first, width)
-        got = jax_rnnt.pruned_rnnt_loss(
-            am + lm, first, LABELS, *LENGTHS, blank=0, topology=topology, implementation=implementation
-        )
+        got = kind(blank=0, implementation=implementation)(BandLogits(am + lm, first), LABELS, *LENGTHS)
         np.testing.assert_allclose(got, value, rtol=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------------ simple loss
+# ------------------------------------------------------------------------------------------------------------ bands
+
+BANDS = {
+    "narrow": [0, 0, 0, 1, 1, 2, 2],
+    "back": [0, 1, 0, 1, 2, 2, 2],
+    "far_back": [0, 1, 2, 0, 1, 2, 2],
+    "before_the_first_column": [-1, 0, 0, 1, 2, 2, 2],
+    "apart": [0, 3, 3, 3, 3, 3, 3],
+    "late_start": [1, 1, 1, 2, 2, 2, 2],
+    "early_end": [0, 0, 1, 1, 1, 1, 1],
+    "beyond_the_columns": [99] * 7,
+    "whole": [-2, 0, 0, 0, 0, 0, 0],
+}
 
 
-@pytest.mark.rare("monotonic", "constrained")
-@pytest.mark.parametrize("topology", FAMILY)
-def test_simple_is_the_loss_of_the_sum(topology):
-    am, lm, p = simple_problem()
-
-    def call(am, lm):
-        loss, posteriors = jax_rnnt.simple_rnnt_loss(
-            am, lm, *p[1:], reduction="none", topology=topology, return_posteriors=True
-        )
-        return loss.sum(), (loss, posteriors)
-
-    gradients, (values, posteriors) = jax.jit(jax.grad(call, (0, 1), has_aux=True))(*poisoned_heads(am, lm, p))
-    expected, gradient = truth.loss_and_gradient(*p, **IN_TRUTH[topology])
-    np.testing.assert_allclose(values, expected, rtol=EXACT)
-    np.testing.assert_allclose(gradients[0], gradient.sum(2), atol=EXACT)
-    np.testing.assert_allclose(gradients[1], gradient.sum(1), atol=EXACT)
-    whole = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}[topology]
-    for got, wanted in zip(posteriors, whole.value().posteriors(*p), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=EXACT)
-    reference = jax_rnnt.simple_rnnt_loss(
-        am, lm, *p[1:], topology=topology, reduction="none", implementation="reference"
-    )
-    np.testing.assert_allclose(reference, expected, rtol=EXACT)
-
-
-def smoothed_truth(am, lm, labels, lm_only, am_only, blank):
-    """Arcs of one sequence by the formula of Kuang et al., one element at a time."""
-    joint = truth.log_softmax(am[:, None] + lm[None])
-    lm_alone = truth.log_softmax(lm)
-    unigram = np.exp(lm_alone).mean(0)
-    am_alone = am + np.log(unigram) - np.log((np.exp(am) * unigram).sum(-1, keepdims=True))
-    mixed = (1 - lm_only - am_only) * joint + lm_only * lm_alone[None] + am_only * am_alone[:, None]
-    label = np.full(mixed.shape[:2], -np.inf)
-    for u, k in enumerate(labels):
-        label[:, u] = mixed[:, u, k]
-    return {"blank": mixed[..., blank], "label": label}
-
-
-def test_smoothing_of_a_batch():
-    """Each sequence has its own unigram, without its padding."""
-    am, lm, p = simple_problem()
-    values = jax_rnnt.simple_rnnt_loss(
-        *poisoned_heads(am, lm, p), *p[1:], reduction="none", lm_only_scale=0.25, am_only_scale=0.1
-    )
-    for b in range(4):
-        n, m = p.logit_lengths[b], p.target_lengths[b]
-        arcs = smoothed_truth(am[b, :n], lm[b, : m + 1], p.targets[b, :m], 0.25, 0.1, 8)
-        np.testing.assert_allclose(values[b], -truth.log_likelihood(truth.STANDARD, arcs, n, m), rtol=EXACT)
-
-
-def test_unigram_of_the_batch():
-    """k2's unigram, the mean over the batch, is given by the caller."""
-    am, lm, p = simple_problem()
-    unigram = np.exp(truth.log_softmax(lm)).mean((0, 1))
-    call = lambda **o: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], am_only_scale=0.2, reduction="none", **o)
-    np.testing.assert_allclose(call(unigram=unigram), call(unigram=np.tile(unigram, (4, 1))), rtol=EXACT)
-    assert not np.allclose(call(unigram=unigram), call())
-
-
-def test_simple_loss_slope():
-    am, lm, p = simple_problem(2)
-    options = {"lm_only_scale": 0.25, "am_only_scale": 0.1, "delay_penalty": 0.1}
-    call = jax.jit(lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], **options))
-    gradients = jax.grad(call, (0, 1))(am, lm)
-    rng = np.random.default_rng(0)
-    steps = rng.normal(size=am.shape), rng.normal(size=lm.shape)
-    up, down = (call(am + h * steps[0], lm + h * steps[1]) for h in (1e-5, -1e-5))
-    slope = sum((g * s).sum() for g, s in zip(gradients, steps))
-    np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-7)
-
-
-def test_simple_loss_in_float32():
-    am, lm, p = simple_problem(dtype=np.float32, scale=4.0)
-    call = lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="sum")
-    value, gradients = jax.value_and_grad(call, (0, 1))(am, lm)
-    expected, gradient = truth.loss_and_gradient(*p)
-    np.testing.assert_allclose(value, expected.sum(), rtol=1e-6)
-    np.testing.assert_allclose(gradients[0], gradient.sum(2), atol=1e-5)
-    np.testing.assert_allclose(gradients[1], gradient.sum(1), atol=1e-5)
-
-
-def test_simple_loss_of_odd_sequences():
-    """-inf with and without a path, NaN, lengths out of range, peaks of am and lm in different classes."""
-    am, lm, p = simple_problem(8)
-    p = p._replace(
-        logit_lengths=np.array([7, 7, 7, 7, 0, 0, 8, 5], np.int32),
-        target_lengths=np.array([4, 4, 2, 2, 0, 1, 2, 2], np.int32),
-    )
-    clean = jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="none")
-    am[1, :, 3], lm[1, 2, 8] = -np.inf, -np.inf
-    am[2, 3] = -np.inf
-    am[3, 2, 1] = np.nan
-    call = lambda am, lm: (lambda v: (v.sum(), v))(jax_rnnt.simple_rnnt_loss(am, lm, *p[1:], reduction="none"))
-    gradients, values = jax.grad(call, (0, 1), has_aux=True)(am, lm)
-    expected = truth.loss_and_gradient(am[:, :, None] + lm[:, None], *p[1:])[0]
-    np.testing.assert_allclose(values, expected, rtol=EXACT)
-    losses.assert_same_bits(np.asarray(values)[[0, 7]], np.asarray(clean)[[0, 7]])
-    for g in gradients:
-        assert np.isfinite(np.delete(np.asarray(g), 3, 0)).all() and not np.asarray(g)[[2, 4, 5, 6]].any()
-    far = np.float32(1e4) * np.eye(9, dtype=np.float32)
-    am, lm = far[np.arange(7) % 3], far[3 + np.arange(5) % 3]
-    call = lambda am, lm: jax_rnnt.simple_rnnt_loss(am, lm, p.targets[0], np.int32(7), np.int32(4))
-    value, gradients = jax.value_and_grad(call, (0, 1))(am, lm)
-    assert np.isfinite(value) and value >= 0 and all(np.isfinite(g).all() for g in gradients)
-
-
-# ----------------------------------------------------------------------------------------------------- pruned loss
-
-
-def banded(p, first, width):
-    """Logits [B, T, S, V] of the band; NaN where it leaves the columns."""
-    out = np.full((*p.logits.shape[:2], width, p.logits.shape[-1]), np.nan)
+def banded(x, first, width):
+    """[B, T, S, ...] of the band; NaN where it leaves the columns."""
+    out = np.full((*x.shape[:2], width, *x.shape[3:]), np.nan)
     for b, n, s in np.ndindex(out.shape[:3]):
-        if 0 <= first[b, n] + s < p.logits.shape[2]:
-            out[b, n, s] = p.logits[b, n, first[b, n] + s]
+        if 0 <= first[b, n] + s < x.shape[2]:
+            out[b, n, s] = x[b, n, first[b, n] + s]
     return out
 
 
-@pytest.mark.rare("monotonic", "constrained")
-@pytest.mark.parametrize("hat", [False, True], ids=["softmax", "hat"])
-@pytest.mark.parametrize("topology", FAMILY)
-def test_pruned_is_the_loss_with_other_nodes_forbidden(topology, hat):
+@pytest.mark.parametrize("implementation", ["kernel", "reference"], indirect=True)
+@pytest.mark.parametrize(
+    "loss", [losses.RNNT, losses.HAT, losses.slow(losses.MONOTONIC), losses.slow(losses.CONSTRAINED)], ids=str
+)
+def test_a_band_is_the_loss_with_other_nodes_forbidden(loss, implementation):
     """For any band, also one without a path, the truth has -inf at all classes of the other nodes."""
-    p = losses.problem()
-    rng = np.random.default_rng(0)
-    first = np.sort(rng.integers(-1, 3, (4, 7)), 1).astype(np.int32)
-    first[:, 0] = np.minimum(first[:, 0], 0)
-    first[1, 2:] = 4  # leaves (T_b, U_b) out
-    width = 3
-    emission = {"emission": truth.hat_emission} if hat else {}
-    if hat and topology == "constrained":
-        pytest.skip("the truth has no constrained HAT")
+    B, width = len(BANDS), 3
+    p = losses.problem(B, 7, 4, 9, lengths=([7] * (B - 1) + [5], [4] * (B - 1) + [2]))
+    first = np.array([*BANDS.values()], np.int32)
     column = np.arange(5)
     inside = (column >= first[..., None]) & (column < first[..., None] + width)
-    logits = np.where(inside[..., None], p.logits, -np.inf)
-    expected, gradient = truth.loss_and_gradient(
-        logits, *p[1:], clamp=0.5, fastemit_lambda=0.25, **(IN_TRUTH[topology] | emission)
-    )
-    call = lambda x, i: jax_rnnt.pruned_rnnt_loss(
-        x, first, *p[1:], clamp=0.5, fastemit_lambda=0.25, topology=topology, hat=hat, reduction="none",
-        implementation=i,
-    )  # fmt: skip
-    for implementation in (None, "reference"):
-        run = jax.jit(jax.grad(lambda x, i=implementation: (lambda v: (v.sum(), v))(call(x, i)), has_aux=True))
-        got, values = run(banded(p, first, width))
-        np.testing.assert_allclose(values, expected, rtol=EXACT)
-        assert np.isposinf(expected[1])
-        back = np.zeros_like(gradient)
-        for b, n, s in np.ndindex(got.shape[:3]):
-            if 0 <= first[b, n] + s < 5:
-                back[b, n, first[b, n] + s] = got[b, n, s]
-            else:
-                assert not np.asarray(got)[b, n, s].any()
-        np.testing.assert_allclose(back, gradient, atol=EXACT)
+    forbidden = p._replace(logits=np.where(inside[..., None], p.logits, -np.inf))
+    options = {"clamp": 0.5, "fastemit_lambda": 0.25}
+    expected, gradient = loss.expected(forbidden, **options)
+    no_path = {"apart", "late_start", "beyond_the_columns"}
+    assert no_path <= {name for name, x in zip(BANDS, expected) if np.isposinf(x)} <= no_path | {"early_end"}
+
+    def call(x):
+        values = loss.value(**options, reduction="none", implementation=implementation)(BandLogits(x, first), *p[1:])
+        return values.sum(), values
+
+    got, values = jax.jit(jax.grad(call, has_aux=True))(banded(p.logits, first, width))
+    np.testing.assert_allclose(values, expected, rtol=EXACT)
+    np.testing.assert_allclose(got, np.nan_to_num(banded(gradient, first, width)), atol=EXACT)
 
 
-@pytest.mark.parametrize("topology", FAMILY)
-def test_full_band_is_the_whole_lattice(kernel, topology):
-    p = losses.poisoned(losses.problem())
-    windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
-    options = {"delay_penalty": 0.3, "label_windows": windows, "reduction": "none", "implementation": kernel}
-    first = np.zeros((4, 7), np.int32)
-    got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], topology=topology, **options)
-    np.testing.assert_allclose(got, BY_TOPOLOGY[topology](*p, **options), rtol=EXACT)
-    options |= {"implementation": None, "topology": topology}
-    got = jax_rnnt.pruned_rnnt_loss(p.logits, first, *p[1:], hat=True, **options)
-    np.testing.assert_allclose(got, jax_rnnt.hat_loss(*p, **options), rtol=EXACT)
+# ----------------------------------------------------------------------------------------------------------- ranges
 
 
-def test_ranges_of_a_ragged_batch():
+@pytest.mark.parametrize("topology", ["standard", "constrained"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_ranges_of_a_ragged_batch(topology, width):
     """Ranges start at 0, rise in steps below the width, contain (T_b, U_b) if possible, and ignore the batch."""
-    am, lm, p = simple_problem()
-    p = p._replace(target_lengths=np.array([4, 2, 0, 3], np.int32))
-    _, posteriors = jax_rnnt.simple_rnnt_loss(*poisoned_heads(am, lm, p), *p[1:], return_posteriors=True)
-    for topology, steps in (("standard", 1), ("constrained", 1)):
-        for width in (2, 3):
-            lengths = p.logit_lengths, p.target_lengths
-            first = np.asarray(ranges(lengths, width, posteriors, topology=topology))
-            most = width - 1 if topology == "standard" else steps
-            assert (first[:, 0] == 0).all() and (np.diff(first) >= 0).all() and (np.diff(first) <= most).all()
-            for b in range(4):
-                assert first[b, p.logit_lengths[b] - 1] == max(p.target_lengths[b] - width + 1, 0)
-                row = ranges([x[b] for x in lengths], width, [x[b] for x in posteriors], topology=topology)
-                np.testing.assert_array_equal(row, first[b])
-
-
-def test_posteriors_have_names():
-    """k2 takes the plane of labels before that of blanks: neither order is accepted."""
-    plane = np.full((5, 4), 0.5)
-    with pytest.raises(TypeError, match="0 positional arguments"):
-        jax_rnnt.prune_ranges(plane, plane, *LENGTHS, width=2)
-    with pytest.raises(TypeError, match="'blank_posteriors' and 'label_posteriors'"):
-        jax_rnnt.prune_ranges(logit_lengths=LENGTHS[0], target_lengths=LENGTHS[1], width=2)
+    p = losses.problem(lengths=([7, 5, 6, 4], [4, 2, 0, 3]))
+    rng = np.random.default_rng(5)
+    am, lm = rng.normal(size=(4, 7, 9)), rng.normal(size=(4, 5, 9))
+    posteriors = jax_rnnt.RNNTLoss().posteriors(AdditiveLogits(am, lm), *p[1:])
+    first = np.asarray(ranges(p[2:], width, posteriors, topology=topology))
+    most = width - 1 if topology == "standard" else 1
+    assert (first[:, 0] == 0).all() and (np.diff(first) >= 0).all() and (np.diff(first) <= most).all()
+    for b, (n, m) in enumerate(zip(*p[2:], strict=True)):
+        assert first[b, n - 1] == max(m - width + 1, 0)
+        np.testing.assert_array_equal(ranges((n, m), width, [x[b] for x in posteriors], topology=topology), first[b])
 
 
 @pytest.mark.parametrize(("topology", "steepest"), [("standard", None), ("monotonic", 1)])
@@ -308,42 +162,44 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
     assert (np.diff(got) >= 0).all()
 
 
+def path_in_a_band(topology, n, m, U):
+    """Whether a sequence has a path inside a band: function of (first, width)."""
+    options = UNIT_STEPS[topology].truth
+    table, column = options.get("topology", truth.STANDARD), np.arange(U + 1)
+
+    def found(first, width):
+        first = np.asarray(first)[:n, None]
+        inside = (column >= first) & (column < first + width)
+        arcs = {slot: np.where(inside, 0.0, -np.inf)[:, : m + 1] for slot in ("blank", "label")}
+        if topology == "constrained":  # a label also pays the blank of the next column
+            arcs["label"][:, :-1] += arcs["blank"][:, 1:]
+        arcs["label"][:, m:] = -np.inf
+        return np.isfinite(truth.log_likelihood(table, arcs, n, m))
+
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", FAMILY)
+@pytest.mark.parametrize("topology", UNIT_STEPS)
 def test_width_that_holds_no_path(topology):
     """Tries every band: known lengths raise if, and only if, no band of this width holds a path."""
     T, U = 4, 5
-    uniform = {"blank": np.zeros((T, U + 1)), "label": np.zeros((T, U + 1))}
-    rng = np.random.default_rng(0)
-    planes = rng.random((2, T, U + 1))
-
-    def any_path(n, m, inside):
-        arcs = {slot: np.where(inside[:n], x[:n], -np.inf)[:, : m + 1] for slot, x in uniform.items()}
-        if topology == "constrained":
-            arcs["label"][:, :-1] += arcs["blank"][:, 1:]
-        arcs["label"][:, m:] = -np.inf
-        return np.isfinite(truth.log_likelihood(IN_TRUTH[topology].get("topology", truth.STANDARD), arcs, n, m))
-
-    def band(first, width):
-        column = np.arange(U + 1)
-        return (column >= np.asarray(first)[:, None]) & (column < np.asarray(first)[:, None] + width)
-
+    planes = np.random.default_rng(0).random((2, T, U + 1))
     smallest = 2 if topology == "standard" else 1
     for n, m, width in itertools.product(range(1, T + 1), range(U + 1), range(smallest, 5)):
-        lengths = np.int32(n), np.int32(m)
-        call = lambda *lengths, w=width: ranges(lengths, w, planes, topology=topology)
-        some_band = any(any_path(n, m, band(first, width)) for first in itertools.product(range(m + 1), repeat=n))
-        if some_band or not any_path(n, m, band([0] * n, U + 1)):
-            assert any_path(n, m, band(call(*lengths)[:n], width)) == some_band
+        holds = path_in_a_band(topology, n, m, U)
+        call = lambda width, n=n, m=m: ranges((np.int32(n), np.int32(m)), width, planes, topology=topology)
+        some_band = any(holds(first, width) for first in itertools.product(range(m + 1), repeat=n))
+        if some_band or not holds([0] * n, U + 1):
+            assert holds(call(width), width) == some_band
             continue
         message = rf"width must be (\d+) .* T_b = {n} .* U_b = {m} .* got {width}"
         with pytest.raises(ValueError, match=message) as caught:
-            call(*lengths)
+            call(width)
         enough = int(re.search(r"be (\d+)", str(caught.value))[1])
-        assert any_path(n, m, band(call(*lengths, w=enough)[:n], enough))
+        assert holds(call(enough), enough)
         with pytest.raises(ValueError, match="width"):
-            call(*lengths, w=enough - 1)
-        assert not any_path(n, m, band(jax.jit(call)(*lengths)[:n], width))
+            call(enough - 1)
 
 
 @pytest.mark.parametrize(("topology", "narrowest"), [("standard", 2), ("monotonic", 1), ("constrained", 2)])
@@ -371,67 +227,8 @@ def test_width_of_a_batch():
     first = jax.jit(call)(frames, labels)
     assert jax.vmap(call)(frames, labels, plane).tolist() == first.tolist()
     logits, targets = np.zeros((2, 2, 4, 2, 5)), np.zeros((2, 2, 6), np.int32)
-    values = jax_rnnt.pruned_rnnt_loss(logits, first, targets, frames, labels, reduction="none")
+    values = jax_rnnt.RNNTLoss(reduction="none")(BandLogits(logits, first), targets, frames, labels)
     np.testing.assert_array_equal(np.isposinf(values), [[True, False], [True, True]])
-
-
-@pytest.mark.rare("reference-monotonic", "reference-constrained")
-@pytest.mark.parametrize("topology", FAMILY)
-def test_bands_that_go_back_or_start_late(implementation, topology):
-    """The loss sums the enumerated paths inside the band; without one it is +inf with gradient 0."""
-    T, U, width = 5, 3, 2
-    bands = {
-        "back": ([0, 1, 0, 1, 2], True),
-        "far_back": ([0, 1, 2, 1, 2], True),
-        "apart": ([0, 2, 2, 2, 2], False),
-        "late_start": ([1, 1, 1, 2, 2], False),
-        "early_end": ([0, 0, 1, 1, 1], topology == "monotonic"),
-        "before_the_first_column": ([-1, 0, 0, 1, 2], True),
-    }
-    p = losses.problem(1, T, U, lengths=([T], [U]))
-    for first, finite in bands.values():
-        first = np.array([first], np.int32)
-        column = np.arange(U + 1)
-        inside = (column >= first[0, :, None]) & (column < first[0, :, None] + width)
-        whole = np.where(inside[..., None], p.logits[0], -np.inf)
-        options = {"emission": truth.softmax_emission, "topology": truth.STANDARD} | IN_TRUTH[topology]
-        arcs, _ = options["emission"](whole, np.append(p.targets[0], -1), blank=8)
-        expected = -truth.enumerate_log_likelihood(options["topology"], arcs, T, U)[0]
-        assert np.isfinite(expected) == finite
-        call = lambda x, f=first: jax_rnnt.pruned_rnnt_loss(
-            x, f, *p[1:], topology=topology, implementation=fused(implementation)
-        )
-        value, gradient = jax.value_and_grad(call)(banded(p, first, width))
-        np.testing.assert_allclose(value, expected, rtol=EXACT)
-        assert np.isfinite(gradient).all() and np.any(gradient) == finite
-
-
-def test_pruned_training_step(devices):
-    """Both losses of a step, with the joint between them, are the same under shard_map and vmap."""
-    am, lm, p = simple_problem(16, np.float32)
-
-    def step(am, lm, *rest):
-        simple, (blank, label) = jax_rnnt.simple_rnnt_loss(am, lm, *rest, reduction="none", return_posteriors=True)
-        first = ranges(rest[1:], 3, (blank, label))
-        a, b = jax_rnnt.prune_inputs(am, lm, first, 3)
-        return simple + jax_rnnt.pruned_rnnt_loss(jnp.tanh(a + b), first, *rest, reduction="none")
-
-    def value_and_gradient(step):
-        def total(am, *rest):
-            values = step(am, *rest)
-            return values.sum(), values
-
-        (_, values), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(am, lm, *p[1:])
-        return values, gradient
-
-    expected, gradient = value_and_gradient(step)
-    assert np.isfinite(expected).all() and np.any(gradient)
-    spec = jax.sharding.PartitionSpec("data")
-    mapped = jax.shard_map(step, mesh=jax.sharding.Mesh(np.array(devices), ("data",)), in_specs=spec, out_specs=spec)
-    for other in (jax.vmap(step), mapped):
-        values, got = value_and_gradient(other)
-        np.testing.assert_allclose(values, expected, rtol=1e-5)
-        np.testing.assert_allclose(got, gradient, atol=1e-5)
 
 
 def test_inputs_of_any_band():
@@ -445,30 +242,19 @@ def test_inputs_of_any_band():
         np.testing.assert_array_equal(got[1][i, j, n, s], predictor[i, j, np.clip(first[i, j, n] + s, 0, 4)])
 
 
-def test_messages():
-    am, lm, p = simple_problem()
-    first = np.zeros((4, 7), np.int32)
-    plane = np.zeros((4, 7, 5))
+def test_training_step_under_vmap():
+    """The losses of a step, with a joint between them, are the same one by one. tests/transforms shards them."""
+    p = losses.problem(dtype=np.float32)
+    am, lm = p.logits[:, :, 0], p.logits[:, 0]
 
-    def ranges_of(width, label):
-        return ranges(p[2:], width, (plane, label))
+    def value_and_gradient(step):
+        def total(am, *rest):
+            simple, pruned, _ = step(am, *rest)
+            return simple.sum() + pruned.sum(), (simple, pruned)
 
-    cases = (
-        (jax_rnnt.simple_rnnt_loss, (am, lm[:, :, :8], *p[1:]), {}, "lm"),
-        (jax_rnnt.simple_rnnt_loss, (am[0, 0], lm, *p[1:]), {}, "am"),
-        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"topology": "ctc"}, "topology"),
-        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"unigram": np.zeros(3)}, "unigram"),
-        (jax_rnnt.simple_rnnt_loss, (am, lm, *p[1:]), {"lm_only_scale": "1"}, "lm_only_scale"),
-        (jax_rnnt.pruned_rnnt_loss, (p.logits, first[:, 1:], *p[1:]), {}, "first"),
-        (jax_rnnt.pruned_rnnt_loss, (p.logits, first.astype(float), *p[1:]), {}, "first"),
-        (jax_rnnt.pruned_rnnt_loss, (p.logits, first, *p[1:]), {"hat": 1}, "hat"),
-        (ranges_of, (2, plane[:, 1:]), {}, "label_posteriors"),
-        (ranges_of, (1, plane), {}, "width"),
-        (ranges_of, (2.0, plane), {}, "width"),
-        (jax_rnnt.prune_inputs, (am, lm[1:], first, 2), {}, "predictor_out"),
-        (jax_rnnt.prune_inputs, (am, lm, first, 0), {}, "width"),
-    )
-    for function, arguments, options, name in cases:
-        called = "prune_ranges" if function is ranges_of else function.__name__
-        with pytest.raises((ValueError, TypeError), match=rf"{called}: {name} must"):
-            function(*arguments, **options)
+        return jax.jit(jax.grad(total, has_aux=True))(am, lm, *p[1:])
+
+    expected, got = value_and_gradient(pruned_step), value_and_gradient(jax.vmap(pruned_step))
+    assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(expected))
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

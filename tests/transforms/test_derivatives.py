@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 import jax_rnnt
+import layouts
 import losses
 import meshes
 import reference_numpy as truth
+from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
+from losses import RNNT, TDT, slow
 
 LENGTHS = [3, 2, 3, 3], [2, 1, 0, 2]
 WEIGHTS = np.array([1.0, -0.5, 2.0, 0.0])  # of the losses; that of the last is exactly 0, and has a tangent
@@ -28,30 +31,20 @@ OPTIONS = {
 SIZES = 1e-6, 1e-3, 1.0, 1e3, 1e6
 
 
-def small(loss, dtype=np.float64, **kwargs):
-    return losses.problem(4, 3, 2, 4, loss=loss, dtype=dtype, scale=1.0, lengths=LENGTHS, **kwargs)
+def small(loss=RNNT, dtype=np.float64):
+    return losses.problem(4, 3, 2, 4, loss=loss, dtype=dtype, scale=1.0, lengths=LENGTHS)
 
 
-def in_packed_rows(logits, targets, logit_lengths, target_lengths, **options):
-    """The RNN-T loss of the rows inside the lengths, one after the other."""
-    inside = np.argwhere(losses.inside(losses.Problem(logits, targets, logit_lengths, target_lengths)))
-    rows = logits[tuple(inside.T)]
-    rest = targets, logit_lengths, target_lengths
-    return jax_rnnt.rnnt_loss_packed(rows, *rest, max_frames=logits.shape[1], **options)
+def values_of(p, implementation, loss=RNNT, layout=None, label_windows=None, **options):
+    """The losses [B] as a function of the logits."""
+    value = loss.value(reduction="none", implementation=implementation, **options)
+    make = layouts.layout(p, layout) if layout else lambda x: x
+    return lambda x: value(make(x), *p[1:], label_windows=label_windows)
 
 
-PACKED = losses.Loss("packed", jax_rnnt.RNNTLoss, in_packed_rows)
-TILES, BAND = losses.LAYOUTS
-
-
-def gradient_of(loss, p, implementation, **options):
+def gradient_of(values):
     """gradient(x, w)"""
-
-    def gradient(x, w):
-        call = lambda x: loss(x, *p[1:], reduction="none", implementation=implementation, **options)
-        return jax.vjp(call, x)[1](w)[0]
-
-    return gradient
+    return lambda x, w: jax.vjp(values, x)[1](w)[0]
 
 
 def both_modes(gradient):
@@ -94,12 +87,13 @@ def directions(p, dtype, size):
     return v, rng.normal(size=len(WEIGHTS))
 
 
-def check(loss, implementation, dtype, sizes, **options):
-    """Both modes for tangents and for cotangents of these sizes."""
+def check(loss, implementation, dtype=np.float64, sizes=(1.0,), layout=None, **options):
+    """Both modes for tangents and for cotangents of these sizes, with NaN in the padding."""
     p = small(loss, dtype)
-    p = p if loss is TILES else losses.poisoned(p)  # whose encoder rows hold the logits of all columns
+    if layout != "JointLogits":  # whose encoder rows hold the logits of all columns
+        p = losses.poisoned(p)
     wide = np.float64 if dtype == np.float64 else np.float32
-    run = both_modes(gradient_of(loss, p, implementation, **options))
+    run = both_modes(gradient_of(values_of(p, implementation, loss, layout, **options)))
     clean = p._replace(logits=np.where(losses.inside(p)[..., None], p.logits, 0))
     # A 16-bit result is rounded, smallest numbers included; in reverse mode it is the sum of two that are.
     half = np.dtype(dtype).itemsize == 2
@@ -125,35 +119,49 @@ def check(loss, implementation, dtype, sizes, **options):
         np.testing.assert_allclose(of_w, unit, atol=of_tangent * limit)
 
 
-@pytest.mark.rare("clamp", "fastemit", "plain-reference", "plain-tdt", "tdt-reference")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.family("reference")
+def cases():
+    """The RNN-T loss has every option on kernels and reference, which switches what it differentiates by them."""
+    for loss in losses.LOSSES:
+        quick = {RNNT: ("plain", "all"), TDT: ("all",)}.get(loss, ())
+        for options in OPTIONS if loss is RNNT else ("plain", "all"):
+            yield (loss, "kernel", options) if options in quick else slow(loss, "kernel", options)
+    for options in OPTIONS:
+        yield (RNNT, "reference", options) if options == "all" else slow(RNNT, "reference", options)
+
+
+@pytest.mark.parametrize(("loss", "implementation", "options"), [*cases()], ids=str, indirect=["implementation"])
 def test_second_derivatives(loss, implementation, options):
-    """Hessian-vector products in both modes, with NaN in the padding; the weight of one loss is exactly 0."""
-    check(loss, implementation, np.float64, [1.0], **options)
+    """Hessian-vector products in both modes; the weight of one loss is exactly 0."""
+    check(loss, implementation, **OPTIONS[options])
 
 
-@pytest.mark.rare("reference", "bfloat16", "float16", "tdt")
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=lambda d: np.dtype(d).name)
-@pytest.mark.family("reference")
+@pytest.mark.parametrize(
+    ("loss", "implementation", "dtype"),
+    [
+        (RNNT, "kernel", "float32"),
+        *(slow(loss, "kernel", "float32") for loss in losses.LOSSES if loss is not RNNT),
+        *(slow(RNNT, i, dtype) for dtype in ("bfloat16", "float16") for i in ("kernel", "reference")),
+    ],
+    ids=str,
+    indirect=["implementation"],
+)
 def test_sizes(loss, implementation, dtype):
     """Nothing underflows and nothing overflows that its dtype can hold."""
-    check(loss, implementation, dtype, SIZES if dtype != np.float16 else (2e-4, 1.0, 5e3))
+    check(loss, implementation, jnp.dtype(dtype), SIZES if dtype != "float16" else (2e-4, 1.0, 5e3))
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
 
 
-@pytest.mark.rare("reference", "plain")
-@pytest.mark.parametrize("layout", [BAND, PACKED], ids=lambda x: x.name)
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-def test_layouts(layout, implementation, options):
-    check(layout, implementation, np.float64, [1.0], **options)
+@losses.reference_slow
+@pytest.mark.parametrize("layout", ["BandLogits", "PackedLogits"])
+def test_layouts(layout, implementation):
+    check(RNNT, implementation, layout=layout, **OPTIONS["all"])
 
 
 @pytest.mark.slow
 def test_tiles_of_the_reference():
-    check(TILES, "reference", np.float64, [1.0])
+    check(RNNT, "reference", layout="JointLogits")
 
 
 REFUSED = {
@@ -168,9 +176,9 @@ REFUSED = {
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_tiles_are_refused(kernel, call):
     """The error names the reference, which has them."""
-    p = small(TILES)
+    p = small()
     with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        call(gradient_of(TILES, p, None), p.logits, WEIGHTS)
+        call(gradient_of(values_of(p, None, layout="JointLogits")), p.logits, WEIGHTS)
 
 
 def enumerated(p, fused=True):
@@ -212,11 +220,10 @@ def assert_same_products(got, expected, operands, atol=1e-10):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), made, truth)
 
 
-@pytest.mark.rare("function")
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "function"])
+@pytest.mark.parametrize("linear", [True, slow(False)], ids=["linear", "function"])
 def test_joint_networks(linear):
     """Through a joint network, by the reference."""
-    p = small(losses.RNNT)
+    p, loss = small(), jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
     rng = np.random.default_rng(1)
     operands = [rng.normal(size=shape) for shape in ((4, 3, 5), (4, 3, 5), (5, 4), (4,))]
 
@@ -224,19 +231,15 @@ def test_joint_networks(linear):
         return jnp.tanh(encoder[:, :, None] + predictor[:, None]) @ weight + bias.reshape(1, 1, 1, -1)
 
     def got(encoder, predictor, weight, bias):
-        joint = jax_rnnt.LinearJoint(weight, bias)
-        if not linear:
-            joint = lambda a, b: jnp.tanh(a + b) @ weight + bias[None]
-        made = jax_rnnt.JointLogits(joint, encoder, predictor)
-        return jax_rnnt.RNNTLoss(reduction="none", implementation="reference")(made, *p[1:])
+        function = lambda a, b: jnp.tanh(a + b) @ weight + bias[None]
+        return loss(JointLogits(LinearJoint(weight, bias) if linear else function, encoder, predictor), *p[1:])
 
     assert_same_products(got, lambda *operands: enumerated(p)(logits(*operands)), operands)
 
 
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smoothed"])
-@pytest.mark.rare("smoothed")
+@pytest.mark.parametrize("smoothed", [False, slow(True)], ids=["plain", "smoothed"])
 def test_additive(smoothed):
-    p = small(losses.RNNT)._replace(target_lengths=np.full(4, 2, np.int32))
+    p = small()._replace(target_lengths=np.full(4, 2, np.int32))
     rng = np.random.default_rng(2)
     operands = [rng.normal(size=(4, 3, 4)), rng.normal(size=(4, 3, 4))]
     operands += [np.float64(0.25), np.float64(0.125)] if smoothed else []
@@ -251,22 +254,21 @@ def test_additive(smoothed):
         planes = (1 - scales[0] - scales[1]) * both + scales[0] * own[:, None] + scales[1] * mixed[:, :, None]
         return enumerated(p, fused=False)(planes)
 
-    got = lambda *operands: jax_rnnt.RNNTLoss(reduction="none")(jax_rnnt.AdditiveLogits(*operands), *p[1:])
+    got = lambda *operands: jax_rnnt.RNNTLoss(reduction="none")(AdditiveLogits(*operands), *p[1:])
     assert_same_products(got, expected, operands)
 
 
 # ------------------------------------------------------------------------------------------- leaves, orders, zeros
 
 
-@pytest.mark.parametrize("name", ["rnnt", "tdt", "multiblank"])
-@pytest.mark.rare("tdt", "multiblank", "reference")
-def test_leaves(name, implementation):
+@losses.reference_slow
+@pytest.mark.parametrize("loss", [RNNT, slow(TDT)], ids=str)
+def test_leaves(loss, implementation):
     """Derivatives of the gradient with respect to options, and of the options' own gradients."""
-    loss = next(x for x in losses.LOSSES if x.name == name)
     p = small(loss)
-    point = {"delay_penalty": 0.25} | ({} if name == "rnnt" else {"sigma": 0.5})
+    point = {"delay_penalty": 0.25} | ({} if loss is RNNT else {"sigma": 0.5})
     others = {"clamp": 0.125, "fastemit_lambda": 0.75}
-    call = lambda x, **o: loss(x, *p[1:], reduction="none", implementation=implementation, **o)
+    call = lambda x, **o: values_of(p, implementation, loss, **o)(x)
     vector = np.random.default_rng(3).normal(size=p.logits.shape)
 
     @jax.jit
@@ -281,36 +283,30 @@ def test_leaves(name, implementation):
     of_x, of_leaves, of_others, of_weights, pulled = run(p.logits, WEIGHTS, point, others)
     for k in point:
         value = lambda v, k=k: loss.expected(p, **point | {k: v})
-        first = lambda v, k=k: value(v)[1]
-        mixed = each(WEIGHTS) * slope(first, point[k], 1.0)
+        mixed = each(WEIGHTS) * slope(lambda v, f=value: f(v)[1], point[k], 1.0)
         np.testing.assert_allclose(of_x[k], mixed, atol=1e-8)
         np.testing.assert_allclose(pulled[k], (mixed * vector).sum(), atol=1e-7)
-        h = 1e-3
-        losses_of = {s: value(point[k] + s * h)[0] for s in (-2, -1, 0, 1, 2)}
-        second = (-losses_of[2] + 16 * losses_of[1] - 30 * losses_of[0] + 16 * losses_of[-1] - losses_of[-2]) / (
-            12 * h**2
-        )
+        h, coefficients = 1e-3, {-2: -1, -1: 16, 0: -30, 1: 16, 2: -1}
+        second = sum(c * value(point[k] + s * h)[0] for s, c in coefficients.items()) / (12 * h**2)
         np.testing.assert_allclose(of_leaves[k][k], (WEIGHTS * second).sum(), atol=1e-7)
-        np.testing.assert_allclose(of_weights[k], slope(lambda v, k=k: value(v)[0], point[k], 1.0).sum(), atol=1e-8)
+        np.testing.assert_allclose(of_weights[k], slope(lambda v, f=value: f(v)[0], point[k], 1.0).sum(), atol=1e-8)
     for k in others:
         first = lambda v, k=k: loss.expected(p, **others | {k: v})[1]
         np.testing.assert_allclose(of_others[k], each(WEIGHTS) * slope(first, others[k], 1.0), atol=1e-8)
 
 
-@pytest.mark.rare("reference")
+@losses.reference_slow
 def test_hessians(implementation):
     """Whole matrices in every way that JAX offers, against JAX's own derivatives of enumerated paths."""
-    p = small(losses.RNNT).take(slice(1, 2))
-    call = lambda x: losses.RNNT(x, *p[1:], reduction="sum", implementation=implementation)
-    gradient = jax.grad(call)
+    p = small().take(slice(1, 2))
+    call = lambda x: values_of(p, implementation)(x).sum()
+    gradient, names = jax.grad(call), jax.checkpoint_policies.save_only_these_names("rnnt_residuals")
     ways = {
         "hessian": jax.hessian(call),
         "reverse over reverse": jax.jacrev(gradient),
         "linearize": lambda x: jax.vmap(jax.linearize(gradient, x)[1], out_axes=-1)(basis).reshape(x.shape * 2),
         "checkpoint": jax.hessian(jax.checkpoint(call)),
-        "policy": jax.hessian(
-            jax.checkpoint(call, policy=jax.checkpoint_policies.save_only_these_names("rnnt_residuals"))
-        ),
+        "policy": jax.hessian(jax.checkpoint(call, policy=names)),
         "vmap": lambda x: jax.vmap(jax.hessian(call))(x[None])[0],
     }
     basis = np.eye(p.logits.size).reshape(-1, *p.logits.shape)
@@ -321,7 +317,7 @@ def test_hessians(implementation):
 
 @pytest.mark.slow
 def test_third_derivatives(implementation):
-    p = small(losses.RNNT)
+    p = small()
     x, v = p.logits, np.random.default_rng(4).normal(size=p.logits.shape)
 
     def along(call):
@@ -329,28 +325,26 @@ def test_third_derivatives(implementation):
         product = lambda x: jax.jvp(gradient, (x,), (v,))[1]
         return jax.jit(lambda x: (jax.jvp(product, (x,), (v,))[1], jax.vjp(product, x)[1](v)[0]))
 
-    got = along(lambda x: losses.RNNT(x, *p[1:], reduction="none", implementation=implementation))(x)
-    for a, b in zip(got, along(enumerated(p))(x), strict=True):
+    for a, b in zip(along(values_of(p, implementation))(x), along(enumerated(p))(x), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-11)
 
 
-@pytest.mark.rare("1.0")
-@pytest.mark.parametrize("clamp", [-1.0, 0.75])
+@pytest.mark.parametrize("clamp", [slow(-1.0), 0.75])
 def test_gradient_that_is_zero(implementation, clamp):
     """At equal logits of two classes some gradients are exactly 0, but not their derivatives."""
-    p = small(losses.RNNT).take(slice(0, 1))._replace(logits=np.zeros((1, 2, 2, 2)), targets=np.zeros((1, 1), np.int32))
-    p = p._replace(logit_lengths=np.array([2], np.int32), target_lengths=np.array([1], np.int32))
-    call = lambda x: losses.RNNT(x, *p[1:], reduction="sum", clamp=clamp, implementation=implementation)
+    lengths = np.array([2], np.int32), np.array([1], np.int32)
+    p = losses.Problem(np.zeros((1, 2, 2, 2)), np.zeros((1, 1), np.int32), *lengths)
+    call = lambda x: values_of(p, implementation, clamp=clamp)(x).sum()
     assert not np.asarray(jax.grad(call)(p.logits)[0, 0, 0]).any()
     expected = jax.hessian(lambda x: enumerated(p)(x).sum())(p.logits)
     assert np.asarray(expected)[0, 0, 0, 0].any()
     np.testing.assert_allclose(jax.jit(jax.hessian(call))(p.logits), expected, atol=1e-14)
 
 
-@pytest.mark.rare("reference")
+@losses.reference_slow
 def test_cotangent_of_a_plane_that_is_zero(implementation):
     """Half the sum of squared arcs has the gradient `arcs`, 0 for arcs of 0, and the unit matrix as its derivative."""
-    p = small(losses.RNNT)
+    p = small()
     x = np.zeros_like(p.logits)
     loss = jax_rnnt.RNNTLoss(fused_log_softmax=False, implementation=implementation)
 
@@ -363,56 +357,44 @@ def test_cotangent_of_a_plane_that_is_zero(implementation):
     np.testing.assert_array_equal(product[..., :-1], 0)
 
 
-@pytest.mark.rare("1.0")
-@pytest.mark.parametrize("clamp", [-1.0, 0.125])
+@pytest.mark.parametrize("clamp", [slow(-1.0), 0.125])
 def test_masked_loss_that_is_nan(kernel, clamp):
-    """Forward over reverse it stays 0, and the others are right."""
-    p = small(losses.RNNT)
-    spoilt = p._replace(logits=p.logits.copy())
-    spoilt.logits[3, 1, 1, 1] = np.nan
-    v = np.random.default_rng(5).normal(size=p.logits.shape)
-    gradient = gradient_of(losses.RNNT, spoilt, kernel, clamp=clamp)
-    made = jax.jit(lambda x, w: jax.jvp(lambda x: gradient(x, w), (x,), (v,))[1])(spoilt.logits, WEIGHTS)
-    np.testing.assert_allclose(made, expected(losses.RNNT, p, WEIGHTS, v, 0 * WEIGHTS, clamp=clamp)[0], atol=1e-8)
-
-
-@pytest.mark.slow
-def test_leaf_beside_a_masked_loss_that_is_nan(kernel):
-    """What sequences share gets nothing from it, in forward over reverse too."""
-    p = small(losses.RNNT)
+    """Forward over reverse it stays 0, and the others are right. What sequences share gets nothing from it."""
+    p = small()
     spoilt = p.logits.copy()
     spoilt[3, 1, 1, 1] = np.nan
     v = np.random.default_rng(5).normal(size=p.logits.shape)
 
     @jax.jit
-    def run(x, penalty):
-        call = lambda x, d: losses.RNNT(x, *p[1:], delay_penalty=d, reduction="none", implementation=kernel)
-        gradient = lambda x: jax.vjp(lambda d: call(x, d), penalty)[1](jnp.asarray(WEIGHTS))[0]
-        return jax.jvp(gradient, (x,), (v,))[1]
+    def run(x, w, penalty):
+        values = lambda x, d: values_of(p, kernel, clamp=clamp, delay_penalty=d)(x)
+        return jax.jvp(lambda x: jax.vjp(values, x, penalty)[1](w), (x,), (v,))[1]
 
-    mixed = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[1], 0.25, 1.0)
-    np.testing.assert_allclose(run(spoilt, np.float64(0.25)), (each(WEIGHTS) * mixed * v).sum(), atol=1e-8)
+    of_x, of_penalty = run(spoilt, WEIGHTS, 0.25)
+    options = {"clamp": clamp, "delay_penalty": 0.25}
+    np.testing.assert_allclose(of_x, expected(RNNT, p, WEIGHTS, v, 0 * WEIGHTS, **options)[0], atol=1e-8)
+    mixed = slope(lambda d: RNNT.expected(p, delay_penalty=d)[1], 0.25, 1.0)
+    np.testing.assert_allclose(of_penalty, (each(WEIGHTS) * mixed * v).sum(), atol=1e-8)
 
 
 def test_masked_scores_that_are_nan(kernel):
     """The same for am + lm, whose scales the sequences share: as without that sequence."""
     rng = np.random.default_rng(5)
     am, lm = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 3, 6))
-    labels, lengths = np.array([[1, 2]] * 2), (np.array([4, 4]), np.array([2, 2]))
+    rest = np.array([[1, 2]] * 2), np.array([4, 4]), np.array([2, 2])
     spoilt = am.copy()
     spoilt[1, 0, 0] = np.nan
 
+    @jax.jit
     def product(am, lm, *rest):
-        def loss(am, lm, scale):
-            logits = jax_rnnt.AdditiveLogits(am, lm, scale, 0.1)
-            losses = jax_rnnt.RNNTLoss(reduction="none")(logits, *rest)
-            return jnp.where(jnp.isnan(losses), 0, losses).sum()
+        def total(am, lm, scale):
+            values = jax_rnnt.RNNTLoss(reduction="none")(AdditiveLogits(am, lm, scale, 0.1), *rest)
+            return jnp.where(jnp.isnan(values), 0, values).sum()
 
         arrays = am, lm, np.float64(0.2)
-        return jax.jvp(jax.grad(loss, (0, 1, 2)), arrays, tuple(map(jnp.ones_like, arrays)))[1]
+        return jax.jvp(jax.grad(total, (0, 1, 2)), arrays, tuple(map(jnp.ones_like, arrays)))[1]
 
-    made = jax.jit(product)(spoilt, lm, labels, *lengths)
-    alone = jax.jit(product)(am[:1], lm[:1], labels[:1], *(x[:1] for x in lengths))
+    made, alone = product(spoilt, lm, *rest), product(*(x[:1] for x in (am, lm, *rest)))
     for x, y in zip(made[:2], alone[:2], strict=True):
         np.testing.assert_allclose(x, np.concatenate([y, np.zeros_like(y)]), atol=1e-12)
     np.testing.assert_allclose(made[2], alone[2], rtol=1e-12)
@@ -422,23 +404,22 @@ def test_masked_scores_that_are_nan(kernel):
 @pytest.mark.parametrize("split", ["shard_map", "explicit"])
 def test_on_a_mesh(implementation, devices, split):
     """Each device has a sequence."""
-    p = small(losses.RNNT)
+    p = small()
     v, dw = directions(p, np.float64, 1.0)
-    operands = p.logits, WEIGHTS, v, dw, *p[1:]
-    spec = jax.sharding.PartitionSpec("data")
+    operands, spec = (p.logits, WEIGHTS, v, dw, *p[1:]), jax.sharding.PartitionSpec("data")
 
     def run(x, w, v, dw, *rest):
-        return both_modes(gradient_of(losses.RNNT, (x, *rest), implementation))(x, w, v, dw)
+        return both_modes(gradient_of(values_of((x, *rest), implementation)))(x, w, v, dw)
 
     with meshes.mesh_of(devices[:4], split, (4,)) as mesh:
         if split == "explicit":
             operands = jax.device_put(operands, jax.sharding.NamedSharding(mesh, spec))
-            tangent, (of_x, of_w) = jax.jit(run)(*operands)
         else:
-            tangent, (of_x, of_w) = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(*operands)
-    forward, _, unit = expected(losses.RNNT, p, WEIGHTS, v, dw)
+            run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+        tangent, (of_x, of_w) = jax.jit(run)(*operands)
+    forward, _, unit = expected(RNNT, p, WEIGHTS, v, dw)
     np.testing.assert_allclose(tangent, forward, atol=1e-8)
-    np.testing.assert_allclose(of_x, expected(losses.RNNT, p, WEIGHTS, v, 0 * dw)[0], atol=1e-8)
+    np.testing.assert_allclose(of_x, expected(RNNT, p, WEIGHTS, v, 0 * dw)[0], atol=1e-8)
     np.testing.assert_allclose(of_w, unit, atol=1e-8)
 
 
@@ -446,7 +427,7 @@ def test_on_a_mesh(implementation, devices, split):
 @pytest.mark.parametrize("question", ["latency", "posteriors"])
 def test_questions(question, implementation):
     """Second derivatives of the other questions, against slopes of enumerated gradients."""
-    p = small(losses.RNNT)
+    p, loss = small(), jax_rnnt.RNNTLoss(implementation=implementation)
     direction = np.random.default_rng(6).normal(size=losses.inside(p).shape) * losses.inside(p)
     frame = np.arange(3.0)[None, :, None]
 
@@ -456,7 +437,6 @@ def test_questions(question, implementation):
         return (((frame + 1) * label).sum((-1, -2)) / np.maximum(p.target_lengths, 1.0)).sum() / 4
 
     def got(x):
-        loss = jax_rnnt.RNNTLoss(implementation=implementation)
         if question == "latency":
             return loss.latency(x, *p[1:])
         return (loss.posteriors(x, *p[1:])[1] * direction).sum()

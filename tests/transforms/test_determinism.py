@@ -1,25 +1,34 @@
 """Does the same input give the same bits in every call, with any number of threads?"""
 
 import os
-import subprocess
-import sys
-import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import numpy as np
 import pytest
 
+import jax_rnnt
 import losses
+from programs import run
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
-@pytest.mark.rare("reference")
-@pytest.mark.family("layouts")
+def problem(loss=losses.RNNT, **options):
+    return losses.problem(8, 100, 60, 9, loss=loss, dtype="float32", **options)
+
+
+def assert_same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        losses.assert_same_bits(a, b)
+
+
+@losses.every_layout
 def test_repeated_calls(loss, implementation):
-    p = losses.problem(16, 100, 60, 9, loss=loss, dtype="float32")
+    p = problem(loss)
     first = losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25)
     for _ in range(10):
-        for a, b in zip(losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25), first, strict=True):
-            losses.assert_same_bits(a, b)
+        assert_same(losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25), first)
 
 
 PROGRAM = """
@@ -39,39 +48,24 @@ def test_number_of_threads(kernel):
     """With one, two and all cores: XLA takes one thread per core of the process."""
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores and Linux")
-    outputs = set()
-    for count in {1, 2, len(os.sched_getaffinity(0))}:
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(count)]
-        done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        outputs.add(done.stdout)
+    outputs = {run(PROGRAM, count) for count in {1, 2, len(os.sched_getaffinity(0))}}
     assert len(outputs) == 1, outputs
 
 
-def test_calls_from_many_threads(loss, kernel):
+def test_calls_from_many_threads(kernel):
     """A server calls from its own threads; they must not share scratch memory."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    problems = [losses.problem(8, 100, 60, 9, loss=loss, dtype="float32", seed=seed) for seed in range(8)]
-    alone = [losses.evaluate(loss, p, kernel) for p in problems]
+    problems = [problem(seed=seed) for seed in range(8)]
+    alone = [losses.evaluate(losses.RNNT, p, kernel) for p in problems]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda p: losses.evaluate(loss, p, kernel), problems * 4))
+        together = list(pool.map(lambda p: losses.evaluate(losses.RNNT, p, kernel), problems * 4))
     for got, expected in zip(together, alone * 4, strict=True):
-        for a, b in zip(got, expected, strict=True):
-            losses.assert_same_bits(a, b)
+        assert_same(got, expected)
 
 
-def test_devices_at_once(loss, kernel, devices):
+def test_devices_at_once(kernel, devices):
     """Eight devices share one pool of threads; none waits for another."""
-    import jax
-
-    p = losses.problem(8, 100, 60, 9, loss=loss, dtype="float32")
-    with jax.default_device(devices[0]):
-        expected = losses.evaluate(loss, p, kernel)
-    run = losses._compiled(loss, kernel, ())
-    scheduled = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}
-    scheduled = {k: jax.numpy.float32(v) for k, v in scheduled.items()}
-    results = [run(*jax.device_put((p, scheduled), device), None) for device in devices]
-    for values, gradient in results:
-        losses.assert_same_bits(values, expected[0])
-        losses.assert_same_bits(gradient, expected[1])
+    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
+    gradient = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
+    expected, *others = [gradient(*jax.device_put(problem(), device)) for device in devices]
+    for got in others:
+        assert_same(got, expected)

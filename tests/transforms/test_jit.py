@@ -12,14 +12,13 @@ import pytest
 import jax_rnnt
 import losses
 
-pytestmark = pytest.mark.rare("reference")
-
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
+OPTION = pytest.mark.parametrize("option", VALUES)
 
 
 @contextlib.contextmanager
-def compilations():
-    """A list that grows by one with every program XLA compiles."""
+def nothing_compiles():
+    """No program reaches XLA."""
     seen = []
 
     def listen(event, *_, **__):
@@ -29,13 +28,14 @@ def compilations():
     active = True
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield seen
+        yield
     finally:
         active = False
+    assert not seen
 
 
-@pytest.mark.family
-@pytest.mark.parametrize("option", VALUES)
+@losses.every_kernel
+@OPTION
 def test_traced_options_do_not_retrace(loss, implementation, option):
     p = losses.problem(loss=loss)
     chex.clear_trace_counter()
@@ -43,56 +43,53 @@ def test_traced_options_do_not_retrace(loss, implementation, option):
     @jax.jit
     @chex.assert_max_traces(1)
     def gradient(logits, value):
-        call = lambda x: loss(x, *p[1:], implementation=implementation, reduction="sum", **{option: value})
-        return jax.grad(call)(logits)
+        return jax.grad(loss.value(implementation=implementation, reduction="sum", **{option: value}))(logits, *p[1:])
 
     for value in VALUES[option]:
-        got = gradient(p.logits, value)
-        np.testing.assert_allclose(got, loss.expected(p, **{option: value})[1], atol=1e-12)
+        np.testing.assert_allclose(gradient(p.logits, value), loss.expected(p, **{option: value})[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("option", VALUES)
-def test_changing_an_eager_float_compiles_nothing(loss, implementation, option):
+@losses.reference_slow
+@OPTION
+def test_changing_an_eager_float_compiles_nothing(implementation, option):
     """Many training scripts schedule options as Python floats."""
-    p = losses.Problem(*map(jnp.asarray, losses.problem(loss=loss)))
-    call = lambda x, value: loss(x, *p[1:], implementation=implementation, reduction="sum", **{option: value})
-    first, second = VALUES[option]
-    jax.block_until_ready(jax.value_and_grad(call)(p.logits, first))
-    with compilations() as seen:
-        jax.block_until_ready(jax.value_and_grad(call)(p.logits, second))
-    assert not seen
+    p = losses.Problem(*map(jnp.asarray, losses.problem()))
+    first, second = (
+        jax.value_and_grad(jax_rnnt.RNNTLoss(implementation=implementation, **{option: x})) for x in VALUES[option]
+    )
+    jax.block_until_ready(first(*p))
+    with nothing_compiles():
+        jax.block_until_ready(second(*p))
 
 
-@pytest.mark.family
-def test_changing_lengths_and_labels_compiles_nothing(loss, implementation):
-    p = losses.Problem(*map(jnp.asarray, losses.problem(loss=loss)))
-    other = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1)
-    call = lambda p: loss(*p, implementation=implementation)
-    jax.block_until_ready(call(p))
-    with compilations() as seen:
-        jax.block_until_ready(call(other))
-    assert not seen
+@losses.reference_slow
+def test_changing_lengths_and_labels_compiles_nothing(implementation):
+    p = losses.Problem(*map(jnp.asarray, losses.problem()))
+    other, loss = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1), jax_rnnt.RNNTLoss
+    jax.block_until_ready(loss(implementation=implementation)(*p))
+    with nothing_compiles():
+        jax.block_until_ready(loss(implementation=implementation)(*other))
 
 
-@pytest.mark.parametrize("option", VALUES)
-def test_python_float_equals_traced(loss, implementation, option):
+@losses.reference_slow
+@OPTION
+def test_python_float_equals_traced(implementation, option):
     """For zero, too, which the library may leave out of the program."""
-    p = losses.problem(loss=loss)
+    p = losses.problem()
     for value in (VALUES[option][1], 0.0):
-        options = {option: value, "implementation": implementation}
-        gradient = jax.jit(jax.grad(lambda x: loss(x, *p[1:], reduction="sum", **options)))(p.logits)
-        _, traced = losses.evaluate(loss, p, implementation, **{option: value})
-        np.testing.assert_allclose(gradient, traced, rtol=1e-13, atol=1e-13)
+        loss = jax_rnnt.RNNTLoss(**{option: value}, reduction="sum", implementation=implementation)
+        _, traced = losses.evaluate(losses.RNNT, p, implementation, **{option: value})
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(*p), traced, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, np.asarray, jnp.float32, jnp.asarray, int])
-def test_every_kind_of_number(loss, kernel, kind):
-    p = losses.problem(loss=loss, dtype=np.float32)
-    options = {"fastemit_lambda": kind(1), "clamp": kind(1), "delay_penalty": kind(1)}
-    got = jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum", implementation=kernel, **options))(p.logits)
-    values, gradient = loss.expected(p, fastemit_lambda=1, clamp=1, delay_penalty=1)
-    np.testing.assert_allclose(got[0], values.sum(), rtol=1e-5)
-    np.testing.assert_allclose(got[1], gradient, atol=2e-5)
+def test_every_kind_of_number(kernel, kind):
+    p = losses.problem(dtype=np.float32)
+    loss = jax_rnnt.RNNTLoss(**{option: kind(1) for option in VALUES}, reduction="sum", implementation=kernel)
+    value, got = jax.value_and_grad(loss)(*p)
+    values, gradient = losses.RNNT.expected(p, **dict.fromkeys(VALUES, 1))
+    np.testing.assert_allclose(value, values.sum(), rtol=1e-5)
+    np.testing.assert_allclose(got, gradient, atol=2e-5)
 
 
 def test_loss_object_as_static_argument():
@@ -110,47 +107,38 @@ def test_loss_object_as_static_argument():
     assert abs(run(jax_rnnt.RNNTLoss(blank=1), p) - first) > 1e-3
 
 
-@pytest.mark.family
+@losses.every_kernel
 def test_inside_control_flow(loss, implementation):
-    """scan, while_loop, fori_loop, cond and switch, with the gradient through those that have one."""
+    """scan, fori_loop and cond, with the gradient through those that have one; steps of descent in a scan."""
     p = losses.problem(loss=loss)
     expected, gradient = loss.expected(p)
-
-    def one(x, *rest):
-        return loss(x, *rest, reduction="none", implementation=implementation)
+    one = loss.value(reduction="none", implementation=implementation)
+    mean = jax.grad(loss.value(implementation=implementation))
 
     def scanned(x):
         return jax.lax.scan(lambda c, p: (c + one(*p), None), jnp.zeros(()), (x, *map(jnp.asarray, p[1:])))[0]
 
-    def conditional(x, flag):
-        return jax.lax.cond(flag, lambda x: one(x, *p[1:]).sum(), lambda x: 0 * x.sum(), x)
+    def conditional(x):
+        return jax.lax.cond(x.sum() < np.inf, lambda x: one(x, *p[1:]).sum(), lambda x: 0 * x.sum(), x)
 
-    value, got = jax.jit(jax.value_and_grad(scanned))(p.logits)
-    np.testing.assert_allclose(value, expected.sum(), rtol=1e-13)
-    np.testing.assert_allclose(got, gradient, atol=1e-13)
-    value, got = jax.jit(jax.value_and_grad(conditional))(p.logits, True)
-    np.testing.assert_allclose(value, expected.sum(), rtol=1e-13)
-    np.testing.assert_allclose(got, gradient, atol=1e-13)
+    for f in (scanned, conditional):
+        value, got = jax.jit(jax.value_and_grad(f))(p.logits)
+        np.testing.assert_allclose(value, expected.sum(), rtol=1e-13)
+        np.testing.assert_allclose(got, gradient, atol=1e-13)
     looped = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c + one(x, *p[1:]).sum(), jnp.zeros(())))(p.logits)
     np.testing.assert_allclose(looped, 3 * expected.sum(), rtol=1e-13)
-
-
-@pytest.mark.family
-def test_gradient_descent_in_a_scan(loss, implementation):
-    """Aliasing inside a loop body: ten steps equal ten calls."""
-    p = losses.problem(loss=loss)
-    gradient = jax.grad(lambda x: loss(x, *p[1:], implementation=implementation))
-    looped = jax.jit(lambda x: jax.lax.scan(lambda x, _: (x - gradient(x), None), x, None, length=5)[0])(p.logits)
+    # The gradient takes the memory of the logits, in a loop body too.
+    descended = jax.jit(lambda x: jax.lax.scan(lambda x, _: (x - mean(x, *p[1:]), None), x, None, length=5)[0])
     x = jnp.asarray(p.logits)
     for _ in range(5):
-        x = x - gradient(x)
-    np.testing.assert_allclose(looped, x, rtol=1e-12, atol=1e-12)
+        x = x - mean(x, *p[1:])
+    np.testing.assert_allclose(descended(p.logits), x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.family
+@losses.every_kernel
 def test_under_debug_nans(loss, implementation):
     """jax_debug_nans must not trip over a loss without NaN, padding of NaN and missing paths included."""
-    p = losses.problem(loss=loss, lengths=([7, 5, 0, 4], [4, 2, 2, 3]))
+    p = losses.poisoned(losses.problem(loss=loss, lengths=([7, 5, 0, 4], [4, 2, 2, 3])))
     with jax.debug_nans(True):
         values, _ = losses.evaluate(loss, p, implementation)
     assert values[2] == np.inf

@@ -11,90 +11,112 @@ from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
+from layouts import pruned_step
 from meshes import mesh_of
 from pages import code
 
-pytestmark = pytest.mark.rare("reference")  # JAX itself transforms plain JAX
+KINDS = pytest.mark.parametrize("kind", ["auto", "explicit"])
+# The two lattice kernels; on a mesh the other losses differ from them in a table of arcs alone.
+BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 
 def test_eight_devices(devices):
     assert len(devices) == 8
 
 
-@pytest.fixture
-def batch(loss):
+def batch_of(loss=losses.RNNT):
     """Sixteen ragged sequences, two per device."""
     p = losses.problem(16, loss=loss, dtype=np.float32)
     return p, loss.expected(p)
 
 
-def place(p, mesh, *specs):
-    specs = specs * 4 if len(specs) == 1 else specs
-    return losses.Problem(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(p, specs, strict=True)))
+def place(arrays, mesh, *specs):
+    specs = specs * len(arrays) if len(specs) == 1 else specs
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
 
 
-def step(loss, implementation, **options):
-    """Mean loss, and its gradient with respect to the logits, as a training step computes them."""
-    return jax.value_and_grad(lambda *p: loss(*p, reduction="mean", implementation=implementation, **options))
+def call(loss, implementation, **options):
+    """The loss of an array, by position."""
+    return lambda *p: loss.value(implementation=implementation, **options)(*p)
+
+
+def mean_over_devices(f, mesh, specs, axes="data", **options):
+    """The mean over devices of what each computes of its part."""
+    body = lambda *p: jax.lax.pmean(f(*p), axes)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), **options)
 
 
 def check(got, expected):
-    losses_, gradient = expected
-    np.testing.assert_allclose(got[0], losses_.mean(), rtol=1e-6)
-    np.testing.assert_allclose(got[1], gradient / len(losses_), atol=losses.tolerance(np.float32, 11))
+    values, gradient = expected
+    np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], gradient / len(values), atol=losses.tolerance(np.float32, 11))
 
 
-def run(f, p, loss, expected, *, kernel, only=("all-reduce",)):
-    """Runs the step: only the mean's collective, one custom call of each kind, gradients sharded as the logits."""
-    compiled = jax.jit(f).lower(*p).compile()
+def run(f, p, loss, expected, implementation):
+    """Value and gradient of a mean loss: its collective alone, and one custom call of each kind."""
+    compiled = jax.jit(jax.value_and_grad(f)).lower(*p).compile()
     got = compiled(*p)
     check(got, expected)
     text = compiled.as_text()
-    assert set(losses.collectives(text)) <= set(only)
-    if kernel == "kernel":
+    assert set(losses.collectives(text)) <= {"all-reduce"}
+    if implementation == "kernel":
         assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
     return got
 
 
-@pytest.mark.family
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_batch_sharded(loss, implementation, batch, devices, kind):
-    p, expected = batch
+# --------------------------------------------------------------------------------------------------------- the batch
+
+
+@losses.every_kernel
+@KINDS
+def test_batch_sharded(loss, implementation, devices, kind):
+    """The gradient is sharded as the logits."""
+    p, expected = batch_of(loss)
     with mesh_of(devices, kind) as mesh:
         placed = place(p, mesh, P("data"))
-        got = run(step(loss, implementation), placed, loss, expected, kernel=implementation)
-        assert got[1].sharding.is_equivalent_to(placed.logits.sharding, 4)
+        got = run(call(loss, implementation), placed, loss, expected, implementation)
+        assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_lengths_replicated(loss, implementation, batch, devices, kind):
-    p, expected = batch
+PARTITIONS = {
+    "lengths_replicated": ((P("data"), P("data"), P(), P()), (8,)),
+    "all_but_the_logits_replicated": ((P("data"), P(), P(), P()), (8,)),  # as NumPy arrays of the host are
+    "two_axes": ((P(("data", "more")),), (4, 2)),
+}
+
+
+@losses.reference_slow
+@KINDS
+@pytest.mark.parametrize("case", PARTITIONS)
+def test_other_partitions_of_the_batch(implementation, devices, kind, case):
+    p, expected = batch_of()
+    specs, shape = PARTITIONS[case]
+    with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
+        run(call(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
+
+
+@pytest.mark.parametrize("implementation", [None, losses.slow("reference")])
+@KINDS
+def test_methods_where_all_but_the_logits_is_replicated(implementation, devices, kind):
+    """`align` and the gradient of the latency have no kernel."""
+    p, loss = batch_of()[0], jax_rnnt.RNNTLoss(implementation=implementation)
+    methods = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))
     with mesh_of(devices, kind) as mesh:
-        placed = place(p, mesh, P("data"), P("data"), P(), P())
-        run(step(loss, implementation), placed, loss, expected, kernel=implementation)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_all_but_the_logits_replicated(implementation, batch, devices, kind):
-    """As NumPy arrays of the host are. `align` and the gradient of the latency have no kernel."""
-    p, expected = batch
-    with mesh_of(devices, kind) as mesh:
-        placed = place(p, mesh, P("data"), P(), P(), P())
-        run(step(losses.RNNT, implementation), placed, losses.RNNT, expected, kernel=implementation)
-        loss = jax_rnnt.RNNTLoss(implementation=None if implementation == "kernel" else implementation)
-        found = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))(*placed)
-    for a, b in zip(found, (loss.align(*p).frames, jax.grad(loss.latency)(*p)), strict=True):
+        found = methods(*place(p, mesh, *PARTITIONS["all_but_the_logits_replicated"][0]))
+    for a, b in zip(found, methods(*p), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.family
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_value_alone(loss, kernel, batch, devices, kind):
+@BOTH
+@KINDS
+def test_value_alone(loss, kernel, devices, kind):
     """Without a reduction there is no collective; the loss is sharded like the batch."""
-    p, expected = batch
+    p, expected = batch_of(loss)
     with mesh_of(devices, kind) as mesh:
         placed = place(p, mesh, P("data"))
-        compiled = jax.jit(lambda *p: loss(*p, reduction="none", implementation=kernel)).lower(*placed).compile()
+        compiled = jax.jit(call(loss, kernel, reduction="none")).lower(*placed).compile()
         got = compiled(*placed)
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
     np.testing.assert_allclose(got, expected[0], rtol=1e-6)
@@ -102,41 +124,32 @@ def test_value_alone(loss, kernel, batch, devices, kind):
     assert losses.custom_calls(compiled.as_text()) == losses.once(loss.value_calls)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_two_axes_of_batch(loss, kernel, batch, devices, kind):
-    p, expected = batch
-    with mesh_of(devices, kind, (4, 2), ("data", "more")) as mesh:
-        run(step(loss, kernel), place(p, mesh, P(("data", "more"))), loss, expected, kernel=kernel)
-
-
-@pytest.mark.family
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_options_are_sharded_too(loss, kernel, batch, devices, kind):
+@BOTH
+@KINDS
+def test_options_are_sharded_too(loss, kernel, devices, kind):
     """Windows [B, U, 2] are sharded like the batch; scalars are replicated."""
-    p, _ = batch
+    p, _ = batch_of(loss)
     windows = np.tile(np.array([[0, 3], [1, 4], [2, 9], [3, 9]], np.int32), (16, 1, 1))
     options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125}
-    expected = loss.expected(p, label_windows=windows, **options)
+    value = loss.value(implementation=kernel, **options)
     with mesh_of(devices, kind) as mesh:
-        placed = place(p, mesh, P("data"))
-        windows = jax.device_put(windows, NamedSharding(mesh, P("data")))
-        f = jax.value_and_grad(
-            lambda *p: loss(*p[:4], label_windows=p[4], reduction="mean", implementation=kernel, **options)
-        )
-        compiled = jax.jit(f).lower(*placed, windows).compile()
-        check(compiled(*placed, windows), expected)
-    assert set(losses.collectives(compiled.as_text())) <= {"all-reduce"}
+        f = lambda *p: value(*p[:4], label_windows=p[4])
+        run(f, place((*p, windows), mesh, P("data")), loss, loss.expected(p, label_windows=windows, **options), kernel)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_vmap_of_sharded(loss, kernel, batch, devices, kind):
-    p, expected = batch
-    mapped = lambda *p: jax.vmap(lambda *p: loss(*p, reduction="none", implementation=kernel))(*p).mean()
-    with mesh_of(devices, kind) as mesh:
-        run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
+def mapped(*p):
+    return jax.vmap(call(losses.RNNT, "kernel", reduction="none"))(*p).mean()
 
 
-@pytest.mark.family
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_vmap_of_sharded(kernel, devices, kind):
+    p, expected = batch_of()
+    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+        f = mean_over_devices(mapped, mesh, (P("data"),) * 4) if kind == "shard_map" else mapped
+        run(f, place(p, mesh, P("data")), losses.RNNT, expected, kernel)
+
+
+@BOTH
 def test_uneven_batch(loss, kernel, devices):
     """Ten sequences on eight devices: XLA calls the kernels on padding rows with arbitrary contents."""
     p = losses.problem(10, loss=loss, dtype=np.float32)
@@ -146,135 +159,106 @@ def test_uneven_batch(loss, kernel, devices):
         @jax.jit
         def run_uneven(*p):
             p = [jax.lax.with_sharding_constraint(x * 1, sharding) for x in p]
-            return step(loss, kernel)(*p)
+            return jax.value_and_grad(call(loss, kernel))(*p)
 
-        got = run_uneven(*place(p, mesh, P()))
-    check(got, loss.expected(p))
+        check(run_uneven(*place(p, mesh, P())), loss.expected(p))
 
 
-@pytest.mark.family
-@pytest.mark.parametrize("check_vma", [True, False])
+@BOTH
+def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
+    """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
+    p = losses.problem(16, loss=loss, dtype=np.float32)
+    p.logit_lengths[3], p.targets[8, 0] = 99, -5
+
+    def mean_of_finite(*p):
+        values = call(loss, kernel, reduction="none")(*p)
+        return jnp.where(jnp.isnan(values), jnp.float32(0), values).mean()
+
+    with mesh_of(devices, "auto") as mesh:
+        got = jax.jit(jax.value_and_grad(mean_of_finite))(*place(p, mesh, P("data")))
+    values, gradient = loss.expected(p)
+    assert np.isnan(values[[3, 8]]).all()
+    check(got, (np.nan_to_num(values), gradient))
+
+
+# --------------------------------------------------------------------------------------------------------- shard_map
+
+
+@losses.every_kernel
+@VMA
 @pytest.mark.parametrize("replicated", [False, True], ids=["lengths_sharded", "lengths_replicated"])
-def test_shard_map(loss, implementation, batch, devices, check_vma, replicated):
-    p, _ = batch
+def test_shard_map(loss, implementation, devices, check_vma, replicated):
+    p, _ = batch_of(loss)
+    full = p
     if replicated:  # the same lengths on every device: two sequences each
         p = p._replace(logit_lengths=p.logit_lengths[:2], target_lengths=p.target_lengths[:2])
         full = p._replace(logit_lengths=np.tile(p.logit_lengths, 8), target_lengths=np.tile(p.target_lengths, 8))
-    expected = loss.expected(full if replicated else p)
     lengths = P() if replicated else P("data")
+    specs = P("data"), P("data"), lengths, lengths
     with mesh_of(devices, "auto") as mesh:
-        body = lambda *p: jax.lax.pmean(loss(*p, implementation=implementation), "data")
-        specs = P("data"), P("data"), lengths, lengths
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-        run(jax.value_and_grad(mapped), place(p, mesh, *specs), loss, expected, kernel=implementation)
+        f = mean_over_devices(call(loss, implementation), mesh, specs, check_vma=check_vma)
+        run(f, place(p, mesh, *specs), loss, loss.expected(full), implementation)
 
 
-@pytest.mark.family
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradient_inside_shard_map(loss, kernel, batch, devices, check_vma):
-    p, expected = batch
+@VMA
+def test_gradient_inside_shard_map(kernel, devices, check_vma):
+    p, expected = batch_of()
+    body = jax.value_and_grad(call(losses.RNNT, kernel, reduction="sum"))
+    local = lambda *p: (lambda v, g: (v[None], g))(*body(*p))
     with mesh_of(devices, "auto") as mesh:
-        body = jax.value_and_grad(lambda *p: loss(*p, reduction="sum", implementation=kernel))
-        local = lambda *p: (lambda v, g: (v[None], g))(*body(*p))
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=(P("data"), P("data")), check_vma=check_vma
-        )
-        values, gradient = jax.jit(mapped)(*place(p, mesh, P("data")))
+        f = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+        values, gradient = jax.jit(f)(*place(p, mesh, P("data")))
+    check((values.sum() / 16, gradient / 16), expected)
     np.testing.assert_allclose(values, expected[0].reshape(8, 2).sum(1), rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected[1], atol=losses.tolerance(np.float32, 11))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_with_replicated_weights(loss, kernel, batch, devices, check_vma):
-    """The gradient of a weight that all devices share; the logits are computed inside."""
-    p, _ = batch
-    weight = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
-    _, expected = loss.expected(p._replace(logits=p.logits @ weight))
-    expected = np.einsum("btuh,btuv->hv", p.logits, expected) / 16
-    with mesh_of(devices, "auto") as mesh:
-
-        def body(weight, x, *rest):
-            return jax.lax.pmean(loss(x @ weight, *rest, implementation=kernel), "data")
-
-        specs = P(), *(P("data"),) * 4
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-        gradient = jax.jit(jax.grad(mapped))(weight, *place(p, mesh, P("data")))
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_shard_map_invariant_logits(loss, kernel, devices):
+def test_shard_map_invariant_logits(kernel, devices):
     """Devices have the same logits and different labels: the gradient sums over devices."""
-    p = losses.problem(16, loss=loss, dtype=np.float32)
+    p, _ = batch_of()
     shared = p._replace(logits=p.logits[:2])
-    full = p._replace(logits=np.tile(p.logits[:2], (8, 1, 1, 1)))
-    values, gradient = loss.expected(full)
+    values, gradient = losses.RNNT.expected(p._replace(logits=np.tile(p.logits[:2], (8, 1, 1, 1))))
     with mesh_of(devices, "auto") as mesh:
-        body = lambda *p: jax.lax.pmean(loss(*p, implementation=kernel), "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), P("data"), P("data")), out_specs=P())
-        got = jax.jit(jax.value_and_grad(mapped))(*shared)
+        f = mean_over_devices(call(losses.RNNT, kernel), mesh, (P(), P("data"), P("data"), P("data")))
+        got = jax.jit(jax.value_and_grad(f))(*shared)
     np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
     expected = gradient.reshape(8, 2, *gradient.shape[1:]).sum(0) / 16
     np.testing.assert_allclose(got[1], expected, atol=losses.tolerance(np.float32, 11))
 
 
-def test_vmap_inside_shard_map(loss, kernel, batch, devices):
-    p, expected = batch
-    with mesh_of(devices, "auto") as mesh:
-        one = lambda *p: loss(*p, reduction="none", implementation=kernel)
-        body = lambda *p: jax.lax.pmean(jax.vmap(one)(*p).mean(), "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P())
-        run(jax.value_and_grad(mapped), place(p, mesh, P("data")), loss, expected, kernel=kernel)
-
-
-@pytest.mark.family
-def test_pmap(loss, kernel, batch, devices):
-    p, expected = batch
+@BOTH
+def test_pmap(loss, kernel, devices):
+    p, expected = batch_of(loss)
     split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
 
     def body(*p):
-        value, gradient = step(loss, kernel)(*p)
+        value, gradient = jax.value_and_grad(call(loss, kernel))(*p)
         return jax.lax.pmean(value, "data"), gradient
 
     values, gradient = jax.pmap(body, axis_name="data", devices=devices)(*split)
     check((values[0], gradient.reshape(p.logits.shape) / 8), expected)
 
 
-def test_data_parallel_training_step(loss, kernel, devices):
-    """Sharded data, replicated parameters, donated state: one all-reduce for the parameters and the loss, no gather."""
-    p = losses.problem(16, loss=loss, dtype=np.float32)
-    weight = np.random.default_rng(1).normal(size=(9, 9)).astype(np.float32)
+# ------------------------------------------------------------------------------------------------------ training steps
+
+
+@pytest.mark.parametrize("way", ["jit", "shard_map", "shard_map_unchecked"])
+def test_training_step(kernel, devices, way):
+    """Sharded data and a replicated weight: one all-reduce for its gradient and the loss, no gather."""
+    p, _ = batch_of()
+    weight = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    values, of_logits = losses.RNNT.expected(p._replace(logits=p.logits @ weight))
+    mean = lambda w, x, *rest: call(losses.RNNT, kernel)(x @ w, *rest)
     with mesh_of(devices, "auto") as mesh:
-
-        def update(weight, x, *rest):
-            value, gradient = jax.value_and_grad(lambda w: loss(x @ w, *rest, implementation=kernel))(weight)
-            return weight - jnp.float32(0.5) * gradient, value
-
-        placed = place(p, mesh, P("data"))
-        replicated = jax.device_put(weight, NamedSharding(mesh, P()))
-        compiled = jax.jit(update, donate_argnums=0).lower(replicated, *placed).compile()
-        _, first = compiled(replicated, *placed)
+        specs = P(), *(P("data"),) * 4
+        if way != "jit":
+            mean = mean_over_devices(mean, mesh, specs, check_vma=way == "shard_map")
+        compiled = jax.jit(jax.value_and_grad(mean)).lower(*place((weight, *p), mesh, *specs)).compile()
+        value, gradient = compiled(*place((weight, *p), mesh, *specs))
     assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
-    assert losses.custom_calls(compiled.as_text()) == losses.once(loss.gradient_calls)
-    np.testing.assert_allclose(first, loss.expected(p._replace(logits=p.logits @ weight))[0].mean(), rtol=1e-5)
-
-
-@pytest.mark.family
-def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
-    """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
-    p = losses.problem(16, loss=loss, dtype=np.float32)
-    bad = p._replace(logit_lengths=p.logit_lengths.copy(), targets=p.targets.copy())
-    bad.logit_lengths[3], bad.targets[8, 0] = 99, -5
-    with mesh_of(devices, "auto") as mesh:
-
-        def mean_of_finite(x, *rest):
-            values = loss(x, *rest, reduction="none", implementation=kernel)
-            return jnp.where(jnp.isnan(values), jnp.float32(0), values).mean()
-
-        value, gradient = jax.jit(jax.value_and_grad(mean_of_finite))(*place(bad, mesh, P("data")))
-    values, expected = loss.expected(bad)
-    assert np.isnan(values[[3, 8]]).all()
-    np.testing.assert_allclose(value, np.nan_to_num(values).mean(), rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected / 16, atol=losses.tolerance(np.float32, 11))
+    assert losses.custom_calls(compiled.as_text()) == losses.once(losses.RNNT.gradient_calls)
+    np.testing.assert_allclose(value, values.mean(), rtol=1e-5)
+    expected = np.einsum("btuh,btuv->hv", p.logits, of_logits) / 16
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
@@ -282,77 +266,74 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
 AXES = {"T": 1, "U + 1": 2, "V": 3}
 
 
-def split_problem(loss=losses.RNNT):
+def split_problem():
     """Sixteen sequences whose dimensions all divide by two."""
-    p = losses.problem(16, 8, 5, 8, loss=loss, dtype=np.float32)
-    return p, loss.expected(p)
+    p = losses.problem(16, 8, 5, 8, dtype=np.float32)
+    return p, losses.RNNT.expected(p)
+
+
+def split_network():
+    """Weight, rows of encoder and predictor, and the rest of the problem."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *split_problem()[0][1:]
 
 
 def over(axis):
-    """A partition: the batch over "data", this dimension over "model"."""
-    return P("data", *[None] * (axis - 1), "model")
-
-
-def place_split(p, mesh, axis):
-    return place(p, mesh, over(axis), P("data"), P("data"), P("data"))
+    """Partitions of a problem: the batch over "data", this dimension of the logits over "model"."""
+    return P("data", *[None] * (axis - 1), "model"), *(P("data"),) * 3
 
 
 def model_mesh(devices, kind):
     return mesh_of(devices, kind, (4, 2), ("data", "model"))
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@KINDS
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_other_dimensions_are_gathered(loss, native_kernel, devices, axis, kind):
+def test_other_dimensions_are_gathered(native_kernel, devices, axis, kind):
     """The results are right, but every device holds all logits of its part of the batch."""
-    p, expected = split_problem(loss)
+    p, expected = split_problem()
     with model_mesh(devices, kind) as mesh:
-        placed = place_split(p, mesh, axis)
-        compiled = jax.jit(step(loss, native_kernel)).lower(*placed).compile()
-        got = compiled(*placed)
-    check(got, expected)
+        placed = place(p, mesh, *over(axis))
+        compiled = jax.jit(jax.value_and_grad(call(losses.RNNT, native_kernel))).lower(*placed).compile()
+        check(compiled(*placed), expected)
     assert set(losses.exchanged(compiled.as_text(), "all-gather")) == {(4, 8, 6, 8)}
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_split_vocabulary_on_the_reference(loss, devices, kind):
-    """Devices exchange sums over V, but no logits."""
-    p, expected = split_problem(loss)
+@pytest.mark.parametrize(("axis", "kind"), [(1, "auto"), (2, "auto"), (3, "auto"), (3, "explicit")])
+def test_other_dimensions_on_the_reference(devices, axis, kind):
+    """With a split vocabulary devices exchange sums over V, but no logits."""
+    p, expected = split_problem()
     with model_mesh(devices, kind) as mesh:
-        placed = place_split(p, mesh, 3)
-        compiled = jax.jit(step(loss, "reference")).lower(*placed).compile()
+        placed = place(p, mesh, *over(axis))
+        compiled = jax.jit(jax.value_and_grad(call(losses.RNNT, "reference"))).lower(*placed).compile()
         got = compiled(*placed)
-        assert got[1].sharding.is_equivalent_to(placed.logits.sharding, 4)
-    check(got, expected)
-    assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
-    assert set(losses.exchanged(compiled.as_text(), "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
+        check(got, expected)
+        if axis == AXES["V"]:
+            assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
+            assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
+            assert set(losses.exchanged(compiled.as_text(), "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
 
 
-@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
-def test_split_lattice_on_the_reference(loss, devices, axis):
-    p, expected = split_problem(loss)
-    with model_mesh(devices, "auto") as mesh:
-        check(jax.jit(step(loss, "reference"))(*place_split(p, mesh, axis)), expected)
+def joint_mean(weight, encoder, predictor, *rest, chunk=32):
+    logits = JointLogits(LinearJoint(weight), encoder, predictor, chunk)
+    return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
 
 
-@pytest.mark.rare("explicit")
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_split_vocabulary_of_a_joint(native_kernel, devices, kind):
-    """One tile of logits is gathered at a time."""
-    p, _ = split_problem()
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    arguments = draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *p[1:]
-    specs = P(None, "model"), *(P("data"),) * 5
+@pytest.mark.parametrize("way", ["auto", losses.slow("explicit"), "shard_map"])
+def test_split_output_layer_of_a_joint(native_kernel, devices, way):
+    """One tile of logits is gathered at a time; under shard_map the gather of docs/sharding.md makes it right."""
 
-    def mean(weight, *rest):
-        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, chunk=32, implementation=native_kernel)
+    def body(weight, *rest):
+        return joint_mean(jax.lax.all_gather(weight, "model", axis=1, tiled=True), *rest)
 
-    run = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))
-    expected = run(*arguments)
-    with model_mesh(devices, kind) as mesh:
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
-        compiled = run.lower(*placed).compile()
+    arguments, specs = split_network(), (P(None, "model"), *(P("data"),) * 5)
+    step = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    expected = jax.jit(step(joint_mean))(*arguments)
+    with model_mesh(devices, "explicit" if way == "explicit" else "auto") as mesh:
+        f = mean_over_devices(body, mesh, specs, ("data", "model")) if way == "shard_map" else joint_mean
+        placed = place(arguments, mesh, *specs)
+        compiled = jax.jit(step(f)).lower(*placed).compile()
         got = compiled(*placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
@@ -361,166 +342,125 @@ def test_split_vocabulary_of_a_joint(native_kernel, devices, kind):
 
 
 @pytest.mark.slow
-def test_split_vocabulary_under_shard_map(loss, implementation, devices):
+def test_split_vocabulary_under_shard_map(implementation, devices):
     """The loss takes a part of V for all of V. After a gather, the loss and its gradient are right."""
-    p, expected = split_problem(loss)
+    p, expected = split_problem()
     assert np.any(p.targets >= 4)  # labels beyond the part
     known = p._replace(targets=p.targets % 3)  # nothing looks wrong
-    call = functools.partial(loss, implementation=implementation)
-    names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=call)
-    whole = lambda *p: jax.lax.pmean(call(*p), "data")
-    part = lambda *p: jax.lax.pmean(call(*p), ("data", "model"))
+    loss, specs = call(losses.RNNT, implementation), over(3)
+    names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=loss)
     with model_mesh(devices, "auto") as mesh:
-        specs = over(3), P("data"), P("data"), P("data")
-        run = lambda body, first: jax.value_and_grad(
-            jax.shard_map(body, mesh=mesh, in_specs=(first, *specs[1:]), out_specs=P())
-        )
+        gathered = jax.shard_map(names["body"], mesh=mesh, in_specs=specs, out_specs=P())
+        whole = mean_over_devices(loss, mesh, (P("data"), *specs[1:]))
+        part = jax.jit(mean_over_devices(loss, mesh, specs, ("data", "model")))
         placed = place(p, mesh, *specs)
-        for right in (run(names["body"], specs[0]), run(whole, P("data"))):
-            check(jax.jit(right)(*placed), expected)
-        wrong = jax.jit(run(part, specs[0]))
-        value, _ = wrong(*place(known, mesh, *specs))
-        assert np.isfinite(value) and abs(float(value) - loss.expected(known)[0].mean()) > 1
-        assert np.isnan(wrong(*placed)[0])
+        for right in (gathered, whole):
+            check(jax.jit(jax.value_and_grad(right))(*placed), expected)
+        value = part(*place(known, mesh, *specs))
+        assert np.isfinite(value) and abs(float(value) - losses.RNNT.expected(known)[0].mean()) > 1
+        assert np.isnan(part(*placed))
 
 
-@pytest.mark.parametrize("axis", [1, 2], ids=["T", "U + 1"])
-def test_split_lattice_under_shard_map(loss, implementation, devices, axis):
+def test_split_lattice_under_shard_map(implementation, devices):
     """Split frames give NaN if the lengths exceed them, else a wrong number. Split columns are an error."""
-    p, _ = split_problem(loss)
-    short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
-    body = lambda *p: jax.lax.pmean(loss(*p, implementation=implementation), ("data", "model"))
-    with model_mesh(devices, "auto") as mesh:
-        specs = over(axis), P("data"), P("data"), P("data")
-        run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
-        if axis == 2:
-            with pytest.raises(ValueError, match="targets must have shape"):
-                run(*place(p, mesh, *specs))
-            return
-        assert np.isnan(run(*place(p, mesh, *specs)))
-        value = run(*place(short, mesh, *specs))
-        assert np.isfinite(value) and abs(float(value) - loss.expected(short)[0].mean()) > 0.1
-
-
-def test_split_output_layer_under_shard_map(kernel, devices):
-    """The gather of docs/sharding.md makes it right."""
     p, _ = split_problem()
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    arguments = draw(4, 8), draw(16, 8, 4), draw(16, 6, 4), *p[1:]
-
-    def mean(weight, *rest):
-        return jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(weight), *rest, implementation=kernel)
-
-    def body(weight, *rest):
-        return jax.lax.pmean(mean(jax.lax.all_gather(weight, "model", axis=1, tiled=True), *rest), ("data", "model"))
-
-    expected = jax.jit(jax.value_and_grad(mean, (0, 1, 2)))(*arguments)
+    short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
     with model_mesh(devices, "auto") as mesh:
-        specs = P(None, "model"), *(P("data"),) * 5
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
-        got = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))(*arguments)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
+        part = lambda axis: jax.jit(
+            mean_over_devices(call(losses.RNNT, implementation), mesh, over(axis), ("data", "model"))
+        )
+        with pytest.raises(ValueError, match="targets must have shape"):
+            part(2)(*place(p, mesh, *over(2)))
+        assert np.isnan(part(1)(*place(p, mesh, *over(1))))
+        value = part(1)(*place(short, mesh, *over(1)))
+    assert np.isfinite(value) and abs(float(value) - losses.RNNT.expected(short)[0].mean()) > 0.1
 
 
 def refused():
-    """Calls by (argument, dimension, implementation) that JAX cannot trace if that dimension is split."""
-    draw = lambda *shape: np.zeros(shape, np.float32)
+    """(call of arrays, arrays, number of the array, its dimension, message): JAX cannot trace this split."""
     logits, targets, *lengths = split_problem()[0]
-    rest = targets, *lengths
-    joint = lambda e, q, *rest, **o: jax_rnnt.joint_rnnt_loss(jax_rnnt.LinearJoint(draw(4, 8)), e, q, *rest, **o)
-    first = np.zeros((16, 8), np.int32)
-    pruned = lambda x, *rest, **o: jax_rnnt.pruned_rnnt_loss(x, first, *rest, **o)
-    packed_loss = functools.partial(jax_rnnt.rnnt_loss_packed, max_frames=8)
+    rest, draw = (targets, *lengths), lambda *shape: np.zeros(shape, np.float32)
+    band = lambda x: BandLogits(x, np.zeros((16, 8), np.int32))
+    joint = lambda e, q: JointLogits(LinearJoint(draw(4, 8)), e, q)
     scores, rows = (draw(16, 8, 8), draw(16, 6, 8)), (draw(16, 8, 4), draw(16, 6, 4))
-    for function in (jax_rnnt.rnnt_loss, jax_rnnt.tdt_loss, jax_rnnt.rnnt_posteriors, jax_rnnt.rnnt_align, pruned):
-        if function is jax_rnnt.tdt_loss:
-            function = functools.partial(function, durations=(0, 1))
-        yield function, (logits, *rest), 0, 1, "logits .* T ", "reference"
-        columns = "S" if function is pruned else r"U \+ 1"
-        yield function, (logits, *rest), 0, 2, rf"logits .* {columns} ", "reference"
-    for implementation in (None, "reference"):
-        even = draw(16, 8, 7, 8), np.zeros((16, 6), np.int32), *lengths
-        yield jax_rnnt.rnnt_loss, even, 1, 1, "targets .* U ", implementation
-        yield packed_loss, (draw(896, 8), *rest), 0, 0, "logits .* N ", implementation
-        yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 0, 2, "am .* V ", implementation
-        yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 1, 2, "lm .* V ", implementation
-        for i, (name, letters) in enumerate((("encoder_out", ("T", "E")), ("predictor_out", (r"U \+ 1", "P")))):
+    reference = jax_rnnt.RNNTLoss(implementation="reference")
+    on_band = lambda x, *rest: reference(band(x), *rest)
+    durations = jax_rnnt.TDTLoss((0, 1), implementation="reference")
+    for f in (reference, durations, reference.posteriors, reference.align, on_band):
+        yield f, (logits, *rest), 0, 1, "logits .* T "
+        yield f, (logits, *rest), 0, 2, rf"logits .* {'S' if f is on_band else r'U . 1'} "
+    on = lambda loss, make: lambda *p: loss(make(*p[:-3]), *p[-3:])
+    for loss in (reference, jax_rnnt.RNNTLoss()):
+        yield loss, (draw(16, 8, 7, 8), np.zeros((16, 6), np.int32), *lengths), 1, 1, "targets .* U "
+        yield on(loss, lambda x: PackedLogits(x, 8)), (draw(896, 8), *rest), 0, 0, "logits .* N "
+        yield on(loss, AdditiveLogits), (*scores, *rest), 0, 2, "am .* V "
+        yield on(loss, AdditiveLogits), (*scores, *rest), 1, 2, "lm .* V "
+        for i, (name, letters) in enumerate((("encoder_out", ("T", "E")), ("predictor_out", (r"U . 1", "P")))):
             for axis, letter in enumerate(letters, 1):
-                yield joint, (*rows, *rest), i, axis, f"{name} .* {letter} ", implementation
-    yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 0, 1, "am .* T ", "reference"
-    yield jax_rnnt.simple_rnnt_loss, (*scores, *rest), 1, 1, r"lm .* U \+ 1 ", "reference"
+                yield on(loss, joint), (*rows, *rest), i, axis, f"{name} .* {letter} "
+    yield on(reference, AdditiveLogits), (*scores, *rest), 0, 1, "am .* T "
+    yield on(reference, AdditiveLogits), (*scores, *rest), 1, 1, r"lm .* U . 1 "
 
 
 def test_refused_on_an_explicit_mesh(devices):
     """The error names argument, dimension and mesh axis, and its advice works."""
     with model_mesh(devices, "explicit") as mesh:
-        for function, arguments, position, axis, message, implementation in refused():
-            x = arguments[position]
-            split = jax.device_put(x, NamedSharding(mesh, P(*[None] * axis, "model")))
-            call = lambda x, f=function, a=arguments, i=position, o=implementation: f(
-                *a[:i], x, *a[i + 1 :], implementation=o
-            )
-            expected = rf"{message}.*mesh axis 'model'.*jax\.sharding\.reshard\(\w+, "
-            for way in (call, jax.jit(call)):
-                with pytest.raises(ValueError, match=expected):
+        for f, arguments, position, axis, message in refused():
+            split = jax.device_put(arguments[position], NamedSharding(mesh, P(*[None] * axis, "model")))
+            of = lambda x, f=f, a=arguments, i=position: f(*a[:i], x, *a[i + 1 :])
+            for way in (of, jax.jit(of)):
+                with pytest.raises(ValueError, match=rf"{message}.*mesh axis 'model'.*jax\.sharding\.reshard\(\w+, "):
                     way(split)
-            jax.eval_shape(call, jax.sharding.reshard(split, P()))
+            jax.eval_shape(of, jax.sharding.reshard(split, P()))
 
 
-# -------------------------------------------------------------------------------------------------- other functions
+# ----------------------------------------------------------------------------------- other methods, other layouts
+
+RNNT, DURATIONS = jax_rnnt.RNNTLoss(reduction="none"), jax_rnnt.TDTLoss((2, 0, 1))
 
 
-def pruned_step(x, *rest):
-    """Both losses of pruned training, and the steps between them."""
-    am, lm = x[:, :, 0], x[:, 0]
-    simple, posteriors = jax_rnnt.simple_rnnt_loss(am, lm, *rest, reduction="none", return_posteriors=True)
-    names = "logit_lengths", "target_lengths", "blank_posteriors", "label_posteriors"
-    first = jax_rnnt.prune_ranges(**dict(zip(names, (*rest[1:], *posteriors))), width=3)
-    frames, states = jax_rnnt.prune_inputs(am, lm, first, 3)
-    loss = jax_rnnt.pruned_rnnt_loss(jnp.tanh(frames + states), first, *rest, reduction="none")
-    return simple, posteriors, first, loss
+def pruned(x, *rest):
+    return pruned_step(x[:, :, 0], x[:, 0], *rest)
 
 
-minimum_latency = functools.partial(jax_rnnt.minimum_latency, reduction="none")
-durations = jax_rnnt.TDTLoss((2, 0, 1))
-OTHERS = {
-    "align": jax_rnnt.rnnt_align,
-    "align_durations": functools.partial(jax_rnnt.rnnt_align, loss=durations),
-    "posteriors": jax_rnnt.rnnt_posteriors,
-    "posteriors_durations": functools.partial(jax_rnnt.rnnt_posteriors, loss=durations),
-    "expected_frames": jax_rnnt.expected_emission_frames,
-    "minimum_latency": minimum_latency,
-    "minimum_latency_gradient": jax.grad(lambda *p: minimum_latency(*p).sum()),
-    "pruned": pruned_step,
-    "pruned_gradient": jax.grad(lambda *p: sum(pruned_step(*p)[::3]).sum()),
+METHODS = {
+    "align": RNNT.align,
+    "align_durations": DURATIONS.align,
+    "posteriors": RNNT.posteriors,
+    "posteriors_durations": DURATIONS.posteriors,
+    "expected_frames": RNNT.emission_frames,
+    "latency": RNNT.latency,
+    "latency_gradient": jax.grad(lambda *p: RNNT.latency(*p).sum()),
+    "pruned": pruned,
+    "pruned_gradient": jax.grad(lambda *p: sum(pruned(*p)[:2]).sum()),
 }
 
 
-SLOW = pytest.mark.slow
+def method_cases():
+    seldom = {"align_durations", "latency_gradient"}
+    for name in METHODS:
+        yield losses.slow(name, "auto") if name in seldom else (name, "auto")
+        plain = name not in (*seldom, "align", "pruned_gradient")
+        yield (name, "shard_map") if plain else losses.slow(name, "shard_map")
+        yield losses.slow(name, "explicit")
+    yield losses.slow("pruned", "pmap")
 
 
-@pytest.mark.rare("pruned_gradient-shard_map", "minimum_latency_gradient", "align_durations", "align-shard_map")
-@pytest.mark.parametrize(
-    "way", ["auto", pytest.param("explicit", marks=SLOW), "shard_map", pytest.param("pmap", marks=SLOW)]
-)
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_functions(name, way, devices):
+@pytest.mark.parametrize(("name", "way"), [*method_cases()])
+def test_other_methods(name, way, devices):
     """All results are per sequence: each device computes its own, without communication."""
     p = losses.problem(16, dtype=np.float32)
-    function = OTHERS[name]
-    expected = jax.jit(function)(*p)
+    f = METHODS[name]
+    expected = jax.jit(f)(*p)
     with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
         if way == "pmap":
-            split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
-            got = jax.pmap(function, devices=devices)(*split)
+            got = jax.pmap(f, devices=devices)(*(x.reshape(8, 2, *x.shape[1:]) for x in p))
             got = jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), got)
         else:
             if way == "shard_map":
-                function = jax.shard_map(function, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
+                f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
             placed = place(p, mesh, P("data"))
-            compiled = jax.jit(function).lower(*placed).compile()
+            compiled = jax.jit(f).lower(*placed).compile()
             got = compiled(*placed)
             assert not losses.collectives(compiled.as_text())
             for x in jax.tree.leaves(got):
@@ -531,32 +471,22 @@ def test_other_functions(name, way, devices):
 
 def test_packed_under_shard_map(kernel, devices):
     """Every device packs its own sequences; no collective but the mean's."""
-    p = losses.problem(16, dtype=np.float32)
-    parts = [p.take(slice(i, i + 2)) for i in range(0, 16, 2)]
-    rows = max(len(losses.packed(part, part.logits)) for part in parts)
-    pack = lambda part, x, fill: losses.packed(part, x, extra=rows - len(losses.packed(part, x, extra=0)), fill=fill)
-    logits = np.concatenate([pack(part, part.logits, np.nan) for part in parts])
-    values, gradient = losses.RNNT.expected(p)
-    expected = np.concatenate([pack(part, gradient[2 * i : 2 * i + 2], 0) for i, part in enumerate(parts)])
+    p, (values, gradient) = batch_of()
+    parts = [slice(i, i + 2) for i in range(0, 16, 2)]
+    rows = max(len(losses.packed(p.take(i), p.logits[i], extra=0)) for i in parts)
 
-    def body(*p):
-        return jax.lax.pmean(jax_rnnt.rnnt_loss_packed(*p, max_frames=7, implementation=kernel), "data")
+    def packed(x, fill):
+        lengths = [len(losses.packed(p.take(i), x[i], extra=0)) for i in parts]
+        own = zip(parts, lengths, strict=True)
+        return np.concatenate([losses.packed(p.take(i), x[i], extra=rows - n, fill=fill) for i, n in own])
 
+    loss = jax_rnnt.RNNTLoss(implementation=kernel)
     with mesh_of(devices, "auto") as mesh:
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P())
-        placed = place(p._replace(logits=logits), mesh, P("data"))
-        compiled = jax.jit(jax.value_and_grad(mapped)).lower(*placed).compile()
+        f = mean_over_devices(lambda x, *rest: loss(PackedLogits(x, 7), *rest), mesh, (P("data"),) * 4)
+        placed = place(p._replace(logits=packed(p.logits, np.nan)), mesh, P("data"))
+        compiled = jax.jit(jax.value_and_grad(f)).lower(*placed).compile()
         value, got = compiled(*placed)
     np.testing.assert_allclose(value, values.mean(), rtol=1e-6)
-    np.testing.assert_allclose(got, expected / 16, atol=losses.tolerance(np.float32, 11))
+    np.testing.assert_allclose(got, packed(gradient, 0) / 16, atol=losses.tolerance(np.float32, 11))
     assert set(losses.collectives(compiled.as_text())) <= {"all-reduce"}
     assert losses.custom_calls(compiled.as_text()) == losses.once(losses.RNNT.gradient_calls)
-
-
-def test_packed_under_pmap(kernel, devices):
-    p = losses.problem(16, dtype=np.float32, lengths=([7, 5] * 8, [4, 2] * 8))
-    logits = np.stack([losses.packed(part, part.logits) for part in (p.take(slice(i, i + 2)) for i in range(0, 16, 2))])
-    split = [x.reshape(8, 2, *x.shape[1:]) for x in p[1:]]
-    call = lambda *p: jax_rnnt.rnnt_loss_packed(*p, max_frames=7, reduction="none", implementation=kernel)
-    values = jax.pmap(call, devices=devices)(logits, *split)
-    np.testing.assert_allclose(values.reshape(16), losses.RNNT.expected(p)[0], rtol=1e-6)

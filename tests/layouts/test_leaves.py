@@ -1,0 +1,233 @@
+"""Do learned numbers and arrays get the slope of the loss as gradient, in every layout, on kernels and in plain JAX?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_rnnt
+import layouts
+import losses
+import reference_numpy as truth
+from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
+from meshes import mesh_of
+from pages import code
+from slopes import CLOSE, WEIGHTS, B, T, U, V, slope, small
+
+
+def weighted(call):
+    """Compiled gradient of the weighted sum of losses, for all arguments."""
+
+    def total(*arguments):
+        return jnp.sum(call(*arguments) * WEIGHTS)
+
+    return jax.jit(lambda *arguments: jax.grad(total, tuple(range(len(arguments))))(*arguments))
+
+
+def cases():
+    """The two lattice kernels stand for the other losses, the RNN-T loss for all without kernels."""
+    for loss in losses.LOSSES:
+        for name in filter(functools.partial(layouts.suits, loss), layouts.NAMES):
+            quick = loss is losses.RNNT or (loss is losses.TDT and name in ("array", "JointLogits"))
+            yield (loss, name, "kernel") if quick else losses.slow(loss, name, "kernel")
+    yield from ((losses.RNNT, name, "reference") for name in ("array", "JointLogits"))
+
+
+LEARNED = {"delay_penalty": 0.3, "sigma": 0.07}
+OFF = {"clamp": -1.0, "fastemit_lambda": 0.0}  # traced: nothing knows that they are
+DRAWN = {"omega": 0.0}  # TDT's coin
+
+
+@pytest.mark.parametrize(("loss", "name", "implementation"), [*cases()], ids=str, indirect=["implementation"])
+def test_leaves(loss, name, implementation):
+    """Numbers that act on arcs have their slope, at exactly 0 and beside a clamp too; settings have exactly 0.
+
+    Clamp, FastEmit and TDT's coin act on gradients. The clamp limits those of logits, and no other one.
+    """
+    implementation = None if name == "AdditiveLogits" else implementation
+    p = small(loss) if name != "JointLogits" else losses.problem(B, T, U, V, loss=loss, scale=1.0)
+    arrays, make, dense = layouts.arrays(p, name), layouts.layout(p, name), layouts.dense(p, name)
+    learned = {k: x for k, x in LEARNED.items() if hasattr(loss.kind, k)}
+    drawn, key = (DRAWN, jax.random.key(0)) if loss is losses.TDT else ({}, None)
+
+    def call(leaves, arrays):
+        value = loss.value(**leaves, reduction="none", implementation=implementation)
+        return value(make(*arrays), *p[1:], key=key)
+
+    def wanted(arrays, **options):
+        return loss.expected(p._replace(logits=np.asarray(dense(*arrays))), **options)
+
+    gradient = weighted(call)
+    zeros, nothing = dict.fromkeys(learned, 0.0), tuple(0 * x for x in arrays)
+    points = [(learned, {}, arrays), (zeros, {}, arrays), (zeros, {}, nothing)]
+    if name != "AdditiveLogits":  # which has no logits to clip
+        points.append((learned, {"clamp": 0.05}, arrays))
+    for options, settings, at in points:
+        of_leaves, of_arrays = gradient(options | OFF | drawn | settings, at)
+        for leaf, value in options.items():
+            along = lambda x, leaf=leaf, o=options, at=at: wanted(at, **o | {leaf: x})[0] @ WEIGHTS
+            np.testing.assert_allclose(of_leaves[leaf], slope(along, value), **CLOSE, err_msg=leaf)
+        if name == "array":
+            to_logits = wanted(at, **options, **settings)[1] * WEIGHTS[:, None, None, None]
+            np.testing.assert_allclose(of_arrays[0], to_logits, atol=1e-12)
+    clamp = -1.0 if name == "AdditiveLogits" else 0.1
+    on = learned | {"clamp": clamp, "fastemit_lambda": 0.5} | dict.fromkeys(drawn, 0.5)
+    assert all(x == 0 for k, x in gradient(on, arrays)[0].items() if k not in learned)
+
+
+def test_the_gradient_is_a_loss():
+    """It has the same type and static fields. Integers are numbers too, and the next float traces nothing."""
+    p = losses.problem()
+    run = jax.jit(lambda loss: loss(*p))
+    gradient = jax.grad(run)(jax_rnnt.RNNTLoss(delay_penalty=1, fastemit_lambda=2, reduction="sum"))
+    assert type(gradient) is jax_rnnt.RNNTLoss and gradient.reduction == "sum"
+    assert gradient == jax.grad(run)(jax_rnnt.RNNTLoss(delay_penalty=1.0, fastemit_lambda=2.0, reduction="sum"))
+    run(jax_rnnt.RNNTLoss(delay_penalty=1)), run(jax_rnnt.RNNTLoss(delay_penalty=2.0))
+    assert run._cache_size() == 1
+    assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions_and_vmap(implementation, reduction):
+    """For TDT: a scalar for each element of a vmap, under jit, times a cotangent."""
+    p = small(losses.TDT)
+
+    def call(penalty, sigma):
+        options = {"delay_penalty": penalty, "sigma": sigma, "reduction": reduction}
+        return 3 * losses.TDT.value(**options, implementation=implementation)(*p)
+
+    points = np.array([[0.3, 0.07], [-0.2, 0.0]])
+    got = jax.jit(jax.vmap(jax.grad(call, (0, 1))))(*points.T)
+    share = 3 / B if reduction == "mean" else 3
+    for b, point in enumerate(points):
+        along = lambda d, s: losses.TDT.expected(p, delay_penalty=d, sigma=s)[0].sum() * share
+        np.testing.assert_allclose(got[0][b], slope(lambda d, s=point[1]: along(d, s), point[0]), **CLOSE)
+        np.testing.assert_allclose(got[1][b], slope(lambda s, d=point[0]: along(d, s), point[1]), **CLOSE)
+
+
+def test_without_jit_and_of_float32(implementation):
+    """A Python float, a NumPy scalar and a float32 array give the same numbers."""
+    p = small().astype(np.float32)
+    loss = lambda d: jax_rnnt.RNNTLoss(delay_penalty=d, reduction="sum", implementation=implementation)
+    for at in (0.25, 0.0):
+        wanted = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[0].sum(), at)
+        for kind in (float, np.float32, jnp.float32):
+            np.testing.assert_allclose(jax.grad(lambda d: loss(d)(*p))(kind(at)), wanted, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- operands of a loss of one's own
+
+
+@pytest.fixture(scope="module")
+def risk_loss():
+    names, _ = code("docs/losses.md", "class BypassLoss")
+    return code("docs/losses.md", "class RiskLoss", **names)[0]["RiskLoss"]
+
+
+def test_operands_of_a_step(implementation, risk_loss):
+    """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
+    p = small()
+    risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two risks for vmap
+    risk[1] = 0
+
+    def posterior(risk):
+        out = np.zeros(risk.shape)
+        for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths, strict=True)):
+            arcs, _ = truth.softmax_emission(p.logits[b, :n, : m + 1], np.append(p.targets[b, :m], -1), blank=V - 1)
+            arcs["label"] = arcs["label"] - risk[b, :n, : m + 1]
+            out[b, :n, : m + 1] = truth.posteriors(truth.STANDARD, arcs, n, m)[1]["label"]
+        return out
+
+    wanted = np.stack([posterior(x) for x in risk]) * WEIGHTS[:, None, None]
+    call = lambda x: risk_loss(risk=x, reduction="none", implementation=implementation)(*p)
+    total = lambda x: jnp.sum(call(x) * WEIGHTS)
+    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
+
+
+def test_a_learned_scale_of_an_operand(implementation, risk_loss):
+    """The risk is a function of parameters, as users write it."""
+    p = small()
+    frame = np.broadcast_to(np.arange(T)[:, None] - (p.logit_lengths[:, None, None] - 1) / 2, (B, T, U + 1))
+    loss = lambda scale: risk_loss(risk=scale * frame, reduction="sum", implementation=implementation)
+    gradient = jax.jit(jax.grad(lambda scale: loss(scale)(*p)))
+    for scale in (0.3, 0.0):
+        wanted = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[0].sum(), scale)
+        np.testing.assert_allclose(gradient(scale), wanted, **CLOSE)
+
+
+# ------------------------------------------------------------------------------------------- what sequences share
+
+
+def shared(name, implementation):
+    """(losses of (shared, own, rest), shared leaves, own arrays of the sequences, places in them to spoil)"""
+    rng, scalars = np.random.default_rng(5), {"delay_penalty": 0.3, "sigma": 0.1}
+    options = {"reduction": "none", "implementation": implementation}
+    own, places = (rng.normal(0, 1, (B, T, V)), rng.normal(0, 1, (B, U + 1, V))), [(1, 2, 0), (1, 1, 3)]
+
+    def of_array(clamp):
+        call = lambda leaves, x, rest: jax_rnnt.TDTLoss([1, 2], **leaves, clamp=clamp, **options)(*x, *rest)
+        return call, scalars, (rng.normal(size=(B, T, U + 1, V)),), places[:1]
+
+    def additive(leaves, own, rest):
+        loss = jax_rnnt.RNNTLoss(delay_penalty=leaves["delay_penalty"], **options)
+        return loss(AdditiveLogits(*own, leaves["lm_only"], leaves["am_only"], leaves["unigram"]), *rest)
+
+    def joint(leaves, own, rest):
+        return jax_rnnt.RNNTLoss(**options)(JointLogits(LinearJoint(leaves["weight"]), *own), *rest)
+
+    smoothing = {"lm_only": 0.25, "am_only": 0.1, "unigram": np.full(V, 1 / V), "delay_penalty": 0.2}
+    return {
+        "array": of_array(-1.0),
+        "clamped": of_array(0.5),
+        "AdditiveLogits": (additive, smoothing, own, places),
+        "JointLogits": (joint, {"weight": rng.normal(0, 1, (V, V))}, own, places),
+    }[name]
+
+
+@losses.reference_slow
+@pytest.mark.parametrize("name", ["array", losses.slow("clamped"), losses.slow("AdditiveLogits"), "JointLogits"])
+def test_nan_reaches_nothing_shared(implementation, name):
+    """A sequence with NaN inside changes no gradient of the others, whether its loss is masked or not."""
+    p = losses.problem(B, T, U, V, scale=1.0, lengths=([4, 3], [2, 1]))
+    kernel = implementation == "kernel"
+    call, leaves, own, places = shared(name, None if name == "AdditiveLogits" and kernel else implementation)
+    one = [x[:1] for x in own]
+    of_leaves_alone, of_one = jax.grad(lambda s, x: call(s, x, p.take(slice(1))[1:])[0], (0, 1))(leaves, one)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def total(leaves, own, masked):
+        values = call(leaves, own, p[1:])
+        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0) if masked else values), values
+
+    for i, place in enumerate(places):
+        spoilt = [x.copy() for x in own]
+        spoilt[i][place] = np.nan
+        for masked in (True, False):
+            (of_leaves, of_own), values = jax.grad(total, (0, 1), has_aux=True)(leaves, spoilt, masked)
+            np.testing.assert_array_equal(np.isnan(values), [False, True])
+            layouts.assert_close(of_leaves, of_leaves_alone, 1e-12)
+            for got, alone in zip(of_own, of_one, strict=True):
+                np.testing.assert_allclose(got[:1], alone, atol=1e-12)
+                silent = masked and (kernel or name == "clamped")
+                assert not np.any(got[1]) if silent else np.isnan(got[1]).any()
+
+
+@losses.reference_slow
+@pytest.mark.parametrize("kind", ["shard_map", "auto", losses.slow("explicit")])
+def test_on_a_mesh(kind, devices, implementation):
+    """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
+    p = losses.problem(16, loss=losses.TDT)
+    loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=implementation)
+    total = lambda loss, p: loss(*p)
+    wanted = jax.jit(jax.grad(total))(loss, p)
+    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+        if kind == "shard_map":
+            mean = lambda loss, p: jax.lax.pmean(loss(*p), "data")
+            total = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        got = jax.jit(jax.grad(total))(loss, jax.device_put(p, NamedSharding(mesh, P("data"))))
+    for leaf in ("sigma", "delay_penalty"):
+        np.testing.assert_allclose(getattr(got, leaf), getattr(wanted, leaf), rtol=1e-12)

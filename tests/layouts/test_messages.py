@@ -1,0 +1,146 @@
+"""Does a layout of wrong arrays raise one clear error, which names the loss or the method that was called?"""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import layouts
+import losses
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
+
+P = losses.problem()
+X = P.logits
+AM, LM = X[:, :, 0], X[:, 0]
+WEIGHT, BIAS = np.ones((9, 5)), np.ones(5)
+FIRST = np.zeros((4, 7), np.int32)
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, x):
+        return x
+
+
+def joint(made, encoder=AM, predictor=LM, **options):
+    return JointLogits(made, encoder, predictor, **options)
+
+
+def by_activation(activation):
+    return joint(LinearJoint(WEIGHT, BIAS, activation))
+
+
+CASES = (
+    (lambda: X[0, 0], "logits must have shape"),
+    (lambda: None, "logits must be an array"),
+    (lambda: PackedLogits(X[0], 7), "logits must have shape [N, V]"),
+    (lambda: PackedLogits(X[0, 0], -1), "max_frames must be 0 or more"),
+    (lambda: PackedLogits(X[0, 0], 2.0), "max_frames must be an integer"),
+    (lambda: BandLogits(X, FIRST[:, 1:]), "first must have shape"),
+    (lambda: BandLogits(X, FIRST.astype(float)), "first must have an integer"),
+    (lambda: BandLogits(joint(lambda e, p: e + p), FIRST), "logits must be an array"),
+    (lambda: AdditiveLogits(AM[0, 0], LM), "am must"),
+    (lambda: AdditiveLogits(AM, LM[..., 1:]), "lm must have shape"),
+    (lambda: AdditiveLogits(AM, LM, unigram=np.ones(3)), "unigram must have shape"),
+    (lambda: AdditiveLogits(AM, LM, lm_only_scale="1"), "lm_only_scale must be a real number"),
+    (lambda: joint(None), "joint must be callable"),
+    (lambda: joint(LinearJoint(WEIGHT), AM[0, 0]), "encoder_out must"),
+    (lambda: joint(LinearJoint(WEIGHT), AM.astype(int)), "encoder_out must"),
+    (lambda: joint(LinearJoint(WEIGHT), AM[:3]), "predictor_out must have shape"),
+    (lambda: joint(LinearJoint(WEIGHT), AM, LM[:, :0]), "predictor_out must"),
+    (lambda: joint(LinearJoint(WEIGHT), chunk=0), "chunk must"),
+    (lambda: joint(LinearJoint(WEIGHT), chunk=2.0), "chunk must"),
+    (lambda: joint(LinearJoint(WEIGHT[:2])), "joint.weight must"),
+    (lambda: joint(LinearJoint(None)), "joint.weight must"),
+    (lambda: joint(LinearJoint(WEIGHT, BIAS[:2])), "joint.bias must"),
+    (lambda: joint(LinearJoint(WEIGHT, BIAS.astype(int))), "joint.bias must"),
+    (lambda: by_activation(lambda x: x[..., :2]), "joint.activation must"),
+    (lambda: by_activation(lambda x: (x, x)), "joint.activation must"),
+    (lambda: by_activation(lambda x: jnp.sum(x, -1, keepdims=True)), "joint.activation must"),
+    (lambda: by_activation(None), "joint.activation must"),
+    (lambda: by_activation(Unhashable()), "joint.activation must"),
+    (lambda: joint(lambda e, p: e[0]), "joint must make logits"),
+    (lambda: joint(lambda e, p: (e, p)), "joint must"),
+    (lambda: joint(lambda e, p: jnp.concatenate([e, p])), "joint must"),
+    (lambda: joint(lambda e, p: jnp.zeros((2, 9))), "joint must"),
+    (lambda: joint(lambda e, p: (e + p).astype(jnp.int32)), "joint must make logits of a floating dtype"),
+)
+
+
+def test_errors():
+    for make, message in CASES:
+        for loss in (jax_rnnt.RNNTLoss(), jax_rnnt.RNNTLoss(implementation="reference")):
+            for name, call in (("RNNTLoss", loss), ("RNNTLoss.align", loss.align), ("RNNTLoss.arcs", loss.arcs)):
+                with pytest.raises((TypeError, ValueError), match=re.escape(f"{name}: {message}")):
+                    call(make(), *P[1:])
+
+
+@pytest.mark.parametrize("name", layouts.NAMES)
+def test_errors_of_the_other_arguments(name):
+    p, arrays = layouts.problem(name=name)
+    made = layouts.layout(p, name)(*arrays)
+    for loss, rest, argument in (
+        (jax_rnnt.RNNTLoss(blank=9), p[1:], "blank"),
+        (jax_rnnt.RNNTLoss(), (p.targets[0], *p[2:]), "targets"),
+        (jax_rnnt.RNNTLoss(), (p.targets, p.logit_lengths[:3], p.target_lengths), "logit_lengths"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"RNNTLoss: {argument} must"):
+            loss(made, *rest)
+
+
+def test_losses_that_normalise_nothing():
+    with pytest.raises(TypeError, match="fused_log_softmax"):
+        jax_rnnt.RNNTLoss(fused_log_softmax=False)(AdditiveLogits(AM, LM), *P[1:])
+
+
+def test_networks_that_broadcast_by_accident():
+    """NumPy's rule would give utterance n of the encoder to hypothesis n where B = N, or B = 1."""
+    made, loss = LinearJoint(np.ones((5, 6))), jax_rnnt.RNNTLoss()
+    for batch in (3, 1):
+        rest = np.zeros((batch, 3, 2), int), np.full((batch, 3), 4), np.full((batch, 3), 2)
+        predictor = np.ones((batch, 3, 3, 5))
+        with pytest.raises(ValueError, match=r"predictor_out must have as many batch dim.*encoder_out\[:, None\]"):
+            loss(JointLogits(made, np.ones((batch, 4, 5)), predictor), *rest)
+        loss(JointLogits(made, np.ones((4, 5)), predictor), *rest)
+
+
+def test_networks_that_are_exchanged():
+    """Told by their numbers of rows, frames and labels; k2's simple loss takes the predictor's scores first."""
+    rest = np.zeros((3, 2), int), np.full(3, 4), np.full(3, 2)
+    frames, columns = np.ones((3, 4, 5)), np.ones((3, 3, 5))
+    for layout, names in (
+        (AdditiveLogits, "exchange am and lm"),
+        (lambda *rows: joint(lambda a, b: a + b, *rows), "exchange encoder_out and predictor_out"),
+    ):
+        jax_rnnt.RNNTLoss()(layout(frames, columns), *rest)
+        with pytest.raises(ValueError, match=f"targets must have .* got .*{names}"):
+            jax_rnnt.RNNTLoss()(layout(columns, frames), *rest)
+
+
+def test_too_many_blanks():
+    loss = jax_rnnt.MultiblankRNNTLoss([2, 3, 4])
+    with pytest.raises(ValueError, match=r"MultiblankRNNTLoss: .*blanks must lie in \[-3, 3\) for 3 classes, got"):
+        loss(np.zeros((2, 2, 3)), np.zeros(1, int), 2, 1)
+
+
+def test_ranges_and_their_inputs():
+    """Posteriors have names: k2 takes the plane of labels before that of blanks, so neither order is accepted."""
+    plane, lengths = np.full((4, 7, 5), 0.5), P[2:]
+    for call, error in (
+        (lambda: layouts.ranges(lengths, 2, (plane, plane[:, 1:])), "prune_ranges: label_posteriors must"),
+        (lambda: layouts.ranges(lengths, 1, (plane, plane)), "prune_ranges: width must"),
+        (lambda: layouts.ranges(lengths, 2.0, (plane, plane)), "prune_ranges: width must"),
+        (lambda: layouts.ranges(lengths, 2, (plane, plane), topology="ctc"), "prune_ranges: topology must"),
+        (lambda: jax_rnnt.prune_inputs(AM, LM[1:], FIRST, 2), "prune_inputs: predictor_out must"),
+        (lambda: jax_rnnt.prune_inputs(AM, LM, FIRST, 0), "prune_inputs: width must"),
+        (lambda: jax_rnnt.prune_ranges(plane, plane, *lengths, width=2), "0 positional arguments"),
+        (
+            lambda: jax_rnnt.prune_ranges(logit_lengths=lengths[0], target_lengths=lengths[1], width=2),
+            "'blank_posteriors' and 'label_posteriors'",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            call()

@@ -1,0 +1,177 @@
+"""Layouts of logits under test, each with the array that it stands for, and joint networks in tiles and as a whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+from jax_rnnt import (
+    AdditiveLogits,
+    BandLogits,
+    JointLogits,
+    LinearJoint,
+    PackedLogits,
+    RNNTLoss,
+    prune_inputs,
+    prune_ranges,
+)
+
+NAMES = "array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits"
+OF_LOGITS = NAMES[1:4]  # made of the array's own logits
+WIDTH = 4  # columns of a band
+
+
+def problem(loss=losses.RNNT, name="array"):
+    """A problem, and the arrays that a layout of it is made of and differentiated by."""
+    p = losses.problem(loss=loss, scale=1.0)
+    return p, arrays(p, name)
+
+
+def arrays(p, name):
+    if name != "AdditiveLogits":
+        return (p.logits,)
+    B, T, U1, V = p.logits.shape
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(B, T, V)), rng.normal(size=(B, U1, V))
+
+
+def suits(loss, name):
+    """Whether the loss takes the layout: docs/losses.md."""
+    return name != "AdditiveLogits" or loss.name not in ("tdt", "hat")
+
+
+def packed_rows(p, x):
+    """The rows [N, V] inside the lengths."""
+    return x[np.nonzero(losses.inside(p))]
+
+
+def first_columns(p):
+    """A band that starts in column 0, ends in the last one, and leaves out nodes."""
+    last = np.maximum(p.target_lengths - WIDTH + 1, 0)[:, None]
+    steps = np.arange(p.logits.shape[1]) - p.logit_lengths[:, None] + 1 + last
+    return np.clip(steps, 0, last).astype(np.int32)
+
+
+def layout(p, name):
+    """The function that makes the layout of its arrays."""
+    B, T, U1, _ = p.logits.shape
+    column = np.broadcast_to(np.arange(U1, dtype=p.logits.dtype)[:, None], (B, U1, 1))
+    first = first_columns(p)
+    kept = np.clip(first[..., None] + np.arange(WIDTH), 0, U1 - 1)[..., None]
+    return {
+        "array": lambda x: x,
+        "JointLogits": lambda x: JointLogits(losses.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
+        "PackedLogits": lambda x: PackedLogits(packed_rows(p, x), T),
+        "BandLogits": lambda x: BandLogits(jnp.take_along_axis(x, kept, 2), first),
+        "AdditiveLogits": AdditiveLogits,
+    }[name]
+
+
+def dense(p, name):
+    """The function that makes the array for which the layout stands."""
+    place = np.arange(p.logits.shape[2]) - first_columns(p)[..., None]
+    inside = ((place >= 0) & (place < WIDTH))[..., None]
+    return {
+        "BandLogits": lambda x: jnp.where(inside, x, -jnp.inf),
+        "AdditiveLogits": lambda am, lm: am[:, :, None] + lm[:, None],
+    }.get(name, lambda x: x)
+
+
+def ranges(lengths, width, planes, **options):
+    """`prune_ranges` for (T_b, U_b) and posteriors (of blanks, of labels)."""
+    names = "logit_lengths", "target_lengths", "blank_posteriors", "label_posteriors"
+    return prune_ranges(**dict(zip(names, (*lengths, *planes), strict=True)), width=width, **options)
+
+
+def pruned_step(am, lm, *rest):
+    """Both losses of pruned training and its band, with a joint between them."""
+    loss = RNNTLoss(reduction="none")
+    simple = AdditiveLogits(am, lm)
+    first = ranges(rest[1:], 3, loss.posteriors(simple, *rest))
+    a, b = prune_inputs(am, lm, first, 3)
+    return loss(simple, *rest), loss(BandLogits(jnp.tanh(a + b), first), *rest), first
+
+
+# ------------------------------------------------------------------------------------------------ joint networks
+
+B, T, U, V, H = 4, 23, 9, 9, 6
+CHUNK = 64  # rows: several tiles
+
+
+class Network:
+    """Parameters (weight, bias), encoder and predictor rows, and the rest of a problem."""
+
+    def __init__(self, loss=losses.RNNT, batch=B, dtype=np.float64, seed=0):
+        self.problem = losses.problem(batch, T, U, V, loss=loss, dtype=dtype, seed=seed)
+        rng = np.random.default_rng(seed)
+        draw = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))
+        self.parameters = draw(H, V + loss.extra_classes), draw(V + loss.extra_classes)
+        self.rows = draw(batch, T, H), draw(batch, U + 1, H)
+        self.rest = self.problem[1:]
+
+    @property
+    def arguments(self):
+        return self.parameters, self.rows, self.rest
+
+    def take(self, index):
+        """Keeps these sequences."""
+        self.rows, self.rest = (jax.tree.map(lambda x: x[index], x) for x in (self.rows, self.rest))
+        return self
+
+    def widened(self):
+        """The same network in float64."""
+        other = Network()
+        other.parameters, other.rows = jax.tree.map(lambda x: x.astype(np.float64), (self.parameters, self.rows))
+        return other
+
+
+def linear(weight, bias):
+    return LinearJoint(weight, bias)
+
+
+def closure(weight, bias):
+    return lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
+
+
+JOINTS = pytest.mark.parametrize("joint", [linear, closure])
+
+
+def tiles(parameters, rows, rest, *, joint=linear, loss=losses.RNNT, chunk=CHUNK, **options):
+    return loss.value(**options)(JointLogits(joint(*parameters), *rows, chunk), *rest)
+
+
+def materialized(parameters, rows, rest, *, loss=losses.RNNT, **options):
+    weight, bias = parameters
+    hidden = jnp.tanh(rows[0][..., :, None, :] + rows[1][..., None, :, :])
+    logits = (hidden.reshape(-1, H) @ weight + bias[None]).reshape(*hidden.shape[:-1], len(bias))
+    return loss.value(**options)(logits, *rest)
+
+
+def gradients(function, **options):
+    """Compiled (losses, gradients of their weighted sum with respect to parameters and rows) of a network."""
+
+    def total(parameters, rows, rest, weights):
+        values = function(parameters, rows, rest, **options)
+        return jnp.sum(values * weights.astype(values.dtype)), values
+
+    run = jax.jit(jax.grad(total, (0, 1), has_aux=True))
+
+    def call(network, weights=1.0):
+        gradient, values = run(*network.arguments, np.asarray(weights))
+        return values, gradient
+
+    return call
+
+
+def assert_close(got, expected, limit):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=limit, atol=limit)
+
+
+@functools.cache
+def step_of_logits(batch, dtype=np.float32):
+    """(loss, gradients of parameters and rows) of all logits at once."""
+    return jax.jit(jax.value_and_grad(materialized, (0, 1)))(*Network(batch=batch, dtype=dtype).arguments)
