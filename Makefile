@@ -100,9 +100,9 @@ sanitize: setup build/sanitize/.installed
 	  --ignore tests/tools/test_example.py --ignore tests/transforms/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
-NO_KERNEL = example errors public installation truth distributed forward_mode derivatives align pruned gpu_compile docs joint joint_mesh layouts \
-  sharding memory remat export benchmarks flax metrics plot batching tpu decode decode_programs mwer machine_code paddings \
-  faults fuzz
+NO_KERNEL = agreement align batching benchmarks decode decode_programs derivatives distributed docs errors example export faults flax \
+  fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer paddings plot pruned public remat \
+  sharding tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@

@@ -22,8 +22,7 @@ declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [tune
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors public truth distributed forward_mode derivatives align pruned gpu_compile sharding joint_mesh targets gpu
-  large)
+NOT_CUDA=(example errors messages public distributed derivatives align pruned gpu_compile sharding joint_mesh targets gpu large)
 KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
 
 run_part() {

@@ -186,7 +186,7 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     p.logit_lengths[4] = 8
     value = loss.value(reduction="none", implementation=implementation, delay_penalty=0.2)
     arcs = jax.jit(value.arcs)(*p)
-    assert set(arcs) == set(lattices.topology.slots(value.lattice))
+    assert set(arcs) == set(lattices._topology.slots(value.lattice))
     by_arcs = lattices.log_likelihood(value.lattice, arcs, *p[2:], implementation=implementation)
     np.testing.assert_allclose(by_arcs, -value(*p), rtol=1e-12)
     for b, (n, m) in enumerate(zip(p.logit_lengths[:4], p.target_lengths[:4], strict=True)):

@@ -255,9 +255,9 @@ def test_no_labels_in_many_frames(table, dtype, implementation):
 
 def test_expanded_topologies():
     """A slot for each sum of two planes, also where arcs share slot and frames."""
-    assert lattices.topology.expanded(lattices.products((2, 0))) == lattices.durations((2, 0))
+    assert lattices._topology.expanded(lattices.products((2, 0))) == lattices.durations((2, 0))
     arcs = tuple(lattices.Arc("label", 1, 1, other=other) for other in ("slow", "fast"))
-    slots = [arc.slot for arc in lattices.topology.expanded((*lattices.STANDARD, *arcs))]
+    slots = [arc.slot for arc in lattices._topology.expanded((*lattices.STANDARD, *arcs))]
     assert len(set(slots)) == len(slots) and all(slot.startswith("label") for slot in slots[1:])
 
 
