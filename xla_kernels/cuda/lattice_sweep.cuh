@@ -141,7 +141,7 @@ struct Sweeper {
         begin(kSweep == 2 ? sequence.meeting - (kUp ? 0 : 1)
               : kUp       ? 0
                           : all - 1),
-        rounds(chunks == 0 ? 0 : chunks + tiles - 1),
+        rounds(chunks + tiles - 1),
         selves(sequence.Running(args, kSweep - 1, kUp ? 0 : 1)),
         ins(sequence.Running(args, kSweep - 1, 2)),
         crossings(shared),
