@@ -1,15 +1,10 @@
-""
-    "Builds the CUDA kernels for the CPU and checks them there; needs a C++ compiler and nothing else.
+"""Builds the CUDA kernels for the CPU and checks them there; needs a C++ compiler and nothing else.
 
-    There are four builds : plain,
-                            run in four orders of blocks and threads whose results must be the same bits;
-AddressSanitizer with UndefinedBehaviorSanitizer;
-ThreadSanitizer;
-one whose products and sums are multiply - adds wherever the compiler may,
-    as those of nvcc are.The last three use smaller blocks,
-    since GCC's ThreadSanitizer distinguishes only 255 threads, and smaller blocks are faster.There,
-    a group of lanes of the emission takes several rows, and a block several sequences,
-    as it does in large problems.Prints a line per run; the exit code is 1 if any
+There are four builds: plain, run in four orders of blocks and threads whose results must be the same bits;
+AddressSanitizer with UndefinedBehaviorSanitizer; ThreadSanitizer; one whose products and sums are multiply-adds
+wherever the compiler may, as those of nvcc are. The last three use smaller blocks, since GCC's ThreadSanitizer
+distinguishes only 255 threads, and smaller blocks are faster. There, a group of lanes of the emission takes several
+rows, and a block several sequences, as it does in large problems. Prints a line per run; the exit code is 1 if any
 check fails.
 """
 
@@ -45,9 +40,9 @@ SMALL_BLOCKS = [
     "-DJAX_RNNT_GRID_Y=2",
 ]
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
-#Products and sums as multiply - adds wherever the compiler may, as nvcc has it.GCC makes none at - O1 alone.
+# Products and sums as multiply-adds wherever the compiler may, as nvcc has it. GCC makes none at -O1 alone.
 FUSE = ["-mfma"] if platform.machine() == "x86_64" else []
-FUSE += ["-ffp-contract=fast", "-fexpensive-optimizations", "-g0"]
+FUSE += ["-ffp-contract=fast", "-fexpensive-optimizations"]
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))
 
 
@@ -62,10 +57,10 @@ class Mode:
 
 MODES = (
     Mode("plain", ("-ffp-contract=off",), ("forward", "reverse", "random:1", "random:2")),
-#- O1 would compile for 70 s more, and run for 20 s less.
-    Mode("asan", ("-O0", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
-#Races do not depend on the order : ThreadSanitizer compares accesses by what orders them.
-    Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
+    # -O1 would compile for 70 s more, and run for 20 s less. -g1: lines for reports; -g takes twice as long.
+    Mode("asan", ("-O0", "-g1", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
+    # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
+    Mode("tsan", ("-g1", "-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
     Mode("fused", (*FUSE, *SMALL_BLOCKS), ("forward",)),
 )
 ENVIRONMENT = {

@@ -8,8 +8,11 @@ the sectors and the barriers that they met.
 import mmap
 import struct
 
+import floats  # noqa: F401  opcodes enter the table as they are imported
+import integers  # noqa: F401
+import machine  # noqa: F401
 import numpy as np
-from operations import FULL, STACK, compile_instruction
+from operands import FULL, STACK, compile_instruction
 from sass import PT, UNIFORM
 
 
@@ -73,7 +76,6 @@ class Warp:
         self.detail = None
         self.group = None
         self.copies, self.copy_groups = [], []  # of LDGSTS, which have not arrived
-        self.local = None  # the stack, at first use
 
     def split(self, group, mask, pc):
         """Lanes `mask` of the group continue at pc."""
