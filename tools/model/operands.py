@@ -2,7 +2,7 @@
 
 An opcode is a function under `@op`: it reads the instruction once and returns run(warp, mask), which executes it for
 the lanes of the mask. A register is a row of 32 words, a predicate a mask of 32 bits. Instructions of the uniform
-datapath are the vector instructions of the same name, on registers whose lanes are equal. An opcode or a form of it that
+datapath are the vector instructions of the same name, on registers whose lanes are equal. An opcode or form of it that
 is missing raises Unsupported and names it: the table has what nvcc 12.4 and 13.0 make of the kernels. integers.py,
 floats.py and machine.py fill it.
 """
