@@ -113,9 +113,7 @@ JAX_RNNT_SCHEDULER void RunGrid() {
 
 // ---- collectives ----
 
-JAX_RNNT_SCHEDULER bool Same(Operation a, Operation b) {
-  return a.name == b.name && a.width == b.width && a.argument == b.argument;
-}
+JAX_RNNT_SCHEDULER bool Same(Operation a, Operation b) { return a.name == b.name && a.argument == b.argument; }
 
 // Reports where the other lanes are.
 [[noreturn]] JAX_RNNT_SCHEDULER void FailDifferent(const char* name, Caller caller, const char* other, Caller where) {
@@ -174,7 +172,6 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 // ---- interface ----
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
-JAX_RNNT_SCHEDULER unsigned BlockThreads() { return machine.num_threads; }
 JAX_RNNT_SCHEDULER bool CopiesRunAtOnce() { return machine.order == Order::kReverse; }
 JAX_RNNT_SCHEDULER Copies& ThreadCopies() { return machine.current->copies; }
 
@@ -203,20 +200,17 @@ JAX_RNNT_SCHEDULER int Barrier(int value, const char* name, Caller caller) {
 }
 
 JAX_RNNT_SCHEDULER uint32_t Vote(uint32_t mask, bool value, const char* name, Caller caller) {
-  const uint64_t* const values = Meet(mask, value, {name, 32, 0}, caller, false);
+  const uint64_t* const values = Meet(mask, value, {name, 0}, caller, false);
   uint32_t votes = 0;
   for (unsigned lane = 0; lane < 32; ++lane) votes |= uint32_t((mask >> lane & 1) != 0 && values[lane] != 0) << lane;
   return votes;
 }
 
-JAX_RNNT_SCHEDULER void SyncWarp(uint32_t mask, Caller caller) { Meet(mask, 0, {"__syncwarp", 32, 0}, caller, true); }
+JAX_RNNT_SCHEDULER void SyncWarp(uint32_t mask, Caller caller) { Meet(mask, 0, {"__syncwarp", 0}, caller, true); }
 
-JAX_RNNT_SCHEDULER uint64_t Shuffle(uint32_t mask, uint64_t value, int source, bool inside, Operation operation,
-                                    Caller caller) {
-  if (operation.width < 1 || operation.width > 32 || (operation.width & (operation.width - 1)) != 0)
-    Fail(operation.name, caller, "the width is not a power of two up to 32");
+JAX_RNNT_SCHEDULER uint64_t Shuffle(uint32_t mask, uint64_t value, int source, Operation operation, Caller caller) {
   const uint64_t* const values = Meet(mask, value, operation, caller, false);
-  if (!inside) return value;
+  if (source < 0 || source > 31) return value;
   if ((mask >> source & 1) == 0) Fail(operation.name, caller, "reads from a lane outside the mask");
   return values[source];
 }
