@@ -168,9 +168,9 @@ def test_collectives():
     np.testing.assert_array_equal(w.registers[10], value[[0, *range(31)]])
     execute(w, "SHFL.BFLY PT, R10, R2, 0x10, 0x1f")
     np.testing.assert_array_equal(w.registers[10], np.roll(value, 16))
-    execute(w, "SHFL.DOWN P3, R10, R2, 0x2, 0x181f")  # in segments of 8 lanes
-    np.testing.assert_array_equal(w.registers[10], [value[i + 2 if i % 8 < 6 else i] for i in range(32)])
-    assert w.p[3] == 0x3F3F3F3F
+    execute(w, "SHFL.DOWN P3, R10, R2, 0x2, 0x1f")
+    np.testing.assert_array_equal(w.registers[10], value[[*range(2, 32), 30, 31]])
+    assert w.p[3] == 0x3FFFFFFF
     execute(w, "VOTE.ANY R10, P3, P0", mask=0xFFFF)
     assert set(w.registers[10, :16]) == {w.p[0] & 0xFFFF}
     with pytest.raises(RuntimeError, match="does not take part"):

@@ -84,6 +84,13 @@ class Warp:
         self.groups.append(other)
         return other
 
+    def jump(self, mask, pc):
+        """Lanes `mask` of the running group continue at pc."""
+        if mask == self.group.mask:
+            self.group.pc = pc
+        else:
+            self.split(self.group, mask, pc)
+
     def wake(self):
         """Releases groups whose convergence barrier or WARPSYNC is complete."""
         groups = self.groups

@@ -93,19 +93,11 @@ def _(x):
     how = x.modifiers[0]
 
     def run(w, m):
-        by, clamp = (b(w) & np.uint32(31)).astype(np.int64), c(w)
-        limit, segment = (
-            (clamp & np.uint32(31)).astype(np.int64),
-            (clamp >> np.uint32(8) & np.uint32(31)).astype(np.int64),
-        )
-        least = LANES & segment
-        most = least | limit & ~segment
-        if how == "UP":
-            source = LANES - by
-            inside = source >= most
-        else:
-            source = LANES + by if how == "DOWN" else LANES ^ by if how == "BFLY" else least | by & ~segment
-            inside = source <= most
+        by, limit = (b(w) & np.uint32(31)).astype(np.int64), int(c(w)[0])
+        if limit != (0 if how == "UP" else 31):
+            raise Unsupported(f"a part of a warp: {x.text}")
+        source = {"UP": LANES - by, "DOWN": LANES + by, "BFLY": LANES ^ by, "IDX": by}[how]
+        inside = (source >= 0) & (source < 32)
         source = np.where(inside, source, LANES)
         if not lanes(m)[source][lanes(m)].all():
             raise RuntimeError(f"{w.block.kernel.name}: {x.text} reads a lane that does not take part")
@@ -117,15 +109,15 @@ def _(x):
 
 @op("VOTE")
 def _(x):
-    only(x, "ANY", "ALL", "EQ")
+    only(x, "ANY")
     *d, out, o = x.operands  # the register may be missing
     p = pred(o)
 
     def run(w, m):
-        votes, active = p(w) & m, w.group.mask
+        votes = p(w) & m
         if d:
             put(w, d[0].index, np.uint32(votes), m)
-        put_pred(w, out.index, FULL if (votes != 0 if "ANY" in x else votes == active) else 0, m)
+        put_pred(w, out.index, FULL if votes else 0, m)
 
     return run
 
@@ -147,12 +139,8 @@ def _(x):
             m &= p(w)
         if "DIV" in x and int(divergent(w)[0]) & w.alive & ~group.mask == 0:
             return
-        if not m:
-            return
-        if m == group.mask:
-            group.pc = target
-        else:
-            w.split(group, m, target)
+        if m:
+            w.jump(m, target)
 
     return run
 
@@ -251,15 +239,7 @@ def _(x):
 def _(x):
     only(x, "REL", "NOINC")
     assert x.target is not None
-    target = x.target
-
-    def run(w, m):
-        if m == w.group.mask:
-            w.group.pc = target
-        else:
-            w.split(w.group, m, target)
-
-    return run
+    return lambda w, m: w.jump(m, x.target)
 
 
 @op("RET")
@@ -270,11 +250,7 @@ def _(x):
     def run(w, m):
         to = a(w)
         for value in np.unique(to[lanes(m)]):
-            mine = mask_of(to == value) & m
-            if mine == w.group.mask:
-                w.group.pc = int(value) // 16
-            else:
-                w.split(w.group, mine, int(value) // 16)
+            w.jump(mask_of(to == value) & m, int(value) // 16)
 
     return run
 
