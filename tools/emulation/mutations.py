@@ -28,13 +28,13 @@ HEADERS = {
     **{header: [EMISSION] for header in (ROWS, TINY, RUNTIME, ROUNDING)},
     VALUES: [LATTICE, SKIP],
 }
-RUNS = (
+RUNS = (  # the quick ones first
     ("plain", "forward"),
     ("plain", "reverse"),
     ("plain", "random:1"),
+    ("fused", "forward"),
     ("asan", "forward"),
     ("tsan", "forward"),
-    ("fused", "forward"),
 )
 # By file: name of the bug; text in the file; its replacement, at every occurrence.
 MUTATIONS = {
