@@ -59,8 +59,8 @@ MODES = (
     Mode("plain", ("-ffp-contract=off",), ("forward", "reverse", "random:1", "random:2")),
     # -O1 would compile for 70 s more, and run for 20 s less. -g1: lines for reports; -g takes twice as long.
     Mode("asan", ("-O0", "-g1", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
-    # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
-    Mode("tsan", ("-g1", "-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
+    # Copies count where they run: as late as may be, or at once.
+    Mode("tsan", ("-g1", "-fsanitize=thread", *SMALL_BLOCKS), ("forward", "reverse")),
     Mode("fused", (*FUSE, *SMALL_BLOCKS), ("forward",)),
 )
 ENVIRONMENT = {

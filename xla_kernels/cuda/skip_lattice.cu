@@ -404,6 +404,7 @@ __global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
     } else {
       SweepInShared<A, true, kPairs, kMine>(args, sequence, shared);
     }
+    __syncthreads();  // the next sequence overwrites what copies of this one have written
   }
 }
 
