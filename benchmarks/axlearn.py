@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_rnnt.lattices.reference import skew
+from jax_rnnt.lattices._reference import skew
 
 LOWEST = -1e9
 

@@ -35,8 +35,8 @@ import gpu_report
 import rivals
 
 from jax_rnnt import rnnt_loss, rnnt_posteriors
-from jax_rnnt.emissions import softmax
-from jax_rnnt.lattices import STANDARD, lattice
+from jax_rnnt.emissions import _softmax as softmax
+from jax_rnnt.lattices import STANDARD, _lattice as lattice
 
 HERE = Path(__file__).parent
 L2_BYTES = 60e6

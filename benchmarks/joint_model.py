@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_rnnt
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 
 FULL = cases.Case("full lengths", B=32, T=400, U=128, V=1024, H=640)
 PADDED = cases.Case("30% padded", B=32, T=400, U=128, V=1024, H=640, shortest=0.673)

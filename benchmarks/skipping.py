@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions import tiled
+from jax_rnnt.layouts import _tiles as tiled
 
 
 def nothing_skipped():

@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
-from jax_rnnt.lattices import pallas, topology
+from jax_rnnt.lattices import _pallas as pallas, _topology as topology
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs" / "tpu.md"
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip

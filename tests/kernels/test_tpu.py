@@ -19,7 +19,7 @@ import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
-from jax_rnnt.lattices import pallas
+from jax_rnnt.lattices import _pallas as pallas
 from meshes import mesh_of
 
 pytestmark = pytest.mark.skipif(
