@@ -111,7 +111,7 @@ emulation: setup build/emulation/.installed
 	JAX_RNNT_REQUIRE=cpu PYTHONPATH=$(CURDIR)/build/emulation $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
 	  $(NO_KERNEL:%=--ignore-glob='tests/*/test_%.py') $(ARGS)
 
-# Compiles every CUDA kernel for every architecture; fails on spills and where docs/cuda.md is out of date. No GPU.
+# Compiles every CUDA kernel for every architecture; fails on spills and where the model misses an aim. No GPU.
 cuda-check: setup
 	$(PYTHON) tools/model/resources.py --check
 	$(BIN)/python tools/model/cuda_model.py --check
@@ -124,7 +124,7 @@ else
 	$(PYTHON) tools/model/resources.py --nvcc $(or $(NVCC),build/cuda12/bin/nvcc) --architectures 90 --check
 endif
 
-# Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=--write: into docs/cuda.md.
+# Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=lattice: one part.
 cuda-model: setup
 	$(BIN)/python tools/model/cuda_model.py $(ARGS)
 

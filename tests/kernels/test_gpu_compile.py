@@ -150,12 +150,12 @@ ROWS = 2048  # rows of a tile: 64 MB, where the default takes 256
 
 @pytest.fixture(scope="module")
 def in_tiles(kind, mesh, dtype):
-    """The step of `joint_rnnt_loss` with 32 sequences a device, whose logits would be 3.4 GB in bfloat16."""
+    """The step of `JointLogits` with 32 sequences a device, whose logits would be 3.4 GB in bfloat16."""
     batch, frames, labels, width = 32 * DEVICES, 400, 128, 640
 
     def loss(parameters, rows, rest):
         joint = jax_rnnt.LinearJoint(*parameters)
-        return jax_rnnt.joint_rnnt_loss(joint, *rows, *rest, implementation="kernel", chunk=ROWS)
+        return jax_rnnt.RNNTLoss(implementation="kernel")(jax_rnnt.JointLogits(joint, *rows, ROWS), *rest)
 
     def spec(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -210,7 +210,7 @@ def by_default(request):
         joint = jax_rnnt.LinearJoint(*parameters)
         if kind == "function":
             joint = lambda encoder, predictor: jnp.tanh(encoder + predictor) @ parameters[0] + parameters[1][None]
-        return jax_rnnt.joint_rnnt_loss(joint, *rows, *rest, loss=loss.value(implementation="kernel"))
+        return loss.value(implementation="kernel")(jax_rnnt.JointLogits(joint, *rows), *rest)
 
     def spec(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

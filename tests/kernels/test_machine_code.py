@@ -2,7 +2,6 @@
 and the CUDA kernels as compiled for sm_90 against float64. Needs no GPU; the kernels need nvcc and nvdisasm.
 """
 
-import collections
 import functools
 import shutil
 import struct
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/model"))
-import cuda_model as model
 import cycles
 import interpreter
-import operations
+import operands
+import problems as model
 import sass
+from cuda_model import sweeps
 
 WORD = 2**32
 
@@ -36,7 +36,7 @@ def warp():
     """A warp of a block without code, whose registers R2 ... R9 are random and often at an edge."""
     random = np.random.default_rng(0)
     block = types.SimpleNamespace(kernel=types.SimpleNamespace(name="test"), size=(32, 1, 1), index=(5, 0, 0))
-    w = interpreter.Warp(block, 0, operations.FULL)
+    w = interpreter.Warp(block, 0, operands.FULL)
     w.registers[2:10] = random.integers(0, WORD, (8, 32), np.uint32)
     edges = np.array([0, 1, WORD - 1, WORD // 2, WORD // 2 - 1, 3 << 30, 0x7F800000, 31], np.uint32)
     for r in range(2, 10):
@@ -46,8 +46,8 @@ def warp():
     return w
 
 
-def execute(w, text, immediate=0, mask=operations.FULL):
-    operations.compile_instruction(sass.Instruction(0, text, immediate << 32, 0))(w, mask)
+def execute(w, text, immediate=0, mask=operands.FULL):
+    operands.compile_instruction(sass.Instruction(0, text, immediate << 32, 0))(w, mask)
 
 
 def carry(total):
@@ -81,7 +81,6 @@ INTEGERS = [
     ("PRMT R0, R2, 0x5410, R4", lambda a, b, c, p, q: (a & 0xFFFF) | (b & 0xFFFF) << 16),
     ("PRMT R0, R2, 0x9999, R4", lambda a, b, c, p, q: (WORD - 1) * (a >> 15 & 1)),  # the sign of byte 1
     ("BREV R0, R2", lambda a, b, c, p, q: int(f"{a:032b}"[::-1], 2)),
-    ("POPC R0, R2", lambda a, b, c, p, q: a.bit_count()),
     ("FLO.U32 R0, R2", lambda a, b, c, p, q: a.bit_length() - 1),
     ("IABS R0, R2", lambda a, b, c, p, q: abs(signed(a))),
     ("S2R R0, SR_CTAID.X", lambda a, b, c, p, q: 5),
@@ -169,9 +168,9 @@ def test_collectives():
     np.testing.assert_array_equal(w.registers[10], value[[0, *range(31)]])
     execute(w, "SHFL.BFLY PT, R10, R2, 0x10, 0x1f")
     np.testing.assert_array_equal(w.registers[10], np.roll(value, 16))
-    execute(w, "SHFL.DOWN P3, R10, R2, 0x2, 0x181f")  # in segments of 8 lanes
-    np.testing.assert_array_equal(w.registers[10], [value[i + 2 if i % 8 < 6 else i] for i in range(32)])
-    assert w.p[3] == 0x3F3F3F3F
+    execute(w, "SHFL.DOWN P3, R10, R2, 0x2, 0x1f")
+    np.testing.assert_array_equal(w.registers[10], value[[*range(2, 32), 30, 31]])
+    assert w.p[3] == 0x3FFFFFFF
     execute(w, "VOTE.ANY R10, P3, P0", mask=0xFFFF)
     assert set(w.registers[10, :16]) == {w.p[0] & 0xFFFF}
     with pytest.raises(RuntimeError, match="does not take part"):
@@ -223,7 +222,7 @@ def trace(*rows):
 
 
 def end(*traces, **options):
-    return cycles.cycles([[list(traces)]], **options)[0][0][2]
+    return cycles.Replay([[list(traces)]], **options).ends[0][2]
 
 
 def test_cycles():
@@ -235,8 +234,7 @@ def test_cycles():
     assert end(trace(load, use), latency=500) == 504
     assert end(trace(near, use), latency=500) == cycles.LATENCY["L1"] + 4
     assert end(trace(load, load, use), latency=500) == 505  # in flight together
-    _, loads = cycles.cycles([[[trace(load, load, use)]]], latency=500)
-    assert loads == [(0.0, 500.0, 32), (1.0, 501.0, 32)]
+    assert cycles.Replay([[[trace(load, load, use)]]], latency=500).loads == [(0.0, 500.0, 32), (1.0, 501.0, 32)]
     copy = ("LDGSTS.E [R0], desc[UR4][R2.64]", 1, 7, 0, ("global", 32, 1, 0, "global", 1))
     commit, last = ("LDGDEPBAR", 1, 0, 0, None), ("DEPBAR.LE SB0, 0x1", 4, 7, 0, None)
     every = ("DEPBAR.LE SB0, 0x0", 4, 7, 0, None)
@@ -258,41 +256,6 @@ def test_cycles():
     bar = ("BAR.SYNC 0x0", 1, 7, 0, ["bar", entry, True])
     slow, fast = trace(*5 * [add], bar, add), trace(bar, *9 * [add])
     assert end(slow, fast) == 20 + 1 + cycles.BARRIER + 36  # both go on when the last is there
-
-
-@pytest.mark.parametrize(
-    ("text", "reads", "writes"),
-    [
-        ("IADD3 R2, P0, R4, UR6, RZ", [4, 256 + 6], [2, -1]),
-        ("IADD3.X R3, R5, R7, RZ, P0, !PT", [5, 7, -1], [3]),
-        ("IMAD.WIDE.U32 R2, R4, 0x10, R6", [4, 6, 7], [2, 3]),
-        ("ISETP.LT.U32.AND P1, PT, R2, R3, P0", [2, 3, -1], [-2]),
-        ("LOP3.LUT P1, RZ, R2, 0x1, RZ, 0xc0, !PT", [2], [-2]),
-        ("SEL R2, R3, R4, !P0", [3, 4, -1], [2]),
-        ("SHFL.UP PT, R2, R3, 0x1, RZ", [3], [2]),
-        ("LDS.128 R4, [R8+0x10]", [8], [4, 5, 6, 7]),
-        ("LDC.64 R4, c[0x0][R9+0x228]", [9], [4, 5]),
-        ("STG.E.128 desc[UR6][R4.64], R8", [4, 5, 8, 9, 10, 11], []),
-        ("@!P6 STS.64 [R3+0x8], R4", [3, 4, 5, -7], []),
-        ("@P1 MOV R2, R3", [3, -2, 2], [2]),
-        ("DFMA R2, R4, R6, R8", [4, 5, 6, 7, 8, 9], [2, 3]),
-    ],
-)
-def test_flow(text, reads, writes):
-    assert cycles.flow(sass.Instruction(0, text, 0, 0)) == (reads, writes)
-
-
-def test_chain():
-    first, second = ("FADD R0, R0, R2", 4, 7, 0, None), ("FADD R4, R5, R6", 4, 7, 0, None)
-    shuffle = ("SHFL.UP PT, R0, R0, 0x1, RZ", 1, 0, 0, None)
-    assert cycles.chain([trace(*9 * [first])]) == 9 * cycles.RESULT
-    assert cycles.chain([trace(*9 * [first, second])]) == 9 * cycles.RESULT  # others do not count
-    assert cycles.chain([trace(*3 * [first, shuffle])]) == 3 * (cycles.RESULT + cycles.LATENCY["SHFL"])
-    entry = [64, [0, 0], []]
-    bar = ("BAR.SYNC 0x0", 1, 7, 0, ["bar", entry, True])
-    store, load = ("STS [R1], R0", 1, 7, 0, ("shared", 1)), ("LDS R0, [R1]", 1, 0, 0, ("shared", 1))
-    handed = 2 * cycles.RESULT + cycles.BARRIER + cycles.LATENCY["LDS"]
-    assert cycles.chain([trace(first, store, bar), trace(bar, load, first)]) == handed + cycles.RESULT
 
 
 # ---- the kernels
@@ -395,12 +358,11 @@ TABLES = {
 
 
 def run_lattice(kernels, problem):
-    swept = problem.run(kernels)
+    assert len(list(problem.run(kernels))) > 4
     loss, gradients = problem.truth()
     np.testing.assert_allclose(problem.loss, loss, rtol=1e-6)
     for gradient, expected in zip(problem.gradients, gradients, strict=True):
         np.testing.assert_allclose(gradient, expected, atol=2e-6)
-    return swept
 
 
 @pytest.mark.slow
@@ -413,11 +375,15 @@ def test_arcs_far_from_0(kernels, name, shift):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_lattice(kernels, name):
-    problem = model.LatticeProblem(*TABLES[name])
-    swept = run_lattice(kernels, problem)
-    assert collections.Counter(block for _, block in swept) == {0: len(swept) // 2, 1: len(swept) // 2}
-    for one, two, floor, chain in swept.values():
-        assert two >= one >= max(floor, chain) and min(floor, chain) > 0
+    run_lattice(kernels, model.LatticeProblem(*TABLES[name]))
+
+
+@pytest.mark.slow
+def test_cycles_of_sweeps(kernels):
+    found = sweeps(kernels, *TABLES["standard"])
+    assert {block for _, block in found} == {0, 1}
+    assert len(found) == 4
+    assert all(two >= one > 0 for one, two in found.values())
 
 
 @pytest.mark.slow

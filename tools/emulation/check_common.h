@@ -29,6 +29,29 @@ inline void Count(const char* name, const std::string& problem) {
   if (stop_at_first) exit(1);
 }
 
+// The first problem of a check: it says most.
+struct Problem {
+  bool Empty() const { return text.empty(); }
+  void Say(const std::string& what) {
+    if (Empty()) text = what;
+  }
+  void Wrong(const char* what, int64_t where, double is, double should) {
+    char line[200];
+    snprintf(line, sizeof line, "%s [%lld] is %.9g, should be %.9g", what, static_cast<long long>(where), is, should);
+    Say(line);
+  }
+  void Compare(const char* what, int64_t where, double is, double should, double tolerance, bool counts) {
+    if ((is != is && should != should) || is == should) return;
+    const double error = std::fabs(is - should);
+    if (!(error <= tolerance)) return Wrong(what, where, is, should);  // NaN, infinities of different signs
+    if (counts) worst = std::fmax(worst, error / tolerance);
+  }
+  void Succeeded(cudaError_t error) {
+    if (error != cudaSuccess) Say(cudaGetErrorString(error));
+  }
+  std::string text;
+};
+
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -76,12 +99,6 @@ template <class T>
 void Sum(const Buffer<T>& buffer) {
   const auto* const bytes = reinterpret_cast<const unsigned char*>(buffer.host());
   for (size_t i = 0; i < size_t(buffer.size()) * sizeof(T); ++i) checksum = (checksum ^ bytes[i]) * 0x100000001b3;
-}
-
-inline double LogAdd(double a, double b) {
-  if (a == -kInfinity) return b;
-  if (b == -kInfinity) return a;
-  return std::fmax(a, b) + std::log1p(std::exp(-std::fabs(a - b)));
 }
 
 }  // namespace jax_rnnt::cuda

@@ -28,7 +28,7 @@ HEADERS = [
     *ROOT.glob("xla_kernels/cuda/*.cuh"),
     *ROOT.glob("tools/emulation/*.h"),
 ]
-CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1", "-g"]
+CXX = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1"]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 SMALL_BLOCKS = [
     "-DJAX_RNNT_EMISSION_THREADS=64",
@@ -42,7 +42,7 @@ SMALL_BLOCKS = [
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 # Products and sums as multiply-adds wherever the compiler may, as nvcc has it. GCC makes none at -O1 alone.
 FUSE = ["-mfma"] if platform.machine() == "x86_64" else []
-FUSE += ["-ffp-contract=fast", "-fexpensive-optimizations", "-g0"]
+FUSE += ["-ffp-contract=fast", "-fexpensive-optimizations"]
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))
 
 
@@ -57,10 +57,10 @@ class Mode:
 
 MODES = (
     Mode("plain", ("-ffp-contract=off",), ("forward", "reverse", "random:1", "random:2")),
-    # -O1 would compile for 70 s more, and run for 20 s less.
-    Mode("asan", ("-O0", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
-    # Races do not depend on the order: ThreadSanitizer compares accesses by what orders them.
-    Mode("tsan", ("-fsanitize=thread", *SMALL_BLOCKS), ("reverse",)),
+    # -O1 would compile for 70 s more, and run for 20 s less. -g1: lines for reports; -g takes twice as long.
+    Mode("asan", ("-O0", "-g1", *SANITIZE, *SMALL_BLOCKS), ("forward",)),
+    # Copies count where they run: as late as may be, or at once.
+    Mode("tsan", ("-g1", "-fsanitize=thread", *SMALL_BLOCKS), ("forward", "reverse")),
     Mode("fused", (*FUSE, *SMALL_BLOCKS), ("forward",)),
 )
 ENVIRONMENT = {

@@ -86,7 +86,7 @@ struct Caller {
 // The operation of a collective, apart from the values; lanes that meet must agree on it.
 struct Operation {
   const char* name;
-  int width, argument;
+  int argument;
 };
 
 extern uint3 thread_index, block_index;
@@ -125,12 +125,10 @@ int Barrier(int value, const char* name, Caller caller);
 // Waits for the lanes of `mask`; returns the mask of those whose value is true.
 uint32_t Vote(uint32_t mask, bool value, const char* name, Caller caller);
 void SyncWarp(uint32_t mask, Caller caller);
-// Waits for the lanes of `mask`; returns the value of lane `source`, or the caller's own if the source is not `inside`
-// the segment (it may then lie outside the warp).
-uint64_t Shuffle(uint32_t mask, uint64_t value, int source, bool inside, Operation operation, Caller caller);
+// Waits for the lanes of `mask`; returns the value of lane `source`, or the caller's own if that is outside the warp.
+uint64_t Shuffle(uint32_t mask, uint64_t value, int source, Operation operation, Caller caller);
 
 int Lane();
-unsigned BlockThreads();
 
 struct Copy {
   void* to;
@@ -166,11 +164,11 @@ inline void WaitForCopies(unsigned groups) {
 }
 
 template <class T>
-T Shuffle(uint32_t mask, T value, int source, bool inside, Operation operation, Caller caller) {
+T Shuffle(uint32_t mask, T value, int source, Operation operation, Caller caller) {
   static_assert(std::is_arithmetic<T>::value && (sizeof(T) == 4 || sizeof(T) == 8), "CUDA shuffles 4 or 8 bytes");
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof(T));
-  bits = Shuffle(mask, bits, source, inside, operation, caller);
+  bits = Shuffle(mask, bits, source, operation, caller);
   memcpy(&value, &bits, sizeof(T));
   return value;
 }
@@ -184,23 +182,13 @@ T Shuffle(uint32_t mask, T value, int source, bool inside, Operation operation, 
 #define blockIdx (::jax_rnnt::emulation::block_index)
 #define blockDim (::jax_rnnt::emulation::block_size)
 #define gridDim (::jax_rnnt::emulation::grid_size)
-constexpr int warpSize = 32;
 
 // 1 + the position of the lowest bit that is set, or 0 if none is.
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 
 inline void __syncthreads(JAX_RNNT_CALLER) { jax_rnnt::emulation::Barrier(0, "__syncthreads", caller); }
-inline int __syncthreads_count(int value, JAX_RNNT_CALLER) {
-  return jax_rnnt::emulation::Barrier(value != 0, "__syncthreads_count", caller);
-}
 inline int __syncthreads_or(int value, JAX_RNNT_CALLER) {
   return jax_rnnt::emulation::Barrier(value != 0, "__syncthreads_or", caller) != 0;
-}
-inline int __syncthreads_and(int value, JAX_RNNT_CALLER) {
-  const int count = jax_rnnt::emulation::Barrier(value != 0, "__syncthreads_and", caller);
-  return count == int(jax_rnnt::emulation::BlockThreads());
 }
 
 inline void __syncwarp(uint32_t mask = 0xffffffffu, JAX_RNNT_CALLER) { jax_rnnt::emulation::SyncWarp(mask, caller); }
@@ -210,31 +198,24 @@ inline uint32_t __ballot_sync(uint32_t mask, int value, JAX_RNNT_CALLER) {
 inline int __any_sync(uint32_t mask, int value, JAX_RNNT_CALLER) {
   return jax_rnnt::emulation::Vote(mask, value != 0, "__any_sync", caller) != 0;
 }
-inline int __all_sync(uint32_t mask, int value, JAX_RNNT_CALLER) {
-  return jax_rnnt::emulation::Vote(mask, value != 0, "__all_sync", caller) == mask;
-}
 
+// Over whole warps only.
 template <class T>
-T __shfl_sync(uint32_t mask, T value, int lane, int width = warpSize, JAX_RNNT_CALLER) {
-  const int first = jax_rnnt::emulation::Lane() & ~(width - 1);
-  return jax_rnnt::emulation::Shuffle(mask, value, first + (lane & (width - 1)), true, {"__shfl_sync", width, 0},
-                                      caller);
+T __shfl_sync(uint32_t mask, T value, int lane, JAX_RNNT_CALLER) {
+  return jax_rnnt::emulation::Shuffle(mask, value, lane & 31, {"__shfl_sync", 0}, caller);
 }
 template <class T>
-T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = warpSize, JAX_RNNT_CALLER) {
-  const int lane = jax_rnnt::emulation::Lane(), source = lane - int(delta);
-  return jax_rnnt::emulation::Shuffle(mask, value, source, source >= (lane & ~(width - 1)),
-                                      {"__shfl_up_sync", width, int(delta)}, caller);
+T __shfl_up_sync(uint32_t mask, T value, unsigned delta, JAX_RNNT_CALLER) {
+  const int source = jax_rnnt::emulation::Lane() - int(delta);
+  return jax_rnnt::emulation::Shuffle(mask, value, source, {"__shfl_up_sync", int(delta)}, caller);
 }
 template <class T>
-T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = warpSize, JAX_RNNT_CALLER) {
-  const int lane = jax_rnnt::emulation::Lane(), source = lane + int(delta);
-  return jax_rnnt::emulation::Shuffle(mask, value, source, source < (lane & ~(width - 1)) + width,
-                                      {"__shfl_down_sync", width, int(delta)}, caller);
+T __shfl_down_sync(uint32_t mask, T value, unsigned delta, JAX_RNNT_CALLER) {
+  const int source = jax_rnnt::emulation::Lane() + int(delta);
+  return jax_rnnt::emulation::Shuffle(mask, value, source, {"__shfl_down_sync", int(delta)}, caller);
 }
 template <class T>
-T __shfl_xor_sync(uint32_t mask, T value, int lane_mask, int width = warpSize, JAX_RNNT_CALLER) {
-  const int lane = jax_rnnt::emulation::Lane(), source = lane ^ lane_mask;
-  return jax_rnnt::emulation::Shuffle(mask, value, source, source < (lane & ~(width - 1)) + width,
-                                      {"__shfl_xor_sync", width, lane_mask}, caller);
+T __shfl_xor_sync(uint32_t mask, T value, int lane_mask, JAX_RNNT_CALLER) {
+  const int source = jax_rnnt::emulation::Lane() ^ lane_mask;
+  return jax_rnnt::emulation::Shuffle(mask, value, source, {"__shfl_xor_sync", lane_mask}, caller);
 }

@@ -5,8 +5,6 @@ import heapq
 import itertools
 import types
 
-from sass import PT, RZ, UNIFORM
-
 # Pipes of a multiprocessor: warp instructions a cycle. Four schedulers issue one each; every pipe is there four times,
 # but for memory.
 RATES = {"issue": 4, "ALU": 2, "FMA": 4, "IMAD": 2, "XU": 0.5, "FP64": 2, "memory": 1, "uniform": 2, "control": 4}
@@ -37,7 +35,6 @@ LATENCY = {
 }
 OPERANDS = {"LDG": 14, "STG": 14, "LDGSTS": 14, "STS": 12, "LDS": 10, "SHFL": 10, "other": 8}
 TAKEN = 8  # cycles that a taken branch adds
-RESULT = 4  # cycles until a result is there, where the code has no scoreboard for it
 BARRIER = 20  # cycles from the last arrival to the next instruction
 
 
@@ -58,168 +55,93 @@ def memory_cycles(x, detail, tags=False):
     return max(1, detail[2] / 4, detail[5] if tags else 0)
 
 
-def floor(traces):
-    """Cycles that the busiest scheduler or pipe takes for the instructions of a block's warps, if none ever waits."""
-    busy = collections.Counter()
-    for k, trace in enumerate(traces):
-        for x, detail in trace:
-            which = pipe(x)
-            busy[k % 4, "issue"] += 1
-            if which == "memory":
-                busy[which] += memory_cycles(x, detail)
-            else:
-                busy[k % 4, which] += 4 / RATES[which]
-    return max(busy.values())
+class Replay:
+    """The traces of blocks, a list of lists of warps' traces, on one multiprocessor. The blocks of a list run one after
+    the other, the lists side by side. Every scheduler issues at most one instruction a cycle, each warp in order.
 
-
-def flow(x):
-    """(what an instruction reads, what it writes): numbers of registers, and minus one minus those of predicates."""
-    size = 4 if "128" in x else 2 if "64" in x and pipe(x) == "memory" else 1
-    stores = x.name in ("STG", "STS", "STL", "LDGSTS") or pipe(x) == "control"
-    reads, writes, found = [], [], stores
-    for i, o in enumerate(x.operands):
-        if o.kind == "pred":
-            # In front of the first register, or behind it and in front of the others: a comparison, a carry.
-            compares = x.name.endswith("SETP") or x.name == "PLOP3"
-            behind = found and not stores and i == 1 and x.name not in ("SEL", "FSEL")
-            writes_it = not stores and (i < 2 if compares else not found or behind)
-            (writes if writes_it else reads).append(-1 - o.index)
-        elif o.kind == "reg":
-            first = not found and not x.name.endswith("SETP")
-            found = True
-            last = "WIDE" in x and i == len(x.operands) - 1
-            n = max(size, 2 if x.name[0] == "D" or ("WIDE" in x and (first or last)) else 1)
-            (writes if first else reads).extend(range(o.index, o.index + n))
-        elif o.kind in ("memory", "const"):
-            for r, suffix, _ in o.terms:
-                if r is not None:
-                    reads.extend((r, r + 1) if "64" in suffix else (r,))
-        elif o.kind == "special" and x.name == "R2P":
-            writes.extend(range(-7, 0))
-            found = True
-    if x.guard != PT:
-        reads += [-1 - x.guard, *writes]
-    nothing = {RZ, UNIFORM + 63, -1 - PT, -1 - (PT + 8)}
-    return [r for r in reads if r not in nothing], [r for r in writes if r not in nothing]
-
-
-def chain(traces):
-    """Cycles of the longest chain of a block in which each instruction needs the result of the one before: from
-    register to register, and through shared memory at barriers. Copies and loads from memory come in time."""
-    flows, barrier = {}, 0.0
-    ready = [collections.defaultdict(float) for _ in traces]
-    at, end = [0] * len(traces), 0.0
-    while any(i < len(trace) for i, trace in zip(at, traces)):
-        stored = barrier
-        for k, trace in enumerate(traces):
-            times = ready[k]
-            while at[k] < len(trace):
-                x, detail = trace[at[k]]
-                at[k] += 1
-                if detail and detail[0] == "bar" and detail[2]:
-                    break
-                if x not in flows:
-                    flows[x] = flow(x)
-                reads, writes = flows[x]
-                start = max((times[r] for r in reads), default=0.0)
-                if x.name == "LDS":
-                    start = max(start, barrier)
-                elif x.name == "STS":
-                    stored = max(stored, start + RESULT)
-                wait = RESULT if x.write > 5 else LATENCY.get(x.name, LATENCY.get(pipe(x), LATENCY["L1"]))
-                wait = max(wait, LATENCY.get(x.name, 0))
-                for r in writes:
-                    times[r] = start + wait
-                end = max(end, start + wait)
-        barrier = stored + BARRIER
-    return end
-
-
-def cycles(blocks, latency=LATENCY["global"], copy=None, waits=None, tags=False):
-    """Replays the traces of blocks, a list of lists of warps' traces, on one multiprocessor.
-
-    The blocks of a list run one after the other, the lists side by side. Every scheduler issues at most one instruction
-    a cycle, each warp in order. `copy`: bytes a cycle that memory moves, None for any number. Returns [(list, place in
-    it, cycle of its end)] and [(first cycle, last cycle, bytes)] of the loads that go to memory. `waits`, a Counter:
-    cycles that warps wait for the scoreboards of an instruction, by its number. `tags`: as in memory_cycles.
+    `ends`: [(list, place in it, cycle of its end)]. `loads`: [(first cycle, last cycle, bytes)] of those that go to
+    memory. `waits`: cycles that warps wait for the scoreboards of an instruction, by its number. `tags`: as in
+    memory_cycles.
     """
-    heap, free, memory_free, dram, loads, ends = [], {}, 0.0, 0.0, [], []
-    arrived, running, keys = {}, {}, itertools.count()
 
-    def start(slot, place, time):
-        running[slot] = len(blocks[slot][place])
-        for k, trace in enumerate(blocks[slot][place]):
-            scheduler = (slot * len(blocks[slot][place]) + k) % 4
+    def __init__(self, blocks, latency=LATENCY["global"], tags=False):
+        self.blocks, self.latency, self.tags = blocks, latency, tags
+        self.heap, self.keys, self.free, self.memory_free = [], itertools.count(), {}, 0.0
+        self.arrived, self.running = {}, {}
+        self.ends, self.loads, self.waits = [], [], collections.Counter()
+        for slot in range(len(blocks)):
+            self.start(slot, 0, 0.0)
+        while self.heap:
+            self.issue(*heapq.heappop(self.heap))
+
+    def start(self, slot, place, time):
+        self.running[slot] = len(self.blocks[slot][place])
+        for k, trace in enumerate(self.blocks[slot][place]):
+            scheduler = (slot * len(self.blocks[slot][place]) + k) % 4
             w = types.SimpleNamespace(slot=slot, place=place, trace=trace, at=0, scheduler=scheduler)
-            w.boards, w.groups, w.pending = [0.0] * 6, [], []
-            heapq.heappush(heap, (time, next(keys), w))
+            w.boards, w.groups, w.pending = [0.0] * 6, [], []  # scoreboards; groups of copies; copies of no group
+            heapq.heappush(self.heap, (time, next(self.keys), w))
 
-    for slot in range(len(blocks)):
-        start(slot, 0, 0.0)
-    while heap:
-        time, key, w = heapq.heappop(heap)
+    def issue(self, time, key, w):
         x, detail = w.trace[w.at]
-        ready = time
-        for b in range(6):
-            if x.wait >> b & 1 and w.boards[b] > ready:
-                ready = w.boards[b]
-        if x.name == "DEPBAR":
-            allowed = x.operands[1].value
-            if len(w.groups) > allowed:
-                ready = max(ready, w.groups[len(w.groups) - allowed - 1])
-        if waits is not None:
-            waits[x.number] += ready - time
-        which = pipe(x)
-        at = w.scheduler, which
-        ready = max(ready, free.get((w.scheduler, "issue"), 0.0), free.get(at, 0.0))
-        if which == "memory":
-            ready = max(ready, memory_free)
+        ready = self.ready(w, x, time)
         if ready > time:
-            heapq.heappush(heap, (ready, key, w))
-            continue
-        free[w.scheduler, "issue"] = time + 1
+            heapq.heappush(self.heap, (ready, key, w))
+            return
+        which = pipe(x)
+        self.free[w.scheduler, "issue"] = time + 1
         if which == "memory":
-            memory_free = max(memory_free, time) + memory_cycles(x, detail, tags)
+            self.memory_free = max(self.memory_free, time) + memory_cycles(x, detail, self.tags)
         else:
-            free[at] = time + 4 / RATES[which]
-        if x.name in ("LDG", "LDGSTS"):
-            new = detail[1] if detail else 0
-            wait = latency if new else LATENCY[detail[4] if detail else "L1"]
-            if copy and new:
-                dram = max(dram, time) + new / copy
-                wait = max(wait, dram - time)
-            if new:
-                loads.append((time, time + wait, new))
-            if x.name == "LDGSTS":
-                w.pending.append(time + wait)
-        else:
-            wait = LATENCY.get(x.name, LATENCY.get(which, LATENCY["other"]))
-            if copy and x.name == "STG" and detail:
-                dram = max(dram, time) + detail[3] / copy
-        if x.name == "LDGDEPBAR":
-            w.groups.append(max(w.pending, default=time))
-            w.pending, wait = [], w.groups[-1] - time
+            self.free[w.scheduler, which] = time + 4 / RATES[which]
+        wait = self.result(w, x, detail, time)
         if x.write < 6:
             w.boards[x.write] = max(w.boards[x.write], time + wait)
         if x.read < 6:
             w.boards[x.read] = max(w.boards[x.read], time + OPERANDS.get(x.name, OPERANDS["other"]))
+        self.advance(w, x, detail, key, time + max(x.stall, 1))
+
+    def ready(self, w, x, time):
+        """When the instruction may issue."""
+        ready = max([time, *(w.boards[b] for b in range(6) if x.wait >> b & 1)])
+        if x.name == "DEPBAR" and len(w.groups) > (allowed := x.operands[1].value):
+            ready = max(ready, w.groups[len(w.groups) - allowed - 1])
+        self.waits[x.number] += ready - time
+        free = self.free.get((w.scheduler, "issue"), 0.0), self.free.get((w.scheduler, pipe(x)), 0.0)
+        return max(ready, *free, self.memory_free if pipe(x) == "memory" else 0.0)
+
+    def result(self, w, x, detail, time):
+        """Cycles until the result is there."""
+        if x.name in ("LDG", "LDGSTS"):
+            new = detail[1] if detail else 0
+            wait = self.latency if new else LATENCY[detail[4] if detail else "L1"]
+            if new:
+                self.loads.append((time, time + wait, new))
+            if x.name == "LDGSTS":
+                w.pending.append(time + wait)
+            return wait
+        if x.name == "LDGDEPBAR":
+            w.groups.append(max(w.pending, default=time))
+            w.pending = []
+            return w.groups[-1] - time
+        return LATENCY.get(x.name, LATENCY.get(pipe(x), LATENCY["other"]))
+
+    def advance(self, w, x, detail, key, after):
         w.at += 1
-        after = time + max(x.stall, 1)
-        if w.at < len(w.trace):
-            if which == "control" and w.trace[w.at][0].number != x.number + 1:
-                after += TAKEN
-            if detail and detail[0] == "bar" and detail[2]:
-                meet = w.slot, w.place, id(detail[1])
-                arrived.setdefault(meet, []).append((after, key, w))
-                if len(arrived[meet]) == len({id(v) for v, _ in detail[1][2]}):
-                    for _, k, v in arrived.pop(meet):
-                        heapq.heappush(heap, (after + BARRIER, k, v))
-            else:
-                heapq.heappush(heap, (after, key, w))
-        else:
-            running[w.slot] -= 1
-            if running[w.slot] == 0:
-                ends.append((w.slot, w.place, after))
-                if w.place + 1 < len(blocks[w.slot]):
-                    start(w.slot, w.place + 1, after)
-    return ends, loads
+        if w.at == len(w.trace):
+            self.running[w.slot] -= 1
+            if self.running[w.slot] == 0:
+                self.ends.append((w.slot, w.place, after))
+                if w.place + 1 < len(self.blocks[w.slot]):
+                    self.start(w.slot, w.place + 1, after)
+            return
+        if pipe(x) == "control" and w.trace[w.at][0].number != x.number + 1:
+            after += TAKEN
+        if not (detail and detail[0] == "bar" and detail[2]):
+            heapq.heappush(self.heap, (after, key, w))
+            return
+        meet = w.slot, w.place, id(detail[1])
+        self.arrived.setdefault(meet, []).append((key, w))
+        if len(self.arrived[meet]) == len({id(v) for v, _ in detail[1][2]}):
+            for k, v in self.arrived.pop(meet):
+                heapq.heappush(self.heap, (after + BARRIER, k, v))

@@ -8,8 +8,11 @@ the sectors and the barriers that they met.
 import mmap
 import struct
 
+import floats  # noqa: F401  opcodes enter the table as they are imported
+import integers  # noqa: F401
+import machine  # noqa: F401
 import numpy as np
-from operations import FULL, STACK, compile_instruction
+from operands import FULL, STACK, compile_instruction
 from sass import PT, UNIFORM
 
 
@@ -73,7 +76,6 @@ class Warp:
         self.detail = None
         self.group = None
         self.copies, self.copy_groups = [], []  # of LDGSTS, which have not arrived
-        self.local = None  # the stack, at first use
 
     def split(self, group, mask, pc):
         """Lanes `mask` of the group continue at pc."""
@@ -81,6 +83,13 @@ class Warp:
         group.mask &= ~mask
         self.groups.append(other)
         return other
+
+    def jump(self, mask, pc):
+        """Lanes `mask` of the running group continue at pc."""
+        if mask == self.group.mask:
+            self.group.pc = pc
+        else:
+            self.split(self.group, mask, pc)
 
     def wake(self):
         """Releases groups whose convergence barrier or WARPSYNC is complete."""

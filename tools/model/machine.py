@@ -1,4 +1,4 @@
-"""Opcodes of the machine's registers, collectives of a warp, control flow and memory: see operations.py."""
+"""Opcodes of the machine's registers, collectives of a warp, control flow and memory: see operands.py."""
 
 import itertools
 import re
@@ -8,7 +8,6 @@ from operands import (
     FULL,
     LANES,
     SHARED_WINDOW,
-    STACK,
     Barrier,
     constant_lanes,
     integer,
@@ -20,87 +19,60 @@ from operands import (
     put,
     put_pred,
     put_wide,
-    signed,
 )
-from sass import RZ, UNIFORM, Operand, Unsupported
+from sass import RZ, UNIFORM, Unsupported
 
 # ---- registers of the machine
 
 
-def special(w, name):
-    block = w.block
-    thread = 32 * w.number + LANES
-    x, y, _ = block.size
-    values = {
-        "SR_TID.X": lambda: thread % x,
-        "SR_TID.Y": lambda: thread // x % y,
-        "SR_TID.Z": lambda: thread // (x * y),
-        "SR_CTAID.X": lambda: LANES * 0 + block.index[0],
-        "SR_CTAID.Y": lambda: LANES * 0 + block.index[1],
-        "SR_CTAID.Z": lambda: LANES * 0 + block.index[2],
-        "SR_LANEID": lambda: LANES,
-        "SR_LTMASK": lambda: (1 << LANES) - 1,
-        "SR_LEMASK": lambda: (2 << LANES) - 1,
-        "SR_EQMASK": lambda: 1 << LANES,
-        "SR_GTMASK": lambda: FULL & ~((2 << LANES) - 1),
-        "SR_GEMASK": lambda: FULL & ~((1 << LANES) - 1),
-        "SR_CgaCtaId": lambda: LANES * 0,
-        "SR_SWINHI": lambda: LANES * 0 + SHARED_WINDOW,
-        "SR_SWINLO": lambda: LANES * 0,
-        "SRZ": lambda: LANES * 0,
-    }
-    if name not in values:
-        raise Unsupported(f"special register {name}")
-    return values[name]().astype(np.uint32)
+SPECIAL = {
+    "SR_TID.X": lambda w, thread: thread % w.block.size[0],
+    "SR_TID.Y": lambda w, thread: thread // w.block.size[0] % w.block.size[1],
+    "SR_TID.Z": lambda w, thread: thread // (w.block.size[0] * w.block.size[1]),
+    "SR_CTAID.X": lambda w, thread: w.block.index[0],
+    "SR_CTAID.Y": lambda w, thread: w.block.index[1],
+    "SR_CTAID.Z": lambda w, thread: w.block.index[2],
+    "SR_LANEID": lambda w, thread: LANES,
+    "SR_LEMASK": lambda w, thread: (2 << LANES) - 1,
+    "SR_CgaCtaId": lambda w, thread: 0,
+    "SR_SWINHI": lambda w, thread: SHARED_WINDOW,
+    "SRZ": lambda w, thread: 0,
+}
 
 
 @op("S2R", "CS2R")
 def _(x):
     only(x, "32")
     d, o = x.operands
-    pair = x.name == "CS2R" and "32" not in x
+    if o.text not in SPECIAL:
+        raise Unsupported(f"special register {o.text}")
+    store = put_wide if x.name == "CS2R" and "32" not in x else put
 
     def run(w, m):
-        v = special(w, o.text)
-        put_wide(w, d.index, v.astype(np.uint64), m) if pair else put(w, d.index, v, m)
+        v = SPECIAL[o.text](w, 32 * w.number + LANES)
+        store(w, d.index, np.broadcast_to(np.asarray(v, np.uint64), 32), m)
 
     return run
 
 
 @op("LDC")
 def _(x):
-    only(x, "64", "U8", "S8", "U16", "S16", "128")
+    only(x, "64", "U8", "128")
     d, o = x.operands
     assert o.kind == "const"
-    if x.modifiers and x.modifiers[0] in ("U8", "S8", "U16", "S16"):
-        size, kind = int(x.modifiers[0][1:]) // 8, x.modifiers[0][0]
-
-        def narrow(w, m):
-            v = constant_lanes(w, o, size)
-            put(
-                w,
-                d.index,
-                v if kind == "U" else v.astype(f"u{size}").view(f"i{size}").astype(np.int32).view(np.uint32),
-                m,
-            )
-
-        return narrow
+    if "U8" in x:
+        return lambda w, m: put(w, d.index, constant_lanes(w, o, 1), m)
     count = {"64": 2, "128": 4}.get("".join(x.modifiers), 1)
     fixed = all(r in (None, RZ) for r, _, _ in o.terms)
     offset = sum(c for _, _, c in o.terms)
 
     def run(w, m):
-        whole = None if fixed else [constant_lanes_at(w, o, 4 * k) for k in range(count)]
-        for k in range(count):
-            put(w, d.index + k, w.block.constant(o.value, offset + 4 * k) if fixed else whole[k], m)
+        at = [4 * k for k in range(count)]
+        words = [w.block.constant(o.value, offset + k) if fixed else constant_lanes(w, o, 4, k) for k in at]
+        for k, word in enumerate(words):
+            put(w, d.index + k, word, m)
 
     return run
-
-
-def constant_lanes_at(w, o, extra):
-    other = Operand("c[0x0][RZ]")
-    other.value, other.terms = o.value, [*o.terms, (None, "", extra)]
-    return constant_lanes(w, other, 4)
 
 
 @op("R2UR")
@@ -121,19 +93,11 @@ def _(x):
     how = x.modifiers[0]
 
     def run(w, m):
-        by, clamp = (b(w) & np.uint32(31)).astype(np.int64), c(w)
-        limit, segment = (
-            (clamp & np.uint32(31)).astype(np.int64),
-            (clamp >> np.uint32(8) & np.uint32(31)).astype(np.int64),
-        )
-        least = LANES & segment
-        most = least | limit & ~segment
-        if how == "UP":
-            source = LANES - by
-            inside = source >= most
-        else:
-            source = LANES + by if how == "DOWN" else LANES ^ by if how == "BFLY" else least | by & ~segment
-            inside = source <= most
+        by, limit = (b(w) & np.uint32(31)).astype(np.int64), int(c(w)[0])
+        if limit != (0 if how == "UP" else 31):
+            raise Unsupported(f"a part of a warp: {x.text}")
+        source = {"UP": LANES - by, "DOWN": LANES + by, "BFLY": LANES ^ by, "IDX": by}[how]
+        inside = (source >= 0) & (source < 32)
         source = np.where(inside, source, LANES)
         if not lanes(m)[source][lanes(m)].all():
             raise RuntimeError(f"{w.block.kernel.name}: {x.text} reads a lane that does not take part")
@@ -145,48 +109,25 @@ def _(x):
 
 @op("VOTE")
 def _(x):
-    only(x, "ANY", "ALL", "EQ")
+    only(x, "ANY")
     *d, out, o = x.operands  # the register may be missing
     p = pred(o)
 
     def run(w, m):
-        votes, active = p(w) & m, w.group.mask
+        votes = p(w) & m
         if d:
             put(w, d[0].index, np.uint32(votes), m)
-        put_pred(w, out.index, FULL if (votes != 0 if "ANY" in x else votes == active) else 0, m)
+        put_pred(w, out.index, FULL if votes else 0, m)
 
     return run
-
-
-@op("MATCH")
-def _(x):
-    only(x, "ANY")
-    d, a = x.operands[0].index, integer(x.operands[-1], x)
-    weights = np.uint64(1) << LANES.astype(np.uint64)
-
-    def run(w, m):
-        v = a(w)
-        same = (v[:, None] == v[None, :]) & lanes(m)[None, :]
-        put(w, d, (same * weights[None, :]).sum(1).astype(np.uint32), m)
-
-    return run
-
-
-@op("REDUX")
-def _(x):
-    only(x, "OR", "AND", "XOR", "SUM", "MIN", "MAX", "S32", "U32")
-    d, a = x.operands[0].index, (signed if "S32" in x else integer)(x.operands[1], x)
-    f = {"OR": np.bitwise_or, "AND": np.bitwise_and, "XOR": np.bitwise_xor, "MIN": np.minimum, "MAX": np.maximum}
-    f = f.get(next((k for k in x.modifiers if k in f), ""), np.add)
-    return lambda w, m: put(w, d, np.array(f.reduce(a(w)[lanes(m)])).astype(np.int64).astype(np.uint32), m)
 
 
 # ---- control flow
 
 
-@op("BRA", "JMP")
+@op("BRA")
 def _(x):
-    only(x, "DIV", "CONV", "U", "ANY")
+    only(x, "DIV", "U")
     assert x.target is not None
     target = x.target
     conditions = [pred(o) for o in x.operands if o.kind == "pred"]
@@ -198,12 +139,8 @@ def _(x):
             m &= p(w)
         if "DIV" in x and int(divergent(w)[0]) & w.alive & ~group.mask == 0:
             return
-        if not m:
-            return
-        if m == group.mask:
-            group.pc = target
-        else:
-            w.split(group, m, target)
+        if m:
+            w.jump(m, target)
 
     return run
 
@@ -302,15 +239,7 @@ def _(x):
 def _(x):
     only(x, "REL", "NOINC")
     assert x.target is not None
-    target = x.target
-
-    def run(w, m):
-        if m == w.group.mask:
-            w.group.pc = target
-        else:
-            w.split(w.group, m, target)
-
-    return run
+    return lambda w, m: w.jump(m, x.target)
 
 
 @op("RET")
@@ -321,11 +250,7 @@ def _(x):
     def run(w, m):
         to = a(w)
         for value in np.unique(to[lanes(m)]):
-            mine = mask_of(to == value) & m
-            if mine == w.group.mask:
-                w.group.pc = int(value) // 16
-            else:
-                w.split(w.group, mine, int(value) // 16)
+            w.jump(mask_of(to == value) & m, int(value) // 16)
 
     return run
 
@@ -373,7 +298,7 @@ def _(x):
     return run
 
 
-@op("NOP", "YIELD", "MEMBAR", "ERRBAR", "CCTL", "NANOSLEEP", "FENCE", "ACQBULK", "PREEXIT")
+@op("NOP", "YIELD")
 def _(x):
     return lambda w, m: None
 
@@ -425,11 +350,12 @@ def address(o):
     return value
 
 
-SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-CACHE = (
-    *("E", "CONSTANT", "EF", "EL", "LU", "EU", "NA", "STRONG", "SYS", "GPU", "SM", "WEAK", "PRIVATE", "U"),
-    *("LTC64B", "LTC128B", "LTC256B", "BYPASS", "ACCESS"),
-)
+SIZES = {"U16": 2, "64": 8, "128": 16}
+CACHE = "E", "CONSTANT", "SYS", "U", "BYPASS"  # say nothing about results
+
+
+def size_of(x):
+    return next((SIZES[k] for k in x.modifiers if k in SIZES), 4)
 
 
 def touch(w, addresses, size, store=False):
@@ -465,25 +391,11 @@ def gather(w, space, addresses, size, what):
     return data, at
 
 
-def extend(value, kind):
-    """Words from 8 or 16 bits, with sign for S8 and S16."""
-    if kind[0] != "S":
-        return value.astype(np.uint32)
-    size = SIZES[kind]
-    return value.astype(f"u{size}").view(f"i{size}").astype(np.int32).view(np.uint32)
-
-
-def words_of(w, index, k):
-    """The k-th register of a vector; all of RZ are zero."""
-    return w.r[index] if index == RZ else w.r[index + k]
-
-
 @op("LDG", "LDS", "LD")
 def _(x):
     only(x, *SIZES, *CACHE)
     d, o = x.operands[0], next(o for o in x.operands if o.kind == "memory")
-    kind = next((k for k in x.modifiers if k in SIZES), "32")
-    size, where = SIZES.get(kind, 4), address(o)
+    size, where = size_of(x), address(o)
 
     def run(w, m):
         on = lanes(m)
@@ -495,7 +407,7 @@ def _(x):
             w.detail = ("shared", conflicts(addresses, size))
         for k in range(max(1, size // 4)):
             if d.index != RZ:
-                w.r[d.index + k][on] = extend(data[at + k], kind)
+                w.r[d.index + k][on] = data[at + k].astype(np.uint32)
 
     return run
 
@@ -504,7 +416,7 @@ def _(x):
 def _(x):
     only(x, *SIZES, *CACHE)
     o, s = x.operands
-    size, where = SIZES.get(next((k for k in x.modifiers if k in SIZES), ""), 4), address(o)
+    size, where = size_of(x), address(o)
 
     def run(w, m):
         on = lanes(m)
@@ -516,7 +428,7 @@ def _(x):
         else:
             w.detail = ("shared", conflicts(addresses, size))
         for k in range(max(1, size // 4)):
-            data[at + k] = words_of(w, s.index, k)[on].astype(data.dtype)
+            data[at + k] = w.r[s.index + (0 if s.index == RZ else k)][on].astype(data.dtype)
 
     return run
 
@@ -527,38 +439,12 @@ def conflicts(addresses, size):
     return int(np.bincount((words_ % np.uint64(32)).astype(np.int64)).max()) if len(words_) else 1
 
 
-@op("LDL", "STL")
-def _(x):
-    only(x, *SIZES, "LU")
-    o, r = sorted(x.operands, key=lambda o: o.kind != "memory")
-    kind = next((k for k in x.modifiers if k in SIZES), "32")
-    size, where = SIZES.get(kind, 4), address(o)
-
-    def run(w, m):
-        if w.local is None:
-            w.local = np.zeros((STACK, 32), np.uint8)
-        at = np.where(lanes(m), (where(w) & np.uint64(FULL)).astype(np.int64), 0)
-        for k in range(max(1, size // 4)):
-            value = np.zeros(32, np.uint32) if x.name == "LDL" else words_of(w, r.index, k)
-            for byte in range(min(size, 4)):
-                place = at + 4 * k + byte
-                if x.name == "LDL":
-                    value |= w.local[place, LANES].astype(np.uint32) << np.uint32(8 * byte)
-                else:
-                    on = lanes(m)
-                    w.local[place[on], LANES[on]] = (value >> np.uint32(8 * byte)).astype(np.uint8)[on]
-            if x.name == "LDL":
-                put(w, r.index + k, extend(value, kind), m)
-
-    return run
-
-
 @op("LDGSTS")
 def _(x):
     only(x, *SIZES, *CACHE, "ZFILL")
     to, source = (o for o in x.operands if o.kind == "memory")
     extra = next((pred(o) for o in x.operands if o.kind == "pred"), None)
-    size = SIZES.get(next((k for k in x.modifiers if k in SIZES), ""), 4)
+    size = size_of(x)
     write, read = address(to), address(source)
 
     def run(w, m):

@@ -1,6 +1,10 @@
 """What opcodes share: their table, and how operands are read and results written.
 
-Readers are functions of a warp.
+An opcode is a function under `@op`: it reads the instruction once and returns run(warp, mask), which executes it for
+the lanes of the mask. A register is a row of 32 words, a predicate a mask of 32 bits. Instructions of the uniform
+datapath are the vector instructions of the same name, on registers whose lanes are equal. An opcode or form of it that
+is missing raises Unsupported and names it: the table has what nvcc 12.4 and 13.0 make of the kernels. integers.py,
+floats.py and machine.py fill it.
 """
 
 import functools
@@ -124,8 +128,8 @@ def words(o, x=None):
     raise ValueError(o.kind)
 
 
-def constant_lanes(w, o, size):
-    at = np.zeros(32, np.int64)
+def constant_lanes(w, o, size, extra=0):
+    at = np.full(32, extra, np.int64)
     for r, _, c in o.terms:
         at += c if r is None else w.r[r].astype(np.int64)
     data = w.block.constants[o.value]

@@ -4,8 +4,8 @@
 // three such values, added and subtracted. Here every operation has the relative error of a float product, whatever the
 // size of the likelihood, and the critical path of the recursion contains neither exp nor log.
 //
-// S describes the lanes: S::F (mantissas), S::I (signed exponents), S::kMantissaBits, S::kExponentBias, S::kZero,
-// S::Max, and the casts S::AsFloat and S::AsInt between F and I.
+// S describes the lanes: S::F (mantissas), S::I (signed exponents), S::Unsigned (of their size), S::kMantissaBits,
+// S::kExponentBias, S::kZero, S::Max, and the casts S::AsFloat and S::AsInt between F and I.
 //
 // Products and sums do not normalize: a step changes the mantissa by a factor of 2.9 at most, in either direction.
 // Call Normalize at least every 16 steps; then neither a mantissa nor a product of two leaves the float range.
@@ -34,6 +34,22 @@ JAX_RNNT_HOST_DEVICE inline Extended<S> Zero() {
   return {typename S::F{}, typename S::I{} + S::kZero};
 }
 
+// Sums and differences of exponents wrap around: those of arcs above 2^21 leave the range of S::I. Such sequences are
+// computed once more, in wide mode.
+template <class S>
+JAX_RNNT_HOST_DEVICE inline typename S::I WrappingSum(typename S::I a, typename S::I b) {
+  return (typename S::I)((typename S::Unsigned)a + (typename S::Unsigned)b);
+}
+template <class S>
+JAX_RNNT_HOST_DEVICE inline typename S::I WrappingDifference(typename S::I a, typename S::I b) {
+  return (typename S::I)((typename S::Unsigned)a - (typename S::Unsigned)b);
+}
+
+// 2^(e - kExponentBias), or 0 for a negative e, which must not be above the range of F.
+template <class S>
+JAX_RNNT_HOST_DEVICE inline typename S::F BiasedPower(typename S::I e) {
+  return S::AsFloat((typename S::I)((typename S::Unsigned)S::Max(e, typename S::I{}) << S::kMantissaBits));
+}
 // 2^e, or 0 for an e below the range of F. e must not be above it.
 template <class S>
 JAX_RNNT_HOST_DEVICE inline typename S::F PowerOfTwo(typename S::I e) {
@@ -42,14 +58,15 @@ JAX_RNNT_HOST_DEVICE inline typename S::F PowerOfTwo(typename S::I e) {
 
 template <class S>
 JAX_RNNT_HOST_DEVICE inline Extended<S> operator*(Extended<S> a, Extended<S> b) {
-  return {a.m * b.m, a.e + b.e};
+  return {a.m * b.m, WrappingSum<S>(a.e, b.e)};
 }
 
 template <class S>
 JAX_RNNT_HOST_DEVICE inline Extended<S> operator+(Extended<S> a, Extended<S> b) {
   const typename S::I e = S::Max(S::Max(a.e, b.e), typename S::I{} + S::kZero);
+  const typename S::I unbiased = WrappingDifference<S>(e, typename S::I{} + S::kExponentBias);
   const auto scaled = [&](Extended<S> x) {  // x.m * 2^(x.e - e): one operation less than PowerOfTwo, as e is shared
-    return x.m * S::AsFloat(S::Max(x.e - (e - S::kExponentBias), typename S::I{}) << S::kMantissaBits);
+    return x.m * BiasedPower<S>(WrappingDifference<S>(x.e, unbiased));
   };
   return {scaled(a) + scaled(b), e};
 }
@@ -62,7 +79,7 @@ JAX_RNNT_HOST_DEVICE inline Extended<S> Normalize(Extended<S> a) {
   constexpr auto kExponentMask = 2 * kOne + (decltype(S::kZero){1} << S::kMantissaBits);
   const I bits = S::AsInt(a.m), exponent = bits & kExponentMask;
   const Extended<S> normal = {S::AsFloat((bits ^ exponent) | kOne),
-                              a.e + (exponent >> S::kMantissaBits) - S::kExponentBias};
+                              WrappingSum<S>(a.e, (exponent >> S::kMantissaBits) - S::kExponentBias)};
   return {exponent == 0 ? typename S::F{} : normal.m, exponent == 0 ? I{} + S::kZero : normal.e};
 }
 
@@ -83,6 +100,7 @@ template <>
 struct Scalar<float> {
   using F = float;
   using I = int32_t;
+  using Unsigned = uint32_t;
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
   static constexpr I kZero = -700'000'000;
   static JAX_RNNT_HOST_DEVICE I Max(I a, I b) { return a > b ? a : b; }
@@ -93,6 +111,7 @@ template <>
 struct Scalar<double> {
   using F = double;
   using I = int64_t;
+  using Unsigned = uint64_t;
   static constexpr int kMantissaBits = 52, kExponentBias = 1023;
   static constexpr I kZero = -700'000'000'000'000;
   static JAX_RNNT_HOST_DEVICE I Max(I a, I b) { return a > b ? a : b; }

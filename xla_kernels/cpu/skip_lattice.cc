@@ -146,16 +146,11 @@ class SkipLatticeOfSequence : SequencePlanes<A> {
 
   One Likelihood() const {
     One z = Zero<Scalar<A>>();
-    // Exponents of arcs beyond `most_` wrapped in the sweep. StoreLoss replaces the result; nothing may overflow here.
-    const auto bounded = [](One x) {
-      constexpr int64_t kMost = -int64_t{Scalar<A>::kZero};
-      return One{x.m, typename Scalar<A>::I(Clamp(x.e, -kMost, kMost))};
-    };
     for (int k = 0; k < topology_.num_arcs; ++k) {
       const int64_t t = frames_ - topology_.dt[k], u = labels_ - topology_.du[k];
       if (!topology_.may_end[k] || t < 0 || t == frames_ || u < 0) continue;
       const Value arc = Base::Probability(LogArcs(k, t, u));
-      z = Normalize(z + bounded(bounded(Get(Alpha(t), u)) * bounded({arc.m[0], arc.e[0]})));
+      z = Normalize(z + Get(Alpha(t), u) * One{arc.m[0], arc.e[0]});
     }
     return z;
   }

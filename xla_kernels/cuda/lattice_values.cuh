@@ -51,25 +51,17 @@ __device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>) {
   return {Exp2(rest), S::AsInt(rounded) - S::AsInt(kRound)};
 }
 
-// 2^(e - kExponentBias), or 0 for a negative e.
-template <class A>
-__device__ __forceinline__ A BiasedPower(typename Scalar<A>::I e) {
-  using S = Scalar<A>;
-  using Unsigned = std::make_unsigned_t<typename S::I>;
-  return S::AsFloat(typename S::I(Unsigned(S::Max(e, typename S::I{})) << S::kMantissaBits));
-}
-
 // a * p and a + b, with exponents of at least kZero. Shorter than the operators, since a sum relies on that bound.
 template <class A>
 __device__ __forceinline__ Value<A> Times(Value<A> a, Value<A> p) {
   using S = Scalar<A>;
-  return {a.m * p.m, S::Max(a.e + p.e, S::kZero)};
+  return {a.m * p.m, S::Max(WrappingSum<S>(a.e, p.e), S::kZero)};
 }
 template <class A>
 struct Sum {
   __device__ __forceinline__ Sum(Value<A> x, Value<A> y) : e(Scalar<A>::Max(x.e, y.e)) {
     const auto shift = Scalar<A>::kExponentBias - e;
-    a = x.m * BiasedPower<A>(x.e + shift), b = y.m * BiasedPower<A>(y.e + shift);
+    a = x.m * BiasedPower<Scalar<A>>(x.e + shift), b = y.m * BiasedPower<Scalar<A>>(y.e + shift);
   }
   A a, b;  // its terms: (a + b) 2^e
   typename Scalar<A>::I e;

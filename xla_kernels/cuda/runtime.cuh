@@ -121,8 +121,6 @@ __device__ __forceinline__ T* Pinned(T* x) {
   return x;
 }
 
-// ---- bits ----
-
 // ---- functions ----
 
 #if defined(__CUDA_ARCH__)
@@ -148,17 +146,6 @@ __device__ __forceinline__ float Exp2(float x) {
 #endif
 }
 __device__ __forceinline__ double Exp2(double x) { return exp2(x); }
-
-// Fast: an absolute error of 2^-22 near 1.
-__device__ __forceinline__ float Log2(float x) {
-#if defined(__CUDACC__)
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return log2f(x);
-#endif
-}
 
 // x * y + z, rounded once.
 __device__ __forceinline__ float Fma(float x, float y, float z) { return fmaf(x, y, z); }

@@ -16,17 +16,7 @@
 // This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
 // earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// Tried, in cycles of a diagonal by `make cuda-model`, U = 63, beta and alpha of token and duration (9 arcs) and of
-// multi-blank (6 arcs), 5 durations each:
-//   one group of threads sums all arcs, another prepares all                                      822 1173
-//   a group per pair of arcs, which sums its pair a diagonal early                                492 463   410 390
-//   four diagonals unrolled, sums and maxima as trees, copies that have a condition, no branch    438 408   379 334
-//   copies after the reads of shared memory, in their waits                                       398 400   301 309
-//   probabilities of a pair a diagonal earlier than its sum                                       404 420   324 311
-//   a loop for each group, without branches; addresses kept, not derived from indices             288 304   217 229
-//   no test whether a node exists: arcs of others meet values of zero                             266 281   213 219
-//   values of the ring read before the wait for copies                                            283 283   221 222
-//   places of copies kept per arc: what is here                                                   272 279   213 218
+// docs/notes/lattice.md has the attempts that led here, with their cycles.
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
@@ -313,7 +303,7 @@ __device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Se
       }
       const auto shift = S::kExponentBias - e[0];
 #pragma unroll
-      for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<A>(terms[i].e + shift);
+      for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<S>(terms[i].e + shift);
 #pragma unroll
       for (int n = kTerms; n > 1; n = (n + 1) / 2) {
 #pragma unroll
@@ -414,6 +404,7 @@ __global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
     } else {
       SweepInShared<A, true, kPairs, kMine>(args, sequence, shared);
     }
+    __syncthreads();  // the next sequence overwrites what copies of this one have written
   }
 }
 

@@ -8,28 +8,19 @@
 // time in which a warp issues one. All of the scheme serves this (emission_rows.cuh has the threads and the sums):
 //
 // * A lane takes a row of up to 288 bytes forward and 128 backward, if it has one blank and no durations. Such rows
-// come
-//   through shared memory, since a lane that reads a row of its own would touch a cache line of its own, 32 in an
-//   access of the warp: Nsight counts a tag for each (tiny_rows.cuh).
+//   come through shared memory, since a lane that reads a row of its own would touch a cache line of its own
+//   (tiny_rows.cuh).
 // * A group of lanes takes any other row: 4 up to 1 KiB, a warp up to 64 KiB, a block above. Groups of a warp take
 //   several rows each, one after the other.
-// * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents,
-// norm,
-//   the softmax of the durations before the rows; the logarithms, planes and norm after them.
-// * Accesses are 16 bytes wide for any V and any alignment. All accesses of a step are issued before the first is used.
-//   Whether rows are aligned is decided per row, not per access. Forward cuts the vectors of misaligned rows out of
-//   three aligned accesses of 8 bytes, since the assignment of elements to lanes must not depend on the address.
-//   Backward has no sums, so it begins at the first boundary.
-// * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. The
-//   maximum of a step comes first; for 16-bit types by instructions on two elements. See BinarySum.
+// * Work that does not need a group is done for 32 rows side by side, one by each lane: lengths, label, cotangents and
+//   norm before the rows, logarithms and planes after them.
+// * Accesses are 16 bytes wide for any V and any alignment, all of a step issued before the first is used. Forward cuts
+//   the vectors of misaligned rows out of three aligned accesses of 8 bytes, since the assignment of elements to lanes
+//   must not depend on the address. Backward has no sums, so it begins at the first boundary.
+// * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. See
+//   BinarySum.
 // * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
-//   was overwritten.
-//
-// Tried without gain: 8 lanes instead of 4 (V = 129 in bfloat16: 67 instructions a row instead of 58); tiny rows padded
-// by 16 bytes for each 128 (a lane then computes an address for each vector: 459 instructions for 32 rows of V = 32
-// instead of 391); an eighth or a quarter more threads for short rows (spills); -inf in place of absent vectors, zeros
-// in place of rows that are not read (16 moves per step); bounds tested per access (a dozen predicates copied per
-// step).
+//   was overwritten. docs/notes/emission.md has what was tried.
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
