@@ -26,7 +26,7 @@ def extension(module: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        never_built = error.name == name and not (_PACKAGE / "_build.py").exists()
+        never_built = error.name == name not in sys.modules and not (_PACKAGE / "_build.py").exists()
         file = _installed_file(module) if never_built else None
         spec = file and importlib.util.spec_from_file_location(name, file)
         if not spec or not spec.loader:

@@ -6,7 +6,6 @@ nodes share, tiles, randomness.
 
 import functools
 import re
-import types
 import warnings
 
 import jax
@@ -17,7 +16,9 @@ import pytest
 import jax_rnnt
 import losses
 from jax_rnnt import JointLogits, LinearJoint
+from jax_rnnt.layouts import _tile_sizes
 from jax_rnnt.layouts import _tiles as tiled
+from jax_rnnt.layouts._tile_blocks import Blocks
 from layouts import (
     CHUNK,
     JOINTS,
@@ -50,7 +51,7 @@ def elsewhere(monkeypatch):
     """Tiles as they are lowered for other platforms than a CPU: other blocks, sums in another order."""
     lowered_for = tiled.Tiled.lowered_for
     monkeypatch.setattr(tiled.Tiled, "lowered_for", lambda self, _, *rows: lowered_for(self, ("other",), *rows))
-    monkeypatch.setattr(tiled, "block_of", lambda *_: (4, 3))  # so that a tile has several
+    monkeypatch.setattr(_tile_sizes, "block_of", lambda *_: (4, 3))  # so that a tile has several
 
 
 def check_value_and_gradient(joint=linear, **options):
@@ -108,7 +109,7 @@ def test_overflow_stays_in_its_sequence(elsewhere):
 def test_places_of_sums_are_distinct():
     """No two blocks of a tile add to one place, and each place gets its key's sum."""
     keys = np.random.default_rng(0).integers(0, 5, 24, np.int32)
-    made = tiled.Tiled.goals(types.SimpleNamespace(blocks=8), jnp.asarray(keys), 5)
+    made = Blocks(1, 1, count=8).goals(jnp.asarray(keys), 5)
     for key, place, goal in zip(*(np.asarray(x).reshape(3, 8) for x in (keys, *made)), strict=True):
         assert len(set(goal)) == 8
         assert set(goal[goal < 5]) == set(key)
@@ -353,12 +354,12 @@ def assert_only_rounding(got, expected):
 def test_skipped_blocks_change_nothing_but_rounding(monkeypatch):
     counts = []
 
-    def count(tiled, flags, grouped, work=tiled.Tiled.work):
+    def count(self, flags, grouped, work=Blocks.work):
         jax.debug.callback(lambda blocks: counts.append(int(blocks)), jnp.sum(flags))
-        return work(tiled, flags, grouped)
+        return work(self, flags, grouped)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tiled.Tiled, "work", count)
+        patched.setattr(Blocks, "work", count)
         got = gradients(tiles)(confident())
         jax.effects_barrier()
     forward, backward = counts

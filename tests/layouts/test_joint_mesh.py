@@ -70,7 +70,7 @@ def test_tile_of_one_device(kind, devices, monkeypatch):
 
     def seen(*arguments):
         made = lowered_for(*arguments)
-        sizes.append(made.size)
+        sizes.append(made.blocks)
         return made
 
     monkeypatch.setattr(tiled.Tiled, "lowered_for", seen)
@@ -78,7 +78,7 @@ def test_tile_of_one_device(kind, devices, monkeypatch):
     run.lower(*Network(batch=2).arguments)
     with mesh_of(devices, kind) as mesh:
         run.lower(*place(Network(batch=16), mesh))
-    assert len(sizes) == 4 and len(set(sizes)) == 1 and sizes[0][2] > 1
+    assert len(sizes) == 4 and len(set(sizes)) == 1 and sizes[0].count > 1
 
 
 def mapped(parameters, rows, rest):
