@@ -162,16 +162,12 @@ clean:
 	rm -rf $(VENV) build dist
 
 # ---- Hard to break: docs/reliability.md ----
-.PHONY: fuzz fuzz-magnitudes fuzz-kernels soak mutation-score
+.PHONY: fuzz fuzz-kernels soak
 SECONDS ?= 60
 
 # Random programs and problems (Hypothesis), and the properties of every answer. ARGS="--seed 2".
 fuzz: setup
 	$(BIN)/python tools/fuzz/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
-
-# Logits of any magnitude, masks and offsets, against exact sums.
-fuzz-magnitudes: setup
-	$(BIN)/python tools/fuzz/fuzz_magnitudes.py --seconds $(SECONDS) $(ARGS)
 
 # Calls of the CPU kernels' handlers made from bytes, under sanitizers; needs clang. ARGS="--only threads".
 fuzz-kernels: setup
@@ -180,12 +176,6 @@ fuzz-kernels: setup
 # Thousands of training steps of several kinds; fails where memory grows.
 soak: setup
 	$(BIN)/python benchmarks/soak.py $(ARGS)
-
-# Random faults in the Python sources: how many the tests find. make emulation-mutations has those of the CUDA kernels.
-mutation-score:
-	test -x build/cosmic-ray/bin/python || $(PYTHON) -m venv build/cosmic-ray
-	build/cosmic-ray/bin/pip install --quiet '.[test,examples]' 'cosmic-ray>=8.7'
-	build/cosmic-ray/bin/python tools/mutation/score.py $(ARGS)
 
 # ---- TPU kernels without a TPU ----
 .PHONY: interpret test-tpu-compile
