@@ -22,7 +22,6 @@ import measure
 import numpy as np
 import peers
 import problems
-import rivals
 import skipping
 from problems import cases
 
@@ -79,9 +78,6 @@ def contestants(case, seed):
         found.append(start("linear, nothing skipped", linear))
     scale = np.abs(found[0].check[1]).max()
     measure.agree(found[0], found[1:], gradient=1e-4 * scale)
-    if case.name.startswith("axlearn"):
-        found.append(start("axlearn's way", rivals.axlearn))
-        measure.agree(found[0], found[-1:], gradient=1e-3 * scale)  # its path weights are float32 logs
     return [*found, start("pruned", pruned)]
 
 
