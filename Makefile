@@ -193,7 +193,7 @@ test-tpu-compile:
 	build/tpu-compile/bin/python benchmarks/tpu.py $(ARGS)
 
 # ---- CUDA kernels without a GPU ----
-.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile joint-model
+.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile
 
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
@@ -215,10 +215,6 @@ gpu-compile:
 # A sharded training step for eight GPUs, and a joint network in tiles.
 test-gpu-compile: gpu-compile
 	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/kernels/test_gpu_compile.py $(ARGS)
-
-# Launches, memory and a model of time of a joint network in tiles; no clock.
-joint-model: gpu-compile
-	JAX_PLATFORMS=cpu build/gpu-compile/bin/python benchmarks/joint_model.py $(ARGS)
 
 # ---- CUDA kernels on a GPU ----
 .PHONY: gpu

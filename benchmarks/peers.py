@@ -74,26 +74,6 @@ def nemo_triton():
     return {"NeMo, Triton": loss}
 
 
-def fast_rnnt():
-    """On a CPU: its simple loss of heads, and its pruned loss of a band."""
-    import fast_rnnt
-    import torch
-
-    def options(x, logit_lengths, target_lengths):
-        zero = torch.zeros_like(logit_lengths)
-        boundary = torch.stack([zero, zero, target_lengths, logit_lengths], 1).long()
-        return {"termination_symbol": x.shape[-1] - 1, "boundary": boundary, "reduction": "mean"}
-
-    def simple(am, lm, targets, *lengths):
-        return fast_rnnt.rnnt_loss_simple(lm, am, targets.long(), **options(am, *lengths))
-
-    def pruned(logits, first, targets, *lengths):
-        ranges = first[..., None].long() + torch.arange(logits.shape[2])
-        return fast_rnnt.rnnt_loss_pruned(logits, targets.long(), ranges, **options(logits, *lengths))
-
-    return {"fast_rnnt simple": simple, "fast_rnnt pruned": pruned}
-
-
 class WarpOptions(ctypes.Structure):
     """struct rnntOptions of warp-transducer's rnnt.h."""
 
@@ -155,7 +135,7 @@ ON_A_GPU = torchaudio, warp_rnnt, nemo_numba, nemo_triton
 
 
 def versions():
-    names = "torch", "torchaudio", "fast_rnnt", "warp-rnnt", "nemo_toolkit", "triton"
+    names = "torch", "torchaudio", "warp-rnnt", "nemo_toolkit", "triton"
     found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {name: found[name] for name in names if name in found}
 
@@ -220,7 +200,7 @@ def main():
     # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    makers = [torchaudio, fast_rnnt]
+    makers = [torchaudio]
     makers += [functools.partial(warp_transducer, args.warp_transducer, args.threads)] if args.warp_transducer else []
     found, missing = losses(makers)
     print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)
