@@ -8,7 +8,6 @@ frame stands for 40 ms. All contestants take turns in one run; all greedy ones f
 """
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +181,7 @@ def decoders(joint, predictor, loss, max_labels):
     }
 
 
-def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock):
+def contestants(joint, predictor, encoder, lengths, loss, max_labels):
     """Our decoders and the others; all greedy ones must find the same labels."""
     programs = decoders(joint, predictor, loss, max_labels)
     programs["frame by frame"] = lambda *x: frame_by_frame(joint, predictor, *x, max_labels)
@@ -190,10 +189,10 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock):
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()
         results[name] = found(*compiled(encoder, lengths))
-        made.append(measure.calls(name, compiled, encoder, lengths, clock=clock))
+        made.append(measure.calls(name, compiled, encoder, lengths))
     loop = host_loop(joint, predictor, encoder, lengths, max_labels)
     results["host loop"] = loop(encoder, lengths)
-    made.append(measure.calls("host loop", loop, encoder, lengths, clock=clock))
+    made.append(measure.calls("host loop", loop, encoder, lengths))
     expected = results["label-looping"]
     for name, labels in results.items():
         assert name.startswith("beam") or labels == expected, f"{name} found other labels"
@@ -222,15 +221,13 @@ def aims(name, batch, made):
 def main(argv=None):
     parser = measure.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
     parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines (%(default)s)")
     args = parser.parse_args(argv)
     budget = measure.settle(args)
-    clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     results, checks = {}, []
     for name in args.only:
         kind, batch = name.split()
         *problem, seconds = planted(kind, int(batch), args)
-        made = results[name] = contestants(*problem, clock)
+        made = results[name] = contestants(*problem)
         measure.take_turns(made, budget, args.repeat)
         report(f"{name} utterances", made, int(batch), seconds)
         checks += aims(name, int(batch), made)

@@ -38,7 +38,6 @@ except (ImportError, OSError):
 
 L2_BYTES = 60e6
 IN_FLIGHT = 16e9  # bytes of results of calls that were issued but not awaited, at most
-NARROW = ("NeMo, Triton",)  # peers that take 16-bit logits
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -176,10 +175,6 @@ def copy_bandwidth(run):
     x = normal(0, (elements,), np.float32)
     copy, add = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
     found = {"copy": run.time(lambda _: copy(x)), "x + 1": run.time(lambda _: add(x))}
-    if torch:
-        source = torch.from_dlpack(x)
-        target = torch.empty_like(source)
-        found["copy by torch"] = run.time(lambda _: target.copy_(source), torch_wait)
     return {name: 8 * elements / t["median"] for name, t in found.items()}
 
 
@@ -339,11 +334,10 @@ class Variant:
         self.time("stage: emission forward", lambda: emission(ring, rest))
         self.time("stage: lattice", lambda: lattice_alone(self.case))
         self.time("stage: emission backward", lambda: emission(ring, rest, backward=True))
-        for name, loss in self.others.items():
-            if self.dtype == np.float32 or name in NARROW:
-                self.time(name, functools.partial(torch_step, loss, ring, rest), torch_wait, compare=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+        for name, loss in self.others.items() if self.dtype == np.float32 else ():
+            self.time(name, functools.partial(torch_step, loss, ring, rest), torch_wait, compare=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def measure_rivals(self):
         ring, rest = make_inputs(self.case, self.dtype)
@@ -455,7 +449,7 @@ def main(argv=None):
     chosen = [c for c in (cases.GPU_DRY_RUN if run.args.dry_run else cases.GPU) if c.name in run.args.only]
     if run.args.once:
         return once(chosen)
-    others, missing = peers.losses(peers.ON_A_GPU) if torch else ({}, {"all": "torch cannot be imported"})
+    others, missing = peers.losses([peers.torchaudio]) if torch else ({}, {"all": "torch cannot be imported"})
     others.pop("torchaudio, joint", None)
     run.record |= describe(missing)
     run.record["first_call"] = run.attempt("first call", first_call, chosen[0])

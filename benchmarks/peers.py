@@ -42,38 +42,6 @@ def torchaudio():
     }
 
 
-def warp_rnnt():
-    """On a GPU. It takes log-probabilities, float32 only."""
-    from warp_rnnt import rnnt_loss
-
-    def loss(logits, *rest):
-        return rnnt_loss(logits.log_softmax(-1), *rest, blank=logits.shape[-1] - 1, gather=True, reduction="mean")
-
-    return {"warp-rnnt": loss}
-
-
-def nemo_numba():
-    """On a GPU."""
-    from nemo.collections.asr.parts.numba.rnnt_loss.rnnt_pytorch import rnnt_loss
-
-    def loss(logits, *rest):
-        return rnnt_loss(logits, *(x.long() for x in rest), blank=logits.shape[-1] - 1, reduction="mean").mean()
-
-    return {"NeMo, numba": loss}
-
-
-def nemo_triton():
-    """On a GPU, 16-bit logits too."""
-    from nemo.collections.asr.parts.triton.rnnt_logprobs import rnnt_logprobs_triton
-    from nemo.collections.asr.parts.triton.rnnt_loss import rnnt_loss_triton
-
-    def loss(logits, targets, *lengths):
-        scores = rnnt_logprobs_triton(logits, targets, logits.shape[-1] - 1, *lengths)
-        return rnnt_loss_triton(*scores, *lengths).mean()
-
-    return {"NeMo, Triton": loss}
-
-
 class WarpOptions(ctypes.Structure):
     """struct rnntOptions of warp-transducer's rnnt.h."""
 
@@ -131,11 +99,8 @@ def losses(makers):
     return found, missing
 
 
-ON_A_GPU = torchaudio, warp_rnnt, nemo_numba, nemo_triton
-
-
 def versions():
-    names = "torch", "torchaudio", "warp-rnnt", "nemo_toolkit", "triton"
+    names = "torch", "torchaudio"
     found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {name: found[name] for name in names if name in found}
 

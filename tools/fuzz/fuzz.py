@@ -36,7 +36,7 @@ def build(name, flags):
     cxx = os.environ.get("CXX", "g++")
     common = [cxx, "-std=c++17", "-O2", "-g1", "-w", "-fno-omit-frame-pointer", *flags, f"-I{ROOT}"]
     common += ["-isystem", pathlib.Path(jaxlib.submodule_search_locations[0]) / "include"]
-    read = [*ROOT.glob("xla_kernels/c*/*"), *ROOT.glob("tools/fuzz/*")]
+    read = [*ROOT.glob("xla_kernels/c*/*"), *ROOT.glob("tools/fuzz/*.[ch]*")]
     newest = max(path.stat().st_mtime for path in read)
     objects = []
     for source, target in [(s, t) for s in KERNELS for t in TARGETS] + [(s, None) for s in OTHERS]:
