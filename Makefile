@@ -169,7 +169,7 @@ SECONDS ?= 60
 fuzz: setup
 	$(BIN)/python tools/fuzz/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
 
-# Calls of the CPU kernels' handlers made from bytes, under sanitizers; needs clang. ARGS="--only threads".
+# Random calls of the CPU kernels' handlers, under sanitizers. ARGS="--only threads".
 fuzz-kernels: setup
 	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
