@@ -162,30 +162,20 @@ clean:
 	rm -rf $(VENV) build dist
 
 # ---- Hard to break: docs/reliability.md ----
-.PHONY: fuzz fuzz-magnitudes fuzz-kernels soak mutation-score
+.PHONY: fuzz fuzz-kernels soak
 SECONDS ?= 60
 
 # Random programs and problems (Hypothesis), and the properties of every answer. ARGS="--seed 2".
 fuzz: setup
 	$(BIN)/python tools/fuzz/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
 
-# Logits of any magnitude, masks and offsets, against exact sums.
-fuzz-magnitudes: setup
-	$(BIN)/python tools/fuzz/fuzz_magnitudes.py --seconds $(SECONDS) $(ARGS)
-
-# Calls of the CPU kernels' handlers made from bytes, under sanitizers; needs clang. ARGS="--only threads".
+# Random calls of the CPU kernels' handlers, under sanitizers. ARGS="--only threads".
 fuzz-kernels: setup
 	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # Thousands of training steps of several kinds; fails where memory grows.
 soak: setup
 	$(BIN)/python benchmarks/soak.py $(ARGS)
-
-# Random faults in the Python sources: how many the tests find. make emulation-mutations has those of the CUDA kernels.
-mutation-score:
-	test -x build/cosmic-ray/bin/python || $(PYTHON) -m venv build/cosmic-ray
-	build/cosmic-ray/bin/pip install --quiet '.[test,examples]' 'cosmic-ray>=8.7'
-	build/cosmic-ray/bin/python tools/mutation/score.py $(ARGS)
 
 # ---- TPU kernels without a TPU ----
 .PHONY: interpret test-tpu-compile
@@ -203,7 +193,7 @@ test-tpu-compile:
 	build/tpu-compile/bin/python benchmarks/tpu.py $(ARGS)
 
 # ---- CUDA kernels without a GPU ----
-.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile joint-model
+.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile
 
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
@@ -225,10 +215,6 @@ gpu-compile:
 # A sharded training step for eight GPUs, and a joint network in tiles.
 test-gpu-compile: gpu-compile
 	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/kernels/test_gpu_compile.py $(ARGS)
-
-# Launches, memory and a model of time of a joint network in tiles; no clock.
-joint-model: gpu-compile
-	JAX_PLATFORMS=cpu build/gpu-compile/bin/python benchmarks/joint_model.py $(ARGS)
 
 # ---- CUDA kernels on a GPU ----
 .PHONY: gpu

@@ -8,7 +8,6 @@ timed region. See README.md beside this file.
 """
 
 import ctypes
-import dataclasses
 import functools
 import itertools
 import os
@@ -18,8 +17,8 @@ import time
 import measure
 import numpy as np
 import peers
+import plain_jax
 import problems
-import rivals
 from problems import cases
 
 from jax_rnnt import (
@@ -95,9 +94,8 @@ def contestants(case, args, worker):
         start("ours, reference", RNNTLoss(implementation="reference"), donate=True),
         start("ours", RNNTLoss(), donate=True),
         start("ours, not in place", RNNTLoss(inplace=False)),
-        start("two-stage JAX", rivals.two_stage, donate=True),
-        start("plain JAX", rivals.plain),
-        start("plain JAX, donated", rivals.plain, donate=True),
+        start("plain JAX", plain_jax.plain),
+        start("plain JAX, donated", plain_jax.plain, donate=True),
     ]
     for peer in ("torchaudio", "warp-transducer"):
         if worker and peer in worker.names:
@@ -112,7 +110,7 @@ def contestants(case, args, worker):
 
 
 def aims(case, by_name):
-    limits = [("two-stage JAX", "ours", ">= 1")]
+    limits = [("ours, reference", "ours", ">= 1")]
     if case == "subwords":
         limits += [("ours", "floor", "<= 1.4"), ("torchaudio", "ours", ">= 50"), ("plain JAX", "ours", ">= 6")]
         limits += [("warp-transducer", "ours", ">= 4")]
@@ -132,7 +130,7 @@ def judged(case, by_name, limits):
 # ----------------------------------------------------------------------------------------------------------- family
 
 
-def family(case, args, worker):
+def family(case, args):
     """`rnnt` and every other loss and layout of the same B, T, U, V."""
 
     def start(name, loss, kind="dense", size=0, case=case):
@@ -153,11 +151,6 @@ def family(case, args, worker):
         found.append(start(f"pruned {n}", lambda x, first, *rest: loss(BandLogits(x, first), *rest), "band", n))
     found.append(start("rnnt, ragged", loss, case=short))
     found.append(start("packed, ragged", lambda x, *rest: loss(PackedLogits(x, case.T), *rest), "packed", case=short))
-    if worker and "fast_rnnt pruned" in worker.names:
-        found.append(worker.contestant("fast_rnnt simple", "logits", case.name, args.seed, "heads"))
-        for n in WIDTHS:
-            peer = worker.contestant("fast_rnnt pruned", "logits", case.name, args.seed, "band", n)
-            found.append(dataclasses.replace(peer, name=f"fast_rnnt pruned {n}"))
     check_family(case, {c.name: c for c in found if c.check})
     return found
 
@@ -167,7 +160,7 @@ def check_family(case, by_name):
     assert np.isfinite([c.check[0] for c in by_name.values()]).all()
     np.testing.assert_allclose(by_name["packed, ragged"].check[0], by_name["rnnt, ragged"].check[0], rtol=1e-6)
     for name, contestant in by_name.items():
-        same = name.removeprefix("fast_rnnt ").removesuffix(", reference")
+        same = name.removesuffix(", reference")
         if same != name:
             measure.agree(by_name[same], [contestant], gradient=2e-3 / case.B)
 
@@ -193,14 +186,11 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     budget = measure.settle(args)
-    worker = peers.start(args, args.peers, warp_transducer=args.warp_transducer)
+    worker = None if args.family else peers.start(args, args.peers, warp_transducer=args.warp_transducer)
     results, checks = {}, []
     for case in (cases.CASES[name] for name in args.only):
-        if args.family:
-            make, bases, judge = family, ("rnnt", "rnnt, ragged"), family_aims
-        else:
-            make, bases, judge = contestants, ("floor", "ours"), aims
-        found = results[case.name] = make(case, args, worker)
+        bases, judge = (("rnnt", "rnnt, ragged"), family_aims) if args.family else (("floor", "ours"), aims)
+        found = results[case.name] = family(case, args) if args.family else contestants(case, args, worker)
         measure.take_turns(found, budget, args.repeat)
         moved = 3 * 4 * np.prod(case.shape) * case.valid
         title = f"{case.name}: B={case.B} T={case.T} U={case.U} V={case.V}, {case.valid:.0%} of the nodes valid"

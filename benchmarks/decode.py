@@ -1,19 +1,13 @@
 """Times the decoders beside a frame-by-frame loop in one program and beside the loop on the host that people write.
 
     python benchmarks/decode.py                          # synthetic model: B = 1, 16, 128; T = 400; V = 1024
-    python benchmarks/decode.py --data FOLDER --workdir RUN   # the example's spoken digits, trained into RUN
-    python benchmarks/decode.py --rows                   # no times: rows of the networks that each decoder computes
 
 The synthetic model is planted: a fifth of the frames asks for a label, beside which a second one is almost as probable,
 and the predictor forbids both afterwards. So 5 of 6 moves of greedy search are blanks, as in speech with subwords. A
 frame stands for 40 ms. All contestants take turns in one run; all greedy ones find the same labels.
 """
 
-import collections
 import functools
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -187,47 +181,18 @@ def decoders(joint, predictor, loss, max_labels):
     }
 
 
-def print_rows(name, joint, predictor, encoder, lengths, loss, max_labels):
-    """What no implementation saves on one core: products of the networks' matrices with rows."""
-    counts = collections.Counter()
-
-    def count(what, rows):
-        jax.debug.callback(lambda: counts.update({what: rows, "calls": 1}))
-
-    def counted_joint(frames, rows):
-        count("joint", len(rows))
-        return joint(frames, rows)
-
-    def counted_step(state, labels):
-        count("predictor", len(labels))
-        return predictor.step(state, labels)
-
-    counted, table = decode.Predictor(predictor.initial, counted_step), []
-    for decoder, program in decoders(counted_joint, counted, loss, max_labels).items():
-        counts.clear()
-        jax.block_until_ready(jax.jit(program)(encoder, lengths))
-        jax.effects_barrier()
-        frames = int(np.sum(lengths))
-        rows = (f"{counts[what] / frames:.1f}" for what in ("joint", "predictor"))
-        table.append((decoder, *rows, str(counts["calls"])))
-    print(f"### {name}\n")
-    measure.table(("", "rows of the joint a frame", "rows of the predictor a frame", "calls of both"), table)
-
-
-def contestants(joint, predictor, encoder, lengths, loss, max_labels, clock, rivals=True):
+def contestants(joint, predictor, encoder, lengths, loss, max_labels):
     """Our decoders and the others; all greedy ones must find the same labels."""
     programs = decoders(joint, predictor, loss, max_labels)
-    if rivals:
-        programs["frame by frame"] = lambda *x: frame_by_frame(joint, predictor, *x, max_labels)
+    programs["frame by frame"] = lambda *x: frame_by_frame(joint, predictor, *x, max_labels)
     made, results = [], {}
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()
         results[name] = found(*compiled(encoder, lengths))
-        made.append(measure.calls(name, compiled, encoder, lengths, clock=clock))
-    if rivals:
-        loop = host_loop(joint, predictor, encoder, lengths, max_labels)
-        results["host loop"] = loop(encoder, lengths)
-        made.append(measure.calls("host loop", loop, encoder, lengths, clock=clock))
+        made.append(measure.calls(name, compiled, encoder, lengths))
+    loop = host_loop(joint, predictor, encoder, lengths, max_labels)
+    results["host loop"] = loop(encoder, lengths)
+    made.append(measure.calls("host loop", loop, encoder, lengths))
     expected = results["label-looping"]
     for name, labels in results.items():
         assert name.startswith("beam") or labels == expected, f"{name} found other labels"
@@ -253,52 +218,21 @@ def aims(name, batch, made):
     return [*rows, measure.aim(f"{name}: beam {WIDTH} / label-looping", beam, ours, "<= 6")]
 
 
-# ------------------------------------------------------------------------------------------------ the digits' model
-
-
-def digits(args):
-    """The same of the example's model."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    import mwer
-    from data import SpokenDigits
-
-    data = SpokenDigits(args.data)
-    model, variant = mwer.restore(data, args.workdir)
-    batch = data.batch(np.random.default_rng(0), 16, "test")
-    *networks, encoder, lengths = model.decoder_inputs(batch["features"], batch["feature_lengths"])
-    seconds = batch["feature_lengths"].sum() * data.hop / data.rate
-    return *networks, encoder, jnp.asarray(lengths), variant.loss, 2 * data.max_labels, seconds
-
-
 def main(argv=None):
     parser = measure.options(__doc__, [f"{kind} {batch}" for kind in PREDICTORS for batch in BATCHES])
     parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines (%(default)s)")
-    parser.add_argument("--rows", action="store_true", help="count rows of the networks, measure nothing")
-    parser.add_argument("--data", metavar="FOLDER", help="spoken digits, as for examples/train.py")
-    parser.add_argument("--workdir", type=Path, help="of a training run with this data")
     args = parser.parse_args(argv)
     budget = measure.settle(args)
-    clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
-    results, checks, problems = {}, [], {}
+    results, checks = {}, []
     for name in args.only:
         kind, batch = name.split()
-        problems[name] = int(batch), functools.partial(planted, kind, int(batch), args)
-    if args.data:
-        problems["spoken digits"] = 16, functools.partial(digits, args)
-    for name, (batch, make) in problems.items():
-        *problem, seconds = make()
-        if args.rows:
-            print_rows(name, *problem)
-            continue
-        rivals = name != "spoken digits"
-        made = results[name] = contestants(*problem, clock, rivals)
+        *problem, seconds = planted(kind, int(batch), args)
+        made = results[name] = contestants(*problem)
         measure.take_turns(made, budget, args.repeat)
-        report(f"{name} utterances" if rivals else name, made, batch, seconds)
-        checks += aims(name, batch, made) if rivals else []
-    if not args.rows:
-        measure.report_aims(checks)
-        measure.save(args, "-decode", checks, results)
+        report(f"{name} utterances", made, int(batch), seconds)
+        checks += aims(name, int(batch), made)
+    measure.report_aims(checks)
+    measure.save(args, "-decode", checks, results)
 
 
 if __name__ == "__main__":

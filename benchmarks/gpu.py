@@ -8,25 +8,22 @@ import argparse
 import datetime
 import functools
 import gc
-import glob
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need memory, too
 
-import gpu_report
 import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
 import peers
-import rivals
+import plain_jax
 from problems import cases
 
 from jax_rnnt import RNNTLoss
@@ -41,7 +38,6 @@ except (ImportError, OSError):
 
 L2_BYTES = 60e6
 IN_FLIGHT = 16e9  # bytes of results of calls that were issued but not awaited, at most
-NARROW = ("NeMo, Triton",)  # peers that take 16-bit logits
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
@@ -72,8 +68,13 @@ class Run:
             return self.fail(what, f"{type(error).__name__}: {str(error).strip()[:500]}")
         finally:
             gc.collect()
-            if self.args.output:
-                gpu_report.write(self.record, self.args.output)
+            self.save()
+
+    def save(self):
+        if self.args.output:
+            self.args.output.parent.mkdir(parents=True, exist_ok=True)
+            text = measure.compact(self.record | {"aims": aims(self.record)})
+            self.args.output.write_text(text + "\n")
 
     def fail(self, what, why):
         self.record["errors"].append([what, why])
@@ -174,16 +175,13 @@ def copy_bandwidth(run):
     x = normal(0, (elements,), np.float32)
     copy, add = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
     found = {"copy": run.time(lambda _: copy(x)), "x + 1": run.time(lambda _: add(x))}
-    if torch:
-        source = torch.from_dlpack(x)
-        target = torch.empty_like(source)
-        found["copy by torch"] = run.time(lambda _: target.copy_(source), torch_wait)
     return {name: 8 * elements / t["median"] for name, t in found.items()}
 
 
-def sm_clock(call):
-    """MHz of the multiprocessors while `call` keeps them busy."""
-    found = []
+def sm_clock(case):
+    """MHz of the multiprocessors while a step keeps them busy."""
+    ring, rest = make_inputs(case, np.float32)
+    call, found = turns(loss_and_gradient(RNNTLoss(inplace=False)), ring, rest), []
     for _ in range(3):
         command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0"]
         try:
@@ -209,24 +207,6 @@ def first_call(case):
         jax.block_until_ready(step(logits, *rest))
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def kernel_times(call, dry_run):
-    """{kernel: [count, mean microseconds]} from the profiler, over 5 calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(call(0))
-        with jax.profiler.trace(folder):
-            for i in range(5):
-                jax.block_until_ready(call(i))
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        found = {}
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            for line in plane.lines:
-                if dry_run or ("GPU" in plane.name and line.name.startswith("Stream")):
-                    for event in line.events:
-                        found.setdefault(event.name, []).append(event.duration_ns * 1e-3)
-    rows = sorted(found.items(), key=lambda row: -sum(row[1]))[:20]
-    return {name: [len(times), float(np.mean(times))] for name, times in rows}
 
 
 # -------------------------------------------------------------------------------------------------------- the stages
@@ -291,8 +271,7 @@ def loss_and_gradient(loss, **jit):
 
 JAX_RIVALS = {
     "ours, reference": RNNTLoss(implementation="reference"),
-    "two-stage JAX": rivals.two_stage,
-    "plain JAX": rivals.plain,
+    "plain JAX": plain_jax.plain,
 }
 
 
@@ -355,11 +334,10 @@ class Variant:
         self.time("stage: emission forward", lambda: emission(ring, rest))
         self.time("stage: lattice", lambda: lattice_alone(self.case))
         self.time("stage: emission backward", lambda: emission(ring, rest, backward=True))
-        for name, loss in self.others.items():
-            if self.dtype == np.float32 or name in NARROW:
-                self.time(name, functools.partial(torch_step, loss, ring, rest), torch_wait, compare=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+        for name, loss in self.others.items() if self.dtype == np.float32 else ():
+            self.time(name, functools.partial(torch_step, loss, ring, rest), torch_wait, compare=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def measure_rivals(self):
         ring, rest = make_inputs(self.case, self.dtype)
@@ -381,6 +359,64 @@ class Variant:
         }
 
 
+# -------------------------------------------------------------------------------------------------------------- report
+
+# Contestant, ratio, sign and limit, for the large shapes with full lengths.
+AIMS = (
+    ("stage: emission forward", "x floor", "<=", 1.18),  # 85% of the bandwidth of a copy
+    ("stage: emission backward", "x floor", "<=", 1.18),
+    ("ours", "x floor", "<=", 1.25),
+    ("torchaudio", "x ours", ">=", 3),
+)
+
+
+def ratios(row, bandwidth):
+    """{contestant: {"x floor": ratio, "x ours": ratio}}"""
+    times = {name: found["median"] for name, found in row["times"].items()}
+    floors = {name: row["bytes"].get(name, row["bytes"]["step"]) / bandwidth for name in times}
+    return {name: {"x floor": t / floors[name], "x ours": t / times.get("ours", np.nan)} for name, t in times.items()}
+
+
+def aims(record):
+    """[(what, measured, aim, met or MISSED)]"""
+    rows, large = [], [case.name for case in cases.GPU_LARGE]
+
+    def judge(what, sign, limit, value):
+        met = value <= limit if sign == "<=" else value >= limit
+        rows.append((what, f"{value:.3g}", f"{sign} {limit}", "met" if met else "MISSED"))
+
+    for row in record["variants"]:
+        if row["case"] not in large or row["lengths"] != "full":
+            continue
+        found, what = ratios(row, record.get("bandwidth", np.nan)), f"{row['case']}, {row['dtype']}"
+        for name, column, sign, limit in AIMS:
+            if name in found:
+                judge(f"{what}: {name}, {column}", sign, limit, found[name][column])
+        if row["case"] == large[0] and "stage: lattice" in found:
+            judge(f"{what}: lattice / step", "<=", 0.1, found["stage: lattice"]["x ours"])
+    for U, cycles in record.get("cycles_per_diagonal", {}).items():
+        if cycles and int(U) <= 127:
+            judge(f"cycles per diagonal, U = {U}", "<=", 120, cycles)
+    if first := record.get("first_call"):
+        judge("first call beyond the second, ms", "<=", 50, (first[0] - first[1]) * 1e3)
+    return rows
+
+
+def report(record):
+    """The record as it is, but for its times, which are one table, and the aims."""
+    print(measure.compact({k: v for k, v in record.items() if k not in ("variants", "aims", "errors")}))
+    rows = []
+    for row in record["variants"]:
+        what = f"{row['case']}, {row['dtype']}, {row['lengths']}"
+        for name, found in ratios(row, record.get("bandwidth", np.nan)).items():
+            times, off = row["times"][name], row["off_ours"].get(name, (0, np.nan))[1]
+            cells = f"{times['median'] * 1e3:.3g}", *(f"{x:.3g}" for x in found.values()), f"{off:.1g}"
+            rows.append((what, name, *cells, "host" if times["host_bound"] else ""))
+    measure.table(("", "", "ms", "x floor", "x ours", "gradient off ours", "bound by"), rows)
+    measure.table(("aims", "measured", "aim", ""), aims(record))
+    print(*(f"{what}: {why}" for what, why in record["errors"]), sep="\n")
+
+
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
@@ -389,7 +425,8 @@ def parse(argv):
     parser.add_argument("--budget", type=float, default=150, help="seconds of all measurements (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="CASE", default=[c.name for c in cases.GPU])
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on any device; keeps nothing")
-    parser.add_argument("--output", type=Path, help="folder of DATE-DEVICE.json and .md (benchmarks/results)")
+    parser.add_argument("--once", action="store_true", help="a step of each case for ncu; nothing is timed or kept")
+    parser.add_argument("--output", type=Path, help="folder of DATE-DEVICE.json (benchmarks/results)")
     args = parser.parse_args(argv)
     if jax.default_backend() != "gpu" and not args.dry_run:
         parser.exit(2, "no GPU: --dry-run executes the benchmark without one\n")
@@ -399,19 +436,22 @@ def parse(argv):
     return args
 
 
-def clock_and_profiler(run, case):
-    ring, rest = make_inputs(case, np.float32)
-    call = turns(loss_and_gradient(RNNTLoss(inplace=False)), ring, rest)
-    run.record["sm_clock_mhz"] = sm_clock(call)
-    run.record["kernels"] = run.attempt("profiler", kernel_times, call, run.args.dry_run)
+def once(chosen):
+    """A step of each case, for a profiler; nothing is timed."""
+    for case in chosen:
+        for dtype in (np.float32, jnp.bfloat16):
+            (logits, *_), rest = make_inputs(case, dtype)
+            jax.block_until_ready(loss_and_gradient(RNNTLoss(inplace=False))(logits, *rest))
 
 
 def main(argv=None):
     run = Run(parse(argv))
-    others, missing = peers.losses(peers.ON_A_GPU) if torch else ({}, {"all": "torch cannot be imported"})
+    chosen = [c for c in (cases.GPU_DRY_RUN if run.args.dry_run else cases.GPU) if c.name in run.args.only]
+    if run.args.once:
+        return once(chosen)
+    others, missing = peers.losses([peers.torchaudio]) if torch else ({}, {"all": "torch cannot be imported"})
     others.pop("torchaudio, joint", None)
     run.record |= describe(missing)
-    chosen = [c for c in (cases.GPU_DRY_RUN if run.args.dry_run else cases.GPU) if c.name in run.args.only]
     run.record["first_call"] = run.attempt("first call", first_call, chosen[0])
     if copied := run.attempt("copy", copy_bandwidth, run):
         run.record |= {"copy_bandwidth": copied, "bandwidth": max(copied.values())}
@@ -422,13 +462,12 @@ def main(argv=None):
                 made.append(Variant(run, case, dtype, lengths, others))
                 run.attempt(made[-1].name, made[-1].measure, reserve=15)
             if len(made) == len(chosen):  # after float32 and full lengths, as time may run out
-                run.attempt("clock and profiler", clock_and_profiler, run, chosen[0])
+                run.record["sm_clock_mhz"] = run.attempt("clock", sm_clock, chosen[0])
                 run.attempt("cycles per diagonal", diagonals, run)
     for variant in made[: len(chosen)]:
         run.attempt(f"{variant.name}: JAX rivals", variant.measure_rivals, reserve=10)
-    if run.args.output:
-        gpu_report.write(run.record, run.args.output)
-    print(gpu_report.report(run.record))
+    run.save()
+    report(run.record)
     ours = all("ours" in variant["times"] for variant in run.record["variants"]) and len(run.record["variants"]) > 0
     return int(not ours or (run.args.dry_run and bool(run.record["errors"])))
 

@@ -6,23 +6,32 @@
 #   benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
 #
 # Needs Python with jax for CUDA, pytest, pytest-xdist, chex, flatbuffers, pybind11 and scikit-build-core, the packages of
-# examples/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and racecheck.
+# examples/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and
+# racecheck, ncu for counters.
 # Environment, with defaults: PYTHON (python3); OUT, the folder of results (benchmarks/results); COMMIT, the commit, if
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
-# exit code is 1 if any failed. Results: DATE-DEVICE.json and .md, -tune.json, librispeech.json, parts.tsv (part, seconds,
-# exit code), gpu.log.
+# exit code is 1 if any failed. Results: DATE-DEVICE.json, librispeech.json, counters.txt, parts.tsv (part, seconds, exit
+# code), gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PARTS=(build check selftest benchmark tune librispeech suite large memcheck racecheck example)
+PARTS=(build check selftest benchmark counters librispeech suite large memcheck racecheck example)
 # Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
-declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [tune]=45 [librispeech]=55 [suite]=100
+declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [counters]=45 [librispeech]=55 [suite]=100
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors messages public distributed derivatives align pruned gpu_compile sharding joint_mesh targets gpu large)
+NOT_CUDA=(example errors messages public distributed derivatives align pruned gpu_compile sharding joint_mesh
+  targets gpu large)
+# By ncu, for each kernel of the first and of the narrowest large shape: issue slots and DRAM, then what L1 does for loads
+# of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
+LOADS=pipe_lsu_mem_global_op_ld.sum
+COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_issued.avg.per_cycle_active
+COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
+L1=l1tex__t_requests_$LOADS,l1tex__t_sectors_$LOADS,l1tex__t_set_accesses_$LOADS,l1tex__t_output_wavefronts_$LOADS
+L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active
 KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
 
 run_part() {
@@ -31,12 +40,9 @@ run_part() {
       rm -rf build/gpu/site
       compile_check > build/gpu/check.log 2>&1 &
       local check=$!
-      "$PYTHON" benchmarks/tune.py --build "${TUNE[@]}" > build/gpu/tune.log 2>&1 &
-      local tune=$!
       install site "-Ccmake.define.JAX_RNNT_CUDA=on" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$ARCHITECTURE-real"
       local code=$?
       wait $check || { code=$?; cat build/gpu/check.log; }
-      wait $tune || { code=$?; cat build/gpu/tune.log; }
       if [[ $DRY_RUN ]]; then
         install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
         "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]}" \
@@ -81,7 +87,12 @@ run_part() {
         "$PYTHON" benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 15))" --output "$OUT"
       fi
       ;;
-    tune) "$PYTHON" benchmarks/tune.py "${TUNE[@]}" --budget "$((SECONDS_OF[tune] - 5))" --output "$OUT" ;;
+    counters)
+      local steps=("$PYTHON" benchmarks/gpu.py --once --only lattice_bound librispeech)
+      if [[ $DRY_RUN ]]; then "${steps[@]}" --dry-run; return; fi
+      # Without command buffers, whose kernels ncu may see as one. A device may lack a counter of L1.
+      profile "$COUNTERS,$L1" "${steps[@]}" || profile "$COUNTERS" "${steps[@]}"
+      ;;
     librispeech)
       local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
       if [[ $DRY_RUN ]]; then options=(--batches 1 --repeat 1 --share 0.1 --shrink 20); fi
@@ -112,14 +123,19 @@ compile_check() {
   nvcc -Xcompiler -pthread build/gpu/check.d/*.o -o build/gpu/check
 }
 
+profile() {
+  local metrics=$1
+  shift
+  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' \
+    --metrics "$metrics" "$@" | tee "$OUT/counters.txt"
+}
+
 sanitizer() {
   if [[ $DRY_RUN ]]; then "$CHECK"; else compute-sanitizer --error-exitcode 9 "$@" "$CHECK"; fi
 }
 
 # Only warnings of this library are errors, not those of the driver or of JAX's plugin.
 pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
-
-if [[ ${DRY_RUN-} ]]; then TUNE=(--dry-run); else TUNE=(--architecture "${ARCHITECTURE-}"); fi
 
 # The script calls itself for each part, so that `timeout` can end the part and all that it started.
 if [[ ${1-} == --part ]]; then

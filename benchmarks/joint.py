@@ -3,7 +3,6 @@
     python benchmarks/joint.py                  # by shape
     python benchmarks/joint.py --librispeech    # batches of LibriSpeech's lengths; a GPU takes them whole
     python benchmarks/joint.py --long           # a training step of 1,024 utterances of 40 seconds
-    python benchmarks/joint.py --skip           # blocks that the backward pass skips in a training of the example
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
@@ -13,6 +12,7 @@ import math
 import os
 import sys
 import time
+from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU torchaudio needs memory, too
 
@@ -22,8 +22,6 @@ import measure
 import numpy as np
 import peers
 import problems
-import rivals
-import skipping
 from problems import cases
 
 from jax_rnnt import (
@@ -36,6 +34,7 @@ from jax_rnnt import (
     prune_inputs,
     prune_ranges,
 )
+from jax_rnnt.layouts import _tiles
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient
@@ -75,13 +74,11 @@ def contestants(case, seed):
     sources, rest = problems.joint(case, seed)
     start = functools.partial(measure.program, arguments=(*sources, *rest), gradient=ALL)
     found = [start(f.__name__, f) for f in (materialized, linear, function)]
-    with skipping.nothing_skipped():
+    # No option does so: the backward pass over tiles computes all blocks inside the lengths.
+    with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
         found.append(start("linear, nothing skipped", linear))
     scale = np.abs(found[0].check[1]).max()
     measure.agree(found[0], found[1:], gradient=1e-4 * scale)
-    if case.name.startswith("axlearn"):
-        found.append(start("axlearn's way", rivals.axlearn))
-        measure.agree(found[0], found[-1:], gradient=1e-3 * scale)  # its path weights are float32 logs
     return [*found, start("pruned", pruned)]
 
 
@@ -191,7 +188,7 @@ def librispeech(args):
     measure.save(args, "-librispeech", [], results, **more)
 
 
-# ---------------------------------------------------------------------------------------------------- long, and skip
+# ---------------------------------------------------------------------------------------------------- a long step
 
 
 def long(args):
@@ -219,74 +216,17 @@ def long(args):
         print(f"loss {float(value):.3f}, {time.perf_counter() - tick:.1f} s", flush=True)
 
 
-def skip(args):
-    """The example's transducer on lines of handwritten digits: skipped blocks, and the time that skipping saves."""
-    measure.settle(args)
-    sys.path.insert(0, str(measure.ROOT / "examples"))
-    import optax
-    from data import HandwrittenDigits
-    from flax import nnx
-    from variants import VARIANTS
-
-    data, variant = HandwrittenDigits(), VARIANTS["rnnt"]
-    if args.labels:
-        data.min_labels, data.max_labels = args.labels // 2, args.labels
-        data.max_frames = data.max_labels * (data.max_width + data.max_gap) + data.max_gap
-    steps = args.steps or data.steps
-    sizes = data.features, variant.outputs, variant.blank, data.width, data.strides, data.channels
-    graphdef, params = nnx.split(variant.model(*sizes, rngs=nnx.Rngs(args.seed)))
-    schedule = optax.warmup_cosine_decay_schedule(0, data.learning_rate, 1 + steps // 10, steps + 1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
-
-    def batch_of(step):
-        return data.batch(np.random.default_rng((args.seed, step)), data.batch_size, "train")
-
-    def gradient():
-        def loss(params, batch):
-            return variant.compute(variant.loss, nnx.merge(graphdef, params), batch, fused=True)
-
-        return jax.jit(jax.value_and_grad(loss)).lower(params, batch_of(0)).compile()
-
-    with skipping.counted_blocks() as counts:
-        count = gradient()
-    with skipping.nothing_skipped():
-        every = gradient()
-    some = gradient()
-
-    def measured(step, params):
-        batch = batch_of(step)
-        counts.clear()
-        jax.block_until_ready(count(params, batch))
-        jax.effects_barrier()
-        total, kept = counts
-        runs = [measure.calls(name, f, params, batch) for name, f in (("without", every), ("with", some))]
-        measure.take_turns(runs, 1e9, 15)
-        times = (f"{c.median * 1e3:.1f}" for c in runs)
-        return str(step), f"{float(some(params, batch)[0]):.3f}", f"{1 - kept / total:.0%}", *times
-
-    rows, state, update = [], optimizer.init(params), jax.jit(optimizer.update)
-    for step in range(steps + 1):
-        if step in (0, 10, 30, 100, 300, 1000, 3000) or step == steps:
-            rows.append(measured(step, params))
-        _, slope = some(params, batch_of(step))
-        updates, state = update(slope, state, params)
-        params = optax.apply_updates(params, updates)
-    measure.table(("step", "loss", "blocks left out", "gradient without, ms", "with, ms"), rows)
-
-
 def main(argv=None):
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
     parser.add_argument("--librispeech", action="store_true")
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--skip", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
-    parser.add_argument("--steps", type=int, help="of --long and --skip")
-    parser.add_argument("--labels", type=int, help="of --skip: lines of half as many digits to as many (3 to 7)")
+    parser.add_argument("--steps", type=int, help="of --long")
     args = parser.parse_args(argv)
-    chosen = [f for f in (librispeech, long, skip) if getattr(args, f.__name__)]
+    chosen = [f for f in (librispeech, long) if getattr(args, f.__name__)]
     (chosen or [by_shape])[0](args)
 
 

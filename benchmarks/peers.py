@@ -42,58 +42,6 @@ def torchaudio():
     }
 
 
-def warp_rnnt():
-    """On a GPU. It takes log-probabilities, float32 only."""
-    from warp_rnnt import rnnt_loss
-
-    def loss(logits, *rest):
-        return rnnt_loss(logits.log_softmax(-1), *rest, blank=logits.shape[-1] - 1, gather=True, reduction="mean")
-
-    return {"warp-rnnt": loss}
-
-
-def nemo_numba():
-    """On a GPU."""
-    from nemo.collections.asr.parts.numba.rnnt_loss.rnnt_pytorch import rnnt_loss
-
-    def loss(logits, *rest):
-        return rnnt_loss(logits, *(x.long() for x in rest), blank=logits.shape[-1] - 1, reduction="mean").mean()
-
-    return {"NeMo, numba": loss}
-
-
-def nemo_triton():
-    """On a GPU, 16-bit logits too."""
-    from nemo.collections.asr.parts.triton.rnnt_logprobs import rnnt_logprobs_triton
-    from nemo.collections.asr.parts.triton.rnnt_loss import rnnt_loss_triton
-
-    def loss(logits, targets, *lengths):
-        scores = rnnt_logprobs_triton(logits, targets, logits.shape[-1] - 1, *lengths)
-        return rnnt_loss_triton(*scores, *lengths).mean()
-
-    return {"NeMo, Triton": loss}
-
-
-def fast_rnnt():
-    """On a CPU: its simple loss of heads, and its pruned loss of a band."""
-    import fast_rnnt
-    import torch
-
-    def options(x, logit_lengths, target_lengths):
-        zero = torch.zeros_like(logit_lengths)
-        boundary = torch.stack([zero, zero, target_lengths, logit_lengths], 1).long()
-        return {"termination_symbol": x.shape[-1] - 1, "boundary": boundary, "reduction": "mean"}
-
-    def simple(am, lm, targets, *lengths):
-        return fast_rnnt.rnnt_loss_simple(lm, am, targets.long(), **options(am, *lengths))
-
-    def pruned(logits, first, targets, *lengths):
-        ranges = first[..., None].long() + torch.arange(logits.shape[2])
-        return fast_rnnt.rnnt_loss_pruned(logits, targets.long(), ranges, **options(logits, *lengths))
-
-    return {"fast_rnnt simple": simple, "fast_rnnt pruned": pruned}
-
-
 class WarpOptions(ctypes.Structure):
     """struct rnntOptions of warp-transducer's rnnt.h."""
 
@@ -151,11 +99,8 @@ def losses(makers):
     return found, missing
 
 
-ON_A_GPU = torchaudio, warp_rnnt, nemo_numba, nemo_triton
-
-
 def versions():
-    names = "torch", "torchaudio", "fast_rnnt", "warp-rnnt", "nemo_toolkit", "triton"
+    names = "torch", "torchaudio"
     found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {name: found[name] for name in names if name in found}
 
@@ -220,7 +165,7 @@ def main():
     # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    makers = [torchaudio, fast_rnnt]
+    makers = [torchaudio]
     makers += [functools.partial(warp_transducer, args.warp_transducer, args.threads)] if args.warp_transducer else []
     found, missing = losses(makers)
     print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)

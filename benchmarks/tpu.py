@@ -1,25 +1,19 @@
-"""What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, collectives, schedule.
+"""What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, copies, collectives.
 
     python benchmarks/tpu.py          # every program for every generation: the tables of docs/tpu.md
     python benchmarks/tpu.py v5e      # of these generations
 
-`make test-tpu-compile` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, aliases,
-collectives, VMEM and the bundles of a kernel are those that would run. Cycles of a step are counted in the final
-schedule: the larger of its bundles and its longest chain of latencies. Time on a TPU also depends on what no compiler
-knows.
+`make test-tpu-compile` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, collectives and
+VMEM are those that would run. Time on a TPU also depends on what no compiler knows.
 """
 
 import argparse
 import collections
 import functools
-import json
 import math
 import os
-import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 
 # Else libtpu asks a metadata server for them, and waits; a lock file would allow one process at a time.
 os.environ |= dict(
@@ -35,19 +29,13 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
-import rivals
-import skipping
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joint import ALL, linear
 
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
-from jax_rnnt.lattices import _pallas as pallas
-from jax_rnnt.lattices import _topology as topology
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
-AXLEARN = 4, 750, 200, 1024, 640  # its shape
 GENERATIONS = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 TDT = TDTLoss(durations=(0, 1, 2, 3, 4))
 
@@ -90,10 +78,9 @@ PROGRAMS = {
 }
 # Of v5e all, of other generations the first.
 CASES = [(name, jnp.float32) for name in PROGRAMS] + [(name, jnp.bfloat16) for name in ("rnnt", "tdt")]
-TOPOLOGIES = {"tdt": topology.products(TDT.durations)}  # of the others: the standard one
-# Most temporaries, in units of the logits; most bytes moved; most cycles by XLA's estimate.
+# Most temporaries, in units of the logits.
 AIMS = {"rnnt": 0.05, "tdt": 0.15, "after a matmul": 1.05, "joint": 0.02}
-MOST_BYTES, MOST_CYCLES, MOST_OF_A_DIAGONAL = 1.2e9, 0.4 * 13.5e6, 200  # of rnnt on one v5e
+MOST_BYTES = 1.2e9  # of rnnt on one v5e
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -111,120 +98,18 @@ def compiled(generation, name, devices, dtype):
     return lowered(generation, *PROGRAMS[name](devices, dtype), devices).compile()
 
 
-# -------------------------------------------------------------------------------------------- reading HLO and schedule
-
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
-
-
-def computations(text):
-    """{computation: [(instruction, type, opcode, rest of the line)]}, name of the entry"""
-    found, entry = {}, None
-    for line in text.splitlines():
-        if head := re.match(r"^(ENTRY )?%?([\w.<>-]+) \(.*\{$", line):
-            current = found.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif match := _INSTRUCTION.match(line):
-            current.append(match.groups())
-    return found, entry
-
-
-def estimated_cycles(text):
-    """XLA's estimate: bodies of loops as often as they run where that is a constant."""
-    found, entry = computations(text)
-    return _cost_in(found)(entry)
-
-
-def _cost_in(found):
-    def cost(name):
-        total = 0
-        for _, _, opcode, rest in found[name]:
-            if opcode == "while":
-                condition, body = (re.search(rf"{key}=%?([\w.<>-]+)", rest)[1] for key in ("condition", "body"))
-                bounds = [r for _, kind, o, r in found[condition] if o == "constant" and kind.startswith("s32[]")]
-                total += (int(bounds[0].split(")")[0]) if len(bounds) == 1 else 1) * cost(body)
-            elif opcode == "conditional":
-                branches = re.search(r"branch_computations=\{([^}]*)\}", rest)[1].split(",")
-                total += max(cost(branch.strip(" %")) for branch in branches)
-            elif opcode == "call":
-                total += cost(re.search(r"to_apply=%?([\w.<>-]+)", rest)[1])
-            elif match := re.search(r'estimated_cycles":"(\d+)"', rest):
-                total += int(match[1])
-        return total
-
-    return cost
-
-
-def tile_loops(text):
-    """XLA's estimates for one turn of each outermost loop whose turns are data: the forward and the backward tiles."""
-    found, entry = computations(text)
-    cost = _cost_in(found)
-    bodies = [re.search(r"body=%?([\w.<>-]+)", rest)[1] for _, _, opcode, rest in found[entry] if opcode == "while"]
-    return [cost(body) for body in bodies]
+# ------------------------------------------------------------------------------------------------- reading programs
 
 
 def large_copies(text, elements):
-    """Operations that only move at least so many elements."""
-    found, _ = computations(text)
+    """{operation: how often} of those that only move at least so many elements."""
     kinds = collections.Counter()
-    for body in found.values():
-        for _, kind, opcode, _ in body:
-            sizes = [math.prod(map(int, s.split(","))) for s in re.findall(r"\[([\d,]+)\]", kind)]
-            if opcode in ("copy", "copy-start", "transpose", "concatenate") and max(sizes, default=0) >= elements:
-                kinds[opcode] += 1
-    return dict(kinds)
-
-
-def loops(folder, kernel):
-    """[(first bundle, bundles, longest chain in cycles)] of the innermost loops of a kernel's last schedule."""
-    paths = folder.glob(f"*-{kernel}*-final_bundles.txt")
-    (bundles,) = (path for path in paths if "schedule-analysis" not in path.name)
-    starts, found = {}, []
-    for line in bundles.read_text().splitlines():
-        if not (at := re.match(r"\s*(0x[0-9a-f]+)\s", line)):
-            continue
-        address = int(at[1], 16)
-        starts |= dict.fromkeys(re.findall(r"Start region (\d+)", line), address)
-        back = re.search(r"sbr\.rel [^;]*target = \$region(\d+)", line)
-        if back and starts.get(back[1], address) < address:
-            found.append((starts[back[1]], address, back[1]))
-    inner = [a for a in found if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in found)]
-    analysis = sorted(folder.glob(f"*-{kernel}*-critical-path.txt"))[-1].read_text()
-    chains = collections.Counter()
-    for block in analysis.split("New basic block in region: ")[1:]:
-        region = block.split()[0].removeprefix("region")
-        chains[region] = max(chains[region], *map(int, re.findall(r"Length to end: (\d+)", block)), 0)
-    return [(start, end - start + 1, chains[region]) for start, end, region in sorted(inner)]
-
-
-def schedule(generation, name):
-    """{"alpha" and "beta": cycles of a diagonal without and with the second exponent}, from the compiler's dump."""
-    table = TOPOLOGIES.get(name, topology.STANDARD)
-    unroll = pallas.Plan(table, B, T, U + 1, pallas.MOST).unroll
-    folder = pathlib.Path(os.environ["JAX_RNNT_DUMP"])
-
-    def step(*operands):
-        planes, lengths = operands[:-2], operands[-2:]
-        return pallas.value_and_grad(table, dict(zip(pallas.slots(table), planes)), *lengths)
-
-    plane, length = ((B, T, U + 1), jnp.float32, "data"), ((B,), jnp.int32, "data")
-    lowered(generation, step, [plane] * len(pallas.slots(table)) + [length] * 2).compile()
-    steps = {}
-    for kernel in ("alpha", "beta"):
-        found = loops(folder, f"jax_rnnt_lattice_{kernel}")
-        wide, narrow = (max(bundles, chain) for _, bundles, chain in found if bundles > 16)
-        steps[kernel] = round(narrow / unroll), wide
-    return steps
-
-
-@functools.cache
-def dumped(generation, name):
-    """`schedule` in a process of its own: the dump's folder is fixed once libtpu is loaded."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = os.environ | dict(LIBTPU_INIT_ARGS=flags, JAX_RNNT_DUMP=folder)
-        command = [sys.executable, __file__, generation, "--schedule", name]
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    for kind, opcode in re.findall(
+        r"^\s+(?:ROOT )?%?[\w.-]+ = (.*?) (copy|copy-start|transpose|concatenate)\(", text, re.M
+    ):
+        sizes = [math.prod(map(int, size.split(","))) for size in re.findall(r"\[([\d,]+)\]", kind)]
+        kinds[opcode] += max(sizes, default=0) >= elements
+    return dict(+kinds)
 
 
 def vmem(text):
@@ -236,39 +121,23 @@ def vmem(text):
 
 # ----------------------------------------------------------------------------------------------------------- table
 
-HEAD = "chip", "program", "temporaries / logits", "bytes, GB", "VMEM, KB", "Mcycles", "alpha, beta", "large arcs"
-TILES = "chips", "rows of a tile", "tiles", "Mcycles of a tile, forward", "backward", "Mcycles of all tiles"
-
-
-def tiles_row(devices):
-    """The loops of the joint network in tiles, of which XLA's estimate for a program counts one turn."""
-    with skipping.chosen_sizes() as sizes:
-        text = compiled("v5e", "joint", devices, np.dtype(np.float32)).as_text()
-    frames, columns, blocks = sizes[-1]
-    tiles = -(-B * -(-T // frames) * -(-(U + 1) // columns) // blocks)  # of full lengths
-    forward, backward = (cycles / 1e6 for cycles in tile_loops(text))
-    cycles = f"{forward:.2f}", f"{backward:.2f}", f"{tiles * (forward + backward):.1f}"
-    return devices, frames * columns * blocks, tiles, *cycles
+HEAD = "chip", "program", "temporaries / logits", "bytes, GB", "VMEM, KB"
 
 
 def row(generation, name, dtype, faults):
     executable = compiled(generation, name, 1, dtype)
     text, memory = executable.as_text(), executable.memory_analysis()
     temporaries = memory.temp_size_in_bytes / (B * T * (U + 1) * V * dtype.itemsize)
-    moved, cycles = executable.cost_analysis()["bytes accessed"], estimated_cycles(text)
-    steps = dumped(generation, name if name in TOPOLOGIES else next(iter(PROGRAMS))).values()
+    moved = executable.cost_analysis()["bytes accessed"]
     label = f"{generation} {name} {dtype}"
     if temporaries > AIMS[name]:
         faults.append(f"{label}: temporaries are {temporaries:.3f} of the logits, more than {AIMS[name]}")
     # Where the logits are an argument; a matmul may also copy its operands.
     if name in ("rnnt", "tdt") and (copies := large_copies(text, B * T * (U + 1) * V)):
         faults.append(f"{label}: logits are copied: {copies}")
-    missed = moved > MOST_BYTES or cycles > MOST_CYCLES or max(narrow for narrow, _ in steps) > MOST_OF_A_DIAGONAL
-    if missed and (generation, name, dtype) == ("v5e", "rnnt", np.float32):
-        faults.append(f"{label}: {moved:.2e} bytes, {cycles:.2e} cycles, {steps} of a diagonal")
-    diagonals = (", ".join(map(str, each)) for each in zip(*steps))
-    numbers = f"{temporaries:.3f}", f"{moved / 1e9:.2f}", f"{vmem(text) / 1e3:.0f}", f"{cycles / 1e6:.1f}"
-    return generation, f"{name}, {dtype}", *numbers, *diagonals
+    if moved > MOST_BYTES and (generation, name, dtype) == ("v5e", "rnnt", np.float32):
+        faults.append(f"{label}: {moved:.2e} bytes")
+    return generation, f"{name}, {dtype}", f"{temporaries:.3f}", f"{moved / 1e9:.2f}", f"{vmem(text) / 1e3:.0f}"
 
 
 def check_devices(generation, name, devices, faults):
@@ -282,25 +151,10 @@ def check_devices(generation, name, devices, faults):
         faults.append(text)
 
 
-def beside_axlearn():
-    """Value and all gradients at axlearn's shape. XLA counts the body of a loop once, and both ways are loops: no
-    bytes, no cycles. joint.py times both on a CPU."""
-    batch, frames, labels, classes, units = AXLEARN
-    shapes = (units, classes), (classes,), (batch, frames, units), (batch, labels + 1, units)
-    shapes = *((shape, np.float32) for shape in shapes), *rest_of(batch, labels)
-    for name, loss in (("axlearn's way", rivals.axlearn), ("ours", linear)):
-        memory = lowered("v5e", jax.value_and_grad(loss, ALL), shapes).compile().memory_analysis()
-        print(f"v5e, {name} at axlearn's shape {AXLEARN}: temporaries {memory.temp_size_in_bytes / 1e6:.0f} MB")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("generations", nargs="*", default=list(GENERATIONS), help=", ".join(GENERATIONS))
-    parser.add_argument("--schedule", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.schedule:
-        print(json.dumps(schedule(options.generations[0], options.schedule)))
-        return
     rows, faults = [], []
     for generation in options.generations:
         for name, dtype in CASES if generation == "v5e" else CASES[:1]:
@@ -309,10 +163,7 @@ def main():
             check_devices(generation, "rnnt", devices, faults)
     if "v5e" in options.generations:
         check_devices("v5e", "joint", 8, faults)
-        beside_axlearn()
     measure.table(HEAD, rows)
-    if "v5e" in options.generations:
-        measure.table(TILES, [tiles_row(devices) for devices in (1, 8)])
     print(*faults, sep="\n")
     sys.exit(bool(faults))
 

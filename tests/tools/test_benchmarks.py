@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -89,11 +88,10 @@ def test_turns_and_aims():
         "bench.py --only tiny",
         "bench.py --family --only characters",
         "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
-        "joint.py --skip --steps 1",
         "decode.py --only 'stateless 1' --frames 8",
-        "decode.py --only 'stateless 1' --frames 8 --rows",
         "soak.py --steps 20 --kinds jit eager",
         "gpu.py --dry-run --only tiny --budget 1000",
+        "gpu.py --dry-run --only tiny --once",
     ],
 )
 def test_a_run(tmp_path, command):
@@ -117,104 +115,6 @@ def test_disagreement_is_found():
         measure.agree(first, [second], gradient=0.05)
 
 
-# --------------------------------------------------------------------------------------------------------------- tuning
-
-
-@pytest.fixture(scope="module")
-def tune():
-    return load("tune")
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_the_program_that_is_timed_compiles(tune):
-    """It uses parts of the kernels' headers, and is built on a GPU's machine first."""
-    options = ["-std=c++17", "-fsyntax-only", "-w", f"-I{HERE.parent}", "-x", "c++"]
-    subprocess.run(["g++", *options, HERE.parent / tune.PROGRAM], check=True)
-
-
-def test_every_constant_is_tried(tune):
-    """Switches are read from the sources: each `#ifndef JAX_RNNT_` of the kernels, with half and twice its value."""
-    names = set()
-    for file in (HERE.parent / "xla_kernels/cuda").glob("*.cu*"):
-        names |= set(re.findall(r"#ifndef (JAX_RNNT_\w+)", file.read_text()))
-    found = tune.switches()
-    assert set(found) == names and "JAX_RNNT_EMISSION_THREADS" in names
-    rows = tune.builds(found)
-    assert rows[0] == tune.Build() and len(rows) == len(set(rows))
-    assert len(rows) == 1 + sum(1 + (default > 1) for default, _ in found.values())
-    (row,) = (row for row in rows if row.changes == (("JAX_RNNT_EMISSION_THREADS", 512),))
-    assert row.part == "emission" and row.flags == ["-DJAX_RNNT_EMISSION_THREADS=512"]
-    rows = tune.builds(found, ["JAX_RNNT_LATTICE_WARPS=2,8,16"])
-    assert [row.name for row in rows] == ["as it is", "LATTICE_WARPS=2", "LATTICE_WARPS=8"]  # 16 is the default
-    with pytest.raises(ValueError, match=r"--set: there is no switch JAX_RNNT_X; there are JAX_RNNT_"):
-        tune.builds(found, ["JAX_RNNT_X=1"])
-
-
-def test_objects_are_compiled_once(tune, tmp_path):
-    """Only the file of a switch is compiled again; a build that fails is left out with the compiler's words."""
-    args = tune.parse(["--dry-run", "--folder", str(tmp_path)])
-    compiler, commands = tune.Compiler(args), []
-
-    def run(*command):
-        commands.append(" ".join(map(str, command)))
-        if "THREADS=7" in commands[-1]:
-            raise subprocess.CalledProcessError(1, command, stderr="static assertion failed")
-
-    compiler.run = run
-    rows = tune.builds(tune.switches(), ["JAX_RNNT_EMISSION_THREADS=7,512", "JAX_RNNT_LATTICE_WARPS=4"])
-    done = dict(compiler.all(rows))
-    assert [why for why in done.values() if why] == ["static assertion failed"]
-    compiled = [command for command in commands if " -c " in command]
-    assert len(compiled) == len(set(compiled)) == len(compiler.sources) + 3
-    assert sum("LATTICE_WARPS=4" in command for command in compiled) == 1
-    link = next(command for command in commands if command.endswith("EMISSION_THREADS_512 -pthread"))
-    assert "EMISSION_THREADS_512.o" in link and "LATTICE_WARPS" not in link
-
-
-def test_report_of_tuning(tune, tmp_path):
-    program = tmp_path / "program"
-    program.write_text(
-        "#!/bin/sh\nprintf 'copy\\t1 GiB\\tfloat32\\t0.5\\t2000000\\t1\\nforward\\ta\\tfloat32\\t2\\t9\\t0.8\\n'\n"
-    )
-    program.chmod(0o755)
-    times, bandwidth = tune.measure(program, "all", tune.parse(["--dry-run"]), 10)
-    assert times == {("forward", "a", "float32"): (2.0, 0.8)} and bandwidth == pytest.approx(4.0)  # 2 MB in 0.5 ms
-    runs = [
-        {"build": name, "copy_gb_per_s": 4000.0, "times": {"forward, a": (ms, 0.8)}}
-        for name, ms in (("as it is", 2.0), ("X=1", 1.0))
-    ]
-    text = tune.report({"runs": runs, "counters": "ncu is not installed", "left_out": [("X=2", "no time left")]})
-    assert "| X=1 | 0.500 | 0.500 forward, a | 0.500 forward, a |" in text
-    assert "No counters: ncu is not installed" in text and "X=2: no time left" in text
-
-
-def test_counters(tune, tmp_path, monkeypatch):
-    """Rows of ncu's table by kernel; where it may not read counters, its words."""
-    ncu, args = tmp_path / "ncu", tune.parse(["--dry-run"])
-    monkeypatch.setattr(tune.shutil, "which", lambda name: str(ncu))
-    issue, _, dram, _ = tune.COUNTERS
-    rows = [
-        ("ID", "Kernel Name", "Metric Name", "Metric Value"),
-        (0, "Skew", issue, "12.5"),
-        (0, "Skew", dram, "1,000.0"),
-    ]
-    text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in rows)
-    ncu.write_text(f"#!/bin/sh\ncat <<'EOF'\n==PROF== connected\n{text}\nEOF\n")
-    ncu.chmod(0o755)
-    assert tune.counters("program", args, 10) == [("Skew", {issue: 12.5, dram: 1000.0})]
-    # A device without one of the counters of L1: the others are read.
-    refuse = 'case "$*" in *l1tex*) echo Failed to find metric; exit 1;; esac'
-    ncu.write_text(f"#!/bin/sh\n{refuse}\ncat <<'EOF'\n{text}\nEOF\n")
-    found = tune.counters("program", args, 10)
-    assert found == [("Skew", {issue: 12.5, dram: 1000.0})]
-    report = tune.report({"runs": [], "counters": found, "left_out": []})
-    assert "| Skew | 12.5 | nan | 1000.0 | nan |" in report and "lines looked up" in report
-    ncu.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\nexit 1\n")
-    assert tune.counters("program", args, 10) == "ERR_NVGPUCTRPERM"
-    monkeypatch.setattr(tune.shutil, "which", lambda name: None)
-    assert tune.counters("program", args, 10) == "ncu is not installed"
-
-
 # ------------------------------------------------------------------------------------------------------ parts of gpu.sh
 
 
@@ -225,7 +125,7 @@ def test_parts_fit_into_one_call():
     seconds = dict(re.findall(r"\[(\w+)\]=(\d+)", re.search(r"declare -A SECONDS_OF=\((.*?)\)\n", text, re.S)[1]))
     limit = int(re.search(r"DRY_RUN \? \d+ : (\d+)\)\)\}", text)[1])
     assert set(parts) == set(seconds) and sum(map(int, seconds.values())) <= limit < 600
-    order = ["build", "check", "benchmark", "tune", "suite", "large", "memcheck", "racecheck", "example"]
+    order = ["build", "check", "benchmark", "counters", "suite", "large", "memcheck", "racecheck", "example"]
     assert [part for part in parts if part in order] == order
     document = (HERE.parent / "docs/cuda.md").read_text()
     rows = dict(

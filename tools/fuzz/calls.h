@@ -25,11 +25,7 @@ struct XLA_FFI_Error {
 
 namespace jax_rnnt::fuzz {
 
-#ifdef JAX_RNNT_FUZZ_THREADS
-constexpr int kThreads = JAX_RNNT_FUZZ_THREADS, kWorkers = 4;
-#else
-constexpr int kThreads = 0, kWorkers = 0;
-#endif
+inline int workers = 0;  // of the pool; set before the first call
 
 // ------------------------------------------------------------------------------------------------ in place of XLA
 
@@ -37,11 +33,11 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<std::pair<XLA_FFI_Task*, void*>> tasks;
-  std::vector<std::thread> workers;
+  std::vector<std::thread> threads;
   bool stop = false;
 
   Pool() {
-    for (int i = 0; i < kWorkers; ++i) workers.emplace_back([this] { Work(); });
+    for (int i = 0; i < workers; ++i) threads.emplace_back([this] { Work(); });
   }
   ~Pool() {
     {
@@ -49,7 +45,7 @@ struct Pool {
       stop = true;
     }
     wake.notify_all();
-    for (std::thread& worker : workers) worker.join();
+    for (std::thread& thread : threads) thread.join();
   }
   void Work() {
     for (;;) {
@@ -80,7 +76,7 @@ inline const XLA_FFI_Api& Api() {
     };
     table.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
     table.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
-      *args->num_threads = kWorkers;
+      *args->num_threads = workers;
       return nullptr;
     };
     table.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
@@ -175,24 +171,15 @@ inline XLA_FFI_Error* Execute(Call* call) {
   static const std::vector<Registration> handlers = Registrations();
   const auto handler = std::find_if(handlers.begin(), handlers.end(),
                                     [&](const Registration& r) { return strcmp(r.target, call->target) == 0; });
-  // Kept from call to call: ten allocations less.
-  static thread_local struct {
-    std::vector<XLA_FFI_Buffer> buffers;
-    std::vector<void*> pointers, attr_pointers;
-    std::vector<XLA_FFI_ArgType> arg_types;
-    std::vector<XLA_FFI_RetType> ret_types;
-    std::vector<XLA_FFI_ByteSpan> names;
-    std::vector<XLA_FFI_ByteSpan*> name_pointers;
-    std::vector<XLA_FFI_Array> arrays;
-    std::vector<XLA_FFI_Scalar> scalars;
-    std::vector<XLA_FFI_AttrType> attr_types;
-  } own;
-  auto& [buffers, pointers, attr_pointers, arg_types, ret_types, names, name_pointers, arrays, scalars, attr_types] =
-      own;
-  buffers.clear(), pointers.clear(), names.clear(), arrays.clear(), scalars.clear();
-  attr_types.clear(), name_pointers.clear(), attr_pointers.clear();
-  arg_types.assign(call->args.size(), XLA_FFI_ArgType_BUFFER);
-  ret_types.assign(call->rets.size(), XLA_FFI_RetType_BUFFER);
+  std::vector<XLA_FFI_Buffer> buffers;
+  std::vector<XLA_FFI_Array> arrays;
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan> names;
+  std::vector<void*> pointers, attr_pointers;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers;
+  std::vector<XLA_FFI_AttrType> attr_types;
+  std::vector<XLA_FFI_ArgType> arg_types(call->args.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(call->rets.size(), XLA_FFI_RetType_BUFFER);
   for (auto* list : {&call->args, &call->rets})
     for (Buffer& b : *list)
       buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, b.type, b.data, int64_t(b.dims.size()), b.dims.data()});

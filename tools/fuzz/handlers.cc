@@ -1,12 +1,12 @@
-// Calls the CPU kernels' handlers as XLA does, with shapes, types, lengths, labels, attributes and numbers made from
-// bytes. A handler must take a call or refuse it; it must stay inside its buffers and write every element of its
-// results.
+// Calls the CPU kernels' handlers as XLA does, with random shapes, types, lengths, labels, attributes and numbers. A
+// handler must take a call or refuse it; it must stay inside its buffers and write every element of its results.
 //
-// The bytes describe a call that fits together, and then up to four changes to it: a dimension, a type, a buffer too
-// many or too few, an attribute. A call without a change must be taken.
+// A call fits together at first, and then has up to four changes: a dimension, a type, a buffer too many or too few, an
+// attribute. A call without a change must be taken.
 //
-// fuzz.py builds it for libFuzzer, or with threads of its own (JAX_RNNT_FUZZ_THREADS) for ThreadSanitizer: all threads
-// call at once and share the workers that stand for XLA's pool.
+//   handlers SECONDS SEED THREADS
+//
+// fuzz.py builds it under sanitizers. Several threads call at once and share the workers that stand for XLA's pool.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -29,20 +28,13 @@
 namespace jax_rnnt::fuzz {
 namespace {
 
-// ------------------------------------------------------------------------------------------------------ the bytes
+// ---------------------------------------------------------------------------------------------------- random numbers
 
-struct Bytes {
-  const uint8_t* next;
-  const uint8_t* end;
+struct Random {
+  std::mt19937 engine;
 
-  int Byte() { return next < end ? *next++ : 0; }
-  int64_t Below(int64_t n) { return (n > 256 ? Byte() * 256 + Byte() : Byte()) % n; }
-  bool Bit() { return Byte() & 1; }
-  uint64_t Word() {
-    uint64_t word = 0;
-    for (int i = 0; i < 8; ++i) word = word << 8 | uint64_t(Byte());
-    return word;
-  }
+  int64_t Below(int64_t n) { return int64_t(engine() % uint64_t(n)); }
+  bool Bit() { return engine() & 1; }
   // A size, length, label or attribute that a caller gets wrong.
   int64_t Odd() {
     static constexpr int64_t kOdd[] = {0,         1,         2,         -1,        -2,           -3,        7,
@@ -50,7 +42,7 @@ struct Bytes {
                                        INT64_MAX, INT64_MIN, 1ll << 32, 1ll << 62, (1 << 26) + 1};
     constexpr int64_t kCount = sizeof kOdd / sizeof kOdd[0];
     const int64_t i = Below(kCount + 2);
-    return i < kCount ? kOdd[i] : i == kCount ? Byte() : int64_t(Word());
+    return i < kCount ? kOdd[i] : i == kCount ? Below(256) : int64_t(uint64_t(engine()) << 32 | engine());
   }
 };
 
@@ -71,7 +63,7 @@ struct Sizes {
 
 // Most calls are of a few nodes: what is refused, and where loops begin and end, shows there, and a call of hundreds of
 // nodes takes as long as twenty of them.
-Sizes MakeSizes(Bytes& in, bool large) {
+Sizes MakeSizes(Random& in, bool large) {
   Sizes sizes;
   const bool tiny = !large && in.Below(16) != 0;
   for (int64_t i = in.Below(3); i > 0; --i) sizes.batch.push_back(large ? 2 + in.Below(6) : in.Below(3));
@@ -83,7 +75,7 @@ Sizes MakeSizes(Bytes& in, bool large) {
 constexpr XLA_FFI_DataType kFloats[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_F16,
                                         XLA_FFI_DataType_BF16};
 
-Call MakeEmission(Bytes& in, bool backward, bool large) {
+Call MakeEmission(Random& in, bool backward, bool large) {
   const Sizes sizes = MakeSizes(in, large);
   int64_t nodes_of_all = sizes.frames * sizes.columns;
   for (int64_t size : sizes.batch) nodes_of_all *= size;
@@ -117,7 +109,7 @@ Call MakeEmission(Bytes& in, bool backward, bool large) {
   return call;
 }
 
-Call MakeLattice(Bytes& in, bool gradient, bool large) {
+Call MakeLattice(Random& in, bool gradient, bool large) {
   Sizes sizes = MakeSizes(in, large);
   sizes.columns = std::max<int64_t>(1, sizes.columns);  // a lattice of no columns has no first node
   const XLA_FFI_DataType type = kFloats[in.Below(2)];
@@ -160,7 +152,7 @@ Call MakeLattice(Bytes& in, bool gradient, bool large) {
 }
 
 // Changes one thing, so that the call may no longer fit together.
-void Change(Bytes& in, Call* call) {
+void Change(Random& in, Call* call) {
   auto& buffers = in.Bit() ? call->rets : call->args;
   const int64_t kind = in.Below(8);
   if (kind < 5 && buffers.empty()) return;
@@ -192,48 +184,26 @@ void Change(Bytes& in, Call* call) {
 
 // --------------------------------------------------------------------------------------------------------- numbers
 
-// The same number in each type, from the bits of a float32.
-void StoreFloat(XLA_FFI_DataType type, float x, char* to) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if (type == XLA_FFI_DataType_F64) {
-    const double wide = std::abs(x) > 3e38f && std::isfinite(x) ? std::copysign(1e308, x) : x;
-    memcpy(to, &wide, 8);
-  } else if (type == XLA_FFI_DataType_F32) {
-    memcpy(to, &x, 4);
-  } else if (type == XLA_FFI_DataType_BF16) {
-    const uint16_t half = bits >> 16;
-    memcpy(to, &half, 2);
-  } else {  // truncated, large numbers to the largest
-    const int exponent = int(bits >> 23 & 255) - 112;
-    uint16_t half = (bits >> 16 & 0x8000) | (bits >> 13 & 0x3ff);
-    if (std::isnan(x) || std::isinf(x))
-      half |= 0x7c00;
-    else if (exponent > 30)
-      half = (half & 0x8000) | 0x7bff;
-    else
-      half = exponent <= 0 ? half & 0x8000 : half | exponent << 10;
-    memcpy(to, &half, 2);
-  }
-}
-
 // One in a few numbers is odd. `scale` 0: all are 0.
-void FillFloats(Bytes& in, Buffer* buffer, int64_t elements, uint32_t* state) {
+void FillFloats(Random& in, Buffer* buffer, int64_t elements) {
   static constexpr float kScales[] = {1, 0, 0.01f, 10, 100, 1e4f, 1e9f, 1e30f};
   static const float kOdd[] = {-INFINITY, INFINITY, NAN, -1e9f, -3.4e38f, 3.4e38f, 1e-40f, -0.0f, -1e4f, 2e6f, -2.2e6f};
   const float scale = kScales[in.Below(8)];
-  const uint32_t rate = in.Bit() ? 0 : in.Byte(), odd = in.Byte();
+  const int64_t rate = in.Bit() ? 0 : in.Below(256), same = in.Bit() ? in.Below(11) : -1;
   const size_t width = Width(buffer->type);
   for (int64_t i = 0; i < elements; ++i) {
-    *state = *state * 1664525 + 1013904223;
-    const uint32_t random = *state >> 8;
-    float x = scale * (float(random & 0xffff) / 32768 - 1);
-    if ((random >> 16) < rate) x = kOdd[odd < 128 ? odd % 11 : random % 11];
-    StoreFloat(buffer->type, x, buffer->data + i * width);
+    const uint32_t random = in.engine();
+    const float odd = kOdd[same < 0 ? random % 11 : same];
+    const float x = random >> 24 < rate ? odd : scale * (float(random & 0xffff) / 32768 - 1);
+    const double wide = std::abs(x) > 3e38f && std::isfinite(x) ? std::copysign(1e308, x) : x;
+    // Any bits are a number of 16 bits: those of float32's upper half are that of bfloat16, and others for float16.
+    const char* from =
+        width == 8 ? reinterpret_cast<const char*>(&wide) : reinterpret_cast<const char*>(&x) + 4 - width;
+    memcpy(buffer->data + i * width, from, width);
   }
 }
 
-void FillIntegers(Bytes& in, Buffer* buffer, int64_t elements, int64_t most) {
+void FillIntegers(Random& in, Buffer* buffer, int64_t elements, int64_t most) {
   const bool odd = in.Below(4) == 0;
   for (int64_t i = 0; i < elements; ++i) {
     const int64_t x = odd && in.Below(4) == 0 ? in.Odd() : in.Below(most + 1);
@@ -261,8 +231,7 @@ bool Allocate(Call* call) {
   return true;
 }
 
-void Fill(Bytes& in, Call* call) {
-  uint32_t state = in.Byte() * 257;
+void Fill(Random& in, Call* call) {
   const bool emission = strstr(call->target, "emission") != nullptr;
   const Dims& first = call->args.empty() ? Dims{} : call->args[0].dims;
   for (size_t i = 0; i < call->args.size(); ++i) {
@@ -275,7 +244,7 @@ void Fill(Bytes& in, Call* call) {
       const int64_t most = first.size() >= axis ? std::clamp<int64_t>(first[first.size() - axis], 0, 60000) : 1;
       FillIntegers(in, &buffer, elements, i == 2 && !emission ? std::max<int64_t>(0, most - 1) : most);
     } else {
-      FillFloats(in, &buffer, elements, &state);
+      FillFloats(in, &buffer, elements);
     }
   }
   for (Buffer& buffer : call->rets) memset(buffer.memory.get(), kFresh, buffer.Elements() * Width(buffer.type));
@@ -313,30 +282,15 @@ void Run(Call* call) {
   }
 }
 
-// A call, and `again` more with other lengths, labels and numbers.
-template <class Random>
-void One(const uint8_t* data, size_t size, Random& random, int again) {
-  Bytes in{data, data + size};
-  const int64_t kind = in.Below(4), target = in.Below(4);
-  const bool large = kThreads > 0 && in.Below(4) == 0;  // for several threads
-  if (target < 3 && kThreads == 0) {
-    const char* const* names = cpu::Targets();
-    int count = 0;
-    while (names[count] != nullptr) ++count;
-    cpu::UseTarget(names[target % count]);
-  }
+// A call, and some more with other lengths, labels and numbers, since a call's allocations take as long as several.
+void One(Random& in, bool several_threads) {
+  const int64_t kind = in.Below(4);
+  const bool large = several_threads && in.Below(4) == 0;  // for the workers
   Call call = kind < 2 ? MakeEmission(in, kind == 1, large) : MakeLattice(in, kind == 3, large);
   for (int64_t changes = in.Bit() ? 0 : in.Below(5); changes > 0; --changes) Change(in, &call);
-  static const bool show = std::getenv("JAX_RNNT_FUZZ_SHOW") != nullptr;
-  if (show) Show(call, call.changed ? "changed" : "call");
   if (!Allocate(&call)) return;
-  Fill(in, &call);
-  Run(&call);
-  for (; again > 0; --again) {
-    uint8_t bytes[64];
-    for (uint8_t& byte : bytes) byte = random() >> 8;
-    Bytes others{bytes, bytes + sizeof bytes};
-    Fill(others, &call);
+  for (int again = 0; again < 8; ++again) {
+    Fill(in, &call);
     Run(&call);
   }
 }
@@ -344,47 +298,26 @@ void One(const uint8_t* data, size_t size, Random& random, int again) {
 }  // namespace
 }  // namespace jax_rnnt::fuzz
 
-#ifdef JAX_RNNT_FUZZ_THREADS
-// SECONDS SEED
 int main(int argc, char** argv) {
-  using namespace jax_rnnt::fuzz;
-  const double seconds = argc > 1 ? atof(argv[1]) : 10;
-  const int seed = argc > 2 ? atoi(argv[2]) : 0;
+  using namespace jax_rnnt;
+  if (argc != 4) return 2;
+  const double seconds = atof(argv[1]);
+  const int seed = atoi(argv[2]), count = atoi(argv[3]);
   const auto start = std::chrono::steady_clock::now();
+  int targets = 0;
+  while (cpu::Targets()[targets] != nullptr) ++targets;
+  fuzz::workers = count > 1 ? 4 : 0;
   std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
+  for (int i = 0; i < count; ++i) {
     threads.emplace_back([=] {
-      std::mt19937 random(seed * 1000 + i);
-      std::vector<uint8_t> bytes(512);
+      fuzz::Random random{std::mt19937(seed * 1000 + i)};
       do {
-        for (uint8_t& byte : bytes) byte = random();
-        One(bytes.data(), bytes.size(), random, 0);
-        if (random() % 64 == 0) jax_rnnt::cpu::UseTarget(jax_rnnt::cpu::Targets()[random() % 2]);  // while others call
+        if (random.Below(64) == 0) cpu::UseTarget(cpu::Targets()[random.Below(targets)]);  // while others call
+        fuzz::One(random, count > 1);
       } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  printf("%lld calls taken, %lld refused, by %d threads in %.0f s\n", static_cast<long long>(taken),
-         static_cast<long long>(refused), kThreads, seconds);
+  printf("%lld calls taken, %lld refused, by %d threads in %.0f s\n", static_cast<long long>(fuzz::taken),
+         static_cast<long long>(fuzz::refused), count, seconds);
 }
-#else
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const int printed = std::atexit([] {
-    printf("%lld calls taken, %lld refused\n", static_cast<long long>(jax_rnnt::fuzz::taken),
-           static_cast<long long>(jax_rnnt::fuzz::refused));
-  });
-  (void)printed;
-  // Neighbours of this call: libFuzzer's own work for an input takes as long as dozens of calls, and a call's
-  // allocations as long as several.
-  constexpr int kNeighbours = 15, kAgain = 7;
-  std::minstd_rand random(std::hash<std::string>()(std::string(reinterpret_cast<const char*>(data), size)));
-  jax_rnnt::fuzz::One(data, size, random, kAgain);
-  std::vector<uint8_t> bytes;
-  for (int i = 0; i < kNeighbours && size > 0; ++i) {
-    bytes.assign(data, data + size);
-    for (int changes = 1 + random() % 4; changes > 0; --changes) bytes[random() % size] = random() >> 8;
-    jax_rnnt::fuzz::One(bytes.data(), size, random, kAgain);
-  }
-  return 0;
-}
-#endif

@@ -104,13 +104,8 @@ def instruction_set(python, **keywords):
     found = run(python, "-c", "from jax_rnnt import _cpu; print(_cpu.target())", **keywords).strip()
     flags = re.search(r"^flags\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = set(flags[1].split()) if flags else set()
-    best = (
-        "avx512"
-        if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-        else "avx2"
-        if "avx2" in flags
-        else "portable"
-    )
+    wanted = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": {"avx2"}, "portable": set()}
+    best = next(name for name, needed in wanted.items() if needed <= flags)
     if found != best:
         sys.exit(f"the kernels run on {found}, this processor has {best}")
     return found
