@@ -41,15 +41,8 @@ def train(workdir, *arguments):
     """Runs the script on two CPU devices; returns the finished process and its log, if any."""
     log = workdir / "log.json"
     log.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-W",
-        "error::DeprecationWarning:__main__",
-        str(EXAMPLES / "train.py"),
-        "--workdir",
-        str(workdir),
-    ]
-    command += ["--log-json", str(log), *arguments]
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / "train.py")]
+    command += ["--workdir", str(workdir), "--log-json", str(log), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=900)
     return process, json.loads(log.read_text()) if log.exists() else None
 
@@ -110,19 +103,13 @@ def small(mwer, name):
     return model, variant, arrays | lengths
 
 
-@pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
-def test_every_model_decodes(mwer, name):
-    """Traced alone: the classes of the model are those of its loss."""
-    model, variant, batch = small(mwer, name)
-    search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
-    assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
 def test_every_loss(training, mwer, name, devices):
-    """Steps of a training on two devices lower the loss of the batch; the tiles give the same loss."""
+    """Steps of a training on two devices lower the loss of the batch; the tiles give the same loss; it decodes."""
     model, variant, batch = small(mwer, name)
+    search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
+    assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
     graphdef, params = mwer.nnx.split(model)
     mesh, optimizer = Mesh(np.array(devices[:2]), ("data",)), mwer.optax.adam(1e-2)
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
@@ -218,10 +205,7 @@ def test_earlier_runs_are_kept(training, tmp_path):
     ("arguments", "message"),
     [
         (["--save-every", "0"], "--save-every: expected 1 or more, got 0"),
-        (["--batch", "0"], "--batch: expected 1 or more, got 0"),
-        (["--devices", "0"], "--devices: expected 1 or more, got 0"),
-        (["--steps", "-1"], "--steps: expected 0 or more, got -1"),
-        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
+        (["--steps", "0", "--seed", "-1"], "--seed: expected 0 or more, got -1"),
         (["--resume", "--overwrite"], "not allowed with argument --resume"),
         (["--loss", "pruned", "--joint", "fused"], "--joint fused: the pruned loss"),
         (["--log-json", "nowhere/log.json"], "--log-json: nowhere is not a folder"),
@@ -235,11 +219,6 @@ def test_wrong_arguments(training, monkeypatch, capsys, arguments, message):
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_no_steps_are_no_steps(training, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "0"])
-    assert training.parse_arguments()[1].steps == 0
-
-
 # ----------------------------------------------------------------------------------------------------------- data
 
 
@@ -250,24 +229,6 @@ def write_wav(path, *, channels=1, rate=8000, samples=1200):
         file.setsampwidth(2)
         file.setframerate(rate)
         file.writeframes(audio.tobytes())
-
-
-@pytest.mark.slow
-def test_missing_package():
-    """The script says what to install, in one line."""
-    script = "import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path('train.py')"
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode == 1
-    assert process.stderr.strip() == "examples/train.py needs tqdm: run pip install '.[examples]' in the clone."
-
-
-@pytest.mark.slow
-def test_missing_folder(tmp_path):
-    process, _ = train(tmp_path, "--data", str(tmp_path / "nowhere"))
-    assert process.returncode == 2
-    assert process.stderr == f"train.py: {tmp_path}/nowhere is not a folder\n"
 
 
 MALFORMED = {
