@@ -21,13 +21,14 @@ from decoding import (
     H,
     Model,
     T,
+    TwoStepLoss,
     assert_same,
     check_all,
     greedy_loop,
     stateless,
     trimmed,
 )
-from jax_rnnt import DecodingRules, JointLogits, LinearJoint, PackedLogits, RNNTLoss, decode, lattices
+from jax_rnnt import DecodingRules, LinearJoint, RNNTLoss, decode, lattices
 
 SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
@@ -105,17 +106,6 @@ def test_exact_end_of_a_stream(late, function, sizes):
                 part(later, rest, True, one.state)
         kept += good.sum()
     assert kept > batch
-
-
-def test_exact_end_of_some():
-    """Of each utterance by itself."""
-    model = Model(losses.tdt((1, 2, 4)), batch=8, frames=5)
-    ends = np.arange(8) % 3 == 0
-    search = jax.jit(lambda ends: run(decode.greedy, (9,), model, exact_end=ends)[:6])
-    exact, open_end = (run(decode.greedy, (9,), model, exact_end=x)[:6] for x in (True, False))
-    for x, y, z in zip(search(ends), exact, open_end):
-        np.testing.assert_array_equal(x, np.where(ends.reshape(-1, *[1] * (y.ndim - 1)), y, z))
-    assert not np.array_equal(exact[4], open_end[4])
 
 
 @BOTH
@@ -201,41 +191,7 @@ def test_known_lengths_under_jit(function, sizes):
         search(jnp.asarray([T + 1, 0]))
 
 
-def test_known_lengths_of_packed_rows():
-    p = losses.problem(1, 3, 2, 3)
-    rows, lengths = p.logits.reshape(-1, 3), jnp.asarray(p.logit_lengths)
-    call = lambda rows: RNNTLoss(reduction="none")(PackedLogits(rows), p.targets, lengths, [2])
-    np.testing.assert_allclose(jax.jit(call)(rows), losses.RNNT.expected(p._replace(target_lengths=[2]))[0], rtol=EXACT)
-
-
-@pytest.mark.parametrize("way", [None, "reference"])
-@pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3), (0, 0)])
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "function"])
-def test_no_logits_of_a_joint(way, batch, frames, linear):
-    """As for an array: +inf without frames (but 0 without labels), and gradients of 0."""
-    loss = RNNTLoss(reduction="none", implementation=way)
-    sequences = np.zeros((batch, 1), np.int32), np.zeros(batch, np.int32), np.array([1, 0], np.int32)[:batch]
-
-    def value(weight, *rows):
-        joint = LinearJoint(weight) if linear else lambda e, p: jnp.tanh(e + p) @ weight
-        values = loss(JointLogits(joint, *rows), *sequences)
-        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0)), values
-
-    arrays = np.ones((H, 3)), np.ones((batch, frames, H)), np.ones((batch, 2, H))
-    gradients, values = jax.grad(value, argnums=(0, 1, 2), has_aux=True)(*arrays)
-    np.testing.assert_array_equal(values, loss(np.zeros((batch, frames, 2, 3)), *sequences))
-    assert all((np.asarray(x) == 0).all() for x in gradients)
-
-
 # ------------------------------------------------------------------------------------------- losses of one's own
-
-
-class TwoStepLoss(jax_rnnt.TransducerLoss):
-    """One blank that reads a frame or two."""
-
-    def compose(self):
-        arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
-        return jax_rnnt.Composition(jax_rnnt.emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
 
 
 class SteppedLoss(TwoStepLoss):
@@ -261,18 +217,6 @@ def test_a_loss_of_ones_own():
     assert KnownLoss().decoding() == RNNTLoss().decoding()
     with pytest.raises(TypeError, match=r"SteppedLoss lacks decoding\(\), which returns its DecodingRules"):
         run(loss=SteppedLoss())
-
-
-def test_options_of_training_do_not_matter():
-    """Decoders know a loss by its rules alone."""
-    for name, trained in (
-        ("rnnt", {"fastemit_lambda": 0.1, "delay_penalty": 0.5, "clamp": 1.0}),
-        ("tdt", {"sigma": 0.5, "omega": 0.1, "fastemit_lambda": 0.1}),
-        ("multiblank", {"sigma": 0.5}),
-    ):
-        assert NAMED[name].value(**trained).decoding() == NAMED[name].value().decoding()
-    hat = jax_rnnt.HATLoss(topology="constrained").decoding()
-    assert hat.labels_per_frame == 1 and hat.emission.bernoulli
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
