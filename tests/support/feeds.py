@@ -31,7 +31,7 @@ MASKS = {
 }
 
 # Masks by name, each a selection of the logits [T, U1, V + durations].
-ONE_PATH = ((0, 0, -1), (1, 0, TARGETS[0]), (1, 1, TARGETS[1]), (1, 2, -1), (2, 2, -1), (3, 2, -1))  # t, u, class
+ONE_PATH = ((0, 0, V - 1), (1, 0, TARGETS[0]), (1, 1, TARGETS[1]), *((t, 2, V - 1) for t in (1, 2, 3)))  # t, u, class
 FEEDS = {
     "class without a label": np.s_[..., 2],
     "class of a label": np.s_[..., TARGETS[0]],
@@ -53,13 +53,10 @@ def fed(logits, name, value):
     """The logits with `value` at the places of this mask."""
     out = logits.copy()
     where = FEEDS[name]
-    if isinstance(where, np.ndarray):
-        out[..., :V][where] = value
-    else:
-        out[where] = value
+    (out[..., :V] if name == "random" else out)[where] = value
     if name == "all but one path":
-        for t, u, k in ONE_PATH:
-            out[t, u, k % V] = logits[t, u, k % V]
+        for node in ONE_PATH:
+            out[node] = logits[node]
     return out
 
 

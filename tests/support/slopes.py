@@ -27,15 +27,11 @@ def heads():
     return rng.normal(size=(B, T, V)), rng.normal(size=(B, U + 1, V))
 
 
-def directions_of(leaves, seed):
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=np.shape(x)) for x in leaves]
-
-
 def assert_slopes(gradients, function, leaves):
     """Each leaf by itself along three directions, and all of them together."""
     for seed in range(3):
-        directions = directions_of(leaves, seed)
+        rng = np.random.default_rng(seed)
+        directions = [rng.normal(size=np.shape(x)) for x in leaves]
         products = [np.sum(np.asarray(g) * d) for g, d in zip(gradients, directions, strict=True)]
         for i, product in enumerate(products):
             alone = [d if i == j else 0 * d for j, d in enumerate(directions)]
