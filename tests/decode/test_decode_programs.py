@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_rnnt
 import losses
@@ -17,14 +16,11 @@ from decoding import (
     LABELS,
     MOST,
     NAMED,
-    ROOM,
     H,
     Model,
     T,
     TwoStepLoss,
     assert_same,
-    check_all,
-    greedy_loop,
     stateless,
     trimmed,
 )
@@ -137,39 +133,6 @@ def test_nothing_to_decode(batch, frames, function, width):
 
 
 # ------------------------------------------------------------------------------------------- devices and dtypes
-
-
-SPLIT = {
-    decode.greedy: ((ROOM,), {"exact_end": True, "max_symbols": 3}),
-    decode.beam: ((MOST, 64), {"exact_end": True, "max_symbols": MOST}),
-}
-
-
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
-@pytest.mark.parametrize("function", SPLIT)
-@pytest.mark.parametrize("way", ["jit", "shard_map"])
-@pytest.mark.rare("jit-beam")
-def test_sharded_batch(devices, function, way):
-    """Under jit the result stays sharded; in shard_map nothing is exchanged."""
-    model, (sizes, options) = Model(losses.TDT, batch=16), SPLIT[function]
-    split = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))
-    arrays = [jax.device_put(x, split) for x in (model.encoder, model.lengths)]
-    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n, **options)[:6]
-    if way == "jit":
-        found = jax.jit(search, out_shardings=split)(*arrays)
-        assert all(x.sharding.is_equivalent_to(split, x.ndim) for x in found)
-    else:
-        each = jax.jit(jax.shard_map(search, mesh=split.mesh, in_specs=split.spec, out_specs=split.spec))
-        found = each(*arrays)
-        assert not losses.collectives(each.lower(*arrays).compile().as_text())
-    found = decode.Hypotheses(*map(np.asarray, found), None)
-    if function is decode.beam:
-        check_all(model, found, **options)
-        return
-    for b in range(16):
-        *expected, score = greedy_loop(model, b, **options)
-        assert trimmed(found, b) == expected
-        np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
 
 
 def test_bfloat16():

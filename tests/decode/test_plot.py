@@ -1,6 +1,5 @@
 """Do the pictures show the lattice's own numbers, on the Axes that they are given?"""
 
-import jax
 import numpy as np
 import pytest
 
@@ -107,18 +106,6 @@ def test_arcs_that_share_a_slot(ax):
     plot.lattice(TwoStepLoss(), *p, ax=ax)
     drawn = [len(x.get_segments()) for x in ax.collections]
     assert drawn == [np.sum(np.asarray(found[name]) > plot.FAINT) for name in names]
-
-
-def test_a_loss_that_draws(ax):
-    """With a key, arcs are those of the coin: TDT, or RNN-T."""
-    p = losses.problem(1, 5, 2, 5 + 3).take(0)
-    p = p._replace(logit_lengths=np.int32(5), target_lengths=np.int32(2))
-    for omega, of, logits in ((0.0, TDT, p.logits), (1.0, RNNT, p.logits[..., :5])):
-        drawn = jax_rnnt.TDTLoss((0, 1, 3), omega=jax.numpy.array(omega))
-        arcs = plot.arc_posteriors(drawn, *p, key=jax.random.key(0))
-        for kind, expected in zip(("blank", "label"), of.posteriors(logits, *p[1:]), strict=True):
-            np.testing.assert_allclose(sum(x for s, x in arcs.items() if s.startswith(kind)), expected, atol=1e-9)
-        plot.lattice(drawn, *p, key=jax.random.key(0), ax=ax)
 
 
 def test_no_labels_and_no_path(ax):

@@ -1,6 +1,5 @@
 """Are the public names the promised ones, documented, and shaped as users of other libraries expect?"""
 
-import ast
 import copy
 import dataclasses
 import functools
@@ -285,15 +284,6 @@ def test_errors_of_fields(name, options, message):
         dataclasses.replace(make(), **options)
 
 
-def test_all_dataclasses_are_frozen():
-    """Values of the package may be shared, be static arguments of jit and be keys."""
-    modules = [vars(x) for name, x in sys.modules.items() if name.split(".")[0] == "jax_rnnt"]
-    found = {x for names in modules for x in names.values() if isinstance(x, type) and dataclasses.is_dataclass(x)}
-    classes = {x for x in found if re.match(r"jax_rnnt\b(?!\.flax)", x.__module__)}  # modules of Flax are not frozen
-    assert {jax_rnnt.RNNTLoss, jax_rnnt.losses._adjustments.UnderNormalize} <= classes
-    assert [x for x in classes if not x.__dataclass_params__.frozen] == []
-
-
 def test_import_is_light():
     """The import loads nothing but JAX and NumPy, and does not warn."""
     program = (
@@ -309,44 +299,11 @@ def test_import_is_light():
     assert done.returncode == 0 and done.stdout.strip() == "[]", done.stderr
 
 
-def test_versions_in_the_text():
-    """Pages name the glibc, the JAX and the Python that the wheels and the package ask for."""
-    root = losses.ROOT
-    if not (root / "tools/release/wheels.py").exists():
-        pytest.skip("no tools beside the tests")
-    glibc = ".".join(
-        re.search(r"^GLIBC = \((\d+), (\d+)\)", (root / "tools/release/wheels.py").read_text(), re.M).groups()
-    )
-    project = (root / "pyproject.toml").read_text()
-    python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
-    oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', project)[1]
-    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
-        text = " ".join(page.read_text().split())
-        assert set(re.findall(r"manylinux_(\d+_\d+)", text)) <= {glibc.replace(".", "_")}, page.name
-        assert set(re.findall(r"glibc (\d\.\d+) or later", text)) <= {glibc}, page.name
-        assert set(re.findall(r"(?i:jax) (\d+\.\d+\.\d+) to the newest", text)) <= {oldest}, page.name
-        assert set(re.findall(r"Python (\d\.\d+) and later", text)) <= {python}, page.name
-
-
-MACHINERY = ("jax._src", "jax.extend", "jax.ffi", "jax.interpreters")
-
-
-def machinery_in(source):
-    """Internals of JAX that a module imports or reaches through `jax`, and all names that contain "jaxpr"."""
-    used = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            used |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            used |= {f"{node.module}.{name.name}" for name in node.names}
-        elif isinstance(node, ast.Attribute | ast.Name):
-            used.add(ast.unparse(node))
-    return {name for name in used if "jaxpr" in name or f"{name}.".startswith(tuple(f"{m}." for m in MACHINERY))}
-
-
 def test_machinery_is_in_one_folder():
+    """Internals of JAX, and all that has "jaxpr" in its name."""
     package = pathlib.Path(jax_rnnt.__file__).parent
-    folder = package / "_xla"
-    found = {path: machinery_in(path.read_text()) for path in package.rglob("*.py")}
-    assert any(found[path] for path in folder.glob("*.py"))
-    assert not {path.name: names for path, names in found.items() if names and path.parent != folder}
+    machinery = re.compile(
+        r"jax\._src|jax\.extend|jax\.ffi|jax\.interpreters|from jax import .*\b(ffi|extend)|^[^#\"]*jaxpr", re.M
+    )
+    found = {path for path in package.rglob("*.py") if machinery.search(path.read_text())}
+    assert {path.parent.name for path in found} == {"_xla"}
