@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import jax_rnnt
 import losses
@@ -133,6 +134,19 @@ def test_nothing_to_decode(batch, frames, function, width):
 
 
 # ------------------------------------------------------------------------------------------- devices and dtypes
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
+@BOTH
+def test_shard_map(devices, function, sizes):
+    """Nothing is exchanged."""
+    model = Model(losses.TDT, batch=16)
+    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:6]
+    split = PartitionSpec("data")
+    each = jax.jit(jax.shard_map(search, mesh=Mesh(np.array(devices), ("data",)), in_specs=split, out_specs=split))
+    assert not losses.collectives(each.lower(model.encoder, model.lengths).compile().as_text())
+    for x, y in zip(each(model.encoder, model.lengths), model.search(function, *sizes)[:6]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
 
 
 def test_bfloat16():

@@ -84,13 +84,11 @@ def test_steps_equal_the_whole(flavour, name):
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
     targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
     state, rows = predictor.initial(B), []
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     step, call = jax.jit(lambda *x: predictor.step(*x)), jax.jit(lambda x: predictor(x))
     whole = call(targets)
     for labels in (np.full(B, V - 1), *targets.T):
         row, state = step(state, jnp.asarray(labels))
         rows.append(row)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
     np.testing.assert_allclose(whole, np.stack(rows, 1), rtol=EXACT)
     assert np.abs(whole[:, 1:] - whole[:, :1]).max() > 0.01
     np.testing.assert_allclose(predictor(targets.reshape(2, 2, U)).reshape(whole.shape), whole, rtol=EXACT)

@@ -112,10 +112,8 @@ def test_parts_fit_into_one_call():
     seconds = dict(re.findall(r"\[(\w+)\]=(\d+)", re.search(r"declare -A SECONDS_OF=\((.*?)\)\n", text, re.S)[1]))
     limit = int(re.search(r"DRY_RUN \? \d+ : (\d+)\)\)\}", text)[1])
     assert set(parts) == set(seconds) and sum(map(int, seconds.values())) <= limit < 600
-    document = (HERE.parent / "docs/cuda.md").read_text()
-    rows = dict(
-        re.findall(r"^\| (\w+) \| (\d+) \|", document.replace("memcheck, racecheck | 20 each", "memcheck | 20"), re.M)
-    )
+    document = (HERE.parent / "docs/cuda.md").read_text().replace("memcheck, racecheck | 20 each", "memcheck | 20")
+    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", document, re.M))
     assert rows == {part: n for part, n in seconds.items() if part != "racecheck"}
 
 
