@@ -79,8 +79,8 @@ def test_a_run(tmp_path, command):
         assert all(row["median_ms"] >= row["minimum_ms"] > 0 for rows in times.values() for row in rows.values())
 
 
-def test_tuning(tmp_path):
-    """Each `#ifndef JAX_RNNT_` of the kernels is tried at half and twice its value; a report of two runs."""
+def test_tuning():
+    """Each `#ifndef JAX_RNNT_` of the kernels is tried at half and twice its value."""
     tune = load("tune")
     names = set()
     for file in (HERE.parent / "xla_kernels/cuda").glob("*.cu*"):
@@ -90,19 +90,6 @@ def test_tuning(tmp_path):
     rows = tune.builds(found)
     assert rows[0] == tune.Build() and len(rows) == len(set(rows))
     assert len(rows) == 1 + sum(1 + (default > 1) for default, _ in found.values())
-    program = tmp_path / "program"
-    rows = "copy 1_GiB float32 0.5 2000000 1", "forward a float32 2 9 0.8"
-    text = "\n".join("\t".join(row.split()).replace("_", " ") for row in rows)
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
-    program.chmod(0o755)
-    times, bandwidth = tune.measure(program, "all", tune.parse(["--dry-run"]), 10)
-    assert times == {("forward", "a", "float32"): (2.0, 0.8)} and bandwidth == pytest.approx(4.0)  # 2 MB in 0.5 ms
-    runs = [
-        {"build": name, "copy_gb_per_s": 4000.0, "times": {"forward, a": (ms, 0.8)}}
-        for name, ms in (("as it is", 2.0), ("X=1", 1.0))
-    ]
-    text = tune.report({"runs": runs, "counters": "ncu is not installed", "left_out": []})
-    assert "| X=1 | 0.500 | 0.500 forward, a | 0.500 forward, a |" in text
 
 
 def test_parts_fit_into_one_call():

@@ -1,7 +1,6 @@
 """Does the code of the documentation run, and does it do what its text promises?"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -41,19 +40,6 @@ def test_a_loss_with_one_more_arc(implementation):
         return names["BypassLoss"](price=price, reduction="sum", implementation=implementation)(*p)
 
     np.testing.assert_allclose(jax.grad(value)(PRICE), (value(PRICE + 1e-5) - value(PRICE - 1e-5)) / 2e-5, rtol=1e-7)
-
-
-def test_a_loss_with_unnormalised_arcs(implementation):
-    """A risk that grows with the frame equals the delay penalty."""
-    names, block = code("docs/losses.md", "class RiskLoss")
-    assert len(block.splitlines()) < 30
-    p = losses.poisoned(losses.problem())
-    middle = (p.logit_lengths[:, None, None] - 1) / 2
-    risk = 0.25 * (np.arange(7)[:, None] - middle) + np.zeros((4, 7, 5))
-    loss = names["RiskLoss"](risk=risk, reduction="none", implementation=implementation)
-    call = lambda x: loss(x, *p[1:])
-    got = jax.jit(lambda x: (lambda v, pull: (v, pull(jnp.ones(4))[0]))(*jax.vjp(call, x)))(p.logits)
-    losses.assert_matches(got, losses.RNNT.expected(p, delay_penalty=0.25), np.float64, 11)
 
 
 def test_example_of_the_readme():

@@ -263,25 +263,18 @@ def test_errors_of_a_loss_of_ones_own(call, message):
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name != "rnnt_loss"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_errors_of_fields(name):
+    """They are raised when a loss is made, not when it is called."""
+    make = functools.partial(getattr(jax_rnnt, name), *([(2, 3)] * len(OWN[name][0])))
+    for options, message in (
         ({"blank": "x"}, "blank must be an integer"),
-        ({"clamp": "x"}, "clamp must be a real number"),
-        ({"reduction": "mean_batch"}, "reduction must be .*'mean'"),
-        ({"implementation": "fast"}, "implementation must be"),
         ({"inplace": 1}, "inplace must be True or False, got 1"),
         ({"fused_log_softmax": 1}, "fused_log_softmax must be True or False, got 1"),
         ({"delay_penalty": np.zeros(3)}, "delay_penalty must be a scalar"),
-    ],
-)
-def test_errors_of_fields(name, options, message):
-    """Errors are raised when a loss is made, not when it is called."""
-    make = functools.partial(getattr(jax_rnnt, name), *([(2, 3)] * len(OWN[name][0])))
-    with pytest.raises((TypeError, ValueError), match=f"{name}: {message}"):
-        make(**options)
-    with pytest.raises((TypeError, ValueError), match=f"{name}: {message}"):
-        dataclasses.replace(make(), **options)
+    ):
+        for call in (make, functools.partial(dataclasses.replace, make())):
+            with pytest.raises((TypeError, ValueError), match=f"{name}: {message}"):
+                call(**options)
 
 
 def test_import_is_light():
