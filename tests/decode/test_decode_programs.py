@@ -12,19 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from decoding import (
-    EXACT,
-    LABELS,
-    MOST,
-    NAMED,
-    H,
-    Model,
-    T,
-    TwoStepLoss,
-    assert_same,
-    stateless,
-    trimmed,
-)
+from decoding import EXACT, LABELS, MOST, NAMED, H, Model, T, TwoStepLoss, assert_same, stateless, trimmed
 from jax_rnnt import DecodingRules, LinearJoint, RNNTLoss, decode, lattices
 
 SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are packed

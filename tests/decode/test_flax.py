@@ -17,15 +17,7 @@ EXACT = 1e-12
 FLAVOURS = pytest.mark.parametrize("flavour", ["nnx", "linen"])
 PREDICTORS = pytest.mark.parametrize("name", ["StatelessPredictor", "LSTMPredictor"])
 EXTRA = {"StatelessPredictor": {"history": 3}, "LSTMPredictor": {"layers": 2}}
-SOME = pytest.mark.parametrize(
-    ("flavour", "name"),
-    [
-        ("nnx", "LSTMPredictor"),
-        ("linen", "StatelessPredictor"),
-        losses.slow("nnx", "StatelessPredictor"),
-        losses.slow("linen", "LSTMPredictor"),
-    ],
-)
+SOME = pytest.mark.parametrize(("flavour", "name"), [("nnx", "LSTMPredictor"), ("linen", "StatelessPredictor")])
 
 
 @pytest.fixture(autouse=True)
