@@ -261,33 +261,19 @@ def test_rules(message):
 
 @BOTH
 def test_bad_data_spoils_itself_alone(function, sizes):
-    """A traced length out of range, or NaN: the score of that utterance is NaN."""
-    model = Model(losses.TDT, batch=3, frames=13)
-    whole = model.search(function, *sizes)
-    encoder = model.encoder.copy()
-    encoder[1, 0, 0] = np.nan
-    for wrong in (14, -1):
-        lengths = np.array([wrong, 13, model.lengths[2]], np.int32)
-        found = model.search(function, *sizes, encoder=encoder, lengths=lengths)
-        assert np.isnan(found.scores[:2]).all() and (found.counts[:2] == 0).all() and not found.full[:2].any()
-        assert all((x[:2] == -1).all() for x in found[:3])
-        assert_same([x[2] for x in found[:6]], [x[2] for x in whole[:6]])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@BOTH
-def test_wrong_score_of_one_class(function, sizes, value):
-    """No softmax mixes these scores: NaN or +inf of the blank or of a label spoils its utterance, and no other."""
+    """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)
-    encoder = np.random.default_rng(0).normal(0, 1, (4, 4, 4))
-    wrong = encoder.copy()
-    wrong[1, 2, 3] = wrong[2, 2, 0] = value
     joint = lambda encoder, rows: encoder + rows @ jnp.ones((2, 4)) / 9
-    loss = RNNTLoss(fused_log_softmax=False)
-    search = jax.jit(lambda x: function(loss, joint, predictor, x, np.full(4, 4), *sizes, max_symbols=2)[:6])
-    found, expected = search(wrong), search(encoder)
-    assert np.isnan(found[4][1:3]).all() and np.isfinite(expected[4].reshape(4, -1)[:, 0]).all()
-    assert_same([x[::3] for x in found], [x[::3] for x in expected])
+    loss = RNNTLoss(fused_log_softmax=False)  # no softmax mixes these scores
+    search = jax.jit(lambda x, n: function(loss, joint, predictor, x, n, *sizes, max_symbols=2)[:6])
+    encoder, lengths = np.random.default_rng(0).normal(0, 1, (8, 4, 4)), np.array([4, 4, 4, 4, 4, 5, -1, 4])
+    wrong = encoder.copy()
+    wrong[[1, 2], 2, [3, 0]], wrong[[3, 4], 2, [3, 0]] = np.nan, np.inf
+    expected, found, good = search(encoder, np.full(8, 4)), search(wrong, lengths), np.array([0, 7])
+    assert_same([x[good] for x in found], [x[good] for x in expected])
+    assert np.isfinite(expected[4].reshape(8, -1)[:, 0]).all()
+    *labels, counts, scores, full = (np.asarray(x[1:7]) for x in found)
+    assert np.isnan(scores).all() and (counts == 0).all() and not full.any() and all((x == -1).all() for x in labels)
 
 
 @BOTH
