@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shlex
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import losses
@@ -31,24 +29,6 @@ def load(name):
     finally:
         sys.path.remove(str(HERE))
     return module
-
-
-def test_batches_of_lengths():
-    """30 utterances in file order; sorted ones up to 10,000 frames, as many as fit."""
-    problems = load("problems")
-    with np.load(HERE / "librispeech_lengths.npz") as file:
-        rows = {name: file[name] for name in file.files}
-    assert all(x.dtype == np.int16 and x.shape[1] == 2 for x in rows.values())
-    assert rows["file_order"][0].tolist() == [433, 101]  # the first utterance of the published file
-    found = problems.batches("file order")
-    assert len(found) == 20 and all(T.shape == U.shape == (30,) for T, U in found)
-    np.testing.assert_array_equal(found[0][0], rows["file_order"][600:630, 0])
-    found = problems.batches("sorted")
-    frames = np.concatenate([T for T, _ in found])
-    assert len(found) == 20 and (np.diff(frames) <= 0).all()
-    for (T, _), (after, _) in itertools.pairwise(found):
-        assert T.sum() <= problems.MAX_FRAMES < T.sum() + after[0]
-    assert problems.batches("sorted", 0.1, 20)[0].tolist() == (found[0][:, ::10] // 20).tolist()
 
 
 @pytest.mark.slow
@@ -93,15 +73,12 @@ def test_tuning():
 
 
 def test_parts_fit_into_one_call():
-    """Their time limits are those of docs/cuda.md, and add up to less than the limit of the whole."""
+    """Their time limits add up to less than the limit of the whole."""
     text = (HERE / "gpu.sh").read_text()
     parts = re.search(r"^PARTS=\((.*)\)$", text, re.M)[1].split()
     seconds = dict(re.findall(r"\[(\w+)\]=(\d+)", re.search(r"declare -A SECONDS_OF=\((.*?)\)\n", text, re.S)[1]))
     limit = int(re.search(r"DRY_RUN \? \d+ : (\d+)\)\)\}", text)[1])
     assert set(parts) == set(seconds) and sum(map(int, seconds.values())) <= limit < 600
-    document = (HERE.parent / "docs/cuda.md").read_text().replace("memcheck, racecheck | 20 each", "memcheck | 20")
-    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", document, re.M))
-    assert rows == {part: n for part, n in seconds.items() if part != "racecheck"}
 
 
 def test_commands_in_the_text():
