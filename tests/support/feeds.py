@@ -94,16 +94,11 @@ def slack(solution, eps):
 
 
 def rounding_is_harmless(solution, dtype):
-    """Whether rounding arcs to `dtype` keeps the shares of the paths, as it does for equal logits and equal masks."""
+    """Whether rounding arcs to `dtype` keeps the posteriors, as it does for equal logits and equal masks."""
     with np.errstate(over="ignore"):
         arcs = {slot: truth.fractions_of(truth.as_float(x).astype(dtype)) for slot, x in solution.arcs.items()}
-    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in solution.paths]
-    best = max(scores, default=-INF)
-    if best == -INF:
-        return False
-    shares = np.array([math.exp(max(x - best, -1000)) for x in scores])
-    exact = np.array([math.exp(max(x - max(solution.scores), -1000)) for x in solution.scores])
-    return bool(np.abs(shares / shares.sum() - exact / exact.sum()).max() < 1e-7)
+    _, value, posteriors = truth.sum_of_paths(solution.paths, arcs)
+    return value != -INF and all(np.allclose(x, solution.posteriors[slot], 0, 1e-7) for slot, x in posteriors.items())
 
 
 def working(dtype):
