@@ -177,6 +177,13 @@ fuzz-kernels: setup
 soak: setup
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
+# Random faults in the Python sources: how many the tests find. make emulation-mutations has those of the CUDA kernels.
+.PHONY: mutation-score
+mutation-score:
+	test -x build/cosmic-ray/bin/python || $(PYTHON) -m venv build/cosmic-ray
+	build/cosmic-ray/bin/pip install --quiet '.[test,examples]' 'cosmic-ray>=8.7'
+	build/cosmic-ray/bin/python tools/mutation/score.py $(ARGS)
+
 # ---- TPU kernels without a TPU ----
 .PHONY: interpret test-tpu-compile
 

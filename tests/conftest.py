@@ -78,10 +78,6 @@ def pytest_collection_modifyitems(config, items):
             mine[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
         items[:] = mine[True]
         config.hook.pytest_deselected(items=mine[False])
-    for item in items:  # the old mark `rare`
-        case = {*getattr(getattr(item, "callspec", None), "id", "").split("-")}
-        if any({*words.split("-")} <= case for mark in item.iter_markers("rare") for words in mark.args):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["kernel", "reference"])

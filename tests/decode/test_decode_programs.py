@@ -7,27 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from decoding import (
-    EXACT,
-    LABELS,
-    MOST,
-    NAMED,
-    ROOM,
-    H,
-    Model,
-    T,
-    assert_same,
-    check_all,
-    greedy_loop,
-    stateless,
-    trimmed,
-)
-from jax_rnnt import DecodingRules, JointLogits, LinearJoint, PackedLogits, RNNTLoss, decode, lattices
+from decoding import EXACT, LABELS, MOST, NAMED, H, Model, T, TwoStepLoss, assert_same, stateless, trimmed
+from jax_rnnt import DecodingRules, LinearJoint, RNNTLoss, decode, lattices
 
 SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
@@ -48,7 +34,6 @@ def run(function=decode.greedy, sizes=(MOST,), model=None, **given):
 
 @pytest.mark.parametrize("name", [pytest.param("rnnt", marks=pytest.mark.slow), "tdt"])
 @BOTH
-@pytest.mark.rare("rnnt")
 def test_streams(name, function, sizes):
     """Parts of any lengths give bit for bit what the whole gives."""
     model = Model(NAMED[name], batch=3, frames=13)
@@ -75,12 +60,25 @@ UNMERGED = functools.partial(decode.beam, merge=False)
 LATE = {"tdt124": losses.tdt((1, 2, 4))} | {
     name: NAMED[name] for name in ("multiblank", "monotonic_final_blank", "tdt")
 }
-ENDING = [(decode.greedy, (90,)), (decode.beam, (12, 4)), (decode.beam, (12, 12)), (UNMERGED, (12, 4))]
+ENDING = {
+    "greedy": (decode.greedy, (90,)),
+    "narrow": (decode.beam, (12, 4)),
+    "wide": (decode.beam, (12, 12)),
+    "unmerged": (UNMERGED, (12, 4)),
+}
 
 
-@pytest.mark.parametrize(("function", "sizes"), ENDING, ids=["greedy", "narrow", "wide", "unmerged"])
-@pytest.mark.parametrize("late", LATE)
-@pytest.mark.rare("multiblank", "tdt", "wide", "narrow", "monotonic_final_blank-greedy")
+QUICK = {("tdt124", "greedy"), ("tdt124", "unmerged"), ("monotonic_final_blank", "unmerged")}
+
+
+@pytest.mark.parametrize(
+    ("late", "function", "sizes"),
+    [
+        pytest.param(late, *ending, id=f"{late}-{name}", marks=() if (late, name) in QUICK else pytest.mark.slow)
+        for late in LATE
+        for name, ending in ENDING.items()
+    ],
+)
 def test_exact_end_of_a_stream(late, function, sizes):
     """Bit for bit the whole utterance at once, or NaN where an earlier part has read beyond the end."""
     frames, batch, kept = 9, 12, 0
@@ -105,17 +103,6 @@ def test_exact_end_of_a_stream(late, function, sizes):
                 part(later, rest, True, one.state)
         kept += good.sum()
     assert kept > batch
-
-
-def test_exact_end_of_some():
-    """Of each utterance by itself."""
-    model = Model(losses.tdt((1, 2, 4)), batch=8, frames=5)
-    ends = np.arange(8) % 3 == 0
-    search = jax.jit(lambda ends: run(decode.greedy, (9,), model, exact_end=ends)[:6])
-    exact, open_end = (run(decode.greedy, (9,), model, exact_end=x)[:6] for x in (True, False))
-    for x, y, z in zip(search(ends), exact, open_end):
-        np.testing.assert_array_equal(x, np.where(ends.reshape(-1, *[1] * (y.ndim - 1)), y, z))
-    assert not np.array_equal(exact[4], open_end[4])
 
 
 @BOTH
@@ -149,37 +136,17 @@ def test_nothing_to_decode(batch, frames, function, width):
 # ------------------------------------------------------------------------------------------- devices and dtypes
 
 
-SPLIT = {
-    decode.greedy: ((ROOM,), {"exact_end": True, "max_symbols": 3}),
-    decode.beam: ((MOST, 64), {"exact_end": True, "max_symbols": MOST}),
-}
-
-
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
-@pytest.mark.parametrize("function", SPLIT)
-@pytest.mark.parametrize("way", ["jit", "shard_map"])
-@pytest.mark.rare("jit-beam")
-def test_sharded_batch(devices, function, way):
-    """Under jit the result stays sharded; in shard_map nothing is exchanged."""
-    model, (sizes, options) = Model(losses.TDT, batch=16), SPLIT[function]
-    split = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))
-    arrays = [jax.device_put(x, split) for x in (model.encoder, model.lengths)]
-    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n, **options)[:6]
-    if way == "jit":
-        found = jax.jit(search, out_shardings=split)(*arrays)
-        assert all(x.sharding.is_equivalent_to(split, x.ndim) for x in found)
-    else:
-        each = jax.jit(jax.shard_map(search, mesh=split.mesh, in_specs=split.spec, out_specs=split.spec))
-        found = each(*arrays)
-        assert not losses.collectives(each.lower(*arrays).compile().as_text())
-    found = decode.Hypotheses(*map(np.asarray, found), None)
-    if function is decode.beam:
-        check_all(model, found, **options)
-        return
-    for b in range(16):
-        *expected, score = greedy_loop(model, b, **options)
-        assert trimmed(found, b) == expected
-        np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+@BOTH
+def test_shard_map(devices, function, sizes):
+    """Nothing is exchanged."""
+    model = Model(losses.TDT, batch=16)
+    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:6]
+    split = PartitionSpec("data")
+    each = jax.jit(jax.shard_map(search, mesh=Mesh(np.array(devices), ("data",)), in_specs=split, out_specs=split))
+    assert not losses.collectives(each.lower(model.encoder, model.lengths).compile().as_text())
+    for x, y in zip(each(model.encoder, model.lengths), model.search(function, *sizes)[:6]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
 
 
 def test_bfloat16():
@@ -201,41 +168,7 @@ def test_known_lengths_under_jit(function, sizes):
         search(jnp.asarray([T + 1, 0]))
 
 
-def test_known_lengths_of_packed_rows():
-    p = losses.problem(1, 3, 2, 3)
-    rows, lengths = p.logits.reshape(-1, 3), jnp.asarray(p.logit_lengths)
-    call = lambda rows: RNNTLoss(reduction="none")(PackedLogits(rows), p.targets, lengths, [2])
-    np.testing.assert_allclose(jax.jit(call)(rows), losses.RNNT.expected(p._replace(target_lengths=[2]))[0], rtol=EXACT)
-
-
-@pytest.mark.parametrize("way", [None, "reference"])
-@pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3), (0, 0)])
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "function"])
-def test_no_logits_of_a_joint(way, batch, frames, linear):
-    """As for an array: +inf without frames (but 0 without labels), and gradients of 0."""
-    loss = RNNTLoss(reduction="none", implementation=way)
-    sequences = np.zeros((batch, 1), np.int32), np.zeros(batch, np.int32), np.array([1, 0], np.int32)[:batch]
-
-    def value(weight, *rows):
-        joint = LinearJoint(weight) if linear else lambda e, p: jnp.tanh(e + p) @ weight
-        values = loss(JointLogits(joint, *rows), *sequences)
-        return jnp.sum(jnp.where(jnp.isfinite(values), values, 0)), values
-
-    arrays = np.ones((H, 3)), np.ones((batch, frames, H)), np.ones((batch, 2, H))
-    gradients, values = jax.grad(value, argnums=(0, 1, 2), has_aux=True)(*arrays)
-    np.testing.assert_array_equal(values, loss(np.zeros((batch, frames, 2, 3)), *sequences))
-    assert all((np.asarray(x) == 0).all() for x in gradients)
-
-
 # ------------------------------------------------------------------------------------------- losses of one's own
-
-
-class TwoStepLoss(jax_rnnt.TransducerLoss):
-    """One blank that reads a frame or two."""
-
-    def compose(self):
-        arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
-        return jax_rnnt.Composition(jax_rnnt.emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
 
 
 class SteppedLoss(TwoStepLoss):
@@ -261,18 +194,6 @@ def test_a_loss_of_ones_own():
     assert KnownLoss().decoding() == RNNTLoss().decoding()
     with pytest.raises(TypeError, match=r"SteppedLoss lacks decoding\(\), which returns its DecodingRules"):
         run(loss=SteppedLoss())
-
-
-def test_options_of_training_do_not_matter():
-    """Decoders know a loss by its rules alone."""
-    for name, trained in (
-        ("rnnt", {"fastemit_lambda": 0.1, "delay_penalty": 0.5, "clamp": 1.0}),
-        ("tdt", {"sigma": 0.5, "omega": 0.1, "fastemit_lambda": 0.1}),
-        ("multiblank", {"sigma": 0.5}),
-    ):
-        assert NAMED[name].value(**trained).decoding() == NAMED[name].value().decoding()
-    hat = jax_rnnt.HATLoss(topology="constrained").decoding()
-    assert hat.labels_per_frame == 1 and hat.emission.bernoulli
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
@@ -352,33 +273,19 @@ def test_rules(message):
 
 @BOTH
 def test_bad_data_spoils_itself_alone(function, sizes):
-    """A traced length out of range, or NaN: the score of that utterance is NaN."""
-    model = Model(losses.TDT, batch=3, frames=13)
-    whole = model.search(function, *sizes)
-    encoder = model.encoder.copy()
-    encoder[1, 0, 0] = np.nan
-    for wrong in (14, -1):
-        lengths = np.array([wrong, 13, model.lengths[2]], np.int32)
-        found = model.search(function, *sizes, encoder=encoder, lengths=lengths)
-        assert np.isnan(found.scores[:2]).all() and (found.counts[:2] == 0).all() and not found.full[:2].any()
-        assert all((x[:2] == -1).all() for x in found[:3])
-        assert_same([x[2] for x in found[:6]], [x[2] for x in whole[:6]])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@BOTH
-def test_wrong_score_of_one_class(function, sizes, value):
-    """No softmax mixes these scores: NaN or +inf of the blank or of a label spoils its utterance, and no other."""
+    """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)
-    encoder = np.random.default_rng(0).normal(0, 1, (4, 4, 4))
-    wrong = encoder.copy()
-    wrong[1, 2, 3] = wrong[2, 2, 0] = value
     joint = lambda encoder, rows: encoder + rows @ jnp.ones((2, 4)) / 9
-    loss = RNNTLoss(fused_log_softmax=False)
-    search = jax.jit(lambda x: function(loss, joint, predictor, x, np.full(4, 4), *sizes, max_symbols=2)[:6])
-    found, expected = search(wrong), search(encoder)
-    assert np.isnan(found[4][1:3]).all() and np.isfinite(expected[4].reshape(4, -1)[:, 0]).all()
-    assert_same([x[::3] for x in found], [x[::3] for x in expected])
+    loss = RNNTLoss(fused_log_softmax=False)  # no softmax mixes these scores
+    search = jax.jit(lambda x, n: function(loss, joint, predictor, x, n, *sizes, max_symbols=2)[:6])
+    encoder, lengths = np.random.default_rng(0).normal(0, 1, (8, 4, 4)), np.array([4, 4, 4, 4, 4, 5, -1, 4])
+    wrong = encoder.copy()
+    wrong[[1, 2], 2, [3, 0]], wrong[[3, 4], 2, [3, 0]] = np.nan, np.inf
+    expected, found, good = search(encoder, np.full(8, 4)), search(wrong, lengths), np.array([0, 7])
+    assert_same([x[good] for x in found], [x[good] for x in expected])
+    assert np.isfinite(expected[4].reshape(8, -1)[:, 0]).all()
+    *labels, counts, scores, full = (np.asarray(x[1:7]) for x in found)
+    assert np.isnan(scores).all() and (counts == 0).all() and not full.any() and all((x == -1).all() for x in labels)
 
 
 @BOTH

@@ -1,12 +1,12 @@
 """Do the pictures show the lattice's own numbers, on the Axes that they are given?"""
 
-import jax
 import numpy as np
 import pytest
 
 import jax_rnnt
 import losses
-from jax_rnnt import lattices
+import reference_numpy as truth
+from decoding import TwoStepLoss
 
 plt, plot = pytest.importorskip("matplotlib.pyplot"), pytest.importorskip("jax_rnnt.plot")
 plt.switch_backend("Agg")
@@ -32,22 +32,6 @@ def ax():
     """Axes that are not the current ones."""
     _, (given, _) = plt.subplots(1, 2)
     return given
-
-
-def test_arc_posteriors():
-    """Arcs add up to the posteriors of blanks and labels, and every path reads T frames and writes U labels."""
-    p = losses.problem(loss=losses.TDT)
-    loss = losses.TDT.value(reduction="none")
-    arcs = plot.arc_posteriors(loss, *p)
-    for kind, expected in zip(("blank", "label"), loss.posteriors(*p), strict=True):
-        found = sum(x for slot, x in arcs.items() if slot.startswith(kind))
-        np.testing.assert_allclose(found, expected, atol=1e-9)
-    total = {arc: np.sum(arcs[arc.slot], (1, 2)) for arc in loss.lattice}
-    exists = np.isfinite(loss(*p))
-    assert exists.any()
-    for lengths, moved in ((p.logit_lengths, "dt"), (p.target_lengths, "du")):
-        count = sum(getattr(arc, moved) * n for arc, n in total.items())
-        np.testing.assert_allclose(count[exists], lengths[exists], rtol=1e-9)
 
 
 @pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
@@ -98,68 +82,30 @@ def test_latencies(ax):
     np.testing.assert_allclose([x.get_xdata() for x in ax.lines], [[0.04, 0.16], [0.12, 0.2]])
     assert ax.get_title() == "b is 0.06 s later"
     assert plot.latencies(second, first, np.array([7, 8]), ax=ax).get_title() == "second is 1.5 frames earlier"
-    current = plt.gca()
-    assert plot.latencies(first, second, np.array([7, 8])) is current
-
-
-def test_latencies_of_padded_frames(ax):
-    """-1 is no time: such a label has no marks and no part in the average."""
+    ax.clear()  # -1 is no time: such a label has no marks and no part in the average
     plot.latencies([1, 4, -1, 6, -1], [3, -1, 5, 7, -1], np.arange(5), ax=ax)
     assert ax.get_title() == "second is 1.5 frames later"
     np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1, 4, np.nan, 6, np.nan])
     ax.figure.canvas.draw()
-    ax.clear()
-    plot.latencies([-1, 2], [3, -1], np.arange(2), ax=ax)
-    assert ax.get_title() == ""
-
-
-class TwoStepLoss(jax_rnnt.TransducerLoss):
-    """Two blanks share a slot."""
-
-    def compose(self):
-        arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
-        return jax_rnnt.Composition(jax_rnnt.emissions.Softmax((self.blank,)), arcs)
+    current = plt.gca()
+    assert plot.latencies(first, second, np.array([7, 8])) is current
 
 
 def test_arcs_that_share_a_slot(ax):
-    """Each has its own posterior: the share of the paths through it, path by path."""
+    """Each has its own posterior: the share of the paths through it."""
     p = losses.problem(1, 4, 2, 5).take(0)
     p = p._replace(logit_lengths=np.int32(4), target_lengths=np.int32(2))
-    rows = p.logits - np.log(np.sum(np.exp(p.logits), -1, keepdims=True))
     names = {"blank+1": (1, 0), "label": (0, 1), "blank+2": (2, 0)}
-    total, expected = 0, {name: np.zeros((4, 3)) for name in names}
-
-    def walk(t, u, weight, passed):
-        nonlocal total
-        if (t, u) == (4, 2):
-            total += weight
-            for name, node in passed:
-                expected[name][node] += weight
-        for name, (dt, du) in names.items():
-            if t < 4 and t + dt <= 4 and u + du <= 2:
-                arc = rows[t, u, p.targets[u] if du else -1]
-                walk(t + dt, u + du, weight * np.exp(arc), [*passed, (name, (t, u))])
-
-    walk(0, 0, 1, [])
+    arcs, _ = truth.softmax_emission(p.logits, np.append(p.targets, -1), blank=4)
+    arcs = {name: arcs[name.partition("+")[0]] for name in names}
+    _, expected = truth.posteriors(tuple(truth.Arc(name, *step) for name, step in names.items()), arcs, 4, 2)
     found = plot.arc_posteriors(TwoStepLoss(), *p)
     assert found.keys() == names.keys()
     for name, plane in found.items():
-        np.testing.assert_allclose(plane, expected[name] / total, atol=1e-12)
+        np.testing.assert_allclose(plane, expected[name], atol=1e-12)
     plot.lattice(TwoStepLoss(), *p, ax=ax)
     drawn = [len(x.get_segments()) for x in ax.collections]
     assert drawn == [np.sum(np.asarray(found[name]) > plot.FAINT) for name in names]
-
-
-def test_a_loss_that_draws(ax):
-    """With a key, arcs are those of the coin: TDT, or RNN-T."""
-    p = losses.problem(1, 5, 2, 5 + 3).take(0)
-    p = p._replace(logit_lengths=np.int32(5), target_lengths=np.int32(2))
-    for omega, of, logits in ((0.0, TDT, p.logits), (1.0, RNNT, p.logits[..., :5])):
-        drawn = jax_rnnt.TDTLoss((0, 1, 3), omega=jax.numpy.array(omega))
-        arcs = plot.arc_posteriors(drawn, *p, key=jax.random.key(0))
-        for kind, expected in zip(("blank", "label"), of.posteriors(logits, *p[1:]), strict=True):
-            np.testing.assert_allclose(sum(x for s, x in arcs.items() if s.startswith(kind)), expected, atol=1e-9)
-        plot.lattice(drawn, *p, key=jax.random.key(0), ax=ax)
 
 
 def test_no_labels_and_no_path(ax):

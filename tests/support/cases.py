@@ -69,21 +69,6 @@ def make_inputs(case: Case, dtype=np.float32, seed: int = 0) -> Inputs:
     return Inputs(logits, targets, *case.lengths)
 
 
-# Small enough for float64 dynamic programs and, up to T + U = 10, for enumeration of all paths.
-SMALL = (
-    Case("one_node", B=1, T=1, U=0, V=2),
-    Case("one_frame", B=2, T=1, U=4, V=5),
-    Case("no_labels", B=2, T=5, U=0, V=4),
-    Case("two_classes", B=2, T=4, U=3, V=2),
-    Case("square", B=2, T=5, U=5, V=7),
-    Case("more_labels_than_frames", B=2, T=3, U=6, V=5),
-    Case("empty_batch", B=0, T=4, U=2, V=5),
-    Case("ragged", B=5, T=6, U=4, V=6, logit_lengths=(6, 4, 1, 5, 6), target_lengths=(4, 2, 3, 0, 1)),
-    Case("empty_sequences", B=4, T=4, U=3, V=5, logit_lengths=(0, 0, 3, 4), target_lengths=(0, 2, 0, 3)),
-    Case("odd_classes", B=1, T=3, U=2, V=37),  # neither a multiple of a vector nor smaller than one
-    Case("long", B=1, T=90, U=40, V=9),
-)
-
 # Losses on the CPU. The speech shapes stand for characters, subwords and words.
 LARGE = (
     Case("tiny", B=1, T=20, U=5, V=29),
@@ -131,4 +116,4 @@ def diagonals(short: int, long: int) -> list[tuple[Case, ...]]:
 
 DIAGONALS, DIAGONALS_DRY_RUN = diagonals(1000, 9000), diagonals(20, 40)
 
-CASES = {case.name: case for case in SMALL + LARGE}
+CASES = {case.name: case for case in LARGE}

@@ -11,12 +11,20 @@ import numpy as np
 
 import losses
 import reference_numpy as truth
-from jax_rnnt import LinearJoint, decode
+from jax_rnnt import Composition, LinearJoint, TransducerLoss, decode, emissions, lattices
 
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
 NAMED = {loss.name: loss for loss in losses.LOSSES}
+
+
+class TwoStepLoss(TransducerLoss):
+    """One blank that reads a frame or two."""
+
+    def compose(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
+        return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
 
 
 class Parameters(NamedTuple):

@@ -31,7 +31,7 @@ MASKS = {
 }
 
 # Masks by name, each a selection of the logits [T, U1, V + durations].
-ONE_PATH = ((0, 0, -1), (1, 0, TARGETS[0]), (1, 1, TARGETS[1]), (1, 2, -1), (2, 2, -1), (3, 2, -1))  # t, u, class
+ONE_PATH = ((0, 0, V - 1), (1, 0, TARGETS[0]), (1, 1, TARGETS[1]), *((t, 2, V - 1) for t in (1, 2, 3)))  # t, u, class
 FEEDS = {
     "class without a label": np.s_[..., 2],
     "class of a label": np.s_[..., TARGETS[0]],
@@ -53,13 +53,10 @@ def fed(logits, name, value):
     """The logits with `value` at the places of this mask."""
     out = logits.copy()
     where = FEEDS[name]
-    if isinstance(where, np.ndarray):
-        out[..., :V][where] = value
-    else:
-        out[where] = value
+    (out[..., :V] if name == "random" else out)[where] = value
     if name == "all but one path":
-        for t, u, k in ONE_PATH:
-            out[t, u, k % V] = logits[t, u, k % V]
+        for node in ONE_PATH:
+            out[node] = logits[node]
     return out
 
 
@@ -97,16 +94,11 @@ def slack(solution, eps):
 
 
 def rounding_is_harmless(solution, dtype):
-    """Whether rounding arcs to `dtype` keeps the shares of the paths, as it does for equal logits and equal masks."""
+    """Whether rounding arcs to `dtype` keeps the posteriors, as it does for equal logits and equal masks."""
     with np.errstate(over="ignore"):
         arcs = {slot: truth.fractions_of(truth.as_float(x).astype(dtype)) for slot, x in solution.arcs.items()}
-    scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in solution.paths]
-    best = max(scores, default=-INF)
-    if best == -INF:
-        return False
-    shares = np.array([math.exp(max(x - best, -1000)) for x in scores])
-    exact = np.array([math.exp(max(x - max(solution.scores), -1000)) for x in solution.scores])
-    return bool(np.abs(shares / shares.sum() - exact / exact.sum()).max() < 1e-7)
+    _, value, posteriors = truth.sum_of_paths(solution.paths, arcs)
+    return value != -INF and all(np.allclose(x, solution.posteriors[slot], 0, 1e-7) for slot, x in posteriors.items())
 
 
 def working(dtype):

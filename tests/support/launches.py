@@ -8,6 +8,9 @@ place, they are the elements that it touches. Nothing is timed.
 import dataclasses
 import math
 import re
+from typing import NamedTuple
+
+import numpy as np
 
 # Launches of the library's handlers: xla_kernels/cuda.
 KERNELS = {
@@ -42,18 +45,11 @@ class Instruction:
         return found and found[1]
 
 
-@dataclasses.dataclass
-class Cost:
-    launches: float = 0
-    tensor: float = 0  # flop of products of 16-bit numbers
-    vector: float = 0  # flop of products of wider ones
-    bytes: float = 0
-
-    def __add__(self, other):
-        return Cost(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
-
-    def __mul__(self, times):
-        return Cost(*(x * times for x in dataclasses.astuple(self)))
+class Cost(NamedTuple):
+    launches: float
+    tensor: float  # flop of products of 16-bit numbers
+    vector: float  # flop of products of wider ones
+    bytes: float
 
     @property
     def seconds(self):
@@ -79,22 +75,11 @@ def parse(text):
             current = computations[head[2]] = {}
             entry = head[2] if head[1] else entry
         elif made := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            inside, _, rest = _closed(made[5])
-            operands = re.findall(r"%([\w.\-]+)", inside)
-            if made[4] == "parameter":
-                operands = [inside]
-            current[made[2]] = Instruction(made[2], made[3], made[4], operands, rest, bool(made[1]))
+            depth = np.cumsum([(c == "(") - (c == ")") for c in made[5]])
+            end = int(np.argmax(depth < 0))  # the parenthesis that closes the operands
+            operands = [] if made[4] == "parameter" else re.findall(r"%([\w.\-]+)", made[5][:end])
+            current[made[2]] = Instruction(made[2], made[3], made[4], operands, made[5][end + 1 :], bool(made[1]))
     return computations, entry
-
-
-def _closed(text):
-    """The text up to the parenthesis that closes it, and the rest."""
-    depth = 1
-    for i, c in enumerate(text):
-        depth += (c == "(") - (c == ")")
-        if depth == 0:
-            return text[:i], ")", text[i + 1 :]
-    raise ValueError(f"no closing parenthesis in {text}")
 
 
 class Program:
@@ -106,58 +91,34 @@ class Program:
 
     @property
     def total(self) -> Cost:
-        return self.of(self.entry)
+        return Cost(*self.of(self.entry))
 
-    def of(self, computation) -> Cost:
+    def of(self, computation):
+        """The cost of a computation as an array."""
         own = self.computations[computation]
-        return sum((self.instruction(x, own) for x in own.values()), Cost())
-
-    def loops(self):
-        """{custom call inside: cost of one turn}"""
-        found = {}
-        for own in self.computations.values():
-            for x in own.values():
-                if x.opcode == "while":
-                    target = self._target(x.called("body"))
-                    found[target] = self.of(x.called("body")) + self.of(x.called("condition"))
-        return found
-
-    def describe(self):
-        """Prints the kernels of a turn of each loop."""
-        for own in list(self.computations.values()):
-            for loop in own.values():
-                if loop.opcode == "while" and (target := self._target(loop.called("body"))):
-                    print(f"\n{target}: {self._turns(loop)} turns")
-                    body = self.computations[loop.called("body")]
-                    for x in body.values():
-                        if x.opcode != "while" and (cost := self.instruction(x, body)).launches:
-                            flops = (cost.tensor + cost.vector) / 1e9
-                            print(f"  {x.name:45} {cost.bytes / 1e6:8.1f} MB {flops:8.1f} Gflop  {x.shape[:80]}")
-
-    def _target(self, body):
-        targets = [_target_of(x) for x in self.computations[body].values() if x.opcode == "custom-call"]
-        return next((t for t in targets if t in self.tiles), None)
+        return sum((self.instruction(x, own) for x in own.values()), np.zeros(4))
 
     def _turns(self, x):
         if known := re.search(r"known_trip_count[^\d]*(\d+)", x.rest):
             return int(known[1])
-        target = self._target(x.called("body"))
-        if target is None:
-            raise ValueError(f"a loop runs as often as its data says, and no one said how often: {x.name}")
-        return self.tiles[target]
+        for inside in self.computations[x.called("body")].values():
+            if inside.opcode == "custom-call" and (target := _target_of(inside)) in self.tiles:
+                return self.tiles[target]
+        raise ValueError(f"a loop runs as often as its data says, and no one said how often: {x.name}")
 
-    def instruction(self, x, own) -> Cost:
+    def instruction(self, x, own):
         if x.opcode == "while":
             return (self.of(x.called("body")) + self.of(x.called("condition"))) * self._turns(x)
         if x.opcode == "call":
             return self.of(x.called("to_apply"))
         if x.opcode in FREE:
-            return Cost()
+            return np.zeros(4)
         shapes = [own[name].shape for name in x.operands if name in own]
         if x.opcode == "custom-call" and (target := _target_of(x)) in KERNELS:
             # The emission reads no logits outside the lengths, which are all of those of a tile.
             share = self.valid if len(arrays(shapes[0])[0][1]) == 4 and arrays(shapes[0])[0][1][1] > 1 else 1
-            return Cost(KERNELS[target], 0, 0, share * size(shapes[0]) + sum(map(size, shapes[1:])) + size(x.shape))
+            moved = share * size(shapes[0]) + sum(map(size, shapes[1:])) + size(x.shape)
+            return np.array([KERNELS[target], 0, 0, moved])
         if x.opcode == "fusion":
             inner = self.computations[x.called("calls")]
             products = [_flops(y, inner) for y in inner.values() if y.opcode == "dot"]
@@ -168,7 +129,7 @@ class Program:
             sort = _sort_launches(x) if x.opcode == "sort" else 0
             moved = sum(map(size, shapes)) + size(x.shape)
         tensor, vector = (sum(n for wide, n in products if wide == kind) for kind in (False, True))
-        return Cost(sort or 1, tensor, vector, moved)
+        return np.array([sort or 1, tensor, vector, moved])
 
 
 def _target_of(x):
@@ -198,25 +159,17 @@ def _moved(inner):
     """Bytes that a fusion reads and writes."""
     users = {name: [] for name in inner}
     for x in inner.values():
-        for name in x.operands if x.opcode != "parameter" else ():
+        for name in x.operands:
             users[name].append(x)
-    written = {}  # root or element of the root's tuple -> bytes
 
-    def source(name):
-        while inner[name].opcode in VIEWS:
-            name = inner[name].operands[0]
-        return inner[name]
-
-    def result(name):
-        x = source(name)
+    def written(name):
+        x = inner[name]
+        while x.opcode in VIEWS:
+            x = inner[x.operands[0]]
         if x.opcode in ("dynamic-update-slice", "scatter"):
             update = size(inner[x.operands[1 if x.opcode == "dynamic-update-slice" else 2]].shape)
             return update * (2 if x.opcode == "scatter" else 1)  # a scatter adds
         return size(inner[name].shape)
-
-    root = next(x for x in inner.values() if x.root)
-    for name in root.operands if root.opcode == "tuple" else [root.name]:
-        written[name] = result(name)
 
     def read(x):
         """Bytes read of this parameter or view."""
@@ -224,12 +177,12 @@ def _moved(inner):
         for user in users[x.name]:
             if user.opcode in ("gather", "dynamic-slice") and user.operands[0] == x.name:
                 total += size(user.shape)
-            elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == x.name:
-                total += 0
             elif user.opcode in VIEWS:
                 total += read(user)
-            else:
+            elif user.opcode not in ("dynamic-update-slice", "scatter") or user.operands[0] != x.name:
                 return size(x.shape)
         return min(total, size(x.shape))
 
-    return sum(written.values()) + sum(read(x) for x in inner.values() if x.opcode == "parameter")
+    root = next(x for x in inner.values() if x.root)
+    results = set(root.operands) if root.opcode == "tuple" else [root.name]
+    return sum(map(written, results)) + sum(read(x) for x in inner.values() if x.opcode == "parameter")

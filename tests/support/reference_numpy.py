@@ -63,16 +63,10 @@ def enumerate_paths(topology, num_frames, num_labels):
             return
         for arc in topology:
             to_t, to_u = t + arc.dt, u + arc.du
-            ends = (to_t, to_u) == (num_frames, num_labels)
-            if (
-                to_u > num_labels
-                or to_t > num_frames
-                or (to_t == num_frames and not ends)
-                or (ends and not arc.may_end)
-            ):
-                continue
-            for rest in extend(to_t, to_u):
-                yield ((arc.slot, t, u), *rest)
+            ends = (to_t, to_u) == (num_frames, num_labels) and arc.may_end
+            if ends or (to_t < num_frames and to_u <= num_labels):
+                for rest in extend(to_t, to_u):
+                    yield ((arc.slot, t, u), *rest)
 
     return list(extend(0, 0))
 

@@ -1,4 +1,4 @@
-"""Does the loader of the example give every utterance once, in few shapes, in an order that can be resumed?"""
+"""Does the loader of the example give every utterance once, in few shapes, in another order each epoch?"""
 
 import importlib.util
 import pathlib
@@ -51,19 +51,10 @@ def test_batches(batching, utterances):
     assert shapes == set(BUCKETS) and len(seen) == len(set(seen)) > 60 - (8 + 4 + 2)
 
 
-def test_epochs_differ_and_resume(batching, utterances):
+def test_epochs_differ(batching, utterances):
     data = batching.batches(utterances, BUCKETS, 64, seed=1)
     first, second = ([members(data.repeat(2)[i + n * len(data)]) for i in range(len(data))] for n in (0, 1))
     assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
-    iterator = iter(data.repeat().to_iter_dataset())
-    for _ in range(3):
-        next(iterator)
-    state = iterator.get_state()
-    expected = [members(next(iterator)) for _ in range(4)]
-    resumed = iter(data.repeat().to_iter_dataset())
-    resumed.set_state(state)
-    assert [members(next(resumed)) for _ in range(4)] == expected
-    assert expected[0] == first[3]
 
 
 def test_program(batching, capsys):

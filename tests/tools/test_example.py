@@ -1,10 +1,8 @@
-"""Does the example train and decode every loss, resume, agree between jit and pmap, and explain bad data?
-
-And does its recipe for N-best lists lower the expected errors that it says?
-"""
+"""Does the example train and decode every loss, resume, agree between jit and pmap, and explain bad data?"""
 
 import functools
-import importlib.util
+import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -14,12 +12,11 @@ import sys
 import wave
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_rnnt import RNNTLoss, decode
+from jax_rnnt import decode
 
 for name in ("flax", "optax", "orbax.checkpoint", "sklearn", "matplotlib", "rapidfuzz", "tqdm"):
     pytest.importorskip(name)
@@ -41,15 +38,8 @@ def train(workdir, *arguments):
     """Runs the script on two CPU devices; returns the finished process and its log, if any."""
     log = workdir / "log.json"
     log.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-W",
-        "error::DeprecationWarning:__main__",
-        str(EXAMPLES / "train.py"),
-        "--workdir",
-        str(workdir),
-    ]
-    command += ["--log-json", str(log), *arguments]
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / "train.py")]
+    command += ["--workdir", str(workdir), "--log-json", str(log), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=900)
     return process, json.loads(log.read_text()) if log.exists() else None
 
@@ -59,10 +49,8 @@ def test_resume_and_pmap(tmp_path):
     options = "--steps", "4", "--batch", "4", "--save-every", "2"
     process, whole = train(tmp_path, *options)
     assert process.returncode == 0, process.stderr
-    assert "held-out CER" in process.stdout
-    assert (tmp_path / "lattice.png").stat().st_size > 10_000
-    assert len(whole["losses"]) == 4
-    assert np.isfinite(whole["losses"]).all()
+    assert "held-out CER" in process.stdout and (tmp_path / "lattice.png").stat().st_size > 10_000
+    assert len(whole["losses"]) == 4 and np.isfinite(whole["losses"]).all()
 
     process, log = train(tmp_path, *options[2:], "--steps", "0", "--resume")
     assert process.returncode == 0 and log["losses"] == [] and log["cer"] == whole["cer"]
@@ -110,25 +98,18 @@ def small(mwer, name):
     return model, variant, arrays | lengths
 
 
-@pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
-def test_every_model_decodes(mwer, name):
-    """Traced alone: the classes of the model are those of its loss."""
-    model, variant, batch = small(mwer, name)
-    search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
-    assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rnnt", "monotonic", "tdt", "multiblank", "hat", "pruned"])
 def test_every_loss(training, mwer, name, devices):
-    """Steps of a training on two devices lower the loss of the batch; the tiles give the same loss."""
+    """Steps of a training on two devices lower the loss of the batch; the tiles give the same loss; it decodes."""
     model, variant, batch = small(mwer, name)
+    search = lambda *x: decode.greedy(variant.loss, *model.decoder_inputs(*x), 5)
+    assert jax.eval_shape(search, batch["features"], batch["feature_lengths"]).labels.shape == (2, 5)
     graphdef, params = mwer.nnx.split(model)
     mesh, optimizer = Mesh(np.array(devices[:2]), ("data",)), mwer.optax.adam(1e-2)
     state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
-    step = training.make_train_step(
-        graphdef, optimizer, functools.partial(variant.compute, variant.loss, fused=False), mesh, False
-    )
+    compute = functools.partial(variant.compute, variant.loss, fused=False)
+    step = training.make_train_step(graphdef, optimizer, compute, mesh, False)
     of_tiles = None if name == "pruned" else variant.compute(variant.loss, model, batch, True)
     found = []
     for _ in range(30):
@@ -139,53 +120,23 @@ def test_every_loss(training, mwer, name, devices):
         np.testing.assert_allclose(of_tiles, found[0], rtol=1e-4)
 
 
-def test_mwer(mwer):
-    """The loss of a step is the expected number of errors of the hypotheses that the search finds."""
-    model, variant, batch = small(mwer, "rnnt")
-    found = jax.jit(lambda *x: mwer.search(model, variant, *x, 3, 4))(batch["features"], batch["feature_lengths"])
-    scores = found.scores.at[1, -1].set(-np.inf)  # no hypothesis
-    errors = mwer.label_errors(found.labels, found.counts, batch["targets"][:, None], batch["target_lengths"][:, None])
-    errors = errors.total.astype(np.float32)
-    assert len(set(errors[0])) > 1
-    lists = found.labels, found.counts, scores, errors
-    value = jax.jit(lambda *x: mwer.combined_loss(model, variant, batch, *x, 2.0, 0.5))(*lists)
-
-    @jax.jit
-    def nll(targets, counts):
-        logits, lengths = model(batch["features"], jnp.maximum(targets, 0)), model.lengths(batch["feature_lengths"])
-        return RNNTLoss(reduction="none")(logits, targets, lengths, counts)
-
-    expected = []
-    each = np.stack([nll(found.labels[:, n], found.counts[:, n]) for n in range(4)], 1)
-    for b, size in enumerate((4, 3)):
-        weights = np.exp(each[b].min() - each[b, :size])
-        expected.append(np.sum(weights / weights.sum() * (errors[b, :size] - errors[b, :size].mean())))
-    own = nll(jnp.asarray(batch["targets"], jnp.int32), jnp.asarray(batch["target_lengths"], jnp.int32))
-    np.testing.assert_allclose(value, 2 * np.mean(expected) + 0.5 * np.mean(own), rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_mwer_after_training(tmp_path):
     """Of recordings. It starts from the checkpoint of train.py, and reports error rates before and after."""
-    recordings = tmp_path / "recordings"
-    recordings.mkdir()
-    for digit in range(10):
-        for index in (0, 5):
-            write_wav(recordings / f"{digit}_a_{index}.wav")
+    (tmp_path / "recordings").mkdir()
+    for digit, index in itertools.product(range(10), (0, 5)):
+        write_wav(tmp_path / f"recordings/{digit}_a_{index}.wav")
     data = "--data", str(tmp_path)
     process, log = train(tmp_path, "--steps", "2", "--batch", "4", *data)
     assert process.returncode == 0, process.stderr
     assert np.isfinite(log["losses"]).all()
     log = tmp_path / "mwer.json"
-    command = [sys.executable, str(EXAMPLES / "mwer.py"), *data, "--log-json", str(log), "--workdir"]
-    options = "--steps", "1", "--width", "2"
-    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
-    process = run([*command, str(tmp_path), *options])
+    command = [sys.executable, str(EXAMPLES / "mwer.py"), *data, "--log-json", str(log), "--workdir", str(tmp_path)]
+    command += ["--steps", "1", "--width", "2"]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
     assert process.returncode == 0, process.stderr
     found = json.loads(log.read_text())
     assert np.isfinite([found["before"], found["after"], *found["losses"]]).all()
-    process = run([*command, str(tmp_path / "nowhere")])
-    assert process.returncode == 2 and "has no checkpoint: run train.py first" in process.stderr
 
 
 RUN = {"data": "handwritten-digits", "loss": "rnnt", "steps": 4, "batch": 4, "seed": 0, "fastemit": 0.0}
@@ -193,51 +144,22 @@ RUN = {"data": "handwritten-digits", "loss": "rnnt", "steps": 4, "batch": 4, "se
 
 def test_earlier_runs_are_kept(training, tmp_path):
     """Neither a new run nor one with other arguments touches the checkpoints; --overwrite replaces them."""
-    begin = functools.partial(training.begin, tmp_path / "run", resume=False, overwrite=False)
+    begin = functools.partial(training.begin, tmp_path, resume=False, overwrite=False)
     begin(RUN)
     begin(RUN)  # nothing was saved yet
-    saved = tmp_path / "run" / "checkpoints" / "4" / "weights"
-    saved.parent.mkdir(parents=True)
-    saved.touch()
+    saved = tmp_path / "checkpoints" / "4"
+    saved.mkdir(parents=True)
     with pytest.raises(training.DataError, match=r"holds an earlier run: continue it with --resume, or .*--overwrite"):
         begin(RUN)
-    for name, other in {"data": "spoken-digits", "loss": "tdt", "steps": 8, "batch": 2, "seed": 1}.items():
-        with pytest.raises(training.DataError, match=f"a run with {name} {RUN[name]}, got {other}"):
-            begin(RUN | {name: other}, resume=True)
-    begin(RUN, resume=True)
+    with pytest.raises(training.DataError, match="a run with loss rnnt, got tdt"):
+        begin(RUN | {"loss": "tdt"}, resume=True)
     begin(RUN | {"steps": 0}, resume=True)  # evaluates
-    assert saved.exists() and json.loads((tmp_path / "run" / "run.json").read_text()) == RUN
-    (tmp_path / "run" / "run.json").unlink()
+    assert saved.exists() and json.loads((tmp_path / "run.json").read_text()) == RUN
+    (tmp_path / "run.json").unlink()
     with pytest.raises(training.DataError, match="does not say how its checkpoints were made"):
         begin(RUN, resume=True)
     begin(RUN | {"seed": 1}, overwrite=True)
-    assert not saved.exists() and json.loads((tmp_path / "run" / "run.json").read_text()) == RUN | {"seed": 1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--save-every", "0"], "--save-every: expected 1 or more, got 0"),
-        (["--batch", "0"], "--batch: expected 1 or more, got 0"),
-        (["--devices", "0"], "--devices: expected 1 or more, got 0"),
-        (["--steps", "-1"], "--steps: expected 0 or more, got -1"),
-        (["--seed", "-1"], "--seed: expected 0 or more, got -1"),
-        (["--resume", "--overwrite"], "not allowed with argument --resume"),
-        (["--loss", "pruned", "--joint", "fused"], "--joint fused: the pruned loss"),
-        (["--log-json", "nowhere/log.json"], "--log-json: nowhere is not a folder"),
-    ],
-)
-def test_wrong_arguments(training, monkeypatch, capsys, arguments, message):
-    """They are errors before anything runs."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        training.parse_arguments()
-    assert caught.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_no_steps_are_no_steps(training, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "0"])
-    assert training.parse_arguments()[1].steps == 0
+    assert not saved.exists() and json.loads((tmp_path / "run.json").read_text()) == RUN | {"seed": 1}
 
 
 # ----------------------------------------------------------------------------------------------------------- data
@@ -252,26 +174,8 @@ def write_wav(path, *, channels=1, rate=8000, samples=1200):
         file.writeframes(audio.tobytes())
 
 
-@pytest.mark.slow
-def test_missing_package():
-    """The script says what to install, in one line."""
-    script = "import sys, runpy; sys.modules['tqdm'] = None; runpy.run_path('train.py')"
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode == 1
-    assert process.stderr.strip() == "examples/train.py needs tqdm: run pip install '.[examples]' in the clone."
-
-
-@pytest.mark.slow
-def test_missing_folder(tmp_path):
-    process, _ = train(tmp_path, "--data", str(tmp_path / "nowhere"))
-    assert process.returncode == 2
-    assert process.stderr == f"train.py: {tmp_path}/nowhere is not a folder\n"
-
-
 MALFORMED = {
-    "no recordings": lambda folder: (folder / "notes.txt").touch(),
+    "no recordings": lambda folder: None,
     "no recordings to test on": lambda folder: write_wav(folder / "1_a_5.wav"),
     "not a readable WAV": lambda folder: (folder / "1_a_5.wav").write_bytes(b"RIFF, not really"),
     "2 channel": lambda folder: write_wav(folder / "1_a_5.wav", channels=2),
@@ -281,11 +185,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("message", MALFORMED)
-def test_malformed_recordings(tmp_path, message):
-    spec = importlib.util.spec_from_file_location("example_data", EXAMPLES / "data.py")
-    data = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(data)
+def test_malformed_recordings(mwer, tmp_path, message):
+    data = sys.modules["data"]
     MALFORMED[message](tmp_path)
-    with pytest.raises(data.DataError, match=message) as error:
+    with pytest.raises(data.DataError, match=message):
         data.SpokenDigits(tmp_path)
-    assert "\n" not in str(error.value)
