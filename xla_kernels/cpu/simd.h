@@ -487,8 +487,9 @@ template <class V>
     const V rounded = MultiplyAdd(x, A(1.44269504088896340736), kRound), n = rounded - kRound;
     const V r = SubtractProduct(SubtractProduct(x, n, Broadcast(S::kLn2High)), n, Broadcast(S::kLn2Low));
     const typename S::I roots = RootsOfTwo(std::make_integer_sequence<int, kWidth>{});
-    const V power = (V)((typename S::I)Lookup((V)roots, (typename S::I)rounded) +
-                        ((typename S::I)rounded << (kWidth == 16 ? 19 : 20)));
+    using Unsigned = typename S::Unsigned;  // lanes that nobody reads may wrap
+    const V power =
+        (V)((Unsigned)Lookup((V)roots, (typename S::I)rounded) + ((Unsigned)rounded << (kWidth == 16 ? 19 : 20)));
     const V series = MultiplyAdd(MultiplyAdd(r, A(1. / 6), A(0.5) + A(0.0345) * kReach * kReach), r, Broadcast(A(1)));
     return MultiplyAdd(series, power * r, power);
   }
