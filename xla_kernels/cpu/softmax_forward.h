@@ -166,8 +166,9 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
     const SplitLog<F> log_sum = Log(sum);
     const auto of_class = [&](I k) {  // the logit of class k, 0 if there is none
       const auto known = ~outside & (k >= 0) & (k < Exponent(shape.classes));
-      const I own = known ? k : I{};  // a label of any size must not overflow the sum
-      return known ? Pick(logits, known ? lane_number * Exponent(row_size) + own : I{}) : F{};
+      using Unsigned = typename S::Unsigned;  // a label of any size may wrap
+      const I place = (I)((Unsigned)(lane_number * Exponent(row_size)) + (Unsigned)k);
+      return known ? Pick(logits, known ? place : I{}) : F{};
     };
     const auto invalid = (label < kOutside) | (label >= Exponent(shape.classes));
     F picked = of_class(label);
