@@ -1,4 +1,5 @@
-"""What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, copies, collectives.
+"""What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, copies, collectives,
+and the cycles of a diagonal in the compiler's final schedule.
 
     python benchmarks/tpu.py          # every program for every generation: the tables of docs/tpu.md
     python benchmarks/tpu.py v5e      # of these generations
@@ -10,10 +11,14 @@ VMEM are those that would run. Time on a TPU also depends on what no compiler kn
 import argparse
 import collections
 import functools
+import json
 import math
 import os
+import pathlib
 import re
+import subprocess
 import sys
+import tempfile
 
 # Else libtpu asks a metadata server for them, and waits; a lock file would allow one process at a time.
 os.environ |= dict(
@@ -34,6 +39,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
+from jax_rnnt.lattices import _pallas as pallas
+from jax_rnnt.lattices import _topology as topology
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
 GENERATIONS = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -78,9 +85,10 @@ PROGRAMS = {
 }
 # Of v5e all, of other generations the first.
 CASES = [(name, jnp.float32) for name in PROGRAMS] + [(name, jnp.bfloat16) for name in ("rnnt", "tdt")]
+TOPOLOGIES = {"tdt": topology.products(TDT.durations)}  # of the others: the standard one
 # Most temporaries, in units of the logits.
 AIMS = {"rnnt": 0.05, "tdt": 0.15, "after a matmul": 1.05, "joint": 0.02}
-MOST_BYTES = 1.2e9  # of rnnt on one v5e
+MOST_BYTES, MOST_OF_A_DIAGONAL = 1.2e9, 200  # of rnnt on one v5e; cycles
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -112,6 +120,59 @@ def large_copies(text, elements):
     return dict(+kinds)
 
 
+def loops(folder, kernel):
+    """[(first bundle, bundles, longest chain in cycles)] of the innermost loops of a kernel's last schedule."""
+    paths = folder.glob(f"*-{kernel}*-final_bundles.txt")
+    (bundles,) = (path for path in paths if "schedule-analysis" not in path.name)
+    starts, found = {}, []
+    for line in bundles.read_text().splitlines():
+        if not (at := re.match(r"\s*(0x[0-9a-f]+)\s", line)):
+            continue
+        address = int(at[1], 16)
+        starts |= dict.fromkeys(re.findall(r"Start region (\d+)", line), address)
+        back = re.search(r"sbr\.rel [^;]*target = \$region(\d+)", line)
+        if back and starts.get(back[1], address) < address:
+            found.append((starts[back[1]], address, back[1]))
+    inner = [a for a in found if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in found)]
+    analysis = sorted(folder.glob(f"*-{kernel}*-critical-path.txt"))[-1].read_text()
+    chains = collections.Counter()
+    for block in analysis.split("New basic block in region: ")[1:]:
+        region = block.split()[0].removeprefix("region")
+        chains[region] = max(chains[region], *map(int, re.findall(r"Length to end: (\d+)", block)), 0)
+    return [(start, end - start + 1, chains[region]) for start, end, region in sorted(inner)]
+
+
+def schedule(generation, name):
+    """{"alpha" and "beta": cycles of a diagonal without and with the second exponent}, from the compiler's dump."""
+    table = TOPOLOGIES.get(name, topology.STANDARD)
+    unroll = pallas.Plan(table, B, T, U + 1, pallas.MOST).unroll
+    folder = pathlib.Path(os.environ["JAX_RNNT_DUMP"])
+
+    def step(*operands):
+        planes, lengths = operands[:-2], operands[-2:]
+        return pallas.value_and_grad(table, dict(zip(pallas.slots(table), planes)), *lengths)
+
+    plane, length = ((B, T, U + 1), jnp.float32, "data"), ((B,), jnp.int32, "data")
+    lowered(generation, step, [plane] * len(pallas.slots(table)) + [length] * 2).compile()
+    steps = {}
+    for kernel in ("alpha", "beta"):
+        found = loops(folder, f"jax_rnnt_lattice_{kernel}")
+        wide, narrow = (max(bundles, chain) for _, bundles, chain in found if bundles > 16)
+        steps[kernel] = round(narrow / unroll), wide
+    return steps
+
+
+@functools.cache
+def dumped(generation, name):
+    """`schedule` in a process of its own: the dump's folder is fixed once libtpu is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        environment = os.environ | dict(LIBTPU_INIT_ARGS=flags, JAX_RNNT_DUMP=folder)
+        command = [sys.executable, __file__, generation, "--schedule", name]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def vmem(text):
     """Bytes of VMEM that the kernels hold at once, at most."""
     lines = (line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line)
@@ -121,7 +182,7 @@ def vmem(text):
 
 # ----------------------------------------------------------------------------------------------------------- table
 
-HEAD = "chip", "program", "temporaries / logits", "bytes, GB", "VMEM, KB"
+HEAD = "chip", "program", "temporaries / logits", "bytes, GB", "VMEM, KB", "alpha, beta", "large arcs"
 
 
 def row(generation, name, dtype, faults):
@@ -129,15 +190,18 @@ def row(generation, name, dtype, faults):
     text, memory = executable.as_text(), executable.memory_analysis()
     temporaries = memory.temp_size_in_bytes / (B * T * (U + 1) * V * dtype.itemsize)
     moved = executable.cost_analysis()["bytes accessed"]
+    steps = dumped(generation, name if name in TOPOLOGIES else next(iter(PROGRAMS))).values()
     label = f"{generation} {name} {dtype}"
     if temporaries > AIMS[name]:
         faults.append(f"{label}: temporaries are {temporaries:.3f} of the logits, more than {AIMS[name]}")
     # Where the logits are an argument; a matmul may also copy its operands.
     if name in ("rnnt", "tdt") and (copies := large_copies(text, B * T * (U + 1) * V)):
         faults.append(f"{label}: logits are copied: {copies}")
-    if moved > MOST_BYTES and (generation, name, dtype) == ("v5e", "rnnt", np.float32):
-        faults.append(f"{label}: {moved:.2e} bytes")
-    return generation, f"{name}, {dtype}", f"{temporaries:.3f}", f"{moved / 1e9:.2f}", f"{vmem(text) / 1e3:.0f}"
+    missed = moved > MOST_BYTES or max(narrow for narrow, _ in steps) > MOST_OF_A_DIAGONAL
+    if missed and (generation, name, dtype) == ("v5e", "rnnt", np.float32):
+        faults.append(f"{label}: {moved:.2e} bytes, {steps} cycles of a diagonal")
+    numbers = f"{temporaries:.3f}", f"{moved / 1e9:.2f}", f"{vmem(text) / 1e3:.0f}"
+    return generation, f"{name}, {dtype}", *numbers, *(", ".join(map(str, each)) for each in zip(*steps))
 
 
 def check_devices(generation, name, devices, faults):
@@ -154,7 +218,11 @@ def check_devices(generation, name, devices, faults):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("generations", nargs="*", default=list(GENERATIONS), help=", ".join(GENERATIONS))
+    parser.add_argument("--schedule", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.schedule:
+        print(json.dumps(schedule(options.generations[0], options.schedule)))
+        return
     rows, faults = [], []
     for generation in options.generations:
         for name, dtype in CASES if generation == "v5e" else CASES[:1]:
