@@ -217,6 +217,9 @@ def test_validation_of_traced_data():
     p = losses.problem()
     with pytest.raises(TypeError, match=r"RNNTLoss.validate: .*known \(outside of jax.jit\).* wrapped by checkify"):
         jax.jit(jax_rnnt.RNNTLoss().validate)(*p)
+    for i, name in enumerate(p._fields[1:], 1):  # the error names the argument that is traced
+        with pytest.raises(TypeError, match=f"got a traced {name}"):
+            jax.jit(lambda x, i=i: jax_rnnt.RNNTLoss().validate(*p[:i], x, *p[i + 1 :]))(p[i])
     for kind in (np.asarray, jnp.asarray):
         rest = [kind(x) for x in p[1:]]
         jax.jit(lambda logits, rest=rest: jax_rnnt.RNNTLoss().validate(logits, *rest))(p.logits)
