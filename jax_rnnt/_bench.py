@@ -46,7 +46,7 @@ def _copy_bandwidth(size):
 
 
 def _in_place(function, first, *rest):
-    """`_seconds` of a function whose last result takes the memory of its first argument, and then its place."""
+    """`_seconds` of a function that writes its last result over its first argument; the result is the next argument."""
     held = [first]
 
     def again():

@@ -67,7 +67,8 @@ def sequences(
 ) -> tuple[jax.Array, ...]:
     """targets [..., U] and both lengths [...].
 
-    `columns_of` names the argument with U + 1 columns, if there is one; `rows_of` that of one shape but for its `rows`.
+    `columns_of` names the argument with U + 1 columns, if there is one. `rows_of` names an argument of the same shape
+    with T rows.
     """
     if rows_of and rows != labels + 1 and np.shape(targets) == (*batch, rows - 1):
         raise ValueError(

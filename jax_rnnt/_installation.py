@@ -21,7 +21,7 @@ _CURES = {  # by words in the reason that the build's note gives
 
 
 def extension(module: str) -> types.ModuleType:
-    """Imports an extension module. A folder that was never built, as a clone, takes that of an installed copy."""
+    """Imports an extension module. A clone that was never built takes the module of an installed copy."""
     name = f"{__package__}.{module}"
     try:
         return importlib.import_module(name)

@@ -59,7 +59,7 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax
     size : int
         T, the extent of the padded dimension.
     dtype : dtype, default bool
-        That of the result. Optax and Lingvo take floats.
+        Dtype of the result. Optax and Lingvo take floats.
 
     Returns
     -------

@@ -136,7 +136,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     """Runs every kind of kernel against the pure-JAX reference, on small ragged batches.
 
     Emissions: rows of each size, log-probabilities, several blanks, durations, a Bernoulli blank. Lattices: unit steps,
-    arcs that skip frames, arcs of -1e9. Dtypes: all that a kernel takes. The default backend's kernels run, and those
+    arcs that skip frames, arcs of -1e9. Dtypes: every one of the kernel. The default backend's kernels run, and those
     of the required platforms.
 
     Parameters
@@ -198,7 +198,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
 
 
 def _compare(platform, device) -> tuple[list[str], list[str]]:
-    """The lines of the kernels that are right, and of those that are wrong."""
+    """(lines of the right kernels, lines of the wrong ones)"""
     errors: dict[tuple[str, str], list[str]] = {}
     wrong = set()
     for dtype in _checks.FLOATS:

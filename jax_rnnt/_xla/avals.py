@@ -43,7 +43,7 @@ def spec_of(aval) -> list:
 
 
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
-    """x, whose dimensions are the first ones of `like`, split over the same explicit mesh axes."""
+    """x split over the same explicit mesh axes as the leading dimensions of `like`."""
     aval = jax.typeof(like)
     spec = spec_of(aval)[: x.ndim]
     if spec == spec_of(jax.typeof(x)):
@@ -87,7 +87,7 @@ def result_aval(like, shape, dtype, num_batch_dims):
 
 
 def struct_like(like: jax.Array, shape, dtype) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array that varies as `like` does: Pallas asks for it under `jax.shard_map`."""
+    """Shape and dtype of an array that varies as `like` does. Pallas needs it under `jax.shard_map`."""
     aval = jax.typeof(like)
     parameters = inspect.signature(jax.ShapeDtypeStruct).parameters
     if "manual_axis_type" in parameters:  # jax >= 0.10

@@ -52,7 +52,7 @@ class Grouped:
     function : callable
         ``function(static, shared, batched, grouped, platforms) -> (batched results, shared results)``, two lists each,
         in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
-        `platforms`: those that the program is lowered for.
+        `platforms`: the program is lowered for these.
     """
 
     def __init__(self, name: str, function: Callable):

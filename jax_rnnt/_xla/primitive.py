@@ -6,7 +6,7 @@ meshes (jax 0.6.2 ... 0.12), so each primitive carries
   * one batching rule: all leading dimensions are batch, vmap adds one more;
   * an abstract evaluation that keeps batch sharding and varying manual axes;
   * a Shardy rule: batch dimensions are sharded, all others need replication;
-  * a JVP rule: that of the reference, for forward mode and second derivatives, unless it is not differentiable.
+  * a JVP rule, the reference's, for forward mode and second derivatives, where the primitive is differentiable.
 """
 
 import contextlib

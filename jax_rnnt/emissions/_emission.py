@@ -125,7 +125,7 @@ class Emission:
         raise NotImplementedError
 
     def without(self, nodes, masked):
-        """The nodes without the sequences `masked` [...], of which nothing is read."""
+        """The nodes without the sequences `masked` [...]: nothing of these is read."""
         label, num_frames = nodes
         return label, jnp.where(masked, 0, num_frames)
 
@@ -153,7 +153,7 @@ class Emission:
 def gradient(emission, strict, alias, logits, nodes, residuals, cotangents, scale, clamp):
     """`emission.backward`; 0 for a sequence whose `scale` is 0, whatever its logits.
 
-    Its derivative is that of `pullback`. So `residuals`, a cache of the logits, need none: their sums are scaled by
+    Its derivative belongs to `pullback`. So `residuals`, a cache of the logits, need none: their sums are scaled by
     2^-124, where small tangents become 0 and large cotangents infinite. Nor does a loss with weight 0 lose the
     derivative with respect to its weight.
     """

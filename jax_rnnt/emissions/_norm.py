@@ -5,8 +5,8 @@ A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. S
     anchored    sum over v of exp(x[v] - x[anchor]), scaled: an offset that all logits share drops out
     lse         where the anchor is less than exp(-45) of the largest logit
 
-Scaled sums lie between 0 and any positive lse, and an lse closer to 0 counts as 0, so the range of a number tells which
-of the two it is. The anchor is the first blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the
+The range of a number tells the code: scaled sums lie between 0 and any positive lse, and an lse closer to 0 counts as
+0. The anchor is the first blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the
 blank).
 """
 

@@ -112,7 +112,7 @@ def softmax_emission(
     durations : int
         D: the last D logits are a second softmax.
     bernoulli : bool
-        The only blank is no part of the softmax; its logit is that of a Bernoulli variable.
+        The only blank is no part of the softmax; its logit belongs to a Bernoulli variable.
 
     Returns
     -------
@@ -270,7 +270,7 @@ class Softmax(Emission):
     durations : int, default 0
         D: the last D logits of a row are a second softmax.
     bernoulli : bool, default False
-        The only blank is no part of the softmax; its logit is that of a Bernoulli variable.
+        The only blank is no part of the softmax; its logit belongs to a Bernoulli variable.
     """
 
     blanks: tuple[int, ...]

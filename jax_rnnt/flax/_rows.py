@@ -42,7 +42,7 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
 
 
 def check_output(plain: bool, layer, expected: str):
-    """Raises unless kernel and bias say all that the output layer of a joint does."""
+    """Raises unless kernel and bias alone determine the output layer of a joint."""
     if not plain:
         way = "JointLogits(joint, encoder_out, predictor_out) takes any joint network"
         raise TypeError(f"Joint: output must be {expected}, got {type(layer).__name__}; {way}.")

@@ -111,7 +111,7 @@ class Joint(nn.Module):
     ) -> JointLogits:
         """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
 
-        Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
+        Batch dimensions are broadcast. `chunk`: as in `JointLogits`.
         """
         encoder, predictor = self._project(encoder_out, predictor_out, deterministic)
         return JointLogits(self._linear(), encoder, predictor, chunk)

@@ -111,7 +111,7 @@ class Joint(nnx.Module):
     def logits(self, encoder_out: jax.Array, predictor_out: jax.Array, chunk: int | None = None) -> JointLogits:
         """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
 
-        Batch dimensions are broadcast, and `chunk` is that of `JointLogits`.
+        Batch dimensions are broadcast. `chunk`: as in `JointLogits`.
         """
         encoder, predictor = self._project(encoder_out, predictor_out)
         return JointLogits(self.linear, encoder, predictor, chunk)

@@ -35,7 +35,7 @@ def _float_layout(dtype):
 
 
 def lowest(dtype):
-    """The h of zero, below that of any path. Sums are cut here, so differences are never NaN."""
+    """The h of zero, below the h of any path. Sums are cut here, so differences are never NaN."""
     return np.asarray(-0.9 * float(jnp.finfo(dtype).max), dtype)
 
 
@@ -127,7 +127,7 @@ def multiply(a, b):
 
 
 def gap(a, b):
-    """By how many bits the exponent of a exceeds that of b, cut where the lesser number is negligible."""
+    """Exponent of a minus exponent of b in bits, cut where the lesser number is negligible."""
     bias = _float_layout(a.m.dtype)[2]
     if a.h is None:
         return jnp.clip(a.e - b.e, -bias, bias)

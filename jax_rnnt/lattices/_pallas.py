@@ -51,7 +51,7 @@ class Plan:
         self.group = max(groups, default=min(self.batch, SUBLANES))
         held = self.blocks * self.width * max(self.group, SUBLANES)
         self.unroll = min(unroll, max(MOST * SUBLANES * LANES // held, 1))
-        diagonals = frames + columns  # with that of the last terminal node
+        diagonals = frames + columns  # with the diagonal of the last terminal node
         most = min(max(VMEM // (8 * held * (2 * len(slots(topology)) + 3)), self.unroll), 64)
         chunks = -(-diagonals // most)
         self.steps = -(-diagonals // (chunks * self.unroll)) * self.unroll
@@ -196,7 +196,7 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
                 leaving.setdefault((arc.du, arc.dt + arc.du), []).append(times(alpha, "alpha", arc))
             for (du, k), numbers in leaving.items():
                 at = sweep.at(du, n + k, c)
-                if k < plan.depths[du]:  # the place of the farthest is that of this diagonal
+                if k < plan.depths[du]:  # this diagonal takes the place of the farthest
                     numbers.append(load(sweep.carried[du], *at))
                 store(sweep.carried[du], functools.reduce(extended.add, numbers), *at)
             if all(arc.du for arc in topology):  # no blank takes the place of the start

@@ -11,7 +11,7 @@ A log-probability of -inf with weight 0 adds nothing. With any other weight the 
 so the weight has no derivative, and the term adds 0 to its gradient. All other terms have their true derivative at
 every weight.
 
-All of it is plain JAX. XLA's matrix products do the work, and `_additive_sums.py` what they cannot.
+All of it is plain JAX. XLA's matrix products do the work; `_additive_sums.py` does the rest.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _log_total_jvp(primals, results, tangents):
 
 
 def _sum(*terms):
-    """Of those that are not None."""
+    """Of the terms that are not None."""
     given = [x for x in terms if x is not None]
     return functools.reduce(jnp.add, given) if given else None
 
@@ -171,7 +171,7 @@ def _times(x, y):
 
 
 def _jvp(which):
-    """Of `nodes`, `frames` or `columns`: the product rule, and that of p."""
+    """Of `nodes`, `frames` or `columns`: the product rule, with the derivative of p."""
 
     def rule(primals, results, tangents):
         am, lm, peak, rest, *factors = primals
@@ -239,7 +239,7 @@ _nodes_primitive, _frames_primitive, _columns_primitive = (
 
 
 def log_total(am, lm):
-    """lse [..., T, U1], relative to the peaks of both rows, as (peak, rest) whose sum it is.
+    """lse [..., T, U1], relative to the peaks of both rows, as (peak, rest): their sum is lse.
 
     The peak is 0 where a product made the sum, without a derivative, and the lowest number where no class is possible.
     """

@@ -89,7 +89,7 @@ class Band(Wrapper):
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class BandLogits(Layout):
-    """Logits of S columns in every frame, the others forbidden (Kuang et al. 2022). `shape` is that of the band.
+    """Logits of S columns in every frame, the others forbidden (Kuang et al. 2022). `shape` is the band's.
 
     T frames, U labels, V classes, S columns; `...` is any number of batch dimensions.
 

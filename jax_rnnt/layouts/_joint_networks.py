@@ -45,7 +45,7 @@ class Linear:
         return dataclasses.replace(self, wide=platforms == ("cpu",))
 
     def barrier(self, x):
-        """x, of which XLA knows nothing: it shares no result with x itself. On a CPU it would copy x."""
+        """x behind a barrier: XLA shares no result with x itself. On a CPU it would copy x."""
         return x if self.wide else jax.lax.optimization_barrier(x)
 
     def _sum(self, dtype, encoder, predictor):
@@ -99,7 +99,7 @@ class Linear:
         return self._logits(parameters, hidden), gradients
 
     def zeros(self, parameters, blocks):
-        """Where the gradients of the parameters are summed; that of the bias for each block of a tile alone."""
+        """Where the gradients of the parameters are summed. The bias has a sum for each block of a tile."""
         weight, *bias = (jnp.zeros(x.shape, accumulation_dtype(parameters[0].dtype)) for x in parameters)
         return [weight, *(jnp.broadcast_to(x, (blocks, *x.shape)) for x in bias)]
 

@@ -125,7 +125,7 @@ class PackedLogits(Layout):
     """Rows of all sequences one after the other, without padding.
 
     B sequences, T frames, U labels, V classes, N rows. Row T_0 (U_0 + 1) + ... + T_{b-1} (U_{b-1} + 1) + t (U_b + 1)
-    + u is node (t, u) of sequence b; rows past the last sequence are never read. `shape` is that of the rows.
+    + u is node (t, u) of sequence b; rows past the last sequence are never read. `shape` is [N, V].
 
     Parameters
     ----------

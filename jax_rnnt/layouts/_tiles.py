@@ -183,7 +183,7 @@ def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
     The occupancies of a column sum to 1 or more, those of a frame too unless arcs skip it. A clamp lowers the limit,
-    since clipped sums are smaller. So does a small largest cotangent: that of a latency has any size.
+    since clipped sums are smaller. So does a small largest cotangent: cotangents of a latency have any size.
     """
     first = cotangents[0]
     size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
