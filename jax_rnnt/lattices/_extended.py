@@ -144,15 +144,32 @@ def add(a, b):
     return Number(m, where(d < 0, b.e, a.e), where(d < 0, b.h, a.h))
 
 
-def log_of_sum(a):
-    """Log of the sum over the last axis; -inf, with a zero derivative, where it is zero or no float holds its log."""
+def total(a):
+    """The sum over the last axis."""
     dtype = a.m.dtype
     size = _RADIX * (a.h - jnp.max(a.h, -1, keepdims=True)) + a.e.astype(dtype)
     place = jnp.argmax(where(a.m == 0, -jnp.inf, size), -1)[..., None]
     largest = lax.broadcasted_iota(place.dtype, a.m.shape, a.m.ndim - 1) == place
     top = Number(*(jnp.sum(where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a))
     # Relative to the top by integers, which the float size has rounded.
-    m = jnp.sum(a.m * pow2(gap(a, top), dtype), -1)
-    exponent = top.e.astype(dtype) * np.asarray(np.log(2), dtype) + top.h * np.asarray(_RADIX * np.log(2), dtype)
-    none = (m == 0) | (exponent[..., 0] == -jnp.inf)
-    return where(none, -jnp.inf, jnp.log(where(none, 1, m)) + exponent[..., 0])
+    return Number(jnp.sum(a.m * pow2(gap(a, top), dtype), -1), top.e[..., 0], top.h[..., 0])
+
+
+def _log(m, e, h):
+    """log(m * 2^(e + 4096 h)); -inf, with a zero derivative, where m is 0 or no float holds it."""
+    dtype = m.dtype
+    exponent = e.astype(dtype) * np.asarray(np.log(2), dtype) + h * np.asarray(_RADIX * np.log(2), dtype)
+    none = (m == 0) | (exponent == -jnp.inf)
+    return where(none, -jnp.inf, jnp.log(where(none, 1, m)) + exponent)
+
+
+def log_of_sum(a):
+    """Log of the sum over the last axis; -inf, with a zero derivative, where it is zero or no float holds its log."""
+    return _log(*total(a))
+
+
+def log_of_ratio(a, b):
+    """log(a / b), as exact where both logs are large; -inf, with a zero derivative, where a is zero."""
+    none = a.m == 0
+    m = where(none, 0, where(none, 1, a.m) / where(none, 1, b.m))
+    return _log(m, a.e - b.e, a.h - b.h)

@@ -60,17 +60,12 @@ def prepared(topology: Topology, arcs, num_frames, num_labels):
     return topology, num_frames, num_labels, extended.where(used, planes, -jnp.inf), bad
 
 
-@functools.partial(jax.jit, static_argnums=0)  # losses that differ in their emission alone share its trace
-def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
-    """Log of the summed weight of all paths, [...]: `lattices.log_likelihood` has the recursion.
+def _sweep(topology: Topology, num_frames, num_labels, diagonals, keep=False):
+    """(weights of the arcs that enter the terminal node, alpha of all diagonals or None) for weights by diagonals.
 
-    Differentiable any number of times, in both modes. `num_frames` and `num_labels` lie in their ranges.
+    The first are [A, ..., U1], by arc and column that it leaves; the second are [N, ..., U1].
     """
-    topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
-    poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
-    frames, columns = planes.shape[-2:]
-    diagonals = extended.from_log(skew(planes + poison[None, ..., None, None]))  # [N, A, ..., U1]
-
+    columns = diagonals.m.shape[-1]
     lengths = [a.dt + a.du for a in topology]
     index, k, du, may_end = (
         per_arc(values, diagonals.m[0, 0])
@@ -87,12 +82,6 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     def of_arc(a, j):
         return extended.Number(*(lax.index_in_dim(x, j, keepdims=False) for x in a))
 
-    def shift(a, du):
-        def along(x, fill):
-            return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
-
-        return extended.Number(along(a.m, 0), along(a.e, 0), along(a.h, extended.lowest(a.h.dtype))) if du else a
-
     def step(carry, xs):
         (alpha, *coming), ends = carry  # coming[k]: what already entered diagonal n + 1 + k
         n, weights = xs
@@ -101,21 +90,71 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
         # Kept by column: a sum over columns in every step is half of its time on a TPU. On CPUs both take as long.
         here = (n + k == last) & (column == last_column) & (may_end == 1)
         ends = extended.Number(*(extended.where(here, x, y) for x, y in zip(leaves, ends)))
-        moved = {a.du: shift(leaves, a.du) for a in topology}
+        moved = {a.du: _shift(leaves, a.du) for a in topology}
         coming = [*coming, None]
         for j, (arc, length) in enumerate(zip(topology, lengths)):
             entered = of_arc(moved[arc.du], j)
             before = coming[length - 1]
             coming[length - 1] = entered if before is None else extended.add(before, entered)
-        return (tuple(of_arc(zero, 0) if x is None else x for x in coming), ends), None
+        return (tuple(of_arc(zero, 0) if x is None else x for x in coming), ends), alpha if keep else None
 
-    steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
+    steps = jnp.arange(diagonals.m.shape[0], dtype=jnp.int32)
     start, at_once = one(column == 0), one((last == 0) & (column == 0) & (index == 0))
     carry = (of_arc(start, 0), *[of_arc(zero, 0)] * (max(lengths) - 1)), at_once
     initial, structure = jax.tree.flatten(carry)
     _, *initial = vary_together(num_frames, *initial)  # a carry keeps its varying axes
-    (_, ends), _ = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
+    (_, ends), alphas = lax.scan(step, jax.tree.unflatten(structure, initial), (steps, diagonals))
+    return ends, alphas
+
+
+def _shift(a, du):
+    """Numbers moved by `du` columns, with zeros in the first ones."""
+
+    def along(x, fill):
+        return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
+
+    return extended.Number(along(a.m, 0), along(a.e, 0), along(a.h, extended.lowest(a.h.dtype))) if du else a
+
+
+@functools.partial(jax.jit, static_argnums=0)  # losses that differ in their emission alone share its trace
+def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
+    """Log of the summed weight of all paths, [...]: `lattices.log_likelihood` has the recursion.
+
+    Differentiable any number of times, in both modes. `num_frames` and `num_labels` lie in their ranges.
+    """
+    topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
+    poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
+    diagonals = extended.from_log(skew(planes + poison[None, ..., None, None]))  # [N, A, ..., U1]
+    ends, _ = _sweep(topology, num_frames, num_labels, diagonals)
     # [..., U1 * A]: the last diagonals of all columns and arcs.
     by_end = (jnp.moveaxis(x, 0, -1) for x in ends)
-    ends = extended.Number(*(x.reshape(*x.shape[:-2], columns * len(topology)) for x in by_end))
+    ends = extended.Number(*(x.reshape(*x.shape[:-2], planes.shape[-1] * len(topology)) for x in by_end))
     return extended.log_of_sum(ends) + poison
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def label_log_probs(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
+    """log(A_u / A_(u - 1)) of every label, [..., U], where A_u is the summed weight of all paths up to label u.
+
+    Such a path ends with the arc that writes the label. Arguments and derivatives are those of `log_likelihood`.
+    """
+    topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
+    frames, columns = planes.shape[-2:]
+    # Arcs that lead out of the lattice; those of earlier labels may end in T_b as if they were the last.
+    dt, may_end = (per_arc(x, num_frames) for x in ((a.dt for a in topology), (a.may_end for a in topology)))
+    leads = inside(num_frames[None] - dt + may_end, num_labels[None], frames, columns)
+    poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
+    masked = extended.where(leads, planes, -jnp.inf) + poison[None, ..., None, None]
+    diagonals = extended.from_log(skew(masked))  # [N, A, ..., U1]
+    _, alphas = _sweep(topology, num_frames, num_labels, diagonals, keep=True)
+    written = extended.zero(alphas.m)  # [N, ..., U1]
+    for j, arc in enumerate(topology):
+        leaves = extended.multiply(alphas, extended.Number(*(x[:, j] for x in diagonals)))
+        for k in range(arc.du):  # an arc that leaves column c writes the labels c ... c + du - 1
+            written = extended.add(written, _shift(leaves, k))
+    until = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)))
+    until = extended.Number(*(x[..., :-1] for x in until))  # A_1 ... A_U
+    pad = [(0, 0)] * num_labels.ndim + [(1, 0)]
+    before = extended.Number(*(jnp.pad(x, pad, constant_values=one)[..., :-1] for x, one in zip(until, (1, 0, 0))))
+    label = lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + (columns - 1,), num_labels.ndim)
+    return jnp.where(label < num_labels[..., None], extended.log_of_ratio(until, before), 0) + poison[..., None]

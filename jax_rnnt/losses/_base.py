@@ -39,8 +39,8 @@ class TransducerLoss:
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `emission_frames`,
-    `latency`, `arcs` and `validate`. Each takes logits in any layout that suits the loss. `decoding` tells
-    `jax_rnnt.decode` what the classes mean.
+    `latency`, `label_log_probs`, `arcs` and `validate`. Each takes logits in any layout that suits the loss. `decoding`
+    tells `jax_rnnt.decode` what the classes mean.
 
     Parameters
     ----------
@@ -349,6 +349,46 @@ class TransducerLoss:
         2.0
         """
         return self._run(_methods.latency, logits, targets, logit_lengths, target_lengths, label_windows, key)
+
+    def label_log_probs(
+        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+    ) -> jax.Array:
+        """Log-probability of every target, given the targets before it: log P(y_u | y_<u, x), over all alignments.
+
+        With the alpha of the loss's recursion, labels y_1 ... y_U counted from 1, and an arc of a label that reads d
+        frames (0 on the lattice of `rnnt_loss`)::
+
+            A_0 = 1
+            A_u = sum over t and arcs of y_u of alpha(t, u - 1) * arc(t, u - 1)
+            label_log_probs(u) = log A_u - log A_(u - 1)
+
+        A_u is the probability that the labels start with y_1 ... y_u. An arc counts if the lattice has it when y_u is
+        the last label: it leads to a frame t + d < T_b, or ends the path at t + d = T_b. So an entry depends on no
+        later label, and the entries add up to log A_U >= -loss, which leaves the frames after the last label open.
+        Delay penalty, windows and `sigma` act on arcs as in `posteriors`: for confidences take a loss without them.
+
+        Arguments and errors are those of the call. The recursion is plain JAX, also for implementation="kernel"; the
+        logits are read, and their gradient written, by the kernels.
+
+        Returns
+        -------
+        Array, float32 (float64 for float64 logits) [..., U]
+            In nats. 0 past U_b; -inf, with a zero gradient, for a label that no path reaches and those after it; NaN
+            for a sequence whose lengths or labels are out of range or whose logits hold NaN or +inf.
+
+        References
+        ----------
+        Keren, Zhou and Kalinli, "Token-Weighted RNN-T for Learning from Flawed Data", 2024, arXiv:2406.18108.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss
+        >>> scores = RNNTLoss().label_log_probs(jnp.zeros((2, 2, 4)), jnp.array([1]), jnp.array(2), jnp.array(1))
+        >>> round(float(jnp.exp(scores[0])), 4)  # 1/4 in the first frame, 1/4 * 1/4 in the second one
+        0.3125
+        """
+        return self._run(_methods.label_log_probs, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def arcs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None

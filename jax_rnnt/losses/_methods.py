@@ -150,15 +150,21 @@ def _planes_bwd(residuals, cotangents):
 _planes.defvjp(_planes_fwd, _planes_bwd)
 
 
-def _nonnegative(losses, targets, target_lengths, blanks):
-    """Raises losses below 0 to 0, with an unchanged gradient: rounding may lift a likelihood of 1 above 1.
+def _nonnegative(loss, emission, logits, losses, targets, target_lengths):
+    """Raises losses [...] or [..., U] below 0 to 0, with an unchanged gradient, where no weight exceeds 1.
 
-    Sequences with a label that equals a blank stay as they are: both arcs count, so the likelihood may exceed 1.
+    Rounding may lift a likelihood of 1 above 1. Sequences with a label that equals a blank stay as they are: both arcs
+    count, so the likelihood may exceed 1.
     """
-    is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in blanks))
+    bounded = loss.compose().bounded
+    if bounded is False or not emission.normalized(logits):
+        return losses
+    bounded = bounded if loss.delay_penalty is None else bounded & (loss.delay_penalty == 0)
+    is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in emission.blanks))
     twice = jnp.any(inside_targets(targets, target_lengths) & is_blank, -1)
+    twice = twice.reshape(twice.shape + (1,) * (losses.ndim - twice.ndim))
     below = jax.lax.stop_gradient(jnp.where(twice | ~(losses < 0), 0, losses))
-    return losses - below
+    return losses - below if bounded is True else jnp.where(bounded, losses - below, losses)
 
 
 def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, windows) -> tuple[Any, ...]:
@@ -186,10 +192,7 @@ def value(loss, emission, logits, targets, logit_lengths, target_lengths, window
     if loss.implementation == "reference":  # differentiable in forward mode, unless it clips
         function = _reference_clamped if emission.clips and loss.clamp is not None else _reference
     losses = function(emission, loss, logits, *rest)
-    if emission.normalized(logits) and (bounded := loss.compose().bounded) is not False:
-        bounded = bounded if loss.delay_penalty is None else bounded & (loss.delay_penalty == 0)
-        at_least_0 = _nonnegative(losses, targets, target_lengths, emission.blanks)
-        losses = at_least_0 if bounded is True else jnp.where(bounded, at_least_0, losses)
+    losses = _nonnegative(loss, emission, logits, losses, targets, target_lengths)
     losses = jnp.where(bad, jnp.nan, losses)
     return reduce(losses, target_lengths, loss.reduction)
 
@@ -261,6 +264,15 @@ def align(loss, emission, *problem):
     *arguments, bad = _lattice(loss, emission, *problem)
     score, frames = best_path(*arguments)
     return Alignment(jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames))
+
+
+@_jit
+def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
+    """log P(y_u | y_<u, x) of every label, [..., U]."""
+    *arguments, bad = _lattice(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
+    losses = 0 - reference.label_log_probs(*arguments)
+    losses = _nonnegative(loss, emission, logits, losses, targets, target_lengths)
+    return jnp.where(bad[..., None], jnp.nan, 0 - losses)
 
 
 @_jit
