@@ -42,6 +42,10 @@ def test_kernel_is_one_custom_call_each(kernel, dtype):
         loss = jax_rnnt.RNNTLoss(implementation=implementation)
         assert calls(loss, p) == losses.once(targets.value_calls)
         assert calls(jax.value_and_grad(loss), p) == losses.once(targets.gradient_calls)
+        assert calls(loss.label_log_probs, p) == losses.once(targets.value_calls[:1])
+        assert calls(jax.grad(lambda *p, ask=loss.label_log_probs: ask(*p).sum()), p) == losses.once(
+            targets.gradient_calls[:2]
+        )
         assert calls(loss.posteriors, p) == losses.once([targets.value_calls[0], targets.gradient_calls[2]])
     options = {"fastemit_lambda": 0.1, "clamp": 1.0, "delay_penalty": 0.1, "fused_log_softmax": False}
     loss, windows = jax_rnnt.RNNTLoss(implementation=kernel, **options), np.zeros((4, 4, 2), np.int32)

@@ -18,7 +18,7 @@ from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, latt
 
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in losses.LOSSES if loss.name != "monotonic_final_blank"}
-QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "arcs")
+QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs")
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
 
 

@@ -12,6 +12,8 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
+METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs", "validate"
+
 # Mistakes in a call of shape B=4, T=7, U=4, V=9: argument, value, text in the message beside the name.
 f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.zeros, dtype=np.int32)
 WRONG = {
@@ -89,10 +91,10 @@ def test_messages_of_every_loss(loss):
         bad = p._replace(**{name: value})
         with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}: {name} "):
             loss(*bad)
-        for question in ("posteriors", "align", "emission_frames", "latency", "arcs", "validate"):
+        for question in METHODS:
             with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}\.{question}: {name} must"):
                 getattr(loss.value(), question)(*bad)
-    for question in ("posteriors", "align", "emission_frames", "latency", "arcs", "validate"):
+    for question in METHODS:
         with pytest.raises(ValueError, match=rf"{loss.kind.__name__}\.{question}: blank "):
             getattr(loss.value(blank=99), question)(*p)
     for name, value in {"blank": 99, "reduction": "avg", "clamp": "1", "implementation": "xla"}.items():

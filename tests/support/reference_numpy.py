@@ -1,9 +1,9 @@
 """The truth that every test compares with, in float64 NumPy, written without the library.
 
-It has three parts. `enumerate_paths` writes out every path of a tiny lattice. `log_likelihood` and
-`posteriors` are a dynamic program over the same arcs, fast enough for T + U = 4000. The emissions turn logits into
-arc scores, and arc gradients into logit gradients. Each part works on one sequence, cut to its own lengths, so that
-padding cannot enter. `loss_and_gradient` loops over a batch and applies the rules for whole sequences.
+It has three parts. `enumerate_paths` and `enumerate_prefixes` write out every path of a tiny lattice. `log_likelihood`,
+`posteriors` and `label_log_probs` are a dynamic program over the same arcs, fast enough for T + U = 4000. The emissions
+turn logits into arc scores, and arc gradients into logit gradients. Each part works on one sequence, cut to its own
+lengths, so that padding cannot enter. `loss_and_gradient` loops over a batch and applies the rules for whole sequences.
 
 In float64, sums with a mask of -1e30 lose small scores. So `solve` enumerates paths of a tiny lattice with Python
 fractions: emissions accept `fractions_of(logits)`, and then no sum is rounded.
@@ -69,6 +69,25 @@ def enumerate_paths(topology, num_frames, num_labels):
                     yield ((arc.slot, t, u), *rest)
 
     return list(extend(0, 0))
+
+
+def enumerate_prefixes(topology, num_frames, num_labels, label):
+    """Every path from (0, 0) to the arc that writes label 1 <= `label` <= U, as a tuple of (slot, t, u).
+
+    This arc may lead to frame T if it may end a path.
+    """
+
+    def extend(t, u):
+        for arc in topology:
+            to_t, to_u = t + arc.dt, u + arc.du
+            if to_u >= label:
+                if to_u <= num_labels and (to_t < num_frames or (to_t == num_frames and arc.may_end)):
+                    yield ((arc.slot, t, u),)
+            elif to_t < num_frames:
+                for rest in extend(to_t, to_u):
+                    yield ((arc.slot, t, u), *rest)
+
+    return list(extend(0, 0)) if num_frames else []
 
 
 def sum_of_paths(paths, arcs):
@@ -158,6 +177,23 @@ def posteriors(topology, arcs, num_frames, num_labels):
         skewed = np.exp(alpha + score + after - value)
         out[arc.slot][t[inside], u[inside]] = skewed[inside]
     return value, out
+
+
+def label_log_probs(topology, arcs, num_frames, num_labels):
+    """log P(label u | those before it), [U], on arcs that write one label at most."""
+    if num_frames == 0:
+        return np.full(num_labels, NEG)
+    alpha = _alpha_beta(topology, arcs, num_frames, num_labels)[0]
+    t, prefixes = np.arange(num_frames), np.zeros(num_labels + 1)
+    for u in range(num_labels):
+        scores = [
+            np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
+            for arc in topology
+            if arc.du
+        ]
+        prefixes[u + 1] = functools.reduce(_logaddexp, np.concatenate(scores))
+    with np.errstate(invalid="ignore"):
+        return np.where(prefixes[1:] == NEG, NEG, np.diff(prefixes))
 
 
 # ---------------------------------------------------------------------------------------------------- emissions

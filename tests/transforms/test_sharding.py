@@ -386,7 +386,7 @@ def refused():
     reference = jax_rnnt.RNNTLoss(implementation="reference")
     on_band = lambda x, *rest: reference(band(x), *rest)
     durations = jax_rnnt.TDTLoss((0, 1), implementation="reference")
-    for f in (reference, durations, reference.posteriors, reference.align, on_band):
+    for f in (reference, durations, reference.posteriors, reference.align, reference.label_log_probs, on_band):
         yield f, (logits, *rest), 0, 1, "logits .* T "
         yield f, (logits, *rest), 0, 2, rf"logits .* {'S' if f is on_band else r'U . 1'} "
     on = lambda loss, make: lambda *p: loss(make(*p[:-3]), *p[-3:])
@@ -430,6 +430,9 @@ METHODS = {
     "posteriors_durations": DURATIONS.posteriors,
     "expected_frames": RNNT.emission_frames,
     "latency": RNNT.latency,
+    "label_log_probs": RNNT.label_log_probs,
+    "label_log_probs_durations": DURATIONS.label_log_probs,
+    "label_log_probs_gradient": jax.grad(lambda *p: RNNT.label_log_probs(*p).sum()),
     "latency_gradient": jax.grad(lambda *p: RNNT.latency(*p).sum()),
     "pruned": pruned,
     "pruned_gradient": jax.grad(lambda *p: sum(pruned(*p)[:2]).sum()),
@@ -437,7 +440,7 @@ METHODS = {
 
 
 def method_cases():
-    seldom = {"align_durations", "latency_gradient"}
+    seldom = {"align_durations", "latency_gradient", "label_log_probs_durations", "label_log_probs_gradient"}
     for name in METHODS:
         yield losses.slow(name, "auto") if name in seldom else (name, "auto")
         plain = name not in (*seldom, "align", "pruned_gradient")
