@@ -150,9 +150,9 @@ def total(a):
     size = _RADIX * (a.h - jnp.max(a.h, -1, keepdims=True)) + a.e.astype(dtype)
     place = jnp.argmax(where(a.m == 0, -jnp.inf, size), -1)[..., None]
     largest = lax.broadcasted_iota(place.dtype, a.m.shape, a.m.ndim - 1) == place
-    top = Number(*(jnp.sum(where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a))
+    top = [jnp.sum(where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a]
     # Relative to the top by integers, which the float size has rounded.
-    return Number(jnp.sum(a.m * pow2(gap(a, top), dtype), -1), top.e[..., 0], top.h[..., 0])
+    return Number(jnp.sum(a.m * pow2(gap(a, Number(*top)), dtype), -1), *(x[..., 0] for x in top[1:]))
 
 
 def _log(m, e, h):

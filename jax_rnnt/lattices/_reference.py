@@ -152,9 +152,9 @@ def label_log_probs(topology: Topology, arcs: dict[str, jax.Array], num_frames: 
         leaves = extended.multiply(alphas, extended.Number(*(x[:, j] for x in diagonals)))
         for k in range(arc.du):  # an arc that leaves column c writes the labels c ... c + du - 1
             written = extended.add(written, _shift(leaves, k))
-    until = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)))
-    until = extended.Number(*(x[..., :-1] for x in until))  # A_1 ... A_U
-    pad = [(0, 0)] * num_labels.ndim + [(1, 0)]
-    before = extended.Number(*(jnp.pad(x, pad, constant_values=one)[..., :-1] for x, one in zip(until, (1, 0, 0))))
+    total = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)))
+    until, pad = [x[..., :-1] for x in total], [(0, 0)] * num_labels.ndim + [(1, 0)]  # A_1 ... A_U
+    before = (jnp.pad(x, pad, constant_values=one)[..., :-1] for x, one in zip(until, (1, 0, 0)))
+    ratio = extended.log_of_ratio(extended.Number(*until), extended.Number(*before))
     label = lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + (columns - 1,), num_labels.ndim)
-    return jnp.where(label < num_labels[..., None], extended.log_of_ratio(until, before), 0) + poison[..., None]
+    return jnp.where(label < num_labels[..., None], ratio, 0) + poison[..., None]

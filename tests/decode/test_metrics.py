@@ -1,6 +1,7 @@
 """Are label errors edit distances, seconds those of the frames, and files what other programs read?"""
 
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +60,75 @@ def test_bad_labels(change, message):
     good |= {"targets": np.ones((2, 4), int), "target_lengths": np.array([4, 0])}
     with pytest.raises((TypeError, ValueError), match=f"label_errors: {message}"):
         metrics.label_errors(**good | change)
+
+
+def confidences(log_probs, words, how):
+    """Word by word: groups of equal numbers, without -1."""
+    found, probabilities = [], [min(math.exp(x), 1.0) for x in log_probs]
+    for number in sorted(set(words) - {-1}):
+        own = [p for p, word in zip(probabilities, words, strict=True) if word == number]
+        found.append({"min": min(own), "mean": sum(own) / len(own), "product": math.prod(own)}[how])
+    return found
+
+
+@pytest.mark.parametrize("how", ["min", "mean", "product"])
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)
+def test_word_confidence(how, batch):
+    """Any batch dimensions; words without labels, labels without words, garbage in the padding."""
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 8, batch)
+    log_probs = rng.normal(-1, 1, (*batch, 7)).astype(np.float32)  # some above 0
+    words = np.cumsum(rng.integers(0, 3, (*batch, 7)), -1)
+    words = np.where(rng.random(words.shape) < 0.2, -1, words)
+    padding = np.arange(7) >= counts[..., None]
+    dirty = np.where(padding, np.nan, log_probs), np.where(padding, -9, words)
+    labels = np.zeros_like(words)
+    got = metrics.word_confidence(labels, jnp.asarray(dirty[0]), counts, dirty[1], how=how)
+    flat = np.array([None] * counts.size, object)
+    for i, (count, x, number) in enumerate(zip(counts.ravel(), log_probs.reshape(-1, 7), words.reshape(-1, 7))):
+        flat[i] = confidences(x[:count].tolist(), number[:count].tolist(), how)
+    got = [got] if batch == () else list(itertools.chain(*got)) if len(batch) == 2 else got
+    assert [len(x) for x in got] == [len(x) for x in flat]
+    np.testing.assert_allclose(list(itertools.chain(*got)), list(itertools.chain(*flat)), rtol=1e-6)
+    assert all(isinstance(x, float) and 0 <= x <= 1 for x in itertools.chain(*got))
+
+
+def test_words_of_pieces_and_of_characters():
+    """A hypothesis may begin within a word; impossible labels, and unknown ones."""
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    labels, probabilities = np.array([3, 1, 3, 2, 0, 0]), [0.5, 0.25, 1.0, 0.0, np.nan, np.nan]
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(probabilities)
+    begins = np.array([False, True, True, False])  # pieces of a word
+    pieces = lambda labels: np.cumsum(begins[labels], -1)
+    assert metrics.word_confidence(labels, log_probs, 4, pieces, "product") == [0.5, 0.25, 0.0]
+    characters = lambda labels: np.where(labels == 1, -1, np.cumsum(labels == 1, -1))
+    assert metrics.word_confidence(labels, log_probs, 4, characters, "mean") == [0.5, 0.5]
+    unknown = metrics.word_confidence(labels, log_probs, 5, np.array([0, 1, 1, 1, 2, 2], np.uint8))
+    assert unknown[:2] == [0.5, 0.0] and np.isnan(unknown[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"how": "max"}, "how must be .*'min', 'mean', 'product'.*got 'max'"),
+        ({"counts": [4, 1]}, r"counts must lie in \[0, 3\].*got \[4, 1\]"),
+        ({"labels": np.ones((2, 3))}, "labels must have an integer dtype, got float64"),
+        ({"label_log_probs": np.ones((2, 3), int)}, "label_log_probs must have a floating dtype, got int64"),
+        ({"label_log_probs": np.zeros((2, 4))}, r"label_log_probs must have shape .* = \(2, 3\), got \(2, 4\)"),
+        ({"word_of_label": np.ones((2, 3), bool)}, "word_of_label must have an integer dtype, got bool"),
+        ({"word_of_label": lambda labels: labels[0]}, r"word_of_label must have shape .* = \(2, 3\), got \(3,\)"),
+        ({"word_of_label": "a b"}, "word_of_label must have an integer dtype"),
+        ({"word_of_label": [[0, 1, -1], [1, 0, 0]]}, r"word_of_label must never decrease.*got \[1, 0\]"),
+        ({"word_of_label": np.array([[0, 1, 1], [1, 0, 0]], np.uint8)}, r"word_of_label must never decrease.*\[1, 0\]"),
+    ],
+)
+def test_bad_words(change, message):
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    good = {"labels": np.ones((2, 3), int), "label_log_probs": np.zeros((2, 3)), "counts": [3, 2]}
+    with pytest.raises((TypeError, ValueError), match=f"word_confidence: {message}"):
+        metrics.word_confidence(**good | {"word_of_label": np.zeros((2, 3), int)} | change)
 
 
 def test_frames_to_seconds():

@@ -114,6 +114,14 @@ def test_symbolic_nodes(loss, sizes, implementation):
     check_symbolic(step(loss, implementation=implementation), shapes, p)
 
 
+@losses.reference_slow
+def test_symbolic_label_log_probs(implementation):
+    p = losses.problem(dtype=np.float32)
+    b, t, u = names("b", "t", "u")
+    loss = RNNTLoss(implementation=implementation)
+    check_symbolic(loss.label_log_probs, ((b, t, u + 1, 9), (b, u), (b,), (b,)), p)
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [("linear", DIMENSIONS[0]), ("function", DIMENSIONS[3]), losses.slow("linear", DIMENSIONS[3])],

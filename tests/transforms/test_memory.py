@@ -57,6 +57,17 @@ def test_training_step(loss, kernel, matmul):
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
 
 
+def test_token_weighted_step(kernel, matmul):
+    """One buffer for logits and gradient; the recursion keeps 40 planes."""
+    loss = jax_rnnt.RNNTLoss(implementation=kernel)
+
+    def step(weight, hidden, *rest):
+        return -loss.label_log_probs((hidden @ weight).reshape(B, T, U + 1, V), *rest).sum()
+
+    sizes = [temporaries(jax.value_and_grad(step, i), WEIGHT, HIDDEN, *REST) for i in (0, 1, (0, 1))]
+    assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
+
+
 def test_packed_training_step(kernel):
     """The same promise for logits [N, V]."""
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
