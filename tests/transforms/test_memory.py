@@ -58,7 +58,7 @@ def test_training_step(loss, kernel, matmul):
 
 
 def test_token_weighted_step(kernel, matmul):
-    """One buffer for logits and gradient; the recursion keeps 40 planes."""
+    """One buffer for logits and gradient; the recursion keeps about 26 planes."""
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
 
     def step(weight, hidden, *rest):
