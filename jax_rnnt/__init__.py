@@ -23,6 +23,7 @@ from jax_rnnt.losses import HATLoss as HATLoss
 from jax_rnnt.losses import MonotonicRNNTLoss as MonotonicRNNTLoss
 from jax_rnnt.losses import MultiblankRNNTLoss as MultiblankRNNTLoss
 from jax_rnnt.losses import RNNTLoss as RNNTLoss
+from jax_rnnt.losses import TargetRobustRNNTLoss as TargetRobustRNNTLoss
 from jax_rnnt.losses import TDTLoss as TDTLoss
 from jax_rnnt.losses import TransducerLoss as TransducerLoss
 from jax_rnnt.losses import mwer_loss as mwer_loss
@@ -46,6 +47,7 @@ __all__ = [
     "PackedLogits",
     "RNNTLoss",
     "TDTLoss",
+    "TargetRobustRNNTLoss",
     "TransducerLoss",
     "export_checks",
     "lengths_from_paddings",

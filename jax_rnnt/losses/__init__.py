@@ -13,4 +13,5 @@ from jax_rnnt.losses._pruning import prune_inputs as prune_inputs
 from jax_rnnt.losses._pruning import prune_ranges as prune_ranges
 from jax_rnnt.losses._rnnt import RNNTLoss as RNNTLoss
 from jax_rnnt.losses._rnnt import rnnt_loss as rnnt_loss
+from jax_rnnt.losses._target_robust import TargetRobustRNNTLoss as TargetRobustRNNTLoss
 from jax_rnnt.losses._tdt import TDTLoss as TDTLoss

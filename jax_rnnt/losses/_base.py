@@ -401,9 +401,9 @@ class TransducerLoss:
         -------
         dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
             A plane for each slot of `lattice`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
-            the lengths, unless a step of your own fills the plane; NaN for a sequence whose lengths or labels are out
-            of range. With `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus
-            the loss. The gradient reads and writes the logits once.
+            the lengths; NaN for a sequence whose lengths or labels are out of range. With
+            `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus the loss. The
+            gradient reads and writes the logits once.
         """
         return self._run(_methods.arcs, logits, targets, logit_lengths, target_lengths, label_windows, key)
 

@@ -278,8 +278,14 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 @_jit
 def arcs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
-    (loss, logits, nodes, num_frames, _, windows), bad = _prepare(loss, emission, *problem)
+    (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
     planes = _adjust(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    like = next(iter(planes.values()))
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (like.ndim - 1) + like.shape[-1:], like.ndim - 1)
+
+    def made(arc):
+        inside = (frame(like) < num_frames[..., None, None]) & (column + arc.du <= num_labels[..., None, None])
+        return jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, arc.of(planes), -jnp.inf))
+
     topology = loss.compose().topology
-    made = {wide.slot: arc.of(planes) for arc, wide in zip(topology, expanded(topology), strict=True)}
-    return {slot: jnp.where(bad[..., None, None], jnp.nan, x) for slot, x in made.items()}
+    return {wide.slot: made(arc) for arc, wide in zip(topology, expanded(topology), strict=True)}

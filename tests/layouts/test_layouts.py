@@ -29,7 +29,7 @@ def table():
     (head,) = re.findall(r"^\| loss \| array .*$", text, re.MULTILINE)
     names = [cell.strip(" `") for cell in head.strip("|").split("|")][1:]
     assert tuple(names) == layouts.NAMES
-    rows = [line.strip("|").split("|") for line in text.split(head)[1].splitlines()[2:8]]
+    rows = [line.strip("|").split("|") for line in text.split(head)[1].splitlines()[2 : 2 + len(LOSSES)]]
     return {row[0].strip(" `"): dict(zip(names, (cell.strip() for cell in row[1:]), strict=True)) for row in rows}
 
 

@@ -127,7 +127,11 @@ CONSTRAINED = Loss(
 )
 MULTIBLANK, TDT = multiblank(BIG), tdt(DURATIONS)
 HAT = Loss("hat", jax_rnnt.HATLoss, {"emission": truth.hat_emission})
-LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT
+SKIPS = {"skip_frame": -3.0, "skip_label": -0.3}
+ROBUST = Loss(
+    "target_robust", jax_rnnt.TargetRobustRNNTLoss, {"emission": truth.target_robust_emission, **SKIPS}, SKIPS
+)
+LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT, ROBUST
 # Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
 TILES = Loss("tiles", jax_rnnt.RNNTLoss, layout=in_tiles)
 BAND = Loss("band", jax_rnnt.RNNTLoss, layout=in_a_band)

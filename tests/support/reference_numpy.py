@@ -356,6 +356,29 @@ def hat_emission(logits, labels, *, blank, fused=True):
     return arcs, pullback
 
 
+def target_robust_emission(logits, labels, *, blank, fused=True, skip_frame=NEG, skip_label=NEG):
+    """A blank also has the weight of a skipped frame, except in the last one; a label that of all other labels."""
+    arcs, pullback = softmax_emission(logits, labels, blank=blank, fused=fused)
+    p, q = as_float(arcs["blank"]), as_float(arcs["label"])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        complement = lambda x: np.log(-np.expm1(np.minimum(x, 0)))
+        frame = np.where((np.arange(len(p)) < len(p) - 1)[:, None], skip_frame, NEG)
+        blanks, rest = np.logaddexp(p, frame), np.maximum(complement(p), q)  # the label and all others
+        parts = complement(skip_label) + np.where(rest == NEG, 0, q - rest), skip_label
+        more = np.logaddexp(*parts)
+
+    def pull(gradients):
+        share = lambda x, y: np.where((x == NEG) | (y == NEG), 0, np.exp(np.minimum(x - y, 700)))
+        with np.errstate(invalid="ignore"):
+            kept, mixed = (share(part, more) * gradients["label"] for part in parts)
+            others = rest > q
+            to_blank = gradients["blank"] * share(p, blanks) - np.where(others, mixed * share(p, rest), 0)
+        return pullback({"blank": to_blank, "label": kept + np.where(others, 0, mixed)})
+
+    exact = fractions_of if _is_exact(logits) else np.asarray
+    return {"blank": exact(blanks), "label": np.where(rest > q, exact(rest), arcs["label"]) + exact(more)}, pull
+
+
 def is_label(slot):
     """Whether FastEmit, windows and the delay penalty act on this arc."""
     return slot.startswith("label")

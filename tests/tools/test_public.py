@@ -51,7 +51,10 @@ OPTIONS = {
 }
 
 
-LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss rnnt_loss"
+LOSSES = (
+    "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss "
+    "TargetRobustRNNTLoss rnnt_loss"
+)
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
 BESIDE = (
     "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition DecodingRules"
@@ -141,6 +144,7 @@ OWN = {  # arguments of each loss before and beside the common ones
     "ConstrainedRNNTLoss": ((), {}),
     "HATLoss": ((), {"topology": "standard"}),
     "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
+    "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
     "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
 }
 

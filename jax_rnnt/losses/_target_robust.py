@@ -1,0 +1,124 @@
+"""TargetRobustRNNTLoss: frames and labels may be skipped, for transcripts with errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.losses._adjustments import frame
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import Composition, DecodingRules
+
+
+def _log_complement(x):
+    """log(1 - exp(x)); -inf for x >= 0."""
+    inside = x < 0
+    x = jnp.where(inside, x, -1)
+    near = x > -0.5
+    value = jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1))), jnp.log1p(-jnp.exp(jnp.where(near, -1, x))))
+    return jnp.where(inside, value, -jnp.inf)
+
+
+def _mixed(label, rest, skip):
+    """log((1 - c) exp(label) + c exp(rest)) with c = exp(skip) in [0, 1], for label <= rest.
+
+    Where c is near 1, its logarithm would give no derivative with respect to `skip`; where c is small, it underflows.
+    """
+    none = jnp.isneginf(rest)
+    rest = jnp.where(none, 0, rest)
+    ratio, large = jnp.where(none, 0, label) - rest, skip > -0.5
+    c = jnp.exp(jnp.where(large, skip, 0))
+    by_c = jnp.log(c + (1 - c) * jnp.exp(ratio))
+    small = jnp.where(large, -1, skip)
+    mixed = rest + jnp.where(large, by_c, jnp.logaddexp(small, ratio + _log_complement(small)))
+    return jnp.where(none, -jnp.inf, mixed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Skips:
+    """Adds the weight of a skipped frame to blanks, and of a skipped label to labels."""
+
+    frame: Any
+    label: Any
+
+    def __call__(self, planes, num_frames):
+        blank, label = planes["blank"], planes["label"]
+        if self.label is not None:
+            skip = jnp.asarray(self.label, label.dtype)
+            rest = _log_complement(blank)  # of all labels
+            rest = jnp.where(rest < label, label, rest)  # by rounding
+            label = jnp.where(skip > 0, jnp.nan, _mixed(label, rest, jnp.where(skip > 0, 0, skip)))
+        if self.frame is not None:
+            before_last = frame(blank) < num_frames[..., None, None] - 1
+            skipped = jnp.logaddexp(blank, jnp.asarray(self.frame, blank.dtype))
+            blank = jnp.where(before_last, skipped, blank)
+        return planes | {"blank": blank, "label": label}
+
+
+class TargetRobustRNNTLoss(TransducerLoss):
+    """Target-robust transducer loss (Bataev 2025): paths may skip frames and labels of a transcript with errors.
+
+    T frames, U labels, V classes (blank included). Node (t, u): t frames read, u labels written. With probabilities p
+    of the softmax over V and y = targets::
+
+        blank(t, u) = p[t, u, blank] + exp(skip_frame)                          t < T_b - 1
+        label(t, u) = p[t, u, y[u]] + exp(skip_label) (1 - p[t, u, blank] - p[t, u, y[u]])
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) blank(t - 1, u) + alpha(t, u - 1) label(t, u - 1)
+        loss        = -log alpha(T_b, U_b)
+
+    A skipped frame stands for speech that the transcript lacks (deletions): the star transducer has `skip_frame` alone.
+    A skipped label stands for a label that was not spoken (insertions): the bypass transducer has `skip_label` alone;
+    its weight is the probability of all other labels. Both together allow for wrong labels (substitutions). The last
+    frame ends with a blank. With both None this is `RNNTLoss`. Options, posteriors and alignments take an arc and its
+    skip as one. With `skip_frame` the loss may be below 0.
+
+    Parameters
+    ----------
+    skip_frame : float, scalar Array or None, default 0.0
+        Log-weight of a skipped frame, in nats; None: no frame may be skipped. It has a gradient.
+    skip_label : float, scalar Array or None, default 0.0
+        Added to the log-weight of a skipped label, in nats, at most 0 (where it is traced, a larger one makes the loss
+        NaN); None: no label may be skipped. It has a gradient.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    References
+    ----------
+    Bataev, "RNN-Transducer-based Losses for Speech Recognition on Noisy Targets", 2025, arXiv:2504.06963.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import TargetRobustRNNTLoss
+    >>> batch = jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2)
+    >>> [round(float(TargetRobustRNNTLoss(skip_frame=None, skip_label=x)(*batch)), 3) for x in (None, -2.0, 0.0)]
+    [7.354, 6.673, 4.581]
+    """
+
+    skip_frame: float | jax.Array | None = 0.0
+    skip_label: float | jax.Array | None = 0.0
+
+    def _check(self, function):
+        super()._check(function)
+        for name in ("skip_frame", "skip_label"):
+            if (value := getattr(self, name)) is not None:
+                self._set(name, _checks.scalar(function, name, value))
+        if isinstance(self.skip_label, float) and not self.skip_label <= 0:
+            raise ValueError(f"{function}: skip_label must be 0 or less, got {self.skip_label!r}.")
+
+    def compose(self) -> Composition:
+        """Softmax; blanks and labels with the weights of their skips."""
+        steps = (
+            () if self.skip_frame is None and self.skip_label is None else (_Skips(self.skip_frame, self.skip_label),)
+        )
+        return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=self.skip_frame is None)
+
+    def decoding(self) -> DecodingRules:
+        """As `RNNTLoss`: skips act on known targets."""
+        return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

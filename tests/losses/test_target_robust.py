@@ -1,0 +1,61 @@
+"""Are skipped frames and labels weighted as the recursion says? Values and gradients of logits: `LOSSES`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+from jax_rnnt import RNNTLoss, TargetRobustRNNTLoss
+
+SKIPS = (0.0, 0.0), (-1.5, -0.5), (2.0, -0.2), (-40.0, -40.0), (None, 0.0), (-1.0, None), (-np.inf, -np.inf)
+
+
+def values(skip_frame, skip_label, p, implementation):
+    return TargetRobustRNNTLoss(
+        skip_frame=skip_frame, skip_label=skip_label, reduction="none", implementation=implementation
+    )(*p)
+
+
+@pytest.mark.parametrize("skips", SKIPS, ids=str)
+@losses.reference_slow
+def test_weights(skips, implementation):
+    """Loss and the derivatives by both weights, against float64 sums and their differences."""
+    p = losses.problem()
+    known = {name: -np.inf if x is None else x for name, x in zip(("skip_frame", "skip_label"), skips)}
+    of = lambda **changed: truth.loss_and_gradient(*p, emission=truth.target_robust_emission, **known | changed)[0]
+    np.testing.assert_allclose(values(*skips, p, implementation), of(), rtol=1e-12)
+    leaves = [i for i, x in enumerate(skips) if x is not None and np.isfinite(x)]
+    if not leaves:
+        return
+    total = lambda *skips: values(*skips, p, implementation).sum()
+    made = jax.jit(jax.grad(total, leaves))(*skips)
+    for i, derivative in zip(leaves, made, strict=True):
+        name, x, h = list(known)[i], skips[i], 1e-5
+        # At 0, the largest skip_label, the difference is one-sided, of second order.
+        ends = [(x, 1.5), (x - h, -2), (x - 2 * h, 0.5)] if name == "skip_label" else [(x + h, 0.5), (x - h, -0.5)]
+        expected = sum(weight * of(**{name: end}).sum() for end, weight in ends) / h
+        np.testing.assert_allclose(derivative, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_no_skips(implementation):
+    p = losses.problem(dtype=np.float32)
+    rnnt = RNNTLoss(reduction="none", implementation=implementation)(*p)
+    losses.assert_same_bits(values(None, None, p, implementation), rnnt)
+
+
+def test_sure_of_a_blank():
+    """A blank of probability 1 after rounding leaves labels their own probability."""
+    logits = jnp.zeros((2, 2, 3)).at[..., 0].set(200.0)
+    batch = logits, jnp.array([1]), jnp.array(2), jnp.array(1)
+    loss = TargetRobustRNNTLoss(blank=0, skip_frame=None)
+    assert 198 < float(loss(*batch)) < 201 and np.isfinite(jax.grad(loss)(*batch)).all()
+
+
+def test_label_weights_above_0():
+    p = losses.problem()
+    with pytest.raises(ValueError, match=r"TargetRobustRNNTLoss: skip_label must be 0 or less, got 0\.5"):
+        TargetRobustRNNTLoss(skip_label=0.5)
+    found = jax.jit(lambda x: values(0.0, x, p, None))(0.5)
+    np.testing.assert_array_equal(np.isnan(found), p.target_lengths > 0)
