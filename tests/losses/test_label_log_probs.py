@@ -139,7 +139,8 @@ def test_gradients(loss, implementation):
     """The slope of the truth, for weights of both signs; odd sequences and impossible labels affect no other."""
     p = losses.problem(6, 4, 2, 6, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5, 4], [2, 1, 0, 1, 1, 2]))
     logits = p.logits.copy()
-    logits[5, :, 1, p.targets[5, 1]] = -np.inf  # the second label is impossible
+    # The second label is impossible; it may be skipped if another one is possible.
+    logits[5, :, 1, slice(None, -1) if loss is losses.ROBUST else p.targets[5, 1]] = -np.inf
     weights = np.random.default_rng(2).normal(size=(6, 2))
     value = loss.value(fastemit_lambda=1.0, implementation=implementation)
 
@@ -214,6 +215,8 @@ def test_long_utterance(implementation, dtype):
 @losses.every_layout
 def test_at_most_one(loss, implementation):
     """Labels that are certain: no probability above 1, not even by a bit, and gradients stay."""
+    if loss is losses.ROBUST:
+        pytest.skip("skipped frames add to the probability")
     for dtype in (np.float32, np.float64):
         p = losses.problem(64, 12, 6, 4, loss=loss, scale=1.0, lengths=([12] * 64, [6] * 64))
         p = p._replace(targets=np.zeros_like(p.targets))
