@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt.decode import _fusion
-from jax_rnnt.decode._fusion import Fusion
+from jax_rnnt.decode._fusion import Fusion, Networks
 from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_each
 from jax_rnnt.decode._hashing import append_label, fingerprints
 from jax_rnnt.decode._largest import largest_sums
@@ -71,23 +71,13 @@ class Beam(typing.NamedTuple):
     written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
 
 
-class Networks(typing.NamedTuple):
-    """The predictor and the models of fusion in their slots [B, 2 W, ...], after all labels that they have read."""
-
-    rows: jax.Array  # [B, 2 W, P]
-    predictor: Any
-    models: tuple
-    bonus: Any  # [B, 2 W, V]: what fusion adds to the score of each next label; None without fusion
-    key: Any  # [B, 2 W, 2]: hash that is equal where the rest is equal; None where rows are not packed
-
-
 class State(typing.NamedTuple):
     """Of the loop over steps."""
 
     frame: jax.Array  # [B]: of the utterance, the first one on which a hypothesis stands
     reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
     beam: Beam
-    networks: Networks
+    networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
     results: Any  # of `score_rows`, kept for their arrays
     bad: jax.Array  # [B]: NaN or +inf has been met
 
@@ -127,11 +117,9 @@ def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
 
 def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state):
     """(networks after their start labels in all slots, whether a state holds floating-point numbers)"""
-    scores, models = _fusion.begin(fusion, search, batch * width, start)
-    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, models)))
-    key = jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None
-    bonus = _fusion.bonus(fusion, search, scores, rows) if fusion.adds else None
-    networks = Networks(rows, state, models, bonus, key)
+    networks = _fusion.begin(fusion, search, start, rows, state)
+    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, networks.models)))
+    networks = networks._replace(key=jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None)
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
     return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks), recurrent
 
@@ -176,15 +164,12 @@ def advance(rules: Rules, state: State):
 
 def read_label(rules: Rules, networks: Networks, label) -> Networks:
     """Rows of the networks after one more label [N]."""
-    rows, state = rules.search.predictor.step(networks.predictor, label)
-    scores, models = _fusion.read(rules.fusion, networks.models, label)
-    key = networks.key
+    made, key = _fusion.read(rules.fusion, rules.search, networks, label), networks.key
     if key is not None and rules.recurrent:
         key = jnp.stack(append_label((key[:, 0], key[:, 1]), label), 1)
     elif key is not None:
-        key = fingerprints((rows, state, models))
-    bonus = _fusion.bonus(rules.fusion, rules.search, scores, rows) if rules.fusion.adds else None
-    return Networks(rows, state, models, bonus, key)
+        key = fingerprints((made.rows, made.predictor, made.models))
+    return made._replace(key=key)
 
 
 def keys(networks: Networks, slot):
@@ -223,7 +208,7 @@ def score(rules: Rules, state: State, active):
     row = row.reshape(shape)
     if rules.fusion.adds:
         labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
-        bad |= jnp.isnan(jnp.max(labels, -1)).reshape(shape)
+        bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))

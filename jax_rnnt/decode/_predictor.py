@@ -185,7 +185,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     return jnp.swapaxes(rows, 0, 1)
 
 
-def begin(function: str, name: str, predictor, batch: int, start: int):
+def begin(function: str, name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
     """(rows [batch, P], state) after the start label, checked: every later step makes the same types."""
     for method in ("initial", "step"):
         if not callable(getattr(predictor, method, None)):
@@ -201,10 +201,10 @@ def begin(function: str, name: str, predictor, batch: int, start: int):
     made, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
     _checks.no_draws(function, f"{name}.step", draws)
     if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"{function}: {name}.step must return (rows [B, P], state), got {made!r}.")
+        raise TypeError(f"{function}: {name}.step must return ({makes}, state), got {made!r}.")
     rows, after = made
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
-        raise ValueError(f"{function}: {name}.step must make rows [B, P] with B = {batch}, got {rows!r}.")
+        raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
     same_state(function, name, state, after)
     return predictor.step(state, labels)
 

@@ -202,8 +202,8 @@ def test_symbols(name):
     with pytest.raises(ValueError, match=r"predictor.symbols must be 2 or more, .* labels up to 1, got 1"):
         call("beam", few)
     lm = decode.Predictor(few.initial, lambda s, y: (jnp.zeros((len(y), V)), s), 0, few.symbols)
-    with pytest.raises(ValueError, match=r"lm.symbols must be 2 or more, .* got 1"):
-        call("beam", enough, lm=lm, lm_weight=0.5)
+    with pytest.raises(ValueError, match=r"fusion\[0\].symbols must be 2 or more, .* got 1"):
+        call("beam", enough, fusion=((lm, 0.5),))
     with pytest.raises(ValueError, match=r"start, by default the blank, must lie in \[-2, 2\) .* got 2"):
         call("beam", decode.Predictor(enough.initial, enough.step, None, V - 1))
 
@@ -214,7 +214,7 @@ def test_start_of_a_language_model():
     def scores(start):  # the first label is the score of all that follow
         step = lambda first, labels: (-jnp.where(first[:, None], labels[:, None], jnp.zeros((1, V))), first & False)
         lm = decode.Predictor(lambda batch: jnp.ones(batch, bool), step, start)
-        return call("beam", own(1), lm=lm, lm_weight=1.0)
+        return call("beam", own(1), fusion=((lm, 1.0),))
 
     assert_same(scores(None), scores(1))
     assert not np.allclose(scores(None), scores(2))

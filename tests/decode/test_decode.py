@@ -64,7 +64,7 @@ def fusion(model):
         internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
         return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
 
-    return dict(lm=lm, lm_weight=0.7, ilm_weight=0.3), added
+    return dict(fusion=((lm, 0.7),), ilm_weight=0.3), added
 
 
 # Greedy search runs on the whole family; beam search has the same moves.
@@ -140,9 +140,8 @@ def test_weights_of_zero():
         return jnp.broadcast_to(jnp.array([-jnp.inf, jnp.nan, -1.0]), (len(labels), model.tokens)), state
 
     def scores(step, weight, internal=0.0):
-        options = dict(
-            lm=decode.Predictor(lambda batch: (), step), lm_weight=weight, ilm_weight=internal, max_symbols=2
-        )
+        models = ((decode.Predictor(lambda batch: (), step), weight),)
+        options = dict(fusion=models, ilm_weight=internal, max_symbols=2)
         networks = model.parameters.joint, model.parameters.predictor
         return decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, **options).scores
 
