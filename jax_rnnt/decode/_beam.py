@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt.decode import _fusion
 from jax_rnnt.decode._beam_step import (
     Beam,
     Rules,
@@ -28,9 +29,8 @@ from jax_rnnt.decode._beam_step import (
     score_rows,
     step,
 )
-from jax_rnnt.decode import _fusion
 from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
-from jax_rnnt.decode._gather import take
+from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._packing import empty_results
 from jax_rnnt.decode._predictor import same_state
@@ -175,10 +175,22 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))
+    score, bad = ended(rules, state, score)
     norm = jnp.asarray(length_norm, rules.search.dtype)
     ranks = score if _checks.is_zero(length_norm) else score / (now.counts + 1).astype(score.dtype) ** norm
     _, order = jax.lax.top_k(ranks, rules.width)
-    score, counts, written = (take(x, order) for x in (score, now.counts, now.written))
-    score = jnp.where(state.bad[:, None], jnp.nan, score)
+    arrays = score, now.counts, now.written, now.log_probs
+    score, counts, written, log_probs = (take(x, order) for x in arrays)
+    score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))
-    return hypotheses(labels, frames, durations, counts, score, after)
+    return hypotheses(labels, frames, durations, log_probs, counts, score, after)
+
+
+def ended(rules: Rules, state: State, score):
+    """(scores [B, W] of hypotheses that end here, bad [B]): models of fusion may score an end."""
+    if not rules.fusion.ends:
+        return score, state.bad
+    now, models = state.beam, state.networks.models
+    rows = jax.tree.map(lambda x: hypothesis_rows(x, now.slot, None), models)
+    score = _fusion.at_the_end(rules.fusion, rows, flat(now.unread), flat(score)).reshape(score.shape)
+    return score, state.bad | jnp.any(jnp.isnan(score), -1)

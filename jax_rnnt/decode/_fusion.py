@@ -5,7 +5,6 @@ B utterances, N hypotheses, V tokens (labels and blanks), P the width of predict
 
 from __future__ import annotations
 
-import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -50,11 +49,16 @@ class Fusion(typing.NamedTuple):
         return bool(self.models) or self.internal
 
     @property
+    def ends(self) -> bool:
+        """Whether a model scores the end of an utterance."""
+        return any(part.function("final") for part in self.models)
+
+    @property
     def bad(self):
         """Whether a traced weight is NaN or infinite; those that are known have been checked."""
         weights = (self.internal_weight, *(part.weight for part in self.models))
-        traced = [~jnp.isfinite(x) for x in weights if _checks.known(x) is None]
-        return functools.reduce(jnp.logical_or, traced, False)
+        traced = [x for x in weights if _checks.known(x) is None]
+        return ~jnp.isfinite(sum(map(jnp.abs, traced[1:]), traced[0])) if traced else False
 
 
 class Networks(typing.NamedTuple):
@@ -139,7 +143,7 @@ def begin_model(part: Weighted, search: Search, rows: int, start: int):
 
 
 def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
-    """Networks of a stream [B, ...] or, in slots, [B, K, ...]: models learn which utterance of the batch each row is."""
+    """Networks of a stream, in rows [B, ...] or slots [B, K, ...], whose models know the utterances of this batch."""
     models, batch = [], networks.rows.shape[:-1]
     rows = math.prod(batch)
     for part, state in zip(fusion.models, networks.models):
@@ -189,14 +193,20 @@ def internal_scores(search: Search, rows):
 
 
 def at_the_end(fusion: Fusion, states: tuple, unread, scores):
-    """`scores` [N] with those that models give to an end here, after one more label `unread` [N], if it is not -1."""
+    """`scores` [N] with those that models give to an end here, after one more label `unread` [N], if it is not -1.
+
+    NaN where that is NaN or +inf; scores of -inf and NaN stay.
+    """
+    if not fusion.ends:
+        return scores
+    ended = scores
     for part, state in zip(fusion.models, states):
         if final := part.function("final"):
             if unread is not None:
                 _, after = part.model.step(state, jnp.maximum(unread, 0))
                 state = replace_rows(unread >= 0, after, state)
-            scores = added(scores, part.weight, final(state))
-    return scores
+            ended = added(ended, part.weight, final(state))
+    return jnp.where(scores > -jnp.inf, jnp.where(ended < jnp.inf, ended, jnp.nan), scores)
 
 
 def added(total, weight, scores):

@@ -63,6 +63,7 @@ class State(typing.NamedTuple):
     labels: jax.Array  # [B, L]
     frames: jax.Array  # [B, L]
     durations: jax.Array  # [B, L]
+    log_probs: jax.Array  # [B, L]: of the labels
     networks: Networks
 
 
@@ -73,6 +74,7 @@ class Walk(typing.NamedTuple):
     reached: jax.Array  # [B]: as in `State`
     score: jax.Array  # [B]: as in `State`
     label: jax.Array  # [B]: -1 for none
+    log_prob: jax.Array  # [B]: of the label, in the model alone
     at: jax.Array  # [B]: where in the window the last move was taken
     reads: jax.Array  # [B]: frames that it read
 
@@ -207,7 +209,7 @@ def run_steps(rules: Rules, stream: Stream) -> State:
     """The state after all frames of this part."""
     zeros = jnp.zeros_like(stream.skip)
     none = jnp.full((zeros.shape[0], rules.max_labels), -1, jnp.int32)
-    written = none, none, none
+    written = none, none, none, jnp.zeros(none.shape, rules.search.dtype)
     state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, stream.networks)
     state = rules.search.vary(state)
     return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
@@ -219,7 +221,9 @@ def result(rules: Rules, state: State, bad) -> Hypotheses:
     scores = jnp.where(search.bad | rules.fusion.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
     skip, reached = state.frame - lengths, state.reached - lengths
     after = Stream(rules.first + lengths, skip, reached, scores, state.networks)
-    return hypotheses(state.labels, state.frames, state.durations, state.counts, scores, after)
+    written = state.labels, state.frames, state.durations, state.log_probs
+    scores = _fusion.at_the_end(rules.fusion, state.networks.models, None, scores)
+    return hypotheses(*written, state.counts, scores, after)
 
 
 # ----------------------------------------------------------------------------------------------------- one step
@@ -236,7 +240,7 @@ def step(rules: Rules, state: State) -> State:
 
 
 def best_moves(rules: Rules, state: State):
-    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1."""
+    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, its own."""
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
     frame = state.frame[:, None] + offsets
@@ -244,9 +248,9 @@ def best_moves(rules: Rules, state: State):
     encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
     logits = search.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(batch, window, search.classes)
     scores, labels = symbols.scores(logits)
-    if rules.fusion.adds:
-        labels = labels + state.networks.bonus[:, None]
-    label_score, label = peak(labels)
+    bonus = state.networks.bonus
+    label_score, label = peak(labels if bonus is None else labels + bonus[:, None])
+    log_prob = label_score if bonus is None else jnp.take_along_axis(labels, label[..., None], -1)[..., 0]
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
@@ -255,19 +259,20 @@ def best_moves(rules: Rules, state: State):
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores, -1)
     reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1)
+    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1), log_prob
 
 
-def follow(rules: Rules, state: State, score, reads, needs, label) -> Walk:
+def follow(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
     """The best moves up to the first label, or out of the window."""
     search = rules.search
     zeros = jnp.zeros_like(state.frame)
-    walk = Walk(zeros, state.reached, state.scores, zeros - 1, zeros, zeros)
+    walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros)
     for k in range(rules.window):
         frame = state.frame + k
         here = (walk.ahead == k) & (walk.label < 0) & (frame < search.lengths)
         reached = frame + needs[:, k] if search.symbols.reach else walk.reached
-        move = Walk(k + reads[:, k], reached, walk.score + score[:, k], label[:, k], zeros + k, reads[:, k])
+        score_after, at = walk.score + score[:, k], zeros + k
+        move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k])
         walk = replace_rows(here, move, walk)
     return walk
 
@@ -281,9 +286,9 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
     count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
     columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
     here = (columns == state.counts[:, None]) & writes[:, None]
-    new = walk.label, rules.first + state.frame + walk.at, walk.reads
-    old = state.labels, state.frames, state.durations
-    labels, frames, durations = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
+    new = walk.label, rules.first + state.frame + walk.at, walk.reads, walk.log_prob
+    old = state.labels, state.frames, state.durations, state.log_probs
+    labels, frames, durations, log_probs = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
     return state._replace(
         frame=state.frame + walk.ahead,
         count_here=count_here,
@@ -293,6 +298,7 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
         labels=labels,
         frames=frames,
         durations=durations,
+        log_probs=log_probs,
     )
 
 
