@@ -31,6 +31,7 @@ from jax_rnnt.decode._beam_step import (
 )
 from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode._gather import flat, hypothesis_rows, take
+from jax_rnnt.decode._hashing import append_label
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._packing import empty_results
 from jax_rnnt.decode._predictor import same_state
@@ -139,6 +140,7 @@ def beam(
         if state is None:
             state = fresh
         else:
+            state = fitted(fresh, state)
             same_state(function, "state of beam", fresh, state)
             state = state._replace(networks=_fusion.placed(models, function, state.networks))
         beyond = beyond_the_end(search, exact_end, state.reached)
@@ -155,6 +157,17 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     zeros = jnp.zeros(batch, jnp.int32)
     beam = first_beam(batch, width, max_labels, search.dtype)
     return Stream(zeros, jnp.zeros(batch, bool), zeros, beam, networks), recurrent
+
+
+def fitted(fresh: Stream, state):
+    """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
+    networks = getattr(state, "networks", None)
+    if networks is None or (networks.key is None) == (fresh.networks.key is None):
+        return state
+    if (key := fresh.networks.key) is not None:  # slots share no rows until their next labels
+        slots = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32)[None], key.shape[:2])
+        key = jnp.stack(append_label((slots, slots), slots), 2)
+    return state._replace(networks=networks._replace(key=key))
 
 
 def run_steps(rules: Rules, stream: Stream, bad) -> State:

@@ -124,8 +124,8 @@ def greedy(
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     fusion : sequence of pairs (model, weight), default ()
-        Adds weight times the score that a model gives to a label: shallow fusion with language models, phrases. A model
-        is an object as `Predictor` describes. A score of -inf forbids the label. Weights may be traced, or below 0. 0
+        Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
+        which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
         adds nothing; a Python 0 skips the model.
     ilm_weight : float or scalar Array, default 0.0
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax

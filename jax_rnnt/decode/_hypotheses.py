@@ -26,7 +26,7 @@ class Hypotheses(typing.NamedTuple):
     counts : Array, int32 [...]
         Labels of each hypothesis; 0 where the score is -inf or NaN.
     scores : Array, float32 (float64 for float64 logits) [...]
-        Log-probability in nats, from the start of the stream, with what `beam` adds to it. -inf: there is no (further)
+        Log-probability in nats, from the start of the stream, with what `fusion` adds. -inf: there is no (further)
         hypothesis, so no labels. NaN: logits held NaN or +inf, the length was out of range, or the last part of a
         stream was too short for `exact_end`.
     label_log_probs : Array, dtype of `scores` [..., L]

@@ -54,6 +54,8 @@ def test_streams(name, function, sizes):
     for b in range(3):
         joined = [[*itertools.chain(*rows)] for rows in zip(*(trimmed(part, b) for part in parts))]
         assert joined == trimmed(whole, b)
+        log_probs = np.concatenate([part.label_log_probs[b, : part.counts[b]] for part in parts])
+        assert_same(log_probs, whole.label_log_probs[b, : whole.counts[b]])
 
 
 UNMERGED = functools.partial(decode.beam, merge=False)
