@@ -33,7 +33,7 @@ from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hashing import append_label
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode._packing import empty_results
+from jax_rnnt.decode._packing import empty_results, packs
 from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
 
@@ -140,7 +140,7 @@ def beam(
         if state is None:
             state = fresh
         else:
-            state = fitted(fresh, state)
+            state = fitted(state, search.lengths.shape[0] * width)
             same_state(function, "state of beam", fresh, state)
             state = state._replace(networks=_fusion.placed(models, function, state.networks))
         beyond = beyond_the_end(search, exact_end, state.reached)
@@ -159,15 +159,16 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     return Stream(zeros, jnp.zeros(batch, bool), zeros, beam, networks), recurrent
 
 
-def fitted(fresh: Stream, state):
+def fitted(state, rows: int):
     """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
-    networks = getattr(state, "networks", None)
-    if networks is None or (networks.key is None) == (fresh.networks.key is None):
+    if not isinstance(state, Stream) or (state.networks.key is not None) == packs(rows):
         return state
-    if (key := fresh.networks.key) is not None:  # slots share no rows until their next labels
-        slots = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32)[None], key.shape[:2])
-        key = jnp.stack(append_label((slots, slots), slots), 2)
-    return state._replace(networks=networks._replace(key=key))
+    key = None
+    if packs(rows):  # slots share no rows until their next labels
+        batch, slots, _ = state.networks.rows.shape
+        slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (batch, slots))
+        key = jnp.stack(append_label((slot, slot), slot), 2)
+    return state._replace(networks=state.networks._replace(key=key))
 
 
 def run_steps(rules: Rules, stream: Stream, bad) -> State:

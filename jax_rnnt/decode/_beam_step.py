@@ -216,8 +216,7 @@ def score(rules: Rules, state: State, active):
     results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
     moves, labels, bad = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
-    own = labels, row.reshape(shape)
-    row = row.reshape(shape)
+    own = labels, row = labels, row.reshape(shape)
     if rules.fusion.adds:
         labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
@@ -247,8 +246,8 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
     frame = jnp.broadcast_to(state.frame[:, None], active.shape)
     may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here) & active[..., None]
-    moves = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
-    moves = [moves[..., i] for i in range(len(symbols.moves))]
+    gains = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
+    moves = [gains[..., i] for i in range(len(symbols.moves))]
 
     own = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
     none = jnp.zeros(active.shape, jnp.int32)

@@ -240,7 +240,9 @@ def step(rules: Rules, state: State) -> State:
 
 
 def best_moves(rules: Rules, state: State):
-    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, its own."""
+    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, and its
+    log-probability in the model alone.
+    """
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
     frame = state.frame[:, None] + offsets
@@ -248,9 +250,9 @@ def best_moves(rules: Rules, state: State):
     encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
     logits = search.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(batch, window, search.classes)
     scores, labels = symbols.scores(logits)
-    bonus = state.networks.bonus
-    label_score, label = peak(labels if bonus is None else labels + bonus[:, None])
-    log_prob = label_score if bonus is None else jnp.take_along_axis(labels, label[..., None], -1)[..., 0]
+    fused = labels + state.networks.bonus[:, None] if rules.fusion.adds else labels
+    label_score, label = peak(fused)
+    log_prob = jnp.take_along_axis(labels, label[..., None], -1, mode="promise_in_bounds")[..., 0]
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)

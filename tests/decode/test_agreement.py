@@ -117,11 +117,17 @@ def problem(name, loss="rnnt", blank=2):
     return value, joint, *predictors(name, tokens, int(blank != 1)), rng.normal(0, 2, (2, T, P)), lengths
 
 
+def still(predictor):
+    """A module of one's own without its dropout, which decoders turn off and `predict` does not."""
+    return decode.nnx_predictor(predictor) if isinstance(predictor, nnx.Module) else predictor
+
+
 @pytest.mark.parametrize(("name", "loss"), PAIRS)
 def test_scores_are_losses(name, loss):
     """Without a word about the start label: N-best scores are minus the losses of their labels, in the model's rows.
 
-    So is the score of greedy search where one path alone has its labels: in one frame.
+    So is the score of greedy search where one path alone has its labels: in one frame. The rows of training are those
+    of `predict`, with which `mwer_loss` has the probabilities of the search.
     """
     value, joint, predictor, training, encoder, lengths = problem(name, loss, NAMED[loss].first_blank)
     options = dict(max_symbols=MOST, exact_end=True)
@@ -129,12 +135,19 @@ def test_scores_are_losses(name, loss):
     found = jax.jit(search)(encoder, lengths)
     counts, targets = np.asarray(found.counts), np.maximum(found.labels, 0)
     rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
-    np.testing.assert_allclose(training(targets[:, 0]), rows[:, 0], rtol=EXACT, atol=EXACT)
+    for same in training, functools.partial(decode.predict, still(predictor)):
+        np.testing.assert_allclose(same(targets[:, 0]), rows[:, 0], rtol=EXACT, atol=EXACT)
     frames = np.broadcast_to(lengths[:, None], counts.shape)
     nll = np.asarray(value(JointLogits(joint, encoder[:, None], rows), targets, frames, counts))
     alive = np.asarray(found.scores) > -np.inf
     assert alive.sum() > 8
     np.testing.assert_allclose(np.asarray(found.scores)[alive], -nll[alive], rtol=1e-9, atol=1e-9)
+    expected = [
+        np.exp(x) @ (n - n.mean()) / np.exp(x).sum()
+        for x, n in ((found.scores[b][a], counts[b][a]) for b, a in enumerate(alive))
+    ]
+    mwer = jax_rnnt.mwer_loss(jnp.where(alive, nll, jnp.inf), counts, reduction="none")
+    np.testing.assert_allclose(mwer, expected, rtol=1e-9, atol=1e-9)
     short = np.ones(2, np.int32)
     one = jax.jit(lambda x, n: decode.greedy(value, joint, predictor, x, n, 1, **options))(encoder, short)
     targets = np.maximum(one.labels, 0)
