@@ -31,25 +31,24 @@ BEAM = functools.partial(decode.beam, width=11)  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize("search", [decode.greedy, BEAM], ids=["greedy", "beam"])
 
 
-class Trigrams:
-    """Scores of all tokens by the last two labels, with integer states and a score of the end."""
+class FourGrams:
+    """Scores of all tokens by the last three labels, with integer states and a score of the end."""
 
     def __init__(self, table):
         self.table, self.symbols = table, len(table)
 
     def initial(self, batch):
-        return jnp.zeros((batch, 2), jnp.int32)
+        return jnp.zeros((batch, 3), jnp.int32)
 
     def step(self, state, labels):
-        state = jnp.stack([state[:, 1], labels], 1)
-        return jnp.asarray(self.table)[state[:, 0], state[:, 1]], state
+        state = jnp.concatenate([state[:, 1:], labels[:, None]], 1)
+        return jnp.asarray(self.table)[tuple(state.T)], state
 
     def final(self, state):
-        return jnp.asarray(self.table)[state[:, 0], state[:, 1], 0]
+        return jnp.asarray(self.table)[tuple(state.T)][:, 0]
 
     def by_hand(self, prefix, label, start):
-        first, second = (0, start, *prefix)[-2:]
-        return self.table[first, second, 0 if label is None else label]
+        return self.table[(0, 0, start, *prefix)[-3:]][0 if label is None else label]
 
 
 class Memory:
@@ -77,22 +76,22 @@ class Memory:
 def models_of(model, forbidden=None, memory=-0.4):
     """(options of a search, {what they add to a label, to an end}): two models and the internal language model.
 
-    `forbidden`: a trigram of which the score is -inf. `memory`: the weight of the second model.
+    `forbidden`: a 4-gram of which the score is -inf. `memory`: the weight of the second model.
     """
     rng = np.random.default_rng(5)
-    table = truth.log_softmax(rng.normal(0, 2, (model.tokens,) * 3))
+    table = truth.log_softmax(rng.normal(0, 2, (model.tokens,) * 4))
     table[..., LABELS:] = np.nan  # no scores of labels
     if forbidden:
         table[forbidden] = -np.inf
-    trigrams, second = Trigrams(table), Memory(rng.normal(size=(LABELS, H)), rng.normal(size=(H, LABELS)))
+    grams, second = FourGrams(table), Memory(rng.normal(size=(LABELS, H)), rng.normal(size=(H, LABELS)))
 
     def fuse(prefix, label):
         internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        added = 0.7 * trigrams.by_hand(prefix, label, model.tokens - 1) + memory * second.by_hand(prefix, label)
+        added = 0.7 * grams.by_hand(prefix, label, model.tokens - 1) + memory * second.by_hand(prefix, label)
         return added - 0.3 * truth.log_softmax(internal[:LABELS])[label]
 
-    final = lambda labels: 0.7 * trigrams.by_hand(labels, None, model.tokens - 1)
-    return dict(fusion=((trigrams, 0.7), (second, memory)), ilm_weight=0.3), dict(fuse=fuse, final=final)
+    final = lambda labels: 0.7 * grams.by_hand(labels, None, model.tokens - 1)
+    return dict(fusion=((grams, 0.7), (second, memory)), ilm_weight=0.3), dict(fuse=fuse, final=final)
 
 
 # -------------------------------------------------------------------------------------- plain loops and enumeration
@@ -104,7 +103,7 @@ def test_greedy_is_the_plain_loop(loss):
     changed = 0
     for seed in range(2):
         model = Model(loss, batch=8, frames=7, seed=seed)
-        options, added = models_of(model, forbidden=(0, 1, 1))
+        options, added = models_of(model, forbidden=(..., 0, 1, 1))
         rules = dict(exact_end=bool(seed), max_symbols=2)
         found = model.search(decode.greedy, ROOM, window=3, **options, **rules)
         for b in range(8):
@@ -126,7 +125,7 @@ def test_beam_is_the_enumeration(name):
 
 
 def test_shared_rows():
-    """Hypotheses share rows of a predictor that sees one label; trigrams tell them apart."""
+    """Hypotheses share rows of a predictor that sees one label; 4-grams tell them apart."""
     model = Model(losses.HAT)
     parameters = model.parameters = model.parameters._replace(mix=np.zeros((H, H)))
     embed = jnp.asarray(parameters.embed)
@@ -147,7 +146,7 @@ def test_streams(search):
     """Each part ends as an utterance would end there; the last one as the whole does, bit for bit."""
     model = Model(losses.TDT, batch=3, frames=13)
     model.lengths = np.array([13, 11, 6], np.int32)
-    options, _ = models_of(model, forbidden=(0, 1, 1))
+    options, _ = models_of(model, forbidden=(..., 0, 1, 1))
     run = lambda *part, state=None: model.search(search, 40, encoder=part[0], lengths=part[1], state=state, **options)
     whole, state, start, parts = run(model.encoder, model.lengths), None, 0, []
     for size in (5, 1, 7):
@@ -228,11 +227,12 @@ def test_split_batches(devices):
 def test_weights(search):
     """Traced ones share a program: 0 adds nothing, NaN and inf give NaN; NaN and +inf of a model spoil an utterance."""
     model = Model(losses.RNNT)
+    model.lengths = np.array([0, 3], np.int32)
     options, _ = models_of(model)
     (one, _), (two, _) = options["fusion"]
 
     class Ends(Tables):
-        final = lambda self, state: self.tables[state, 0]
+        final = lambda self, state: self.tables[state, LABELS]
 
     nothing = np.zeros((2, model.tokens))
 
@@ -250,10 +250,10 @@ def test_weights(search):
             weights = [0.0, 0.0, 0.0]
             weights[i] = bad
             assert np.isnan(scores(*weights)).all()
-    for label in (0, 1):
+    for column in (0, 1, LABELS):  # of two labels, and of the end
         for bad in (np.nan, np.inf):
             tables = np.zeros((2, model.tokens))
-            tables[1, label] = bad
+            tables[1, column] = bad
             spoilt = scores(0.0, 0.0, 0.0, tables)
             assert np.isnan(spoilt[1]).all()
             assert_same(spoilt[0], scores(0.0, 0.0, 0.0)[0])
