@@ -176,10 +176,8 @@ def bonus(fusion: Fusion, search: Search, scores, rows):
         given = jnp.pad(given[:, : search.tokens], [(0, 0), (0, max(search.tokens - given.shape[1], 0))])
         total = added(total, weight, given)
     if fusion.internal:
-        own = internal_scores(search, rows)
-        total = total - weighted(
-            jnp.asarray(fusion.internal_weight, search.dtype), jnp.where(jnp.isneginf(own), 0, own)
-        )
+        own, weight = internal_scores(search, rows), jnp.asarray(fusion.internal_weight, search.dtype)
+        total = total - weighted(weight, jnp.where(jnp.isneginf(own), 0, own))
     return jnp.where(search.symbols.is_blank(total), 0, total)
 
 
@@ -211,9 +209,9 @@ def at_the_end(fusion: Fusion, states: tuple, unread, scores):
 
 def added(total, weight, scores):
     """total + weight scores; scores of -inf forbid, unless the weight is 0."""
-    weight = jnp.asarray(weight, total.dtype)
+    weight, scores = jnp.asarray(weight, total.dtype), scores.astype(total.dtype)
     forbids = jnp.isneginf(scores) & (weight != 0)
-    return jnp.where(forbids, -jnp.inf, total + weighted(weight, scores.astype(total.dtype)))
+    return jnp.where(forbids, -jnp.inf, total + weighted(weight, scores))
 
 
 def weighted(weight, x):

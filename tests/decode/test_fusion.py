@@ -205,7 +205,7 @@ def test_utterances_with_models_of_their_own(search):
 
 
 def test_split_batches(devices):
-    """Models for all utterances are run by each device; those of single ones are refused."""
+    """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
     model = Model(losses.RNNT, batch=8)
     options, _ = models_of(model)
     networks = model.parameters.joint, model.parameters.predictor
@@ -213,7 +213,9 @@ def test_split_batches(devices):
     with meshes.mesh_of(devices[:4], "explicit", (4,)) as mesh:
         split = NamedSharding(mesh, PartitionSpec("data"))
         given = model.loss.value(), *networks, *(jax.device_put(x, split) for x in (model.encoder, model.lengths)), MOST
-        found = decode.greedy(*given, **options)
+        weigh = lambda weights: tuple((model, w) for (model, _), w in zip(options["fusion"], weights))
+        search = lambda x, n, w: decode.greedy(*given[:3], x, n, MOST, fusion=weigh(w), ilm_weight=0.3)
+        found = jax.jit(search)(*given[3:5], (0.7, -0.4))
         with pytest.raises(ValueError, match=r"greedy: fusion\[0\].utterances must be None, got 8 where.*shard_map"):
             decode.greedy(*given, fusion=((Tables(np.zeros((8, model.tokens))), 1.0),))
     for x, y in zip(found[:-1], expected[:-1]):
