@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt.decode import _fusion
 from jax_rnnt.decode._beam_step import (
     Beam,
-    Networks,
     Rules,
     State,
     first_beam,
@@ -28,10 +29,11 @@ from jax_rnnt.decode._beam_step import (
     score_rows,
     step,
 )
-from jax_rnnt.decode._fusion import Fusion, checked_fusion
-from jax_rnnt.decode._gather import take
+from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
+from jax_rnnt.decode._gather import flat, hypothesis_rows, take
+from jax_rnnt.decode._hashing import append_label
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode._packing import empty_results
+from jax_rnnt.decode._packing import empty_results, packs
 from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
 
@@ -59,8 +61,7 @@ def beam(
     merge: bool = True,
     threshold: float | jax.Array | None = None,
     length_norm: float = 0.0,
-    lm=None,
-    lm_weight: float | jax.Array | None = None,
+    fusion: Sequence[tuple[Any, float | jax.Array]] = (),
     ilm_weight: float | jax.Array = 0.0,
     start: int | None = None,
     exact_end: bool | jax.Array = False,
@@ -75,7 +76,7 @@ def beam(
 
     Parameters
     ----------
-    loss, joint, predictor, encoder_out, lengths, start, exact_end
+    loss, joint, predictor, encoder_out, lengths, fusion, ilm_weight, start, exact_end
         As for `greedy`. The predictor runs on B `width` sequences.
     max_labels : int
         Room for labels in a hypothesis, over the whole stream.
@@ -89,17 +90,6 @@ def beam(
         Drops hypotheses with a score more than this, in nats, below the best. Fewer hypotheses take less time.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
-    lm : Predictor, optional
-        A language model: ``step(state, labels) -> (log_probs [N, V], state)`` with a column for every token; those of
-        blanks are not read. Without a `start` it gets that of the predictor.
-    lm_weight : float or scalar Array
-        Adds lm_weight times the language model's log-probability to each label (shallow fusion); -inf forbids the
-        label. 0 adds nothing; a Python 0 skips the network. `lm` needs it.
-    ilm_weight : float or scalar Array
-        Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
-        of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For
-        `HATLoss` it is the model's own (Variani et al. 2020); for others, without blanks, an estimate (Meng et al.
-        2021). A Python 0 skips its network.
     state : pytree, optional
         `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole stream.
 
@@ -111,7 +101,7 @@ def beam(
     Raises
     ------
     TypeError, ValueError
-        As for `greedy`; a language model of another vocabulary.
+        As for `greedy`.
 
     See Also
     --------
@@ -121,8 +111,6 @@ def beam(
     ----------
     Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
     Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
-    Meng et al., "Internal Language Model Estimation for Domain-Adaptive End-to-End Speech Recognition", 2021,
-    arXiv:2011.01991.
 
     Examples
     --------
@@ -142,19 +130,21 @@ def beam(
         if isinstance(threshold, float) and not threshold >= 0:
             raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
     _checks.scalar(function, "length_norm", length_norm)
-    fusion = checked_fusion(function, lm, lm_weight, ilm_weight)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
         search, label, *first = prepare(function, *given, max_symbols, start, width)
-        fresh, recurrent = first_stream(search, fusion, *sizes, label, *first)
+        fresh, recurrent = first_stream(search, models, *sizes, label, *first)
         if state is None:
             state = fresh
         else:
+            state = fitted(state, search.lengths.shape[0] * width)
             same_state(function, "state of beam", fresh, state)
+            state = state._replace(networks=_fusion.placed(models, function, state.networks))
         beyond = beyond_the_end(search, exact_end, state.reached)
-        rules = Rules(search, fusion, recurrent, state.first, *sizes, merge, threshold)
+        rules = Rules(search, models, recurrent, state.first, *sizes, merge, threshold)
         return result(rules, run_steps(rules, state, beyond), length_norm)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
@@ -169,12 +159,24 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     return Stream(zeros, jnp.zeros(batch, bool), zeros, beam, networks), recurrent
 
 
+def fitted(state, rows: int):
+    """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
+    if not isinstance(state, Stream) or (state.networks.key is not None) == packs(rows):
+        return state
+    key = None
+    if packs(rows):  # slots share no rows until their next labels
+        batch, slots, _ = state.networks.rows.shape
+        slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (batch, slots))
+        key = jnp.stack(append_label((slot, slot), slot), 2)
+    return state._replace(networks=state.networks._replace(key=key))
+
+
 def run_steps(rules: Rules, stream: Stream, bad) -> State:
     """The state after all frames of this part; `bad` [B]: utterances without a result."""
     search, beam, networks = rules.search, stream.beam, stream.networks
     score = functools.partial(score_rows, search)
     results = empty_results(rules.rows, rules.usual_rows, score, search.encoder_out, networks.rows)
-    bad = stream.bad | search.bad | bad
+    bad = stream.bad | search.bad | rules.fusion.bad | bad
     state = search.vary(State(first_frame(beam), stream.reached, beam, networks, results, bad))
     return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
@@ -187,10 +189,22 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))
+    score, bad = ended(rules, state, score)
     norm = jnp.asarray(length_norm, rules.search.dtype)
     ranks = score if _checks.is_zero(length_norm) else score / (now.counts + 1).astype(score.dtype) ** norm
     _, order = jax.lax.top_k(ranks, rules.width)
-    score, counts, written = (take(x, order) for x in (score, now.counts, now.written))
-    score = jnp.where(state.bad[:, None], jnp.nan, score)
+    arrays = score, now.counts, now.written, now.log_probs
+    score, counts, written, log_probs = (take(x, order) for x in arrays)
+    score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))
-    return hypotheses(labels, frames, durations, counts, score, after)
+    return hypotheses(labels, frames, durations, log_probs, counts, score, after)
+
+
+def ended(rules: Rules, state: State, score):
+    """(scores [B, W] of hypotheses that end here, bad [B]): models of fusion may score an end."""
+    if not rules.fusion.ends:
+        return score, state.bad
+    now, models = state.beam, state.networks.models
+    rows = jax.tree.map(lambda x: hypothesis_rows(x, now.slot, None), models)
+    score = _fusion.at_the_end(rules.fusion, rows, flat(now.unread), flat(score)).reshape(score.shape)
+    return score, state.bad | jnp.any(jnp.isnan(score), -1)

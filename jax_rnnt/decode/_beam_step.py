@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt.decode import _fusion
-from jax_rnnt.decode._fusion import Fusion
+from jax_rnnt.decode._fusion import Fusion, Networks
 from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_each
 from jax_rnnt.decode._hashing import append_label, fingerprints
 from jax_rnnt.decode._largest import largest_sums
@@ -69,16 +69,7 @@ class Beam(typing.NamedTuple):
     slot: jax.Array  # [B, W]: where its networks are
     key: jax.Array  # [B, W, 2]: hash of the labels
     written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
-
-
-class Networks(typing.NamedTuple):
-    """The predictor and the models of fusion in their slots [B, 2 W, ...], after all labels that they have read."""
-
-    rows: jax.Array  # [B, 2 W, P]
-    predictor: Any
-    models: tuple
-    bonus: Any  # [B, 2 W, V]: what fusion adds to the score of each next label; None without fusion
-    key: Any  # [B, 2 W, 2]: hash that is equal where the rest is equal; None where rows are not packed
+    log_probs: jax.Array  # [B, W, L]: of the labels, in the model alone
 
 
 class State(typing.NamedTuple):
@@ -87,9 +78,19 @@ class State(typing.NamedTuple):
     frame: jax.Array  # [B]: of the utterance, the first one on which a hypothesis stands
     reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
     beam: Beam
-    networks: Networks
+    networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
     results: Any  # of `score_rows`, kept for their arrays
     bad: jax.Array  # [B]: NaN or +inf has been met
+
+
+class Scores(typing.NamedTuple):
+    """Log-probabilities out of the nodes of hypotheses; rows of labels are shared by those of an utterance."""
+
+    moves: jax.Array  # [B, W, moves]: without those of labels
+    labels: jax.Array  # [R, V]: with fusion
+    row: jax.Array  # [B, W]: of each hypothesis in `labels`
+    own_labels: jax.Array  # [R, V]: of the model alone
+    own_row: jax.Array  # [B, W]
 
 
 class Candidates(typing.NamedTuple):
@@ -120,18 +121,16 @@ def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
     score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
     slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     key = jnp.zeros((batch, width, 2), jnp.int32)
-    return Beam(
-        score, score, none, none, none, none - 1, slot, key, jnp.full((batch, width, 3, max_labels), -1, jnp.int32)
-    )
+    written = jnp.full((batch, width, 3, max_labels), -1, jnp.int32)
+    log_probs = jnp.zeros((batch, width, max_labels), dtype)
+    return Beam(score, score, none, none, none, none - 1, slot, key, written, log_probs)
 
 
 def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state):
     """(networks after their start labels in all slots, whether a state holds floating-point numbers)"""
-    scores, models = _fusion.begin(fusion, search, batch * width, start)
-    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, models)))
-    key = jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None
-    bonus = _fusion.bonus(fusion, search, scores, rows) if fusion.adds else None
-    networks = Networks(rows, state, models, bonus, key)
+    networks = _fusion.begin(fusion, search, start, rows, state)
+    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, networks.models)))
+    networks = networks._replace(key=jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None)
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
     return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks), recurrent
 
@@ -143,12 +142,12 @@ def running(rules: Rules, state: State):
 def step(rules: Rules, state: State) -> State:
     """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
     state, active = advance(rules, state)
-    state, *scores = score(rules, state, active)
-    candidates = expand(rules, state, active, *scores)
+    state, scores = score(rules, state, active)
+    candidates = expand(rules, state, active, scores)
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
-    return select(rules, state, candidates, alive)
+    return select(rules, state, scores, candidates, alive)
 
 
 # ---------------------------------------------------------------------------------------------------- advance
@@ -176,15 +175,12 @@ def advance(rules: Rules, state: State):
 
 def read_label(rules: Rules, networks: Networks, label) -> Networks:
     """Rows of the networks after one more label [N]."""
-    rows, state = rules.search.predictor.step(networks.predictor, label)
-    scores, models = _fusion.read(rules.fusion, networks.models, label)
-    key = networks.key
+    made, key = _fusion.read(rules.fusion, rules.search, networks, label), networks.key
     if key is not None and rules.recurrent:
         key = jnp.stack(append_label((key[:, 0], key[:, 1]), label), 1)
     elif key is not None:
-        key = fingerprints((rows, state, models))
-    bonus = _fusion.bonus(rules.fusion, rules.search, scores, rows) if rules.fusion.adds else None
-    return Networks(rows, state, models, bonus, key)
+        key = fingerprints((made.rows, made.predictor, made.models))
+    return made._replace(key=key)
 
 
 def keys(networks: Networks, slot):
@@ -207,7 +203,7 @@ def first_equal(wanted, key, label=None):
 
 
 def score(rules: Rules, state: State, active):
-    """(state, scores of moves [B, W, moves], scores of labels [R, V], the row in these of each hypothesis [B, W])"""
+    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W]."""
     search, networks, slot = rules.search, state.networks, state.beam.slot
     shape = active.shape
     frame = jnp.broadcast_to(state.frame[:, None], shape)
@@ -220,14 +216,14 @@ def score(rules: Rules, state: State, active):
     results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
     moves, labels, bad = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
-    row = row.reshape(shape)
+    own = labels, row = labels, row.reshape(shape)
     if rules.fusion.adds:
         labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
-        bad |= jnp.isnan(jnp.max(labels, -1)).reshape(shape)
+        bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))
-    return state, moves, labels, row
+    return state, Scores(moves, labels, row, *own)
 
 
 def score_rows(search: Search, encoder, rows):
@@ -243,15 +239,15 @@ def score_rows(search: Search, encoder, rows):
 # ----------------------------------------------------------------------------------------------------- expand
 
 
-def expand(rules: Rules, state: State, active, moves, labels, row) -> Candidates:
-    """All candidates for the next beam, where `score` gives `moves`, `labels` and `row`."""
+def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
+    """All candidates for the next beam."""
     search, now = rules.search, state.beam
     symbols, dtype = search.symbols, search.dtype
     frame = jnp.broadcast_to(state.frame[:, None], active.shape)
     may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here) & active[..., None]
-    moves = jnp.where(allowed & ~jnp.isnan(moves), moves, -jnp.inf)
-    moves = [moves[..., i] for i in range(len(symbols.moves))]
+    gains = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
+    moves = [gains[..., i] for i in range(len(symbols.moves))]
 
     own = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
     none = jnp.zeros(active.shape, jnp.int32)
@@ -259,7 +255,7 @@ def expand(rules: Rules, state: State, active, moves, labels, row) -> Candidates
     for move, gain in zip(symbols.blanks, moves):
         found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
     for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
-        parent, label, best = largest_sums(labels, row, now.score + gain, rules.width)
+        parent, label, best = largest_sums(scores.labels, scores.row, now.score + gain, rules.width)
         found.append((parent, take(gain, parent) + best, label, jnp.full_like(parent, move.frames)))
     parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
 
@@ -308,7 +304,7 @@ def merged(score, path, place):
 # ----------------------------------------------------------------------------------------------------- select
 
 
-def select(rules: Rules, state: State, candidates: Candidates, alive) -> State:
+def select(rules: Rules, state: State, scores: Scores, candidates: Candidates, alive) -> State:
     """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
     now = state.beam
     score, chosen = jax.lax.top_k(candidates.score, rules.width)
@@ -328,8 +324,10 @@ def select(rules: Rules, state: State, candidates: Candidates, alive) -> State:
     here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
     new = jnp.stack([label, rules.first[:, None] + frame - reads, reads], 2)
     written = jnp.where(here[:, :, None], new[..., None], take(now.written, parent))
+    log_prob = scores.own_labels.at[take(scores.own_row, parent), label].get(mode="clip")
+    log_probs = jnp.where(here, log_prob[..., None], take(now.log_probs, parent))
     unread = jnp.where(writes, label, unread)
-    beam = Beam(score, path_score, frame, count, count_here, unread, slot, jnp.stack(key, -1), written)
+    beam = Beam(score, path_score, frame, count, count_here, unread, slot, jnp.stack(key, -1), written, log_probs)
 
     # The frame of the utterance stays as long as a hypothesis stands on it.
     frame = jnp.where(state.frame < rules.search.lengths, first_frame(beam), state.frame)

@@ -1,26 +1,43 @@
-"""Fusion: scores that other models give to labels, in beam search.
+"""Fusion: scores that other models give to labels. `Predictor` has the rules of the interface.
 
-N hypotheses, V tokens (labels and blanks), P the width of predictor rows.
+B utterances, N hypotheses, V tokens (labels and blanks), P the width of predictor rows.
 """
 
 from __future__ import annotations
 
+import math
 import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
+from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._search import Search
 from jax_rnnt.emissions._softmax import row_sum
 
 
+class Weighted(typing.NamedTuple):
+    """A model with its name in errors and its weight."""
+
+    name: str
+    model: Any
+    weight: Any
+
+    def function(self, name: str) -> Callable | None:
+        """An optional function of the model."""
+        return getattr(self.model, name, None)
+
+
 class Fusion(typing.NamedTuple):
     """The models and their weights. A Python 0 as a weight leaves its model out."""
 
-    models: tuple  # of pairs: a predictor of log-probabilities [N, V], and its weight
+    models: tuple[Weighted, ...]
     internal_weight: Any  # subtracts the internal language model
 
     @property
@@ -31,60 +48,137 @@ class Fusion(typing.NamedTuple):
     def adds(self) -> bool:
         return bool(self.models) or self.internal
 
+    @property
+    def ends(self) -> bool:
+        """Whether a model scores the end of an utterance."""
+        return any(part.function("final") for part in self.models)
 
-def checked_fusion(function, lm, lm_weight, ilm_weight) -> Fusion:
-    if lm is not None and lm_weight is None:
-        raise ValueError(f"{function}: lm_weight must be given with lm, got None.")
-    lm_weight = 0.0 if lm_weight is None else lm_weight
-    for name, x in (("lm_weight", lm_weight), ("ilm_weight", ilm_weight)):
-        _checks.scalar(function, name, x)
-    if lm is None and not _checks.is_zero(lm_weight):
-        raise ValueError(f"{function}: lm must be given with lm_weight={lm_weight!r}, got None.")
-    models = () if _checks.is_zero(lm_weight) else ((in_evaluation(lm), lm_weight),)
-    return Fusion(models, ilm_weight)
+    @property
+    def bad(self):
+        """Whether a traced weight is NaN or infinite; those that are known have been checked."""
+        weights = (self.internal_weight, *(part.weight for part in self.models))
+        traced = [x for x in weights if _checks.known(x) is None]
+        return ~jnp.isfinite(sum(map(jnp.abs, traced[1:]), traced[0])) if traced else False
 
 
-def begin(fusion: Fusion, search: Search, rows: int, start: int):
-    """(log-probabilities, states) of each model after its start label, by default that of the predictor."""
+class Networks(typing.NamedTuple):
+    """The predictor and the models of fusion, after all labels that they have read."""
+
+    rows: jax.Array  # [N, P]
+    predictor: Any
+    models: tuple
+    bonus: Any  # [N, V]: what fusion adds to the score of each next label; None without fusion
+    key: Any = None  # [N, 2]: of beam search, hash that is equal where the rest is equal
+
+
+def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
+    models = []
+    expected = "a sequence of pairs (model, weight), as fusion=((model, 0.3),)"
+    if isinstance(fusion, str) or not isinstance(fusion, Sequence):
+        raise TypeError(f"{function}: fusion must be {expected}, got {fusion!r}.")
+    for i, pair in enumerate(fusion):
+        name = f"fusion[{i}]"
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"{function}: fusion must be {expected}, got {name} = {pair!r}.")
+        model, weight = pair
+        if not _checks.is_zero(weight := checked_weight(function, f"{name} weight", weight)):
+            models.append(Weighted(name, in_evaluation(model), weight))
+            check_utterances(function, *models[-1][:2], encoder_out)
+    return Fusion(tuple(models), checked_weight(function, "ilm_weight", ilm_weight))
+
+
+def checked_weight(function, name, x):
+    x = _checks.scalar(function, name, x)
+    known = _checks.known(x)
+    if known is not None and not np.isfinite(known):
+        raise ValueError(f"{function}: {name} must be finite, got {x!r}.")
+    return x
+
+
+def check_utterances(function, name, model, encoder_out):
+    """Raises if the model has tables for other utterances than these."""
+    own, batch = getattr(model, "utterances", None), encoder_out.shape[0]
+    if own is not None and own != batch:
+        raise ValueError(f"{function}: {name}.utterances must be {batch}, those of encoder_out, or None, got {own}.")
+    if own is not None and _xla.is_split(encoder_out):
+        cure = "run the search in jax.shard_map, which gives each device the model of its own utterances"
+        got = f"got {own} where a mesh axis of type Explicit splits encoder_out"
+        raise ValueError(f"{function}: {name}.utterances must be None, {got}: {cure}.")
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+def begin(fusion: Fusion, search: Search, start: int, rows, state) -> Networks:
+    """The networks after their start labels; `rows` [N, P] and `state` are those of the predictor."""
     scores, states = [], []
-    function, name, tokens = search.function, "lm", search.tokens
-    for model, _ in fusion.models:
-        own = _predictor.own_start(function, name, model)
-        if own is None:
-            default = f"start, by default that of the predictor, of {name}"
-            own = _predictor.start_label(function, default, start, _predictor.own_symbols(model))
-        _predictor.check_symbols(function, name, model, search.labels)
-        log_probs, state = _predictor.begin(function, name, model, rows, own)
-        if log_probs.shape[-1] != tokens:
-            expected = f"log_probs [N, V] with V = {tokens}, the tokens of the joint network"
-            raise ValueError(f"{function}: {name} must make {expected}, got {log_probs.shape}.")
-        scores.append(log_probs)
-        states.append(state)
-    return scores, tuple(states)
+    for part in fusion.models:
+        made, after = begin_model(part, search, rows.shape[0], start)
+        scores.append(made)
+        states.append(after)
+    return Networks(rows, state, tuple(states), bonus(fusion, search, scores, rows))
 
 
-def read(fusion: Fusion, states: tuple, labels):
-    """(log-probabilities, states) of each model after one more label [N]."""
-    scores, after = [], []
-    for (model, _), state in zip(fusion.models, states):
-        log_probs, state = model.step(state, labels)
-        scores.append(log_probs)
-        after.append(state)
-    return scores, tuple(after)
+def begin_model(part: Weighted, search: Search, rows: int, start: int):
+    """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
+    function, (name, model, _) = search.function, part
+    own = _predictor.own_start(function, name, model)
+    if own is None:
+        default = f"start, by default that of the predictor, of {name}"
+        own = _predictor.start_label(function, default, start, _predictor.own_symbols(model))
+    _predictor.check_symbols(function, name, model, search.labels)
+    scores, state = _predictor.begin(function, name, model, rows, own, "scores [N, V]")
+    labels, tokens, classes = search.labels, search.tokens, search.classes
+    if scores.shape[-1] not in (labels, tokens, classes):
+        expected = f"V = {labels} (labels), {tokens} (with blanks) or {classes} (all classes of the joint network)"
+        raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
+    for option in "final", "place":
+        if (given := part.function(option)) is not None and not callable(given):
+            raise TypeError(f"{function}: {name}.{option} must be a function or None, got {given!r}.")
+    if final := part.function("final"):
+        made, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
+        if getattr(made, "shape", None) != (rows,):
+            raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {made!r}.")
+    return scores, state
+
+
+def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
+    """Networks of a stream, in rows [B, ...] or slots [B, K, ...], whose models know the utterances of this batch."""
+    models, batch = [], networks.rows.shape[:-1]
+    rows = math.prod(batch)
+    for part, state in zip(fusion.models, networks.models):
+        if place := part.function("place"):
+            given = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
+            made = place(given)
+            _predictor.same_state(function, f"{part.name}.place", given, made)
+            state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), made)
+        models.append(state)
+    return networks._replace(models=tuple(models))
+
+
+def read(fusion: Fusion, search: Search, networks: Networks, labels) -> Networks:
+    """The networks after one more label [N], without a key."""
+    rows, state = search.predictor.step(networks.predictor, labels)
+    made = [part.model.step(state, labels) for part, state in zip(fusion.models, networks.models)]
+    scores, states = [x for x, _ in made], tuple(x for _, x in made)
+    return Networks(rows, state, states, bonus(fusion, search, scores, rows))
+
+
+# ------------------------------------------------------------------------------------------------------ scores
 
 
 def bonus(fusion: Fusion, search: Search, scores, rows):
-    """[N, V]: what fusion adds to the score of each label after predictor rows [N, P]."""
-    dtype = search.dtype
-    total = jnp.zeros((rows.shape[0], search.tokens), dtype)
-    for log_probs, (_, weight) in zip(scores, fusion.models):
-        weight = jnp.asarray(weight, dtype)
-        forbids = jnp.isneginf(log_probs) & (weight != 0)
-        total = jnp.where(forbids, -jnp.inf, total + weighted(weight, log_probs.astype(dtype)))
+    """[N, V]: what fusion adds to the score of each label after predictor rows [N, P]; None if it adds nothing."""
+    if not fusion.adds:
+        return None
+    total = jnp.zeros((rows.shape[0], search.tokens), search.dtype)
+    for given, (*_, weight) in zip(scores, fusion.models):
+        given = jnp.pad(given[:, : search.tokens], [(0, 0), (0, max(search.tokens - given.shape[1], 0))])
+        total = added(total, weight, given)
     if fusion.internal:
-        own = internal_scores(search, rows)
-        total = total - weighted(jnp.asarray(fusion.internal_weight, dtype), jnp.where(jnp.isneginf(own), 0, own))
-    return total
+        own, weight = internal_scores(search, rows), jnp.asarray(fusion.internal_weight, search.dtype)
+        total = total - weighted(weight, jnp.where(jnp.isneginf(own), 0, own))
+    return jnp.where(search.symbols.is_blank(total), 0, total)
 
 
 def internal_scores(search: Search, rows):
@@ -94,6 +188,30 @@ def internal_scores(search: Search, rows):
     logits = search.joint(silence, rows).astype(search.dtype)[:, : search.tokens]
     logits = jnp.where(symbols.is_blank(logits), -jnp.inf, logits)
     return row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
+
+
+def at_the_end(fusion: Fusion, states: tuple, unread, scores):
+    """`scores` [N] with those that models give to an end here, after one more label `unread` [N], if it is not -1.
+
+    NaN where that is NaN or +inf; scores of -inf and NaN stay.
+    """
+    if not fusion.ends:
+        return scores
+    ended = scores
+    for part, state in zip(fusion.models, states):
+        if final := part.function("final"):
+            if unread is not None:
+                _, after = part.model.step(state, jnp.maximum(unread, 0))
+                state = replace_rows(unread >= 0, after, state)
+            ended = added(ended, part.weight, final(state))
+    return jnp.where(scores > -jnp.inf, jnp.where(ended < jnp.inf, ended, jnp.nan), scores)
+
+
+def added(total, weight, scores):
+    """total + weight scores; scores of -inf forbid, unless the weight is 0."""
+    weight, scores = jnp.asarray(weight, total.dtype), scores.astype(total.dtype)
+    forbids = jnp.isneginf(scores) & (weight != 0)
+    return jnp.where(forbids, -jnp.inf, total + weighted(weight, scores))
 
 
 def weighted(weight, x):

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt.decode import _fusion
+from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._largest import peak
@@ -31,14 +34,14 @@ class Stream(typing.NamedTuple):
     skip: jax.Array  # [B]: frames of the next part that the last move has read
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs
     scores: jax.Array  # [B]
-    rows: jax.Array  # [B, P]
-    predictor: Any
+    networks: Networks
 
 
 class Rules(typing.NamedTuple):
     """What stays the same from step to step."""
 
     search: Search
+    fusion: Fusion
     first: jax.Array  # [B]: frames of the stream before these
     window: int
     max_labels: int
@@ -60,8 +63,8 @@ class State(typing.NamedTuple):
     labels: jax.Array  # [B, L]
     frames: jax.Array  # [B, L]
     durations: jax.Array  # [B, L]
-    rows: jax.Array  # [B, P]
-    predictor: Any
+    log_probs: jax.Array  # [B, L]: of the labels
+    networks: Networks
 
 
 class Walk(typing.NamedTuple):
@@ -71,6 +74,7 @@ class Walk(typing.NamedTuple):
     reached: jax.Array  # [B]: as in `State`
     score: jax.Array  # [B]: as in `State`
     label: jax.Array  # [B]: -1 for none
+    log_prob: jax.Array  # [B]: of the label, in the model alone
     at: jax.Array  # [B]: where in the window the last move was taken
     reads: jax.Array  # [B]: frames that it read
 
@@ -85,6 +89,8 @@ def greedy(
     *,
     max_symbols: int = 10,
     window: int = 4,
+    fusion: Sequence[tuple[Any, float | jax.Array]] = (),
+    ilm_weight: float | jax.Array = 0.0,
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -117,6 +123,15 @@ def greedy(
         Labels that one frame may emit; only blanks leave it then.
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
+    fusion : sequence of pairs (model, weight), default ()
+        Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
+        which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
+        adds nothing; a Python 0 skips the model.
+    ilm_weight : float or scalar Array, default 0.0
+        Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
+        of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For
+        `HATLoss` it is the model's own (Variani et al. 2020); for others, without blanks, an estimate (Meng et al.
+        2021). A Python 0 skips its network.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
@@ -137,7 +152,8 @@ def greedy(
     ------
     TypeError, ValueError
         An argument has the wrong type, shape or range; a loss lacks its `DecodingRules`; the predictor's state changes
-        its shape; `start` contradicts the predictor; the joint network has more labels than the predictor;
+        its shape; `start` contradicts the predictor; the joint network has more labels than the predictor; a model of
+        `fusion` has another vocabulary, or serves another number of utterances; a weight is not finite;
         `exact_end` where an earlier part of the stream has read beyond the end. Where values are traced, an utterance
         gets the score NaN and no labels instead.
 
@@ -148,6 +164,8 @@ def greedy(
     References
     ----------
     Xu, Bataev, Jia and Ginsburg, "Label-Looping: Highly Efficient Decoding for Transducers", 2024, arXiv:2406.06220.
+    Meng et al., "Internal Language Model Estimation for Domain-Adaptive End-to-End Speech Recognition", 2021,
+    arXiv:2011.01991.
 
     Examples
     --------
@@ -167,18 +185,21 @@ def greedy(
     max_labels = _checks.positive(function, "max_labels", max_labels)
     window = _checks.positive(function, "window", window)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, _, *first = prepare(function, *given, max_symbols, start)
+        search, label, *first = prepare(function, *given, max_symbols, start)
+        networks = _fusion.begin(models, search, label, *first)
         zeros = jnp.zeros(search.lengths.shape, jnp.int32)
-        fresh = Stream(zeros, zeros, zeros, zeros.astype(search.dtype), *first)
+        fresh = Stream(zeros, zeros, zeros, zeros.astype(search.dtype), networks)
         if state is None:
             state = fresh
         else:
             same_state(function, "state of greedy", fresh, state)
+            state = state._replace(networks=_fusion.placed(models, function, state.networks))
         beyond = beyond_the_end(search, exact_end, state.reached)
-        rules = Rules(search, state.first, window, max_labels)
+        rules = Rules(search, models, state.first, window, max_labels)
         return result(rules, run_steps(rules, state), beyond)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
@@ -188,9 +209,8 @@ def run_steps(rules: Rules, stream: Stream) -> State:
     """The state after all frames of this part."""
     zeros = jnp.zeros_like(stream.skip)
     none = jnp.full((zeros.shape[0], rules.max_labels), -1, jnp.int32)
-    written = none, none, none
-    networks = stream.rows, stream.predictor
-    state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, *networks)
+    written = none, none, none, jnp.zeros(none.shape, rules.search.dtype)
+    state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, stream.networks)
     state = rules.search.vary(state)
     return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
@@ -198,10 +218,12 @@ def run_steps(rules: Rules, stream: Stream) -> State:
 def result(rules: Rules, state: State, bad) -> Hypotheses:
     """The hypotheses at the end of these frames; `bad` [B]: utterances without a result."""
     search, lengths = rules.search, rules.search.lengths
-    scores = jnp.where(search.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
+    scores = jnp.where(search.bad | rules.fusion.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
     skip, reached = state.frame - lengths, state.reached - lengths
-    after = Stream(rules.first + lengths, skip, reached, scores, state.rows, state.predictor)
-    return hypotheses(state.labels, state.frames, state.durations, state.counts, scores, after)
+    after = Stream(rules.first + lengths, skip, reached, scores, state.networks)
+    written = state.labels, state.frames, state.durations, state.log_probs
+    scores = _fusion.at_the_end(rules.fusion, state.networks.models, None, scores)
+    return hypotheses(*written, state.counts, scores, after)
 
 
 # ----------------------------------------------------------------------------------------------------- one step
@@ -218,15 +240,19 @@ def step(rules: Rules, state: State) -> State:
 
 
 def best_moves(rules: Rules, state: State):
-    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1."""
+    """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, and its
+    log-probability in the model alone.
+    """
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
     frame = state.frame[:, None] + offsets
     batch = frame.shape[0]
     encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
-    logits = search.joint(encoder, jnp.repeat(state.rows, window, 0)).reshape(batch, window, search.classes)
+    logits = search.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(batch, window, search.classes)
     scores, labels = symbols.scores(logits)
-    label_score, label = peak(labels)
+    fused = labels + state.networks.bonus[:, None] if rules.fusion.adds else labels
+    label_score, label = peak(fused)
+    log_prob = jnp.take_along_axis(labels, label[..., None], -1, mode="promise_in_bounds")[..., 0]
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
@@ -235,19 +261,20 @@ def best_moves(rules: Rules, state: State):
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores, -1)
     reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1)
+    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1), log_prob
 
 
-def follow(rules: Rules, state: State, score, reads, needs, label) -> Walk:
+def follow(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
     """The best moves up to the first label, or out of the window."""
     search = rules.search
     zeros = jnp.zeros_like(state.frame)
-    walk = Walk(zeros, state.reached, state.scores, zeros - 1, zeros, zeros)
+    walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros)
     for k in range(rules.window):
         frame = state.frame + k
         here = (walk.ahead == k) & (walk.label < 0) & (frame < search.lengths)
         reached = frame + needs[:, k] if search.symbols.reach else walk.reached
-        move = Walk(k + reads[:, k], reached, walk.score + score[:, k], label[:, k], zeros + k, reads[:, k])
+        score_after, at = walk.score + score[:, k], zeros + k
+        move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k])
         walk = replace_rows(here, move, walk)
     return walk
 
@@ -261,9 +288,9 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
     count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
     columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
     here = (columns == state.counts[:, None]) & writes[:, None]
-    new = walk.label, rules.first + state.frame + walk.at, walk.reads
-    old = state.labels, state.frames, state.durations
-    labels, frames, durations = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
+    new = walk.label, rules.first + state.frame + walk.at, walk.reads, walk.log_prob
+    old = state.labels, state.frames, state.durations, state.log_probs
+    labels, frames, durations, log_probs = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
     return state._replace(
         frame=state.frame + walk.ahead,
         count_here=count_here,
@@ -273,15 +300,16 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
         labels=labels,
         frames=frames,
         durations=durations,
+        log_probs=log_probs,
     )
 
 
 def advance(rules: Rules, state: State, label) -> State:
-    """The predictors read the new label [B] where there is one."""
+    """The networks read the new label [B] where there is one."""
 
-    def read(rows, predictor):
-        made = rules.search.predictor.step(predictor, jnp.where(label >= 0, label, 0))
-        return replace_rows(label >= 0, made, (rows, predictor))
+    def read(networks):
+        made = _fusion.read(rules.fusion, rules.search, networks, jnp.where(label >= 0, label, 0))
+        return replace_rows(label >= 0, made, networks)
 
-    rows, predictor = jax.lax.cond(jnp.any(label >= 0), read, lambda *x: x, state.rows, state.predictor)
-    return state._replace(rows=rows, predictor=predictor)
+    networks = jax.lax.cond(jnp.any(label >= 0), read, lambda networks: networks, state.networks)
+    return state._replace(networks=networks)

@@ -26,9 +26,12 @@ class Hypotheses(typing.NamedTuple):
     counts : Array, int32 [...]
         Labels of each hypothesis; 0 where the score is -inf or NaN.
     scores : Array, float32 (float64 for float64 logits) [...]
-        Log-probability in nats, from the start of the stream, with what `beam` adds to it. -inf: there is no (further)
+        Log-probability in nats, from the start of the stream, with what `fusion` adds. -inf: there is no (further)
         hypothesis, so no labels. NaN: logits held NaN or +inf, the length was out of range, or the last part of a
         stream was too short for `exact_end`.
+    label_log_probs : Array, dtype of `scores` [..., L]
+        Log-probability of each label where the hypothesis took it, in the model alone: without duration, fusion and
+        internal language model. A merged hypothesis has those of its best alignment. 0 from `counts` on.
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
     state : pytree
@@ -38,7 +41,7 @@ class Hypotheses(typing.NamedTuple):
     --------
     >>> from jax_rnnt.decode import Hypotheses
     >>> Hypotheses._fields
-    ('labels', 'frames', 'durations', 'counts', 'scores', 'full', 'state')
+    ('labels', 'frames', 'durations', 'counts', 'scores', 'label_log_probs', 'full', 'state')
     """
 
     labels: jax.Array
@@ -46,14 +49,16 @@ class Hypotheses(typing.NamedTuple):
     durations: jax.Array
     counts: jax.Array
     scores: jax.Array
+    label_log_probs: jax.Array
     full: jax.Array
     state: Any
 
 
-def hypotheses(labels, frames, durations, counts, scores, state) -> Hypotheses:
+def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state) -> Hypotheses:
     """The result, without labels where the score is -inf or NaN."""
     dead = ~(scores > -jnp.inf)
     counts = jnp.where(dead, 0, counts)
     full = counts == labels.shape[-1]
     labels, frames, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, frames, durations))
-    return Hypotheses(labels, frames, durations, counts, scores, full, state)
+    label_log_probs = jnp.where(dead[..., None], 0, label_log_probs)
+    return Hypotheses(labels, frames, durations, counts, scores, label_log_probs, full, state)

@@ -84,12 +84,21 @@ def in_evaluation(x):
     if isinstance(x, types.MethodType) and isinstance(x.__self__, nnx.Module):
         copy = _copies(x.__self__)
         return lambda *arguments: x.__func__(copy(), *arguments)
-    if not isinstance(x, nnx.Module):
-        return x
-    if callable(getattr(x, "step", None)):
-        return nnx_predictor(x)
-    copy = _copies(x)
-    return lambda *arguments: copy()(*arguments)
+    return _Evaluation(x) if isinstance(x, nnx.Module) else x
+
+
+class _Evaluation:
+    """An NNX module, each of whose methods runs on a copy in evaluation mode."""
+
+    def __init__(self, module):
+        self._module, self._copy = module, _copies(module)
+
+    def __call__(self, *arguments):
+        return self._copy()(*arguments)
+
+    def __getattr__(self, name):
+        found = getattr(self._module, name)
+        return (lambda *arguments: getattr(self._copy(), name)(*arguments)) if callable(found) else found
 
 
 def _copies(module):

@@ -17,7 +17,7 @@ from jax_rnnt import _checks, _xla
 
 
 class Predictor(typing.NamedTuple):
-    """A prediction network, or a language model, one label at a time.
+    """A prediction network, or a model of `fusion`, one label at a time.
 
     Any object with these attributes is one, as the modules of `jax_rnnt.flax` are.
 
@@ -34,6 +34,21 @@ class Predictor(typing.NamedTuple):
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
         counts from its end, and is an error without it.
+
+    Notes
+    -----
+    In place of rows, `step` of a model of fusion makes scores in nats [N, V] of each next label, such as
+    log-probabilities. V is the number of labels, of labels and blanks, or of all classes of the joint network; columns
+    of blanks and durations are not read. A model without `start` gets the start label of the predictor. Beam search
+    runs it on several rows of each utterance, utterance by utterance: row n of N is of utterance n // (N // B). Where
+    the states of all networks hold integers alone, its hypotheses share rows with equal states. These attributes are
+    optional:
+
+    * ``final(state) -> scores [N]`` of an end after the labels, as of </s>. Scores and ranks of a result are those of
+      utterances that end with its frames; the state of a stream goes on without.
+    * ``utterances``: how many utterances B a model with tables for each of them serves. None: any.
+    * ``place(state) -> state``, for such a model: of the state of a stream, the rows in the order of this call's
+      utterances, the same with the numbers of these.
 
     Examples
     --------
@@ -185,7 +200,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     return jnp.swapaxes(rows, 0, 1)
 
 
-def begin(function: str, name: str, predictor, batch: int, start: int):
+def begin(function: str, name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
     """(rows [batch, P], state) after the start label, checked: every later step makes the same types."""
     for method in ("initial", "step"):
         if not callable(getattr(predictor, method, None)):
@@ -201,10 +216,10 @@ def begin(function: str, name: str, predictor, batch: int, start: int):
     made, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
     _checks.no_draws(function, f"{name}.step", draws)
     if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"{function}: {name}.step must return (rows [B, P], state), got {made!r}.")
+        raise TypeError(f"{function}: {name}.step must return ({makes}, state), got {made!r}.")
     rows, after = made
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
-        raise ValueError(f"{function}: {name}.step must make rows [B, P] with B = {batch}, got {rows!r}.")
+        raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
     same_state(function, name, state, after)
     return predictor.step(state, labels)
 

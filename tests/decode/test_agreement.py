@@ -117,11 +117,17 @@ def problem(name, loss="rnnt", blank=2):
     return value, joint, *predictors(name, tokens, int(blank != 1)), rng.normal(0, 2, (2, T, P)), lengths
 
 
+def still(predictor):
+    """A module of one's own without its dropout, which decoders turn off and `predict` does not."""
+    return decode.nnx_predictor(predictor) if isinstance(predictor, nnx.Module) else predictor
+
+
 @pytest.mark.parametrize(("name", "loss"), PAIRS)
 def test_scores_are_losses(name, loss):
     """Without a word about the start label: N-best scores are minus the losses of their labels, in the model's rows.
 
-    So is the score of greedy search where one path alone has its labels: in one frame.
+    So is the score of greedy search where one path alone has its labels: in one frame. The rows of training are those
+    of `predict`, with which `mwer_loss` has the probabilities of the search.
     """
     value, joint, predictor, training, encoder, lengths = problem(name, loss, NAMED[loss].first_blank)
     options = dict(max_symbols=MOST, exact_end=True)
@@ -129,12 +135,19 @@ def test_scores_are_losses(name, loss):
     found = jax.jit(search)(encoder, lengths)
     counts, targets = np.asarray(found.counts), np.maximum(found.labels, 0)
     rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
-    np.testing.assert_allclose(training(targets[:, 0]), rows[:, 0], rtol=EXACT, atol=EXACT)
+    for same in training, functools.partial(decode.predict, still(predictor)):
+        np.testing.assert_allclose(same(targets[:, 0]), rows[:, 0], rtol=EXACT, atol=EXACT)
     frames = np.broadcast_to(lengths[:, None], counts.shape)
     nll = np.asarray(value(JointLogits(joint, encoder[:, None], rows), targets, frames, counts))
     alive = np.asarray(found.scores) > -np.inf
     assert alive.sum() > 8
     np.testing.assert_allclose(np.asarray(found.scores)[alive], -nll[alive], rtol=1e-9, atol=1e-9)
+    expected = [
+        np.exp(x) @ (n - n.mean()) / np.exp(x).sum()
+        for x, n in ((found.scores[b][a], counts[b][a]) for b, a in enumerate(alive))
+    ]
+    mwer = jax_rnnt.mwer_loss(jnp.where(alive, nll, jnp.inf), counts, reduction="none")
+    np.testing.assert_allclose(mwer, expected, rtol=1e-9, atol=1e-9)
     short = np.ones(2, np.int32)
     one = jax.jit(lambda x, n: decode.greedy(value, joint, predictor, x, n, 1, **options))(encoder, short)
     targets = np.maximum(one.labels, 0)
@@ -202,8 +215,8 @@ def test_symbols(name):
     with pytest.raises(ValueError, match=r"predictor.symbols must be 2 or more, .* labels up to 1, got 1"):
         call("beam", few)
     lm = decode.Predictor(few.initial, lambda s, y: (jnp.zeros((len(y), V)), s), 0, few.symbols)
-    with pytest.raises(ValueError, match=r"lm.symbols must be 2 or more, .* got 1"):
-        call("beam", enough, lm=lm, lm_weight=0.5)
+    with pytest.raises(ValueError, match=r"fusion\[0\].symbols must be 2 or more, .* got 1"):
+        call("beam", enough, fusion=((lm, 0.5),))
     with pytest.raises(ValueError, match=r"start, by default the blank, must lie in \[-2, 2\) .* got 2"):
         call("beam", decode.Predictor(enough.initial, enough.step, None, V - 1))
 
@@ -214,7 +227,7 @@ def test_start_of_a_language_model():
     def scores(start):  # the first label is the score of all that follow
         step = lambda first, labels: (-jnp.where(first[:, None], labels[:, None], jnp.zeros((1, V))), first & False)
         lm = decode.Predictor(lambda batch: jnp.ones(batch, bool), step, start)
-        return call("beam", own(1), lm=lm, lm_weight=1.0)
+        return call("beam", own(1), fusion=((lm, 1.0),))
 
     assert_same(scores(None), scores(1))
     assert not np.allclose(scores(None), scores(2))
@@ -238,7 +251,7 @@ def test_training_mode(search):
     joint, eval_joint = NoisyJoint(), NoisyJoint()
     eval_joint.eval()
     value, _, predictor, training, encoder, lengths = problem("nnx own")
-    run = lambda joint: jax.jit(lambda x, n: search(value, joint, predictor, x, n, MOST)[:6])
+    run = lambda joint: jax.jit(lambda x, n: search(value, joint, predictor, x, n, MOST)[:-1])
     expected = run(eval_joint)(encoder, lengths)
     for given in (joint, joint.__call__):
         assert_same(run(given)(encoder, lengths), expected)
@@ -294,7 +307,7 @@ def test_modules_on_meshes(devices, name, kind):
         best = decode.greedy(loss, *networks, n, MOST, max_symbols=2)
         lists = decode.beam(loss, *networks, n, MOST, 6, max_symbols=2)  # 48 rows are packed, 12 of a device are not
         more = decode.greedy(loss, *networks, n, MOST, max_symbols=2, state=best.state)
-        return best[:6], rows, pull(jnp.cos(rows)), dense, tiles, lists[:6], more[:6]
+        return best[:-1], rows, pull(jnp.cos(rows)), dense, tiles, lists[:-1], more[:-1]
 
     expected = jax.jit(everything)(encoder, targets, lengths)
     with meshes.mesh_of(devices[:4], kind, (4,)) as mesh:

@@ -44,8 +44,9 @@ def test_greedy_is_the_plain_loop(name, case):
         model = Model(NAMED[name], batch=8, frames=7, seed=seed)
         found = model.search(decode.greedy, ROOM, window=window, **options)
         for b in range(8):
-            *expected, score = greedy_loop(model, b, **options)
+            expected, log_probs, score = greedy_loop(model, b, **options)
             assert trimmed(found, b) == expected
+            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
             np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
             assert found.full[b] == (len(expected[0]) == ROOM)
 
@@ -64,7 +65,7 @@ def fusion(model):
         internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
         return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
 
-    return dict(lm=lm, lm_weight=0.7, ilm_weight=0.3), added
+    return dict(fusion=((lm, 0.7),), ilm_weight=0.3), added
 
 
 # Greedy search runs on the whole family; beam search has the same moves.
@@ -98,7 +99,7 @@ def test_width_1(loss):
     model, (options, _) = Model(loss, batch=8, frames=7), GREEDY[1]
     greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
-    for x, y in zip(one[:6], greedy[:6]):
+    for x, y in zip(one[:-1], greedy[:-1]):
         np.testing.assert_allclose(x[:, 0], y, rtol=EXACT)
 
 
@@ -124,7 +125,7 @@ def test_without_merging():
     expected = enumerate_all(model, 0)
     rows = [(found.scores[0, n], *trimmed(found, 0, n)[:2]) for n in np.flatnonzero(found.scores[0] > -np.inf)]
     assert len(rows) == sum(math.comb(T, len(labels)) for labels in expected)
-    for labels, (total, best, frames) in expected.items():
+    for labels, (total, (best, frames, _)) in expected.items():
         own = [(score, tuple(at)) for score, y, at in rows if tuple(y) == labels]
         assert max(own)[1] == frames
         np.testing.assert_allclose(max(own)[0], best, rtol=EXACT)
@@ -140,9 +141,8 @@ def test_weights_of_zero():
         return jnp.broadcast_to(jnp.array([-jnp.inf, jnp.nan, -1.0]), (len(labels), model.tokens)), state
 
     def scores(step, weight, internal=0.0):
-        options = dict(
-            lm=decode.Predictor(lambda batch: (), step), lm_weight=weight, ilm_weight=internal, max_symbols=2
-        )
+        models = ((decode.Predictor(lambda batch: (), step), weight),)
+        options = dict(fusion=models, ilm_weight=internal, max_symbols=2)
         networks = model.parameters.joint, model.parameters.predictor
         return decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, **options).scores
 
@@ -200,7 +200,7 @@ def test_utterances_in_one_program(predictor, monkeypatch):
 
     def search(encoder, lengths):
         options = dict(max_labels=ROOM, width=6, max_symbols=3)
-        return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:6]
+        return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:-1]
 
     assert _packing.packs(8 * 6) and not _packing.packs(6)
     found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)

@@ -49,11 +49,13 @@ def test_streams(name, function, sizes):
         state, start = parts[-1].state, start + size
     assert_same(parts[-1].scores, whole.scores)
     if function is decode.beam:
-        assert_same(parts[-1][:6], whole[:6])
+        assert_same(parts[-1][:-1], whole[:-1])
         return
     for b in range(3):
         joined = [[*itertools.chain(*rows)] for rows in zip(*(trimmed(part, b) for part in parts))]
         assert joined == trimmed(whole, b)
+        log_probs = np.concatenate([part.label_log_probs[b, : part.counts[b]] for part in parts])
+        assert_same(log_probs, whole.label_log_probs[b, : whole.counts[b]])
 
 
 UNMERGED = functools.partial(decode.beam, merge=False)
@@ -97,7 +99,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
         assert (good | (rest < 4)).all()  # no move reads further
         assert_same(np.asarray(two.scores)[good], whole.scores[good])
         if function is not decode.greedy:
-            assert_same([np.asarray(x)[good] for x in two[:6]], [x[good] for x in whole[:6]])
+            assert_same([np.asarray(x)[good] for x in two[:-1]], [x[good] for x in whole[:-1]])
         if function is not decode.greedy and not good.all() and cut == 5:
             with pytest.raises(ValueError, match="exact_end must be False, or True for utterances whose last part has"):
                 part(later, rest, True, one.state)
@@ -113,9 +115,9 @@ def test_padding_and_batch(function, sizes):
     whole = model.search(function, *sizes)
     encoder = model.encoder.copy()
     encoder[np.arange(13) >= model.lengths[:, None]] = np.nan
-    assert_same(model.search(function, *sizes, encoder=encoder)[:6], whole[:6])
+    assert_same(model.search(function, *sizes, encoder=encoder)[:-1], whole[:-1])
     others = model.search(function, *sizes, encoder=encoder[[2, 1, 1]], lengths=model.lengths[[2, 1, 2]])
-    assert_same([x[1] for x in others[:6]], [x[1] for x in whole[:6]])
+    assert_same([x[1] for x in others[:-1]], [x[1] for x in whole[:-1]])
     empty = whole.scores[2].ravel()
     assert empty[0] == 0 and (empty[1:] == -np.inf).all() and (whole.counts[2] == 0).all()
 
@@ -141,11 +143,11 @@ def test_nothing_to_decode(batch, frames, function, width):
 def test_shard_map(devices, function, sizes):
     """Nothing is exchanged."""
     model = Model(losses.TDT, batch=16)
-    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:6]
+    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:-1]
     split = PartitionSpec("data")
     each = jax.jit(jax.shard_map(search, mesh=Mesh(np.array(devices), ("data",)), in_specs=split, out_specs=split))
     assert not losses.collectives(each.lower(model.encoder, model.lengths).compile().as_text())
-    for x, y in zip(each(model.encoder, model.lengths), model.search(function, *sizes)[:6]):
+    for x, y in zip(each(model.encoder, model.lengths), model.search(function, *sizes)[:-1]):
         np.testing.assert_allclose(x, y, rtol=EXACT)
 
 
@@ -162,8 +164,8 @@ def test_bfloat16():
 def test_known_lengths_under_jit(function, sizes):
     """Arrays of JAX that a program closes over are checked, and used."""
     model = Model(losses.RNNT)
-    search = lambda n: jax.jit(lambda x: run(function, sizes, encoder_out=x, lengths=n)[:6])(model.encoder)
-    assert_same(search(jnp.asarray(model.lengths)), model.search(function, *sizes)[:6])
+    search = lambda n: jax.jit(lambda x: run(function, sizes, encoder_out=x, lengths=n)[:-1])(model.encoder)
+    assert_same(search(jnp.asarray(model.lengths)), model.search(function, *sizes)[:-1])
     with pytest.raises(ValueError, match=r"lengths must lie in \[0, 3\], .* got \[4, 0\]"):
         search(jnp.asarray([T + 1, 0]))
 
@@ -228,9 +230,8 @@ ERRORS = [
     (dict(predictor=lambda: 0), TypeError, "predictor must have the functions initial and step"),
     (dict(joint=lambda e, p: e[0]), ValueError, r"joint must make logits \[N, V\]"),
     (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
-    (BEAM | dict(lm=WIDE, lm_weight=1.0), ValueError, r"lm must make log_probs \[N, V\] with V = 3, .* got \(4, 7\)"),
-    (BEAM | dict(lm=WIDE), ValueError, "lm_weight must be given with lm, got None"),
-    (BEAM | dict(lm_weight=0.5), ValueError, "lm must be given with"),
+    (BEAM | dict(fusion=((WIDE, 1.0),)), ValueError, r"fusion\[0\].step must make .* V = 2 .* or 3 .*got \(4, 7\)"),
+    (dict(fusion=(WIDE, 1.0)), TypeError, r"fusion must be a sequence of pairs .* got fusion\[0\] = Predictor"),
     (BEAM | dict(threshold=-1.0), ValueError, "threshold must be 0 or more, got -1.0"),
     (dict(exact_end=1), TypeError, "exact_end must be True or False"),
     (dict(exact_end=np.ones(3, bool)), TypeError, r"exact_end .* bool \[B\] with B = 2, got bool \(3,\)"),
@@ -277,15 +278,16 @@ def test_bad_data_spoils_itself_alone(function, sizes):
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)
     joint = lambda encoder, rows: encoder + rows @ jnp.ones((2, 4)) / 9
     loss = RNNTLoss(fused_log_softmax=False)  # no softmax mixes these scores
-    search = jax.jit(lambda x, n: function(loss, joint, predictor, x, n, *sizes, max_symbols=2)[:6])
+    search = jax.jit(lambda x, n: function(loss, joint, predictor, x, n, *sizes, max_symbols=2)[:-1])
     encoder, lengths = np.random.default_rng(0).normal(0, 1, (8, 4, 4)), np.array([4, 4, 4, 4, 4, 5, -1, 4])
     wrong = encoder.copy()
     wrong[[1, 2], 2, [3, 0]], wrong[[3, 4], 2, [3, 0]] = np.nan, np.inf
     expected, found, good = search(encoder, np.full(8, 4)), search(wrong, lengths), np.array([0, 7])
     assert_same([x[good] for x in found], [x[good] for x in expected])
     assert np.isfinite(expected[4].reshape(8, -1)[:, 0]).all()
-    *labels, counts, scores, full = (np.asarray(x[1:7]) for x in found)
+    *labels, counts, scores, log_probs, full = (np.asarray(x[1:7]) for x in found)
     assert np.isnan(scores).all() and (counts == 0).all() and not full.any() and all((x == -1).all() for x in labels)
+    assert (log_probs == 0).all()
 
 
 @BOTH

@@ -119,47 +119,69 @@ def allowed(model, b, t, prefix, may_write, *, exact_end, max_symbols):
             yield label, reads, score
 
 
-def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=lambda prefix, label: 0.0):
-    """{labels: (log of the summed weight of all alignments, weight of the best, its frames)} of one utterance."""
+def label_log_prob(model, b, t, prefix, label):
+    """Log-probability of a label at a node, whatever frames it reads, by hand."""
+    row, blank = model.logits(b, t, prefix), model.tokens - 1
+    if model.loss.name == "hat":
+        return truth.log_softmax(row[:blank])[label] - np.logaddexp(0, row[blank])
+    return truth.log_softmax(row[: blank + 1])[label]
+
+
+def nothing(*labels):
+    """What fusion adds where there is none."""
+    return 0.0
+
+
+def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=nothing, final=nothing):
+    """{labels: (log of the summed weight of all alignments, (weight of the best, its frames, `label_log_prob`s))}.
+
+    `fuse(prefix, label)` is added to a label, `final(labels)` to an utterance.
+    """
     found = {}
 
-    def extend(t, prefix, frames, written, score):
+    def extend(t, prefix, frames, log_probs, written, score):
         if t >= model.lengths[b]:
-            found.setdefault(prefix, []).append((score, frames))
+            found.setdefault(prefix, []).append((score + final(prefix), frames, log_probs))
             return
         options = dict(exact_end=exact_end, max_symbols=max_symbols)
         may_write = lambda limit: written < limit and len(prefix) < MOST
         for label, reads, gain in allowed(model, b, t, prefix, may_write, **options):
             if label is None:
-                extend(t + reads, prefix, frames, 0, score + gain)
+                extend(t + reads, prefix, frames, log_probs, 0, score + gain)
             else:
                 gain = gain + fuse(prefix, label)
-                written_after = 0 if reads else written + 1
-                extend(t + reads, (*prefix, label), (*frames, t), written_after, score + gain)
+                own = label_log_prob(model, b, t, prefix, label)
+                after = (*prefix, label), (*frames, t), (*log_probs, own), 0 if reads else written + 1
+                extend(t + reads, *after, score + gain)
 
-    extend(0, (), (), 0, 0.0)
+    extend(0, (), (), (), 0, 0.0)
     return {
-        prefix: (float(np.logaddexp.reduce([s for s, _ in paths])), *max(paths, key=lambda path: path[0]))
+        prefix: (float(np.logaddexp.reduce([path[0] for path in paths])), max(paths, key=lambda path: path[0]))
         for prefix, paths in found.items()
     }
 
 
-def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM):
-    """(labels, frames, durations, score) by a loop over nodes."""
-    t, written, score, labels, frames, durations = 0, 0, 0.0, [], [], []
+def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM, fuse=nothing, final=nothing):
+    """((labels, frames, durations), label_log_probs, score) by a loop over nodes."""
+    t, written, score, labels, frames, durations, log_probs = 0, 0, 0.0, [], [], [], []
     while t < model.lengths[b]:
         options = dict(exact_end=exact_end, max_symbols=max_symbols)
         may_write = lambda limit: written < limit and len(labels) < room
-        choices = list(allowed(model, b, t, tuple(labels), may_write, **options))
+        prefix = tuple(labels)
+        choices = [
+            (label, reads, gain if label is None else gain + fuse(prefix, label))
+            for label, reads, gain in allowed(model, b, t, prefix, may_write, **options)
+        ]
         if not choices:
-            return [], [], [], -math.inf
+            return [[], [], []], [], -math.inf
         label, reads, gain = max(choices, key=lambda choice: choice[2])
         score += gain
         if label is not None:
+            log_probs.append(label_log_prob(model, b, t, prefix, label))
             labels, frames, durations = [*labels, label], [*frames, t], [*durations, reads]
         written = written + 1 if label is not None and not reads else 0
         t += reads
-    return labels, frames, durations, score
+    return [labels, frames, durations], log_probs, score + final(tuple(labels))
 
 
 def stateless(model, dtype=np.float64):
@@ -171,7 +193,7 @@ def trimmed(found, *index):
     """(labels, frames, durations) of one hypothesis."""
     count = found.counts[index]
     rows = [x[index] for x in found[:3]]
-    assert all((x[count:] == -1).all() for x in rows)
+    assert all((x[count:] == -1).all() for x in rows) and (found.label_log_probs[index][count:] == 0).all()
     return [x[:count].tolist() for x in rows]
 
 
@@ -181,14 +203,15 @@ def assert_same(a, b):
 
 
 def check_all(model, found, rank=lambda scores, counts: scores, **options):
-    """Every label sequence has the sum over its alignments, and the frames of the best one."""
+    """Every label sequence has the sum over its alignments, and frames and log-probabilities of the best one."""
     for b in range(len(found.scores)):
         expected = enumerate_all(model, b, **options)
         alive = np.flatnonzero(found.scores[b] > -np.inf)
         assert len(alive) == len(expected) > 2 and (np.diff(rank(found.scores[b], found.counts[b])[alive]) <= 0).all()
         for n in alive:
             labels, frames, _ = trimmed(found, b, n)
-            total, _, best_frames = expected.pop(tuple(labels))
+            total, (_, best_frames, log_probs) = expected.pop(tuple(labels))
             np.testing.assert_allclose(found.scores[b, n], total, rtol=EXACT)
             assert tuple(frames) == best_frames
+            np.testing.assert_allclose(found.label_log_probs[b, n, : len(labels)], log_probs, rtol=EXACT)
         assert not expected

@@ -1,0 +1,359 @@
+"""Do models of fusion add to both searches what they add in a plain loop, and are wrong ones found?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import losses
+import meshes
+import reference_numpy as truth
+from decoding import (
+    EXACT,
+    LABELS,
+    MOST,
+    NAMED,
+    ROOM,
+    H,
+    Model,
+    assert_same,
+    check_all,
+    greedy_loop,
+    trimmed,
+)
+from jax_rnnt import decode
+from jax_rnnt.decode import _packing
+
+BEAM = functools.partial(decode.beam, width=11)  # 3 * 11 rows are packed
+BOTH = pytest.mark.parametrize("search", [decode.greedy, BEAM], ids=["greedy", "beam"])
+
+
+class FourGrams:
+    """Scores of all tokens by the last three labels, with integer states and a score of the end."""
+
+    def __init__(self, table):
+        self.table, self.symbols = table, len(table)
+
+    def initial(self, batch):
+        return jnp.zeros((batch, 3), jnp.int32)
+
+    def step(self, state, labels):
+        state = jnp.concatenate([state[:, 1:], labels[:, None]], 1)
+        return jnp.asarray(self.table)[tuple(state.T)], state
+
+    def final(self, state):
+        return jnp.asarray(self.table)[tuple(state.T)][:, 0]
+
+    def by_hand(self, prefix, label, start):
+        return self.table[(0, 0, start, *prefix)[-3:]][0 if label is None else label]
+
+
+class Memory:
+    """Scores of the labels alone by all of them before, and a start label of its own."""
+
+    start, symbols = 1, LABELS
+
+    def __init__(self, embed, weight):
+        self.embed, self.weight = embed, weight
+
+    def initial(self, batch):
+        return jnp.zeros((batch, H))
+
+    def step(self, state, labels):
+        state = jnp.tanh(0.5 * state + jnp.asarray(self.embed)[labels])
+        return state @ self.weight, state
+
+    def by_hand(self, prefix, label):
+        state = np.zeros(H)
+        for y in (self.start, *prefix):
+            state = np.tanh(0.5 * state + self.embed[y])
+        return (state @ self.weight)[label]
+
+
+def models_of(model, forbidden=None, memory=-0.4):
+    """(options of a search, {what they add to a label, to an end}): two models and the internal language model.
+
+    `forbidden`: a 4-gram of which the score is -inf. `memory`: the weight of the second model.
+    """
+    rng = np.random.default_rng(5)
+    table = truth.log_softmax(rng.normal(0, 2, (model.tokens,) * 4))
+    table[..., LABELS:] = np.nan  # no scores of labels
+    if forbidden:
+        table[forbidden] = -np.inf
+    grams, second = FourGrams(table), Memory(rng.normal(size=(LABELS, H)), rng.normal(size=(H, LABELS)))
+
+    def fuse(prefix, label):
+        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        added = 0.7 * grams.by_hand(prefix, label, model.tokens - 1) + memory * second.by_hand(prefix, label)
+        return added - 0.3 * truth.log_softmax(internal[:LABELS])[label]
+
+    final = lambda labels: 0.7 * grams.by_hand(labels, None, model.tokens - 1)
+    return dict(fusion=((grams, 0.7), (second, memory)), ilm_weight=0.3), dict(fuse=fuse, final=final)
+
+
+# -------------------------------------------------------------------------------------- plain loops and enumeration
+
+
+@losses.every
+def test_greedy_is_the_plain_loop(loss):
+    """Also in exact ends, where a forbidden label may leave no path."""
+    changed = 0
+    for seed in range(2):
+        model = Model(loss, batch=8, frames=7, seed=seed)
+        options, added = models_of(model, forbidden=(..., 0, 1, 1))
+        rules = dict(exact_end=bool(seed), max_symbols=2)
+        found = model.search(decode.greedy, ROOM, window=3, **options, **rules)
+        for b in range(8):
+            expected, log_probs, score = greedy_loop(model, b, **rules, **added)
+            assert trimmed(found, b) == expected
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
+            changed += expected != greedy_loop(model, b, **rules)[0]
+    assert changed > 4
+
+
+@pytest.mark.parametrize("name", [x if x in ("tdt", "hat") else losses.slow(x) for x in NAMED])
+def test_beam_is_the_enumeration(name):
+    model = Model(NAMED[name])
+    options, added = models_of(model)
+    rules = dict(max_symbols=2, exact_end=name != "tdt")
+    found = model.search(decode.beam, MOST, 64, **options, **rules)
+    check_all(model, found, **rules, **added)
+
+
+def test_shared_rows():
+    """Hypotheses share rows of a predictor that sees one label; 4-grams tell them apart."""
+    model = Model(losses.HAT)
+    parameters = model.parameters = model.parameters._replace(mix=np.zeros((H, H)))
+    embed = jnp.asarray(parameters.embed)
+    predictor = decode.stateless_predictor(lambda labels: embed[labels[:, 0]], 1, start=model.tokens - 1)
+    options, added = models_of(model, memory=0)
+    options |= dict(max_symbols=2)
+    search = lambda x, n: decode.beam(model.loss.value(), parameters.joint, predictor, x, n, MOST, 64, **options)
+    found = jax.tree.map(np.asarray, jax.jit(search)(model.encoder, model.lengths))
+    assert _packing.packs(2 * 64) and found.state.networks.key is not None
+    check_all(model, found, max_symbols=2, **added)
+
+
+# ------------------------------------------------------------------------------------------------------- streams
+
+
+@BOTH
+def test_streams(search):
+    """Each part ends as an utterance would end there; the last one as the whole does, bit for bit."""
+    model = Model(losses.TDT, batch=3, frames=13)
+    model.lengths = np.array([13, 11, 6], np.int32)
+    options, _ = models_of(model, forbidden=(..., 0, 1, 1))
+    run = lambda *part, state=None: model.search(search, 40, encoder=part[0], lengths=part[1], state=state, **options)
+    whole, state, start, parts = run(model.encoder, model.lengths), None, 0, []
+    for size in (5, 1, 7):
+        encoder = np.zeros_like(model.encoder)
+        encoder[:, :size] = model.encoder[:, start : start + size]
+        parts.append(run(encoder, np.clip(model.lengths - start, 0, size).astype(np.int32), state=state))
+        state, start = parts[-1].state, start + size
+        until = run(model.encoder, np.minimum(model.lengths, start))
+        assert_same(parts[-1].scores, until.scores)
+    if search is BEAM:
+        assert_same(parts[-1][:-1], whole[:-1])
+
+
+class Tables:
+    """Scores of labels by the utterance: its number is the state, and is given anew where rows were selected."""
+
+    def __init__(self, tables):
+        self.tables, self.utterances = jnp.asarray(tables), len(tables)
+
+    def initial(self, batch):
+        return jnp.arange(batch, dtype=jnp.int32) // (batch // self.utterances)
+
+    place = lambda self, state: self.initial(len(state))
+
+    def step(self, state, labels):
+        return self.tables[state], state
+
+
+@BOTH
+def test_utterances_with_models_of_their_own(search):
+    """They find what each finds alone, also in a stream of which some are left out."""
+    model = Model(losses.RNNT, batch=3, frames=8)
+    tables = np.random.default_rng(1).normal(0, 2, (3, model.tokens))
+    cut = np.minimum(model.lengths, 4)
+    options = dict(max_labels=40, max_symbols=2)
+
+    @jax.jit
+    def run(tables, encoder, lengths, state=None):
+        networks = model.parameters.joint, model.parameters.predictor
+        models = ((Tables(tables), 1.0),)
+        return search(model.loss.value(), *networks, encoder, lengths, fusion=models, state=state, **options)
+
+    def go_on(first, at, rows):
+        """The second half of utterances `rows`, whose first halves are the rows `at`."""
+        state = jax.tree.map(lambda x: x[at], first.state)
+        second = run(tables[rows], model.encoder[rows, 4:], (model.lengths - cut)[rows], state)
+        for i, b in enumerate(rows):
+            alone = run(tables[b : b + 1], model.encoder[b : b + 1], model.lengths[b : b + 1])
+            np.testing.assert_allclose(second.scores[i], alone.scores[0], rtol=EXACT)
+
+    first, rows = run(tables, model.encoder, cut), np.array([2, 0])
+    go_on(first, rows, rows)  # 33 rows of a beam are packed, 22 are not
+    go_on(run(tables[rows], model.encoder[rows], cut[rows]), np.array([1, 0, 1]), np.array([0, 2, 0]))
+    others = run(tables[::-1], model.encoder, cut)
+    assert not np.allclose(others.scores[0], first.scores[0])
+
+
+def test_split_batches(devices):
+    """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
+    model = Model(losses.RNNT, batch=8)
+    options, _ = models_of(model)
+    networks = model.parameters.joint, model.parameters.predictor
+    expected = model.search(decode.greedy, MOST, **options)
+    with meshes.mesh_of(devices[:4], "explicit", (4,)) as mesh:
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        given = model.loss.value(), *networks, *(jax.device_put(x, split) for x in (model.encoder, model.lengths)), MOST
+        weigh = lambda weights: tuple((model, w) for (model, _), w in zip(options["fusion"], weights))
+        search = lambda x, n, w: decode.greedy(*given[:3], x, n, MOST, fusion=weigh(w), ilm_weight=0.3)
+        found = jax.jit(search)(*given[3:5], (0.7, -0.4))
+        with pytest.raises(ValueError, match=r"greedy: fusion\[0\].utterances must be None, got 8 where.*shard_map"):
+            decode.greedy(*given, fusion=((Tables(np.zeros((8, model.tokens))), 1.0),))
+    for x, y in zip(found[:-1], expected[:-1]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
+
+
+# ------------------------------------------------------------------------------------------------------- weights
+
+
+@BOTH
+def test_weights(search):
+    """Traced ones share a program: 0 adds nothing, NaN and inf give NaN; NaN and +inf of a model spoil an utterance."""
+    model = Model(losses.RNNT)
+    model.lengths = np.array([0, 3], np.int32)
+    options, _ = models_of(model)
+    (one, _), (two, _) = options["fusion"]
+
+    class Ends(Tables):
+        final = lambda self, state: self.tables[state, LABELS]
+
+    nothing = np.zeros((2, model.tokens))
+
+    @jax.jit
+    def scores(a, b, internal, tables=nothing):
+        networks = model.parameters.joint, model.parameters.predictor
+        arrays = model.encoder, model.lengths, MOST
+        models = (one, a), (two, b), (Ends(tables), 0.0 * a + 1)
+        return search(model.loss.value(), *networks, *arrays, fusion=models, ilm_weight=internal).scores
+
+    np.testing.assert_allclose(scores(0.0, 0.0, 0.0), model.search(search, MOST).scores, rtol=EXACT)
+    assert np.isfinite(scores(0.5, -0.5, 0.1).reshape(2, -1)[:, 0]).all()
+    for i in range(3):
+        for bad in (np.nan, np.inf):
+            weights = [0.0, 0.0, 0.0]
+            weights[i] = bad
+            assert np.isnan(scores(*weights)).all()
+    for column in (0, 1, LABELS):  # of two labels, and of the end
+        for bad in (np.nan, np.inf):
+            tables = np.zeros((2, model.tokens))
+            tables[1, column] = bad
+            spoilt = scores(0.0, 0.0, 0.0, tables)
+            assert np.isnan(spoilt[1]).all()
+            assert_same(spoilt[0], scores(0.0, 0.0, 0.0)[0])
+    tables = np.full((2, model.tokens), -np.inf)  # forbids the labels, then the end
+    assert (scores(0.0, 0.0, 0.0, tables) == -np.inf).all()
+
+
+# ----------------------------------------------------------------------------------------- modules, and wrong models
+
+
+@BOTH
+def test_modules(search):
+    """Functions of an NNX module run in evaluation mode, that of the end too."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.noise, self.start = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), 0
+
+        def initial(self, batch):
+            return jnp.zeros((batch, LABELS))
+
+        def step(self, state, labels):
+            state = 0.5 * state + jax.nn.one_hot(labels, LABELS, dtype=state.dtype)
+            return self.noise(state), state
+
+        def final(self, state):
+            return jnp.sum(self.noise(state), 1)
+
+    class Still(Noisy):
+        noise = staticmethod(lambda x: x)
+
+        def __init__(self):
+            self.start = 0
+
+    model, noisy = Model(losses.RNNT), Noisy()
+    found, expected = (model.search(search, MOST, fusion=((x, 0.5),)) for x in (noisy, Still()))
+    assert_same(found[:-1], expected[:-1])
+    assert not noisy.noise.deterministic
+    assert not np.allclose(found.scores, model.search(search, MOST).scores)
+
+
+class Broken(Memory):
+    """Good but for the functions that are given."""
+
+    def __init__(self, **functions):
+        super().__init__(np.zeros((LABELS, H)), np.zeros((H, LABELS)))
+        vars(self).update(functions)
+
+
+GOOD = Broken()
+WRONG = [
+    ((GOOD, 1.0), TypeError, r"fusion must be a sequence of pairs .model, weight., .* got fusion\[0\] = .*Broken"),
+    (iter([(GOOD, 1.0)]), TypeError, r"fusion must be a sequence of pairs .* got <list_iterator"),
+    (GOOD, TypeError, r"fusion must be a sequence of pairs .* got .*Broken"),
+    ("ab", TypeError, r"fusion must be a sequence of pairs .* got 'ab'"),
+    ([(GOOD, 1.0), (GOOD,)], TypeError, r"fusion must be a sequence of pairs .* got fusion\[1\] = \(.*Broken.*,\)"),
+    ([(GOOD, "1")], TypeError, r"fusion\[0\] weight must be a real number, got '1'"),
+    ([(GOOD, 1.0), (GOOD, np.nan)], ValueError, r"fusion\[1\] weight must be finite, got nan"),
+    ([(GOOD, jnp.asarray(-np.inf))], ValueError, r"fusion\[0\] weight must be finite, got .*-inf"),
+    ([(lambda: 0, 1.0)], TypeError, r"fusion\[0\] must have the functions initial and step, got"),
+    ([(Broken(step=None), 1.0)], TypeError, r"fusion\[0\] must have the functions initial and step, got"),
+    ([(Broken(initial=lambda n: jnp.zeros(3)), 1.0)], ValueError, r"fusion\[0\].initial\(.*\[.*, ...\], got \(3,\)"),
+    ([(Broken(step=lambda s, y: s), 1.0)], TypeError, r"fusion\[0\].step must return \(scores \[N, V\], state\)"),
+    ([(Broken(step=lambda s, y: (s[0], s)), 1.0)], ValueError, r"fusion\[0\].step must make scores \[N, V\]"),
+    (
+        [(Broken(step=lambda s, y: (s, s)), 1.0)],
+        ValueError,
+        r"fusion\[0\].step must .* V = 2 \(labels\), 3 \(with blanks",
+    ),
+    ([(Broken(step=lambda s, y: (s, s[:, 1:])), 1.0)], ValueError, r"fusion\[0\] must keep its state's shapes"),
+    ([(Broken(symbols=1, start=0), 1.0)], ValueError, r"fusion\[0\].symbols must be 2 or more, .* got 1"),
+    ([(Broken(start=2), 1.0)], ValueError, r"fusion\[0\].start must lie in \[-2, 2\) .* got 2"),
+    ([(Broken(final=3), 1.0)], TypeError, r"fusion\[0\].final must be a function or None, got 3"),
+    ([(Broken(final=lambda s: s), 1.0)], ValueError, r"fusion\[0\].final must make scores \[N\] with N = "),
+    ([(Broken(place=True), 1.0)], TypeError, r"fusion\[0\].place must be a function or None, got True"),
+    ([(Broken(utterances=3), 1.0)], ValueError, r"fusion\[0\].utterances must be 2, those of encoder_out, .* got 3"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_models(given, error, message):
+    model = Model(losses.RNNT)
+    networks = model.parameters.joint, model.parameters.predictor
+    search, name = (BEAM, "beam") if len(message) % 2 else (decode.greedy, "greedy")
+    with pytest.raises(error, match=f"{name}: {message}"):
+        search(model.loss.value(), *networks, model.encoder, model.lengths, MOST, fusion=given)
+
+
+def test_wrong_parts():
+    """Of streams: a model of another kind, a `place` that makes another state. A NaN of `ilm_weight`."""
+    model = Model(losses.RNNT)
+    networks = model.parameters.joint, model.parameters.predictor
+    search = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
+    state = search(fusion=((GOOD, 1.0),)).state
+    with pytest.raises(ValueError, match="greedy: state of greedy must keep the structure of its state"):
+        search(state=state)
+    with pytest.raises(ValueError, match=r"greedy: fusion\[0\].place must keep its state's shapes"):
+        search(fusion=((Broken(place=lambda state: state[:1]), 1.0),), state=state)
+    with pytest.raises(ValueError, match="greedy: ilm_weight must be finite, got nan"):
+        search(ilm_weight=np.nan)
