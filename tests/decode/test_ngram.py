@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt import decode
+from jax_rnnt.decode import _arcs, _arpa
 
 NATS = math.log(10)
 TOKENS = "a b c d e".split()
@@ -150,8 +151,6 @@ def test_the_file(tmp_path):
 
 def test_chunks(monkeypatch, tmp_path):
     """Rows of more arcs than are put there at once, and files of more lines than are read at once."""
-    from jax_rnnt.decode import _arcs, _arpa
-
     path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 4)))
     rows = sentences(6, 30, 5)
     whole = run(decode.NGram.from_arpa(path, TOKENS), rows)

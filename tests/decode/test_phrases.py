@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt import decode
+from jax_rnnt.decode import _arcs
 
 V = 4
 
@@ -85,13 +86,12 @@ def test_lists_of_utterances():
     check(none, rng.integers(0, V, (2, 3)), [([], [])] * 2)
 
 
-def test_long_phrases_and_many():
-    """Beyond the arcs that are put into rows at once; a phrase that is its own suffix again and again."""
-    rng = np.random.default_rng(6)
-    classes = 700
-    phrases = [[0, x] for x in range(classes)] + [[1] * 30, [1, 1, 0]]
-    labels = rng.choice([0, 1, 1, 1, 5], (3, 9))
-    check(decode.Phrases(phrases, 0.5, classes=classes), labels, [(phrases, [0.5] * len(phrases))] * 3)
+def test_long_phrases_and_many(monkeypatch):
+    """More arcs than are put into rows at once; a phrase that is its own suffix again and again."""
+    monkeypatch.setattr(_arcs, "CHUNK", 7)
+    phrases = [*([0, x] for x in range(9)), [1] * 15, [1, 1, 0]]
+    labels = np.random.default_rng(6).choice([0, 1, 1, 1, 1, 5], (5, 20))
+    check(decode.Phrases(phrases, 0.5, classes=9), labels, [(phrases, [0.5] * len(phrases))] * 5)
 
 
 def test_new_lists_compile_nothing():
