@@ -22,7 +22,7 @@ class Arcs(typing.NamedTuple):
 
     root_scores: jax.Array  # [R, V + 1]
     root_targets: jax.Array  # [R, V + 1]: states
-    first: jax.Array  # [S + 1]: the first arc of each state; A at the end. Roots have none.
+    first: jax.Array  # [S + 1]: the first arc of each state, up to that of the next one; roots have none
     labels: jax.Array  # [A]: ascending in a state; above V: no arc
     scores: jax.Array  # [A]
     targets: jax.Array  # [A]: states

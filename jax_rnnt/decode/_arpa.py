@@ -54,7 +54,8 @@ class Arpa:
         with (gzip.open if str(self.path).endswith(".gz") else open)(self.path, "rb") as self.file:
             if (line := self.line()) != b"\\data\\":
                 self.fail("\\data\\", line)
-            counts, line = [], self.line()
+            counts: list[int] = []
+            line = self.line()
             while match := re.fullmatch(rb"ngram\s+%d\s*=\s*(\d+)" % (len(counts) + 1), line):
                 counts.append(int(match[1]))
                 line = self.line()

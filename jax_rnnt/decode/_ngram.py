@@ -102,9 +102,8 @@ class NGram:
         file = Arpa(FUNCTION, path)
         grams = file.read(lambda tokens: vocabulary.number(tokens, file.path))
         arcs, begin = tables(grams, len(labels), vocabulary.begin, file)
-        columns = vocabulary.columns
-        columns = None if (columns == np.arange(len(labels))).all() else jnp.asarray(columns)
-        fields = jax.tree.map(jnp.asarray, arcs), columns, begin, vocabulary.end
+        own = (vocabulary.columns == np.arange(len(labels))).all()
+        fields = arcs, None if own else jnp.asarray(vocabulary.columns), begin, vocabulary.end
         return _pytree.make(cls, ("arcs", "columns", "begin", "end"), fields)
 
     def __repr__(self) -> str:
@@ -216,8 +215,8 @@ class Contexts:
         if (same := keys[1:] == keys[:-1]).any():
             line = grams.first_line + int(met[ranks[1:][same].min()])
             file.fail(f"{order}-grams that stand once", "one that stands twice", line)
-        fields = (x[ranks] for x in (words, log_probs, backoffs, context))
-        return Level(*fields, keys, np.full(len(keys), -1, np.int32))
+        words, log_probs, backoffs, context = (x[ranks] for x in (words, log_probs, backoffs, context))
+        return Level(words, log_probs, backoffs, context, keys, np.full(len(keys), -1, np.int32))
 
     def find(self, words):
         """[M]: where n-grams [M, order] stand in their level, -1 for those that do not."""
@@ -250,20 +249,18 @@ def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tu
     word = unigrams.words[:, 0]
     scores[word], targets[word] = unigrams.log_probs, np.maximum(unigrams.states, 0)
 
-    backoffs, suffixes = [np.zeros(1)], [np.zeros(1, np.int32)]
-    arcs, from_state = [(np.full(1, labels + 3), np.zeros(1), np.zeros(1))], []
+    backoffs, suffixes, arcs = [np.zeros(1)], [np.zeros(1)], []
     for below, level in zip(contexts.levels, levels):
         matters = below.states > 0
         backoffs.append(below.backoffs[matters])
         suffixes.append(contexts.resolve(below.words[matters, 1:]))
-        from_state.append(below.states[level.context])
-        whole = level is not levels[-1]  # the longest n-grams are no contexts
-        arcs.append((level.words[:, -1], level.log_probs, contexts.resolve(level.words[:, 0 if whole else 1 :])))
-    arcs.append(arcs.pop(0))  # so that there is one, which has no state
-    types = np.int32, np.float32, np.int32
-    label, score, target = (np.concatenate(x).astype(dtype) for x, dtype in zip(zip(*arcs), types))
-    number = np.bincount(np.concatenate([*from_state, np.zeros(0, np.int64)]).astype(np.int64), minlength=contexts.count)
-    first = np.concatenate([[0], np.cumsum(number)]).astype(np.int32)
-    backoff, suffix = np.concatenate(backoffs).astype(np.float32), np.concatenate(suffixes).astype(np.int32)
-    made = Arcs(scores[None, : labels + 1], targets[None, : labels + 1], first, label, score, target, backoff, suffix)
+        ends = level.words[:, 1:] if level is levels[-1] else level.words  # the longest n-grams are no contexts
+        arcs.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
+    one = [np.full(1, x) for x in (contexts.count, labels + 3, 0, 0)]  # so that there is an arc; it is of no state
+    state, *fields = (np.concatenate(x) for x in zip(*arcs, one))
+    first = np.searchsorted(state, np.arange(contexts.count + 1))
+    types = np.int32, np.int32, np.float32, np.int32, np.float32, np.int32
+    fields = [first, *fields, np.concatenate(backoffs), np.concatenate(suffixes)]
+    fields = [x.astype(dtype) for x, dtype in zip(fields, types)]
+    made = Arcs(*map(jnp.asarray, (scores[None, : labels + 1], targets[None, : labels + 1], *fields)))
     return made, 0 if begin is None else int(targets[begin])

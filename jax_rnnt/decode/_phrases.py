@@ -98,8 +98,8 @@ class Phrases:
             raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
         tree = Tree(utterances, lengths, labels, weights_of(weights, shared, lists), len(lists), classes)
-        arcs = jax.tree.map(jnp.asarray, tree.arcs(None if size is None else _checks.positive("Phrases", "size", size)))
-        object.__setattr__(self, "arcs", arcs)
+        size = None if size is None else _checks.positive("Phrases", "size", size)
+        object.__setattr__(self, "arcs", tree.arcs(size))
         object.__setattr__(self, "shared", shared)
 
     def __repr__(self) -> str:
@@ -129,12 +129,12 @@ class Phrases:
         """States [N] in the order of the batch, N a multiple of B, each with the list of the utterance in its place."""
         if self.shared:
             return state
-        if state.shape[0] % self.utterances:
-            expected = f"lists for the utterances of the batch, whose N rows are a multiple of theirs"
-            raise ValueError(f"Phrases: phrases must be {expected}, got {self.utterances} lists and N = {state.shape[0]}.")
-        rows = max(state.shape[0] // self.utterances, 1)
-        utterance = jnp.arange(state.shape[0], dtype=jnp.int32) // rows
-        return state % self.arcs.states + utterance * self.arcs.states
+        lists, size = self.arcs.root_scores.shape[0], self.arcs.states
+        if state.shape[0] % lists:
+            expected = "lists for the utterances of the batch, whose N rows are a multiple of theirs"
+            raise ValueError(f"Phrases: phrases must be {expected}, got {lists} lists and N = {state.shape[0]}.")
+        utterance = jnp.arange(state.shape[0], dtype=jnp.int32) // max(state.shape[0] // lists, 1)
+        return state % size + utterance * size
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(scores float32 [N, V] of labels after one more label [N], states)."""
@@ -157,11 +157,13 @@ def is_list(x) -> bool:
 
 def lists_of(phrases) -> tuple[bool, list]:
     """(whether all utterances share one list, the lists)"""
-    if not is_list(phrases) or not all(map(is_list, phrases)):
-        raise TypeError(f"Phrases: phrases must be lists of labels, or a list of these for each utterance, got {phrases!r}.")
+    expected = "a list of phrases, which are lists of labels, or such a list for each utterance"
+    wrong = [x for x in phrases if not is_list(x)] if is_list(phrases) else [phrases]
+    if wrong:
+        raise TypeError(f"Phrases: phrases must be {expected}, got {wrong[0]!r}.")
     nested = [is_list(x) for item in phrases for x in item]
     if any(nested) and not all(nested):
-        raise TypeError(f"Phrases: phrases must be for all utterances, or lists for each of them, got both: {phrases!r}.")
+        raise TypeError(f"Phrases: phrases must be {expected}, got both.")
     # Nothing but empty lists: of utterances, as phrases are not empty.
     shared = not all(nested) or len(phrases) == 0
     return shared, [phrases] if shared else [*phrases]
@@ -175,7 +177,9 @@ def weights_of(weights, shared: bool, lists) -> np.ndarray:
     else:
         given = [weights] if shared else weights
         if not is_list(given) or not all(map(is_list, given)) or [*map(len, given)] != [*map(len, lists)]:
-            raise ValueError(f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}.")
+            raise ValueError(
+                f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
+            )
         made = np.array([*itertools.chain.from_iterable(given)], np.float64)
     if not np.isfinite(made).all():
         raise ValueError(f"Phrases: weights must be finite, got {weights!r}.")
@@ -213,7 +217,7 @@ class Tree:
         self.link(np.where(np.isneginf(whole), 0, whole), np.concatenate(best))
 
     def link(self, whole, best):
-        """Suffixes by depth, and what nodes earn: `whole` for the phrase that they are, `best` for being in progress."""
+        """Suffixes by depth, and what nodes earn: `whole` as a phrase, `best` in progress."""
         count = len(whole)
         self.inner = np.arange(count) < self.batch
         self.inner[self.parent] = True
@@ -279,7 +283,7 @@ class Tree:
         backoffs[state[inner]] = self.progress[after] - self.progress[inner]
         suffixes[state[inner]] = state[after]
         first = np.append(first.ravel(), batch * size).astype(np.int32)
-        return Arcs(scores, targets, first, *made, backoffs, suffixes)
+        return Arcs(*map(jnp.asarray, (scores, targets, first, *made, backoffs, suffixes)))
 
 
 def ranks(groups):

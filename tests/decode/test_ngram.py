@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import losses
+from decoding import LABELS, MOST, Model, enumerate_all, greedy_loop, trimmed
 from jax_rnnt import decode
 from jax_rnnt.decode import _arcs, _arpa
 
 NATS = math.log(10)
-TOKENS = "a b c d e".split()
+TOKENS = ["a", "b", "c", "d", "e"]
 CASES = [(1, "closed"), (2, "closed"), (3, "pruned"), (4, "closed"), (5, "pruned")]
 
 
@@ -27,7 +29,9 @@ def random_arpa(seed, order, kind="closed", unk=True, sentences=40):
     found = {(w,) for w in [*words, "<s>", "</s>"]}
     for _ in range(sentences):
         sentence = ["<s>", *rng.choice(words, rng.integers(0, 8)), "</s>"]
-        found |= {tuple(sentence[i:j]) for i, j in itertools.combinations(range(len(sentence) + 1), 2) if j - i <= order}
+        found |= {
+            tuple(sentence[i:j]) for i, j in itertools.combinations(range(len(sentence) + 1), 2) if j - i <= order
+        }
     if kind == "pruned":
         for gram in sorted(found, key=len, reverse=True):
             if len(gram) > 1 and rng.random() < 0.4 and not any(x[:-1] == gram for x in found):
@@ -58,6 +62,11 @@ def log_prob(grams, context, word):
     if (*context, word) in grams:
         return NATS * grams[*context, word][0]
     return NATS * grams.get(context, (0, 0))[1] + log_prob(grams, context[1:], word)
+
+
+def last(history, order):
+    """The words that a model of this order sees."""
+    return history[max(len(history) + 1 - order, 0) :]
 
 
 def sentences(seed, number, labels):
@@ -101,7 +110,7 @@ def test_scores_are_the_definition(order, kind, tmp_path):
     for n, row in enumerate(rows):
         history = ("<s>", *(token_of(grams, labels[x]) for x in row))
         for i in range(len(row) + 1):
-            context = history[: i + 1][max(0, i + 2 - order) :]
+            context = last(history[: i + 1], order)
             expected = [log_prob(grams, context, token_of(grams, x)) for x in labels if x is not None]
             np.testing.assert_allclose(np.delete(scores[n, i], 6), expected, rtol=2e-6, atol=1e-6)
             np.testing.assert_allclose(final[n, i], log_prob(grams, context, "</s>"), rtol=2e-6, atol=1e-6)
@@ -129,7 +138,7 @@ def test_scores_are_those_of_kenlm(order, kind, tmp_path):
 
 
 def test_the_file(tmp_path):
-    """Compressed, without <s>, </s> and <unk>, with tokens that are no labels, and with class labels for all of these."""
+    """Compressed, with labels for <s>, </s> and <unk> and without these, and with tokens that are no labels."""
     grams = random_arpa(4, 3)
     path = tmp_path / "m.arpa.gz"
     path.write_bytes(gzip.compress(arpa(grams).encode()))
@@ -138,7 +147,7 @@ def test_the_file(tmp_path):
     rows = sentences(5, 40, len(labels))
     scores, final, _ = run(model, rows)
     for n, row in enumerate(rows):
-        context = ("<s>", *(labels[x] for x in row))[-2:]
+        context = last(("<s>", *(labels[x] for x in row)), 3)
         expected = [log_prob(grams, context, x) for x in labels]
         np.testing.assert_allclose(scores[n, len(row)], expected, rtol=2e-6, atol=1e-6)
         np.testing.assert_allclose(final[n, len(row)], expected[3], rtol=2e-6, atol=1e-6)
@@ -172,13 +181,42 @@ def test_tables_are_arguments(tmp_path):
     assert 12 * sum(len(x) > 1 for x in grams) < size < 24 * len(grams) + 8 * 7 + 40
 
 
+def test_searches(tmp_path):
+    """With a trigram and, taken out, a bigram: N-best lists are the enumeration, greedy search is the plain loop."""
+    model = Model(losses.HAT)
+    names = TOKENS[:LABELS] + [None] * (model.tokens - LABELS)
+    grams = [(random_arpa(8, order), order, weight) for order, weight in ((3, 0.7), (2, -0.4))]
+    made = [decode.NGram.from_arpa(written(tmp_path / f"{n}.arpa", arpa(x)), names) for x, n, _ in grams]
+
+    def added(prefix, word):
+        history = ("<s>", *(TOKENS[x] for x in prefix))
+        return sum(weight * log_prob(x, last(history, order), word) for x, order, weight in grams)
+
+    rules = dict(fuse=lambda prefix, label: added(prefix, TOKENS[label]), final=lambda prefix: added(prefix, "</s>"))
+    options = dict(fusion=tuple((x, w) for x, (*_, w) in zip(made, grams)), max_symbols=2)
+    best = model.search(decode.beam, MOST, 64, **options)
+    greedy = model.search(decode.greedy, MOST, **options)
+    for b in range(2):
+        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        expected = {x: y for x, (y, _) in enumerate_all(model, b, max_symbols=2, **rules).items()}
+        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
+        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
+        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=1e-6)
+        labels, _, score = greedy_loop(model, b, max_symbols=2, room=MOST, **rules)
+        assert trimmed(greedy, b) == labels
+        np.testing.assert_allclose(greedy.scores[b], score, rtol=1e-6)
+
+
 GOOD = arpa(random_arpa(0, 2))
 LAST = GOOD.rstrip().splitlines()[-3]
 BROKEN = [
     ("", r"line 0: expected \\data\\, got the end of the file"),
     ("ngram 1=2", r"line 1: expected \\data\\, got ngram 1=2"),
     ("\\data\\\n\nngram 2=1", "line 3: expected ngram 1=..., got ngram 2=1"),
-    (GOOD.replace("\\2-grams:", "\\3-grams:"), r"expected \\2-grams: after 8 1-grams, as \\data\\ says, got \\3-grams:"),
+    (
+        GOOD.replace("\\2-grams:", "\\3-grams:"),
+        r"expected \\2-grams: after 8 1-grams, as \\data\\ says, got \\3-grams:",
+    ),
     (GOOD.replace("ngram 1=8", "ngram 1=9"), r"line 14: expected 9 1-grams, as \\data\\ says, got a blank line"),
     (GOOD.replace("ngram 1=8", "ngram 1=7"), r"line 13: expected \\2-grams: after 7 1-grams.*, got -.*\te\t.*"),
     (GOOD.replace("\\end\\", ""), r"expected \\end\\ after \d+ 2-grams, as \\data\\ says, got the end of the file"),
@@ -189,7 +227,10 @@ BROKEN = [
     (GOOD.replace(LAST, "nan a b"), "expected a log-probability of 0 or less, got nan"),
     (GOOD.replace(LAST, "0.5 a b"), "expected a log-probability of 0 or less, got 0.5"),
     (GOOD.replace(LAST, "-1 a b inf"), "expected a finite backoff or -inf, got inf"),
-    (GOOD.replace(LAST, GOOD.splitlines()[20]), r"line \d+: expected 2-grams that stand once, got one that stands twice"),
+    (
+        GOOD.replace(LAST, GOOD.splitlines()[20]),
+        r"line \d+: expected 2-grams that stand once, got one that stands twice",
+    ),
     (GOOD.replace("\\1-grams", "\\1-gram"), r"line 5: expected \\1-grams:, got \\1-gram:"),
 ]
 
@@ -197,7 +238,9 @@ BROKEN = [
 @pytest.mark.parametrize(("text", "message"), BROKEN, ids=[message[-30:] for _, message in BROKEN])
 def test_broken_files(text, message, tmp_path):
     path = written(tmp_path / "broken.arpa", text)
-    with pytest.raises(ValueError, match=rf"NGram.from_arpa: .*broken.arpa, line \d+: expected .*{message.split('expected ')[1]}"):
+    with pytest.raises(
+        ValueError, match=rf"NGram.from_arpa: .*broken.arpa, line \d+: expected .*{message.split('expected ')[1]}"
+    ):
         decode.NGram.from_arpa(path, TOKENS)
     with pytest.raises(ValueError, match=message):
         decode.NGram.from_arpa(str(path), TOKENS)
@@ -207,14 +250,20 @@ def test_a_context_that_is_missing(tmp_path):
     grams = random_arpa(0, 3)
     gone = next(x[:-1] for x in grams if len(x) == 3)
     path = written(tmp_path / "m.arpa", arpa({x: y for x, y in grams.items() if x != gone}))
-    with pytest.raises(ValueError, match="line .*: expected the context of each 3-gram among the 2-grams, got one without"):
+    with pytest.raises(
+        ValueError, match=r"line .*: expected the context of each 3-gram among the 2-grams, got one without"
+    ):
         decode.NGram.from_arpa(path, [*TOKENS, "<unk>"])
 
 
 @pytest.mark.parametrize(
     ("labels", "error", "message"),
     [
-        (["a", "x", "y"], ValueError, "labels must be tokens of .*m.arpa, as it has no <unk>, got 2 .*: 'x', 'y'; None"),
+        (
+            ["a", "x", "y"],
+            ValueError,
+            "labels must be tokens of .*m.arpa, as it has no <unk>, got 2 .*: 'x', 'y'; None",
+        ),
         (["a", *map(str, range(9))], ValueError, "labels .* got 9 that are none: '0', '1', '2', '3', '4', ...;"),
         (["a", "b", "a"], ValueError, r"labels must be different tokens, at least one, got \['a'\] twice"),
         ([None, None], ValueError, "labels must be different tokens, at least one, got 2 that are none"),

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import losses
+from decoding import EXACT, MOST, Model, enumerate_all, greedy_loop, trimmed
 from jax_rnnt import decode
 from jax_rnnt.decode import _arcs
 
@@ -126,6 +128,50 @@ def test_place():
     np.testing.assert_array_equal(shared.place(state), state)
 
 
+LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
+
+
+def test_searches():
+    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop."""
+    model = Model(losses.TDT)
+    options = dict(fusion=((decode.Phrases(*zip(*LISTS), classes=model.tokens), 0.5),), max_symbols=2)
+    best = model.search(decode.beam, MOST, 64, **options)
+    greedy = model.search(decode.greedy, MOST, **options)
+    for b, given in enumerate(LISTS):
+        value = lambda labels, finished, given=given: 0.5 * worth(labels, *given, finished)
+        rules = dict(
+            fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
+            final=lambda labels: value(labels, True) - value(labels, False),
+            max_symbols=2,
+        )
+        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
+        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
+        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
+        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=EXACT)
+        # The whole of a hypothesis is what it is without phrases and what they are worth.
+        plain = enumerate_all(model, b, max_symbols=2)
+        np.testing.assert_allclose([found[y] - plain[y][0] for y in found], [value(y, True) for y in found], atol=EXACT)
+        labels, _, score = greedy_loop(model, b, room=MOST, **rules)
+        assert trimmed(greedy, b) == labels
+        np.testing.assert_allclose(greedy.scores[b], score, rtol=EXACT)
+
+
+@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (9, 4)), (decode.greedy, (9,))], ids=["beam", "greedy"])
+def test_streams_whose_utterances_change_places(search, sizes):
+    """The second part comes in another order, and so do the lists."""
+    model = Model(losses.RNNT, frames=8)
+    lengths = np.array([4, 4], np.int32)
+    fused = lambda order: dict(
+        fusion=((decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6), 1.0),)
+    )
+    whole = model.search(search, *sizes, lengths=2 * lengths, **fused((0, 1)))
+    first = model.search(search, *sizes, encoder=model.encoder[:, :4], lengths=lengths, **fused((0, 1)))
+    turned = jax.tree.map(lambda x: x[::-1], first.state)
+    last = model.search(search, *sizes, encoder=model.encoder[::-1, 4:], lengths=lengths, state=turned, **fused((1, 0)))
+    np.testing.assert_allclose(last.scores[::-1], whole.scores, rtol=EXACT)
+
+
 @pytest.mark.parametrize(
     ("phrases", "options", "error", "message"),
     [
@@ -133,15 +179,20 @@ def test_place():
         ([[0, -1]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[-1\]"),
         ([[0], []], {}, ValueError, "phrases must have one label or more, got phrase 1 without"),
         ([[0.5]], {}, TypeError, "phrases must be sequences of integers, got float64"),
-        ("ab", {}, TypeError, "phrases must be lists of labels, or a list of these for each utterance, got 'ab'"),
-        (["ab"], {}, TypeError, "phrases must be lists of labels, .* got"),
-        ([[[0]], [1]], {}, TypeError, "phrases must be for all utterances, or lists for each of them, got both"),
+        ("ab", {}, TypeError, "phrases must be a list of phrases, which are lists .*, got 'ab'"),
+        (["ab"], {}, TypeError, "phrases must be a list of phrases, .* got 'ab'"),
+        ([[[0]], [1]], {}, TypeError, "phrases must be .* or such a list for each utterance, got both"),
         ([[0]], dict(weights=np.nan), ValueError, "weights must be finite, got nan"),
         ([[0]], dict(weights=[np.inf]), ValueError, r"weights must be finite, got \[inf\]"),
         ([[0]], dict(weights=[1, 2]), ValueError, r"weights must be a number, or one of each phrase .*, got \[1, 2\]"),
         ([[[0]], []], dict(weights=[1]), ValueError, "weights must be a number, or one of each phrase"),
         ([[0, 1], [0, 2, 3]], dict(size=3), ValueError, "size must be 4 or more, as the phrases need so much, got 3"),
-        ([[], [[1, 2]]], dict(size=1), ValueError, "size must be 2 or more, as the phrases of utterance 1 need so much"),
+        (
+            [[], [[1, 2]]],
+            dict(size=1),
+            ValueError,
+            "size must be 2 or more, as the phrases of utterance 1 need so much",
+        ),
         ([[0]], dict(size=0), ValueError, "size must be 1 or more, got 0"),
         ([[0]], dict(classes=0), ValueError, "classes must be 1 or more, got 0"),
     ],
@@ -153,5 +204,5 @@ def test_errors(phrases, options, error, message):
 
 def test_lists_of_another_number_of_utterances():
     model = decode.Phrases([[[0]], [[1]]], classes=V)
-    with pytest.raises(ValueError, match="Phrases: phrases must be lists for the utterances .* got 2 lists and N = 3"):
+    with pytest.raises(ValueError, match=r"Phrases: phrases must be lists for the utterances .* got 2 lists and N = 3"):
         model.initial(3)
