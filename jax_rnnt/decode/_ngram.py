@@ -26,9 +26,9 @@ FUNCTION = "NGram.from_arpa"
 class NGram:
     """A backoff n-gram language model for `greedy` and `beam`, of any order. `from_arpa` makes one.
 
-    A pytree of arrays, so it can be an argument of a jitted function. Its memory is linear in the n-grams: 12 to 24
-    bytes of each, and one row of unigrams. A state is one integer, the longest context that has an influence on what
-    follows: hypotheses with equal states share their rows.
+    A pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program. They
+    are linear in the n-grams: 12 to 24 bytes of each, and one row of unigrams. A state is one integer, the longest
+    context that has an influence on what follows: hypotheses with equal states share their rows.
 
     As a model of fusion it has `initial`, `step` and `final`. V, its `start`, is the label that begins a sentence.
 

@@ -96,6 +96,12 @@ def test_long_phrases_and_many(monkeypatch):
     check(decode.Phrases(phrases, 0.5, classes=9), labels, [(phrases, [0.5] * len(phrases))] * 5)
 
 
+def test_a_list_without_room():
+    """Of one phrase, whose states and arcs fill the arrays in different places."""
+    labels = np.random.default_rng(8).integers(0, 3, (30, 5))
+    check(decode.Phrases([[0, 1, 2]], 1.0, classes=V), labels, [([[0, 1, 2]], [1.0])] * 30)
+
+
 def test_new_lists_compile_nothing():
     """Up to the size, for other phrases, weights and lengths."""
     rng = np.random.default_rng(7)
