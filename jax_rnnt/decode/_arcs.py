@@ -42,12 +42,14 @@ def follow(arcs: Arcs, state, label):
 
     def look(state):
         """(whether the state has an arc with the label, that arc)"""
-        low, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
-        high = end
-        for _ in range(halvings):
+        def halve(_, span):
+            low, high = span
             middle = (low + high) // 2
             below = (rows_at(arcs.labels, jnp.minimum(middle, last)) < label) & (low < high)
-            low, high = jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+            return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+
+        first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
+        low, _ = jax.lax.fori_loop(0, halvings, halve, (first, end))
         at = jnp.minimum(low, last)
         return (low < end) & (rows_at(arcs.labels, at) == label), at
 
