@@ -9,12 +9,16 @@ from jax_rnnt.decode._greedy import greedy as greedy
 from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
+from jax_rnnt.decode._ngram import NGram as NGram
+from jax_rnnt.decode._phrases import Phrases as Phrases
 from jax_rnnt.decode._predictor import Predictor as Predictor
 from jax_rnnt.decode._predictor import predict as predict
 from jax_rnnt.decode._predictor import stateless_predictor as stateless_predictor
 
 __all__ = [
     "Hypotheses",
+    "NGram",
+    "Phrases",
     "Predictor",
     "beam",
     "greedy",

@@ -89,6 +89,7 @@ def test_turns_and_aims():
         "bench.py --family --only characters",
         "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
         "decode.py --only 'stateless 1' --frames 8",
+        "ngram.py --tokens 400",
         "soak.py --steps 20 --kinds jit eager",
         "gpu.py --dry-run --only tiny --budget 1000",
         "gpu.py --dry-run --only tiny --once",
@@ -97,7 +98,7 @@ def test_turns_and_aims():
 def test_a_run(tmp_path, command):
     """Contestants agree, and what is said to be written is there."""
     script, *arguments = shlex.split(command)
-    if script in ("bench.py", "joint.py", "decode.py"):
+    if script in ("bench.py", "joint.py", "decode.py", "ngram.py"):
         arguments += ["--quick", "--repeat", "1", "--output", str(tmp_path / "found.json")]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=600, check=False)

@@ -1,0 +1,114 @@
+"""Automata with backoff as arrays, for `NGram` and `Phrases`: scores of all next labels, and the state after one.
+
+N rows, V labels, R roots, S states, A arcs. A label takes a state to another one along its own arc, else along one of
+its suffix, and so on; the arcs of a root stand in dense rows. The last column V, no label, is the end of an utterance.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _xla
+from jax_rnnt.decode._gather import rows_at
+
+CHUNK = 512  # arcs that are put into a few rows at once; 8 times as many into many
+
+
+class Arcs(typing.NamedTuple):
+    """States of one root stand together, the root first: S / R of each. Suffixes lead to the root."""
+
+    root_scores: jax.Array  # [R, V + 1]
+    root_targets: jax.Array  # [R, V + 1]: states
+    first: jax.Array  # [S + 1]: the first arc of each state, up to that of the next one; roots have none
+    labels: jax.Array  # [A]: ascending in a state; above V: no arc
+    scores: jax.Array  # [A]
+    targets: jax.Array  # [A]: states
+    backoffs: jax.Array  # [S]: what is added to scores of the suffix; 0 for roots
+    suffixes: jax.Array  # [S]: states; a root's is itself
+
+    @property
+    def states(self) -> int:
+        """Of one root."""
+        return self.suffixes.shape[0] // self.root_scores.shape[0]
+
+
+def follow(arcs: Arcs, state, label):
+    """(scores, states) [N] of one label [N] after each state [N]; label V: the end."""
+    halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
+    last = arcs.labels.shape[0] - 1
+
+    def look(state):
+        """(whether the state has an arc with the label, that arc)"""
+        def halve(_, span):
+            low, high = span
+            middle = (low + high) // 2
+            below = (rows_at(arcs.labels, jnp.minimum(middle, last)) < label) & (low < high)
+            return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+
+        first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
+        low, _ = jax.lax.fori_loop(0, halvings, halve, (first, end))
+        at = jnp.minimum(low, last)
+        return (low < end) & (rows_at(arcs.labels, at) == label), at
+
+    def back_off(carry):
+        looking, state, added, arc = carry
+        found, at = look(state)
+        arc = jnp.where(looking & found, at, arc)
+        looking &= ~found
+        added = jnp.where(looking, added + rows_at(arcs.backoffs, state), added)
+        state = jnp.where(looking, rows_at(arcs.suffixes, state), state)
+        return looking & (state % arcs.states != 0), state, added, arc
+
+    state, label, *_ = _xla.vary_together(state, label, *arcs)
+    start = state % arcs.states != 0, state, (0 * state).astype(arcs.scores.dtype), -1 - 0 * state
+    _, state, added, arc = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), back_off, start)
+    root, at = state // arcs.states, jnp.maximum(arc, 0)
+    score = jnp.where(arc < 0, arcs.root_scores[root, label], rows_at(arcs.scores, at))
+    return added + score, jnp.where(arc < 0, arcs.root_targets[root, label], rows_at(arcs.targets, at))
+
+
+def score_rows(arcs: Arcs, state):
+    """[N, V]: the scores of all labels after each state [N], in a time that grows with the number of their arcs.
+
+    From the longest context to the root: an arc fills its place unless a longer context has.
+    """
+    state, *_ = _xla.vary_together(state, *arcs)
+    count, columns, dtype = state.shape[0], arcs.root_scores.shape[1], arcs.scores.dtype
+    chunk = CHUNK if _checks.smaller(count, 32) else 8 * CHUNK
+    beyond = count * columns
+
+    def fill(carry):
+        """The arcs of these states, of all rows together, chunk by chunk."""
+        scores, state, added = carry
+        number = rows_at(arcs.first, state + 1) - rows_at(arcs.first, state)
+        ends = jnp.cumsum(number, dtype=jnp.int32)
+        to_arc = rows_at(arcs.first, state) - (ends - number)  # from a place among all these arcs
+
+        def fill_chunk(carry):
+            done, scores = carry
+            # The row of an arc: how many have ended. A search takes twice as long as this sum.
+            ended = jnp.zeros(chunk, jnp.int32).at[jnp.maximum(ends - done, 0)].add(1, mode="drop")
+            row = jnp.cumsum(ended, dtype=jnp.int32)
+            at = jnp.minimum(row, count - 1)
+            arc = rows_at(to_arc, at) + done + jnp.arange(chunk, dtype=jnp.int32)
+            arc = jnp.minimum(arc, arcs.labels.shape[0] - 1)
+            label = rows_at(arcs.labels, arc)
+            place = jnp.where((row < count) & (label < columns), row * columns + label, beyond)
+            empty = scores.at[place].get(mode="fill", fill_value=0) == jnp.inf
+            score = rows_at(added, at) + rows_at(arcs.scores, arc)
+            return done + chunk, scores.at[jnp.where(empty, place, beyond)].set(score, mode="drop")
+
+        total = jnp.sum(number, dtype=jnp.int32)
+        _, scores = jax.lax.while_loop(lambda carry: carry[0] < total, fill_chunk, (0 * total, scores))
+        return scores, rows_at(arcs.suffixes, state), added + rows_at(arcs.backoffs, state)
+
+    zeros = (0 * state).astype(dtype)
+    empty = jnp.broadcast_to(zeros[:, None] + jnp.inf, (count, columns)).astype(dtype)
+    start = empty.reshape(beyond), state, zeros
+    scores, state, added = jax.lax.while_loop(lambda carry: jnp.any(carry[1] % arcs.states != 0), fill, start)
+    roots = rows_at(arcs.root_scores, state // arcs.states) + added[:, None]
+    scores = scores.reshape(count, columns)
+    return jnp.where(scores == jnp.inf, roots, scores)[:, :-1]

@@ -1,0 +1,266 @@
+"""N-gram language models as automata: a state is the longest context that matters.
+
+V labels, M n-grams of one order. Words have numbers: those of their labels, V for </s>, V + 1 for <s>.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _pytree
+from jax_rnnt.decode._arcs import Arcs, follow, score_rows
+from jax_rnnt.decode._arpa import Arpa, Grams
+
+FUNCTION = "NGram.from_arpa"
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class NGram:
+    """A backoff n-gram language model for `greedy` and `beam`, of any order. `from_arpa` makes one.
+
+    A pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program. They
+    are linear in the n-grams: 12 to 24 bytes of each, and one row of unigrams. A state is one integer, the longest
+    context that has an influence on what follows: hypotheses with equal states share their rows.
+
+    As a model of fusion it has `initial`, `step` and `final`. V, its `start`, is the label that begins a sentence.
+
+    References
+    ----------
+    Katz, "Estimation of Probabilities from Sparse Data for the Language Model Component of a Speech Recognizer", 1987.
+    Heafield, "KenLM: Faster and Smaller Language Model Queries", WMT 2011: contexts that matter.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, pathlib, tempfile
+    >>> from jax_rnnt import decode
+    >>> arpa = '''\\\\data\\\\
+    ... ngram 1=4
+    ... ngram 2=1
+    ... \\\\1-grams:
+    ... -99 <s> -0.1
+    ... -0.5 </s>
+    ... -0.4 a -0.2
+    ... -0.6 b
+    ... \\\\2-grams:
+    ... -0.1 a b
+    ... \\\\end\\\\
+    ... '''
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "ab.arpa"
+    >>> size = path.write_text(arpa)
+    >>> model = decode.NGram.from_arpa(path, labels=[None, "a", "b"])  # class 0 is the blank
+    >>> scores, state = model.step(model.initial(1), jnp.array([model.start]))
+    >>> scores, state = model.step(state, jnp.array([1]))
+    >>> [round(x, 2) for x in (scores / jnp.log(10))[0].tolist()]  # after a: a with backoff, b
+    [-inf, -0.6, -0.1]
+    >>> round(float(model.final(state)[0] / jnp.log(10)), 2)
+    -0.7
+    """
+
+    arcs: Arcs
+    columns: jax.Array | None  # [V]: the word of each label; None: itself
+    begin: int = _pytree.static()  # the state after <s>
+    end: int | None = _pytree.static()  # the word </s>
+
+    @classmethod
+    def from_arpa(cls, path: str | os.PathLike, labels: Sequence[str | None]) -> NGram:
+        """Reads a model in ARPA format, as lmplz, SRILM and others write it.
+
+        N-grams with a token that is no label cannot be met and are left out. Labels that the file lacks are <unk>. A
+        file without <s> begins in the empty context; one without </s> has no score of the end.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            The file; compressed if its name ends in .gz.
+        labels : sequence of str or None
+            The token of each class of the joint network, V in all. None for classes that are no labels, as the blank:
+            their score is -inf.
+
+        Returns
+        -------
+        NGram
+
+        Raises
+        ------
+        ValueError
+            With file and line: \\data\\, \\end\\ or a section is missing, other numbers of n-grams than \\data\\ says,
+            wrong fields, a positive log-probability, an n-gram that stands twice or whose context is missing. With
+            names: labels that the file lacks if it has no <unk>, or that stand twice.
+        TypeError
+            Labels that are neither str nor None.
+        """
+        labels = list(labels)
+        vocabulary = Vocabulary(labels)
+        file = Arpa(FUNCTION, path)
+        grams = file.read(lambda tokens: vocabulary.number(tokens, file.path))
+        arcs, begin = tables(grams, len(labels), vocabulary.begin, file)
+        own = (vocabulary.columns == np.arange(len(labels))).all()
+        fields = arcs, None if own else jnp.asarray(vocabulary.columns), begin, vocabulary.end
+        return _pytree.make(cls, ("arcs", "columns", "begin", "end"), fields)
+
+    def __repr__(self) -> str:
+        return f"NGram({self.start} labels)"
+
+    @property
+    def start(self) -> int:
+        """V, the label that begins a sentence."""
+        return self.arcs.root_scores.shape[1] - 1
+
+    @property
+    def symbols(self) -> int:
+        """V + 1: the labels that `step` takes."""
+        return self.start + 1
+
+    def initial(self, batch) -> jax.Array:
+        """int32 [batch]: the empty context."""
+        return jnp.zeros((batch,), jnp.int32)
+
+    def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(log-probabilities float32 [N, V] of labels after one more label [N], states)."""
+        labels = jnp.asarray(labels, jnp.int32)
+        word = jnp.clip(labels, 0, self.start - 1)
+        if self.columns is not None:
+            word = self.columns[word]
+        _, after = follow(self.arcs, state, word)
+        state = jnp.where(labels == self.start, self.begin, after)
+        scores = score_rows(self.arcs, state)
+        return scores if self.columns is None else scores[:, self.columns], state
+
+    def final(self, state: jax.Array) -> jax.Array:
+        """[N]: the log-probability of </s>."""
+        if self.end is None:
+            return jnp.zeros(state.shape, self.arcs.scores.dtype)
+        return follow(self.arcs, state, jnp.full_like(state, self.end))[0]
+
+
+class Vocabulary:
+    """The numbers of words."""
+
+    def __init__(self, labels):
+        for label in labels:
+            if not isinstance(label, (str, type(None))):
+                raise TypeError(f"{FUNCTION}: labels must be str or None, got {label!r}.")
+        self.tokens = {label.encode(): i for i, label in enumerate(labels) if label is not None}
+        twice = {x for i, x in enumerate(labels) if x is not None and self.tokens[x.encode()] != i}
+        if twice or not self.tokens:
+            got = f"{sorted(twice)[:5]} twice" if twice else f"{len(labels)} that are none"
+            raise ValueError(f"{FUNCTION}: labels must be different tokens, at least one, got {got}.")
+        self.columns = np.arange(len(labels), dtype=np.int32)  # the word of each label
+        self.begin = self.end = None
+
+    def number(self, tokens: list[bytes], path) -> dict[bytes, int]:
+        """The numbers of words, where a file has these unigrams."""
+        found, size = set(tokens), len(self.columns)
+        missing = [i for token, i in self.tokens.items() if token not in found]
+        numbers = {b"</s>": size, b"<s>": size + 1} | self.tokens
+        if missing and b"<unk>" not in found:
+            names = ", ".join(repr(x.decode()) for x, i in self.tokens.items() if i in missing[:5])
+            raise ValueError(
+                f"{FUNCTION}: labels must be tokens of {path}, as it has no <unk>, got {len(missing)} that are none: "
+                f"{names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
+            )
+        if missing:
+            numbers.setdefault(b"<unk>", missing[0])
+            self.columns[missing] = numbers[b"<unk>"]
+        self.begin, self.end = (numbers[x] if x in found else None for x in (b"<s>", b"</s>"))
+        return numbers
+
+
+# -------------------------------------------------------------------------------------------------------- tables
+
+
+class Level(typing.NamedTuple):
+    """N-grams of one order, sorted by context and word, so that those of a context stand together."""
+
+    words: np.ndarray  # [M, order]
+    log_probs: np.ndarray  # [M]
+    backoffs: np.ndarray  # [M]
+    context: np.ndarray  # [M]: among the n-grams of the order below
+    keys: np.ndarray  # int64 [M]: context and word as one number, ascending
+    states: np.ndarray  # [M]: the state of each n-gram as a context; -1: none
+
+
+class Contexts:
+    """The n-grams of all orders, and which of them are states."""
+
+    def __init__(self, grams: list[Grams], words: int, file: Arpa):
+        self.words, self.levels = words, []
+        for i, section in enumerate(grams):
+            self.levels.append(self.sorted(section, file, i + 1))
+        self.count = 1  # the empty context is state 0
+        for level, above in zip(self.levels, self.levels[1:]):
+            matters = level.backoffs != 0
+            matters[above.context] = True
+            level.states[matters] = self.count + np.arange(matters.sum())
+            self.count += int(matters.sum())
+
+    def sorted(self, grams: Grams, file: Arpa, order: int) -> Level:
+        met = np.flatnonzero((grams.words >= 0).all(1))
+        words, log_probs, backoffs = (x[met] for x in grams[:3])
+        context = self.find(words[:, :-1])
+        if (context < 0).any():
+            line = grams.first_line + int(met[np.argmin(context)])
+            file.fail(f"the context of each {order}-gram among the {order - 1}-grams", "one without", line)
+        keys = context * self.words + words[:, -1]
+        ranks = np.argsort(keys, kind="stable")
+        keys = keys[ranks]
+        if (same := keys[1:] == keys[:-1]).any():
+            line = grams.first_line + int(met[ranks[1:][same].min()])
+            file.fail(f"{order}-grams that stand once", "one that stands twice", line)
+        words, log_probs, backoffs, context = (x[ranks] for x in (words, log_probs, backoffs, context))
+        return Level(words, log_probs, backoffs, context, keys, np.full(len(keys), -1, np.int32))
+
+    def find(self, words):
+        """[M]: where n-grams [M, order] stand in their level, -1 for those that do not."""
+        index, there = np.zeros(len(words), np.int64), np.ones(len(words), bool)
+        for level, word in zip(self.levels, words.T):
+            if not len(level.keys):
+                return np.full(len(words), -1)
+            key = index * self.words + word
+            index = np.minimum(np.searchsorted(level.keys, key), len(level.keys) - 1)
+            there &= level.keys[index] == key
+        return np.where(there, index, -1)
+
+    def resolve(self, words):
+        """[M]: the state after words [M, n], that of their longest end that is one."""
+        state = np.zeros(len(words), np.int32)
+        for i in range(words.shape[1]):
+            todo = np.flatnonzero(state == 0)
+            index = self.find(words[todo, i:])
+            states = self.levels[words.shape[1] - i - 1].states
+            state[todo] = np.where(index >= 0, np.maximum(states[index], 0), 0) if len(states) else 0
+        return state
+
+
+def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tuple[Arcs, int]:
+    """(the automaton, the state after the word `begin`)"""
+    contexts = Contexts(grams, labels + 2, file)
+    unigrams, *levels = contexts.levels
+    scores = np.full(labels + 2, -np.inf, np.float32)
+    targets = np.zeros(labels + 2, np.int32)
+    word = unigrams.words[:, 0]
+    scores[word], targets[word] = unigrams.log_probs, np.maximum(unigrams.states, 0)
+
+    backoffs, suffixes, arcs = [np.zeros(1)], [np.zeros(1)], []
+    for below, level in zip(contexts.levels, levels):
+        matters = below.states > 0
+        backoffs.append(below.backoffs[matters])
+        suffixes.append(contexts.resolve(below.words[matters, 1:]))
+        ends = level.words[:, 1:] if level is levels[-1] else level.words  # the longest n-grams are no contexts
+        arcs.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
+    one = [np.full(1, x) for x in (contexts.count, labels + 3, 0, 0)]  # so that there is an arc; it is of no state
+    state, *fields = (np.concatenate(x) for x in zip(*arcs, one))
+    first = np.searchsorted(state, np.arange(contexts.count + 1))
+    types = np.int32, np.int32, np.float32, np.int32, np.float32, np.int32
+    fields = [first, *fields, np.concatenate(backoffs), np.concatenate(suffixes)]
+    fields = [x.astype(dtype) for x, dtype in zip(fields, types)]
+    made = Arcs(*map(jnp.asarray, (scores[None, : labels + 1], targets[None, : labels + 1], *fields)))
+    return made, 0 if begin is None else int(targets[begin])

@@ -1,0 +1,295 @@
+"""Lists of phrases that searches favour, as automata (Aho and Corasick 1975).
+
+P phrases of all utterances, B utterances, V labels. The phrases of an utterance make a tree: a node is a beginning of
+phrases, its root the empty one. Nodes are numbered by depth, first the roots. Nodes that have children become states:
+behind a phrase that begins no other one, only its longest end that does can go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import numbers
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks, _pytree
+from jax_rnnt.decode._arcs import Arcs, follow, score_rows
+
+Labels = typing.Sequence[int]
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class Phrases:
+    """Phrases that `greedy` and `beam` shall find more often: names, places, commands.
+
+    As a model of fusion it gives a sequence of labels two sums, in nats:
+
+    * for every place where a phrase stands whole, weight times length of the phrase. Phrases may overlap and contain
+      others. Equal ones of a list count once, with the largest of their weights.
+    * for the match in progress, weight times length of what is matched: of the longest end of the sequence that begins
+      a phrase and is shorter than it. Of several such phrases the largest weight counts. A match that breaks gives it
+      back, and so does `final`; what a shorter match has earned it keeps.
+
+    So the score of a finished sequence is the first sum. A state is one integer, the match in progress: hypotheses with
+    equal states share their rows. It is a pytree of arrays, whose shapes depend on `classes`, `size` and the number of
+    utterances alone: as an argument of a jitted function, new lists compile nothing.
+
+    Parameters
+    ----------
+    phrases : sequence
+        Phrases as sequences of labels, for all utterances; or one such list for each utterance of the batch. ``[]`` is
+        a list without phrases.
+    weights : float or sequence, default 1.0
+        Nats for each label of a phrase: a number, or one of each phrase, in lists as `phrases`.
+    classes : int
+        V, the classes of the joint network without durations. V is also its `start`, the label that begins an
+        utterance.
+    size : int, optional
+        Room for the phrases of an utterance, in labels; beginnings that phrases share count once. By default, what the
+        largest list needs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A phrase without labels or with others than those of [0, V), weights that are not finite or not one of each
+        phrase, a list beyond `size`. In a search: lists of another number of utterances than the batch has.
+
+    References
+    ----------
+    Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", 1975.
+    Zhao et al., "Shallow-Fusion End-to-End Contextual Biasing", Interspeech 2019: weights given back.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import decode
+    >>> phrases = decode.Phrases([[1, 2], [1, 2, 3, 4]], weights=[1.0, 0.5], classes=5)
+    >>> state, found = phrases.initial(1), []
+    >>> for label in (phrases.start, 1, 2, 3):
+    ...     scores, state = phrases.step(state, jnp.array([label]))
+    ...     found.append(scores[0].tolist())
+    >>> found[0], found[1]  # 1 begins both, with the larger weight; 12 is 2 for itself, and 1 on the way to 1234
+    ([0.0, 1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 2.0, -1.0, -1.0])
+    >>> found[2], found[3], phrases.final(state).tolist()
+    ([-1.0, 0.0, -1.0, 0.5, -1.0], [-1.5, -0.5, -1.5, -1.5, 0.5], [-1.5])
+    """
+
+    arcs: Arcs
+    shared: bool = _pytree.static()
+
+    def __init__(self, phrases, weights: Any = 1.0, *, classes: int, size: int | None = None):
+        classes = _checks.positive("Phrases", "classes", classes)
+        shared, lists = lists_of(phrases)
+        flat = [phrase for phrases in lists for phrase in phrases]
+        lengths = np.array([len(phrase) for phrase in flat], np.int64)
+        if (lengths == 0).any():
+            raise ValueError(f"Phrases: phrases must have one label or more, got phrase {np.argmin(lengths)} without.")
+        labels = np.array([*itertools.chain.from_iterable(flat)] or np.zeros(0, np.int64))
+        if not np.issubdtype(labels.dtype, np.integer):
+            raise TypeError(f"Phrases: phrases must be sequences of integers, got {labels.dtype}.")
+        if wrong := labels[(labels < 0) | (labels >= classes)][:5].tolist():
+            raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
+        utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
+        tree = Tree(utterances, lengths, labels, weights_of(weights, shared, lists), len(lists), classes)
+        size = None if size is None else _checks.positive("Phrases", "size", size)
+        object.__setattr__(self, "arcs", tree.arcs(size))
+        object.__setattr__(self, "shared", shared)
+
+    def __repr__(self) -> str:
+        lists = "one list" if self.shared else f"{self.utterances} lists"
+        return f"Phrases({lists}, classes={self.start}, size={self.arcs.states})"
+
+    @property
+    def utterances(self) -> int | None:
+        """B, where each utterance of the batch has its own list."""
+        return None if self.shared else self.arcs.root_scores.shape[0]
+
+    @property
+    def start(self) -> int:
+        """V, the label that begins an utterance."""
+        return self.arcs.root_scores.shape[1] - 1
+
+    @property
+    def symbols(self) -> int:
+        """V + 1: the labels that `step` takes."""
+        return self.start + 1
+
+    def initial(self, batch) -> jax.Array:
+        """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance stand together."""
+        return self.place(jnp.zeros((batch,), jnp.int32))
+
+    def place(self, state: jax.Array) -> jax.Array:
+        """States [N] in the order of the batch, N a multiple of B, each with the list of the utterance in its place."""
+        if self.shared:
+            return state
+        lists, size = self.arcs.root_scores.shape[0], self.arcs.states
+        if state.shape[0] % lists:
+            expected = "lists for the utterances of the batch, whose N rows are a multiple of theirs"
+            raise ValueError(f"Phrases: phrases must be {expected}, got {lists} lists and N = {state.shape[0]}.")
+        utterance = jnp.arange(state.shape[0], dtype=jnp.int32) // max(state.shape[0] // lists, 1)
+        return state % size + utterance * size
+
+    def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(scores float32 [N, V] of labels after one more label [N], states)."""
+        labels = jnp.asarray(labels, jnp.int32)
+        _, after = follow(self.arcs, state, jnp.clip(labels, 0, self.start - 1))
+        state = jnp.where(labels == self.start, state - state % self.arcs.states, after)
+        return score_rows(self.arcs, state), state
+
+    def final(self, state: jax.Array) -> jax.Array:
+        """[N]: gives back what the match in progress has earned."""
+        return follow(self.arcs, state, jnp.full_like(state, self.start))[0]
+
+
+# ----------------------------------------------------------------------------------------------------- arguments
+
+
+def is_list(x) -> bool:
+    return isinstance(x, (list, tuple)) or (isinstance(x, np.ndarray) and x.ndim > 0)
+
+
+def lists_of(phrases) -> tuple[bool, list]:
+    """(whether all utterances share one list, the lists)"""
+    expected = "a list of phrases, which are lists of labels, or such a list for each utterance"
+    wrong = [x for x in phrases if not is_list(x)] if is_list(phrases) else [phrases]
+    if wrong:
+        raise TypeError(f"Phrases: phrases must be {expected}, got {wrong[0]!r}.")
+    nested = [is_list(x) for item in phrases for x in item]
+    if any(nested) and not all(nested):
+        raise TypeError(f"Phrases: phrases must be {expected}, got both.")
+    # Nothing but empty lists: of utterances, as phrases are not empty.
+    shared = not all(nested) or len(phrases) == 0
+    return shared, [phrases] if shared else [*phrases]
+
+
+def weights_of(weights, shared: bool, lists) -> np.ndarray:
+    """float64 [P]"""
+    count = sum(map(len, lists))
+    if isinstance(weights, numbers.Real) and not isinstance(weights, bool):
+        made = np.full(count, float(weights))
+    else:
+        given = [weights] if shared else weights
+        if not is_list(given) or not all(map(is_list, given)) or [*map(len, given)] != [*map(len, lists)]:
+            raise ValueError(
+                f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
+            )
+        made = np.array([*itertools.chain.from_iterable(given)], np.float64)
+    if not np.isfinite(made).all():
+        raise ValueError(f"Phrases: weights must be finite, got {weights!r}.")
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------- trees
+
+
+class Tree:
+    """The trees of all utterances. Arrays are [nodes]; edge i leads to node B + i."""
+
+    def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int):
+        """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths]."""
+        self.batch, self.classes = batch, classes
+        offset = np.cumsum(lengths) - lengths
+        node, count = utterances.astype(np.int64), batch
+        keys, self.depths, best = [], [slice(0, batch)], [np.zeros(batch)]
+        for depth in range(int(lengths.max(initial=0))):
+            longer = np.flatnonzero(lengths > depth)
+            if depth:  # what a phrase that goes on gives here
+                weight = np.full(count, -math.inf)
+                np.maximum.at(weight, node[longer], depth * weights[longer])
+                best.append(weight[self.depths[-1]])
+            key, place = np.unique(node[longer] * classes + labels[offset[longer] + depth], return_inverse=True)
+            node[longer] = count + place.ravel()
+            keys.append(key)
+            self.depths.append(slice(count, count + len(key)))
+            count += len(key)
+        best.append(np.full(count - sum(map(len, best)), -math.inf))
+        self.keys = np.concatenate([*keys, np.zeros(0, np.int64)])  # ascending, as parents are
+        self.parent, self.label = self.keys // classes, self.keys % classes
+        whole = np.full(count, -math.inf)
+        np.maximum.at(whole, node, lengths * weights)
+        self.link(np.where(np.isneginf(whole), 0, whole), np.concatenate(best))
+
+    def link(self, whole, best):
+        """Suffixes by depth, and what nodes earn: `whole` as a phrase, `best` in progress."""
+        count = len(whole)
+        self.inner = np.arange(count) < self.batch
+        self.inner[self.parent] = True
+        self.progress = np.where(self.inner, best, 0)
+        self.suffix = np.arange(count)
+        self.earned = whole
+        self.utterance = np.arange(count)
+        for nodes in self.depths[1:]:
+            parent, label = (x[nodes.start - self.batch : nodes.stop - self.batch] for x in (self.parent, self.label))
+            self.utterance[nodes] = self.utterance[parent]
+            self.suffix[nodes] = self.longest(parent, label)
+            self.earned[nodes] += self.earned[self.suffix[nodes]]
+        # Leaves have no children: their suffix stands for them.
+        self.state_of = np.arange(count)
+        for nodes in self.depths[1:]:
+            own = np.arange(nodes.start, nodes.stop)
+            self.state_of[nodes] = np.where(self.inner[nodes], own, self.state_of[self.suffix[nodes]])
+
+    def longest(self, parent, label):
+        """The suffixes of the children with a label of these nodes."""
+        found, at = parent.copy(), np.full(len(parent), -1)
+        todo = np.flatnonzero(found >= self.batch)
+        while len(todo):
+            found[todo] = self.suffix[found[todo]]
+            key = found[todo] * self.classes + label[todo]
+            edge = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+            hit = self.keys[edge] == key
+            at[todo[hit]] = self.batch + edge[hit]
+            todo = todo[~hit & (found[todo] >= self.batch)]
+        return np.where(at < 0, self.utterance[parent], at)
+
+    def arcs(self, size: int | None) -> Arcs:
+        """The automaton, with room for `size` nodes, roots apart, of each utterance."""
+        batch, classes = self.batch, self.classes
+        needed = np.bincount(self.utterance[batch:], minlength=batch)
+        size = max(int(needed.max(initial=1)), 1) if size is None else size
+        if (needed > size).any():
+            many, place = needed.max(), f" of utterance {needed.argmax()}" if batch > 1 else ""
+            raise ValueError(f"Phrases: size must be {many} or more, as the phrases{place} need so much, got {size}.")
+        state = np.zeros(len(self.inner), np.int64)
+        inner = np.flatnonzero(self.inner)
+        state[inner] = self.utterance[inner] * size + ranks(self.utterance[inner])
+        state = state[self.state_of]
+
+        child = np.arange(batch, len(state))
+        score = self.earned[child] + self.progress[self.state_of[child]] - self.progress[self.parent]
+        scores, targets = np.zeros((batch, classes + 1), np.float32), np.zeros((batch, classes + 1), np.int32)
+        targets += size * np.arange(batch, dtype=np.int32)[:, None]
+        top = self.parent < batch
+        scores[self.parent[top], self.label[top]] = score[top]
+        targets[self.parent[top], self.label[top]] = state[child[top]]
+
+        deep = np.flatnonzero(~top)
+        slot = self.utterance[child[deep]] * size + ranks(self.utterance[child[deep]])
+        made = [np.full(batch * size, classes + 1, np.int32), np.zeros(batch * size, np.float32)]
+        made.append(np.zeros(batch * size, np.int32))
+        for array, values in zip(made, (self.label[deep], score[deep], state[child[deep]])):
+            array[slot] = values
+        number = np.bincount(state[self.parent[deep]], minlength=batch * size).reshape(batch, size)
+        first = np.arange(batch)[:, None] * size + np.cumsum(number, 1) - number
+        backoffs, suffixes = np.zeros(batch * size, np.float32), np.arange(batch * size, dtype=np.int32)
+        after = self.state_of[self.suffix[inner]]
+        backoffs[state[inner]] = self.progress[after] - self.progress[inner]
+        suffixes[state[inner]] = state[after]
+        first = np.append(first.ravel(), batch * size).astype(np.int32)
+        return Arcs(*map(jnp.asarray, (scores, targets, first, *made, backoffs, suffixes)))
+
+
+def ranks(groups):
+    """The place of each one in its group, of groups [n] in any order."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.cumsum(np.bincount(groups)) - np.bincount(groups) if len(groups) else groups
+    made = np.empty(len(groups), np.int64)
+    made[order] = np.arange(len(groups)) - starts[groups[order]]
+    return made

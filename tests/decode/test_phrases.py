@@ -1,0 +1,214 @@
+"""Do phrases earn what their definition says, sequence by sequence?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+from decoding import EXACT, MOST, Model, enumerate_all, greedy_loop, trimmed
+from jax_rnnt import decode
+from jax_rnnt.decode import _arcs
+
+V = 4
+
+
+def worth(labels, phrases, weights, finished):
+    """The definition: every place of every phrase, and the longest end that begins a phrase."""
+    best = {}
+    for phrase, weight in zip(map(tuple, phrases), weights):
+        best[phrase] = max(weight, best.get(phrase, -np.inf))
+    total, labels = 0.0, tuple(labels)
+    for phrase, weight in best.items():
+        n = len(phrase)
+        total += n * weight * sum(labels[i : i + n] == phrase for i in range(len(labels) - n + 1))
+    for n in range(len(labels), 0, -1):
+        begun = [weight for phrase, weight in best.items() if len(phrase) > n and phrase[:n] == labels[-n:]]
+        if begun:
+            return total + (0 if finished else n * max(begun))
+    return total
+
+
+def random_phrases(rng, number, longest=5, classes=V):
+    phrases = [rng.integers(0, classes, rng.integers(1, longest + 1)).tolist() for _ in range(number)]
+    return phrases, rng.choice([0.5, 1.0, 1.25, 2.0, -0.75], number).tolist()  # exact in float32
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def run(model, labels, rows):
+    """(scores of the labels given [N, L], sums of the row [N, L], final scores [N, L]) before each label [N, L]."""
+    start = jnp.full((rows, 1), model.start, jnp.int32)
+    given = jnp.asarray(labels, jnp.int32)
+
+    def step(state, pair):
+        scores, state = model.step(state, pair[0])
+        return state, (scores[jnp.arange(rows), pair[1]], scores, model.final(state))
+
+    before = jnp.concatenate([start, given[:, :-1]], 1)
+    found = jax.lax.scan(step, model.initial(rows), (before.T, given.T))[1]
+    return [jnp.swapaxes(x, 0, 1) for x in found]
+
+
+def check(model, labels, lists):
+    """`lists`: (phrases, weights) of each row."""
+    taken, rows, final = map(np.asarray, run(model, labels, len(labels)))
+    for n, (phrases, weights) in enumerate(lists):
+        for i in range(len(labels[n])):
+            now = worth(labels[n][:i], phrases, weights, finished=False)
+            np.testing.assert_allclose(taken[n, :i].sum(), now, atol=1e-5)
+            np.testing.assert_allclose(now + final[n, i], worth(labels[n][:i], phrases, weights, True), atol=1e-5)
+            expected = [worth([*labels[n][:i], x], phrases, weights, False) - now for x in range(model.start)]
+            np.testing.assert_allclose(rows[n, i], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_are_the_definition(seed):
+    """One list for all rows: overlaps, phrases in phrases, equal ones, negative weights."""
+    rng = np.random.default_rng(seed)
+    phrases, weights = random_phrases(rng, 3 * seed + 2, classes=2 if seed % 2 else V)
+    model = decode.Phrases(phrases, weights, classes=V)
+    assert (model.start, model.symbols, model.utterances) == (V, V + 1, None)
+    labels = rng.integers(0, 2 if seed % 2 else V, (20, 12))
+    check(model, labels, [(phrases, weights)] * 20)
+
+
+def test_lists_of_utterances():
+    """Each row has that of its utterance; rows of an utterance stand together; no list, an empty and a large one."""
+    rng = np.random.default_rng(5)
+    lists = [random_phrases(rng, n) for n in (3, 0, 9, 1)]
+    model = decode.Phrases([x for x, _ in lists], [x for _, x in lists], classes=V)
+    assert model.utterances == 4
+    check(model, rng.integers(0, V, (12, 10)), [x for x in lists for _ in range(3)])
+    ones = decode.Phrases([x for x, _ in lists], 0.5, classes=V)
+    check(ones, rng.integers(0, V, (4, 10)), [(x, [0.5] * len(x)) for x, _ in lists])
+    none = decode.Phrases([[], []], classes=V)
+    assert none.utterances == 2 and decode.Phrases([], classes=V).utterances is None
+    check(none, rng.integers(0, V, (2, 3)), [([], [])] * 2)
+
+
+def test_long_phrases_and_many(monkeypatch):
+    """More arcs than are put into rows at once; a phrase that is its own suffix again and again."""
+    monkeypatch.setattr(_arcs, "CHUNK", 7)
+    phrases = [*([0, x] for x in range(9)), [1] * 15, [1, 1, 0]]
+    labels = np.random.default_rng(6).choice([0, 1, 1, 1, 1, 5], (5, 20))
+    check(decode.Phrases(phrases, 0.5, classes=9), labels, [(phrases, [0.5] * len(phrases))] * 5)
+
+
+def test_a_list_without_room():
+    """Of one phrase, whose states and arcs fill the arrays in different places."""
+    labels = np.random.default_rng(8).integers(0, 3, (30, 5))
+    check(decode.Phrases([[0, 1, 2]], 1.0, classes=V), labels, [([[0, 1, 2]], [1.0])] * 30)
+
+
+def test_new_lists_compile_nothing():
+    """Up to the size, for other phrases, weights and lengths."""
+    rng = np.random.default_rng(7)
+    score = jax.jit(lambda model, labels: run(model, labels, 4))
+    for number in (1, 4, 0, 2):
+        lists = [random_phrases(rng, number, longest=number + 1) for _ in range(2)]
+        model = decode.Phrases(*([x[i] for x in lists] for i in (0, 1)), classes=V, size=20)
+        labels = rng.integers(0, V, (4, 5))
+        score(model, labels)
+        check(model, labels, [x for x in lists for _ in range(2)])
+    assert score._cache_size() == 1 and repr(model) == "Phrases(2 lists, classes=4, size=20)"
+    assert repr(decode.Phrases([[0, 1]], classes=3)) == "Phrases(one list, classes=3, size=2)"
+
+
+def test_place():
+    """Matches go on where their rows are now, with the lists of the utterances there."""
+    lists = [[[0, 1, 2]], [[0, 1, 2], [3]]]
+    model = decode.Phrases(lists, classes=V)
+    state = model.initial(4)
+    for label in (V, 0, 1):
+        _, state = model.step(state, jnp.full(4, label, jnp.int32))
+    first, second = np.asarray(state).reshape(2, 2)
+    assert first[0] == first[1] != second[0] == second[1]
+    np.testing.assert_array_equal(model.place(state), state)
+    np.testing.assert_array_equal(model.place(state[::-1]), state)
+    np.testing.assert_array_equal(model.place(state[:2]), [first[0], second[0]])
+    _, again = model.step(state, jnp.full(4, V, jnp.int32))
+    np.testing.assert_array_equal(again, model.initial(4))
+    shared = decode.Phrases(lists[0], classes=V)
+    np.testing.assert_array_equal(shared.place(state), state)
+
+
+LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
+
+
+def test_searches():
+    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop."""
+    model = Model(losses.TDT)
+    options = dict(fusion=((decode.Phrases(*zip(*LISTS), classes=model.tokens), 0.5),), max_symbols=2)
+    best = model.search(decode.beam, MOST, 64, **options)
+    greedy = model.search(decode.greedy, MOST, **options)
+    for b, given in enumerate(LISTS):
+        value = lambda labels, finished, given=given: 0.5 * worth(labels, *given, finished)
+        rules = dict(
+            fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
+            final=lambda labels: value(labels, True) - value(labels, False),
+            max_symbols=2,
+        )
+        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
+        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
+        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
+        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=EXACT)
+        # The whole of a hypothesis is what it is without phrases and what they are worth.
+        plain = enumerate_all(model, b, max_symbols=2)
+        np.testing.assert_allclose([found[y] - plain[y][0] for y in found], [value(y, True) for y in found], atol=EXACT)
+        labels, _, score = greedy_loop(model, b, room=MOST, **rules)
+        assert trimmed(greedy, b) == labels
+        np.testing.assert_allclose(greedy.scores[b], score, rtol=EXACT)
+
+
+@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (9, 4)), (decode.greedy, (9,))], ids=["beam", "greedy"])
+def test_streams_whose_utterances_change_places(search, sizes):
+    """The second part comes in another order, and so do the lists."""
+    model = Model(losses.RNNT, frames=8)
+    lengths = np.array([4, 4], np.int32)
+    fused = lambda order: dict(
+        fusion=((decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6), 1.0),)
+    )
+    whole = model.search(search, *sizes, lengths=2 * lengths, **fused((0, 1)))
+    first = model.search(search, *sizes, encoder=model.encoder[:, :4], lengths=lengths, **fused((0, 1)))
+    turned = jax.tree.map(lambda x: x[::-1], first.state)
+    last = model.search(search, *sizes, encoder=model.encoder[::-1, 4:], lengths=lengths, state=turned, **fused((1, 0)))
+    np.testing.assert_allclose(last.scores[::-1], whole.scores, rtol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("phrases", "options", "error", "message"),
+    [
+        ([[0, 4]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[4\]"),
+        ([[0, -1]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[-1\]"),
+        ([[0], []], {}, ValueError, "phrases must have one label or more, got phrase 1 without"),
+        ([[0.5]], {}, TypeError, "phrases must be sequences of integers, got float64"),
+        ("ab", {}, TypeError, "phrases must be a list of phrases, which are lists .*, got 'ab'"),
+        (["ab"], {}, TypeError, "phrases must be a list of phrases, .* got 'ab'"),
+        ([[[0]], [1]], {}, TypeError, "phrases must be .* or such a list for each utterance, got both"),
+        ([[0]], dict(weights=np.nan), ValueError, "weights must be finite, got nan"),
+        ([[0]], dict(weights=[np.inf]), ValueError, r"weights must be finite, got \[inf\]"),
+        ([[0]], dict(weights=[1, 2]), ValueError, r"weights must be a number, or one of each phrase .*, got \[1, 2\]"),
+        ([[[0]], []], dict(weights=[1]), ValueError, "weights must be a number, or one of each phrase"),
+        ([[0, 1], [0, 2, 3]], dict(size=3), ValueError, "size must be 4 or more, as the phrases need so much, got 3"),
+        (
+            [[], [[1, 2]]],
+            dict(size=1),
+            ValueError,
+            "size must be 2 or more, as the phrases of utterance 1 need so much",
+        ),
+        ([[0]], dict(size=0), ValueError, "size must be 1 or more, got 0"),
+        ([[0]], dict(classes=0), ValueError, "classes must be 1 or more, got 0"),
+    ],
+)
+def test_errors(phrases, options, error, message):
+    with pytest.raises(error, match=f"Phrases: {message}"):
+        decode.Phrases(phrases, **dict(classes=V) | options)
+
+
+def test_lists_of_another_number_of_utterances():
+    model = decode.Phrases([[[0]], [[1]]], classes=V)
+    with pytest.raises(ValueError, match=r"Phrases: phrases must be lists for the utterances .* got 2 lists and N = 3"):
+        model.initial(3)
