@@ -125,15 +125,20 @@ def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
     )
 
 
-def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state):
-    """(networks after their start labels in all slots, whether a state holds floating-point numbers)"""
+def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
+    """The networks after their start labels, in all slots."""
     scores, models = _fusion.begin(fusion, search, batch * width, start)
-    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, models)))
     key = jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None
     bonus = _fusion.bonus(fusion, search, scores, rows) if fusion.adds else None
     networks = Networks(rows, state, models, bonus, key)
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
-    return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks), recurrent
+    return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks)
+
+
+def recurrent(networks: Networks) -> bool:
+    """Whether a state holds floating-point numbers."""
+    states = networks.predictor, networks.models
+    return not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(states))
 
 
 def running(rules: Rules, state: State):

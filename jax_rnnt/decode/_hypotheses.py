@@ -31,6 +31,9 @@ class Hypotheses(typing.NamedTuple):
         stream was too short for `exact_end`.
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
+    stable : Array, int32 [B]
+        Leading labels that all hypotheses of the utterance share. Later parts of a stream keep them, so a caption that
+        shows no more never changes.
     state : pytree
         For the next part of a stream.
 
@@ -38,7 +41,7 @@ class Hypotheses(typing.NamedTuple):
     --------
     >>> from jax_rnnt.decode import Hypotheses
     >>> Hypotheses._fields
-    ('labels', 'frames', 'durations', 'counts', 'scores', 'full', 'state')
+    ('labels', 'frames', 'durations', 'counts', 'scores', 'full', 'stable', 'state')
     """
 
     labels: jax.Array
@@ -47,6 +50,7 @@ class Hypotheses(typing.NamedTuple):
     counts: jax.Array
     scores: jax.Array
     full: jax.Array
+    stable: jax.Array
     state: Any
 
 
@@ -56,4 +60,15 @@ def hypotheses(labels, frames, durations, counts, scores, state) -> Hypotheses:
     counts = jnp.where(dead, 0, counts)
     full = counts == labels.shape[-1]
     labels, frames, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, frames, durations))
-    return Hypotheses(labels, frames, durations, counts, scores, full, state)
+    return Hypotheses(labels, frames, durations, counts, scores, full, shared(labels, counts, dead), state)
+
+
+def shared(labels, counts, dead):
+    """[B]: leading labels that all live hypotheses share; `counts` where there is one of each utterance."""
+    if counts.ndim == 1:
+        return counts
+    size = labels.shape[-1]
+    least = jnp.where(dead, size, counts).min(-1)
+    differ = jnp.any((labels != labels[:, :1]) & ~dead[..., None], 1)
+    first = jnp.where(differ, jnp.arange(size, dtype=jnp.int32)[None], size).min(-1)
+    return jnp.where(dead[:, 0], 0, jnp.minimum(first, least))
