@@ -185,7 +185,9 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     """The hypotheses at the end of these frames, best first."""
     now, lengths = state.beam, rules.search.lengths
     part = now._replace(frame=now.frame - lengths[:, None])
-    after = Stream(jnp.zeros_like(state.bad), state.bad, rules.first + lengths, state.reached - lengths, part, state.networks)
+    after = Stream(
+        jnp.zeros_like(state.bad), state.bad, rules.first + lengths, state.reached - lengths, part, state.networks
+    )
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))

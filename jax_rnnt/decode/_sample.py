@@ -1,8 +1,8 @@
 """Ancestral sampling: greedy search whose choice is a draw.
 
 B utterances, N samples of each, K frames of a window, V tokens. A search looks at frames that it may never reach. So
-the random numbers of a node are a function of its sample, its frame and the labels on that frame: each node has its own,
-and those of a node that is not reached decide nothing.
+the random numbers of a node are a function of its sample, its frame and the labels on that frame: each node has its
+own, and those of a node that is not reached decide nothing.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def sample(
     def run(encoder_out, lengths, exact_end, seeds):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
         search, _, first = prepare(function, *given, scoring, start, samples)
-        each = lambda x: x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
-        each = {name: each(getattr(search, name)) for name in ("lengths", "bad", "ends_here")}
-        search = search._replace(copies=samples, **each)
+        own = search.lengths, search.bad, search.ends_here
+        own = (x if isinstance(x, bool) else jnp.repeat(x, samples, 0) for x in own)
+        search = search._replace(copies=samples, **dict(zip(("lengths", "bad", "ends_here"), own)))
         stream = _greedy.first_stream(search, first)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
@@ -114,9 +114,11 @@ def seeds_of(function: str, key, batch: int):
     """uint32 [B, 2]: of a Threefry key of each utterance, since draws of other kinds depend on the batch under vmap."""
     typed = jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key)
     rank = np.ndim(key) - (not typed)
-    if rank != 1:
-        _checks.key(function, key)
-    elif np.shape(key)[0] != batch:
+    if key is None:
+        raise TypeError(f"{function}: key must be a JAX random key, got None.")
+    if rank != 1 or not typed:
+        _checks.key(function, key if rank != 1 else key[0])
+    if rank == 1 and np.shape(key)[0] != batch:
         raise ValueError(f"{function}: key must be one key, or one of each of {batch} utterances, got {np.shape(key)}.")
     words = functools.partial(jax.random.bits, shape=(2,), dtype=np.uint32)
     if rank == 1:
@@ -133,14 +135,17 @@ def draw(keys, symbols, scores, labels, allowed, frame, count_here):
         node = jax.random.fold_in(jax.random.fold_in(key, frame), count)
         return jax.random.gumbel(node, (moves + labels.shape[-1],), scores.dtype)
 
-    each = jax.vmap(jax.vmap(noise, (None, 0, 0)))(keys, frame, jnp.broadcast_to(count_here, frame.shape))
+    each = jax.vmap(jax.vmap(noise, (None, 0, 0)))(keys, frame, count_here)
     total = jax.nn.logsumexp(labels, -1, keepdims=True)
     scores = jnp.where(symbols.writes[None, None], scores + total, scores)
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores + each[..., :moves], -1)
     _, label = peak(labels + each[..., moves:])
-    pick = lambda x, place: jnp.take_along_axis(x, place[..., None], -1)[..., 0]
     gain = jnp.where(symbols.writes[move], pick(labels, label) - total[..., 0], 0)
     everything = jax.nn.logsumexp(scores, -1)
-    score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
-    return score, move, label
+    return pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain, move, label
+
+
+def pick(x, place):
+    """[...]: the entry of each row of x [..., N] at `place` [...]."""
+    return jnp.take_along_axis(x, place[..., None], -1)[..., 0]

@@ -6,7 +6,6 @@ utterance anew: it has the networks at hand, which `reset` has not.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,7 +75,7 @@ def select(state: Any, rows: jax.Array) -> Any:
     if known is not None and np.any((known < 0) | (known >= batch)):
         raise ValueError(f"{function}: rows must lie in [0, {batch}), got {known.tolist()}.")
     outside = (index < 0) | (index >= batch)
-    taken = jax.tree.map(lambda x: x.at[index].get(mode="clip"), state)
+    taken = jax.tree.map(lambda x: jnp.asarray(x).at[index].get(mode="clip"), state)
     return taken._replace(fresh=taken.fresh & ~outside, bad=taken.bad | outside)
 
 
