@@ -207,7 +207,7 @@ def greedy(
 def first_stream(search: Search, first) -> Stream:
     """The start of a stream; `first` makes rows and state of the predictor."""
     zeros = jnp.zeros(search.lengths.shape, jnp.int32)
-    none = zeros > 0
+    none = jnp.zeros(zeros.shape, bool)
     return Stream(none, none, zeros, zeros, zeros, zeros.astype(search.dtype), *first())
 
 
@@ -259,15 +259,17 @@ def best_moves(rules: Rules, state: State):
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
     score, move, label = rules.choose(symbols, scores, labels, allowed, frame, count_here)
     reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return score, reads[move], needs[move], jnp.where(symbols.writes[move], label, -1)
+    return score, reads[move], needs[move], label
 
 
 def most_probable(symbols, scores, labels, allowed, *_):
-    """(score, number of the best move, best label) [B, K] from what `Symbols.scores` and `allowed` give."""
+    """(score, number, label or -1) of the best move [B, K], from what `Symbols.scores` and `allowed` give."""
+    writes = symbols.writes
     label_score, label = peak(labels)
-    scores = jnp.where(symbols.writes[None, None], scores + label_score[..., None], scores)
+    scores = jnp.where(writes[None, None], scores + label_score[..., None], scores)
     scores = jnp.where(allowed, scores, -jnp.inf)
-    return jnp.max(scores, -1), jnp.argmax(scores, -1), label
+    move = jnp.argmax(scores, -1)
+    return jnp.max(scores, -1), move, jnp.where(writes[move], label, -1)
 
 
 def follow(rules: Rules, state: State, score, reads, needs, label) -> Walk:

@@ -32,8 +32,8 @@ class Hypotheses(typing.NamedTuple):
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
     stable : Array, int32 [B]
-        Leading labels that all hypotheses of the utterance share. Later parts of a stream keep them, so a caption that
-        shows no more never changes.
+        Leading labels that all hypotheses of the utterance share; `counts` where there is one. Later parts of a stream
+        of `beam` keep them, so a caption that shows no more never changes.
     state : pytree
         For the next part of a stream.
 

@@ -95,9 +95,11 @@ def sample(
     def run(encoder_out, lengths, exact_end, seeds):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
         search, _, first = prepare(function, *given, scoring, start, samples)
-        own = search.lengths, search.bad, search.ends_here
-        own = (x if isinstance(x, bool) else jnp.repeat(x, samples, 0) for x in own)
-        search = search._replace(copies=samples, **dict(zip(("lengths", "bad", "ends_here"), own)))
+        lengths, bad, ends_here = (
+            x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
+            for x in (search.lengths, search.bad, search.ends_here)
+        )
+        search = search._replace(copies=samples, lengths=lengths, bad=bad, ends_here=ends_here)
         stream = _greedy.first_stream(search, first)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
@@ -141,9 +143,11 @@ def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores + each[..., :moves], -1)
     _, label = peak(labels + each[..., moves:])
-    gain = jnp.where(symbols.writes[move], pick(labels, label) - total[..., 0], 0)
+    writes = symbols.writes[move]
+    gain = jnp.where(writes, pick(labels, label) - total[..., 0], 0)
     everything = jax.nn.logsumexp(scores, -1)
-    return pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain, move, label
+    score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
+    return score, move, jnp.where(writes, label, -1)
 
 
 def pick(x, place):
