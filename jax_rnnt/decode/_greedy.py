@@ -126,9 +126,9 @@ def greedy(
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     blank_penalty : float or scalar Array, default 0.0
-        Subtracted, in nats, from the log-probability of every blank move, so that fewer labels are left out. Without
-        durations the labels found are those with the blank's logit lowered by it, as in icefall and sherpa-onnx. It
-        counts in the scores.
+        Subtracted, in nats, from the log-probability of every blank move after the softmax, so that fewer labels are
+        left out. It counts in the scores. For every loss but `HATLoss` greedy search finds the labels that it finds
+        with the blanks' logits lowered by it, as icefall and sherpa-onnx do.
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
         scores. Rows that are log-probabilities already (`fused_log_softmax=False`) take 1 alone.
@@ -137,8 +137,8 @@ def greedy(
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
         one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its
         frame (Hugging Face has no such limit). The score is the log-probability of the tokens and durations taken,
-        which is no path of the loss's lattice where such frames are. It needs ``exact_end=False``, and changes nothing
-        for losses without durations.
+        which is no path of the loss's lattice where such frames are: `exact_end` is an error. For losses without
+        durations it changes nothing.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
@@ -190,12 +190,12 @@ def greedy(
     scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, durations)
     window = _checks.positive(function, "window", window)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
-    if scoring.token_first and exact_end is not False:
-        raise ValueError(f"{function}: exact_end must be False with durations='token_first', got {exact_end}.")
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
         search, _, first = prepare(function, *given, scoring, start)
+        if search.symbols.scoring.token_first and exact_end is not False:
+            raise ValueError(f"{function}: exact_end must be False with durations='token_first', got {exact_end}.")
         stream = begun(function, functools.partial(first_stream, search, first), state, search.vary)
         bad = stream.bad | beyond_the_end(search, exact_end, stream.reached)
         rules = Rules(search, stream.first, window, max_labels, most_probable)

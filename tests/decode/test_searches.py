@@ -13,8 +13,8 @@ import pytest
 import losses
 import meshes
 import reference_numpy as truth
-from decoding import EXACT, MOST, NAMED, ROOM, Model, allowed, assert_same, check_all, greedy_loop, trimmed
-from jax_rnnt import Composition, RNNTLoss, TransducerLoss, decode, emissions, lattices
+from decoding import EXACT, LABELS, MOST, NAMED, ROOM, Model, allowed, assert_same, check_all, greedy_loop, trimmed
+from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
 
 PENALTY, TEMPERATURE = 0.8, 1.7
 
@@ -36,7 +36,7 @@ def search(model, function, *sizes, **options):
 # ------------------------------------------------------------------------------------- penalty and temperature
 
 
-@losses.every
+@losses.every_quick
 def test_greedy_with_penalty_and_temperature(loss):
     model, options = adjusted(loss, batch=8, frames=7), dict(max_symbols=3)
     found = search(model, decode.greedy, ROOM, blank_penalty=PENALTY, temperature=TEMPERATURE, **options)
@@ -50,9 +50,16 @@ def test_greedy_with_penalty_and_temperature(loss):
 
 @losses.every
 def test_beam_with_penalty_and_temperature(loss):
+    """The internal language model has the temperature too."""
     model, options = adjusted(loss), dict(exact_end=True, max_symbols=MOST)
-    found = search(model, decode.beam, MOST, 64, blank_penalty=PENALTY, temperature=TEMPERATURE, **options)
-    check_all(model, found, **options)
+    given = dict(blank_penalty=PENALTY, temperature=TEMPERATURE, ilm_weight=0.3)
+    found = search(model, decode.beam, MOST, 64, **given, **options)
+
+    def fuse(prefix, label):
+        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        return -0.3 * truth.log_softmax(internal[:LABELS] / TEMPERATURE)[label]
+
+    check_all(model, found, fuse=fuse, **options)
 
 
 def test_penalty_is_that_of_the_logit():
@@ -99,7 +106,7 @@ ERRORS = [
     ),
     (dict(durations="token"), ValueError, "greedy: durations must be one of 'pair', 'token_first', got 'token'"),
     (
-        dict(durations="token_first", exact_end=True),
+        dict(durations="token_first", exact_end=True, loss=TDTLoss((1,))),
         ValueError,
         "exact_end must be False with durations='token_first', got True",
     ),
@@ -189,8 +196,9 @@ def test_token_first_in_a_stream(cuts):
 @pytest.mark.parametrize("name", [name for name in NAMED if name != "tdt"])
 def test_token_first_without_durations(name):
     """It changes nothing."""
-    model = Model(NAMED[name], batch=4, frames=7)
-    assert_same(model.search(decode.greedy, ROOM, durations="token_first"), model.search(decode.greedy, ROOM))
+    model, options = Model(NAMED[name], batch=4, frames=7), dict(exact_end=True)
+    found = model.search(decode.greedy, ROOM, durations="token_first", **options)
+    assert_same(found, model.search(decode.greedy, ROOM, **options))
 
 
 class LabelsStay(TransducerLoss):
