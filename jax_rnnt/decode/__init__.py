@@ -14,6 +14,10 @@ from jax_rnnt.decode._phrases import Phrases as Phrases
 from jax_rnnt.decode._predictor import Predictor as Predictor
 from jax_rnnt.decode._predictor import predict as predict
 from jax_rnnt.decode._predictor import stateless_predictor as stateless_predictor
+from jax_rnnt.decode._sample import sample as sample
+from jax_rnnt.decode._streams import concatenate as concatenate
+from jax_rnnt.decode._streams import reset as reset
+from jax_rnnt.decode._streams import select as select
 
 __all__ = [
     "Hypotheses",
@@ -21,9 +25,13 @@ __all__ = [
     "Phrases",
     "Predictor",
     "beam",
+    "concatenate",
     "greedy",
     "linen_predictor",
     "nnx_predictor",
     "predict",
+    "reset",
+    "sample",
+    "select",
     "stateless_predictor",
 ]

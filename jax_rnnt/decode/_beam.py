@@ -25,6 +25,7 @@ from jax_rnnt.decode._beam_step import (
     first_frame,
     first_networks,
     merged,
+    recurrent,
     running,
     score_rows,
     step,
@@ -34,15 +35,17 @@ from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hashing import append_label
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._packing import empty_results, packs
-from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
+from jax_rnnt.decode._streams import begun
+from jax_rnnt.decode._symbols import checked_scoring
 
 
 class Stream(typing.NamedTuple):
     """Where a part of a stream ended; the beam's frames count from the start of the next part."""
 
-    first: jax.Array  # [B]: frames of the stream before the next part
+    fresh: jax.Array  # [B]: the next part starts anew
     bad: jax.Array  # [B]: NaN has been met
+    first: jax.Array  # [B]: frames of the stream before the next part
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs, for the same search
     beam: Beam
     networks: Networks
@@ -63,6 +66,8 @@ def beam(
     length_norm: float = 0.0,
     fusion: Sequence[tuple[Any, float | jax.Array]] = (),
     ilm_weight: float | jax.Array = 0.0,
+    blank_penalty: float | jax.Array = 0.0,
+    temperature: float | jax.Array = 1.0,
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -76,7 +81,7 @@ def beam(
 
     Parameters
     ----------
-    loss, joint, predictor, encoder_out, lengths, fusion, ilm_weight, start, exact_end
+    loss, joint, predictor, encoder_out, lengths, fusion, ilm_weight, blank_penalty, temperature, start, exact_end
         As for `greedy`. The predictor runs on B `width` sequences.
     max_labels : int
         Room for labels in a hypothesis, over the whole stream.
@@ -130,33 +135,30 @@ def beam(
         if isinstance(threshold, float) and not threshold >= 0:
             raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
     _checks.scalar(function, "length_norm", length_norm)
+    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, *first = prepare(function, *given, max_symbols, start, width)
-        fresh, recurrent = first_stream(search, models, *sizes, label, *first)
-        if state is None:
-            state = fresh
-        else:
-            state = fitted(state, search.lengths.shape[0] * width)
-            same_state(function, "state of beam", fresh, state)
-            state = state._replace(networks=_fusion.placed(models, function, state.networks))
-        beyond = beyond_the_end(search, exact_end, state.reached)
-        rules = Rules(search, models, recurrent, state.first, *sizes, merge, threshold)
-        return result(rules, run_steps(rules, state, beyond), length_norm)
+        search, label, first = prepare(function, *given, scoring, start, width)
+        start_stream = functools.partial(first_stream, search, models, *sizes, label, first)
+        stream = begun(function, start_stream, fitted(state, search.lengths.shape[0] * width), search.vary)
+        if state is not None:
+            stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
+        beyond = beyond_the_end(search, exact_end, stream.reached)
+        rules = Rules(search, models, recurrent(stream.networks), stream.first, *sizes, merge, threshold)
+        return result(rules, run_steps(rules, stream, beyond), length_norm)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
 
 
-def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, start: int, rows, state):
-    """(the start of a stream, whether a state of the networks holds floating-point numbers)"""
+def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, start: int, first) -> Stream:
+    """The start of a stream; `first` makes rows and state of the predictor."""
     batch = search.lengths.shape[0]
-    networks, recurrent = first_networks(search, fusion, batch, width, start, rows, state)
-    zeros = jnp.zeros(batch, jnp.int32)
-    beam = first_beam(batch, width, max_labels, search.dtype)
-    return Stream(zeros, jnp.zeros(batch, bool), zeros, beam, networks), recurrent
+    zeros, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    networks = first_networks(search, fusion, batch, width, start, *first())
+    return Stream(none, none, zeros, zeros, first_beam(batch, width, max_labels, search.dtype), networks)
 
 
 def fitted(state, rows: int):
@@ -185,7 +187,9 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     """The hypotheses at the end of these frames, best first."""
     now, lengths = state.beam, rules.search.lengths
     part = now._replace(frame=now.frame - lengths[:, None])
-    after = Stream(rules.first + lengths, state.bad, state.reached - lengths, part, state.networks)
+    after = Stream(
+        jnp.zeros_like(state.bad), state.bad, rules.first + lengths, state.reached - lengths, part, state.networks
+    )
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))

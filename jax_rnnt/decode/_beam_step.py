@@ -126,13 +126,18 @@ def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
     return Beam(score, score, none, none, none, none - 1, slot, key, written, log_probs)
 
 
-def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state):
-    """(networks after their start labels in all slots, whether a state holds floating-point numbers)"""
+def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
+    """The networks after their start labels, in all slots."""
     networks = _fusion.begin(fusion, search, start, rows, state)
-    recurrent = not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves((state, networks.models)))
     networks = networks._replace(key=jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None)
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
-    return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks), recurrent
+    return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks)
+
+
+def recurrent(networks: Networks) -> bool:
+    """Whether a state holds floating-point numbers."""
+    states = networks.predictor, networks.models
+    return not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(states))
 
 
 def running(rules: Rules, state: State):

@@ -61,6 +61,9 @@ class Fusion(typing.NamedTuple):
         return ~jnp.isfinite(sum(map(jnp.abs, traced[1:]), traced[0])) if traced else False
 
 
+NO_FUSION = Fusion((), 0.0)
+
+
 class Networks(typing.NamedTuple):
     """The predictor and the models of fusion, after all labels that they have read."""
 

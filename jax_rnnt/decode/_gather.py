@@ -33,6 +33,11 @@ def in_rows(x, index):
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
+def pick(x, place):
+    """[...]: the entry of each row of x [..., N] at `place` [...]."""
+    return jnp.take_along_axis(x, place[..., None], -1, mode="promise_in_bounds")[..., 0]
+
+
 def hypothesis_rows(x, index, rows):
     """x[b, index[b, w]] of the hypotheses `rows`, numbers below B W; None: of all, in order.
 

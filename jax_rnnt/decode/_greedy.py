@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +20,19 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt.decode import _fusion
 from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
-from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._gather import pick, replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._largest import peak
-from jax_rnnt.decode._predictor import same_state
 from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
+from jax_rnnt.decode._streams import begun
+from jax_rnnt.decode._symbols import checked_scoring
 
 
 class Stream(typing.NamedTuple):
     """Where a part of a stream ended."""
 
+    fresh: jax.Array  # [B]: the next part starts anew
+    bad: jax.Array  # [B]: NaN has been met
     first: jax.Array  # [B]: frames of the stream before this part
     skip: jax.Array  # [B]: frames of the next part that the last move has read
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs
@@ -45,6 +48,7 @@ class Rules(typing.NamedTuple):
     first: jax.Array  # [B]: frames of the stream before these
     window: int
     max_labels: int
+    choose: Callable  # of the move out of each node, as `most_probable`
 
     @property
     def offsets(self):
@@ -91,6 +95,9 @@ def greedy(
     window: int = 4,
     fusion: Sequence[tuple[Any, float | jax.Array]] = (),
     ilm_weight: float | jax.Array = 0.0,
+    blank_penalty: float | jax.Array = 0.0,
+    temperature: float | jax.Array = 1.0,
+    durations: str = "pair",
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -132,6 +139,20 @@ def greedy(
         of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For
         `HATLoss` it is the model's own (Variani et al. 2020); for others, without blanks, an estimate (Meng et al.
         2021). A Python 0 skips its network.
+    blank_penalty : float or scalar Array, default 0.0
+        Subtracted, in nats, from the log-probability of every blank move after the softmax, so that fewer labels are
+        left out. It counts in the scores. For every loss but `HATLoss` greedy search finds the labels that it finds
+        with the blanks' logits lowered by it, as icefall and sherpa-onnx do.
+    temperature : float or scalar Array, default 1.0
+        Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
+        scores. Rows that are log-probabilities already (`fused_log_softmax=False`) take 1 alone.
+    durations : {"pair", "token_first"}, default "pair"
+        "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
+        TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
+        one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its
+        frame (Hugging Face has no such limit). The score is the log-probability of the tokens and durations taken,
+        which is no path of the loss's lattice where such frames are: `exact_end` is an error. For losses without
+        durations it changes nothing.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
@@ -183,26 +204,32 @@ def greedy(
     """
     function = "greedy"
     max_labels = _checks.positive(function, "max_labels", max_labels)
+    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, durations)
     window = _checks.positive(function, "window", window)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, *first = prepare(function, *given, max_symbols, start)
-        networks = _fusion.begin(models, search, label, *first)
-        zeros = jnp.zeros(search.lengths.shape, jnp.int32)
-        fresh = Stream(zeros, zeros, zeros, zeros.astype(search.dtype), networks)
-        if state is None:
-            state = fresh
-        else:
-            same_state(function, "state of greedy", fresh, state)
-            state = state._replace(networks=_fusion.placed(models, function, state.networks))
-        beyond = beyond_the_end(search, exact_end, state.reached)
-        rules = Rules(search, models, state.first, window, max_labels)
-        return result(rules, run_steps(rules, state), beyond)
+        search, label, first = prepare(function, *given, scoring, start)
+        if search.symbols.scoring.token_first and exact_end is not False:
+            raise ValueError(f"{function}: exact_end must be False with durations='token_first', got {exact_end}.")
+        start_stream = functools.partial(first_stream, search, models, label, first)
+        stream = begun(function, start_stream, state, search.vary)
+        if state is not None:
+            stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
+        bad = stream.bad | beyond_the_end(search, exact_end, stream.reached)
+        rules = Rules(search, models, stream.first, window, max_labels, most_probable)
+        return result(rules, run_steps(rules, stream), bad)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
+
+
+def first_stream(search: Search, fusion: Fusion, start: int, first) -> Stream:
+    """The start of a stream; `first` makes rows and state of the predictor."""
+    zeros = jnp.zeros(search.lengths.shape, jnp.int32)
+    none, networks = jnp.zeros(zeros.shape, bool), _fusion.begin(fusion, search, start, *first())
+    return Stream(none, none, zeros, zeros, zeros, zeros.astype(search.dtype), networks)
 
 
 def run_steps(rules: Rules, stream: Stream) -> State:
@@ -220,7 +247,8 @@ def result(rules: Rules, state: State, bad) -> Hypotheses:
     search, lengths = rules.search, rules.search.lengths
     scores = jnp.where(search.bad | rules.fusion.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
     skip, reached = state.frame - lengths, state.reached - lengths
-    after = Stream(rules.first + lengths, skip, reached, scores, state.networks)
+    bad = jnp.isnan(scores)
+    after = Stream(jnp.zeros_like(bad), bad, rules.first + lengths, skip, reached, scores, state.networks)
     written = state.labels, state.frames, state.durations, state.log_probs
     scores = _fusion.at_the_end(rules.fusion, state.networks.models, None, scores)
     return hypotheses(*written, state.counts, scores, after)
@@ -250,18 +278,24 @@ def best_moves(rules: Rules, state: State):
     encoder = search.frame(frame).reshape(batch * window, search.encoder_out.shape[-1])
     logits = search.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(batch, window, search.classes)
     scores, labels = symbols.scores(logits)
-    fused = labels + state.networks.bonus[:, None] if rules.fusion.adds else labels
-    label_score, label = peak(fused)
-    log_prob = jnp.take_along_axis(labels, label[..., None], -1, mode="promise_in_bounds")[..., 0]
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
-    writes = jnp.arange(len(symbols.moves)) >= len(symbols.blanks)
+    fused = labels + state.networks.bonus[:, None] if rules.fusion.adds else labels
+    score, move, label = rules.choose(symbols, scores, fused, allowed, frame, count_here)
+    log_prob = pick(labels, jnp.maximum(label, 0))
+    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
+    return score, reads[move], needs[move], label, log_prob
+
+
+def most_probable(symbols, scores, labels, allowed, *_):
+    """(score, number, label or -1) of the best move [B, K], from what `Symbols.scores` and `allowed` give."""
+    writes = symbols.writes
+    label_score, label = peak(labels)
     scores = jnp.where(writes[None, None], scores + label_score[..., None], scores)
     scores = jnp.where(allowed, scores, -jnp.inf)
     move = jnp.argmax(scores, -1)
-    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return jnp.max(scores, -1), reads[move], needs[move], jnp.where(writes[move], label, -1), log_prob
+    return jnp.max(scores, -1), move, jnp.where(writes[move], label, -1)
 
 
 def follow(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
@@ -286,13 +320,17 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
     before = jnp.where(walk.at == 0, state.count_here, 0)
     after = jnp.where(going, 0, state.count_here)
     count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
+    frame, symbols = state.frame + walk.ahead, rules.search.symbols
+    if symbols.scoring.token_first:  # the last label of a frame leaves it
+        leaves = count_here >= symbols.labels_per_frame
+        frame, count_here = frame + leaves.astype(jnp.int32), jnp.where(leaves, 0, count_here)
     columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
     here = (columns == state.counts[:, None]) & writes[:, None]
     new = walk.label, rules.first + state.frame + walk.at, walk.reads, walk.log_prob
     old = state.labels, state.frames, state.durations, state.log_probs
     labels, frames, durations, log_probs = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
     return state._replace(
-        frame=state.frame + walk.ahead,
+        frame=frame,
         count_here=count_here,
         counts=state.counts + writes.astype(jnp.int32),
         reached=walk.reached,

@@ -34,6 +34,9 @@ class Hypotheses(typing.NamedTuple):
         internal language model. A merged hypothesis has those of its best alignment. 0 from `counts` on.
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
+    stable : Array, int32 [B]
+        Leading labels that all hypotheses of the utterance share; `counts` where there is one. Later parts of a stream
+        of `beam` keep them, so a caption that shows no more never changes.
     state : pytree
         For the next part of a stream.
 
@@ -41,7 +44,7 @@ class Hypotheses(typing.NamedTuple):
     --------
     >>> from jax_rnnt.decode import Hypotheses
     >>> Hypotheses._fields
-    ('labels', 'frames', 'durations', 'counts', 'scores', 'label_log_probs', 'full', 'state')
+    ('labels', 'frames', 'durations', 'counts', 'scores', 'label_log_probs', 'full', 'stable', 'state')
     """
 
     labels: jax.Array
@@ -51,6 +54,7 @@ class Hypotheses(typing.NamedTuple):
     scores: jax.Array
     label_log_probs: jax.Array
     full: jax.Array
+    stable: jax.Array
     state: Any
 
 
@@ -61,4 +65,16 @@ def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state
     full = counts == labels.shape[-1]
     labels, frames, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, frames, durations))
     label_log_probs = jnp.where(dead[..., None], 0, label_log_probs)
-    return Hypotheses(labels, frames, durations, counts, scores, label_log_probs, full, state)
+    stable = shared(labels, counts, dead)
+    return Hypotheses(labels, frames, durations, counts, scores, label_log_probs, full, stable, state)
+
+
+def shared(labels, counts, dead):
+    """[B]: leading labels that all live hypotheses share; `counts` where there is one of each utterance."""
+    if counts.ndim == 1:
+        return counts
+    size = labels.shape[-1]
+    least = jnp.where(dead, size, counts).min(-1)
+    differ = jnp.any((labels != labels[:, :1]) & ~dead[..., None], 1)
+    first = jnp.where(differ, jnp.arange(size, dtype=jnp.int32)[None], size).min(-1)
+    return jnp.where(dead[:, 0], 0, jnp.minimum(first, least))

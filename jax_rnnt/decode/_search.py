@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ class Search(typing.NamedTuple):
     classes: int
     labels: int  # classes up to the last one that is no blank
     dtype: Any  # of scores
+    copies: int = 1  # searches of each utterance, one after another; `lengths`, `bad` and `ends_here` are those of all
 
     @property
     def tokens(self) -> int:
@@ -45,8 +47,10 @@ class Search(typing.NamedTuple):
         return jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
 
     def frame(self, t):
-        """Encoder rows [B, K, E] of frames t [B, K]; any row for frames outside."""
-        return take(self.encoder_out, self.inside(t))
+        """Encoder rows [B N, K, E] of frames t [B N, K], for N = `copies`; any row for frames outside."""
+        batch, _, width = self.encoder_out.shape
+        rows = take(self.encoder_out, self.inside(t).reshape(batch, self.copies * t.shape[1]))
+        return rows.reshape(*t.shape, width)
 
     def vary(self, tree):
         """Leaves of a loop's first state, which vary over the same manual mesh axes as what the loop makes of it."""
@@ -85,20 +89,22 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
     return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
 
 
-def prepare(function, networks, encoder_out, lengths, exact_end, max_symbols, start, width=1):
-    """(search, start label, predictor rows and state after it), for `width` predictors of each utterance."""
+def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start, width=1):
+    """(search, start label, function that makes the predictor rows and state after it).
+
+    For `width` predictors of each utterance.
+    """
     loss, joint, predictor = networks
     batch, frames, _ = encoder_out.shape
-    bad = (lengths < 0) | (lengths > frames)
+    bad = scoring.spoiled((lengths < 0) | (lengths > frames))
     if frames == 0:  # nothing is read, but rows are gathered
         encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
-    most = _checks.positive(function, "max_symbols", max_symbols)
     joint, predictor = in_evaluation(joint), in_evaluation(predictor)
     start = _predictor.start_of(function, predictor, start)
     # The classes are known once there is a predictor row, and the start label by default once classes are known.
     row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
     layout = checked_joint(function, joint, encoder_out, jnp.zeros((batch, 1, row.shape[-1]), row.dtype))
-    symbols = symbols_of(function, loss, layout.classes, most)
+    symbols = symbols_of(function, loss, layout.classes, scoring)
     labels = layout.classes - symbols.emission.durations
     while labels - 1 in symbols.emission.blanks:
         labels -= 1
@@ -106,7 +112,7 @@ def prepare(function, networks, encoder_out, lengths, exact_end, max_symbols, st
     if start is None:
         name, known = "start, by default the blank,", _predictor.own_symbols(predictor)
         start = _predictor.start_label(function, name, symbols.emission.blanks[0], known)
-    first = _predictor.begin(function, "predictor", predictor, batch * width, start)
+    first = functools.partial(_predictor.begin, function, "predictor", predictor, batch * width, start)
     dtype = accumulation_dtype(layout.dtype)
     lengths = jnp.where(bad, 0, lengths)
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
@@ -114,10 +120,11 @@ def prepare(function, networks, encoder_out, lengths, exact_end, max_symbols, st
     def paired(encoder, predictor):
         if encoder.shape[0] == 0:
             return jnp.zeros((0, layout.classes), dtype)
-        return layout.joint(encoder, predictor)
+        logits = layout.joint(encoder, predictor)
+        return logits.astype(dtype) / jnp.asarray(scoring.temperature, dtype) if scoring.tempers else logits
 
     arrays = encoder_out, lengths, bad, ends_here
-    return Search(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, *first
+    return Search(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first
 
 
 def checked_joint(function, joint, encoder_out, rows) -> JointLogits:

@@ -6,14 +6,56 @@ V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt import _checks
+from jax_rnnt.decode._largest import peak
+from jax_rnnt.emissions._softmax import Softmax, one_hot
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import DecodingRules
+
+
+class Scoring(typing.NamedTuple):
+    """Options of a search that change what its moves are, or what they score; checked."""
+
+    max_symbols: int
+    blank_penalty: Any = 0.0
+    temperature: Any = 1.0
+    token_first: bool = False
+
+    @property
+    def penalizes(self) -> bool:
+        return not _checks.is_zero(self.blank_penalty)
+
+    @property
+    def tempers(self) -> bool:
+        return not (_checks.is_number(self.temperature) and self.temperature == 1)
+
+    def spoiled(self, bad):
+        """`bad` [B], and all utterances where a traced option is out of range."""
+        if self.penalizes:
+            bad |= ~jnp.isfinite(self.blank_penalty)
+        if self.tempers:
+            bad |= ~(jnp.isfinite(self.temperature) & (self.temperature > 0))
+        return bad
+
+
+def checked_scoring(function, max_symbols, blank_penalty=0.0, temperature=1.0, durations="pair") -> Scoring:
+    max_symbols = _checks.positive(function, "max_symbols", max_symbols)
+    blank_penalty = _checks.scalar(function, "blank_penalty", blank_penalty)
+    temperature = _checks.scalar(function, "temperature", temperature)
+    for name, x, least in (("blank_penalty", blank_penalty, -math.inf), ("temperature", temperature, 0)):
+        known = _checks.known(x)
+        if known is not None and not (math.isfinite(known) and known > least):
+            expected = "finite" if least else "finite and above 0"
+            raise ValueError(f"{function}: {name} must be {expected}, got {float(known)!r}.")
+    first = _checks.choice(function, "durations", durations, ("pair", "token_first")) == "token_first"
+    return Scoring(max_symbols, blank_penalty, temperature, first)
 
 
 class Move(typing.NamedTuple):
@@ -38,10 +80,16 @@ class Symbols:
     blanks: tuple[Move, ...]
     labels: tuple[Move, ...]
     labels_per_frame: int
+    scoring: Scoring
 
     @property
     def moves(self) -> tuple[Move, ...]:
         return self.blanks + self.labels
+
+    @property
+    def writes(self):
+        """bool [moves]: which of them write a label."""
+        return jnp.arange(len(self.moves)) >= len(self.blanks)
 
     @property
     def reach(self) -> int:
@@ -62,9 +110,13 @@ class Symbols:
         The blanks have -inf among the labels.
         """
         tokens, durations = self.emission.log_probabilities(logits)
+        if self.scoring.token_first:  # the best duration alone
+            durations = jnp.where(one_hot(peak(durations)[1], durations), durations, -jnp.inf)
         found = []
         for move in self.moves:
             score = jnp.zeros_like(tokens[..., 0]) if move.token is None else tokens[..., move.token]
+            if self.scoring.penalizes and move.token is not None:
+                score = score - jnp.asarray(self.scoring.blank_penalty, score.dtype)
             found.append(score if move.duration is None else score + durations[..., move.duration])
         return jnp.stack(found, -1), jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
 
@@ -84,7 +136,7 @@ class Symbols:
         return jnp.stack(found, -1)
 
 
-def symbols_of(function: str, loss, classes: int, max_symbols: int) -> Symbols:
+def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     """The moves of a loss in rows of `classes` logits."""
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
@@ -94,6 +146,9 @@ def symbols_of(function: str, loss, classes: int, max_symbols: int) -> Symbols:
     if not isinstance(rules, DecodingRules):
         raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
     emission = rules.emission.resolved(function, classes)
+    if scoring.tempers and not emission.normalize:
+        expected = "1 with fused_log_softmax=False: rows are log-probabilities already"
+        raise ValueError(f"{function}: temperature must be {expected}, got {scoring.temperature!r}.")
     blanks, labels = [], []
     for arc in rules.topology:
         duration = None
@@ -114,5 +169,17 @@ def symbols_of(function: str, loss, classes: int, max_symbols: int) -> Symbols:
     if not blanks or not labels:
         lacks = "an arc without a label (du=0), which reads a frame" if not blanks else "an arc with a label (du=1)"
         raise TypeError(f"{function}: {name} lacks {lacks}.")
-    limit = max_symbols if rules.labels_per_frame is None else min(max_symbols, rules.labels_per_frame)
-    return Symbols(emission, tuple(blanks), tuple(labels), limit)
+    if scoring.token_first:
+        blanks += more_blanks(blanks, labels, emission.durations)
+    limits = scoring.max_symbols, rules.labels_per_frame
+    limit = min(x for x in limits if x is not None)
+    scoring = scoring._replace(token_first=scoring.token_first and emission.durations > 0)
+    return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring)
+
+
+def more_blanks(blanks, labels, durations):
+    """Moves of blanks with durations that the lattice denies them: they read one frame at least."""
+    frames = {move.duration: move.frames for move in labels}
+    known = {(move.token, move.duration) for move in blanks}
+    pairs = [(token, i) for token in dict.fromkeys(move.token for move in blanks) for i in range(durations)]
+    return [Move(*pair, max(frames.get(pair[1], 0), 1), True) for pair in pairs if pair not in known]

@@ -51,6 +51,8 @@ class Parameters(NamedTuple):
 class Model:
     """Both networks, here in NumPy, and a batch to decode."""
 
+    temperature, penalty = 1.0, 0.0  # of the truth; a search takes its own as options
+
     def __init__(self, loss, batch=2, frames=T, seed=0):
         rng = np.random.default_rng((seed, batch, frames))
         draw = lambda *shape: rng.normal(0, 1.5, shape)
@@ -68,7 +70,8 @@ class Model:
         return state
 
     def logits(self, b, t, prefix):
-        return np.tanh(self.encoder[b, t] + self.row(prefix)) @ self.parameters.weight + self.bias
+        logits = np.tanh(self.encoder[b, t] + self.row(prefix)) @ self.parameters.weight + self.bias
+        return logits / self.temperature
 
     def search(self, function, *sizes, encoder=None, lengths=None, state=None, **options):
         """Its result as NumPy arrays. Calls that differ in arrays alone share a program."""
@@ -88,7 +91,12 @@ def program(loss, function, sizes, options):
 
 @functools.cache
 def moves(model, *node):
-    """{(label or None, frames): log-probability} at a node (utterance, frame, labels), by hand."""
+    """{(label or None, frames): log-probability} at a node (utterance, frame, labels), less the penalty of a blank."""
+    return {(label, d): x - model.penalty * (label is None) for (label, d), x in unpenalized(model, *node).items()}
+
+
+def unpenalized(model, *node):
+    """{(label or None, frames): log-probability} at a node, by hand."""
     row = model.logits(*node)
     name, blank = model.loss.name, model.tokens - 1
     if name == "hat":

@@ -1,0 +1,179 @@
+"""Streams that come and go: states of `greedy` and `beam`, row by row.
+
+A state is a pytree of arrays [B, ...] with the leaves `fresh` and `bad` [B]. A part that meets a fresh row starts this
+utterance anew: it has the networks at hand, which `reset` has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks
+from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._predictor import same_state
+
+
+def begun(function: str, first, state, vary):
+    """The state from which a part starts; `first` makes that of a stream's start, and `vary` is `Search.vary`."""
+    if state is None:
+        return first()
+    same_state(function, f"state of {function}", jax.eval_shape(first), state)
+
+    def renew(state):
+        return replace_rows(state.fresh, first(), state)
+
+    # A branch, so that parts without a fresh row run no network here.
+    return jax.lax.cond(jnp.any(state.fresh), renew, lambda state: state, vary(state))
+
+
+def select(state: Any, rows: jax.Array) -> Any:
+    """The state of some utterances of a batch, in a new order: with it the next part decodes a batch of these.
+
+    B utterances before, R afterwards.
+
+    Parameters
+    ----------
+    state : pytree
+        `Hypotheses.state` of `greedy` or `beam`.
+    rows : Array, integer [R]
+        Numbers of utterances, in [0, B). One may stand twice.
+
+    Returns
+    -------
+    pytree
+        The state of R utterances, bit for bit that of the chosen ones. A traced number out of range gives an utterance
+        that has the score NaN until `reset`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `state` is none, or `rows` are no integers in the range.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+    >>> part = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]]))
+    >>> networks = RNNTLoss(blank=0), jnp.add, predictor
+    >>> state = decode.greedy(*networks, part, jnp.array([1, 1]), 2).state
+    >>> later = decode.greedy(*networks, part[:1], jnp.array([1]), 2, state=decode.select(state, jnp.array([1])))
+    >>> round(float(jnp.exp(later.scores[0])), 2)  # 0.8 * 0.9
+    0.72
+    """
+    function = "select"
+    batch = utterances(function, "state", state)
+    shape = np.shape(_checks.array(function, "rows", rows))
+    if len(shape) != 1:
+        raise ValueError(f"{function}: rows must have shape [R], got {shape}.")
+    known, index = _checks.known(rows), _checks.integers(function, "rows", rows, shape, "[R]")
+    if known is not None and np.any((known < 0) | (known >= batch)):
+        raise ValueError(f"{function}: rows must lie in [0, {batch}), got {known.tolist()}.")
+    outside = (index < 0) | (index >= batch)
+    taken = jax.tree.map(lambda x: jnp.asarray(x).at[index].get(mode="clip"), state)
+    return taken._replace(fresh=taken.fresh & ~outside, bad=taken.bad | outside)
+
+
+def concatenate(states: Sequence[Any]) -> Any:
+    """One state of the utterances of several, one after another.
+
+    Parameters
+    ----------
+    states : sequence of pytrees
+        `Hypotheses.state` of one search with the same options; batches may have different sizes.
+
+    Returns
+    -------
+    pytree
+        The state of all their utterances.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no state, or they are of searches that differ in kind, networks or sizes.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+    >>> search = lambda part: decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, part, jnp.ones(len(part), int), 2)
+    >>> part = jnp.zeros((2, 1, 2))
+    >>> state = decode.concatenate([search(part).state, search(part[:1]).state])
+    >>> state.fresh.shape
+    (3,)
+    """
+    function = "concatenate"
+    if not isinstance(states, Sequence) or hasattr(states, "_fields") or not states:
+        raise TypeError(f"{function}: states must be a sequence of states, at least one, got {states!r}.")
+    expected = None
+    for i, state in enumerate(states):
+        utterances(function, f"states[{i}]", state)
+        got = jax.tree.structure(state), [(x.dtype, x.shape[1:]) for x in jax.tree.leaves(state)]
+        expected = expected or got
+        if got != expected:
+            wanted = f"of the same search and sizes as states[0], {expected}"
+            raise ValueError(f"{function}: states[{i}] must be {wanted}, got {got}.")
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *states)
+
+
+def reset(state: Any, where: jax.Array) -> Any:
+    """The state with some utterances at their start: the next part begins new ones in their rows.
+
+    It only marks them. The next call starts these rows as a call without a state does, bit for bit.
+
+    Parameters
+    ----------
+    state : pytree
+        `Hypotheses.state` of `greedy` or `beam`. Or its shapes, as `jax.eval_shape` gives them, so that the first
+        part runs in the program of all others; rows that are not marked have the score NaN then.
+    where : Array, bool [B]
+        Which utterances.
+
+    Returns
+    -------
+    pytree
+        The state, of the same shapes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `state` is none, or `where` is not bool [B].
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+    >>> part, ones = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]])), jnp.ones(2, int)
+    >>> search = jax.jit(lambda part, state: decode.greedy(RNNTLoss(0), jnp.add, predictor, part, ones, 2, state=state))
+    >>> state = decode.reset(jax.eval_shape(search, part, None).state, jnp.ones(2, bool))
+    >>> state = search(part, state).state
+    >>> later = search(part, decode.reset(state, jnp.array([True, False])))
+    >>> [round(float(x), 2) for x in jnp.exp(later.scores)]
+    [0.9, 0.64]
+    """
+    function = "reset"
+    batch = utterances(function, "state", state)
+    where = _checks.array(function, "where", where)
+    if where.dtype != np.bool_ or tuple(where.shape) != (batch,):
+        got = f"{where.dtype} {tuple(where.shape)}"
+        raise ValueError(f"{function}: where must be bool [B] with B = {batch}, got {got}.")
+    if isinstance(state.fresh, jax.ShapeDtypeStruct):
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        state = state._replace(bad=~state.bad)
+    return state._replace(fresh=state.fresh | where)
+
+
+def utterances(function: str, name: str, state) -> int:
+    """B of a state."""
+    if not {"fresh", "bad"} <= {*getattr(state, "_fields", ())}:
+        expected = "Hypotheses.state of decode.greedy or decode.beam"
+        raise TypeError(f"{function}: {name} must be {expected}, got {state!r}.")
+    return state.fresh.shape[0]

@@ -1,0 +1,329 @@
+"""Options of the searches, NeMo's rule for TDT, and samples: are they what plain loops and enumerations make?"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+import meshes
+import reference_numpy as truth
+from decoding import EXACT, LABELS, MOST, NAMED, ROOM, Model, allowed, assert_same, check_all, greedy_loop, trimmed
+from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
+
+PENALTY, TEMPERATURE = 0.8, 1.7
+
+
+def adjusted(loss, **sizes):
+    model = Model(loss, **sizes)
+    model.temperature, model.penalty = TEMPERATURE, PENALTY
+    return model
+
+
+def search(model, function, *sizes, **options):
+    """With traced options, as NumPy arrays."""
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    traced = {name: options.pop(name) for name in ("blank_penalty", "temperature") if name in options}
+    run = lambda traced, *batch: function(*networks, *batch, *sizes, **options, **traced)
+    return jax.tree.map(np.asarray, jax.jit(run)(traced, model.encoder, model.lengths))
+
+
+# ------------------------------------------------------------------------------------- penalty and temperature
+
+
+@losses.every_quick
+def test_greedy_with_penalty_and_temperature(loss):
+    model, options = adjusted(loss, batch=8, frames=7), dict(max_symbols=3)
+    found = search(model, decode.greedy, ROOM, blank_penalty=PENALTY, temperature=TEMPERATURE, **options)
+    plain = search(model, decode.greedy, ROOM, **options)
+    assert (found.counts > plain.counts).any() or loss.name == "constrained"
+    for b in range(8):
+        expected, log_probs, score = greedy_loop(model, b, **options)
+        assert trimmed(found, b) == expected
+        np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
+        np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+
+
+@losses.every
+def test_beam_with_penalty_and_temperature(loss):
+    """The internal language model has the temperature too."""
+    model, options = adjusted(loss), dict(exact_end=True, max_symbols=MOST)
+    given = dict(blank_penalty=PENALTY, temperature=TEMPERATURE, ilm_weight=0.3)
+    found = search(model, decode.beam, MOST, 64, **given, **options)
+
+    def fuse(prefix, label):
+        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
+        return -0.3 * truth.log_softmax(internal[:LABELS] / TEMPERATURE)[label]
+
+    check_all(model, found, fuse=fuse, **options)
+
+
+def test_penalty_is_that_of_the_logit():
+    """Greedy search finds what it finds with the blank's logit lowered, as other decoders have it."""
+    model = Model(NAMED["rnnt"], batch=8, frames=9)
+    found = search(model, decode.greedy, 40, blank_penalty=PENALTY)
+    bias = model.bias - PENALTY * (np.arange(model.tokens) == model.tokens - 1)
+    model.parameters = model.parameters._replace(bias=bias)
+    assert_same(search(model, decode.greedy, 40)[:4], found[:4])
+
+
+@pytest.mark.parametrize("function", [decode.greedy, functools.partial(decode.beam, width=3)], ids=["greedy", "beam"])
+def test_options_that_are_off(function):
+    """The program is the one without them; traced ones out of range give NaN and no labels."""
+    model = Model(NAMED["tdt"])
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    text = lambda **options: (
+        jax.jit(lambda *batch: function(*networks, *batch, MOST, **options)).lower(model.encoder, model.lengths)
+    ).as_text()
+    assert text(blank_penalty=0.0, temperature=1) == text(blank_penalty=0, temperature=1.0) == text()
+    assert text(temperature=2.0) != text() != text(blank_penalty=0.5)
+    bad = jax.jit(lambda c, t: function(*networks, model.encoder, model.lengths, MOST, blank_penalty=c, temperature=t))
+    for penalty, temperature in ((0.0, 0.0), (0.0, -1.0), (0.0, np.nan), (0.0, np.inf), (np.nan, 1.0), (np.inf, 1.0)):
+        found = bad(penalty, temperature)
+        assert np.isnan(found.scores).all() and (np.asarray(found.counts) == 0).all()
+    assert np.isfinite(np.asarray(bad(0.0, 1.0).scores).reshape(2, -1)[:, 0]).all()
+
+
+ERRORS = [
+    (dict(temperature=0.0), ValueError, "temperature must be finite and above 0, got 0.0"),
+    (dict(temperature=-1), ValueError, "temperature must be finite and above 0, got -1.0"),
+    (dict(temperature=math.nan), ValueError, "temperature must be finite and above 0, got nan"),
+    (dict(temperature=math.inf), ValueError, "temperature must be finite and above 0, got inf"),
+    (dict(temperature=np.ones(2)), ValueError, r"temperature must be a scalar, got shape \(2,\)"),
+    (dict(temperature="warm"), TypeError, "temperature must be a real number, got 'warm'"),
+    (dict(blank_penalty=math.nan), ValueError, "blank_penalty must be finite, got nan"),
+    (dict(blank_penalty=jnp.float32(-math.inf)), ValueError, "blank_penalty must be finite, got -inf"),
+    (dict(blank_penalty=jnp.ones(1)), ValueError, r"blank_penalty must be a scalar, got shape \(1,\)"),
+    (dict(blank_penalty=None), TypeError, "blank_penalty must be a real number, got None"),
+    (
+        dict(temperature=2.0, loss=RNNTLoss(fused_log_softmax=False)),
+        ValueError,
+        "temperature must be 1 with fused_log_softmax=False.* got 2.0",
+    ),
+    (dict(durations="token"), ValueError, "greedy: durations must be one of 'pair', 'token_first', got 'token'"),
+    (
+        dict(durations="token_first", exact_end=True, loss=TDTLoss((1,))),
+        ValueError,
+        "exact_end must be False with durations='token_first', got True",
+    ),
+    (dict(samples=0), ValueError, "sample: samples must be 1 or more, got 0"),
+    (dict(key=None), TypeError, "sample: key must be a JAX random key, got None"),
+    (dict(key=3), TypeError, "sample: key must be a JAX random key, got 3"),
+    (dict(key=np.zeros((2, 2))), TypeError, "sample: key must be a JAX random key"),
+    (dict(key=jax.random.split(jax.random.key(0), 3)), ValueError, r"one of each of 2 utterances, got \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), ERRORS, ids=[x[2][:25] for x in ERRORS])
+def test_errors(options, error, message):
+    model = Model(NAMED["rnnt"])
+    given = options.pop("loss", model.loss.value()), model.parameters.joint, model.parameters.predictor
+    batch = model.encoder, model.lengths, MOST
+    if {"key", "samples"} & {*options}:
+        call = functools.partial(decode.sample, **dict(key=jax.random.key(0), samples=2) | options)
+    else:
+        call = functools.partial(decode.greedy, **options)
+    with pytest.raises(error, match=message):
+        call(*given, *batch)
+
+
+# ------------------------------------------------------------------------------------ token first, then duration
+
+
+def token_first_loop(model, b, durations, max_symbols, room):
+    """(labels, frames, durations, score): the rule of NeMo's batched search, and of Hugging Face without its limit."""
+    t, here, score, labels, frames, lasts = 0, 0, 0.0, [], [], []
+    blank = model.tokens - 1
+    while t < model.lengths[b]:
+        row = model.logits(b, t, tuple(labels))
+        tokens, lengths = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :])
+        tokens[blank] -= model.penalty
+        token = blank if len(labels) == room else int(np.argmax(tokens))
+        duration = durations[int(np.argmax(lengths))]
+        score += tokens[token] + lengths.max()
+        if token != blank:
+            labels, frames, lasts = [*labels, token], [*frames, t], [*lasts, duration]
+        here = here + 1 if token != blank and duration == 0 else 0
+        if (token == blank and duration == 0) or here == max_symbols:
+            t, here = t + 1, 0
+        t += duration
+    return labels, frames, lasts, score
+
+
+@pytest.mark.parametrize("durations", [(2, 0, 1), (0, 1, 2, 3, 4), (3, 1)], ids=str)
+def test_token_first(durations):
+    """As the plain loop, in windows; without a duration 0 it is the rule of pairs."""
+    loss, others, forced = losses.tdt(durations), 0, 0
+    for seed, options in itertools.product(range(5), ((3, 40, 1, 0.0), (1, 40, 4, 0.4), (10, 4, 3, 0.0))):
+        max_symbols, room, window, penalty = options
+        model = Model(loss, batch=12, frames=12, seed=seed)
+        model.lengths = np.random.default_rng(seed).integers(0, 13, 12).astype(np.int32)
+        model.bias[:2], model.bias[model.tokens :] = 2 * (seed % 2), 2.0 * (np.array(durations) == 0)
+        model.penalty = penalty
+        rules = dict(max_symbols=max_symbols, window=window, blank_penalty=penalty)
+        found = model.search(decode.greedy, room, durations="token_first", **rules)
+        others += (found.labels != model.search(decode.greedy, room, **rules).labels).any(-1).sum()
+        for b in range(12):
+            *expected, score = token_first_loop(model, b, durations, max_symbols, room)
+            assert trimmed(found, b) == expected
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+            runs = Counter(t for t, d in zip(*expected[1:]) if d == 0)
+            forced += any(n == max_symbols for n in runs.values())
+    assert (others > 5 and forced > 5) if 0 in durations else others == 0, (others, forced)
+
+
+@pytest.mark.parametrize("cuts", [(0, 5, 12), (0, 1, 2, 7, 12)])
+def test_token_first_in_a_stream(cuts):
+    model = Model(NAMED["tdt"], batch=8, frames=12)
+    options = dict(max_symbols=2, durations="token_first")
+    whole, state, parts = model.search(decode.greedy, 40, **options), None, []
+    for start, end in itertools.pairwise(cuts):
+        encoder = np.zeros_like(model.encoder)
+        encoder[:, : end - start] = model.encoder[:, start:end]
+        lengths = np.clip(model.lengths - start, 0, end - start).astype(np.int32)
+        parts.append(model.search(decode.greedy, 40, encoder=encoder, lengths=lengths, state=state, **options))
+        state = parts[-1].state
+    assert_same(parts[-1].scores, whole.scores)
+    for b in range(8):
+        joined = [[*itertools.chain(*rows)] for rows in zip(*(trimmed(part, b) for part in parts))]
+        assert joined == trimmed(whole, b)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "tdt"])
+def test_token_first_without_durations(name):
+    """It changes nothing."""
+    model, options = Model(NAMED[name], batch=4, frames=7), dict(exact_end=True)
+    found = model.search(decode.greedy, ROOM, durations="token_first", **options)
+    assert_same(found, model.search(decode.greedy, ROOM, **options))
+
+
+class LabelsStay(TransducerLoss):
+    """Labels read no frame, blanks one or two: no arc for a blank of duration 0, nor for labels of others."""
+
+    def compose(self):
+        arcs = [lattices.Arc("label", 0, 1, other="duration+0")]
+        arcs += [lattices.Arc("blank", i, 0, other=f"duration+{i}") for i in (1, 2)]
+        return Composition(emissions.Softmax((self.blank,), durations=3), tuple(arcs))
+
+
+def test_token_first_of_ones_own():
+    """A label whose best duration has no arc leaves its place to the blank."""
+    tokens, lengths = np.log([0.6, 0.3, 0.1]), np.log([0.2, 0.5, 0.3])
+    predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 6)), 1, start=0)
+    encoder = np.concatenate([tokens, lengths])[None, None].repeat(3, 1)
+    found = decode.greedy(
+        LabelsStay(blank=2), jnp.add, predictor, encoder, np.array([3]), 2,
+        durations="token_first",
+    )  # fmt: skip
+    np.testing.assert_allclose(found.scores[0], 3 * np.log(0.1 * 0.5), rtol=EXACT)
+
+
+# --------------------------------------------------------------------------------------------------- samples
+
+
+def draws(model, b, **options):
+    """[(labels, frames, durations, log-probability of the draw)] of all alignments; allowed moves share everything."""
+    found = []
+
+    def extend(t, labels, frames, lasts, written, score):
+        if t >= model.lengths[b]:
+            found.append((labels, frames, lasts, score))
+            return
+        may_write = lambda limit: written < limit and len(labels) < MOST
+        choices = list(allowed(model, b, t, labels, may_write, **options))
+        total = np.logaddexp.reduce([gain for *_, gain in choices])
+        for label, reads, gain in choices:
+            if label is None:
+                extend(t + reads, labels, frames, lasts, 0, score + gain - total)
+            else:
+                more = (*labels, label), (*frames, t), (*lasts, reads)
+                extend(t + reads, *more, 0 if reads else written + 1, score + gain - total)
+
+    extend(0, (), (), (), 0, 0.0)
+    assert math.isclose(math.fsum(math.exp(score) for *_, score in found), 1)
+    return found
+
+
+@pytest.mark.parametrize("exact_end", [False, True], ids=["open", "exact"])
+@pytest.mark.parametrize("name", NAMED)
+def test_samples(name, exact_end):
+    """Alignments come as often as enumeration says, each with the log-probability of its draw."""
+    model, count = Model(NAMED[name]), 4000
+    model.temperature = 4.0  # many alignments are probable
+    options = dict(exact_end=exact_end, max_symbols=2)
+    found = search(model, sampled, MOST, count, temperature=4.0, **options)
+    for b in range(2):
+        paths = draws(model, b, **options)
+        # Blanks that read the same frames may differ: then the score tells alignments apart.
+        name_of = lambda labels, frames, lasts, score: (labels, frames, lasts, round(float(score), 9))
+        expected = Counter()
+        for path in paths:
+            expected[name_of(*path)] += count * math.exp(path[-1])
+        seen = Counter(name_of(*map(tuple, trimmed(found, b, n)), found.scores[b, n]) for n in range(count))
+        assert {*seen} <= {*expected}
+        often = [path for path, times in expected.items() if times >= 5]
+        pairs = [(seen[path], expected[path]) for path in often]
+        pairs.append((count - sum(x for x, _ in pairs), count - sum(y for _, y in pairs)))
+        chi = sum((x - y) ** 2 / y for x, y in pairs if y > 1)
+        assert len(often) > 2 and chi < len(often) + 5 * math.sqrt(2 * len(often))
+
+
+def sampled(*arguments, **options):
+    *arguments, samples = arguments
+    return decode.sample(*arguments, jax.random.key(1), samples=samples, **options)
+
+
+KEYS = jax.random.split(jax.random.key(5), 4)
+
+
+def few(model, encoder, lengths, key=KEYS, **options):
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    return jax.jit(lambda *batch: decode.sample(*networks, *batch, MOST, key, samples=5, **options))(encoder, lengths)
+
+
+def test_samples_are_functions_of_their_keys():
+    """Neither the window, nor other utterances, nor the number of samples matters; keys of any kind do."""
+    model = Model(NAMED["tdt"], batch=4, frames=9)
+    whole = few(model, model.encoder, model.lengths)
+    assert whole.labels.shape == (4, 5, MOST) and whole.state is None
+    for x, y in zip(few(model, model.encoder, model.lengths, window=1)[:-1], whole[:-1]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
+    one = few(model, model.encoder[2:3], model.lengths[2:3], KEYS[2:3])
+    for x, y in zip(one[:-1], whole[:-1]):
+        np.testing.assert_allclose(x, y[2:3], rtol=EXACT)
+    labels = {whole.labels.tobytes()}
+    for key in (jax.random.key(5), jax.random.PRNGKey(6), jax.random.key(5, impl="rbg"), jax.random.split(KEYS[0], 4)):
+        labels.add(few(model, model.encoder, model.lengths, key).labels.tobytes())
+    assert len(labels) == 5
+    raw = jax.random.key_data(KEYS)
+    assert_same(few(model, model.encoder, model.lengths, raw)[:-1], whole[:-1])
+
+
+@pytest.mark.parametrize("kind", ["explicit", pytest.param("auto", marks=pytest.mark.slow)])
+def test_samples_on_meshes(devices, kind):
+    """A batch that is split has the draws of the whole."""
+    model = Model(NAMED["rnnt"], batch=4, frames=5)
+    whole = few(model, model.encoder, model.lengths, jax.random.key(3))
+    with meshes.mesh_of(devices[:4], kind, (4,)) as mesh:
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        batch = (jax.device_put(x, split) for x in (model.encoder, model.lengths))
+        found = few(model, *batch, jax.random.key(3))
+    for x, y in zip(found[:-1], whole[:-1]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
+
+
+def test_samples_at_dead_ends_and_bad_rows():
+    """No path of the lattice: -inf. NaN: NaN. Neither has labels."""
+    model = Model(losses.tdt((2,)), batch=4)
+    model.lengths = np.array([3, 2, 2, 9], np.int32)
+    model.encoder[2, 1:] = np.nan
+    model.encoder[1, 0] = np.nan
+    found = few(model, model.encoder, model.lengths, exact_end=True)
+    assert (np.asarray(found.scores[0]) == -np.inf).all() and np.isfinite(found.scores[2]).all()
+    assert np.isnan(found.scores[1]).all() and np.isnan(found.scores[3]).all()
+    assert (np.asarray(found.counts)[[0, 1, 3]] == 0).all()

@@ -1,0 +1,241 @@
+"""Streams that come and go: rows of states, a server's loop, and labels that stay."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+from decoding import NAMED, Model, assert_same, trimmed
+from jax_rnnt import decode
+
+ROWS, PART, MOST = 3, 4, 30  # utterances in the server's batch, frames of a part, labels
+BEAM = functools.partial(decode.beam, width=3)
+WIDE = functools.partial(decode.beam, width=11)  # rows of the networks are packed
+SEARCHES = {"greedy": decode.greedy, "beam": functools.partial(BEAM, threshold=2.0), "wide": WIDE}
+BOTH = pytest.mark.parametrize("function", [decode.greedy, BEAM], ids=["greedy", "beam"])
+
+
+class Server:
+    """A search in one program, which serves parts of utterances [ROWS, PART] and a state."""
+
+    def __init__(self, model, function, **options):
+        networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+        self.model = model
+        self.program = jax.jit(lambda x, n, state: function(*networks, x, n, MOST, state=state, **options))
+        width = model.encoder.shape[2]
+        self.shape = (ROWS, PART, width)
+        shapes = jax.ShapeDtypeStruct(self.shape, np.float64), jax.ShapeDtypeStruct((ROWS,), np.int32)
+        self.idle = jax.eval_shape(self.program, *shapes, None).state
+
+    def serve(self, schedule):
+        """{utterance: its parts as rows of `Hypotheses`}; `schedule` yields (row, utterance) that enter before a part.
+
+        A row is free once its utterance has ended.
+        """
+        state, found, now, read = self.idle, {}, [None] * ROWS, np.zeros(ROWS, int)
+        for entering in schedule:
+            for row, b in entering:
+                assert now[row] is None
+                now[row], read[row], found[b] = b, 0, []
+            state = decode.reset(state, np.isin(np.arange(ROWS), [row for row, _ in entering]))
+            encoder, lengths = np.full(self.shape, np.nan), np.zeros(ROWS, np.int32)
+            for row, b in enumerate(now):
+                if b is not None:
+                    part = self.model.encoder[b, read[row] : self.model.lengths[b]][:PART]
+                    encoder[row, : len(part)], lengths[row] = part, len(part)
+            made = self.program(encoder, lengths, state)
+            state, read = made.state, read + lengths
+            for row, b in enumerate(now):
+                if b is not None:
+                    found[b].append(decode.Hypotheses(*(np.asarray(x)[row] for x in made[:-1]), None))
+                    now[row] = None if read[row] >= self.model.lengths[b] else b
+        return found
+
+
+def random_schedule(model, seed):
+    """Utterances enter free rows as they come, some rows stay idle for a while."""
+    rng, waiting, busy = np.random.default_rng(seed), list(range(len(model.lengths))), np.zeros(ROWS, int)
+    while waiting or busy.any():
+        entering = []
+        for row in np.flatnonzero(busy == 0):
+            if waiting and rng.random() < 0.7:
+                entering.append((row, waiting.pop(rng.integers(len(waiting)))))
+                busy[row] = max(-(-model.lengths[entering[-1][1]] // PART), 1)
+        yield entering
+        busy = np.maximum(busy - 1, 0)
+
+
+def alone(model, b):
+    """One utterance, in a row of its own."""
+    yield [(b % ROWS, b)]
+    yield from [[]] * (max(-(-model.lengths[b] // PART), 1) - 1)
+
+
+CASES = [("rnnt", "greedy"), ("tdt", "beam"), ("multiblank", "greedy"), ("hat", "wide")]
+CASES = [
+    pytest.param(name, search, marks=() if (name, search) in CASES else pytest.mark.slow)
+    for name in NAMED
+    for search in SEARCHES
+]
+
+
+@pytest.mark.parametrize(("name", "search"), CASES)
+def test_a_server(name, search):
+    """Every utterance has, bit for bit, what it has alone, in one program; captions that are stable never change."""
+    model = Model(NAMED[name], batch=10, frames=17)
+    model.lengths = np.array([17, 9, 1, 4, 12, 0, 8, 3, 16, 5], np.int32)
+    model.parameters = model.parameters._replace(weight=4 * model.parameters.weight)  # it is sure of first labels
+    server = Server(model, SEARCHES[search])
+    found = server.serve(random_schedule(model, seed=1))
+    assert sorted(found) == list(range(10))
+    for b, parts in found.items():
+        for x, y in zip(parts, server.serve(alone(model, b))[b], strict=True):
+            assert_same(x, y)
+        if search != "greedy":
+            labels = [hypothesis_labels(part) for part in parts]
+            for i, (part, live) in enumerate(zip(parts, labels)):
+                assert part.stable == common(live)
+                assert all(later[: part.stable] == live[0][: part.stable] for more in labels[i:] for later in more)
+        else:
+            assert all(part.stable == part.counts for part in parts)
+    assert server.program._cache_size() == 1
+    assert search != "beam" or max(part.stable for parts in found.values() for part in parts) > 1
+
+
+def hypothesis_labels(part):
+    """Labels of the live hypotheses of one utterance."""
+    alive = np.flatnonzero(part.scores > -np.inf)
+    return [part.labels[n, : part.counts[n]].tolist() for n in alive]
+
+
+def common(sequences):
+    """How many leading labels all sequences share."""
+    return next((i for i, column in enumerate(zip(*sequences)) if len({*column}) > 1), min(map(len, sequences)))
+
+
+def whole_and_half(function):
+    model = Model(NAMED["tdt"], batch=4, frames=12)
+    part = lambda rows, start, state: model.search(
+        function, MOST, encoder=model.encoder[rows, start : start + 6], lengths=np.full(len(rows), 6), state=state
+    )
+    return part, part([0, 1, 2, 3], 0, None)
+
+
+@BOTH
+def test_select_and_concatenate(function):
+    """Rows go on in other batches, in any order, twice, and back together; so they do under jit."""
+    part, half = whole_and_half(function)
+    expected = part([0, 1, 2, 3], 6, half.state)
+    some = part([3, 1, 1], 6, jax.jit(decode.select)(half.state, np.array([3, 1, 1])))
+    both = part([2, 3, 1], 6, decode.concatenate([decode.select(half.state, [2]), decode.select(half.state, [3, 1])]))
+    for found, rows in ((some, [3, 1, 1]), (both, [2, 3, 1])):
+        assert_same(found[:4], [x[rows] for x in expected[:4]])
+        np.testing.assert_allclose(found.scores, expected.scores[rows], rtol=1e-11)
+    assert jax.jit(lambda *x: decode.concatenate(x))(half.state, some.state).first.tolist() == [6] * 4 + [12] * 3
+    empty = decode.select(half.state, np.zeros(0, int))
+    assert_same(decode.concatenate([empty, half.state]), half.state)
+    assert all(x.shape[0] == 4 for x in jax.tree.leaves(half.state))
+
+
+@BOTH
+def test_reset(function):
+    """Marked rows start anew bit for bit, marked twice or moved; others go on."""
+    part, half = whole_and_half(function)
+    where = np.array([True, False, False, True])
+    later = part([0, 1, 2, 3], 6, half.state)
+    start = jax.tree.map(lambda x: x * 0 + 7 if x.dtype != bool else x, half.state)
+    begun = part([0, 1, 2, 3], 6, decode.reset(start, np.ones(4, bool)))
+    found = part([0, 1, 2, 3], 6, decode.reset(jax.jit(decode.reset)(half.state, where), where & (np.arange(4) < 1)))
+    for x, old, new in zip(jax.tree.leaves(found), jax.tree.leaves(later), jax.tree.leaves(begun)):
+        assert_same(x, np.where(where.reshape(-1, *(1,) * (x.ndim - 1)), new, old))
+    offline = part([0, 1, 2, 3], 6, None)
+    assert_same(begun[:6], offline[:6])
+    moved = decode.select(decode.reset(half.state, where), np.array([2, 3]))
+    assert_same(part([2, 3], 6, moved).labels, found.labels[[2, 3]])
+
+
+@BOTH
+def test_rows_out_of_range(function):
+    """Known ones are errors; traced ones and shapes that were not reset have NaN, until a reset."""
+    part, half = whole_and_half(function)
+    bad = jax.jit(decode.select)(half.state, np.array([0, 4, -1]))
+    found = part([0, 1, 2], 6, bad)
+    assert np.isnan(found.scores[1:]).all() and np.isfinite(found.scores[0]).any() and (found.counts[1:] == 0).all()
+    assert np.isnan(part([0, 1, 2], 6, found.state).scores[1:]).all()
+    again = part([0, 1, 2], 6, decode.reset(found.state, np.array([False, True, True])))
+    assert not np.isnan(again.scores).any()
+    shapes = jax.eval_shape(lambda: half.state)
+    found = part([0, 1, 2, 3], 6, decode.reset(shapes, np.array([True, True, False, False])))
+    assert np.isnan(found.scores[2:]).all() and not np.isnan(found.scores[:2]).any()
+
+
+def test_errors():
+    model = Model(NAMED["rnnt"], batch=2)
+    greedy, beam = (model.search(f, MOST).state for f in (decode.greedy, BEAM))
+    others = model.search(decode.beam, MOST, 2).state, model.search(BEAM, MOST + 1).state
+    cases = [
+        (lambda: decode.select(greedy, [0, 2]), ValueError, r"select: rows must lie in \[0, 2\), got \[0, 2\]"),
+        (lambda: decode.select(greedy, [-1]), ValueError, r"select: rows must lie in \[0, 2\), got \[-1\]"),
+        (lambda: decode.select(greedy, 1), ValueError, r"select: rows must have shape \[R\], got \(\)"),
+        (lambda: decode.select(greedy, np.ones(2, bool)), TypeError, "select: rows must have an integer dtype"),
+        (lambda: decode.select((1, 2), [0]), TypeError, r"select: state must be Hypotheses.state of .*, got \(1, 2\)"),
+        (lambda: decode.select(None, [0]), TypeError, "select: state must be"),
+        (lambda: decode.concatenate([]), TypeError, "concatenate: states must be a sequence of states"),
+        (lambda: decode.concatenate(greedy), TypeError, "concatenate: states must be a sequence of states"),
+        (lambda: decode.concatenate([greedy, None]), TypeError, r"concatenate: states\[1\] must be Hypotheses.state"),
+        *(
+            (
+                lambda x=x: decode.concatenate([beam, beam, x]),
+                ValueError,
+                r"concatenate: states\[2\] must be of the same",
+            )
+            for x in (greedy, *others)
+        ),
+        (
+            lambda: decode.reset(greedy, [True]),
+            ValueError,
+            r"reset: where must be bool \[B\] with B = 2, got bool \(1,",
+        ),
+        (lambda: decode.reset(greedy, [0, 1]), ValueError, r"reset: where must be bool \[B\] .*, got int64 \(2,\)"),
+        (lambda: decode.reset(3, [True]), TypeError, "reset: state must be Hypotheses.state of .*, got 3"),
+        (lambda: model.search(BEAM, MOST, state=greedy), ValueError, "state of beam must keep the structure"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@losses.every
+def test_stable_of_one_part(loss):
+    """The common prefix of live hypotheses, by hand; none without a hypothesis."""
+    model = Model(loss, batch=8, frames=9)
+    for width, threshold in ((2, None), (4, 1.0)):
+        found = model.search(decode.beam, MOST, width, threshold=threshold)
+        for b in range(8):
+            live = [trimmed(found, b, n)[0] for n in np.flatnonzero(found.scores[b] > -np.inf)]
+            assert found.stable[b] == common(live)
+    model.encoder[0, 0] = np.nan
+    broken = model.search(decode.beam, MOST, 2)
+    assert np.isnan(broken.scores[0]).all() and broken.stable[0] == 0 and broken.stable.dtype == np.int32
+
+
+def test_a_part_without_fresh_rows_runs_no_network():
+    """The start of a stream is computed in a branch."""
+    model, calls = Model(NAMED["rnnt"]), []
+    state = jax.tree.map(jnp.asarray, model.search(decode.greedy, MOST).state)
+    good = model.parameters.predictor
+
+    def step(state, labels):
+        jax.debug.callback(lambda: calls.append(1))
+        return good.step(state, labels)
+
+    predictor = good._replace(step=step)
+    networks = model.loss.value(), model.parameters.joint, predictor
+    run = jax.jit(lambda n, state: decode.greedy(*networks, model.encoder, n, MOST, state=state).scores)
+    for where, expected in ((False, 0), (True, 1)):
+        run(np.zeros(2, np.int32), decode.reset(state, np.array([where, False])))
+        jax.effects_barrier()
+        assert len(calls) == expected
