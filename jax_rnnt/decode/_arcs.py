@@ -42,6 +42,7 @@ def follow(arcs: Arcs, state, label):
 
     def look(state):
         """(whether the state has an arc with the label, that arc)"""
+
         def halve(_, span):
             low, high = span
             middle = (low + high) // 2
