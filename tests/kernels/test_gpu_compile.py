@@ -28,9 +28,7 @@ DEVICES = 8
 B, T, U, V, H = 4 * DEVICES, 128, 63, 1024, 256
 NODES = B * T * (U + 1)
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
-CALLS = losses.once(
-    ("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad", "jax_rnnt_softmax_emission_bwd"),
-)
+CALLS = losses.once(("jax_rnnt_softmax_emission_fwd", "jax_rnnt_lattice_grad", "jax_rnnt_softmax_emission_bwd"))
 
 
 def mesh_of(devices):

@@ -19,22 +19,7 @@ from jax_rnnt import JointLogits, LinearJoint
 from jax_rnnt.layouts import _tile_sizes
 from jax_rnnt.layouts import _tiles as tiled
 from jax_rnnt.layouts._tile_blocks import Blocks
-from layouts import (
-    CHUNK,
-    JOINTS,
-    B,
-    H,
-    Network,
-    T,
-    U,
-    V,
-    assert_close,
-    closure,
-    gradients,
-    linear,
-    materialized,
-    tiles,
-)
+from layouts import CHUNK, JOINTS, B, H, Network, T, U, V, assert_close, closure, gradients, linear, materialized, tiles
 
 # Both kinds of joint, and plain JAX for the one that it does not know.
 WAYS = pytest.mark.parametrize(

@@ -135,11 +135,7 @@ def test_message_of_a_new_loss(name, value):
 
 # ------------------------------------------------------------------------------------------------- validation of data
 
-BAD_DATA = {
-    "logit_lengths": ((2,), 8),
-    "target_lengths": ((1,), 5),
-    "targets": ((0, 1), 9),
-}
+BAD_DATA = {"logit_lengths": ((2,), 8), "target_lengths": ((1,), 5), "targets": ((0, 1), 9)}
 
 
 @pytest.mark.parametrize("name", BAD_DATA)

@@ -115,8 +115,7 @@ def test_symbolic_nodes(loss, sizes, implementation):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [("linear", DIMENSIONS[0]), ("function", DIMENSIONS[3]), losses.slow("linear", DIMENSIONS[3])],
+    ("kind", "sizes"), [("linear", DIMENSIONS[0]), ("function", DIMENSIONS[3]), losses.slow("linear", DIMENSIONS[3])]
 )
 def test_symbolic_joint(kind, sizes):
     p = losses.problem(dtype=np.float32)
