@@ -5,9 +5,6 @@ are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
 """
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 
 import losses
+from programs import run
 
 BOUND = 1e-5  # of gradients: the contract
 
@@ -33,21 +31,11 @@ def size(request, kernel):
     return request.param
 
 
-LATTICES = sizes(
-    (9, 4, 3),
-    (
-        (600, 4000, 4),  # 126 tiles of columns: more than any block has warps
-        (4000, 600, 4),
-        (20000, 100, 4),  # minutes of audio
-        (1, 4000, 4),
-        (20000, 0, 4),
-        (20, 10, 131072),
-        (3, 2, 1 << 20),
-    ),
-)
+# 4000 labels are 126 tiles of columns, more than any block has warps; 20000 frames are minutes of audio.
+LONG = (600, 4000, 4), (4000, 600, 4), (20000, 100, 4), (1, 4000, 4), (20000, 0, 4), (20, 10, 131072), (3, 2, 1 << 20)
 
 
-@pytest.mark.parametrize("size", LATTICES, indirect=True, ids=str)
+@pytest.mark.parametrize("size", sizes((9, 4, 3), LONG), indirect=True, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_axes(size, dtype):
     """(T, U, V), a full sequence and a shorter one, against float64."""
@@ -129,18 +117,6 @@ def test_captured_launches(size):
 
     (B, T, U, V, losses of the table).
     """
-    outputs = {}
-    for commands in ("", COMMANDS):
-        flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), *map(str, size)],
-            cwd=losses.HERE,
-            env={**os.environ, "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs[commands] = done.stdout
-    assert len(set(outputs.values())) == 1, outputs
+    buffers = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer="
+    outputs = {run(PROGRAM, *size, env=os.environ | {"XLA_FLAGS": buffers + commands}) for commands in ("", COMMANDS)}
+    assert len(outputs) == 1, outputs
