@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import importlib
 import inspect
 import os
@@ -10,7 +9,6 @@ import pathlib
 import pickle
 import pydoc
 import re
-import subprocess
 import sys
 
 import jax
@@ -20,6 +18,7 @@ import pytest
 
 import jax_rnnt
 import losses
+from programs import run
 
 OPTIONAL = ("flax", "matplotlib", "praatio", "rapidfuzz")  # packages of extras
 
@@ -74,17 +73,14 @@ def test_names():
     assert isinstance(jax_rnnt.__version__, str)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "place"),
-    [
+def test_names_that_stand_elsewhere():
+    for module, name, place in (
         ("jax_rnnt", "greedy", "jax_rnnt.decode.greedy"),
         ("jax_rnnt", "rnnt_loss_pruned", r"RNNTLoss\(\)\(BandLogits"),
         ("jax_rnnt.flax", "Joint", r"jax_rnnt.flax.nnx.Joint or jax_rnnt.flax.linen.Joint"),
-    ],
-)
-def test_names_that_stand_elsewhere(module, name, place):
-    with pytest.raises(ImportError, match=f"cannot import name '{name}' from '{module}': use {place}"):
-        exec(f"from {module} import {name}", {})
+    ):
+        with pytest.raises(ImportError, match=f"cannot import name '{name}' from '{module}': use {place}"):
+            exec(f"from {module} import {name}", {})
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(jax_rnnt, "noth" + "ing")
     assert jax_rnnt.timing is importlib.import_module("jax_rnnt.timing")
@@ -127,11 +123,7 @@ for module in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt."):
             raise
 sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5)
 """
-    command = [sys.executable, "-c", program, *OPTIONAL]
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # half of the time
-    run = functools.partial(subprocess.run, cwd=losses.HERE, capture_output=True, text=True, timeout=300)
-    done = run(command, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(program, *OPTIONAL, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
 
 
 OWN = {  # arguments of each loss before and beside the common ones
@@ -262,34 +254,17 @@ def test_errors_of_a_loss_of_ones_own(call, message):
         call()
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if name != "rnnt_loss"])
-def test_errors_of_fields(name):
-    """They are raised when a loss is made, not when it is called."""
-    make = functools.partial(getattr(jax_rnnt, name), *([(2, 3)] * len(OWN[name][0])))
-    for options, message in (
-        ({"blank": "x"}, "blank must be an integer"),
-        ({"inplace": 1}, "inplace must be True or False, got 1"),
-        ({"fused_log_softmax": 1}, "fused_log_softmax must be True or False, got 1"),
-        ({"delay_penalty": np.zeros(3)}, "delay_penalty must be a scalar"),
-    ):
-        for call in (make, functools.partial(dataclasses.replace, make())):
-            with pytest.raises((TypeError, ValueError), match=f"{name}: {message}"):
-                call(**options)
-
-
 def test_import_is_light():
     """The import loads nothing but JAX and NumPy, and does not warn."""
-    program = (
-        "import sys, jax; before = set(sys.modules); "
-        "import jax_rnnt; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
-        "heavy = 'torch', 'chex', 'flax', 'matplotlib', 'scipy', 'numba', 'pandas', 'tensorflow', 'rapidfuzz'; "
-        "print(sorted(new.intersection(heavy)))"
-    )
+    program = """
+import sys, jax; before = set(sys.modules)
+import jax_rnnt; new = {m.split('.')[0] for m in set(sys.modules) - before}
+heavy = 'torch', 'chex', 'flax', 'matplotlib', 'scipy', 'numba', 'pandas', 'tensorflow', 'rapidfuzz'
+print(sorted(new.intersection(heavy)))
+"""
     if losses.missing_kernel():
         pytest.skip("without kernels there is a warning")
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, cwd=losses.HERE, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stderr
+    assert run(program, env=os.environ | {"PYTHONWARNINGS": "error"}).strip() == "[]"
 
 
 def test_machinery_is_in_one_folder():
@@ -314,10 +289,8 @@ def test_versions_in_the_text():
     root = losses.ROOT
     if not (root / "tools/release/wheels.py").exists():
         pytest.skip("no tools beside the tests")
-    glibc = ".".join(
-        re.search(r"^GLIBC = \((\d+), (\d+)\)", (root / "tools/release/wheels.py").read_text(), re.M).groups()
-    )
-    project = (root / "pyproject.toml").read_text()
+    wheels, project = (root / "tools/release/wheels.py").read_text(), (root / "pyproject.toml").read_text()
+    glibc = ".".join(re.search(r"^GLIBC = \((\d+), (\d+)\)", wheels, re.M).groups())
     python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
     oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', project)[1]
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
