@@ -130,9 +130,6 @@ def test_planes_of_the_loss_alone(inplace, gradient, planes):
     assert compiled.memory_analysis().alias_size_in_bytes == (4 * NODES * V if inplace else 0)
 
 
-# ------------------------------------------------------------------------------------------- a joint network in tiles
-
-
 def test_tiles(kind, mesh, dtype):
     """Tiles of 2,048 rows take 64 MB, where the default takes 256."""
 

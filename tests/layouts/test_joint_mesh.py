@@ -1,6 +1,5 @@
 """Does the loss of a joint network in tiles work under vmap and on every mesh, with sums as its only exchange?"""
 
-import contextlib
 import functools
 
 import jax
@@ -14,11 +13,11 @@ import jax_rnnt
 import losses
 from jax_rnnt import JointLogits
 from jax_rnnt.layouts import _tiles as tiled
-from layouts import CHUNK, H, Network, V, assert_close, closure, linear, materialized, step_of_logits, tiles
-from meshes import mesh_of
+from layouts import CHUNK, H, Network, V, closure, linear, materialized, step_of_logits, tiles
+from meshes import KINDS, at, mean_over_devices, mesh_of
 
 pytestmark = pytest.mark.slow
-KINDS = pytest.mark.parametrize("kind", ["auto", "explicit"])
+SPECS = P(), P("data"), P("data")  # of parameters, rows and the rest
 
 
 def step(function, **options):
@@ -26,21 +25,15 @@ def step(function, **options):
     return jax.value_and_grad(functools.partial(function, **options), (0, 1))
 
 
-def at(mesh, tree, *names):
-    return jax.device_put(tree, NamedSharding(mesh, P(*names)))
-
-
 def place(network, mesh):
-    parameters, *batched = network.arguments
-    return at(mesh, parameters), *(at(mesh, x, "data") for x in batched)
+    return [at(mesh, x, *spec) for x, spec in zip(network.arguments, SPECS, strict=True)]
 
 
 def check_sharded(run, arguments, expected):
     """Exchanged are sums, once each: the loss, the parameters, and twice how many tiles there are at most."""
-    compiled = jax.jit(run).lower(*arguments).compile()
-    got = compiled(*arguments)
-    assert_close(got, expected, 1e-5)
-    loops, entry = compiled.as_text().split("\nENTRY ")
+    got, text = losses.compiled(run, *arguments)
+    losses.assert_close(got, expected, 1e-5)
+    loops, entry = text.split("\nENTRY ")
     assert not losses.collectives(loops.replace("= s32[] all-reduce(", "number of tiles"))
     found = losses.collectives(entry)
     assert set(found) == {"all-reduce"} and found["all-reduce"] <= 5
@@ -57,12 +50,10 @@ def test_vmap(joint, axes):
     arguments = [jax.tree.map(stack, x) if a == 0 else x for x, a in zip(Network().arguments, axes, strict=True)]
     steps = step(tiles, joint=joint), step(materialized)
     got, expected = (jax.jit(jax.vmap(f, axes))(*arguments) for f in steps)
-    assert_close(got, expected, 1e-12)
+    losses.assert_close(got, expected, 1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------- sharding
-
-
 @KINDS
 def test_tile_of_one_device(kind, devices, monkeypatch):
     """A tile has rows of one device's sequences, not of the batch: so its memory does not grow with the mesh."""
@@ -103,9 +94,7 @@ def test_batch_sharded(function, kind, shape, devices):
 def test_shard_map(joint, check_vma, devices):
     """Each device packs its own sequences; nothing is exchanged but the sums."""
     with mesh_of(devices, "auto") as mesh:
-        body = lambda *arguments: jax.lax.pmean(tiles(*arguments, joint=joint), "data")
-        specs = P(), P("data"), P("data")
-        mean = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        mean = mean_over_devices(functools.partial(tiles, joint=joint), mesh, SPECS, check_vma=check_vma)
         check_sharded(step(mean), place(Network(batch=16, dtype=np.float32), mesh), step_of_logits(16))
 
 
@@ -120,7 +109,7 @@ def test_pmap(devices):
     value, parameters, rows = jax.pmap(body, "data", in_axes=(None, 0, 0), devices=devices)(network.parameters, *split)
     first = lambda x: x[0]
     rows = [g.reshape(x.shape) / 8 for g, x in zip(rows, network.rows, strict=True)]
-    assert_close((first(value), (jax.tree.map(first, parameters), rows)), step_of_logits(16), 1e-5)
+    losses.assert_close((first(value), (jax.tree.map(first, parameters), rows)), step_of_logits(16), 1e-5)
 
 
 def test_uneven_batch(devices):
@@ -133,7 +122,7 @@ def test_uneven_batch(devices):
             return step(tiles)(parameters, *batched)
 
         got = run(*at(mesh, Network(batch=10, dtype=np.float32).arguments))
-    assert_close(got, step_of_logits(10), 1e-5)
+    losses.assert_close(got, step_of_logits(10), 1e-5)
 
 
 # Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
@@ -173,26 +162,21 @@ def test_vmap_over_a_mesh(case, kind, devices):
             if kind == "explicit" and len(axes or ()) == depth:
                 shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
                 assert all(jax.tree.leaves(shardings))
-    assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
+    losses.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
 
 
 # ----------------------------------------------------------------------------------------------- programs in joints
-
-
 @pytest.mark.parametrize("kind", ["alone", "auto", "explicit"])
 def test_constraints_in_the_joint(kind, devices):
-    """What a module says of the sharding of all rows is nothing to those of a tile."""
-    if kind != "alone" and not hasattr(jax, "set_mesh"):
-        pytest.skip("this jax has no jax.set_mesh")
-    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+    """What a module says of the sharding of all rows is nothing to those of a tile. "alone": no mesh is set."""
+    with mesh_of(devices, kind, is_set=kind != "alone") as mesh:
         replicated = NamedSharding(mesh, P(None, None)) if kind == "alone" else P(None, None)
 
         def constrained(*parameters):
             return lambda *rows: jax.lax.with_sharding_constraint(closure(*parameters)(*rows), replicated)
 
-        with contextlib.nullcontext() if kind == "alone" else jax.set_mesh(mesh):
-            got = jax.jit(step(tiles, joint=constrained))(*Network(batch=8).arguments)
-    assert_close(got, step_of_logits(8, np.float64), 1e-11)
+        got = jax.jit(step(tiles, joint=constrained))(*Network(batch=8).arguments)
+    losses.assert_close(got, step_of_logits(8, np.float64), 1e-11)
 
 
 @jax.custom_vjp
@@ -235,16 +219,15 @@ def test_programs_in_the_joint(way, devices):
             return jax.vmap(jax.value_and_grad(of, (0, 1, 2)), (None, 0, None, None))
         if way in ("auto", "explicit"):
             return jax.value_and_grad(lambda weight, mix, *batch: of(weight, mix[3], *batch), (0, 1, 2))
-        body = lambda weight, mix, *batch: jax.lax.pmean(of(weight, mix[0], *batch), "data")
+        own = lambda weight, mix, *batch: of(weight, mix[0], *batch)
         specs = P(), P("data"), P("data"), P("data")
-        mean = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=way == "shard_map")
-        return jax.value_and_grad(mean, (0, 1, 2))
+        return jax.value_and_grad(mean_over_devices(own, mesh, specs, check_vma=way == "shard_map"), (0, 1, 2))
 
-    with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
+    with mesh_of(devices, way) as mesh:
         weight, mix, *batch = arguments
         placed = *at(mesh, (weight, mix)), *at(mesh, batch, *(() if way == "vmap" else ("data",)))
         got = jax.jit(gradient(mesh, True))(*placed)
-    assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)
+    losses.assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)
 
 
 def test_key_of_each_device(devices):
@@ -258,11 +241,10 @@ def test_key_of_each_device(devices):
             hidden = jnp.where(jax.random.bernoulli(key, 0.75, hidden.shape), hidden, 0)
             return hidden @ parameters[0] + parameters[1][None]
 
-        return jax.lax.pmean(jax_rnnt.RNNTLoss()(JointLogits(joint, *rows, CHUNK), *rest), "data")
+        return jax_rnnt.RNNTLoss()(JointLogits(joint, *rows, CHUNK), *rest)
 
     with mesh_of(devices, "auto") as mesh:
-        specs = P(), P("data"), P("data"), P()
-        run = jax.jit(jax.value_and_grad(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())))
+        run = jax.jit(jax.value_and_grad(mean_over_devices(body, mesh, (*SPECS, P()))))
         placed = place(Network(batch=16, dtype=np.float32), mesh)
         values = [run(*placed, jax.random.key(i)) for i in (0, 0, 1)]
     assert values[0][0] == values[1][0] != values[2][0]

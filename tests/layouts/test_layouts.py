@@ -57,11 +57,9 @@ def answers(loss, make, arrays, rest):
 def assert_same_answers(got, expected):
     (gradient, found), (of_array, wanted) = got, expected
     for question in QUESTIONS:
-        for a, b in zip(*map(jax.tree.leaves, (found[question], wanted[question])), strict=True):
-            np.testing.assert_allclose(a, b, atol=EXACT, err_msg=question)
-    for a, b in zip(gradient, of_array, strict=True):
-        np.testing.assert_allclose(a, b, atol=EXACT)
-        assert np.abs(a).max() > 0.1
+        losses.assert_close(found[question], wanted[question], atol=EXACT, err_msg=question)
+    losses.assert_close(gradient, of_array, atol=EXACT)
+    assert all(np.abs(x).max() > 0.1 for x in gradient)
 
 
 OPTIONS = {"reduction": "none", "fastemit_lambda": 0.25, "delay_penalty": 0.125}
@@ -136,8 +134,7 @@ def test_what_is_never_read(name):
         return values, *pull(jnp.ones(4))
 
     clean = run(arrays, *p[1:3])
-    for a, b in zip(run(outside, *p[1:3]), clean, strict=True):
-        losses.assert_same_bits(a, b)
+    losses.assert_same_bits(run(outside, *p[1:3]), clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
     spoiled[0][0, 0, 0], targets[1, 0] = np.nan, 9
     if name != "PackedLogits":  # whose sequences lie where the lengths say
@@ -218,7 +215,6 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
 
 
 # -------------------------------------------------------------------------------------------------- scores am + lm
-
 CLAMPS = {"NumPy": np.float32(0.01), "array of NumPy": np.array(0.01), "array": jnp.array(0.01), "NaN": np.nan}
 
 
@@ -248,15 +244,12 @@ def test_additive_logits_with_a_traced_clamp(implementation):
 
     leaves, traced = (*scores, 0.25), jax.jit(run)
     expected = jax.jit(functools.partial(run, -1.0))(leaves)
-    for a, b in zip(*map(jax.tree.leaves, (traced(-1.0, leaves), expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+    losses.assert_close(traced(-1.0, leaves), expected, rtol=1e-12)
     value, (of_am, of_lm, _) = traced(0.5, leaves)  # what sequences share gets nothing from those of NaN
     assert all(np.isnan(x).any() for x in (value, of_am, of_lm))
 
 
 # ------------------------------------------------------------------------------------------------------ validation
-
-
 @pytest.mark.parametrize("name", layouts.NAMES)
 def test_validation(name):
     p, arrays = layouts.problem(name=name)

@@ -155,8 +155,6 @@ def test_bernoulli_extremes(implementation):
 
 
 # ------------------------------------------------------------------------------------ the normalizer between the stages
-
-
 def exact_softmax(x):
     """In extended precision; 0 in a row of -inf."""
     x = x.astype(np.longdouble)

@@ -124,8 +124,6 @@ def test_type_of_blank():
         jax.jit(lambda b: losses.RNNT(*p, blank=b))(0)
 
 
-# ------------------------------------------------------------------------------------------------- validation of data
-
 BAD_DATA = {"logit_lengths": ((2,), 8), "target_lengths": ((1,), 5), "targets": ((0, 1), 9)}
 
 

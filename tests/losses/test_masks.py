@@ -31,9 +31,8 @@ from jax_rnnt import lattices
 
 BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
 
+
 # ------------------------------------------------------------------------------------------------ values and gradients
-
-
 def check(loss, implementation, dtype="float32", fused=True, entry=None, twins=True):
     """`entry`: the same loss of another layout of the logits. `twins`: equal masks must have equal numbers."""
     rows = table(loss, dtype, fused)
@@ -105,17 +104,6 @@ def test_masked_bias():
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         np.testing.assert_allclose(gradient[:, others], wanted, atol=1e-5)
         assert not np.asarray(gradient)[:, 2].any()
-
-
-def test_what_is_beyond_float32(implementation):
-    """Two masks of finfo.min on every path: +inf and a gradient of exactly zero."""
-    logits = np.zeros((T, U + 1, V), np.float32)
-    logits[..., : V - 1] = lowest(np.float32)
-    values, gradient = losses.evaluate(losses.RNNT, problem_of([Row("", logits, T, None, 0)]), implementation)
-    assert (values == INF).all() and not gradient.any()
-
-
-# --------------------------------------------------------------------------------------------- questions to the lattice
 
 
 @losses.every_kernel
@@ -218,8 +206,6 @@ def test_second_derivatives_of_masks(loss):
 
 
 # ------------------------------------------------------------------------------------------------------------- the arcs
-
-
 def test_masked_arcs(implementation):
     """`lattices.log_likelihood` and its posteriors with arcs of any size, huge ones included."""
     rng = np.random.default_rng(0)

@@ -10,8 +10,6 @@ import pytest
 import losses
 from feeds import INF, T, U, V, far, gradient_failures, lowest, none_of, problem_of, row_of, value_failures
 
-# ----------------------------------------------------------------------------------------------------------- offsets
-
 # (offsets, parts of one in which the logits are counted): logit + offset is a float32.
 OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
 
@@ -116,8 +114,6 @@ def test_the_largest_logits(loss, implementation):
     got = losses.evaluate(loss, problem_of(rows), implementation)
     none_of(offset_failures(rows, [1e-5] * len(rows), *got))
 
-
-# --------------------------------------------------------------------------------------------------------- magnitudes
 
 MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
 

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-import cases
 import jax_rnnt
 import losses
 import reference_numpy as truth
@@ -66,12 +65,6 @@ def test_vocabulary_sizes(kernel, classes):
         p = losses.problem(2, 3, 2, classes, dtype=dtype, lengths=([3, 2], [2, 1]))
         for blank in {0, classes - 1}:
             check(losses.RNNT, kernel, p, blank)
-
-
-def test_speech(kernel):
-    """A batch of the benchmarks, in float32."""
-    p = losses.Problem(*cases.make_inputs(cases.CASES["characters"], np.float32))
-    check(losses.RNNT, kernel, p)
 
 
 def test_the_last_column_is_scaled_too(kernel):

@@ -124,9 +124,11 @@ def table(loss, dtype="float32", fused=True):
         for name in FEEDS:
             if name == "one duration" and not loss.extra_classes:
                 continue
-            make = lambda m: row_of(
-                loss, dtype, f"{name} at {m:g}, {base}", fed(logits, name, m), frames, fused_log_softmax=fused
-            )
+
+            def make(mask):
+                title = f"{name} at {mask:g}, {base}"
+                return row_of(loss, dtype, title, fed(logits, name, mask), frames, fused_log_softmax=fused)
+
             twin, index = make(-INF), len(rows)
             rows.append(twin)
             for value in MASKS[dtype]:
@@ -177,8 +179,7 @@ def value_failures(rows, values, dtype, relative=1e-6):
 
 def gradient_failures(loss, rows, gradients, dtype, fused=True):
     """Gradients must be finite, right, 0 outside the lengths and without a path, and sum to 0 over each softmax."""
-    narrow = jnp.dtype(dtype).itemsize == 2
-    rounding, smallest = (losses.eps(dtype) / 2, 2.0**-24) if narrow else (0, 0)
+    rounding, smallest = losses.rounding(jnp.dtype(dtype))
     for row, gradient in zip(rows, np.asarray(gradients)):
         gradient = gradient.astype(np.float64)
         if not np.isfinite(gradient).all():

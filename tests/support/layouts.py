@@ -83,7 +83,7 @@ def dense(p, name):
 def ranges(lengths, width, planes, **options):
     """`prune_ranges` for (T_b, U_b) and posteriors (of blanks, of labels)."""
     names = "logit_lengths", "target_lengths", "blank_posteriors", "label_posteriors"
-    return prune_ranges(**dict(zip(names, (*lengths, *planes), strict=True)), width=width, **options)
+    return prune_ranges(**dict(zip(names, (*lengths, *planes))), width=width, **options)
 
 
 def pruned_step(am, lm, *rest):
@@ -94,8 +94,6 @@ def pruned_step(am, lm, *rest):
     a, b = prune_inputs(am, lm, first, 3)
     return loss(simple, *rest), loss(BandLogits(jnp.tanh(a + b), first), *rest), first
 
-
-# ------------------------------------------------------------------------------------------------ joint networks
 
 B, T, U, V, H = 4, 23, 9, 9, 6
 CHUNK = 64  # rows: several tiles
@@ -164,11 +162,6 @@ def gradients(function, **options):
         return values, gradient
 
     return call
-
-
-def assert_close(got, expected, limit):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=limit, atol=limit)
 
 
 @functools.cache

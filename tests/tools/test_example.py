@@ -64,9 +64,6 @@ def test_resume_and_pmap(tmp_path):
     np.testing.assert_allclose(resumed["losses"], whole["losses"][2:], rtol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ parts of the scripts
-
-
 @pytest.fixture(scope="module")
 def mwer():
     """The module, beside which the others of the example are importable."""
@@ -160,9 +157,6 @@ def test_earlier_runs_are_kept(training, tmp_path):
         begin(RUN, resume=True)
     begin(RUN | {"seed": 1}, overwrite=True)
     assert not saved.exists() and json.loads((tmp_path / "run.json").read_text()) == RUN | {"seed": 1}
-
-
-# ----------------------------------------------------------------------------------------------------------- data
 
 
 def write_wav(path, *, channels=1, rate=8000, samples=1200):
