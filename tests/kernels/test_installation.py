@@ -254,21 +254,14 @@ def test_info(kernel, capsys, monkeypatch):
     assert caught.value.code == 0 and capsys.readouterr().out == f"jax_rnnt {jax_rnnt.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "required"),
-    [
-        ("--json", None),
-        ("--json selftest", None),
-        ("selftest --json", None),
-        ("selftest", None),
-        ("", None),
-        ("selftest --require cpu,cuda", ["cpu", "cuda"]),
-        ("selftest --require=", []),
-    ],
-)
-def test_status_of_the_selftest(capsys, monkeypatch, arguments, required):
+REQUIRED = dict.fromkeys(("--json", "--json selftest", "selftest --json", "selftest", ""))  # None
+REQUIRED |= {"selftest --require cpu,cuda": ["cpu", "cuda"], "selftest --require=": []}
+
+
+@pytest.mark.parametrize("arguments", REQUIRED)
+def test_status_of_the_selftest(capsys, monkeypatch, arguments):
     """The status is 1 where kernels are wrong or missing; the answer holds the reason."""
-    in_json = "--json" in arguments
+    required, in_json = REQUIRED[arguments], "--json" in arguments
     monkeypatch.setattr(jax_rnnt, "selftest", lambda require: [f"a line, {require}"])
     assert __main__.main(arguments.split()) == 0
     out = capsys.readouterr().out

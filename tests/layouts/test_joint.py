@@ -148,7 +148,7 @@ def test_what_is_never_read(implementation, joint, loss):
     """
     run = gradients(tiles, joint=joint, loss=loss, reduction="none", implementation=implementation)
     made = []
-    for value in (0.0, np.nan):
+    for value in (np.nan, 0.0):
         network = Network(loss, batch=12)
         targets, frames, labels = network.rest
         labels[:8] = [0, U + 1, -1, 1, 1, 0, 2, 0]

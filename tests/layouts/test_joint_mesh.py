@@ -72,30 +72,26 @@ def test_tile_of_one_device(kind, devices, monkeypatch):
     assert len(sizes) == 4 and len(set(sizes)) == 1 and sizes[0].count > 1
 
 
-def mapped(parameters, rows, rest):
-    return jax.vmap(functools.partial(tiles, parameters, reduction="none"))(rows, rest).mean()
+def mapped(parameters, rows, rest, joint):
+    return jax.vmap(functools.partial(tiles, parameters, reduction="none", joint=joint))(rows, rest).mean()
 
 
-@KINDS
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [(tiles, (8,)), (functools.partial(tiles, joint=closure), (8,)), (tiles, (4, 2)), (mapped, (8,))],
-    ids=["linear", "closure", "two_axes", "vmap"],
-)
-def test_batch_sharded(function, kind, shape, devices):
-    with mesh_of(devices, kind, shape, ("data", "model")[: len(shape)]) as mesh:
+WAYS = "auto", "explicit", "two_axes", "explicit_two_axes", "vmap", "shard_map", "shard_map_unchecked"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("joint", [linear, closure])
+def test_batch_sharded(joint, way, devices):
+    """Each device packs its own sequences; nothing is exchanged but the sums."""
+    axes = ((4, 2), ("data", "model")) if "two_axes" in way else ()
+    mean = functools.partial(mapped if way == "vmap" else tiles, joint=joint)
+    with mesh_of(devices, way.split("_")[0], *axes) as mesh:
+        if way.startswith("shard_map"):
+            mean = mean_over_devices(mean, mesh, SPECS, check_vma=way == "shard_map")
         arguments = place(Network(batch=16, dtype=np.float32), mesh)
-        _, (_, rows) = check_sharded(step(function), arguments, step_of_logits(16))
+        _, (_, rows) = check_sharded(step(mean), arguments, step_of_logits(16))
         for x, gradient in zip(arguments[1], rows, strict=True):
             assert gradient.sharding.is_equivalent_to(x.sharding, 3)
-
-
-@pytest.mark.parametrize(("joint", "check_vma"), [(linear, True), (closure, True), (linear, False)])
-def test_shard_map(joint, check_vma, devices):
-    """Each device packs its own sequences; nothing is exchanged but the sums."""
-    with mesh_of(devices, "auto") as mesh:
-        mean = mean_over_devices(functools.partial(tiles, joint=joint), mesh, SPECS, check_vma=check_vma)
-        check_sharded(step(mean), place(Network(batch=16, dtype=np.float32), mesh), step_of_logits(16))
 
 
 def test_pmap(devices):
@@ -107,9 +103,8 @@ def test_pmap(devices):
 
     split = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), network.arguments[1:])
     value, parameters, rows = jax.pmap(body, "data", in_axes=(None, 0, 0), devices=devices)(network.parameters, *split)
-    first = lambda x: x[0]
     rows = [g.reshape(x.shape) / 8 for g, x in zip(rows, network.rows, strict=True)]
-    losses.assert_close((first(value), (jax.tree.map(first, parameters), rows)), step_of_logits(16), 1e-5)
+    losses.assert_close((value[0], ([x[0] for x in parameters], rows)), step_of_logits(16), 1e-5)
 
 
 def test_uneven_batch(devices):

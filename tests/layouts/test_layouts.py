@@ -288,17 +288,17 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
     logits = jnp.asarray(p.logits)
     rows = jnp.asarray(losses.packed(p, p.logits))
     linear = jax_rnnt.LinearJoint(jnp.ones((am.shape[-1],) * 2))
-    made = {
-        "array": ((logits,), lambda x: x),
-        "band": ((logits,), lambda x: BandLogits(x, jnp.zeros(x.shape[:2], jnp.int32))),
-        "packed": ((rows,), lambda x: PackedLogits(x, 7)),
-        "joint": ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
-        "linear": ((am, lm), lambda *x: JointLogits(linear, *x)),
-    }
+    made = [
+        ((logits,), lambda x: x),
+        ((logits,), lambda x: BandLogits(x, jnp.zeros(x.shape[:2], jnp.int32))),
+        ((rows,), lambda x: PackedLogits(x, 7)),
+        ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
+        ((am, lm), lambda *x: JointLogits(linear, *x)),
+    ]
     if layouts.suits(loss, "AdditiveLogits") and implementation == "reference":
-        made["additive"] = (am, lm), AdditiveLogits
+        made.append(((am, lm), AdditiveLogits))
     value = loss.value(reduction="sum", implementation=implementation)
-    for arrays, make in made.values():
+    for arrays, make in made:
         with jax.debug_nans(True):
             found, gradients = jax.value_and_grad(lambda *x: value(make(*x), *p[1:]), range(len(arrays)))(*arrays)
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)

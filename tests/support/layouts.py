@@ -43,11 +43,6 @@ def suits(loss, name):
     return name != "AdditiveLogits" or loss.name not in ("tdt", "hat")
 
 
-def packed_rows(p, x):
-    """The rows [N, V] inside the lengths."""
-    return x[np.nonzero(losses.inside(p))]
-
-
 def first_columns(p):
     """A band that starts in column 0, ends in the last one, and leaves out nodes."""
     last = np.maximum(p.target_lengths - WIDTH + 1, 0)[:, None]
@@ -64,7 +59,7 @@ def layout(p, name):
     return {
         "array": lambda x: x,
         "JointLogits": lambda x: JointLogits(losses.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
-        "PackedLogits": lambda x: PackedLogits(packed_rows(p, x), T),
+        "PackedLogits": lambda x: PackedLogits(x[np.nonzero(losses.inside(p))], T),
         "BandLogits": lambda x: BandLogits(jnp.take_along_axis(x, kept, 2), first),
         "AdditiveLogits": AdditiveLogits,
     }[name]

@@ -116,15 +116,9 @@ def in_a_band(logits):
 BIG, DURATIONS = (3, 2), (2, 0, 1)
 RNNT = Loss("rnnt", jax_rnnt.RNNTLoss)
 MONOTONIC = Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, {"topology": truth.MONOTONIC})
-FINAL_BLANK = Loss(
-    "monotonic_final_blank",
-    jax_rnnt.MonotonicRNNTLoss,
-    {"topology": truth.MONOTONIC_FINAL_BLANK},
-    {"final_blank": True},
-)
-CONSTRAINED = Loss(
-    "constrained", jax_rnnt.ConstrainedRNNTLoss, {"topology": truth.MONOTONIC, "emission": truth.constrained_emission}
-)
+_FINAL, _CONSTRAINED = {"topology": truth.MONOTONIC_FINAL_BLANK}, {"emission": truth.constrained_emission}
+FINAL_BLANK = Loss("monotonic_final_blank", jax_rnnt.MonotonicRNNTLoss, _FINAL, {"final_blank": True})
+CONSTRAINED = Loss("constrained", jax_rnnt.ConstrainedRNNTLoss, MONOTONIC.truth | _CONSTRAINED)
 MULTIBLANK, TDT = multiblank(BIG), tdt(DURATIONS)
 HAT = Loss("hat", jax_rnnt.HATLoss, {"emission": truth.hat_emission})
 LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT
@@ -340,6 +334,4 @@ def missing_kernel():
 
 def packed(p, x, extra=5, fill=np.nan):
     """The rows of [B, T, U1, ...] inside the lengths, then `extra` rows of `fill`."""
-    lengths = zip(p.logit_lengths, p.target_lengths, strict=True)
-    rows = [x[b, :n, : m + 1].reshape(-1, *x.shape[3:]) for b, (n, m) in enumerate(lengths)]
-    return np.concatenate([*rows, np.full((extra, *x.shape[3:]), fill, x.dtype)])
+    return np.concatenate([x[inside(p)], np.full((extra, *x.shape[3:]), fill, x.dtype)])

@@ -245,15 +245,12 @@ def model_mesh(devices, kind):
 
 @KINDS
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("implementation", ["kernel", "reference"])
-def test_other_dimensions(request, devices, axis, kind, implementation):
+def test_other_dimensions(implementation, devices, axis, kind):
     """The results are right. For the kernels every device holds all logits of its part of the batch.
 
     On the reference with a split vocabulary, devices exchange sums over V, but no logits.
     """
-    if implementation == "kernel":
-        request.getfixturevalue("native_kernel")
-    elif kind == "explicit" and axis != AXES["V"]:
+    if (implementation, kind) == ("reference", "explicit") and axis != AXES["V"]:
         pytest.skip("refused: see below")
     p, expected = split_problem()
     with model_mesh(devices, kind) as mesh:
@@ -261,7 +258,7 @@ def test_other_dimensions(request, devices, axis, kind, implementation):
         got, text = losses.compiled(jax.value_and_grad(call(losses.RNNT, implementation)), *placed)
         check(got, expected)
         if implementation == "kernel":
-            assert set(losses.exchanged(text, "all-gather")) == {(4, 8, 6, 8)}
+            assert set(losses.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or losses.interpreted()
         elif axis == AXES["V"]:
             assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
             assert set(losses.collectives(text)) == {"all-reduce"}
