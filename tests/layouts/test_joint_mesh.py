@@ -40,20 +40,6 @@ def check_sharded(run, arguments, expected):
     return got
 
 
-@pytest.mark.parametrize(
-    ("joint", "axes"), [(linear, (None, 0, 0)), (closure, (0, None, None)), (linear, (0, 0, 0))], ids=lambda x: None
-)
-def test_vmap(joint, axes):
-    """Of the gradient: one for each element, of parameters too."""
-    rng = np.random.default_rng(3)
-    stack = lambda x: np.stack([x, (x * rng.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x])
-    arguments = [jax.tree.map(stack, x) if a == 0 else x for x, a in zip(Network().arguments, axes, strict=True)]
-    steps = step(tiles, joint=joint), step(materialized)
-    got, expected = (jax.jit(jax.vmap(f, axes))(*arguments) for f in steps)
-    losses.assert_close(got, expected, 1e-12)
-
-
-# --------------------------------------------------------------------------------------------------------- sharding
 @KINDS
 def test_tile_of_one_device(kind, devices, monkeypatch):
     """A tile has rows of one device's sequences, not of the batch: so its memory does not grow with the mesh."""
@@ -143,7 +129,8 @@ def test_vmap_over_a_mesh(case, kind, devices):
         x = np.broadcast_to(x, (*shape, *x.shape))
         return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
 
-    run, expected = (step(f, reduction="sum") for f in (tiles, materialized))
+    joint = closure if case in ("parameters", "batch") else linear
+    run, expected = step(tiles, reduction="sum", joint=joint), step(materialized, reduction="sum")
     depth = max(len(axes or ()) for axes in (of_parameters, of_batch))
     for level in range(depth):  # from the innermost on
         axes = [0 if axes and len(axes) > level else None for axes in (of_parameters, of_batch, of_batch)]
@@ -223,24 +210,3 @@ def test_programs_in_the_joint(way, devices):
         placed = *at(mesh, (weight, mix)), *at(mesh, batch, *(() if way == "vmap" else ("data",)))
         got = jax.jit(gradient(mesh, True))(*placed)
     losses.assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)
-
-
-def test_key_of_each_device(devices):
-    """Dropout under shard_map: what the joint closes over varies over devices, though its rows need not."""
-
-    def body(parameters, rows, rest, key):
-        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-
-        def joint(encoder, predictor):
-            hidden = jnp.tanh(encoder + predictor)
-            hidden = jnp.where(jax.random.bernoulli(key, 0.75, hidden.shape), hidden, 0)
-            return hidden @ parameters[0] + parameters[1][None]
-
-        return jax_rnnt.RNNTLoss()(JointLogits(joint, *rows, CHUNK), *rest)
-
-    with mesh_of(devices, "auto") as mesh:
-        run = jax.jit(jax.value_and_grad(mean_over_devices(body, mesh, (*SPECS, P()))))
-        placed = place(Network(batch=16, dtype=np.float32), mesh)
-        values = [run(*placed, jax.random.key(i)) for i in (0, 0, 1)]
-    assert values[0][0] == values[1][0] != values[2][0]
-    assert all(np.isfinite(g).all() for g in values[0][1])

@@ -90,24 +90,6 @@ def test_the_gradient_is_a_loss():
     assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_reductions_and_vmap(implementation, reduction):
-    """For TDT: a scalar for each element of a vmap, under jit, times a cotangent."""
-    p = small(losses.TDT)
-
-    def call(penalty, sigma):
-        options = {"delay_penalty": penalty, "sigma": sigma, "reduction": reduction}
-        return 3 * losses.TDT.value(**options, implementation=implementation)(*p)
-
-    points = np.array([[0.3, 0.07], [-0.2, 0.0]])
-    got = jax.jit(jax.vmap(jax.grad(call, (0, 1))))(*points.T)
-    share = 3 / B if reduction == "mean" else 3
-    for b, point in enumerate(points):
-        along = lambda d, s: losses.TDT.expected(p, delay_penalty=d, sigma=s)[0].sum() * share
-        np.testing.assert_allclose(got[0][b], slope(lambda d, s=point[1]: along(d, s), point[0]), **CLOSE)
-        np.testing.assert_allclose(got[1][b], slope(lambda s, d=point[0]: along(d, s), point[1]), **CLOSE)
-
-
 def test_without_jit_and_of_float32(implementation):
     """A Python float, a NumPy scalar and a float32 array give the same numbers."""
     p = small().astype(np.float32)

@@ -23,6 +23,8 @@ BAD = {
     "inf of another class": ("logits", (0, 0, 3), np.inf, np.nan),
     "inf blank": ("logits", (4, 2, 8), np.inf, np.nan),
     "inf twice": ("logits", (4, 2, slice(3, 5)), np.inf, np.nan),
+    "NaN of the last class": ("logits", (2, 1, -1), np.nan, np.nan),  # a duration
+    "inf of the last class": ("logits", (2, 1, -1), np.inf, np.nan),
     "-inf first row": ("logits", (0, 0), -np.inf, np.inf),
     "-inf last blank": ("logits", (4, 2, 8), -np.inf, np.inf),
     "-inf frame": ("logits", 3, -np.inf, np.inf),

@@ -18,9 +18,6 @@ WINDOWS = np.array(
     np.int32,
 )
 ALL = {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125, "label_windows": WINDOWS}
-OPTIONS = {name: {name: value} for name, value in ALL.items()}
-OPTIONS |= {"plain": {}, "clamped_fastemit": {"fastemit_lambda": 0.75, "clamp": 0.125}, "all": ALL}
-INPUTS = pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 
 
 def check(loss, implementation, p, blank=-1, **options):
@@ -31,21 +28,14 @@ def check(loss, implementation, p, blank=-1, **options):
     return got
 
 
-@INPUTS
-@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
+@pytest.mark.parametrize("options", [{}, ALL, {"label_windows": WINDOWS}], ids=["plain", "all", "windows"])
 @losses.every_layout
 def test_every_loss(loss, implementation, options, fused):
     """With the first blank, one amid the classes and the last one; arbitrary windows beyond the lengths."""
     for dtype, blank in ((np.float64, 0), (np.float64, -1), (np.float32, 3)):
         p = losses.problem(loss=loss, dtype=dtype)
         check(loss, implementation, p, loss.blank(blank), fused_log_softmax=fused, **options)
-
-
-@INPUTS
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(implementation, options, fused):
-    for dtype, blank in ((np.float64, -1), (np.float32, 4)):
-        check(losses.RNNT, implementation, losses.problem(dtype=dtype), blank, fused_log_softmax=fused, **options)
 
 
 @losses.every

@@ -173,7 +173,7 @@ def test_a_loss_is_a_value():
         criterion.blank = 1
     assert repr(criterion) == "HATLoss(blank=0, topology='monotonic')" and repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
     for twin in (eval(repr(criterion), vars(jax_rnnt)), pickle.loads(pickle.dumps(criterion)), copy.copy(criterion)):
-        assert twin == criterion != jax_rnnt.HATLoss() and hash(twin) == hash(criterion)
+        assert twin == criterion != jax_rnnt.HATLoss() and hash(twin) == hash(criterion)  # static arguments of jit
     assert dataclasses.replace(criterion, blank=2).blank == 2
 
 
