@@ -1,7 +1,7 @@
 """Do problems for a large device work: long lattices, large vocabularies, many runs, captured launches?
 
 Every test also runs on a small problem wherever there are kernels, to test the test. The large problems
-are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
+are skipped without a CUDA device, but for JAX_RNNT_LARGE=1; with JAX_RNNT_REQUIRE=cuda they fail.
 """
 
 import os
@@ -25,7 +25,7 @@ def sizes(small, large):
 @pytest.fixture
 def size(request, kernel):
     """The small size is the first of the list."""
-    if request.param_index > 0 and losses.platform() != "cuda":
+    if request.param_index > 0 and losses.platform() != "cuda" and not os.environ.get("JAX_RNNT_LARGE"):
         missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "cuda" else pytest.skip
         missing(f"needs a CUDA device, and the default platform is {losses.platform()}")
     return request.param
@@ -77,6 +77,42 @@ def test_a_hundred_runs_give_the_same_bits(size, dtype):
         if i % 3:
             del again  # else its memory is freed only after the next run
     assert not np.any(jax.device_get(counts))
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("size", sizes((3, 16, 4, 40), [(33, 256, 64, 4096)]), indirect=True, ids=str)
+def test_more_than_2_to_the_31_logits(size):
+    """(B, T, U, V). Offsets are 64-bit: value and gradient, in place, have the bits that each sequence has alone.
+
+    It takes 10 GB and a minute.
+    """
+    B, T, U, V = size
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V - 1, (B, U), np.int32)
+    logit_lengths, target_lengths = rng.integers(T // 2, T + 1, B, np.int32), rng.integers(U // 2, U + 1, B, np.int32)
+    logit_lengths[-1], target_lengths[-1] = T, U  # the last sequence lies beyond 2^31, to its end
+
+    # Every sequence is another slice of the same numbers.
+    rows = T * (U + 1)
+    numbers = rng.standard_normal((rows + B, V), np.float32).astype(jnp.bfloat16)
+    one = lambda b: numbers[b : b + rows].reshape(T, U + 1, V)
+    logits = np.empty((B, T, U + 1, V), jnp.bfloat16)
+    for b in range(B):
+        logits[b] = one(b)
+
+    def loss(*p):
+        values = losses.RNNT.value(implementation="kernel", reduction="none")(*p)
+        return values.sum(), values
+
+    step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=0)
+    on_device = jax.device_put(logits)
+    del logits
+    gradient, values = step(on_device, targets, logit_lengths, target_lengths)
+    gradient, values = np.asarray(gradient), np.asarray(values)
+    for b in range(B):
+        expected = step(jnp.array(one(b)), targets[b], logit_lengths[b], target_lengths[b])
+        losses.assert_same_bits(values[b], expected[1])
+        losses.assert_same_bits(gradient[b], expected[0])
 
 
 PROGRAM = """

@@ -5,6 +5,9 @@ nodes share, tiles, randomness.
 """
 
 import functools
+import inspect
+import pickle
+import pydoc
 import re
 import warnings
 
@@ -206,7 +209,7 @@ def test_tiles_follow_the_platform():
 
 # --------------------------------------------------------------------------------------------- modules, randomness
 def test_linear_joint():
-    """A pytree that broadcasts rows."""
+    """A pytree that broadcasts rows; with its default activation it can be pickled and printed."""
     (weight, bias), (frames, states), _ = Network().arguments
     joint, rows = LinearJoint(weight, bias, jax.nn.relu), (frames[:, :, None], states[:, None])
     expected = np.maximum(rows[0] + rows[1], 0) @ weight
@@ -215,6 +218,10 @@ def test_linear_joint():
     assert len(jax.tree.leaves(joint)) == 2
     doubled = jax.tree.map(lambda x: 2 * x, joint)
     assert doubled.activation is jax.nn.relu and np.array_equal(doubled.weight, 2 * weight)
+    usual = LinearJoint(weight, bias)
+    losses.assert_close(pickle.loads(pickle.dumps(usual))(*rows), np.tanh(rows[0] + rows[1]) @ weight + bias, 1e-12)
+    for text in (str(inspect.signature(LinearJoint)), pydoc.render_doc(LinearJoint), repr(usual)):
+        assert "jnp.tanh" in text and " at 0x" not in text
 
 
 def test_flax_module():

@@ -98,17 +98,6 @@ def test_other_partitions_of_the_batch(implementation, devices, kind, case):
         run(make(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
 
 
-@pytest.mark.parametrize("implementation", [None, losses.slow("reference")])
-@KINDS
-def test_methods_where_all_but_the_logits_is_replicated(implementation, devices, kind):
-    """`align` and the gradient of the latency have no kernel."""
-    p, loss = batch_of()[0], jax_rnnt.RNNTLoss(implementation=implementation)
-    methods = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))
-    with mesh_of(devices, kind) as mesh:
-        found = methods(*place(p, mesh, *PARTITIONS["all_but_the_logits_replicated"][1]))
-    losses.assert_close(found, methods(*p), atol=1e-5)
-
-
 @BOTH
 def test_uneven_batch(loss, kernel, devices):
     """Ten sequences on eight devices: XLA calls the kernels on padding rows with arbitrary contents."""
@@ -392,19 +381,26 @@ def method_cases():
         plain = name not in (*seldom, "align", "pruned_gradient")
         yield (name, "shard_map") if plain else losses.slow(name, "shard_map")
         yield losses.slow(name, "explicit")
+    for name in ("align", "latency_gradient"):  # which have no kernel
+        yield from ((name, "replicated"), (name, "explicit_replicated"))
     yield losses.slow("pruned", "pmap")
 
 
 @pytest.mark.parametrize(("name", "way"), [*method_cases()])
 def test_other_methods(name, way, devices):
-    """All results are per sequence: each device computes its own, without communication."""
+    """All results are per sequence: each device computes its own, without communication.
+
+    "replicated": all but the logits, as NumPy arrays of the host are.
+    """
     p = losses.problem(16, dtype=np.float32)
     f = METHODS[name]
     expected = jax.jit(f)(*p)
     assert all(np.any(x) for x in jax.tree.leaves(expected))
-    with mesh_of(devices, way) as mesh:
+    with mesh_of(devices, way.removesuffix("_replicated")) as mesh:
         if way == "vmap":
             got = jax.jit(jax.vmap(f))(*p)
+        elif way.endswith("replicated"):
+            got = jax.jit(f)(*place(p, mesh, P("data"), P(), P(), P()))
         elif way == "pmap":
             got = jax.pmap(f, devices=devices)(*(x.reshape(8, 2, *x.shape[1:]) for x in p))
             got = jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), got)
