@@ -17,8 +17,6 @@ import jax_rnnt
 import losses
 from jax_rnnt import __main__, _checks, _selftest
 from jax_rnnt._xla import devices, loading, primitive
-from jax_rnnt.lattices import _lattice as lattice
-from jax_rnnt.lattices._topology import STANDARD, durations
 from programs import run
 
 
@@ -161,25 +159,6 @@ def test_limits_in_the_text():
     for name in ("rnnt_loss", "losses.md"):
         assert f"U < {usual} (" in texts[name] and "T (U + 1) < 2^" in texts[name]
     assert all(f"U < {number}" in texts["cuda.md"] for number in (least, usual, most))
-
-
-@pytest.mark.parametrize("unit_steps", [False, True])
-def test_workspace(unit_steps, kernel):
-    """Elements per sequence, by the formulas in the heads of the kernels."""
-    attributes = lattice._attributes(STANDARD if unit_steps else durations((2, 0, 1)))
-    arcs = len(attributes["dt"])
-    sizes, cuda = loading.WORKSPACES[losses.platform()], loading.KERNELS[losses.platform()] == "cuda"
-    for frames, columns in ((0, 1), (1, 1), (8, 5), (9, 33), (65, 64)):
-        nodes, tiles = frames * columns, -(-frames // 32) * -(-columns // 32)
-        first = jax.ShapeDtypeStruct((3, frames, columns), np.float32)
-        for gradient in (False, True):
-            if cuda:
-                # Groups of 8 frames: one more of arcs and four of values; 12 running values, 4 for alignment.
-                groups = -(-frames // 8) + 1 + 4
-                expected = (16 * groups + 16) * columns + tiles if unit_steps else (4 + arcs) * nodes + arcs * tiles
-            else:
-                expected = 2 * -(-frames // 8) * columns * gradient if unit_steps else 2 * frames * (columns + 32)
-            assert lattice._workspace(sizes, first, gradient=gradient, **attributes) == expected + expected % 2
 
 
 @pytest.mark.parametrize(("most", "durations"), [(64, 32), (16, 9)])

@@ -4,6 +4,7 @@ Answers are compared with those for an array, which other files compare with the
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -74,13 +75,12 @@ def answers_of_array(kind, name):
 
 def pairs():
     """The RNN-T stands for the other losses; the rest of the table is slow."""
-    for kind in LOSSES:
-        for name in layouts.NAMES[1:]:
-            fast = kind == "RNNTLoss" or table()[kind][name] != "yes"
-            yield pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if fast else [pytest.mark.slow])
+    for pair in itertools.product(LOSSES, layouts.NAMES[1:]):
+        fast = pair[0] == "RNNTLoss" or table()[pair[0]][pair[1]] != "yes"
+        yield pair if fast else losses.slow(*pair)
 
 
-@pytest.mark.parametrize(("kind", "name"), list(pairs()))
+@pytest.mark.parametrize(("kind", "name"), pairs())
 def test_table(kind, name):
     """Every question has the value and gradient of the array, or raises a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]
@@ -192,7 +192,7 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     assert all(np.isnan(x[4]).all() for x in arcs.values())
 
 
-@pytest.mark.parametrize("implementation", ["kernel", losses.slow("reference")], indirect=True)
+@losses.reference_slow
 @pytest.mark.parametrize("kind", ["RNNTLoss", "MultiblankRNNTLoss", "TDTLoss"])
 def test_a_loss_as_an_argument_of_jit(kind, implementation):
     """Numbers that are 0 are not known to be: the same values, never below 0, and the same lattice for the arcs."""

@@ -90,7 +90,6 @@ def banded(x, first, width):
     return out
 
 
-@pytest.mark.parametrize("implementation", ["kernel", "reference"], indirect=True)
 @pytest.mark.parametrize(
     "loss", [losses.RNNT, losses.HAT, losses.slow(losses.MONOTONIC), losses.slow(losses.CONSTRAINED)], ids=str
 )

@@ -75,13 +75,8 @@ SIZES = (
     *((True, np.float32, 301, 300), (False, np.float64, 70, 33), (False, np.float32, 1200, 1100)),
 )
 BLANKS = {"two": (0, 8), "four": (8, 7, 6, 5), "twice the same": (2, 2)}
-KINDS = {
-    "softmax": {},
-    "durations": {"durations": 4},
-    "one_duration": {"durations": 1},
-    "bernoulli": {"bernoulli": True},
-}
-KINDS |= {name: {"blanks": x} for name, x in BLANKS.items()}
+KINDS = {"softmax": {}, "durations": dict(durations=4), "one_duration": dict(durations=1)}
+KINDS |= {"bernoulli": dict(bernoulli=True)} | {name: dict(blanks=x) for name, x in BLANKS.items()}
 
 
 @losses.reference_slow

@@ -136,11 +136,9 @@ def test_alignments_of_masks(loss):
                 continue
             best = max(row.solution.scores)
             limit = 1e-5 + 1e-6 * abs(float(best))
-            same = [
-                x
-                for path, x in zip(row.solution.paths, row.solution.scores)
-                if [t for slot, t, _ in path if truth.is_label(slot)] == where.tolist()
-            ]
+            frames_of = lambda path: [t for slot, t, _ in path if truth.is_label(slot)]
+            solution = row.solution
+            same = [x for path, x in zip(solution.paths, solution.scores) if frames_of(path) == where.tolist()]
             if feeds.far(score, float(best), limit):
                 yield f"{row.name}: score {score}, expected {float(best)}"
             if not same or best - max(same) > limit:

@@ -8,15 +8,8 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
-WINDOWS = np.array(
-    [
-        [[0, 2], [1, 4], [1, 6], [3, 6]],
-        [[0, 3], [0, 1], [9, 3], [0, 0]],
-        [[5, 1]] * 4,
-        [[0, 1], [0, 9], [2, 3], [-5, -4]],
-    ],
-    np.int32,
-)
+WINDOWS = [[0, 2], [1, 4], [1, 6], [3, 6]], [[0, 3], [0, 1], [9, 3], [0, 0]], [[5, 1]] * 4  # of three sequences
+WINDOWS = np.array([*WINDOWS, [[0, 1], [0, 9], [2, 3], [-5, -4]]], np.int32)
 ALL = {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125, "label_windows": WINDOWS}
 
 

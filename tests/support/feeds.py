@@ -60,13 +60,6 @@ def fed(logits, name, value):
     return out
 
 
-def bases(loss, dtype):
-    """(name, logits, T_b): equal logits, with exact ties, and normal logits of a shorter sequence."""
-    shape = T, U + 1, V + loss.extra_classes
-    yield "equal", np.zeros(shape, dtype), T
-    yield "normal", np.random.default_rng(0).normal(0, 2, shape).astype(dtype), T - 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One sequence of a batch and its answer. `slack` bounds the effect of float32 arcs on posteriors."""
@@ -114,9 +107,11 @@ def row_of(loss, dtype, name, logits, frames, **options):
 
 @functools.cache
 def table(loss, dtype="float32", fused=True):
-    """All rows: each mask at each size on each base, and the twins with -inf."""
-    rows = []
-    for base, logits, frames in bases(loss, jnp.dtype(dtype)):
+    """All rows: each mask at each size, and its twin with -inf, on equal logits, with exact ties, and normal ones."""
+    rows, shape = [], (T, U + 1, V + loss.extra_classes)
+    normal = np.random.default_rng(0).normal(0, 2, shape)
+    for base, logits, frames in (("equal", np.zeros(shape), T), ("normal", normal, T - 1)):
+        logits = logits.astype(jnp.dtype(dtype))
         if not fused:
             heads = [truth.log_softmax(x.astype(np.float64)) for x in losses.heads(loss, logits)]
             log_probs = np.concatenate(heads, -1)  # HAT takes blanks and labels as they are

@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 
 import losses
-from jax_rnnt import (
-    AdditiveLogits,
-    BandLogits,
-    JointLogits,
-    LinearJoint,
-    PackedLogits,
-    RNNTLoss,
-    prune_inputs,
-    prune_ranges,
-)
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, prune_inputs, prune_ranges
 
 NAMES = "array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits"
 OF_LOGITS = NAMES[1:4]  # made of the array's own logits
@@ -83,7 +74,7 @@ def ranges(lengths, width, planes, **options):
 
 def pruned_step(am, lm, *rest):
     """Both losses of pruned training and its band, with a joint between them."""
-    loss = RNNTLoss(reduction="none")
+    loss = losses.RNNT.value(reduction="none")
     simple = AdditiveLogits(am, lm)
     first = ranges(rest[1:], 3, loss.posteriors(simple, *rest))
     a, b = prune_inputs(am, lm, first, 3)

@@ -37,24 +37,12 @@ FUNCTIONS = {name: getattr(jax_rnnt, name) for name in jax_rnnt.__all__}
 FUNCTIONS |= {f"decode.{name}": getattr(jax_rnnt.decode, name) for name in jax_rnnt.decode.__all__}
 for _module in ("flax.nnx", "flax.linen", "metrics", "plot", "timing"):
     FUNCTIONS |= public(_module)
-OPTIONS = {
-    "blank": -1,
-    "clamp": -1.0,
-    "reduction": "mean",
-    "fused_log_softmax": True,
-    "fastemit_lambda": 0.0,
-    "delay_penalty": 0.0,
-    "implementation": None,
-    "inplace": True,
-}
-
-
+OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax": True, "fastemit_lambda": 0.0}
+OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
 LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss rnnt_loss"
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
-BESIDE = (
-    "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition DecodingRules"
-)
-NAMES = f"{LOSSES} {LAYOUTS} {BESIDE}".split()
+BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
+NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
 MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "timing"}
 
 
