@@ -23,7 +23,7 @@ declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [coun
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors messages public distributed derivatives align pruned gpu_compile sharding joint_mesh
+NOT_CUDA=(example errors messages public derivatives align pruned gpu_compile sharding joint_mesh
   targets gpu)
 # By ncu, for each kernel of the first and of the narrowest large shape: issue slots and DRAM, then what L1 does for loads
 # of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
