@@ -100,7 +100,7 @@ sanitize: setup build/sanitize/.installed
 	  --ignore tests/tools/test_example.py --ignore tests/transforms/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
-NO_KERNEL = agreement align batching benchmarks decode decode_programs derivatives distributed docs errors example export faults flax \
+NO_KERNEL = agreement align batching benchmarks decode decode_programs derivatives docs errors example export faults flax \
   fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer paddings plot pruned public remat \
   sharding tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed

@@ -23,8 +23,8 @@ declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [coun
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
 # Left out: tests that do not concern the CUDA kernels (as NO_KERNEL of the Makefile), that need several devices, or
 # that are parts of their own here.
-NOT_CUDA=(example errors messages public distributed derivatives align pruned gpu_compile sharding joint_mesh
-  targets gpu large)
+NOT_CUDA=(example errors messages public derivatives align pruned gpu_compile sharding joint_mesh
+  targets gpu)
 # By ncu, for each kernel of the first and of the narrowest large shape: issue slots and DRAM, then what L1 does for loads
 # of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
 LOADS=pipe_lsu_mem_global_op_ld.sum
@@ -70,9 +70,9 @@ run_part() {
       ;;
     large)
       if [[ $DRY_RUN ]]; then
-        pytest -m 'not slow' tests/kernels/test_gpu.py tests/kernels/test_large.py
+        pytest -m 'not slow' tests/kernels/test_gpu.py
       else
-        pytest -n 4 --dist worksteal tests/kernels/test_gpu.py tests/kernels/test_large.py
+        pytest -n 4 --dist worksteal tests/kernels/test_gpu.py
       fi
       ;;
     example)
@@ -154,13 +154,13 @@ if [[ $DRY_RUN ]]; then
   CHECK=build/gpu/check-emulated SITE=$PWD/build/gpu/emulation-site
 else
   OUT=${OUT:-benchmarks/results}
-  JAX_PLATFORMS=cuda,cpu JAX_RNNT_REQUIRE=cuda JAX_RNNT_LARGE=1
+  JAX_PLATFORMS=cuda,cpu JAX_RNNT_REQUIRE=cuda
   ARCHITECTURE=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d ". ") || { echo "no GPU: --dry-run runs without one"; exit 2; }
   CHECK=build/gpu/check SITE=$PWD/build/gpu/site
 fi
 mkdir -p "$OUT" build/gpu
 PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
-export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE JAX_RNNT_LARGE PYTHONPATH PYTHONUNBUFFERED=1
+export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE PYTHONPATH PYTHONUNBUFFERED=1
 OUT=$(cd "$OUT" && pwd)
 export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
 LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}

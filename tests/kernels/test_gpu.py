@@ -1,13 +1,10 @@
 """Do problems for a large device work: long lattices, large vocabularies, many runs, captured launches?
 
 Every test also runs on a small problem wherever there are kernels, to test the test. The large problems
-are skipped without a CUDA device; with JAX_RNNT_REQUIRE=cuda they fail.
+are skipped without a CUDA device, but for JAX_RNNT_LARGE=1; with JAX_RNNT_REQUIRE=cuda they fail.
 """
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 
 import losses
+from programs import run
 
 BOUND = 1e-5  # of gradients: the contract
 
@@ -27,27 +25,17 @@ def sizes(small, large):
 @pytest.fixture
 def size(request, kernel):
     """The small size is the first of the list."""
-    if request.param_index > 0 and losses.platform() != "cuda":
+    if request.param_index > 0 and losses.platform() != "cuda" and not os.environ.get("JAX_RNNT_LARGE"):
         missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "cuda" else pytest.skip
         missing(f"needs a CUDA device, and the default platform is {losses.platform()}")
     return request.param
 
 
-LATTICES = sizes(
-    (9, 4, 3),
-    (
-        (600, 4000, 4),  # 126 tiles of columns: more than any block has warps
-        (4000, 600, 4),
-        (20000, 100, 4),  # minutes of audio
-        (1, 4000, 4),
-        (20000, 0, 4),
-        (20, 10, 131072),
-        (3, 2, 1 << 20),
-    ),
-)
+# 4000 labels are 126 tiles of columns, more than any block has warps; 20000 frames are minutes of audio.
+LONG = (600, 4000, 4), (4000, 600, 4), (20000, 100, 4), (1, 4000, 4), (20000, 0, 4), (20, 10, 131072), (3, 2, 1 << 20)
 
 
-@pytest.mark.parametrize("size", LATTICES, indirect=True, ids=str)
+@pytest.mark.parametrize("size", sizes((9, 4, 3), LONG), indirect=True, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_axes(size, dtype):
     """(T, U, V), a full sequence and a shorter one, against float64."""
@@ -55,11 +43,10 @@ def test_large_axes(size, dtype):
     lengths = (T, max(1, 3 * T // 4)), (U, U // 2)
     p = losses.problem(2, T, U, V, dtype=dtype, scale=1.0, lengths=lengths)
     values, gradient = losses.evaluate(losses.RNNT, p, "kernel")
-    true_values, true_gradient = losses.RNNT.expected(p)
-    np.testing.assert_allclose(values, true_values, rtol=1e-6)
-    rounding = losses.eps(dtype) / 2 if dtype == "bfloat16" else 0
-    for got, true in zip(gradient, true_gradient):  # one at a time: the errors are as large as the gradients
-        np.testing.assert_allclose(np.asarray(got, np.float64), true, rtol=rounding, atol=BOUND)
+    expected, exact = losses.RNNT.expected(p)
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+    # One at a time: the errors are as large as the gradients.
+    losses.assert_close([*gradient], [*exact], rtol=losses.rounding(dtype)[0], atol=BOUND)
 
 
 @pytest.mark.parametrize("size", sizes((3, 9, 4, 7), [(30, 400, 80, 500), (8, 250, 50, 4096)]), indirect=True, ids=str)
@@ -90,6 +77,42 @@ def test_a_hundred_runs_give_the_same_bits(size, dtype):
         if i % 3:
             del again  # else its memory is freed only after the next run
     assert not np.any(jax.device_get(counts))
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("size", sizes((3, 16, 4, 40), [(33, 256, 64, 4096)]), indirect=True, ids=str)
+def test_more_than_2_to_the_31_logits(size):
+    """(B, T, U, V). Offsets are 64-bit: value and gradient, in place, have the bits that each sequence has alone.
+
+    It takes 10 GB and a minute.
+    """
+    B, T, U, V = size
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V - 1, (B, U), np.int32)
+    logit_lengths, target_lengths = rng.integers(T // 2, T + 1, B, np.int32), rng.integers(U // 2, U + 1, B, np.int32)
+    logit_lengths[-1], target_lengths[-1] = T, U  # the last sequence lies beyond 2^31, to its end
+
+    # Every sequence is another slice of the same numbers.
+    rows = T * (U + 1)
+    numbers = rng.standard_normal((rows + B, V), np.float32).astype(jnp.bfloat16)
+    one = lambda b: numbers[b : b + rows].reshape(T, U + 1, V)
+    logits = np.empty((B, T, U + 1, V), jnp.bfloat16)
+    for b in range(B):
+        logits[b] = one(b)
+
+    def loss(*p):
+        values = losses.RNNT.value(implementation="kernel", reduction="none")(*p)
+        return values.sum(), values
+
+    step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=0)
+    on_device = jax.device_put(logits)
+    del logits
+    gradient, values = step(on_device, targets, logit_lengths, target_lengths)
+    gradient, values = np.asarray(gradient), np.asarray(values)
+    for b in range(B):
+        expected = step(jnp.array(one(b)), targets[b], logit_lengths[b], target_lengths[b])
+        losses.assert_same_bits(values[b], expected[1])
+        losses.assert_same_bits(gradient[b], expected[0])
 
 
 PROGRAM = """
@@ -129,18 +152,6 @@ def test_captured_launches(size):
 
     (B, T, U, V, losses of the table).
     """
-    outputs = {}
-    for commands in ("", COMMANDS):
-        flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), *map(str, size)],
-            cwd=losses.HERE,
-            env={**os.environ, "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        outputs[commands] = done.stdout
-    assert len(set(outputs.values())) == 1, outputs
+    buffers = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer="
+    outputs = {run(PROGRAM, *size, env=os.environ | {"XLA_FLAGS": buffers + commands}) for commands in ("", COMMANDS)}
+    assert len(outputs) == 1, outputs

@@ -9,20 +9,21 @@ import shutil
 import subprocess
 import sys
 import types
+from unittest.mock import Mock
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jax_rnnt
 import losses
-from jax_rnnt import __main__, _bench, _checks, _installation, _selftest, lattices
+from jax_rnnt import __main__, _bench, _installation, _selftest
 from jax_rnnt._xla import loading
 from losses import slow
 from programs import environment, run
 
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
+# Prints the one warning of the import, and uses the reference without another. The loss of one frame without labels is
+# minus the blank's log-probability.
 SCRIPT = """
 import os, sys, warnings
 with warnings.catch_warnings(record=True) as seen:
@@ -32,6 +33,19 @@ with warnings.catch_warnings(record=True) as seen:
 assert warning.category is RuntimeWarning
 assert (warning.filename, warning.lineno) == (os.path.abspath(__file__), 5), warning
 print(warning.message)
+
+import jax, numpy as np, pytest
+arguments = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    np.testing.assert_allclose(jax.jit(jax_rnnt.rnnt_loss)(*arguments), np.log(4), rtol=1e-6)
+    assert "without" not in str(jax_rnnt.export_checks())
+    assert "the reference runs" in jax_rnnt.selftest(require=())[0]
+assert "cpu" not in jax_rnnt._xla.loading.KERNELS
+with pytest.raises(RuntimeError, match="jax_rnnt(?s:.*)pip install"):  # those of the CPU are always required
+    jax_rnnt.selftest()
+with pytest.raises(NotImplementedError, match="cpu(?s:.*)reference"):
+    jax_rnnt.RNNTLoss(implementation="kernel")(*arguments)
 """
 
 
@@ -62,9 +76,8 @@ def install(folder, origin, **missing):
 def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
     """Python started in a clone: its Python files, and the kernels of the copy that pip installed."""
     copy_without_kernels(tmp_path)
-    (tmp_path / "script.py").write_text(
-        "import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS['cpu'])"
-    )
+    program = "import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS['cpu'])"
+    (tmp_path / "script.py").write_text(program)
     assert warning_of(tmp_path) == f"{tmp_path / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
 
 
@@ -91,14 +104,6 @@ UNFIT = """
 def api_version(): return {api}
 def registrations(): raise AssertionError("a handler that does not fit must not reach XLA")
 """
-# JAX still has a backend, and the loss of one frame without labels is minus the blank's log-probability.
-USE = """
-import jax, numpy as np
-logits = np.zeros((1, 1, 1, 4), np.float32)
-loss = jax.jit(jax_rnnt.rnnt_loss)(logits, np.zeros((1, 0), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
-np.testing.assert_allclose(loss, np.log(4), rtol=1e-6)
-assert "cpu" not in jax_rnnt._xla.loading.KERNELS
-"""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,6 @@ def test_build_that_does_not_fit(tmp_path, api, reason):
     copy_without_kernels(tmp_path)
     install(tmp_path, None)
     (tmp_path / "jax_rnnt/_cpu.py").write_text(UNFIT.format(api=api))
-    (tmp_path / "script.py").write_text(SCRIPT + USE)
     message = warning_of(tmp_path)
     assert message.startswith("jax_rnnt runs on its pure-JAX reference: ")
     assert re.search(reason, message), message
@@ -160,16 +164,7 @@ def test_note_of_the_build(tmp_path):
     assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
 
 
-def test_note_of_this_build(kernel):
-    from jax_rnnt import _build
-
-    for platform in loading.KERNELS:
-        assert not _build.MISSING[platform] and _build.COMPILERS[platform].strip()
-
-
 # ---------------------------------------------------------------------------------------------------------- selftest
-
-
 @pytest.fixture
 def pretend(monkeypatch):
     """Another platform with other kernels, which are right."""
@@ -201,8 +196,6 @@ def test_required_platforms_are_checked(require):
         ("cuda", "cuda", ("cpu",), None),
         ("tpu", "cuda", None, None),
         ("rocm", "cuda", None, None),
-        ("METAL", "cuda", None, None),
-        ("tpu", "cpu", None, "cpu"),
     ],
 )
 def test_selftest_requires_kernels(pretend, platform, missing, require, lacks):
@@ -233,25 +226,6 @@ def test_selftest_without_the_required_device(pretend, monkeypatch, capsys):
         ]
 
 
-@pytest.mark.parametrize("scale", [1.0, 1.01, np.nan])
-def test_wrong_kernel(pretend, monkeypatch, capsys, scale):
-    """The largest error decides; a wrong kernel is named, and the status is 1."""
-    right = {name: getattr(_selftest, name) for name in ("_device", "_compare")}
-    pretend({"cpu"}, "cpu")
-    for name, function in right.items():
-        monkeypatch.setattr(_selftest, name, function)
-    monkeypatch.setattr(_checks, "FLOATS", ("float32",))
-    monkeypatch.setattr(_selftest, "EMISSIONS", {})
-    monkeypatch.setattr(_selftest, "LATTICES", {"standard": (lattices.STANDARD, False)})
-    one = lambda scale: dict(zip(loading.TARGETS[2:], ({"standard": [jnp.ones(3), scale * jnp.ones(2)]},) * 2))
-    monkeypatch.setattr(_selftest, "_lattice_kernels", lambda x: one(scale))
-    monkeypatch.setattr(_selftest, "_lattice_references", lambda x: one(1))
-    assert __main__.main(["selftest", "--json"]) == (scale != 1)
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] == (scale == 1)
-    assert scale == 1 or ("disagree" in found["error"] and f"{loading.TARGETS[2]} " in found["error"])
-
-
 def test_platform_of_the_selftest(monkeypatch):
     """JAX names CUDA and ROCm devices "gpu" alike."""
     assert loading.default_platform() == losses.platform()
@@ -262,53 +236,40 @@ def test_platform_of_the_selftest(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------- python -m jax_rnnt
-
-
-def test_info_of_the_module_as_a_program(kernel):
-    """`python -m jax_rnnt info`: versions, device, instruction set, and why other kernels are missing."""
+def test_info(kernel, capsys, monkeypatch):
+    """Versions, device, instruction set, and why other kernels are missing."""
     lines = run("import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('jax_rnnt', run_name='__main__')")
     lines = lines.splitlines()
     assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
     assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
-
-
-def test_json_of_info(capsys, monkeypatch):
+    note = importlib.import_module("jax_rnnt._build")
+    assert all(not note.MISSING[platform] and note.COMPILERS[platform].strip() for platform in loading.KERNELS)
     monkeypatch.setattr(loading, "MISSING", {"cuda": "a reason: a cure"})
     assert __main__.main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["jax_rnnt"] == jax_rnnt.__version__ and found["missing"] == {"cuda": "a reason: a cure"}
     assert set(found["kernels"]) == set(loading.KERNELS) == set(found["ffi"]) - {"runtime"}
-
-
-def test_version_of_the_program(capsys):
     with pytest.raises(SystemExit) as caught:
         __main__.main(["--version"])
     assert caught.value.code == 0 and capsys.readouterr().out == f"jax_rnnt {jax_rnnt.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["--json", "selftest"], ["selftest", "--json"], ["selftest"], []])
+REQUIRED = dict.fromkeys(("--json", "--json selftest", "selftest --json", "selftest", ""))  # None
+REQUIRED |= {"selftest --require cpu,cuda": ["cpu", "cuda"], "selftest --require=": []}
+
+
+@pytest.mark.parametrize("arguments", REQUIRED)
 def test_status_of_the_selftest(capsys, monkeypatch, arguments):
     """The status is 1 where kernels are wrong or missing; the answer holds the reason."""
+    required, in_json = REQUIRED[arguments], "--json" in arguments
     monkeypatch.setattr(jax_rnnt, "selftest", lambda require: [f"a line, {require}"])
-    assert __main__.main(arguments) == 0
+    assert __main__.main(arguments.split()) == 0
     out = capsys.readouterr().out
-    assert (json.loads(out)["lines"] if "--json" in arguments else out.splitlines())[-1] == "a line, None"
-
-    def fail(require):
-        raise RuntimeError("a reason")
-
-    monkeypatch.setattr(jax_rnnt, "selftest", fail)
-    assert __main__.main(arguments) == 1
+    assert (json.loads(out)["lines"] if in_json else out.splitlines())[-1] == f"a line, {required}"
+    monkeypatch.setattr(jax_rnnt, "selftest", Mock(side_effect=RuntimeError("a reason")))
+    assert __main__.main(arguments.split()) == 1
     out = capsys.readouterr().out
-    assert json.loads(out)["error"] == "a reason" if "--json" in arguments else out.endswith("a reason\n")
-
-
-@pytest.mark.parametrize(("text", "platforms"), [("cpu,cuda", ["cpu", "cuda"]), ("", []), ("cpu", ["cpu"])])
-def test_platforms_of_the_selftest(monkeypatch, text, platforms):
-    seen = []
-    monkeypatch.setattr(jax_rnnt, "selftest", lambda require: seen.append(require) or [])
-    assert __main__.main(["selftest", "--require", text]) == 0
-    assert seen == [platforms]
+    assert json.loads(out)["error"] == "a reason" if in_json else out.endswith("a reason\n")
 
 
 @pytest.mark.parametrize(

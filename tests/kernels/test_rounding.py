@@ -67,9 +67,8 @@ int main(int, const char** text) { Print<float>(text), Print<double>(text); }
 def test_products_stay_rounded(compiler, contract, tmp_path):
     program = tmp_path / "program"
     fused = contract == "fast"
-    code, messages = compile_program(
-        compiler, PRODUCTS, program, "-O2", f"-ffp-contract={contract}", *(["-march=native"] if fused else [])
-    )
+    flags = "-O2", f"-ffp-contract={contract}", *(["-march=native"] if fused else [])
+    code, messages = compile_program(compiler, PRODUCTS, program, *flags)
     assert code == 0, messages
     text = subprocess.run([program, "1.1", "1.3", "1.1", "1.3"], capture_output=True, text=True, check=True).stdout
     plain, rounded, plain64, rounded64 = map(float.fromhex, text.split())

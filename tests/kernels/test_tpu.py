@@ -21,17 +21,13 @@ from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
 from jax_rnnt.lattices import _pallas as pallas
 from losses import slow
-from meshes import mesh_of
+from meshes import mean_over_devices, mesh_of
+from topologies import TOPOLOGIES, arcs_of
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < primitive.PALLAS, reason="before the Pallas that runs the TPU kernels"
 )
-DURATIONS = (0, 1, 3)
-
-
-def arcs_of(slots, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return {slot: rng.normal(-1, 1, shape).astype(dtype) for slot in slots}
+STANDARD = TOPOLOGIES["standard"]
 
 
 def check(topology, arcs, lengths, limit, **options):
@@ -53,18 +49,11 @@ def check(topology, arcs, lengths, limit, **options):
             assert not np.asarray(gradients[slot][b])[n:].any() and not np.asarray(gradients[slot][b])[:, m + 1 :].any()
 
 
-TABLES = {
-    "standard": (lattices.STANDARD, truth.STANDARD),
-    "monotonic": (lattices.MONOTONIC, truth.MONOTONIC),
-    "durations": (lattices.durations((0, 1, 2)), truth.token_durations((0, 1, 2))),
-}
-
-
 @pytest.mark.parametrize("name", ["standard", slow("monotonic"), slow("durations")])
 def test_several_groups_and_unrolled_steps(name):
     """Ten sequences are two groups with padding: without frames, labels, a path, and with forbidden arcs."""
-    topology = TABLES[name]
-    arcs = arcs_of([arc.slot for arc in topology[0]], (10, 9, 5), np.float64)
+    topology = TOPOLOGIES[name]
+    arcs = arcs_of(topology[0], (10, 9, 5))
     label = arcs[topology[0][-1].slot]
     label[np.random.default_rng(1).random(label.shape) < 0.2] = -np.inf
     lengths = (9, 0, 5, 1, 9, 3, 7, 2, 8, 4), (4, 0, 0, 4, 1, 4, 2, 2, 3, 4)
@@ -73,11 +62,8 @@ def test_several_groups_and_unrolled_steps(name):
 
 def test_without_blanks():
     """Labels alone read the frames, so one column of a diagonal is reached."""
-    topology = (
-        (lattices.Arc("label", 1, 1), lattices.Arc("longer", 2, 1)),
-        (truth.Arc("label", 1, 1), truth.Arc("longer", 2, 1)),
-    )
-    arcs = arcs_of(("label", "longer"), (3, 5, 4), np.float32)
+    topology = [(arc("label", 1, 1), arc("longer", 2, 1)) for arc in (lattices.Arc, truth.Arc)]
+    arcs = arcs_of(topology[0], (3, 5, 4), dtype=np.float32)
     check(topology, arcs, ((5, 4, 3), (3, 2, 0)), 1e-5, interpret=True)
 
 
@@ -86,17 +72,17 @@ def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
     if interpret == "tpu" and not losses.interpreted():
         pytest.skip("25 s: `make interpret` asks for it")
-    arcs = arcs_of(("blank", "label"), (2, 2, 515), np.float32)
+    arcs = arcs_of(STANDARD[0], (2, 2, 515), dtype=np.float32)
     mode = pltpu.InterpretParams() if interpret == "tpu" else True
-    check((lattices.STANDARD, truth.STANDARD), arcs, ((2, 1), (514, 383)), 1e-5, interpret=mode)
+    check(STANDARD, arcs, ((2, 1), (514, 383)), 1e-5, interpret=mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", TABLES.values(), ids=TABLES)
-def test_long_lattices(topology):
+@pytest.mark.parametrize("name", ["standard", "monotonic", "durations"])
+def test_long_lattices(name):
     """The promise at T + U = 4000, of the arithmetic."""
-    arcs = arcs_of([arc.slot for arc in topology[0]], (1, 3900, 101), np.float32)
-    check(topology, arcs, ((3900,), (100,)), 1e-5, interpret=True)
+    arcs = arcs_of(TOPOLOGIES[name][0], (1, 3900, 101), dtype=np.float32)
+    check(TOPOLOGIES[name], arcs, ((3900,), (100,)), 1e-5, interpret=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)], ids=str)
@@ -114,15 +100,14 @@ def test_lowers_without_nodes(shape):
 def test_interpreter_of_tpus():
     """With its memory spaces, semaphores and uninitialised memory."""
     mode = pltpu.InterpretParams(uninitialized_memory="nan")
-    arcs = arcs_of(("blank", "label"), (2, 4, 3), np.float32)
-    check((lattices.STANDARD, truth.STANDARD), arcs, ((4, 3), (2, 1)), 1e-6, interpret=mode)
+    check(STANDARD, arcs_of(STANDARD[0], (2, 4, 3), dtype=np.float32), ((4, 3), (2, 1)), 1e-6, interpret=mode)
 
 
 @pytest.mark.slow
 def test_large_arcs_take_the_second_exponent():
     """All paths hold three labels, so a mask of the labels moves only the loss; the other sequence has none."""
-    topology = lattices.products(DURATIONS)
-    arcs = arcs_of(pallas.slots(topology), (2, 6, 4), np.float32)
+    topology, rng = lattices.products((0, 1, 3)), np.random.default_rng(0)
+    arcs = {slot: rng.normal(-1, 1, (2, 6, 4)).astype(np.float32) for slot in pallas.slots(topology)}
     arcs["label"][0] = 0
     lengths = np.array([6, 6], np.int32), np.array([3, 3], np.int32)
     run = jax.jit(functools.partial(pallas.value_and_grad, topology, interpret=True, unroll=1))
@@ -134,9 +119,6 @@ def test_large_arcs_take_the_second_exponent():
         np.testing.assert_allclose(got, np.asarray(loss, np.float64) - [3 * np.float64(size), 0], rtol=1e-6)
         for slot, x in posteriors.items():
             np.testing.assert_allclose(x, gradients[slot], atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------ what TPUs get
 
 
 def calls(function, arguments):
@@ -171,19 +153,14 @@ def test_on_a_mesh(devices, kind, names):
         assert calls(step, shapes(mesh, "data")) == 2
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_shard_map(devices, check_vma):
-    with mesh_of(devices, "auto") as mesh:
-        body = lambda *p: jax.lax.pmean(mean(*p), "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
-        assert calls(jax.value_and_grad(mapped), shapes(mesh, "data")) == 2
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="Pallas takes manual axes beside automatic ones since 0.10")
-def test_in_shard_map_over_some_axes(devices):
-    with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
-        body = lambda *p: jax.lax.pmean(mean(*p), "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+@pytest.mark.parametrize("options", [{"check_vma": True}, {"check_vma": False}, {"axis_names": {"data"}}], ids=str)
+def test_in_shard_map(devices, options):
+    """Over all axes, and over one of two."""
+    if "axis_names" in options and jax.__version_info__ < (0, 10):
+        pytest.skip("Pallas takes manual axes beside automatic ones since 0.10")
+    shape, names = ((4, 2), ("data", "model")) if "axis_names" in options else ((8,), ("data",))
+    with mesh_of(devices, "auto", shape, names) as mesh:
+        mapped = mean_over_devices(mean, mesh, P("data"), **options)
         assert calls(jax.value_and_grad(mapped), shapes(mesh, "data")) == 2
 
 

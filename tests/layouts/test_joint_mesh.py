@@ -1,6 +1,5 @@
 """Does the loss of a joint network in tiles work under vmap and on every mesh, with sums as its only exchange?"""
 
-import contextlib
 import functools
 
 import jax
@@ -14,11 +13,11 @@ import jax_rnnt
 import losses
 from jax_rnnt import JointLogits
 from jax_rnnt.layouts import _tiles as tiled
-from layouts import CHUNK, H, Network, V, assert_close, closure, linear, materialized, step_of_logits, tiles
-from meshes import mesh_of
+from layouts import CHUNK, H, Network, V, closure, linear, materialized, step_of_logits, tiles
+from meshes import KINDS, at, mean_over_devices, mesh_of
 
 pytestmark = pytest.mark.slow
-KINDS = pytest.mark.parametrize("kind", ["auto", "explicit"])
+SPECS = P(), P("data"), P("data")  # of parameters, rows and the rest
 
 
 def step(function, **options):
@@ -26,41 +25,19 @@ def step(function, **options):
     return jax.value_and_grad(functools.partial(function, **options), (0, 1))
 
 
-def at(mesh, tree, *names):
-    return jax.device_put(tree, NamedSharding(mesh, P(*names)))
-
-
 def place(network, mesh):
-    parameters, *batched = network.arguments
-    return at(mesh, parameters), *(at(mesh, x, "data") for x in batched)
+    return [at(mesh, x, *spec) for x, spec in zip(network.arguments, SPECS, strict=True)]
 
 
 def check_sharded(run, arguments, expected):
     """Exchanged are sums, once each: the loss, the parameters, and twice how many tiles there are at most."""
-    compiled = jax.jit(run).lower(*arguments).compile()
-    got = compiled(*arguments)
-    assert_close(got, expected, 1e-5)
-    loops, entry = compiled.as_text().split("\nENTRY ")
+    got, text = losses.compiled(run, *arguments)
+    losses.assert_close(got, expected, 1e-5)
+    loops, entry = text.split("\nENTRY ")
     assert not losses.collectives(loops.replace("= s32[] all-reduce(", "number of tiles"))
     found = losses.collectives(entry)
     assert set(found) == {"all-reduce"} and found["all-reduce"] <= 5
     return got
-
-
-@pytest.mark.parametrize(
-    ("joint", "axes"), [(linear, (None, 0, 0)), (closure, (0, None, None)), (linear, (0, 0, 0))], ids=lambda x: None
-)
-def test_vmap(joint, axes):
-    """Of the gradient: one for each element, of parameters too."""
-    rng = np.random.default_rng(3)
-    stack = lambda x: np.stack([x, (x * rng.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x])
-    arguments = [jax.tree.map(stack, x) if a == 0 else x for x, a in zip(Network().arguments, axes, strict=True)]
-    steps = step(tiles, joint=joint), step(materialized)
-    got, expected = (jax.jit(jax.vmap(f, axes))(*arguments) for f in steps)
-    assert_close(got, expected, 1e-12)
-
-
-# --------------------------------------------------------------------------------------------------------- sharding
 
 
 @KINDS
@@ -81,32 +58,26 @@ def test_tile_of_one_device(kind, devices, monkeypatch):
     assert len(sizes) == 4 and len(set(sizes)) == 1 and sizes[0].count > 1
 
 
-def mapped(parameters, rows, rest):
-    return jax.vmap(functools.partial(tiles, parameters, reduction="none"))(rows, rest).mean()
+def mapped(parameters, rows, rest, joint):
+    return jax.vmap(functools.partial(tiles, parameters, reduction="none", joint=joint))(rows, rest).mean()
 
 
-@KINDS
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [(tiles, (8,)), (functools.partial(tiles, joint=closure), (8,)), (tiles, (4, 2)), (mapped, (8,))],
-    ids=["linear", "closure", "two_axes", "vmap"],
-)
-def test_batch_sharded(function, kind, shape, devices):
-    with mesh_of(devices, kind, shape, ("data", "model")[: len(shape)]) as mesh:
+WAYS = "auto", "explicit", "two_axes", "explicit_two_axes", "vmap", "shard_map", "shard_map_unchecked"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("joint", [linear, closure])
+def test_batch_sharded(joint, way, devices):
+    """Each device packs its own sequences; nothing is exchanged but the sums."""
+    axes = ((4, 2), ("data", "model")) if "two_axes" in way else ()
+    mean = functools.partial(mapped if way == "vmap" else tiles, joint=joint)
+    with mesh_of(devices, way.split("_")[0], *axes) as mesh:
+        if way.startswith("shard_map"):
+            mean = mean_over_devices(mean, mesh, SPECS, check_vma=way == "shard_map")
         arguments = place(Network(batch=16, dtype=np.float32), mesh)
-        _, (_, rows) = check_sharded(step(function), arguments, step_of_logits(16))
+        _, (_, rows) = check_sharded(step(mean), arguments, step_of_logits(16))
         for x, gradient in zip(arguments[1], rows, strict=True):
             assert gradient.sharding.is_equivalent_to(x.sharding, 3)
-
-
-@pytest.mark.parametrize(("joint", "check_vma"), [(linear, True), (closure, True), (linear, False)])
-def test_shard_map(joint, check_vma, devices):
-    """Each device packs its own sequences; nothing is exchanged but the sums."""
-    with mesh_of(devices, "auto") as mesh:
-        body = lambda *arguments: jax.lax.pmean(tiles(*arguments, joint=joint), "data")
-        specs = P(), P("data"), P("data")
-        mean = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-        check_sharded(step(mean), place(Network(batch=16, dtype=np.float32), mesh), step_of_logits(16))
 
 
 def test_pmap(devices):
@@ -118,9 +89,8 @@ def test_pmap(devices):
 
     split = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), network.arguments[1:])
     value, parameters, rows = jax.pmap(body, "data", in_axes=(None, 0, 0), devices=devices)(network.parameters, *split)
-    first = lambda x: x[0]
     rows = [g.reshape(x.shape) / 8 for g, x in zip(rows, network.rows, strict=True)]
-    assert_close((first(value), (jax.tree.map(first, parameters), rows)), step_of_logits(16), 1e-5)
+    losses.assert_close((value[0], ([x[0] for x in parameters], rows)), step_of_logits(16), 1e-5)
 
 
 def test_uneven_batch(devices):
@@ -133,7 +103,7 @@ def test_uneven_batch(devices):
             return step(tiles)(parameters, *batched)
 
         got = run(*at(mesh, Network(batch=10, dtype=np.float32).arguments))
-    assert_close(got, step_of_logits(10), 1e-5)
+    losses.assert_close(got, step_of_logits(10), 1e-5)
 
 
 # Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
@@ -159,7 +129,8 @@ def test_vmap_over_a_mesh(case, kind, devices):
         x = np.broadcast_to(x, (*shape, *x.shape))
         return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
 
-    run, expected = (step(f, reduction="sum") for f in (tiles, materialized))
+    joint = closure if case in ("parameters", "batch") else linear
+    run, expected = step(tiles, reduction="sum", joint=joint), step(materialized, reduction="sum")
     depth = max(len(axes or ()) for axes in (of_parameters, of_batch))
     for level in range(depth):  # from the innermost on
         axes = [0 if axes and len(axes) > level else None for axes in (of_parameters, of_batch, of_batch)]
@@ -173,26 +144,21 @@ def test_vmap_over_a_mesh(case, kind, devices):
             if kind == "explicit" and len(axes or ()) == depth:
                 shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
                 assert all(jax.tree.leaves(shardings))
-    assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
+    losses.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
 
 
 # ----------------------------------------------------------------------------------------------- programs in joints
-
-
 @pytest.mark.parametrize("kind", ["alone", "auto", "explicit"])
 def test_constraints_in_the_joint(kind, devices):
-    """What a module says of the sharding of all rows is nothing to those of a tile."""
-    if kind != "alone" and not hasattr(jax, "set_mesh"):
-        pytest.skip("this jax has no jax.set_mesh")
-    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+    """What a module says of the sharding of all rows is nothing to those of a tile. "alone": no mesh is set."""
+    with mesh_of(devices, kind, is_set=kind != "alone") as mesh:
         replicated = NamedSharding(mesh, P(None, None)) if kind == "alone" else P(None, None)
 
         def constrained(*parameters):
             return lambda *rows: jax.lax.with_sharding_constraint(closure(*parameters)(*rows), replicated)
 
-        with contextlib.nullcontext() if kind == "alone" else jax.set_mesh(mesh):
-            got = jax.jit(step(tiles, joint=constrained))(*Network(batch=8).arguments)
-    assert_close(got, step_of_logits(8, np.float64), 1e-11)
+        got = jax.jit(step(tiles, joint=constrained))(*Network(batch=8).arguments)
+    losses.assert_close(got, step_of_logits(8, np.float64), 1e-11)
 
 
 @jax.custom_vjp
@@ -235,35 +201,12 @@ def test_programs_in_the_joint(way, devices):
             return jax.vmap(jax.value_and_grad(of, (0, 1, 2)), (None, 0, None, None))
         if way in ("auto", "explicit"):
             return jax.value_and_grad(lambda weight, mix, *batch: of(weight, mix[3], *batch), (0, 1, 2))
-        body = lambda weight, mix, *batch: jax.lax.pmean(of(weight, mix[0], *batch), "data")
+        own = lambda weight, mix, *batch: of(weight, mix[0], *batch)
         specs = P(), P("data"), P("data"), P("data")
-        mean = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=way == "shard_map")
-        return jax.value_and_grad(mean, (0, 1, 2))
+        return jax.value_and_grad(mean_over_devices(own, mesh, specs, check_vma=way == "shard_map"), (0, 1, 2))
 
-    with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
+    with mesh_of(devices, way) as mesh:
         weight, mix, *batch = arguments
         placed = *at(mesh, (weight, mix)), *at(mesh, batch, *(() if way == "vmap" else ("data",)))
         got = jax.jit(gradient(mesh, True))(*placed)
-    assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)
-
-
-def test_key_of_each_device(devices):
-    """Dropout under shard_map: what the joint closes over varies over devices, though its rows need not."""
-
-    def body(parameters, rows, rest, key):
-        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-
-        def joint(encoder, predictor):
-            hidden = jnp.tanh(encoder + predictor)
-            hidden = jnp.where(jax.random.bernoulli(key, 0.75, hidden.shape), hidden, 0)
-            return hidden @ parameters[0] + parameters[1][None]
-
-        return jax.lax.pmean(jax_rnnt.RNNTLoss()(JointLogits(joint, *rows, CHUNK), *rest), "data")
-
-    with mesh_of(devices, "auto") as mesh:
-        specs = P(), P("data"), P("data"), P()
-        run = jax.jit(jax.value_and_grad(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())))
-        placed = place(Network(batch=16, dtype=np.float32), mesh)
-        values = [run(*placed, jax.random.key(i)) for i in (0, 0, 1)]
-    assert values[0][0] == values[1][0] != values[2][0]
-    assert all(np.isfinite(g).all() for g in values[0][1])
+    losses.assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)

@@ -4,6 +4,7 @@ Answers are compared with those for an array, which other files compare with the
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -57,11 +58,9 @@ def answers(loss, make, arrays, rest):
 def assert_same_answers(got, expected):
     (gradient, found), (of_array, wanted) = got, expected
     for question in QUESTIONS:
-        for a, b in zip(*map(jax.tree.leaves, (found[question], wanted[question])), strict=True):
-            np.testing.assert_allclose(a, b, atol=EXACT, err_msg=question)
-    for a, b in zip(gradient, of_array, strict=True):
-        np.testing.assert_allclose(a, b, atol=EXACT)
-        assert np.abs(a).max() > 0.1
+        losses.assert_close(found[question], wanted[question], atol=EXACT, err_msg=question)
+    losses.assert_close(gradient, of_array, atol=EXACT)
+    assert all(np.abs(x).max() > 0.1 for x in gradient)
 
 
 OPTIONS = {"reduction": "none", "fastemit_lambda": 0.25, "delay_penalty": 0.125}
@@ -76,13 +75,12 @@ def answers_of_array(kind, name):
 
 def pairs():
     """The RNN-T stands for the other losses; the rest of the table is slow."""
-    for kind in LOSSES:
-        for name in layouts.NAMES[1:]:
-            fast = kind == "RNNTLoss" or table()[kind][name] != "yes"
-            yield pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if fast else [pytest.mark.slow])
+    for pair in itertools.product(LOSSES, layouts.NAMES[1:]):
+        fast = pair[0] == "RNNTLoss" or table()[pair[0]][pair[1]] != "yes"
+        yield pair if fast else losses.slow(*pair)
 
 
-@pytest.mark.parametrize(("kind", "name"), list(pairs()))
+@pytest.mark.parametrize(("kind", "name"), pairs())
 def test_table(kind, name):
     """Every question has the value and gradient of the array, or raises a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]
@@ -136,8 +134,7 @@ def test_what_is_never_read(name):
         return values, *pull(jnp.ones(4))
 
     clean = run(arrays, *p[1:3])
-    for a, b in zip(run(outside, *p[1:3]), clean, strict=True):
-        losses.assert_same_bits(a, b)
+    losses.assert_same_bits(run(outside, *p[1:3]), clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
     spoiled[0][0, 0, 0], targets[1, 0] = np.nan, 9
     if name != "PackedLogits":  # whose sequences lie where the lengths say
@@ -195,7 +192,7 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     assert all(np.isnan(x[4]).all() for x in arcs.values())
 
 
-@pytest.mark.parametrize("implementation", ["kernel", losses.slow("reference")], indirect=True)
+@losses.reference_slow
 @pytest.mark.parametrize("kind", ["RNNTLoss", "MultiblankRNNTLoss", "TDTLoss"])
 def test_a_loss_as_an_argument_of_jit(kind, implementation):
     """Numbers that are 0 are not known to be: the same values, never below 0, and the same lattice for the arcs."""
@@ -218,7 +215,6 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
 
 
 # -------------------------------------------------------------------------------------------------- scores am + lm
-
 CLAMPS = {"NumPy": np.float32(0.01), "array of NumPy": np.array(0.01), "array": jnp.array(0.01), "NaN": np.nan}
 
 
@@ -248,15 +244,12 @@ def test_additive_logits_with_a_traced_clamp(implementation):
 
     leaves, traced = (*scores, 0.25), jax.jit(run)
     expected = jax.jit(functools.partial(run, -1.0))(leaves)
-    for a, b in zip(*map(jax.tree.leaves, (traced(-1.0, leaves), expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+    losses.assert_close(traced(-1.0, leaves), expected, rtol=1e-12)
     value, (of_am, of_lm, _) = traced(0.5, leaves)  # what sequences share gets nothing from those of NaN
     assert all(np.isnan(x).any() for x in (value, of_am, of_lm))
 
 
 # ------------------------------------------------------------------------------------------------------ validation
-
-
 @pytest.mark.parametrize("name", layouts.NAMES)
 def test_validation(name):
     p, arrays = layouts.problem(name=name)
@@ -295,17 +288,17 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
     logits = jnp.asarray(p.logits)
     rows = jnp.asarray(losses.packed(p, p.logits))
     linear = jax_rnnt.LinearJoint(jnp.ones((am.shape[-1],) * 2))
-    made = {
-        "array": ((logits,), lambda x: x),
-        "band": ((logits,), lambda x: BandLogits(x, jnp.zeros(x.shape[:2], jnp.int32))),
-        "packed": ((rows,), lambda x: PackedLogits(x, 7)),
-        "joint": ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
-        "linear": ((am, lm), lambda *x: JointLogits(linear, *x)),
-    }
+    made = [
+        ((logits,), lambda x: x),
+        ((logits,), lambda x: BandLogits(x, jnp.zeros(x.shape[:2], jnp.int32))),
+        ((rows,), lambda x: PackedLogits(x, 7)),
+        ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
+        ((am, lm), lambda *x: JointLogits(linear, *x)),
+    ]
     if layouts.suits(loss, "AdditiveLogits") and implementation == "reference":
-        made["additive"] = (am, lm), AdditiveLogits
+        made.append(((am, lm), AdditiveLogits))
     value = loss.value(reduction="sum", implementation=implementation)
-    for arrays, make in made.values():
+    for arrays, make in made:
         with jax.debug_nans(True):
             found, gradients = jax.value_and_grad(lambda *x: value(make(*x), *p[1:]), range(len(arrays)))(*arrays)
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)

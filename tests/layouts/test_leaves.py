@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import layouts
 import losses
+import meshes
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
-from meshes import mesh_of
 from pages import code
 from slopes import CLOSE, WEIGHTS, B, T, U, V, slope, small
 
@@ -91,24 +90,6 @@ def test_the_gradient_is_a_loss():
     assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_reductions_and_vmap(implementation, reduction):
-    """For TDT: a scalar for each element of a vmap, under jit, times a cotangent."""
-    p = small(losses.TDT)
-
-    def call(penalty, sigma):
-        options = {"delay_penalty": penalty, "sigma": sigma, "reduction": reduction}
-        return 3 * losses.TDT.value(**options, implementation=implementation)(*p)
-
-    points = np.array([[0.3, 0.07], [-0.2, 0.0]])
-    got = jax.jit(jax.vmap(jax.grad(call, (0, 1))))(*points.T)
-    share = 3 / B if reduction == "mean" else 3
-    for b, point in enumerate(points):
-        along = lambda d, s: losses.TDT.expected(p, delay_penalty=d, sigma=s)[0].sum() * share
-        np.testing.assert_allclose(got[0][b], slope(lambda d, s=point[1]: along(d, s), point[0]), **CLOSE)
-        np.testing.assert_allclose(got[1][b], slope(lambda s, d=point[0]: along(d, s), point[1]), **CLOSE)
-
-
 def test_without_jit_and_of_float32(implementation):
     """A Python float, a NumPy scalar and a float32 array give the same numbers."""
     p = small().astype(np.float32)
@@ -119,17 +100,10 @@ def test_without_jit_and_of_float32(implementation):
             np.testing.assert_allclose(jax.grad(lambda d: loss(d)(*p))(kind(at)), wanted, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- operands of a loss of one's own
-
-
-@pytest.fixture(scope="module")
-def risk_loss():
-    names, _ = code("docs/losses.md", "class BypassLoss")
-    return code("docs/losses.md", "class RiskLoss", **names)[0]["RiskLoss"]
-
-
-def test_operands_of_a_step(implementation, risk_loss):
+def test_operands_of_a_step(implementation):
     """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
+    names, _ = code("docs/losses.md", "class BypassLoss")
+    risk_loss = code("docs/losses.md", "class RiskLoss", **names)[0]["RiskLoss"]
     p = small()
     risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two risks for vmap
     risk[1] = 0
@@ -146,20 +120,6 @@ def test_operands_of_a_step(implementation, risk_loss):
     call = lambda x: risk_loss(risk=x, reduction="none", implementation=implementation)(*p)
     total = lambda x: jnp.sum(call(x) * WEIGHTS)
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
-
-
-def test_a_learned_scale_of_an_operand(implementation, risk_loss):
-    """The risk is a function of parameters, as users write it."""
-    p = small()
-    frame = np.broadcast_to(np.arange(T)[:, None] - (p.logit_lengths[:, None, None] - 1) / 2, (B, T, U + 1))
-    loss = lambda scale: risk_loss(risk=scale * frame, reduction="sum", implementation=implementation)
-    gradient = jax.jit(jax.grad(lambda scale: loss(scale)(*p)))
-    for scale in (0.3, 0.0):
-        wanted = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[0].sum(), scale)
-        np.testing.assert_allclose(gradient(scale), wanted, **CLOSE)
-
-
-# ------------------------------------------------------------------------------------------- what sequences share
 
 
 def shared(name, implementation):
@@ -209,9 +169,9 @@ def test_nan_reaches_nothing_shared(implementation, name):
         for masked in (True, False):
             (of_leaves, of_own), values = jax.grad(total, (0, 1), has_aux=True)(leaves, spoilt, masked)
             np.testing.assert_array_equal(np.isnan(values), [False, True])
-            layouts.assert_close(of_leaves, of_leaves_alone, 1e-12)
-            for got, alone in zip(of_own, of_one, strict=True):
-                np.testing.assert_allclose(got[:1], alone, atol=1e-12)
+            losses.assert_close(of_leaves, of_leaves_alone, 1e-12)
+            losses.assert_close([x[:1] for x in of_own], of_one, atol=1e-12)
+            for got in of_own:
                 silent = masked and (kernel or name == "clamped")
                 assert not np.any(got[1]) if silent else np.isnan(got[1]).any()
 
@@ -224,10 +184,9 @@ def test_on_a_mesh(kind, devices, implementation):
     loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=implementation)
     total = lambda loss, p: loss(*p)
     wanted = jax.jit(jax.grad(total))(loss, p)
-    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
+    with meshes.mesh_of(devices, kind) as mesh:
         if kind == "shard_map":
-            mean = lambda loss, p: jax.lax.pmean(loss(*p), "data")
-            total = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        got = jax.jit(jax.grad(total))(loss, jax.device_put(p, NamedSharding(mesh, P("data"))))
+            total = meshes.mean_over_devices(total, mesh, (P(), P("data")))
+        got = jax.jit(jax.grad(total))(loss, meshes.at(mesh, p, "data"))
     for leaf in ("sigma", "delay_penalty"):
         np.testing.assert_allclose(getattr(got, leaf), getattr(wanted, leaf), rtol=1e-12)

@@ -92,48 +92,6 @@ def test_durations_arc_by_arc(kernel, sampled):
     check(loss, p.logits, p[1:], tokens if sampled else losses.TDT.sequences(p), key=jax.random.key(0))
 
 
-def constrained_hat(logits, labels, *, blank, fused):
-    """HAT's arcs, with k2's constraint."""
-    arcs, _ = truth.hat_emission(logits, labels, blank=blank)
-    after = np.full_like(arcs["blank"], -np.inf)
-    after[:, :-1] = arcs["blank"][:, 1:]
-    return {**arcs, "label": arcs["label"] + after}, None
-
-
-@pytest.mark.parametrize("alone", [losses.RNNT, losses.MONOTONIC, losses.CONSTRAINED], ids=str)
-@pytest.mark.parametrize("hat", [False, True])
-def test_band(kernel, alone, hat):
-    """Results for a band have the shape of the whole lattice, with the other nodes forbidden."""
-    p, width, constrained = losses.problem(), 3, alone is losses.CONSTRAINED
-    first = np.array([[0, 0, 0, 1, 1, 2, 2], [0] * 7, [0] * 7, [0, 0, 1, 1, 1, 1, 1]], np.int32)
-    column = first[..., None] + np.arange(width)
-    band = jax_rnnt.BandLogits(np.take_along_axis(p.logits, column[..., None], 2), first)
-    entry = alone
-    if hat:
-        emission = {"emission": constrained_hat if constrained else truth.hat_emission}
-        entry = losses.Loss("hat", jax_rnnt.HATLoss, alone.truth | emission)
-        entry.options["topology"] = alone.name.replace("rnnt", "standard")
-
-    def sequences():
-        for b, n, m, topology, arcs in entry.sequences(p):
-            place = np.arange(m + 1) - first[b, :n, None]
-            inside = (place >= 0) & (place < width)
-            arcs = {slot: np.where(inside, x, -np.inf) for slot, x in arcs.items()}
-            if constrained:  # the blank after a label lies in the band, too
-                arcs["label"][:, :-1] = np.where(inside[:, 1:], arcs["label"][:, :-1], -np.inf)
-            yield b, n, m, topology, arcs
-
-    loss = entry.value(reduction="none", implementation=kernel)
-    check(loss, band, p[1:], sequences(), entry.value())
-
-
-def test_packed(implementation):
-    p = losses.problem()
-    rows = jax_rnnt.PackedLogits(losses.packed(p, p.logits), max_frames=7)
-    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation)
-    check(loss, rows, p[1:], losses.RNNT.sequences(p), jax_rnnt.RNNTLoss())
-
-
 # Of the others, many paths have the same frames.
 ONE_PATH = losses.RNNT, *map(losses.slow, (losses.MONOTONIC, losses.FINAL_BLANK, losses.CONSTRAINED, losses.HAT))
 
@@ -187,18 +145,6 @@ def test_best_path_of_a_long_utterance(spread):
 def test_search_has_no_kernel():
     with pytest.raises(NotImplementedError, match="implementation='kernel'"):
         jax_rnnt.RNNTLoss(implementation="kernel").align(*losses.problem())
-
-
-def test_vmap_and_shard_map(devices):
-    p = losses.problem(16, dtype=np.float32)
-    align = jax_rnnt.RNNTLoss().align
-    expected = align(*p)
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
-    spec = jax.sharding.PartitionSpec("data")
-    mapped = jax.shard_map(align, mesh=mesh, in_specs=spec, out_specs=spec)
-    for got in (jax.vmap(align)(*p), jax.jit(mapped)(*p)):
-        np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
-        np.testing.assert_array_equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("question", ["emission_frames", "latency"])

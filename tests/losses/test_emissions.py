@@ -54,30 +54,29 @@ def expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, *, d
 @functools.cache
 def stages(implementation, blanks, normalize, **head):
     options = dict(blanks=blanks, normalize=normalize, **head)
-    if implementation == "kernel":
-        return (
-            jax.jit(lambda *a: softmax.forward(*a, strict=True, **options)),
-            jax.jit(lambda x, label, n, norm, scale, clamp, *c: softmax.backward(
-                x, label, n, norm, c, scale, clamp, strict=True, alias=False, **options)),
-        )  # fmt: skip
-    return (
-        jax.jit(lambda *a: softmax.softmax_emission(*a, **options)),
-        jax.jit(lambda *a: softmax.backward_reference(*a, **options)[0]),
-    )
+
+    def forward(*arguments):
+        if implementation == "kernel":
+            return softmax.forward(*arguments, strict=True, **options)
+        return softmax.softmax_emission(*arguments, **options)
+
+    def backward(x, label, frames, norm, scale, clamp, *cotangents):
+        if implementation == "kernel":
+            rest = norm, cotangents, scale, clamp
+            return softmax.backward(x, label, frames, *rest, strict=True, alias=False, **options)
+        return softmax.backward_reference(x, label, frames, norm, scale, clamp, *cotangents, **options)[0]
+
+    return jax.jit(forward), jax.jit(backward)
 
 
 # by label and frame, dtype, classes, blank: rows for every path of the kernels
 SIZES = (
-    (False, np.float64, 9, 0),
-    (True, np.float32, 37, 5),
-    (False, np.float32, 5, 4),
-    (True, np.float32, 301, 300),
-    (False, np.float64, 70, 33),
-    (False, np.float32, 1200, 1100),
+    *((False, np.float64, 9, 0), (True, np.float32, 37, 5), (False, np.float32, 5, 4)),
+    *((True, np.float32, 301, 300), (False, np.float64, 70, 33), (False, np.float32, 1200, 1100)),
 )
 BLANKS = {"two": (0, 8), "four": (8, 7, 6, 5), "twice the same": (2, 2)}
-HEADS = {"durations": dict(durations=4), "one_duration": dict(durations=1), "bernoulli": dict(bernoulli=True)}
-KINDS = {"softmax": {}, **HEADS, **{name: {"blanks": x} for name, x in BLANKS.items()}}
+KINDS = {"softmax": {}, "durations": dict(durations=4), "one_duration": dict(durations=1)}
+KINDS |= {"bernoulli": dict(bernoulli=True)} | {name: dict(blanks=x) for name, x in BLANKS.items()}
 
 
 @losses.reference_slow
@@ -108,25 +107,6 @@ def test_both_stages(implementation, kind, normalize):
 
 
 @losses.reference_slow
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_odd_rows(implementation, head):
-    """NaN or +inf anywhere in a row gives NaN in all planes; the bits of other rows do not change."""
-    more, classes, blank = head.get("durations", 0), 21, 20
-    label = np.full((1, 1, 3), 2, np.int32)
-    x = np.random.default_rng(0).normal(0, 2, (1, 4, 3, classes + more)).astype(np.float32)
-    forward, _ = stages(implementation, (blank,), True, **head)
-    clean = np.stack(forward(x, label, np.array([4], np.int32)))
-    assert np.isfinite(clean).all()
-    for place, value in ((blank, np.inf), (7, np.nan), (classes + more - 1, np.nan), (classes + more - 1, np.inf)):
-        odd = x.copy()
-        odd[0, 1, 2, place] = value
-        got = np.stack(forward(odd, label, np.array([4], np.int32)))[:-1]
-        assert np.isnan(got[:, 0, 1, 2]).all()
-        got[:, 0, 1, 2] = clean[:-1, 0, 1, 2]
-        losses.assert_same_bits(got, clean[:-1])
-
-
-@losses.reference_slow
 def test_bernoulli_extremes(implementation):
     """log sigmoid to the last digits far from 0, and a blank that is certain or impossible."""
     z = np.array([-np.inf, -1e4, -100, -30, -1e-3, 0, 1e-3, 8, 20, 88, 1e4], np.float64)
@@ -142,11 +122,8 @@ def test_bernoulli_extremes(implementation):
             blank, other = -np.logaddexp(0, -rounded), -np.logaddexp(0, rounded)
         limit = 4 * losses.eps(dtype)
         # exp(-z) has the relative error of its argument's rounding.
-        close = (
-            np.abs(log_blank[0, 1:, 0] - blank[1:])
-            <= (4 + np.abs(rounded[1:])) * losses.eps(dtype) * -blank[1:] + 1e-38
-        )
-        assert log_blank[0, 0, 0] == -np.inf and close.all()
+        error = (4 + np.abs(rounded[1:])) * losses.eps(dtype) * -blank[1:] + 1e-38
+        assert log_blank[0, 0, 0] == -np.inf and (np.abs(log_blank[0, 1:, 0] - blank[1:]) <= error).all()
         np.testing.assert_allclose(log_label[0, :, 0], other - np.log(2), rtol=limit, atol=limit)
         one, none = np.ones((1, z.size, 1), dtype), np.zeros((1, z.size, 1), dtype)
         scale, clamp = np.ones(1, dtype), -np.ones(1, dtype)
@@ -155,8 +132,6 @@ def test_bernoulli_extremes(implementation):
 
 
 # ------------------------------------------------------------------------------------ the normalizer between the stages
-
-
 def exact_softmax(x):
     """In extended precision; 0 in a row of -inf."""
     x = x.astype(np.longdouble)
@@ -173,9 +148,8 @@ def assert_softmax(got, x, atol=0.0):
     x = x.astype(np.longdouble)
     peak, anchor = x.max(-1, keepdims=True), x[..., :1]
     with np.errstate(invalid="ignore"):
-        rounded = np.where(
-            peak - anchor <= 45, np.abs(x - anchor) + np.abs(peak - anchor), np.abs(x - peak) + abs(peak)
-        )
+        near, far = np.abs(x - anchor) + np.abs(peak - anchor), np.abs(x - peak) + abs(peak)
+        rounded = np.where(peak - anchor <= 45, near, far)
         limit = np.where(p > 0, np.minimum((16 + rounded) * eps * p, 1), 0)
     limit = limit + atol + 8 * np.finfo(got.dtype).tiny
     wrong = ~(np.abs(got - p) <= limit)
@@ -246,12 +220,3 @@ def test_error_of_exp(native_kernel):
     ratio = dx[0, 0, 0, 1:] / np.exp(x[0, 0, 0, 1:].astype(np.float64))
     errors = np.abs(ratio / np.median(ratio) - 1) / losses.eps(np.float32)
     assert errors.max() < 3 and np.sqrt((errors**2).mean()) < 0.5
-
-
-def test_labels_of_no_class(native_kernel):
-    """NaN, and nothing is read outside the row. The blank stays."""
-    label = np.array([9, 10, 2**31 - 1, OUTSIDE - 1, 8], np.int32)
-    forward, _ = stages(native_kernel, (3,), True)
-    log_blank, log_label, _ = forward(np.zeros((1, 1, 5, 9), np.float32), label[None, None], np.array([1], np.int32))
-    np.testing.assert_allclose(log_blank[0, 0], -np.log(9), rtol=1e-6)
-    assert np.isnan(log_label[0, 0]).tolist() == [True] * 4 + [False]

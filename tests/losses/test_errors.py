@@ -1,5 +1,6 @@
 """Does each static mistake raise at trace time, naming argument, expected and actual value?"""
 
+import dataclasses
 import functools
 import re
 
@@ -12,59 +13,41 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
-METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs", "validate"
 
 # Mistakes in a call of shape B=4, T=7, U=4, V=9: argument, value, text in the message beside the name.
 f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.zeros, dtype=np.int32)
 WRONG = {
-    "logits_rank_2": ("logits", f32((5, 9)), ["(5, 9)"]),
-    "logits_rank_0": ("logits", np.float32(1), ["()"]),
+    "logits_rank": ("logits", f32((5, 9)), ["(5, 9)"]),
     "logits_none": ("logits", None, ["None"]),
     "logits_string": ("logits", "logits", ["float32", "<U6"]),
     "logits_ragged": ("logits", [[1.0], [1.0, 2.0]], ["[[1.0], [1.0, 2.0]]"]),
     "logits_int": ("logits", i32((4, 7, 5, 9)), ["int32", "float"]),
-    "logits_bool": ("logits", np.zeros((4, 7, 5, 9), bool), ["bool", "float"]),
-    "logits_complex": ("logits", np.zeros((4, 7, 5, 9), np.complex64), ["complex64", "float"]),
     "logits_no_classes": ("logits", f32((4, 7, 5, 0)), ["(4, 7, 5, 0)"]),
     "logits_no_nodes": ("logits", f32((4, 7, 0, 9)), ["(4, 7, 0, 9)"]),
     "targets_as_long_as_nodes": ("targets", i32((4, 5)), ["(4, 5)", "(4, 4)", "logits needs 6 columns"]),
     "targets_rank": ("targets", i32((4,)), ["(4,)", "(4, 4)"]),
-    "targets_batch": ("targets", i32((3, 4)), ["(3, 4)", "(4, 4)"]),
     "targets_broadcast": ("targets", i32((1, 4)), ["(1, 4)", "(4, 4)"]),
     "targets_float": ("targets", f32((4, 4)), ["float32", "int"]),
     "targets_bool": ("targets", np.zeros((4, 4), bool), ["bool", "int"]),
     "logit_lengths_shape": ("logit_lengths", i32((3,)), ["(3,)", "(4,)"]),
-    "logit_lengths_rank": ("logit_lengths", i32((4, 1)), ["(4, 1)", "(4,)"]),
     "logit_lengths_scalar": ("logit_lengths", np.int32(7), ["()", "(4,)"]),
-    "logit_lengths_float": ("logit_lengths", f32((4,)), ["float32", "int"]),
     "target_lengths_shape": ("target_lengths", i32((5,)), ["(5,)", "(4,)"]),
-    "target_lengths_rank": ("target_lengths", i32((2, 2)), ["(2, 2)", "(4,)"]),
     "target_lengths_float": ("target_lengths", np.zeros(4, np.float64), ["float64", "int"]),
     "blank_too_large": ("blank", 9, ["9"]),
     "blank_too_small": ("blank", -10, ["-10", "9"]),
-    "blank_float": ("blank", 1.5, ["1.5", "int"]),
-    "blank_string": ("blank", "0", ["int"]),
-    "blank_none": ("blank", None, ["None", "int"]),
     "reduction": ("reduction", "avg", ["avg", "mean", "none", "sum", "mean_target", "mean_volume"]),
     "reduction_none": ("reduction", None, ["None", "mean", "the same here is 'none'"]),
     "reduction_of_nemo": ("reduction", "mean_batch", ["mean_target", "the same here is 'mean'"]),
     "clamp_vector": ("clamp", f32((4,)), ["(4,)"]),
-    "clamp_string": ("clamp", "1", []),
-    "clamp_none": ("clamp", None, ["None"]),
     "clamp_complex": ("clamp", 1j, []),
-    "fastemit_lambda_vector": ("fastemit_lambda", f32((2,)), ["(2,)"]),
-    "fastemit_lambda_string": ("fastemit_lambda", "0.1", []),
-    "delay_penalty_vector": ("delay_penalty", f32((1,)), ["(1,)"]),
     "delay_penalty_list": ("delay_penalty", [0.1], []),
     "label_windows_pairs": ("label_windows", i32((4, 4, 3)), ["(4, 4, 3)", "(4, 4, 2)"]),
     "label_windows_labels": ("label_windows", i32((4, 5, 2)), ["(4, 5, 2)", "(4, 4, 2)"]),
-    "label_windows_rank": ("label_windows", i32((4, 2)), ["(4, 2)", "(4, 4, 2)"]),
     "label_windows_float": ("label_windows", f32((4, 4, 2)), ["float32", "int"]),
     "implementation": ("implementation", "xla", ["xla", "kernel", "reference"]),
 }
-
-
-NAMES = {"RNNTLoss": losses.RNNT, "rnnt_loss": jax_rnnt.rnnt_loss}
+QUESTIONS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs", "validate"
+MISTAKE = ValueError, TypeError
 
 
 def call(loss, name, value, **changes):
@@ -77,8 +60,8 @@ def call(loss, name, value, **changes):
 def test_message(wrong):
     """The class or the function is named, the argument, what it must be and what it is."""
     name, value, parts = wrong
-    for function, loss in NAMES.items():
-        with pytest.raises((ValueError, TypeError)) as caught:
+    for function, loss in {"RNNTLoss": losses.RNNT, "rnnt_loss": jax_rnnt.rnnt_loss}.items():
+        with pytest.raises(MISTAKE) as caught:
             call(loss, name, value)
         for part in (f"{function}: ", name, *parts):
             assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
@@ -86,31 +69,51 @@ def test_message(wrong):
 
 @losses.every
 def test_messages_of_every_loss(loss):
+    """A question is named beside the class."""
     p = losses.problem(loss=loss, dtype=np.float32)
+    cases = [("blank", loss.value(blank=99), p)]
     for name, value in (("targets", i32((4, 5))), ("logit_lengths", i32(3)), ("logits", i32((4, 7, 5, 9)))):
-        bad = p._replace(**{name: value})
-        with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}: {name} "):
-            loss(*bad)
-        for question in METHODS:
-            with pytest.raises((ValueError, TypeError), match=rf"{loss.kind.__name__}\.{question}: {name} must"):
-                getattr(loss.value(), question)(*bad)
-    for question in METHODS:
-        with pytest.raises(ValueError, match=rf"{loss.kind.__name__}\.{question}: blank "):
-            getattr(loss.value(blank=99), question)(*p)
-    for name, value in {"blank": 99, "reduction": "avg", "clamp": "1", "implementation": "xla"}.items():
-        with pytest.raises((ValueError, TypeError), match=name):
-            loss(*p, **{name: value})
+        cases.append((name, loss.value(), p._replace(**{name: value})))
+    for name, made, arguments in cases:
+        for question in ("__call__", *QUESTIONS):
+            where = "" if question == "__call__" else rf"\.{question}"
+            with pytest.raises(MISTAKE, match=f"{loss.kind.__name__}{where}: {name} "):
+                getattr(made, question)(*arguments)
+
+
+FIELDS = {
+    "blank": ("x", None, 1.0),
+    "fused_log_softmax": (1,),
+    "inplace": ("no", 1),
+    "clamp": (None, "1"),
+    "fastemit_lambda": ("0.1",),
+    "delay_penalty": ([0.1], f32(3)),
+    "reduction": ("avg",),
+    "implementation": ("xla",),
+}
+
+
+@losses.every_quick
+def test_message_of_a_new_loss(loss):
+    """Errors that do not depend on a batch are raised when the loss is made, not when it is called."""
+    for make in (loss.value, functools.partial(dataclasses.replace, loss.value())):
+        for name, values in FIELDS.items():
+            for value in values:
+                got = "shape (3,)" if isinstance(value, np.ndarray) else repr(value)
+                message = rf"{loss.kind.__name__}: {name} must .*got {re.escape(got)}"
+                with pytest.raises(MISTAKE, match=message):
+                    make(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])
 def test_raised_while_tracing(name):
     """The error is raised under jit, vmap and grad alike, before anything runs."""
     value = {"targets": i32((4, 5)), "logits": i32((4, 7, 5, 9)), "blank": 9, "reduction": "avg"}[name]
-    with pytest.raises((ValueError, TypeError), match=name):
+    with pytest.raises(MISTAKE, match=name):
         jax.eval_shape(lambda: call(losses.RNNT, name, value))
     if name != "logits":
         run = lambda x: call(losses.RNNT, name, value, logits=x)
-        with pytest.raises((ValueError, TypeError), match=name):
+        with pytest.raises(MISTAKE, match=name):
             jax.jit(jax.vmap(jax.grad(run)))(f32((2, 4, 7, 5, 9)))
 
 
@@ -122,26 +125,7 @@ def test_type_of_blank():
         jax.jit(lambda b: losses.RNNT(*p, blank=b))(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("blank", "x"), ("blank", None), ("blank", 1.0), ("fused_log_softmax", 1), ("inplace", "no"), ("clamp", None),
-        ("fastemit_lambda", "0.1"), ("delay_penalty", [0.1]), ("reduction", "avg"), ("implementation", "xla"),
-    ],
-)  # fmt: skip
-def test_message_of_a_new_loss(name, value):
-    """Errors that do not depend on a batch are raised when the loss is made."""
-    with pytest.raises((ValueError, TypeError), match=rf"RNNTLoss: {name} must .*got {re.escape(repr(value))}"):
-        jax_rnnt.RNNTLoss(**{name: value})
-
-
-# ------------------------------------------------------------------------------------------------- validation of data
-
-BAD_DATA = {
-    "logit_lengths": ((2,), 8),
-    "target_lengths": ((1,), 5),
-    "targets": ((0, 1), 9),
-}
+BAD_DATA = {"logit_lengths": ((2,), 8), "target_lengths": ((1,), 5), "targets": ((0, 1), 9)}
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
@@ -181,13 +165,14 @@ def test_validation_finds_what_has_no_path(loss):
 
 def test_validation_of_classes():
     """A duration or a big blank is no label, nor is the blank: the loss would take it for one."""
-    tdt, lengths = jax_rnnt.TDTLoss((0, 1, 2), omega=0.5, sigma=0.1), (np.int32(4), np.int32(2))
-    with pytest.raises(ValueError, match=r"targets\[1\] must lie in \[0, 5\), before the 3 durations, got 6"):
-        tdt.validate(f32((4, 3, 8)), np.array([0, 6]), *lengths)
-    with pytest.raises(ValueError, match=r"targets\[1\] must not be a blank class \(4\), got 4"):
-        tdt.validate(f32((4, 3, 8)), np.array([0, 4]), *lengths)
-    with pytest.raises(ValueError, match=r"targets\[0\] must not be a blank class \(5, 4, 3\), got 3"):
-        jax_rnnt.MultiblankRNNTLoss((2, 3)).validate(f32((4, 3, 6)), np.array([3, 1]), *lengths)
+    tdt, multiblank = jax_rnnt.TDTLoss((0, 1, 2), omega=0.5, sigma=0.1), jax_rnnt.MultiblankRNNTLoss((2, 3))
+    for loss, classes, targets, message in (
+        (tdt, 8, [0, 6], r"targets\[1\] must lie in \[0, 5\), before the 3 durations, got 6"),
+        (tdt, 8, [0, 4], r"targets\[1\] must not be a blank class \(4\), got 4"),
+        (multiblank, 6, [3, 1], r"targets\[0\] must not be a blank class \(5, 4, 3\), got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss.validate(f32((4, 3, classes)), np.array(targets), np.int32(4), np.int32(2))
 
 
 def test_validation_under_checkify():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_rnnt
+import layouts
 import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
@@ -16,25 +17,17 @@ EXACT = 1e-12
 BOTH = pytest.mark.parametrize("table", [losses.multiblank, losses.tdt], ids=["multiblank", "tdt"])
 
 
-@pytest.mark.parametrize("loss", [losses.MULTIBLANK, losses.TDT], ids=str)
-def test_sigma(implementation, loss):
-    p = losses.problem(loss=loss)
-    got = losses.evaluate(loss, p, implementation, sigma=0.3)
-    losses.assert_matches(got, loss.expected(p, sigma=0.3), np.float64, 11)
-    call = jax.jit(lambda s: loss(*p, reduction="none", sigma=s, implementation=implementation))
-    np.testing.assert_allclose(call(np.float64(0.3)), got[0], rtol=EXACT)  # a schedule may pass a NumPy number
-
-
 DURATIONS = (3, 1), (2, 3), (1,), (0, 4, 2, 1, 3), (5,), (0, 9)
-ANY = [*map(losses.tdt, DURATIONS), *map(losses.multiblank, ((2, 3), (4, 2, 9)))]
+ANY = [(loss, None) for loss in (*map(losses.tdt, DURATIONS), *map(losses.multiblank, ((2, 3), (4, 2, 9))))]
+ANY += [(losses.TDT, "reference"), (losses.MULTIBLANK, "reference")]
 
 
-@pytest.mark.parametrize("loss", ANY, ids=lambda loss: f"{loss}-{loss.truth['durations']}")
-def test_any_durations(loss):
-    """In any order, without 0, without 1, beyond T."""
+@pytest.mark.parametrize(("loss", "way"), ANY, ids=str)
+def test_any_durations(loss, way):
+    """In any order, without 0, without 1, beyond T; with sigma."""
     p = losses.problem(loss=loss)
-    got = losses.evaluate(loss, losses.poisoned(p), None, clamp=0.5)
-    losses.assert_matches(got, loss.expected(p, clamp=0.5), np.float64, 11)
+    got = losses.evaluate(loss, losses.poisoned(p), way, clamp=0.5, sigma=0.3)
+    losses.assert_matches(got, loss.expected(p, clamp=0.5, sigma=0.3), np.float64, 11)
 
 
 @pytest.mark.parametrize("long", [losses.slow(8), 2**64, 2**32 + 1])
@@ -114,49 +107,27 @@ def test_coin_does_not_depend_on_64_bit_types():
 
 @pytest.mark.parametrize("alone", [losses.RNNT, losses.MONOTONIC, losses.CONSTRAINED], ids=str)
 def test_topologies_of_hat(alone):
-    """The blank amid the classes; also with the log-probabilities of HAT as they are."""
-    topology = alone.name.replace("rnnt", "standard")
-    p = losses.problem()
-    log_probs = p.logits.copy()
-    for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths)):
-        x = p.logits[b, :n, : m + 1]
-        arcs = [truth.hat_emission(x, np.full(m + 1, k), blank=3)[0]["label"] for k in range(9)]
-        log_probs[b, :n, : m + 1] = np.stack(arcs, -1)
-    expected, _ = alone.expected(p._replace(logits=log_probs), blank=3, fused_log_softmax=False)
+    """The blank amid the classes; also with the log-probabilities of HAT as they are, and in a band."""
+    p, topology = losses.poisoned(losses.problem()), alone.name.replace("rnnt", "standard")
     loss = lambda **options: jax_rnnt.HATLoss(blank=3, reduction="none", topology=topology, **options)
-    np.testing.assert_allclose(loss()(*losses.poisoned(p)), expected, rtol=EXACT)
-    plain = loss(fused_log_softmax=False, implementation="reference")
-    np.testing.assert_allclose(plain(log_probs, *p[1:]), expected, rtol=EXACT)
+    for name in ("array", "BandLogits"):
+        logits = np.asarray(layouts.dense(p, name)(p.logits))
+        log_probs = np.zeros_like(logits)
+        for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths)):
+            x = logits[b, :n, : m + 1]
+            arcs = [truth.hat_emission(x, np.full(m + 1, k), blank=3)[0]["label"] for k in range(9)]
+            log_probs[b, :n, : m + 1] = np.stack(arcs, -1)
+        expected, _ = alone.expected(p._replace(logits=log_probs), blank=3, fused_log_softmax=False)
+        np.testing.assert_allclose(loss()(layouts.layout(p, name)(p.logits), *p[1:]), expected, rtol=EXACT)
+        plain = loss(fused_log_softmax=False, implementation="reference")
+        np.testing.assert_allclose(plain(log_probs, *p[1:]), expected, rtol=EXACT)
 
 
-def test_certain_blanks_of_hat():
-    """Bernoulli logits beyond the range of exp: no overflow, no floor."""
-    p = losses.problem(1, 4, 1, 5, lengths=([4], [1]), dtype=np.float32)
-    for size in (30.0, 200.0, 1e4):
-        logits = p.logits.copy()
-        logits[..., -1] = np.where(np.arange(4)[:, None] % 2, size, -size)
-        q = p._replace(logits=logits)
-        losses.assert_matches(losses.evaluate(losses.HAT, q, None), losses.HAT.expected(q), np.float32, 5)
-
-
-def test_label_equal_to_a_blank_counts_twice(implementation):
-    """One certain class is both a label and a blank: two paths sum to 2."""
-    certain = np.tile(np.array([0.0, -np.inf]), (1, 4, 2, 1))
-    rest = lambda frames: (np.array([[0]], np.int32), np.array([frames], np.int32), np.array([1], np.int32))
-    for loss, logits, frames in (
-        (jax_rnnt.MultiblankRNNTLoss([2], implementation=implementation), certain, 4),
-        (jax_rnnt.RNNTLoss(implementation=implementation), certain[:, :2, :, :1], 2),
-    ):
-        np.testing.assert_allclose(loss(logits, *rest(frames)), -np.log(2), rtol=EXACT)
-
-
-@losses.every
-def test_every_stage_by_kernel(loss, kernel):
-    p = losses.problem(loss=loss, dtype=np.float32)
-    for implementation in (kernel, None):
-        call = jax.jit(jax.value_and_grad(lambda *p, i=implementation: loss(*p, implementation=i)))
-        text = call.lower(*p).compile().as_text()
-        assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
+def test_label_equal_to_a_big_blank_counts_twice(implementation):
+    """One certain class is both a label and a big blank: two paths sum to 2."""
+    certain = np.tile(np.array([0.0, -np.inf]), (4, 2, 1))
+    loss = jax_rnnt.MultiblankRNNTLoss([2], implementation=implementation)
+    np.testing.assert_allclose(loss(certain, np.array([0]), np.int32(4), np.int32(1)), -np.log(2), rtol=EXACT)
 
 
 @BOTH
@@ -170,11 +141,11 @@ def test_durations_are_checked(table):
 
 def test_own_arguments_are_checked():
     p = losses.problem(dtype=np.float32)
-    with pytest.raises(ValueError, match=r"MultiblankRNNTLoss: blank .* got 1"):
-        jax_rnnt.MultiblankRNNTLoss([2, 3], blank=1)(*p)
-    with pytest.raises(ValueError, match="big_blank_durations"):
-        jax_rnnt.MultiblankRNNTLoss([1])
-    with pytest.raises(ValueError, match="TDTLoss: durations"):
-        jax_rnnt.TDTLoss([0])
-    with pytest.raises(ValueError, match="topology"):
-        jax_rnnt.HATLoss(topology="ctc")
+    for make, message in (
+        (lambda: jax_rnnt.MultiblankRNNTLoss([2, 3], blank=1)(*p), r"MultiblankRNNTLoss: blank .* got 1"),
+        (lambda: jax_rnnt.MultiblankRNNTLoss([1]), "big_blank_durations"),
+        (lambda: jax_rnnt.TDTLoss([0]), "TDTLoss: durations"),
+        (lambda: jax_rnnt.HATLoss(topology="ctc"), "topology"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -70,8 +70,7 @@ def test_inplace_changes_nothing(kernel, with_value):
         (value, used), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(p.logits)
         return (value, used, gradient) if with_value else (used, gradient)
 
-    for a, b in zip(run(True), run(False), strict=True):
-        losses.assert_same_bits(a, b)
+    losses.assert_same_bits(run(True), run(False))
 
 
 @losses.every_layout
@@ -100,46 +99,14 @@ def test_vjp_called_twice(implementation):
     assert all(x.dtype == jax.dtypes.float0 for x in others)
 
 
-# ----------------------------------------------------------- further derivatives; test_derivatives.py has the rest
-
-
-@pytest.fixture
-def small():
-    return lambda loss: losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
-
-
 @losses.every
-def test_forward_mode_of_the_reference(loss, small):
-    p = small(loss)
+def test_forward_mode_of_the_reference(loss):
+    """test_derivatives.py has further derivatives."""
+    p = losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
     tangent = np.random.default_rng(9).normal(size=p.logits.shape)
-    expected = (loss.expected(p)[1] * tangent).sum()
-    call = lambda x: loss(x, *p[1:], reduction="sum", implementation="reference")
+    expected = (loss.expected(p)[1] * tangent).sum((1, 2, 3))
+    call = lambda x: loss(x, *p[1:], reduction="none", implementation="reference")
     np.testing.assert_allclose(jax.jit(lambda x, v: jax.jvp(call, (x,), (v,))[1])(p.logits, tangent), expected)
-
-
-def test_jacobians(implementation, small):
-    """Rows of other sequences are zero; forward mode gives the same."""
-    p = small(losses.RNNT)
-    call = lambda x: losses.RNNT(x, *p[1:], reduction="none", implementation=implementation)
-    jacobian = np.asarray(jax.jit(jax.jacrev(call))(p.logits))
-    _, expected = losses.RNNT.expected(p)
-    for b in range(2):
-        np.testing.assert_allclose(jacobian[b, b], expected[b], atol=1e-13)
-        assert not jacobian[b, 1 - b].any()
-    if implementation == "reference":
-        np.testing.assert_allclose(jax.jit(jax.jacfwd(call))(p.logits), jacobian, atol=1e-13)
-
-
-@pytest.mark.slow
-def test_gradient_of_a_gradient_penalty(implementation, small):
-    """grad(|grad|^2), as gradient penalties need it, stays finite and right with padding of NaN."""
-    p = small(losses.RNNT)
-    call = lambda x: losses.RNNT(x, *losses.poisoned(p)[1:], reduction="sum", implementation=implementation)
-    penalty = jax.jit(jax.grad(lambda x: (jax.grad(call)(x) ** 2).sum()))(losses.poisoned(p).logits)
-    truth_penalty = lambda x: (losses.RNNT.expected(p._replace(logits=x))[1] ** 2).sum()
-    direction = np.random.default_rng(11).normal(size=p.logits.shape)
-    slope = (truth_penalty(p.logits + 1e-5 * direction) - truth_penalty(p.logits - 1e-5 * direction)) / 2e-5
-    np.testing.assert_allclose((np.asarray(penalty) * direction).sum(), slope, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -8,44 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import feeds
 import jax_rnnt
 import losses
 import reference_numpy as truth
-from feeds import (
-    INF,
-    MASKS,
-    Row,
-    T,
-    U,
-    V,
-    all_failures,
-    far,
-    lowest,
-    none_of,
-    possible,
-    problem_of,
-    table,
-    twin_failures,
-)
+from feeds import INF, T, U, V, none_of, possible, problem_of, table, twin_failures
 from jax_rnnt import lattices
 
 BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
 
+
 # ------------------------------------------------------------------------------------------------ values and gradients
-
-
 def check(loss, implementation, dtype="float32", fused=True, entry=None, twins=True):
     """`entry`: the same loss of another layout of the logits. `twins`: equal masks must have equal numbers."""
     rows = table(loss, dtype, fused)
     got = losses.evaluate(entry or loss, problem_of(rows), implementation, fused_log_softmax=fused)
-    none_of(all_failures(loss, rows, got, dtype, implementation if twins else "reference", fused))
+    none_of(feeds.all_failures(loss, rows, got, dtype, implementation if twins else "reference", fused))
 
 
 def test_the_usual_mask(implementation):
     """The mask is on all labels of frame 0, or on all labels: numbers by hand."""
     logits = np.zeros((3, 3, 4), np.float32)
     rest = np.array([[1, 2]] * 2, np.int32), np.array([3, 3], np.int32), np.array([2, 2], np.int32)
-    for mask in (*MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the largest size for the kernels' sweeps
+    for mask in (*feeds.MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the largest size for the kernels' sweeps
         first, everywhere = logits.copy(), logits.copy()
         first[0, :, 1:] = everywhere[..., 1:] = mask
         p = losses.Problem(np.stack([first, everywhere]), *rest)
@@ -83,7 +68,7 @@ def test_masks_in_other_layouts(kernel):
     values, gradient = losses.evaluate(packed, p._replace(logits=losses.packed(p, p.logits, extra=0)), kernel)
     whole = np.zeros_like(p.logits)
     whole[losses.inside(p)] = gradient
-    none_of(all_failures(losses.RNNT, rows, (values, whole), "float32", kernel))
+    none_of(feeds.all_failures(losses.RNNT, rows, (values, whole), "float32", kernel))
 
 
 def test_masked_bias():
@@ -91,7 +76,7 @@ def test_masked_bias():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(2, T, 3)).astype(np.float32), rng.normal(size=(2, U + 1, 3)).astype(np.float32)
     weight = rng.normal(size=(3, V)).astype(np.float32)
-    rest = problem_of([Row("", np.zeros((T, U + 1, V)), T, None, 0)], 2)[1:]
+    rest = problem_of([feeds.Row("", np.zeros((T, U + 1, V)), T, None, 0)], 2)[1:]
 
     @jax.jit
     def run(weight, bias):
@@ -100,22 +85,11 @@ def test_masked_bias():
 
     others = np.arange(V) != 2  # targets are below 2, so they keep their numbers
     expected, wanted = run(weight[:, others], np.zeros(V - 1, np.float32))
-    for mask in (-1e9, lowest(np.float32), -INF):
+    for mask in (-1e9, feeds.lowest(np.float32), -INF):
         value, gradient = run(weight, np.where(others, 0, mask).astype(np.float32))
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         np.testing.assert_allclose(gradient[:, others], wanted, atol=1e-5)
         assert not np.asarray(gradient)[:, 2].any()
-
-
-def test_what_is_beyond_float32(implementation):
-    """Two masks of finfo.min on every path: +inf and a gradient of exactly zero."""
-    logits = np.zeros((T, U + 1, V), np.float32)
-    logits[..., : V - 1] = lowest(np.float32)
-    values, gradient = losses.evaluate(losses.RNNT, problem_of([Row("", logits, T, None, 0)]), implementation)
-    assert (values == INF).all() and not gradient.any()
-
-
-# --------------------------------------------------------------------------------------------- questions to the lattice
 
 
 @losses.every_kernel
@@ -132,15 +106,15 @@ def test_posteriors_of_masks(loss, implementation):
             mean = (np.arange(T)[:, None] * label[b]).sum(0)[:U]
             if not (np.isfinite(both).all() and both.min() >= -1e-6 and both.max() <= 1 + 1e-5):
                 yield f"{row.name}: posteriors in [{both.min()}, {both.max()}]"
-            elif far(frames[b], mean, 1e-5):
+            elif feeds.far(frames[b], mean, 1e-5):
                 yield f"{row.name}: frames {frames[b]}, but {mean} by posteriors"
             elif both[:, row.frames :].any():
                 yield f"{row.name}: posteriors outside the lengths"
             elif possible(row, "float32"):
-                if far(label[b, :, :U].sum(0), 1, 1e-5):
+                if feeds.far(label[b, :, :U].sum(0), 1, 1e-5):
                     yield f"{row.name}: labels are emitted {label[b, :, :U].sum(0)} times"
                 expected = np.stack(truth.by_kind(row.solution.posteriors))
-                if row.slack < 1e-2 and far(both[:, : row.frames], expected, 1e-5 + row.slack):
+                if row.slack < 1e-2 and feeds.far(both[:, : row.frames], expected, 1e-5 + row.slack):
                     yield f"{row.name}: posteriors off by {np.abs(both[:, : row.frames] - expected).max()}"
             elif both.any():
                 yield f"{row.name}: posteriors without a path"
@@ -162,12 +136,10 @@ def test_alignments_of_masks(loss):
                 continue
             best = max(row.solution.scores)
             limit = 1e-5 + 1e-6 * abs(float(best))
-            same = [
-                x
-                for path, x in zip(row.solution.paths, row.solution.scores)
-                if [t for slot, t, _ in path if truth.is_label(slot)] == where.tolist()
-            ]
-            if far(score, float(best), limit):
+            frames_of = lambda path: [t for slot, t, _ in path if truth.is_label(slot)]
+            solution = row.solution
+            same = [x for path, x in zip(solution.paths, solution.scores) if frames_of(path) == where.tolist()]
+            if feeds.far(score, float(best), limit):
                 yield f"{row.name}: score {score}, expected {float(best)}"
             if not same or best - max(same) > limit:
                 yield f"{row.name}: frames {where} are not those of a best path"
@@ -180,7 +152,7 @@ COSTLY = ("class without a label", "labels of a frame", "run of arcs")
 
 def check_twins(loss, function):
     """Results of the masks -inf, -1e9 and finfo.min are the same, and finite."""
-    names = [f"{name} at {m:g}" for name in COSTLY for m in (-INF, -1e9, lowest(np.float32))]
+    names = [f"{name} at {m:g}" for name in COSTLY for m in (-INF, -1e9, feeds.lowest(np.float32))]
     rows = [row for row in table(loss) if row.name.split(",")[0] in names]
     ids = [table(loss).index(row) if row.twin is None else row.twin for row in rows]
     p = problem_of(rows, 0)
@@ -218,8 +190,6 @@ def test_second_derivatives_of_masks(loss):
 
 
 # ------------------------------------------------------------------------------------------------------------- the arcs
-
-
 def test_masked_arcs(implementation):
     """`lattices.log_likelihood` and its posteriors with arcs of any size, huge ones included."""
     rng = np.random.default_rng(0)

@@ -10,8 +10,6 @@ import pytest
 import losses
 from feeds import INF, T, U, V, far, gradient_failures, lowest, none_of, problem_of, row_of, value_failures
 
-# ----------------------------------------------------------------------------------------------------------- offsets
-
 # (offsets, parts of one in which the logits are counted): logit + offset is a float32.
 OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
 
@@ -54,20 +52,16 @@ def offset_failures(rows, limits, values, gradient):
             yield f"{row.name}: gradient off by {np.abs(got - row.solution.gradient).max():.2g}"
 
 
-@pytest.mark.parametrize("blank", [-1, 0])
-@losses.every
-def test_common_offsets(loss, implementation, blank):
+SHIFTED = [(loss, blank, V) for loss in losses.LOSSES for blank in (-1, 0)]
+SHIFTED = [x if x[0] in (losses.RNNT, losses.TDT) else losses.slow(*x) for x in SHIFTED]
+
+
+@pytest.mark.parametrize(("loss", "blank", "classes"), [*SHIFTED, (losses.RNNT, 0, 70), (losses.RNNT, 0, 300)], ids=str)
+def test_common_offsets(loss, implementation, blank, classes):
     """An offset of all logits of a softmax changes neither loss nor gradient. Rows may have different offsets."""
     blank = loss.blank(blank)
-    rows, limits = shifted(loss, blank)
+    rows, limits = shifted(loss, blank, classes)
     none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation, blank=blank)))
-
-
-@pytest.mark.parametrize("classes", [70, 300])
-def test_common_offsets_of_long_rows(implementation, classes):
-    rows, limits = shifted(losses.RNNT, 0, classes)
-    got = losses.evaluate(losses.RNNT, problem_of(rows), implementation, blank=0)
-    none_of(offset_failures(rows, limits, *got))
 
 
 @pytest.mark.parametrize("classes", [6, 70])
@@ -117,8 +111,6 @@ def test_the_largest_logits(loss, implementation):
     none_of(offset_failures(rows, [1e-5] * len(rows), *got))
 
 
-# --------------------------------------------------------------------------------------------------------- magnitudes
-
 MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
 
 
@@ -151,9 +143,8 @@ def test_magnitudes(loss, implementation, fused):
     """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
     rows = scaled(loss, fused)
     values, gradient = losses.evaluate(loss, problem_of(rows), implementation, fused_log_softmax=fused)
-    none_of(
-        [*value_failures(rows, values, "float32", 1e-5), *gradient_failures(loss, rows, gradient, "float32", False)]
-    )
+    none_of(value_failures(rows, values, "float32", 1e-5))
+    none_of(gradient_failures(loss, rows, gradient, "float32", False))
 
 
 @pytest.mark.parametrize("magnitude", [1e4, 1e9, 1e30])

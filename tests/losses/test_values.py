@@ -4,24 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-import cases
 import jax_rnnt
 import losses
 import reference_numpy as truth
 
-WINDOWS = np.array(
-    [
-        [[0, 2], [1, 4], [1, 6], [3, 6]],
-        [[0, 3], [0, 1], [9, 3], [0, 0]],
-        [[5, 1]] * 4,
-        [[0, 1], [0, 9], [2, 3], [-5, -4]],
-    ],
-    np.int32,
-)
+WINDOWS = [[0, 2], [1, 4], [1, 6], [3, 6]], [[0, 3], [0, 1], [9, 3], [0, 0]], [[5, 1]] * 4  # of three sequences
+WINDOWS = np.array([*WINDOWS, [[0, 1], [0, 9], [2, 3], [-5, -4]]], np.int32)
 ALL = {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125, "label_windows": WINDOWS}
-OPTIONS = {name: {name: value} for name, value in ALL.items()}
-OPTIONS |= {"plain": {}, "clamped_fastemit": {"fastemit_lambda": 0.75, "clamp": 0.125}, "all": ALL}
-INPUTS = pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 
 
 def check(loss, implementation, p, blank=-1, **options):
@@ -32,21 +21,14 @@ def check(loss, implementation, p, blank=-1, **options):
     return got
 
 
-@INPUTS
-@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
+@pytest.mark.parametrize("options", [{}, ALL, {"label_windows": WINDOWS}], ids=["plain", "all", "windows"])
 @losses.every_layout
 def test_every_loss(loss, implementation, options, fused):
     """With the first blank, one amid the classes and the last one; arbitrary windows beyond the lengths."""
     for dtype, blank in ((np.float64, 0), (np.float64, -1), (np.float32, 3)):
         p = losses.problem(loss=loss, dtype=dtype)
         check(loss, implementation, p, loss.blank(blank), fused_log_softmax=fused, **options)
-
-
-@INPUTS
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(implementation, options, fused):
-    for dtype, blank in ((np.float64, -1), (np.float32, 4)):
-        check(losses.RNNT, implementation, losses.problem(dtype=dtype), blank, fused_log_softmax=fused, **options)
 
 
 @losses.every
@@ -66,12 +48,6 @@ def test_vocabulary_sizes(kernel, classes):
         p = losses.problem(2, 3, 2, classes, dtype=dtype, lengths=([3, 2], [2, 1]))
         for blank in {0, classes - 1}:
             check(losses.RNNT, kernel, p, blank)
-
-
-def test_speech(kernel):
-    """A batch of the benchmarks, in float32."""
-    p = losses.Problem(*cases.make_inputs(cases.CASES["characters"], np.float32))
-    check(losses.RNNT, kernel, p)
 
 
 def test_the_last_column_is_scaled_too(kernel):

@@ -60,13 +60,6 @@ def fed(logits, name, value):
     return out
 
 
-def bases(loss, dtype):
-    """(name, logits, T_b): equal logits, with exact ties, and normal logits of a shorter sequence."""
-    shape = T, U + 1, V + loss.extra_classes
-    yield "equal", np.zeros(shape, dtype), T
-    yield "normal", np.random.default_rng(0).normal(0, 2, shape).astype(dtype), T - 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One sequence of a batch and its answer. `slack` bounds the effect of float32 arcs on posteriors."""
@@ -114,9 +107,11 @@ def row_of(loss, dtype, name, logits, frames, **options):
 
 @functools.cache
 def table(loss, dtype="float32", fused=True):
-    """All rows: each mask at each size on each base, and the twins with -inf."""
-    rows = []
-    for base, logits, frames in bases(loss, jnp.dtype(dtype)):
+    """All rows: each mask at each size, and its twin with -inf, on equal logits, with exact ties, and normal ones."""
+    rows, shape = [], (T, U + 1, V + loss.extra_classes)
+    normal = np.random.default_rng(0).normal(0, 2, shape)
+    for base, logits, frames in (("equal", np.zeros(shape), T), ("normal", normal, T - 1)):
+        logits = logits.astype(jnp.dtype(dtype))
         if not fused:
             heads = [truth.log_softmax(x.astype(np.float64)) for x in losses.heads(loss, logits)]
             log_probs = np.concatenate(heads, -1)  # HAT takes blanks and labels as they are
@@ -124,9 +119,11 @@ def table(loss, dtype="float32", fused=True):
         for name in FEEDS:
             if name == "one duration" and not loss.extra_classes:
                 continue
-            make = lambda m: row_of(
-                loss, dtype, f"{name} at {m:g}, {base}", fed(logits, name, m), frames, fused_log_softmax=fused
-            )
+
+            def make(mask):
+                title = f"{name} at {mask:g}, {base}"
+                return row_of(loss, dtype, title, fed(logits, name, mask), frames, fused_log_softmax=fused)
+
             twin, index = make(-INF), len(rows)
             rows.append(twin)
             for value in MASKS[dtype]:
@@ -177,8 +174,7 @@ def value_failures(rows, values, dtype, relative=1e-6):
 
 def gradient_failures(loss, rows, gradients, dtype, fused=True):
     """Gradients must be finite, right, 0 outside the lengths and without a path, and sum to 0 over each softmax."""
-    narrow = jnp.dtype(dtype).itemsize == 2
-    rounding, smallest = (losses.eps(dtype) / 2, 2.0**-24) if narrow else (0, 0)
+    rounding, smallest = losses.rounding(jnp.dtype(dtype))
     for row, gradient in zip(rows, np.asarray(gradients)):
         gradient = gradient.astype(np.float64)
         if not np.isfinite(gradient).all():

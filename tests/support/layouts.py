@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 
 import losses
-from jax_rnnt import (
-    AdditiveLogits,
-    BandLogits,
-    JointLogits,
-    LinearJoint,
-    PackedLogits,
-    RNNTLoss,
-    prune_inputs,
-    prune_ranges,
-)
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, prune_inputs, prune_ranges
 
 NAMES = "array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits"
 OF_LOGITS = NAMES[1:4]  # made of the array's own logits
@@ -43,11 +34,6 @@ def suits(loss, name):
     return name != "AdditiveLogits" or loss.name not in ("tdt", "hat")
 
 
-def packed_rows(p, x):
-    """The rows [N, V] inside the lengths."""
-    return x[np.nonzero(losses.inside(p))]
-
-
 def first_columns(p):
     """A band that starts in column 0, ends in the last one, and leaves out nodes."""
     last = np.maximum(p.target_lengths - WIDTH + 1, 0)[:, None]
@@ -64,7 +50,7 @@ def layout(p, name):
     return {
         "array": lambda x: x,
         "JointLogits": lambda x: JointLogits(losses.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
-        "PackedLogits": lambda x: PackedLogits(packed_rows(p, x), T),
+        "PackedLogits": lambda x: PackedLogits(x[np.nonzero(losses.inside(p))], T),
         "BandLogits": lambda x: BandLogits(jnp.take_along_axis(x, kept, 2), first),
         "AdditiveLogits": AdditiveLogits,
     }[name]
@@ -83,19 +69,17 @@ def dense(p, name):
 def ranges(lengths, width, planes, **options):
     """`prune_ranges` for (T_b, U_b) and posteriors (of blanks, of labels)."""
     names = "logit_lengths", "target_lengths", "blank_posteriors", "label_posteriors"
-    return prune_ranges(**dict(zip(names, (*lengths, *planes), strict=True)), width=width, **options)
+    return prune_ranges(**dict(zip(names, (*lengths, *planes))), width=width, **options)
 
 
 def pruned_step(am, lm, *rest):
     """Both losses of pruned training and its band, with a joint between them."""
-    loss = RNNTLoss(reduction="none")
+    loss = losses.RNNT.value(reduction="none")
     simple = AdditiveLogits(am, lm)
     first = ranges(rest[1:], 3, loss.posteriors(simple, *rest))
     a, b = prune_inputs(am, lm, first, 3)
     return loss(simple, *rest), loss(BandLogits(jnp.tanh(a + b), first), *rest), first
 
-
-# ------------------------------------------------------------------------------------------------ joint networks
 
 B, T, U, V, H = 4, 23, 9, 9, 6
 CHUNK = 64  # rows: several tiles
@@ -164,11 +148,6 @@ def gradients(function, **options):
         return values, gradient
 
     return call
-
-
-def assert_close(got, expected, limit):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=limit, atol=limit)
 
 
 @functools.cache

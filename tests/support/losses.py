@@ -116,15 +116,9 @@ def in_a_band(logits):
 BIG, DURATIONS = (3, 2), (2, 0, 1)
 RNNT = Loss("rnnt", jax_rnnt.RNNTLoss)
 MONOTONIC = Loss("monotonic", jax_rnnt.MonotonicRNNTLoss, {"topology": truth.MONOTONIC})
-FINAL_BLANK = Loss(
-    "monotonic_final_blank",
-    jax_rnnt.MonotonicRNNTLoss,
-    {"topology": truth.MONOTONIC_FINAL_BLANK},
-    {"final_blank": True},
-)
-CONSTRAINED = Loss(
-    "constrained", jax_rnnt.ConstrainedRNNTLoss, {"topology": truth.MONOTONIC, "emission": truth.constrained_emission}
-)
+_FINAL, _CONSTRAINED = {"topology": truth.MONOTONIC_FINAL_BLANK}, {"emission": truth.constrained_emission}
+FINAL_BLANK = Loss("monotonic_final_blank", jax_rnnt.MonotonicRNNTLoss, _FINAL, {"final_blank": True})
+CONSTRAINED = Loss("constrained", jax_rnnt.ConstrainedRNNTLoss, MONOTONIC.truth | _CONSTRAINED)
 MULTIBLANK, TDT = multiblank(BIG), tdt(DURATIONS)
 HAT = Loss("hat", jax_rnnt.HATLoss, {"emission": truth.hat_emission})
 SKIPS = {"skip_frame": -3.0, "skip_label": -0.3}
@@ -138,8 +132,6 @@ BAND = Loss("band", jax_rnnt.RNNTLoss, layout=in_a_band)
 
 
 # ---------------------------------------------------------------------------------------------- parametrisation
-
-
 def slow(*values, id=None):
     """A case that `make test` leaves out."""
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
@@ -167,7 +159,6 @@ reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("refe
 
 
 # ------------------------------------------------------------------------------------------------------ problems
-
 # Ragged: a full row, a shorter one, an empty target, and one label a frame. Every lattice of the family has a path.
 FRAMES, LABELS = (7, 5, 6, 4), (4, 2, 0, 3)
 
@@ -209,7 +200,6 @@ def heads(loss, rows):
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation
-
 SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: new values compile nothing
 
 
@@ -251,29 +241,43 @@ def tolerance(dtype, path_length):
     return min(16 * path_length * eps(np.float64 if wide else np.float32), 1e-10 if wide else 1e-5)
 
 
+def rounding(dtype):
+    """(relative, absolute) error of a 16-bit result, which is rounded to nearest once, subnormals included; else 0."""
+    return (eps(dtype) / 2, 2.0**-24) if np.dtype(dtype).itemsize == 2 else (0, 0)
+
+
 def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     """(loss, gradient) of `evaluate` against float64 truth, inf and NaN in place.
 
-    A loss is a sum of scores of one sign, so its relative error is theirs; a 16-bit gradient may be rounded once.
+    A loss is a sum of scores of one sign, so its relative error is theirs.
     """
-    (values, gradient), (true_values, true_gradient) = got, expected
-    limit = tolerance(dtype, path_length)
-    relative = 16 * eps(jnp.float64 if np.dtype(dtype) == np.float64 else jnp.float32)
-    np.testing.assert_allclose(values, true_values, rtol=relative, atol=limit)
-    # A narrower result is rounded to nearest once, subnormals included.
-    rounding, smallest = (eps(dtype) / 2, 2.0**-24) if np.dtype(dtype).itemsize == 2 else (0, 0)
-    gradient = np.asarray(gradient, np.float64)
-    np.testing.assert_allclose(gradient, true_gradient, rtol=rounding, atol=scale * limit + smallest)
+    limit, (relative, smallest) = tolerance(dtype, path_length), rounding(dtype)
+    of_values = 16 * eps(jnp.float64 if np.dtype(dtype) == np.float64 else jnp.float32)
+    np.testing.assert_allclose(got[0], expected[0], rtol=of_values, atol=limit)
+    gradient = np.asarray(got[1], np.float64)
+    np.testing.assert_allclose(gradient, expected[1], rtol=relative, atol=scale * limit + smallest)
 
 
-def assert_same_bits(a, b):
-    """NaN included."""
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.shape == b.shape and a.dtype == b.dtype
-    np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (a, b)))
+def assert_close(got, expected, limit=None, **limits):
+    """Of trees of arrays, within `limit` or the limits of `np.testing.assert_allclose`."""
+    limits = limits or {"rtol": limit, "atol": limit}
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        a = np.asarray(a, np.float64) if a.dtype.itemsize == 2 else a
+        np.testing.assert_allclose(a, b, **limits)
+
+
+def assert_same_bits(got, expected):
+    """Of trees of arrays, NaN included."""
+    for a, b in zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (got, expected)), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (a, b)))
 
 
 # ----------------------------------------------------------------------------------------------- compiled programs
+def compiled(function, *arguments):
+    """(results, text of the compiled program)"""
+    program = jax.jit(function).lower(*arguments).compile()
+    return program(*arguments), program.as_text()
 
 
 def custom_calls(text):
@@ -334,6 +338,4 @@ def missing_kernel():
 
 def packed(p, x, extra=5, fill=np.nan):
     """The rows of [B, T, U1, ...] inside the lengths, then `extra` rows of `fill`."""
-    lengths = zip(p.logit_lengths, p.target_lengths, strict=True)
-    rows = [x[b, :n, : m + 1].reshape(-1, *x.shape[3:]) for b, (n, m) in enumerate(lengths)]
-    return np.concatenate([*rows, np.full((extra, *x.shape[3:]), fill, x.dtype)])
+    return np.concatenate([x[inside(p)], np.full((extra, *x.shape[3:]), fill, x.dtype)])

@@ -50,8 +50,6 @@ def token_durations(durations):
 
 
 # ------------------------------------------------------------------------------------------------- enumeration
-
-
 def enumerate_paths(topology, num_frames, num_labels):
     """Every path from (0, 0) to (T, U) as a tuple of (slot, t, u)."""
 
@@ -106,76 +104,52 @@ def sum_of_paths(paths, arcs):
     return scores, best + (fractions.Fraction(more) if isinstance(best, fractions.Fraction) else more), posteriors
 
 
-def enumerate_log_likelihood(topology, arcs, num_frames, num_labels):
-    """The log of the sum of path weights, and the posterior of each arc, path by path."""
-    return sum_of_paths(enumerate_paths(topology, num_frames, num_labels), arcs)[1:]
-
-
 # ------------------------------------------------------------------------------------------ dynamic programming
-
-
-def _logaddexp(a, b):
-    with np.errstate(invalid="ignore"):
-        return np.logaddexp(a, b)  # NumPy's gives -inf for two -inf
-
-
-def _alpha_beta(topology, arcs, num_frames, num_labels):
-    """alpha and beta, each [T + 1, U1], computed diagonal by diagonal (n = t + u).
-
-    `skew(x)[n, u] = x[n - u, u]` turns diagonals into rows; an arc leads from (n, u) to (n + dt + du, u + du).
-    """
-    T, U1 = num_frames, num_labels + 1
-    rows = T + U1  # n runs to T + U
-    u = np.arange(U1)
-    t = np.arange(rows)[:, None] - u
-    inside = (t >= 0) & (t < T)
-    scores = {}
-    for arc in topology:
-        skewed = np.full((rows, U1), NEG)
-        skewed[inside] = np.asarray(arcs[arc.slot], np.float64)[:T, :U1][t[inside], np.broadcast_to(u, t.shape)[inside]]
-        to_t, to_u = t + arc.dt, u + arc.du
-        ends = (to_t == T) & (to_u == num_labels)
-        allowed = ((to_t < T) | (ends & arc.may_end)) & (to_u <= num_labels)
-        scores[arc] = np.where(allowed, skewed, NEG)
-    alpha, beta = np.full((rows, U1), NEG), np.full((rows, U1), NEG)
-    alpha[0, 0], beta[rows - 1, num_labels] = 0.0, 0.0
-    for n in range(rows):
-        for arc in topology:
-            m = n - arc.dt - arc.du
-            if m >= 0:
-                came = alpha[m, : U1 - arc.du] + scores[arc][m, : U1 - arc.du]
-                alpha[n, arc.du :] = _logaddexp(alpha[n, arc.du :], came)
-    for n in range(rows - 1, -1, -1):
-        for arc in topology:
-            m = n + arc.dt + arc.du
-            if m < rows:
-                goes = scores[arc][n, : U1 - arc.du] + beta[m, arc.du :]
-                beta[n, : U1 - arc.du] = _logaddexp(beta[n, : U1 - arc.du], goes)
-    return alpha, beta, scores, t
-
-
 def log_likelihood(topology, arcs, num_frames, num_labels):
     """The log of the sum of all path weights; -inf if there is no path."""
     return posteriors(topology, arcs, num_frames, num_labels)[0]
 
 
 def posteriors(topology, arcs, num_frames, num_labels):
-    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 if no path exists."""
-    out = {slot: np.zeros((num_frames, num_labels + 1)) for slot in arcs}
-    if num_frames == 0:
+    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 if no path exists.
+
+    alpha and beta are computed diagonal by diagonal: row n and column u hold the node (t, u) with t + u = n, so an arc
+    leads from (n, u) to (n + dt + du, u + du).
+    """
+    T, U1 = num_frames, num_labels + 1
+    out = {slot: np.zeros((T, U1)) for slot in arcs}
+    if T == 0:
         return (0.0 if num_labels == 0 else NEG), out
-    alpha, beta, scores, t = _alpha_beta(topology, arcs, num_frames, num_labels)
-    value = alpha[-1, num_labels]
+    u = np.broadcast_to(np.arange(U1), (T + U1, U1))
+    t = np.arange(T + U1)[:, None] - u
+    inside = (t >= 0) & (t < T)
+    scores = {}
+    for arc in topology:
+        to_t, to_u = t + arc.dt, u + arc.du
+        ends = (to_t == T) & (to_u == num_labels) & arc.may_end
+        allowed = inside & ((to_t < T) | ends) & (to_u <= num_labels)
+        scores[arc] = np.full(t.shape, NEG)
+        scores[arc][allowed] = np.asarray(arcs[arc.slot], np.float64)[t[allowed], u[allowed]]
+    alpha, beta = np.full(t.shape, NEG), np.full(t.shape, NEG)
+    alpha[0, 0], beta[-1, -1] = 0.0, 0.0
+    with np.errstate(invalid="ignore"):  # NumPy gives -inf for two -inf
+        for n in range(T + U1):
+            for arc, score in scores.items():
+                if (m := n - arc.dt - arc.du) >= 0:
+                    came = alpha[m, : U1 - arc.du] + score[m, : U1 - arc.du]
+                    alpha[n, arc.du :] = np.logaddexp(alpha[n, arc.du :], came)
+        for n in reversed(range(T + U1)):
+            for arc, score in scores.items():
+                if (m := n + arc.dt + arc.du) < T + U1:
+                    goes = score[n, : U1 - arc.du] + beta[m, arc.du :]
+                    beta[n, : U1 - arc.du] = np.logaddexp(beta[n, : U1 - arc.du], goes)
+    value = alpha[-1, -1]
     if value == NEG or np.isnan(value):
         return value, out
-    u = np.broadcast_to(np.arange(num_labels + 1), t.shape)
-    inside = (t >= 0) & (t < num_frames)
     for arc, score in scores.items():
-        after = np.full_like(beta, NEG)
-        step = arc.dt + arc.du
-        after[: max(len(beta) - step, 0), : num_labels + 1 - arc.du] = beta[step:, arc.du :]
-        skewed = np.exp(alpha + score + after - value)
-        out[arc.slot][t[inside], u[inside]] = skewed[inside]
+        step, after = arc.dt + arc.du, np.full(t.shape, NEG)
+        after[: max(T + U1 - step, 0), : U1 - arc.du] = beta[step:, arc.du :]
+        out[arc.slot][t[inside], u[inside]] = np.exp(alpha + score + after - value)[inside]
     return value, out
 
 
@@ -237,8 +211,7 @@ def log_softmax(x):
     dead = top == NEG
     with np.errstate(divide="ignore", invalid="ignore"):
         below = np.where(dead, NEG, x - np.where(dead, 0, top))
-        log_total = np.log(np.exp(as_float(below)).sum(-1, keepdims=True))
-        log_total = np.where(dead, 0, log_total)
+        log_total = np.where(dead, 0, np.log(np.exp(as_float(below)).sum(-1, keepdims=True)))
         return below - (fractions_of(log_total) if _is_exact(x) else log_total)
 
 
@@ -391,8 +364,6 @@ def by_kind(posteriors):
 
 
 # -------------------------------------------------------------------------------------------------------- losses
-
-
 def lattice(
     logits,
     labels,
@@ -408,13 +379,8 @@ def lattice(
 ):
     """(topology, arc scores by slot [T, U1], pullback) of one sequence: logits [T, U1, V], labels [U]."""
     frames, columns, classes = logits.shape
-    arcs, pullback = emission(
-        logits,
-        np.append(labels, -1).astype(int),
-        blank=blank % (classes - extra_classes),
-        fused=fused_log_softmax,
-        **emission_options,
-    )
+    blank, classes_of_nodes = blank % (classes - extra_classes), np.append(labels, -1).astype(int)
+    arcs, pullback = emission(logits, classes_of_nodes, blank=blank, fused=fused_log_softmax, **emission_options)
     t = np.arange(frames)[:, None]
     bonus = delay_penalty * ((frames - 1) / 2 - t)
     for slot in filter(is_label, arcs):
@@ -456,12 +422,11 @@ def loss_and_gradient(
         topology, arcs, pullback = lattice(x, labels, extra_classes=extra_classes, windows=windows, **options)
         value, posterior = posteriors(topology, arcs, n, m)
         losses[b] = -value
+        if np.isnan(value) or value == NEG:
+            gradient[b, :n, : m + 1] = np.nan if np.isnan(value) else 0
+            continue
         scale = {slot: 1 + fastemit_lambda if is_label(slot) else 1.0 for slot in posterior}
         inside = pullback({slot: -scale[slot] * p for slot, p in posterior.items()})
-        if np.isnan(value):
-            inside = np.full_like(inside, np.nan)
-        elif value == NEG:
-            inside = np.zeros_like(inside)
         gradient[b, :n, : m + 1] = np.clip(inside, -clamp, clamp) if clamp > 0 else inside
     return losses, gradient
 

@@ -26,45 +26,38 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 def environment(workdir):
     """That of users, but for a cache of programs: runs of a test share most of them."""
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(workdir / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    cache = {"JAX_COMPILATION_CACHE_DIR": f"{workdir}/programs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return os.environ | cache | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
 
 
-def train(workdir, *arguments):
-    """Runs the script on two CPU devices; returns the finished process and its log, if any."""
+def script(name, workdir, *arguments, status=0):
+    """Runs the script on CPU devices; returns its output and its log, if any."""
     log = workdir / "log.json"
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / "train.py")]
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(EXAMPLES / name)]
     command += ["--workdir", str(workdir), "--log-json", str(log), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, env=environment(workdir), timeout=900)
-    return process, json.loads(log.read_text()) if log.exists() else None
+    assert process.returncode == status, process.stderr
+    return process.stdout + process.stderr, json.loads(log.read_text()) if log.exists() else None
 
 
 @pytest.mark.slow
 def test_resume_and_pmap(tmp_path):
-    options = "--steps", "4", "--batch", "4", "--save-every", "2"
-    process, whole = train(tmp_path, *options)
-    assert process.returncode == 0, process.stderr
-    assert "held-out CER" in process.stdout and (tmp_path / "lattice.png").stat().st_size > 10_000
+    options, train = (
+        ("--steps", "4", "--batch", "4", "--save-every", "2"),
+        functools.partial(script, "train.py", tmp_path),
+    )
+    out, whole = train(*options)
+    assert "held-out CER" in out and (tmp_path / "lattice.png").stat().st_size > 10_000
     assert len(whole["losses"]) == 4 and np.isfinite(whole["losses"]).all()
-
-    process, log = train(tmp_path, *options[2:], "--steps", "0", "--resume")
-    assert process.returncode == 0 and log["losses"] == [] and log["cer"] == whole["cer"]
-    process, _ = train(tmp_path, *options)
-    assert process.returncode == 2 and "holds an earlier run" in process.stderr
-
+    _, log = train(*options[2:], "--steps", "0", "--resume")
+    assert log["losses"] == [] and log["cer"] == whole["cer"]
+    out, _ = train(*options, status=2)
+    assert "holds an earlier run" in out
     shutil.rmtree(tmp_path / "checkpoints" / "4")  # as after an interruption at step 2
-    process, resumed = train(tmp_path, *options, "--resume", "--pmap")
-    assert process.returncode == 0, process.stderr
+    _, resumed = train(*options, "--resume", "--pmap")
     assert resumed["first_step"] == 2
     np.testing.assert_allclose(resumed["losses"], whole["losses"][2:], rtol=1e-4)
-
-
-# ------------------------------------------------------------------------------------------------ parts of the scripts
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +120,10 @@ def test_mwer_after_training(tmp_path):
     for digit, index in itertools.product(range(10), (0, 5)):
         write_wav(tmp_path / f"recordings/{digit}_a_{index}.wav")
     data = "--data", str(tmp_path)
-    process, log = train(tmp_path, "--steps", "2", "--batch", "4", *data)
-    assert process.returncode == 0, process.stderr
+    _, log = script("train.py", tmp_path, "--steps", "2", "--batch", "4", *data)
     assert np.isfinite(log["losses"]).all()
-    log = tmp_path / "mwer.json"
-    command = [sys.executable, str(EXAMPLES / "mwer.py"), *data, "--log-json", str(log), "--workdir", str(tmp_path)]
-    command += ["--steps", "1", "--width", "2"]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
-    assert process.returncode == 0, process.stderr
-    found = json.loads(log.read_text())
-    assert np.isfinite([found["before"], found["after"], *found["losses"]]).all()
+    _, log = script("mwer.py", tmp_path, "--steps", "1", "--width", "2", *data)
+    assert np.isfinite([log["before"], log["after"], *log["losses"]]).all()
 
 
 RUN = {"data": "handwritten-digits", "loss": "rnnt", "steps": 4, "batch": 4, "seed": 0, "fastemit": 0.0}
@@ -160,9 +147,6 @@ def test_earlier_runs_are_kept(training, tmp_path):
         begin(RUN, resume=True)
     begin(RUN | {"seed": 1}, overwrite=True)
     assert not saved.exists() and json.loads((tmp_path / "run.json").read_text()) == RUN | {"seed": 1}
-
-
-# ----------------------------------------------------------------------------------------------------------- data
 
 
 def write_wav(path, *, channels=1, rate=8000, samples=1200):

@@ -95,9 +95,7 @@ def check(loss, implementation, dtype=np.float64, sizes=(1.0,), layout=None, **o
     wide = np.float64 if dtype == np.float64 else np.float32
     run = both_modes(gradient_of(values_of(p, implementation, loss, layout, **options)))
     clean = p._replace(logits=np.where(losses.inside(p)[..., None], p.logits, 0))
-    # A 16-bit result is rounded, smallest numbers included; in reverse mode it is the sum of two that are.
-    half = np.dtype(dtype).itemsize == 2
-    rounding, smallest = (losses.eps(dtype) / 2, 2.0**-24) if half else (0, 0)
+    rounding, smallest = losses.rounding(dtype)  # in reverse mode a result is the sum of two that are rounded
     limit = 1e-8 if wide == np.float64 else 20 * losses.tolerance(np.float32, 5)
     for of_tangent, of_cotangent in [(size, 1.0) for size in sizes] + [(1.0, size) for size in sizes]:
         v, dw = directions(p, dtype, of_tangent)
@@ -124,46 +122,36 @@ def cases():
     for loss in losses.LOSSES:
         quick = {RNNT: ("plain", "all"), TDT: ("all",)}.get(loss, ())
         for options in OPTIONS if loss is RNNT else ("plain", "all"):
-            yield (loss, "kernel", options) if options in quick else slow(loss, "kernel", options)
+            case = loss, "kernel", options, None
+            yield case if options in quick else slow(*case)
     for options in OPTIONS:
-        yield (RNNT, "reference", options) if options == "all" else slow(RNNT, "reference", options)
-
-
-@pytest.mark.parametrize(("loss", "implementation", "options"), [*cases()], ids=str, indirect=["implementation"])
-def test_second_derivatives(loss, implementation, options):
-    """Hessian-vector products in both modes; the weight of one loss is exactly 0."""
-    check(loss, implementation, **OPTIONS[options])
+        case = RNNT, "reference", options, None
+        yield case if options == "all" else slow(*case)
+    for layout in ("BandLogits", "PackedLogits"):
+        yield RNNT, "kernel", "all", layout
+        yield slow(RNNT, "reference", "all", layout)
+    yield slow(RNNT, "reference", "plain", "JointLogits")
 
 
 @pytest.mark.parametrize(
-    ("loss", "implementation", "dtype"),
-    [
-        (RNNT, "kernel", "float32"),
-        *(slow(loss, "kernel", "float32") for loss in losses.LOSSES if loss is not RNNT),
-        *(slow(RNNT, i, dtype) for dtype in ("bfloat16", "float16") for i in ("kernel", "reference")),
-    ],
-    ids=str,
-    indirect=["implementation"],
+    ("loss", "implementation", "options", "layout"), [*cases()], ids=str, indirect=["implementation"]
 )
+def test_second_derivatives(loss, implementation, options, layout):
+    """Hessian-vector products in both modes; the weight of one loss is exactly 0."""
+    check(loss, implementation, layout=layout, **OPTIONS[options])
+
+
+NARROW = [(RNNT, "kernel", "float32"), *(slow(loss, "kernel", "float32") for loss in losses.LOSSES if loss is not RNNT)]
+NARROW += [slow(RNNT, i, dtype) for dtype in ("bfloat16", "float16") for i in ("kernel", "reference")]
+
+
+@pytest.mark.parametrize(("loss", "implementation", "dtype"), NARROW, ids=str, indirect=["implementation"])
 def test_sizes(loss, implementation, dtype):
     """Nothing underflows and nothing overflows that its dtype can hold."""
     check(loss, implementation, jnp.dtype(dtype), SIZES if dtype != "float16" else (2e-4, 1.0, 5e3))
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
-
-
-@losses.reference_slow
-@pytest.mark.parametrize("layout", ["BandLogits", "PackedLogits"])
-def test_layouts(layout, implementation):
-    check(RNNT, implementation, layout=layout, **OPTIONS["all"])
-
-
-@pytest.mark.slow
-def test_tiles_of_the_reference():
-    check(RNNT, "reference", layout="JointLogits")
-
-
 REFUSED = {
     "logits": lambda gradient, x, w: jax.jvp(lambda x: gradient(x, w), (x,), (x,)),
     "weights": lambda gradient, x, w: jax.jvp(lambda w: gradient(x, w), (w,), (w,)),
@@ -217,7 +205,7 @@ def assert_same_products(got, expected, operands, atol=1e-10):
 
     truth = products(expected, operands)[0]
     for made in products(got, operands):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), made, truth)
+        losses.assert_close(made, truth, atol=atol)
 
 
 @pytest.mark.parametrize("linear", [True, slow(False)], ids=["linear", "function"])
@@ -259,8 +247,6 @@ def test_additive(smoothed):
 
 
 # ------------------------------------------------------------------------------------------- leaves, orders, zeros
-
-
 @losses.reference_slow
 @pytest.mark.parametrize("loss", [RNNT, slow(TDT)], ids=str)
 def test_leaves(loss, implementation):
@@ -325,8 +311,7 @@ def test_third_derivatives(implementation):
         product = lambda x: jax.jvp(gradient, (x,), (v,))[1]
         return jax.jit(lambda x: (jax.jvp(product, (x,), (v,))[1], jax.vjp(product, x)[1](v)[0]))
 
-    for a, b in zip(along(values_of(p, implementation))(x), along(enumerated(p))(x), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-11)
+    losses.assert_close(along(values_of(p, implementation))(x), along(enumerated(p))(x), atol=1e-11)
 
 
 @pytest.mark.parametrize("clamp", [slow(-1.0), 0.75])
@@ -395,8 +380,7 @@ def test_masked_scores_that_are_nan(kernel):
         return jax.jvp(jax.grad(total, (0, 1, 2)), arrays, tuple(map(jnp.ones_like, arrays)))[1]
 
     made, alone = product(spoilt, lm, *rest), product(*(x[:1] for x in (am, lm, *rest)))
-    for x, y in zip(made[:2], alone[:2], strict=True):
-        np.testing.assert_allclose(x, np.concatenate([y, np.zeros_like(y)]), atol=1e-12)
+    losses.assert_close(made[:2], [np.concatenate([x, 0 * x]) for x in alone[:2]], atol=1e-12)
     np.testing.assert_allclose(made[2], alone[2], rtol=1e-12)
 
 
@@ -406,17 +390,15 @@ def test_on_a_mesh(implementation, devices, split):
     """Each device has a sequence."""
     p = small()
     v, dw = directions(p, np.float64, 1.0)
-    operands, spec = (p.logits, WEIGHTS, v, dw, *p[1:]), jax.sharding.PartitionSpec("data")
+    spec = jax.sharding.PartitionSpec("data")
 
     def run(x, w, v, dw, *rest):
         return both_modes(gradient_of(values_of((x, *rest), implementation)))(x, w, v, dw)
 
     with meshes.mesh_of(devices[:4], split, (4,)) as mesh:
-        if split == "explicit":
-            operands = jax.device_put(operands, jax.sharding.NamedSharding(mesh, spec))
-        else:
+        if split == "shard_map":
             run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-        tangent, (of_x, of_w) = jax.jit(run)(*operands)
+        tangent, (of_x, of_w) = jax.jit(run)(*meshes.at(mesh, (p.logits, WEIGHTS, v, dw, *p[1:]), "data"))
     forward, _, unit = expected(RNNT, p, WEIGHTS, v, dw)
     np.testing.assert_allclose(tangent, forward, atol=1e-8)
     np.testing.assert_allclose(of_x, expected(RNNT, p, WEIGHTS, v, 0 * dw)[0], atol=1e-8)

@@ -1,9 +1,7 @@
-"""Is anything traced or compiled twice needlessly, and do static and traced options give the same numbers?"""
+"""Is anything compiled twice needlessly, and do all kinds of numbers and control flow give the same numbers?"""
 
 import contextlib
-import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,73 +11,27 @@ import jax_rnnt
 import losses
 
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
-OPTION = pytest.mark.parametrize("option", VALUES)
 
 
 @contextlib.contextmanager
 def nothing_compiles():
     """No program reaches XLA."""
     seen = []
-
-    def listen(event, *_, **__):
-        if active and event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    active = True
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield
-    finally:
-        active = False
-    assert not seen
-
-
-@losses.every_kernel
-@OPTION
-def test_traced_options_do_not_retrace(loss, implementation, option):
-    p = losses.problem(loss=loss)
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(1)
-    def gradient(logits, value):
-        return jax.grad(loss.value(implementation=implementation, reduction="sum", **{option: value}))(logits, *p[1:])
-
-    for value in VALUES[option]:
-        np.testing.assert_allclose(gradient(p.logits, value), loss.expected(p, **{option: value})[1], atol=1e-12)
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: seen.append(event))
+    yield
+    assert "/jax/core/compile/backend_compile_duration" not in seen
 
 
 @losses.reference_slow
-@OPTION
-def test_changing_an_eager_float_compiles_nothing(implementation, option):
-    """Many training scripts schedule options as Python floats."""
+@pytest.mark.parametrize("option", VALUES)
+def test_changing_lengths_and_labels_compiles_nothing(implementation, option):
+    """Nor does another value of an option. Many training scripts schedule options as Python floats."""
     p = losses.Problem(*map(jnp.asarray, losses.problem()))
-    first, second = (
-        jax.value_and_grad(jax_rnnt.RNNTLoss(implementation=implementation, **{option: x})) for x in VALUES[option]
-    )
-    jax.block_until_ready(first(*p))
+    other = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1)
+    first, second = (jax_rnnt.RNNTLoss(implementation=implementation, **{option: x}) for x in VALUES[option])
+    jax.block_until_ready(jax.value_and_grad(first)(*p))
     with nothing_compiles():
-        jax.block_until_ready(second(*p))
-
-
-@losses.reference_slow
-def test_changing_lengths_and_labels_compiles_nothing(implementation):
-    p = losses.Problem(*map(jnp.asarray, losses.problem()))
-    other, loss = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1), jax_rnnt.RNNTLoss
-    jax.block_until_ready(loss(implementation=implementation)(*p))
-    with nothing_compiles():
-        jax.block_until_ready(loss(implementation=implementation)(*other))
-
-
-@losses.reference_slow
-@OPTION
-def test_python_float_equals_traced(implementation, option):
-    """For zero, too, which the library may leave out of the program."""
-    p = losses.problem()
-    for value in (VALUES[option][1], 0.0):
-        loss = jax_rnnt.RNNTLoss(**{option: value}, reduction="sum", implementation=implementation)
-        _, traced = losses.evaluate(losses.RNNT, p, implementation, **{option: value})
-        np.testing.assert_allclose(jax.jit(jax.grad(loss))(*p), traced, rtol=1e-13, atol=1e-13)
+        jax.block_until_ready(jax.value_and_grad(second)(*other))
 
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, np.asarray, jnp.float32, jnp.asarray, int])
@@ -90,21 +42,6 @@ def test_every_kind_of_number(kernel, kind):
     values, gradient = losses.RNNT.expected(p, **dict.fromkeys(VALUES, 1))
     np.testing.assert_allclose(value, values.sum(), rtol=1e-5)
     np.testing.assert_allclose(got, gradient, atol=2e-5)
-
-
-def test_loss_object_as_static_argument():
-    """Equal objects are one cache entry; a different one is another."""
-    p = losses.problem()
-    chex.clear_trace_counter()
-
-    @functools.partial(jax.jit, static_argnums=0)
-    @chex.assert_max_traces(2)
-    def run(criterion, p):
-        return criterion(*p)
-
-    first = run(jax_rnnt.RNNTLoss(blank=0), p)
-    np.testing.assert_allclose(run(jax_rnnt.RNNTLoss(blank=0), p), first)
-    assert abs(run(jax_rnnt.RNNTLoss(blank=1), p) - first) > 1e-3
 
 
 @losses.every_kernel
@@ -133,12 +70,3 @@ def test_inside_control_flow(loss, implementation):
     for _ in range(5):
         x = x - mean(x, *p[1:])
     np.testing.assert_allclose(descended(p.logits), x, rtol=1e-12, atol=1e-12)
-
-
-@losses.every_kernel
-def test_under_debug_nans(loss, implementation):
-    """jax_debug_nans must not trip over a loss without NaN, padding of NaN and missing paths included."""
-    p = losses.poisoned(losses.problem(loss=loss, lengths=([7, 5, 0, 4], [4, 2, 2, 3])))
-    with jax.debug_nans(True):
-        values, _ = losses.evaluate(loss, p, implementation)
-    assert values[2] == np.inf

@@ -63,9 +63,9 @@ def test_saved_residuals_spare_the_second_run(native_kernel, policy, runs):
     def call(w):
         return loss(p.logits @ w, *p[1:])
 
-    found = losses.custom_calls(jax.jit(jax.value_and_grad(call)).lower(weight).compile().as_text())
+    _, text = losses.compiled(jax.value_and_grad(call), weight)
     forward, backward, lattice = losses.RNNT.gradient_calls
-    assert found == {forward: runs, lattice: runs, backward: 1}
+    assert losses.custom_calls(text) == {forward: runs, lattice: runs, backward: 1}
     residuals = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(call, w)[1], weight))
     planes = [x for x in residuals if x.size == p.logits.size // len(weight)]
     assert len(planes) == (3 if policy == "names" else 0)

@@ -13,10 +13,9 @@ import jax_rnnt
 import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
 from layouts import pruned_step
-from meshes import mesh_of
+from meshes import KINDS, mean_over_devices, mesh_of, place
 from pages import code
 
-KINDS = pytest.mark.parametrize("kind", ["auto", "explicit"])
 # The two lattice kernels; on a mesh the other losses differ from them in a table of arcs alone.
 BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
 VMA = pytest.mark.parametrize("check_vma", [True, False])
@@ -32,20 +31,14 @@ def batch_of(loss=losses.RNNT):
     return p, loss.expected(p)
 
 
-def place(arrays, mesh, *specs):
-    specs = specs * len(arrays) if len(specs) == 1 else specs
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-
-
 def call(loss, implementation, **options):
     """The loss of an array, by position."""
     return lambda *p: loss.value(implementation=implementation, **options)(*p)
 
 
-def mean_over_devices(f, mesh, specs, axes="data", **options):
-    """The mean over devices of what each computes of its part."""
-    body = lambda *p: jax.lax.pmean(f(*p), axes)
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), **options)
+def one_by_one(loss, implementation):
+    """The mean of the losses under vmap."""
+    return lambda *p: jax.vmap(call(loss, implementation, reduction="none"))(*p).mean()
 
 
 def check(got, expected):
@@ -56,10 +49,8 @@ def check(got, expected):
 
 def run(f, p, loss, expected, implementation):
     """Value and gradient of a mean loss: its collective alone, and one custom call of each kind."""
-    compiled = jax.jit(jax.value_and_grad(f)).lower(*p).compile()
-    got = compiled(*p)
+    got, text = losses.compiled(jax.value_and_grad(f), *p)
     check(got, expected)
-    text = compiled.as_text()
     assert set(losses.collectives(text)) <= {"all-reduce"}
     if implementation == "kernel":
         assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
@@ -67,23 +58,33 @@ def run(f, p, loss, expected, implementation):
 
 
 # --------------------------------------------------------------------------------------------------------- the batch
-
-
 @losses.every_kernel
 @KINDS
 def test_batch_sharded(loss, implementation, devices, kind):
-    """The gradient is sharded as the logits."""
-    p, expected = batch_of(loss)
+    """Windows [B, U, 2] too. The gradient is sharded as the logits. Losses per sequence need no collective at all."""
+    p, (values, _) = batch_of(loss)
+    windows = np.tile(np.array([[0, 3], [1, 4], [2, 9], [3, 9]], np.int32), (16, 1, 1))
+    options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125}
+    value = loss.value(implementation=implementation, **options)
     with mesh_of(devices, kind) as mesh:
-        placed = place(p, mesh, P("data"))
-        got = run(call(loss, implementation), placed, loss, expected, implementation)
-        assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
+        placed = place((*p, windows), mesh, P("data"))
+        f = lambda *p: value(*p[:4], label_windows=p[4])
+        expected = loss.expected(p, label_windows=windows, **options)
+        _, gradient = run(f, placed, loss, expected, implementation)
+        assert gradient.sharding.is_equivalent_to(placed[0].sharding, 4)
+        got, text = losses.compiled(call(loss, implementation, reduction="none"), *placed[:4])
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    np.testing.assert_allclose(got, values, rtol=1e-6)
+    assert not losses.collectives(text)
+    assert losses.custom_calls(text) == (losses.once(loss.value_calls) if implementation == "kernel" else {})
 
 
 PARTITIONS = {
-    "lengths_replicated": ((P("data"), P("data"), P(), P()), (8,)),
-    "all_but_the_logits_replicated": ((P("data"), P(), P(), P()), (8,)),  # as NumPy arrays of the host are
-    "two_axes": ((P(("data", "more")),), (4, 2)),
+    "by_default": (call, (P("data"),), (8,)),
+    "lengths_replicated": (call, (P("data"), P("data"), P(), P()), (8,)),
+    "all_but_the_logits_replicated": (call, (P("data"), P(), P(), P()), (8,)),  # as NumPy arrays of the host are
+    "two_axes": (call, (P(("data", "more")),), (4, 2)),
+    "vmap": (one_by_one, (P("data"),), (8,)),
 }
 
 
@@ -92,61 +93,9 @@ PARTITIONS = {
 @pytest.mark.parametrize("case", PARTITIONS)
 def test_other_partitions_of_the_batch(implementation, devices, kind, case):
     p, expected = batch_of()
-    specs, shape = PARTITIONS[case]
+    make, specs, shape = PARTITIONS[case]
     with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
-        run(call(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
-
-
-@pytest.mark.parametrize("implementation", [None, losses.slow("reference")])
-@KINDS
-def test_methods_where_all_but_the_logits_is_replicated(implementation, devices, kind):
-    """`align` and the gradient of the latency have no kernel."""
-    p, loss = batch_of()[0], jax_rnnt.RNNTLoss(implementation=implementation)
-    methods = jax.jit(lambda *p: (loss.align(*p).frames, jax.grad(loss.latency)(*p)))
-    with mesh_of(devices, kind) as mesh:
-        found = methods(*place(p, mesh, *PARTITIONS["all_but_the_logits_replicated"][0]))
-    for a, b in zip(found, methods(*p), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-@BOTH
-@KINDS
-def test_value_alone(loss, kernel, devices, kind):
-    """Without a reduction there is no collective; the loss is sharded like the batch."""
-    p, expected = batch_of(loss)
-    with mesh_of(devices, kind) as mesh:
-        placed = place(p, mesh, P("data"))
-        compiled = jax.jit(call(loss, kernel, reduction="none")).lower(*placed).compile()
-        got = compiled(*placed)
-        assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
-    np.testing.assert_allclose(got, expected[0], rtol=1e-6)
-    assert not losses.collectives(compiled.as_text())
-    assert losses.custom_calls(compiled.as_text()) == losses.once(loss.value_calls)
-
-
-@BOTH
-@KINDS
-def test_options_are_sharded_too(loss, kernel, devices, kind):
-    """Windows [B, U, 2] are sharded like the batch; scalars are replicated."""
-    p, _ = batch_of(loss)
-    windows = np.tile(np.array([[0, 3], [1, 4], [2, 9], [3, 9]], np.int32), (16, 1, 1))
-    options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125}
-    value = loss.value(implementation=kernel, **options)
-    with mesh_of(devices, kind) as mesh:
-        f = lambda *p: value(*p[:4], label_windows=p[4])
-        run(f, place((*p, windows), mesh, P("data")), loss, loss.expected(p, label_windows=windows, **options), kernel)
-
-
-def mapped(*p):
-    return jax.vmap(call(losses.RNNT, "kernel", reduction="none"))(*p).mean()
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-def test_vmap_of_sharded(kernel, devices, kind):
-    p, expected = batch_of()
-    with mesh_of(devices, "explicit" if kind == "explicit" else "auto") as mesh:
-        f = mean_over_devices(mapped, mesh, (P("data"),) * 4) if kind == "shard_map" else mapped
-        run(f, place(p, mesh, P("data")), losses.RNNT, expected, kernel)
+        run(make(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
 
 
 @BOTH
@@ -182,21 +131,20 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
 
 
 # --------------------------------------------------------------------------------------------------------- shard_map
-
-
 @losses.every_kernel
 @VMA
-@pytest.mark.parametrize("replicated", [False, True], ids=["lengths_sharded", "lengths_replicated"])
-def test_shard_map(loss, implementation, devices, check_vma, replicated):
+@pytest.mark.parametrize("case", ["lengths_sharded", "lengths_replicated", "vmap"])
+def test_shard_map(loss, implementation, devices, check_vma, case):
     p, _ = batch_of(loss)
-    full = p
-    if replicated:  # the same lengths on every device: two sequences each
+    full, lengths = p, P("data")
+    if case == "lengths_replicated":  # the same on every device: two sequences each
         p = p._replace(logit_lengths=p.logit_lengths[:2], target_lengths=p.target_lengths[:2])
         full = p._replace(logit_lengths=np.tile(p.logit_lengths, 8), target_lengths=np.tile(p.target_lengths, 8))
-    lengths = P() if replicated else P("data")
+        lengths = P()
     specs = P("data"), P("data"), lengths, lengths
+    make = one_by_one if case == "vmap" else call
     with mesh_of(devices, "auto") as mesh:
-        f = mean_over_devices(call(loss, implementation), mesh, specs, check_vma=check_vma)
+        f = mean_over_devices(make(loss, implementation), mesh, specs, check_vma=check_vma)
         run(f, place(p, mesh, *specs), loss, loss.expected(full), implementation)
 
 
@@ -239,8 +187,6 @@ def test_pmap(loss, kernel, devices):
 
 
 # ------------------------------------------------------------------------------------------------------ training steps
-
-
 @pytest.mark.parametrize("way", ["jit", "shard_map", "shard_map_unchecked"])
 def test_training_step(kernel, devices, way):
     """Sharded data and a replicated weight: one all-reduce for its gradient and the loss, no gather."""
@@ -252,17 +198,15 @@ def test_training_step(kernel, devices, way):
         specs = P(), *(P("data"),) * 4
         if way != "jit":
             mean = mean_over_devices(mean, mesh, specs, check_vma=way == "shard_map")
-        compiled = jax.jit(jax.value_and_grad(mean)).lower(*place((weight, *p), mesh, *specs)).compile()
-        value, gradient = compiled(*place((weight, *p), mesh, *specs))
-    assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
-    assert losses.custom_calls(compiled.as_text()) == losses.once(losses.RNNT.gradient_calls)
+        (value, gradient), text = losses.compiled(jax.value_and_grad(mean), *place((weight, *p), mesh, *specs))
+    assert set(losses.collectives(text)) == {"all-reduce"}
+    assert losses.custom_calls(text) == losses.once(losses.RNNT.gradient_calls)
     np.testing.assert_allclose(value, values.mean(), rtol=1e-5)
     expected = np.einsum("btuh,btuv->hv", p.logits, of_logits) / 16
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
-
 AXES = {"T": 1, "U + 1": 2, "V": 3}
 
 
@@ -290,29 +234,24 @@ def model_mesh(devices, kind):
 
 @KINDS
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_other_dimensions_are_gathered(native_kernel, devices, axis, kind):
-    """The results are right, but every device holds all logits of its part of the batch."""
+def test_other_dimensions(implementation, devices, axis, kind):
+    """The results are right. For the kernels every device holds all logits of its part of the batch.
+
+    On the reference with a split vocabulary, devices exchange sums over V, but no logits.
+    """
+    if (implementation, kind) == ("reference", "explicit") and axis != AXES["V"]:
+        pytest.skip("refused: see below")
     p, expected = split_problem()
     with model_mesh(devices, kind) as mesh:
         placed = place(p, mesh, *over(axis))
-        compiled = jax.jit(jax.value_and_grad(call(losses.RNNT, native_kernel))).lower(*placed).compile()
-        check(compiled(*placed), expected)
-    assert set(losses.exchanged(compiled.as_text(), "all-gather")) == {(4, 8, 6, 8)}
-
-
-@pytest.mark.parametrize(("axis", "kind"), [(1, "auto"), (2, "auto"), (3, "auto"), (3, "explicit")])
-def test_other_dimensions_on_the_reference(devices, axis, kind):
-    """With a split vocabulary devices exchange sums over V, but no logits."""
-    p, expected = split_problem()
-    with model_mesh(devices, kind) as mesh:
-        placed = place(p, mesh, *over(axis))
-        compiled = jax.jit(jax.value_and_grad(call(losses.RNNT, "reference"))).lower(*placed).compile()
-        got = compiled(*placed)
+        got, text = losses.compiled(jax.value_and_grad(call(losses.RNNT, implementation)), *placed)
         check(got, expected)
-        if axis == AXES["V"]:
+        if implementation == "kernel":
+            assert set(losses.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or losses.interpreted()
+        elif axis == AXES["V"]:
             assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
-            assert set(losses.collectives(compiled.as_text())) == {"all-reduce"}
-            assert set(losses.exchanged(compiled.as_text(), "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
+            assert set(losses.collectives(text)) == {"all-reduce"}
+            assert set(losses.exchanged(text, "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
 
 
 def joint_mean(weight, encoder, predictor, *rest, chunk=32):
@@ -330,14 +269,11 @@ def test_split_output_layer_of_a_joint(native_kernel, devices, way):
     arguments, specs = split_network(), (P(None, "model"), *(P("data"),) * 5)
     step = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     expected = jax.jit(step(joint_mean))(*arguments)
-    with model_mesh(devices, "explicit" if way == "explicit" else "auto") as mesh:
+    with model_mesh(devices, way) as mesh:
         f = mean_over_devices(body, mesh, specs, ("data", "model")) if way == "shard_map" else joint_mean
-        placed = place(arguments, mesh, *specs)
-        compiled = jax.jit(step(f)).lower(*placed).compile()
-        got = compiled(*placed)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
-    shapes = losses.exchanged(compiled.as_text(), "all-gather")
+        got, text = losses.compiled(step(f), *place(arguments, mesh, *specs))
+    losses.assert_close(got, expected, 1e-5)
+    shapes = losses.exchanged(text, "all-gather")
     assert shapes and max(map(np.prod, shapes)) <= 4 * 32 * 8  # a tile on each of four parts of the batch
 
 
@@ -366,13 +302,15 @@ def test_split_lattice_under_shard_map(implementation, devices):
     p, _ = split_problem()
     short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
     with model_mesh(devices, "auto") as mesh:
-        part = lambda axis: jax.jit(
-            mean_over_devices(call(losses.RNNT, implementation), mesh, over(axis), ("data", "model"))
-        )
+
+        def part(axis, p):
+            f = mean_over_devices(call(losses.RNNT, implementation), mesh, over(axis), ("data", "model"))
+            return jax.jit(f)(*place(p, mesh, *over(axis)))
+
         with pytest.raises(ValueError, match="targets must have shape"):
-            part(2)(*place(p, mesh, *over(2)))
-        assert np.isnan(part(1)(*place(p, mesh, *over(1))))
-        value = part(1)(*place(short, mesh, *over(1)))
+            part(2, p)
+        assert np.isnan(part(1, p))
+        value = part(1, short)
     assert np.isfinite(value) and abs(float(value) - losses.RNNT.expected(short)[0].mean()) > 0.1
 
 
@@ -415,12 +353,11 @@ def test_refused_on_an_explicit_mesh(devices):
 
 
 # ----------------------------------------------------------------------------------- other methods, other layouts
-
 RNNT, DURATIONS = jax_rnnt.RNNTLoss(reduction="none"), jax_rnnt.TDTLoss((2, 0, 1))
 
 
 def pruned(x, *rest):
-    return pruned_step(x[:, :, 0], x[:, 0], *rest)
+    return pruned_step(x[..., 0, :], x[..., 0, :, :], *rest)
 
 
 METHODS = {
@@ -442,34 +379,42 @@ METHODS = {
 def method_cases():
     seldom = {"align_durations", "latency_gradient", "label_log_probs_durations", "label_log_probs_gradient"}
     for name in METHODS:
+        yield name, "vmap"
         yield losses.slow(name, "auto") if name in seldom else (name, "auto")
         plain = name not in (*seldom, "align", "pruned_gradient")
         yield (name, "shard_map") if plain else losses.slow(name, "shard_map")
         yield losses.slow(name, "explicit")
+    for name in ("align", "latency_gradient"):  # which have no kernel
+        yield from ((name, "replicated"), (name, "explicit_replicated"))
     yield losses.slow("pruned", "pmap")
 
 
 @pytest.mark.parametrize(("name", "way"), [*method_cases()])
 def test_other_methods(name, way, devices):
-    """All results are per sequence: each device computes its own, without communication."""
+    """All results are per sequence: each device computes its own, without communication.
+
+    "replicated": all but the logits, as NumPy arrays of the host are.
+    """
     p = losses.problem(16, dtype=np.float32)
     f = METHODS[name]
     expected = jax.jit(f)(*p)
-    with mesh_of(devices, "explicit" if way == "explicit" else "auto") as mesh:
-        if way == "pmap":
+    assert all(np.any(x) for x in jax.tree.leaves(expected))
+    with mesh_of(devices, way.removesuffix("_replicated")) as mesh:
+        if way == "vmap":
+            got = jax.jit(jax.vmap(f))(*p)
+        elif way.endswith("replicated"):
+            got = jax.jit(f)(*place(p, mesh, P("data"), P(), P(), P()))
+        elif way == "pmap":
             got = jax.pmap(f, devices=devices)(*(x.reshape(8, 2, *x.shape[1:]) for x in p))
             got = jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), got)
         else:
             if way == "shard_map":
                 f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-            placed = place(p, mesh, P("data"))
-            compiled = jax.jit(f).lower(*placed).compile()
-            got = compiled(*placed)
-            assert not losses.collectives(compiled.as_text())
+            got, text = losses.compiled(f, *place(p, mesh, P("data")))
+            assert not losses.collectives(text)
             for x in jax.tree.leaves(got):
                 assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), x.ndim)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=losses.tolerance(np.float32, 11))
+    losses.assert_close(got, expected, rtol=1e-5, atol=losses.tolerance(np.float32, 11))
 
 
 def test_packed_under_shard_map(kernel, devices):
@@ -487,9 +432,8 @@ def test_packed_under_shard_map(kernel, devices):
     with mesh_of(devices, "auto") as mesh:
         f = mean_over_devices(lambda x, *rest: loss(PackedLogits(x, 7), *rest), mesh, (P("data"),) * 4)
         placed = place(p._replace(logits=packed(p.logits, np.nan)), mesh, P("data"))
-        compiled = jax.jit(jax.value_and_grad(f)).lower(*placed).compile()
-        value, got = compiled(*placed)
+        (value, got), text = losses.compiled(jax.value_and_grad(f), *placed)
     np.testing.assert_allclose(value, values.mean(), rtol=1e-6)
     np.testing.assert_allclose(got, packed(gradient, 0) / 16, atol=losses.tolerance(np.float32, 11))
-    assert set(losses.collectives(compiled.as_text())) <= {"all-reduce"}
-    assert losses.custom_calls(compiled.as_text()) == losses.once(losses.RNNT.gradient_calls)
+    assert set(losses.collectives(text)) <= {"all-reduce"}
+    assert losses.custom_calls(text) == losses.once(losses.RNNT.gradient_calls)

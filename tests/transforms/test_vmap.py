@@ -16,8 +16,8 @@ def value_and_gradient(loss, implementation, **options):
     return jax.value_and_grad(per_sequence(loss, implementation, **options))
 
 
-def check(got, p, loss, **options):
-    losses.assert_matches(got, loss.expected(p, **options), np.float64, 11)
+def check(got, p, loss):
+    losses.assert_matches(got, loss.expected(p), np.float64, 11)
 
 
 @losses.every_layout
@@ -72,11 +72,8 @@ def test_options_mapped(loss, implementation):
         "delay_penalty": np.array([0.0, 0.5, -0.25, 0.125]),
     }
     call = lambda p, w, o: value_and_gradient(loss, implementation, label_windows=w, **o)(*p)
-    expected = [
-        loss.expected(p.take(slice(b, b + 1)), label_windows=windows[:1], **{k: v[b] for k, v in options.items()})
-        for b in range(4)
-    ]
-    expected = [np.concatenate(x) for x in zip(*expected)]
+    own = lambda b: {"label_windows": windows[:1]} | {k: v[b] for k, v in options.items()}
+    expected = [np.concatenate(x) for x in zip(*(loss.expected(p.take([b]), **own(b)) for b in range(4)))]
     for axes, given in (((0, 0, 0), windows), ((0, None, 0), windows[0])):
         got = jax.jit(jax.vmap(call, in_axes=axes))(p, given, options)
         losses.assert_matches(got, expected, np.float64, 11, scale=2)
@@ -98,19 +95,16 @@ def test_reduction_inside_vmap(loss, implementation):
     assert values.shape == (0,) and gradient.shape == (0, *p.logits.shape[1:])
 
 
-def check_calls(function, arguments, calls):
-    text = jax.jit(function).lower(*arguments).compile().as_text()
-    assert losses.custom_calls(text) == losses.once(calls)
-    assert " while(" not in text
-
-
 @losses.every
 def test_one_custom_call_and_no_loop(loss, native_kernel):
+    """Without vmap, under one, and under two."""
     p = losses.problem(loss=loss, dtype=np.float32)
     value = per_sequence(loss, native_kernel)
-    check_calls(jax.vmap(jax.value_and_grad(value)), p, loss.gradient_calls)
-    for shape in ((4,), (4,), (2, 2)) if loss is losses.RNNT else ():  # no vmap, one, two
+    for shape in ((4,), (4,), (2, 2)):
         arguments = [x.reshape(*shape, *x.shape[1:]) for x in p]
-        check_calls(value, arguments, loss.value_calls)
-        check_calls(jax.value_and_grad(lambda *p, f=value: f(*p).sum()), arguments, loss.gradient_calls)
+        gradient = jax.value_and_grad(lambda *p, f=value: f(*p).sum())
+        for f, calls in ((value, loss.value_calls), (gradient, loss.gradient_calls)):
+            _, text = losses.compiled(f, *arguments)
+            assert losses.custom_calls(text) == losses.once(calls)
+            assert " while(" not in text
         value = jax.vmap(value)
