@@ -67,7 +67,6 @@ INTEGERS = [
     ("LEA.HI.SX32 R0, R2, R4, 0x1b", lambda a, b, c, p, q: (signed(a) << 27 >> 32) + b),
     ("LEA.HI.X.SX32 R0, R2, R4, 0x1, P0", lambda a, b, c, p, q: (signed(a) << 1 >> 32) + b + p),
     ("SHF.L.U32 R0, R2, 0x7, RZ", lambda a, b, c, p, q: a << 7),
-    ("SHF.L.W.U32 R0, R2, R4, RZ", lambda a, b, c, p, q: a << b % 32),
     ("SHF.R.S32.HI R0, RZ, 0x1f, R6", lambda a, b, c, p, q: signed(c) >> 31),
     ("SHF.R.U64 R0, R2, 0x5, R6", lambda a, b, c, p, q: (c << 32 | a) >> 5),
     ("SHF.L.U64.HI R0, R2, 0x5, R6", lambda a, b, c, p, q: (c << 32 | a) << 5 >> 32),
