@@ -51,8 +51,8 @@ def machine(*names, allow=""):
 
 
 def op(*names, allow="", read=None):
-    """Registers f(instruction, values of its inputs) -> value of the result, or an iterator of several. `read(o, x)` is a
-    function of a warp, the value of an operand in each lane, or one such for each place; predicates are bools."""
+    """Registers f(instruction, values of its inputs) -> value of the result, or an iterator of several. `read(o, x)` is
+    a function of a warp, the value of an operand in each lane, or one such for each place; predicates are bools."""
 
     def add(f):
         @machine(*names, allow=allow)
