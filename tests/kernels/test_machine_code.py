@@ -278,13 +278,11 @@ def run_emission(kernels, problem):
     launch = problem.forward(kernels)
     for index in np.ndindex(launch.grid):
         model.run_block(launch, problem.memory, index)
-    lse = problem.lse()
-    np.testing.assert_allclose(problem.blank_plane, problem.x[:, -1] - lse, atol=5e-6)
+    np.testing.assert_allclose(problem.blank_plane, problem.log_probs[:, -1], atol=5e-6)
     label = problem.row_label
-    expected = np.where(label < 0, -np.inf, problem.x[rows, label] - lse)
+    expected = np.where(label < 0, -np.inf, problem.log_probs[rows, label])
     np.testing.assert_allclose(problem.label_plane, expected, atol=5e-6)
-    norm = np.exp(problem.x - problem.x[:, -1:]).sum(1) * 2.0**-124
-    np.testing.assert_allclose(problem.norm.astype(np.float64), norm, rtol=1e-5)
+    np.testing.assert_allclose(problem.norm.astype(np.float64), problem.true_norm(), rtol=1e-5)
 
     launch = problem.backward(kernels)
     expected = problem.gradient()

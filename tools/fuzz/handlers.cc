@@ -6,7 +6,7 @@
 //
 //   handlers SECONDS SEED THREADS
 //
-// fuzz.py builds it under sanitizers. Several threads call at once and share the workers that stand for XLA's pool.
+// fuzz.py builds it under sanitizers. Several threads call at once; each task of a call has a thread, in place of XLA's pool.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
