@@ -19,7 +19,6 @@ import interpreter
 import operands
 import problems as model
 import sass
-from cuda_model import sweeps
 
 WORD = 2**32
 
@@ -373,22 +372,6 @@ def test_arcs_far_from_0(kernels, name, shift):
 @pytest.mark.parametrize("name", TABLES)
 def test_lattice(kernels, name):
     run_lattice(kernels, model.LatticeProblem(*TABLES[name]))
-
-
-@pytest.mark.slow
-def test_cycles_of_sweeps(kernels):
-    found = sweeps(kernels, *TABLES["standard"])
-    assert {block for _, block in found} == {0, 1}
-    assert len(found) == 4
-    assert all(two >= one > 0 for one, two in found.values())
-
-
-@pytest.mark.slow
-def test_no_registers_spill(kernels):
-    """No kernel has a stack: none reads or writes local memory."""
-    assert len(kernels.kernels) > 30
-    for kernel in kernels.kernels.values():
-        assert not [x.text for x in kernel.code if x.name in ("LDL", "STL")], kernel.name
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-from operands import FULL, addend, integer, lanes, machine, mask_of, op, ordered, put, put_pred, wide, words
+from operands import FULL, addend, integer, lanes, mask_of, op, ordered, put, put_pred, step, wide, words
 
 COMPARE = {
     "LT": lambda a, b: a < b,
@@ -181,28 +181,20 @@ def _(x, *v):
     return np.maximum(v, v.dtype.type(0)) if "RELU" in x else v
 
 
-@machine("P2R")
-def _(x):
+@step("P2R")
+def _(x, w, m):
     d, _, oa, om = x.operands
-    a, chosen = integer(oa, x), [k for k in range(7) if om.value >> k & 1]
-
-    def run(w, m):
-        v = a(w) & np.uint32(~om.value & FULL)
-        for k in chosen:
+    v = integer(oa, x)(w) & np.uint32(~om.value & FULL)
+    for k in range(7):
+        if om.value >> k & 1:
             v = v | lanes(w.p[k]).astype(np.uint32) << np.uint32(k)
-        put(w, d.index, v, m)
-
-    return run
+    put(w, d.index, v, m)
 
 
-@machine("R2P")
-def _(x):
+@step("R2P")
+def _(x, w, m):
     _, oa, om = x.operands
-    a, chosen = integer(oa, x), [k for k in range(7) if om.value >> k & 1]
-
-    def run(w, m):
-        v = a(w)
-        for k in chosen:
+    v = integer(oa, x)(w)
+    for k in range(7):
+        if om.value >> k & 1:
             put_pred(w, k, mask_of(v >> np.uint32(k) & 1 != 0), m)
-
-    return run

@@ -18,6 +18,7 @@ from operands import (
     pred,
     put,
     put_pred,
+    step,
 )
 from sass import RZ, Unsupported
 
@@ -39,13 +40,13 @@ SPECIAL = {
 }
 
 
-@machine("S2R", "CS2R")
-def _(x):
+@step("S2R", "CS2R")
+def _(x, w, m):
     d, o = x.operands
     if o.text not in SPECIAL:
         raise Unsupported(f"special register {o.text}")
-    kind = np.uint64 if x.name == "CS2R" else np.uint32
-    return lambda w, m: put(w, d.index, np.full(32, SPECIAL[o.text](w, 32 * w.number + LANES), kind), m)
+    value = SPECIAL[o.text](w, 32 * w.number + LANES)
+    put(w, d.index, np.full(32, value, np.uint64 if x.name == "CS2R" else np.uint32), m)
 
 
 @machine("LDC", allow="64 U8 128")
@@ -67,10 +68,9 @@ def _(x):
     return run
 
 
-@machine("R2UR")
-def _(x):
-    d, a = x.operands[0].index, integer(x.operands[-1], x)
-    return lambda w, m: put(w, d, a(w)[(m & -m).bit_length() - 1], m)
+@step("R2UR")
+def _(x, w, m):
+    put(w, x.operands[0].index, integer(x.operands[-1], x)(w)[(m & -m).bit_length() - 1], m)
 
 
 # ---- collectives of a warp
@@ -97,18 +97,13 @@ def _(x):
     return run
 
 
-@machine("VOTE", allow="ANY")
-def _(x):
+@step("VOTE", allow="ANY")
+def _(x, w, m):
     *d, out, o = x.operands  # the register may be missing
-    p = pred(o)
-
-    def run(w, m):
-        votes = p(w) & m
-        if d:
-            put(w, d[0].index, np.uint32(votes), m)
-        put_pred(w, out.index, FULL if votes else 0, m)
-
-    return run
+    votes = pred(o)(w) & m
+    if d:
+        put(w, d[0].index, np.uint32(votes), m)
+    put_pred(w, out.index, FULL if votes else 0, m)
 
 
 # ---- control flow
@@ -117,182 +112,122 @@ def _(x):
 @machine("BRA", allow="DIV U")
 def _(x):
     assert x.target is not None
-    target = x.target
     conditions = [pred(o) for o in x.operands if o.kind == "pred"]
     divergent = integer(x.operands[0]) if "DIV" in x else None
 
     def run(w, m):
-        group = w.group
         for p in conditions:
             m &= p(w)
-        if "DIV" in x and int(divergent(w)[0]) & w.alive & ~group.mask == 0:
-            return
-        if m:
-            w.jump(m, target)
+        if m and not (divergent and int(divergent(w)[0]) & w.alive & ~w.group.mask == 0):
+            w.jump(m, x.target)
 
     return run
 
 
-@machine("EXIT")
-def _(x):
-    def run(w, m):
-        w.alive &= ~m
-        w.group.mask &= ~m
-        w.wake()
-
-    return run
+@step("EXIT")
+def _(x, w, m):
+    w.alive &= ~m
+    w.group.mask &= ~m
+    w.wake()
 
 
-@machine("BSSY", allow="RECONVERGENT")
-def _(x):
-    b = x.operands[0].index
-
-    def run(w, m):
-        w.group.barriers[b] = Barrier(w.group.mask)
-
-    return run
+@step("BSSY", allow="RECONVERGENT")
+def _(x, w, m):
+    w.group.barriers[x.operands[0].index] = Barrier(w.group.mask)
 
 
-@machine("BMOV", allow="32 CLEAR")
-def _(x):  # on sm_75: a barrier that no lane waits for any more
-    d, b = x.operands
-    assert d.index == RZ
-    return lambda w, m: w.group.barriers.pop(b.index, None)
+@step("BMOV", allow="32 CLEAR")
+def _(x, w, m):  # on sm_75: a barrier that no lane waits for any more
+    assert x.operands[0].index == RZ
+    w.group.barriers.pop(x.operands[1].index, None)
 
 
-@machine("BSYNC", allow="RECONVERGENT")
-def _(x):
-    b = x.operands[0].index
-
-    def run(w, m):
-        group = w.group
-        if m != group.mask:
-            group = w.split(group, m, group.pc)
-        barrier = group.barriers[b]
-        if barrier.mask & w.alive & ~group.mask == 0:
-            return
+@step("BSYNC", allow="RECONVERGENT")
+def _(x, w, m):
+    group = w.group if m == w.group.mask else w.split(w.group, m, w.group.pc)
+    barrier = group.barriers[x.operands[0].index]
+    if barrier.mask & w.alive & ~group.mask:
         group.state = ("converge", barrier)
         w.wake()
 
-    return run
+
+@step("BREAK")
+def _(x, w, m):
+    w.group.barriers[x.operands[0].index].mask &= ~m
+    w.wake()
 
 
-@machine("BREAK", allow="RELIABLE")
-def _(x):
-    b = x.operands[-1].index
-
-    def run(w, m):
-        w.group.barriers[b].mask &= ~m
-        w.wake()
-
-    return run
-
-
-@machine("WARPSYNC", allow="ALL COLLECTIVE EXCLUSIVE")
-def _(x):
-    get = (lambda w: np.full(32, FULL)) if "ALL" in x else integer(x.operands[0], x)
-
-    def run(w, m):
-        group = w.group
-        need = int(np.bitwise_or.reduce(get(w)[lanes(m)])) & w.alive
-        if need & ~group.mask == 0:
-            group.parts = [group.mask]
-            return
-        group.state = ("warp", need)
-        w.wake()
-
-    return run
+@step("WARPSYNC", allow="ALL COLLECTIVE")
+def _(x, w, m):
+    named = FULL if "ALL" in x else int(np.bitwise_or.reduce(integer(x.operands[0], x)(w)[lanes(m)]))
+    if named & w.alive & ~w.group.mask == 0:
+        w.group.parts = [w.group.mask]
+        return
+    w.group.state = ("warp", named & w.alive)
+    w.wake()
 
 
-@machine("ENDCOLLECTIVE")
-def _(x):
-    def run(w, m):
-        group = w.group
-        for part in group.parts[1:]:
-            w.split(group, part, group.pc)
-
-    return run
+@step("ENDCOLLECTIVE")
+def _(x, w, m):
+    for part in w.group.parts[1:]:
+        w.split(w.group, part, w.group.pc)
 
 
-@machine("CALL", allow="REL NOINC")
-def _(x):
-    assert x.target is not None
-    return lambda w, m: w.jump(m, x.target)
+@step("CALL", allow="REL NOINC")
+def _(x, w, m):
+    w.jump(m, x.target)
 
 
-@machine("RET", allow="REL NODEC")
-def _(x):
-    a = integer(x.operands[0], x)
-
-    def run(w, m):
-        to = a(w)
-        for value in np.unique(to[lanes(m)]):
-            w.jump(mask_of(to == value) & m, int(value) // 16)
-
-    return run
+@step("RET", allow="REL NODEC")
+def _(x, w, m):
+    to = integer(x.operands[0], x)(w)
+    for value in np.unique(to[lanes(m)]):
+        w.jump(mask_of(to == value) & m, int(value) // 16)
 
 
-@machine("BAR", allow="SYNC RED OR DEFER_BLOCKING")
-def _(x):
-    numbers = [o for o in x.operands if o.kind != "pred"]
-    assert all(o.kind == "imm" for o in numbers)
-    key = numbers[0].value, numbers[1].value if len(numbers) > 1 else 0
-    p = next((pred(o) for o in x.operands if o.kind == "pred"), None)
-
-    def run(w, m):
-        block, group = w.block, w.group
-        if m != group.mask:
-            raise RuntimeError(f"{block.kernel.name}: {x.text}: a barrier for a part of the lanes")
-        entry = block.arrived.setdefault(key, [0, False, []])
-        entry[0] += m.bit_count()
-        entry[1] |= bool(p and p(w) & m)
-        entry[2].append((w, group))
-        group.state = ("bar", (key, tuple(x.modifiers)))
-        for other, _ in entry[2][:-1]:
-            if other is w:  # another group of this warp: the warp waits at the last
-                w.last_bar[2] = False
-        w.detail = w.last_bar = ["bar", entry, True]
-
-    return run
+@step("BAR", allow="SYNC RED OR DEFER_BLOCKING")
+def _(x, w, m):
+    block, group = w.block, w.group
+    numbers = [o.value for o in x.operands if o.kind == "imm"]
+    votes = [pred(o)(w) & m for o in x.operands if o.kind == "pred"]
+    if m != group.mask:
+        raise RuntimeError(f"{block.kernel.name}: {x.text}: a barrier for a part of the lanes")
+    key = numbers[0], numbers[1] if len(numbers) > 1 else 0
+    entry = block.arrived.setdefault(key, [0, False, []])
+    entry[0] += m.bit_count()
+    entry[1] |= any(votes)
+    entry[2].append((w, group))
+    group.state = ("bar", (key, tuple(x.modifiers)))
+    for other, _ in entry[2][:-1]:
+        if other is w:  # another group of this warp: the warp waits at the last
+            w.last_bar[2] = False
+    w.detail = w.last_bar = ["bar", entry, True]
 
 
-@machine("B2R", allow="RESULT")
-def _(x):
-    d, out = x.operands
-
-    def run(w, m):
-        put(w, d.index, np.uint32(w.result), m)
-        put_pred(w, out.index, FULL if w.result else 0, m)
-
-    return run
+@step("B2R", allow="RESULT")
+def _(x, w, m):
+    put(w, x.operands[0].index, np.uint32(w.result), m)
+    put_pred(w, x.operands[1].index, FULL if w.result else 0, m)
 
 
-@machine("NOP")
-def _(x):
-    return lambda w, m: None
+@step("NOP")
+def _(x, w, m):
+    pass
 
 
-@machine("LDGDEPBAR")
-def _(x):
-    def run(w, m):
-        w.copy_groups.append(w.copies)
-        w.copies = []
-
-    return run
+@step("LDGDEPBAR")
+def _(x, w, m):
+    w.copy_groups.append(w.copies)
+    w.copies = []
 
 
-@machine("DEPBAR", allow="LE")
-def _(x):
-    allowed = x.operands[1].value
-
-    def run(w, m):
-        arrived = w.copy_groups[: len(w.copy_groups) - allowed]
-        del w.copy_groups[: len(arrived)]
-        for target, into, words in itertools.chain(*arrived):
-            for k, row in enumerate(words):
-                target[into + k] = row
-
-    return run
+@step("DEPBAR", allow="LE")
+def _(x, w, m):
+    arrived = w.copy_groups[: len(w.copy_groups) - x.operands[1].value]
+    del w.copy_groups[: len(arrived)]
+    for target, into, words in itertools.chain(*arrived):
+        for k, row in enumerate(words):
+            target[into + k] = row
 
 
 # ---- memory

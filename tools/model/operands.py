@@ -1,8 +1,8 @@
 """What opcodes share: their table, and how operands are read and results written.
 
 A register is a row of 32 words, a predicate a mask of 32 bits. `op` registers the function of an opcode from the values
-of its operands to those of its results; where an opcode does more, `machine` registers a function that returns
-run(warp, mask). Either reads the instruction once, and run executes it for the lanes of the mask. Instructions of the
+of its operands to those of its results; where an opcode does more, `step` registers what executes it for the lanes of a
+mask, or `machine` a function that reads the instruction once and returns that. Instructions of the
 uniform datapath are the vector instructions of the same name, on registers whose lanes are equal. An opcode, a form of
 it or a modifier that is missing raises Unsupported and names it: the table has what nvcc 12.4 and 13.0 make of the
 kernels. integers.py, floats.py and machine.py fill it.
@@ -48,6 +48,11 @@ def machine(*names, allow=""):
         return builder
 
     return add
+
+
+def step(*names, allow=""):
+    """Registers f(instruction, warp, mask), which executes it."""
+    return lambda f: machine(*names, allow=allow)(lambda x: functools.partial(f, x))
 
 
 def op(*names, allow="", read=None):
