@@ -115,8 +115,8 @@ int64_t model_lattice(const int64_t* sizes, const int64_t* table, const void* co
   using namespace jax_rnnt;
   const int64_t n = sizes[3];
   const Topology topology = {int(n), int(sizes[4]), table, table + n, table + 2 * n, table + 3 * n, table + 4 * n};
-  const LatticeArgs args = {topology,   sizes[0], sizes[1],   sizes[2], log_plane, num_frames,
-                            num_labels, loss,     grad_plane, workspace};
+  const LatticeArgs args = {topology,   sizes[0],   sizes[1], sizes[2],   log_plane,
+                            num_frames, num_labels, loss,     grad_plane, workspace};
   if (workspace == nullptr) {
     return sizes[0] * cuda::LatticeWorkspace(IsUnitStep(args.topology), n).Elements(sizes[1], sizes[2]);
   }
