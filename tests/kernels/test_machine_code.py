@@ -220,7 +220,7 @@ def trace(*rows):
 
 
 def end(*traces, **options):
-    return cycles.Replay([[list(traces)]], **options).ends[0][2]
+    return cycles.Replay([list(traces)], **options).end
 
 
 def test_cycles():
@@ -232,7 +232,7 @@ def test_cycles():
     assert end(trace(load, use), latency=500) == 504
     assert end(trace(near, use), latency=500) == cycles.LATENCY["L1"] + 4
     assert end(trace(load, load, use), latency=500) == 505  # in flight together
-    assert cycles.Replay([[[trace(load, load, use)]]], latency=500).loads == [(0.0, 500.0, 32), (1.0, 501.0, 32)]
+    assert cycles.Replay([[trace(load, load, use)]], latency=500).loads == [(0.0, 500.0, 32), (1.0, 501.0, 32)]
     copy = ("LDGSTS.E [R0], desc[UR4][R2.64]", 1, 7, 0, ("global", 32, 1, 0, "global", 1))
     commit, last = ("LDGDEPBAR", 1, 0, 0, None), ("DEPBAR.LE SB0, 0x1", 4, 7, 0, None)
     every = ("DEPBAR.LE SB0, 0x0", 4, 7, 0, None)

@@ -87,11 +87,11 @@ def emission(kernels, V, dtype, backward, aligned, at_least=16):
     counts = collections.Counter(pipe(x) for x, _ in ran)
     memory, tags = (sum(memory_cycles(*step, tags=tags) for step in ran) for tags in (False, True))
     moved = V * (2 if dtype != "float32" else 4) * (2 if backward else 1) + 12  # and three planes
-    replay = Replay([[traces(blocks[0])]], LOADED, tags=True)
+    replay = Replay([traces(blocks[0])], LOADED, tags=True)
     events = sorted([(a, n) for a, _, n in replay.loads] + [(b, -n) for _, b, n in replay.loads])
     held = resident(launch)
     flight = max(itertools.accumulate(n for _, n in events)) * held
-    alone = held * moved * len(model.written_rows(blocks[:1], result)) / replay.ends[0][2]
+    alone = held * moved * len(model.written_rows(blocks[:1], result)) / replay.end
     return Emission(launch.kernel.name, len(rows), moved * len(rows), counts, memory, tags, flight, alone)
 
 
@@ -128,8 +128,7 @@ def sweeps(kernels, table, T, U):
     problem = model.LatticeProblem(table, T, U)
     for name, index, block in problem.run(kernels):
         if "Sweep" in name:
-            ends = (max(end for *_, end in Replay([[traces(block)]] * n).ends) for n in (1, 2))
-            found[name, index[0]] = np.array(list(ends))
+            found[name, index[0]] = np.array([Replay([traces(block)] * n).end for n in (1, 2)])
     return found
 
 
@@ -176,9 +175,8 @@ def print_tables(tasks, version):
 
 def print_profile(name, block, share, unit):
     counts = collections.Counter(x.number for trace in traces(block) for x, _ in trace)
-    replay = Replay([[traces(block)]])
-    total, end = sum(counts.values()), replay.ends[-1][2]
-    print(f"{name}: {total / share:.1f} instructions, {end / share:.1f} cycles a {unit}")
+    replay = Replay([traces(block)])
+    print(f"{name}: {sum(counts.values()) / share:.1f} instructions, {replay.end / share:.1f} cycles a {unit}")
     for x in block.code:
         if n := counts[x.number]:
             control = f"stall {x.stall:2} wait {x.wait:06b} write {x.write} read {x.read}"
