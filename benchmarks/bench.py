@@ -21,28 +21,18 @@ import plain_jax
 import problems
 from problems import cases
 
-from jax_rnnt import (
-    AdditiveLogits,
-    BandLogits,
-    ConstrainedRNNTLoss,
-    HATLoss,
-    MonotonicRNNTLoss,
-    MultiblankRNNTLoss,
-    PackedLogits,
-    RNNTLoss,
-    TDTLoss,
-)
+import jax_rnnt as rnnt
 
 WIDTHS = 5, 10, 20  # of bands
 FAMILY = "subwords", "characters"
 DURATIONS, BIG_BLANKS = (0, 1, 2, 3, 4), (2, 3, 4)
 LOSSES = {
-    "rnnt": RNNTLoss,
-    "monotonic": MonotonicRNNTLoss,
-    "constrained": ConstrainedRNNTLoss,
-    "hat": HATLoss,
-    "multiblank": functools.partial(MultiblankRNNTLoss, BIG_BLANKS),
-    "tdt": functools.partial(TDTLoss, DURATIONS),
+    "rnnt": rnnt.RNNTLoss,
+    "monotonic": rnnt.MonotonicRNNTLoss,
+    "constrained": rnnt.ConstrainedRNNTLoss,
+    "hat": rnnt.HATLoss,
+    "multiblank": functools.partial(rnnt.MultiblankRNNTLoss, BIG_BLANKS),
+    "tdt": functools.partial(rnnt.TDTLoss, DURATIONS),
 }
 
 
@@ -91,9 +81,9 @@ def contestants(case, args, worker):
         return measure.program(name, loss, (*sources, *rest), **options)
 
     found = [
-        start("ours, reference", RNNTLoss(implementation="reference"), donate=True),
-        start("ours", RNNTLoss(), donate=True),
-        start("ours, not in place", RNNTLoss(inplace=False)),
+        start("ours, reference", rnnt.RNNTLoss(implementation="reference"), donate=True),
+        start("ours", rnnt.RNNTLoss(), donate=True),
+        start("ours, not in place", rnnt.RNNTLoss(inplace=False)),
         start("plain JAX", plain_jax.plain),
         start("plain JAX, donated", plain_jax.plain, donate=True),
     ]
@@ -103,8 +93,8 @@ def contestants(case, args, worker):
     # Gradients from float32 logs of up to T + U nats are off by up to 1e-3.
     measure.agree(found[0], found[1:], gradient=2e-3 / case.B)
     if case.valid < 1:  # the same logits with full lengths, measured in the same turns, to judge the padding
-        found.append(start("ours, all valid", RNNTLoss(), case.full(), donate=True))
-    found.append(start("ours, the loss alone", RNNTLoss(), gradient=None))
+        found.append(start("ours, all valid", rnnt.RNNTLoss(), case.full(), donate=True))
+    found.append(start("ours, the loss alone", rnnt.RNNTLoss(), gradient=None))
     floors = [floor(f"floor{more}", case, args.seed, args.threads, n) for more, n in (("", 2), (", one pass", 1))]
     return floors + found
 
@@ -141,16 +131,18 @@ def family(case, args):
     def wide(name):
         return ("wide", len(DURATIONS)) if name == "tdt" else ()
 
-    short, loss = case.ragged(), RNNTLoss()
+    short, loss = case.ragged(), rnnt.RNNTLoss()
     found = [floor("floor", case, args.seed, args.threads, passes=2)]
     found += [start(name, make(), *wide(name)) for name, make in LOSSES.items()]
     for name in ("multiblank", "tdt"):
         found.append(start(f"{name}, reference", LOSSES[name](implementation="reference"), *wide(name)))
-    found.append(start("simple", lambda heads, *rest: loss(AdditiveLogits(*heads), *rest), "heads"))
+    found.append(start("simple", lambda heads, *rest: loss(rnnt.AdditiveLogits(*heads), *rest), "heads"))
     for n in WIDTHS:
-        found.append(start(f"pruned {n}", lambda x, first, *rest: loss(BandLogits(x, first), *rest), "band", n))
+        found.append(start(f"pruned {n}", lambda x, first, *rest: loss(rnnt.BandLogits(x, first), *rest), "band", n))
     found.append(start("rnnt, ragged", loss, case=short))
-    found.append(start("packed, ragged", lambda x, *rest: loss(PackedLogits(x, case.T), *rest), "packed", case=short))
+    found.append(
+        start("packed, ragged", lambda x, *rest: loss(rnnt.PackedLogits(x, case.T), *rest), "packed", case=short)
+    )
     check_family(case, {c.name: c for c in found if c.check})
     return found
 

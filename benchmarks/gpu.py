@@ -10,7 +10,6 @@ import functools
 import gc
 import os
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -178,37 +177,6 @@ def copy_bandwidth(run):
     return {name: 8 * elements / t["median"] for name, t in found.items()}
 
 
-def sm_clock(case):
-    """MHz of the multiprocessors while a step keeps them busy."""
-    ring, rest = make_inputs(case, np.float32)
-    call, found = turns(loss_and_gradient(RNNTLoss(inplace=False)), ring, rest), []
-    for _ in range(3):
-        command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0"]
-        try:
-            query = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        except OSError:
-            return None
-        while query.poll() is None:
-            for i in range(4):
-                handle = call(i)
-            jax.block_until_ready(handle)
-        found += [float(x) for x in query.communicate()[0].split() if x.isdigit()]
-    return float(np.median(found)) if found else None
-
-
-def first_call(case):
-    """Seconds of the first and the second call of a compiled step. No kernel of ours must have run in this process."""
-    (logits, *_), rest = make_inputs(case, np.float32)
-    jax.block_until_ready([jnp.zeros_like(logits) for _ in range(2)])  # the allocator now holds memory for the results
-    step = loss_and_gradient(RNNTLoss(inplace=False)).lower(logits, *rest).compile()
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        jax.block_until_ready(step(logits, *rest))
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
 # -------------------------------------------------------------------------------------------------------- the stages
 
 
@@ -252,9 +220,9 @@ def lattice_alone(case):
 
 
 def diagonals(run):
-    """The cost of one more frame for a single sequence, in seconds and in cycles."""
+    """The cost of one more frame for a single sequence, in seconds and in cycles of the highest clock."""
     record = run.record
-    clock = record.get("sm_clock_mhz") or float(record.get("clocks.max.sm", 0))
+    clock = float(record.get("clocks.max.sm", 0))
     record["seconds_per_diagonal"] = seconds = {}
     for short, long in cases.DIAGONALS_DRY_RUN if run.args.dry_run else cases.DIAGONALS:
         below, above = (run.time(call, calls=calls)["median"] for call, calls in map(lattice_alone, (short, long)))
@@ -269,10 +237,7 @@ def loss_and_gradient(loss, **jit):
     return jax.jit(jax.value_and_grad(loss), **jit)
 
 
-JAX_RIVALS = {
-    "ours, reference": RNNTLoss(implementation="reference"),
-    "plain JAX": plain_jax.plain,
-}
+JAX_RIVALS = {"ours, reference": RNNTLoss(implementation="reference"), "plain JAX": plain_jax.plain}
 
 
 def sample(handle):
@@ -397,8 +362,6 @@ def aims(record):
     for U, cycles in record.get("cycles_per_diagonal", {}).items():
         if cycles and int(U) <= 127:
             judge(f"cycles per diagonal, U = {U}", "<=", 120, cycles)
-    if first := record.get("first_call"):
-        judge("first call beyond the second, ms", "<=", 50, (first[0] - first[1]) * 1e3)
     return rows
 
 
@@ -452,7 +415,6 @@ def main(argv=None):
     others, missing = peers.losses([peers.torchaudio]) if torch else ({}, {"all": "torch cannot be imported"})
     others.pop("torchaudio, joint", None)
     run.record |= describe(missing)
-    run.record["first_call"] = run.attempt("first call", first_call, chosen[0])
     if copied := run.attempt("copy", copy_bandwidth, run):
         run.record |= {"copy_bandwidth": copied, "bandwidth": max(copied.values())}
     made = []
@@ -462,7 +424,6 @@ def main(argv=None):
                 made.append(Variant(run, case, dtype, lengths, others))
                 run.attempt(made[-1].name, made[-1].measure, reserve=15)
             if len(made) == len(chosen):  # after float32 and full lengths, as time may run out
-                run.record["sm_clock_mhz"] = run.attempt("clock", sm_clock, chosen[0])
                 run.attempt("cycles per diagonal", diagonals, run)
     for variant in made[: len(chosen)]:
         run.attempt(f"{variant.name}: JAX rivals", variant.measure_rivals, reserve=10)

@@ -24,21 +24,12 @@ import peers
 import problems
 from problems import cases
 
-from jax_rnnt import (
-    AdditiveLogits,
-    BandLogits,
-    JointLogits,
-    LinearJoint,
-    PackedLogits,
-    RNNTLoss,
-    prune_inputs,
-    prune_ranges,
-)
+import jax_rnnt as rnnt
 from jax_rnnt.layouts import _tiles
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient
-LOSS = RNNTLoss()
+LOSS = rnnt.RNNTLoss()
 
 
 def materialized(weight, bias, encoder, predictor, *rest, loss=LOSS):
@@ -48,23 +39,23 @@ def materialized(weight, bias, encoder, predictor, *rest, loss=LOSS):
 
 
 def linear(weight, bias, encoder, predictor, *rest, loss=LOSS):
-    return loss(JointLogits(LinearJoint(weight, bias), encoder, predictor), *rest)
+    return loss(rnnt.JointLogits(rnnt.LinearJoint(weight, bias), encoder, predictor), *rest)
 
 
 def function(weight, bias, encoder, predictor, *rest, loss=LOSS):
-    return loss(JointLogits(lambda e, p: jnp.tanh(e + p) @ weight + bias, encoder, predictor), *rest)
+    return loss(rnnt.JointLogits(lambda e, p: jnp.tanh(e + p) @ weight + bias, encoder, predictor), *rest)
 
 
 def pruned(weight, bias, encoder, predictor, *rest):
     """Pruned RNN-T: the simple loss with the same output layer, then the joint on the band. Another loss."""
-    heads = AdditiveLogits(encoder @ weight, predictor @ weight + bias)
+    heads = rnnt.AdditiveLogits(encoder @ weight, predictor @ weight + bias)
     blank, label = LOSS.posteriors(heads, *rest)
     lengths = dict(zip(("logit_lengths", "target_lengths"), rest[1:]))
-    first = prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=WIDTH)
-    frames, states = prune_inputs(encoder, predictor, first, width=WIDTH)
+    first = rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=WIDTH)
+    frames, states = rnnt.prune_inputs(encoder, predictor, first, width=WIDTH)
     hidden = jnp.tanh(frames + states)
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias
-    return 0.5 * LOSS(heads, *rest) + LOSS(BandLogits(logits.reshape(*hidden.shape[:-1], -1), first), *rest)
+    return 0.5 * LOSS(heads, *rest) + LOSS(rnnt.BandLogits(logits.reshape(*hidden.shape[:-1], -1), first), *rest)
 
 
 # ---------------------------------------------------------------------------------------------------------- by shape
@@ -111,7 +102,7 @@ def by_shape(args):
 
 # XLA compiles for shapes: ours are padded to these multiples of T and U + 1, and of rows, as training code does.
 FRAMES, COLUMNS, ROWS = 32, 8, 1 << 14
-SUM = RNNTLoss(blank=problems.BLANK, reduction="sum")
+SUM = rnnt.RNNTLoss(blank=problems.BLANK, reduction="sum")
 
 
 def packed(nodes, frames):
@@ -120,7 +111,7 @@ def packed(nodes, frames):
 
     def loss(weight, bias, encoder, predictor, *rest):
         logits = jnp.tanh(encoder[b, t] + predictor[b, u]) @ weight + bias
-        return SUM(PackedLogits(logits, frames), *rest)
+        return SUM(rnnt.PackedLogits(logits, frames), *rest)
 
     return loss
 

@@ -73,19 +73,23 @@ ENVIRONMENT = {
 def compile_object(
     source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
 ) -> pathlib.Path:
-    """The object of root / source, compiled unless it is newer than the source and all headers. Headers under root
-    shadow those of the repository."""
+    """The object of a source, compiled unless it is newer than the source and all headers. Files under root shadow
+    those of the repository."""
     target = build / mode.name / (pathlib.Path(source).name + ".o")
-    newest = max(path.stat().st_mtime for path in [root / source, pathlib.Path(__file__), *HEADERS])
+    path = root / source if (root / source).exists() else ROOT / source
+    newest = max(file.stat().st_mtime for file in [path, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(parents=True, exist_ok=True)
         flags = [*warnings, *mode.flags, f"-I{root}", f"-I{ROOT}", "-x", "c++"]
-        subprocess.run([*CXX, *flags, "-c", root / source, "-o", target], check=True)
+        subprocess.run([*CXX, *flags, "-c", path, "-o", target], check=True)
     return target
 
 
-def link(objects: list[pathlib.Path], mode: Mode, program: pathlib.Path) -> pathlib.Path:
-    subprocess.run([*CXX, *mode.flags, *objects, "-o", program, "-pthread"], check=True)
+def link(objects: dict[str, pathlib.Path], mode: Mode, folder: pathlib.Path, test: bool = False) -> pathlib.Path:
+    """The program `check` of the objects, or the test of the emulation."""
+    program = folder / mode.name / ("cuda_emulation_test" if test else "check")
+    parts = [objects[source] for source in ((TEST, OTHERS[0]) if test else (*KERNELS, *OTHERS))]
+    subprocess.run([*CXX, *mode.flags, *parts, "-o", program, "-pthread"], check=True)
     return program
 
 
@@ -124,9 +128,8 @@ def main() -> int:
 
         jobs = []
         for mode in MODES:
-            here = objects[mode.name]
-            link([here[TEST], here[OTHERS[0]]], mode, BUILD / mode.name / "cuda_emulation_test")
-            link([here[source] for source in (*KERNELS, *OTHERS)], mode, BUILD / mode.name / "check")
+            for test in (True, False):
+                link(objects[mode.name], mode, BUILD, test)
             jobs.append(pool.submit(check, mode, "cuda_emulation_test", "forward"))
             jobs += [pool.submit(check, mode, "check", order) for order in mode.orders]
         failed = False

@@ -58,57 +58,46 @@ __global__ void Poisoned(int* nan) {
 
 // ---- misuse ----
 
-__global__ void BarrierOfSome(int*) {
-  if (threadIdx.x < 40) __syncthreads();
-}
-__global__ void BarrierAfterExit(int*) {
-  if (threadIdx.x == 3) return;
-  __syncwarp(threadIdx.x < 32 ? ~8u : kAll);
-  __syncthreads();
-}
-__global__ void BarriersOfTwoPlaces(int*) {
-  if (threadIdx.x < 32) {
-    __syncthreads();
-  } else {
-    __syncthreads();
-  }
-}
-__global__ void BarriersOfTwoKinds(int* out) {
-  if (threadIdx.x < 32) __syncthreads();
-  if (threadIdx.x >= 32) out[threadIdx.x] = __syncthreads_or(1);
-}
-__global__ void ShuffleOfSome(int* out) {
-  if (threadIdx.x % 2 == 0) out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 2);
-}
-__global__ void ShuffleAgainstBarrier(int* out) {
-  if (threadIdx.x == 0) __syncthreads();
-  out[threadIdx.x] = __shfl_sync(kAll, 1, 0);
-}
-__global__ void ShufflesOfTwoKinds(int* out) {
-  if (threadIdx.x % 2 == 0) {
-    out[threadIdx.x] = __shfl_up_sync(kAll, 1, 1);
-  } else {
-    out[threadIdx.x] = __shfl_down_sync(kAll, 1, 1);
-  }
-}
-__global__ void MaskOfExited(int* out) {
-  if (threadIdx.x >= 30) return;
-  out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 1);
-}
-__global__ void MaskOfAbsent(int* out) { out[threadIdx.x] = __shfl_xor_sync(kAll, 1, 1); }
-__global__ void ExitWhileAwaited(int* out) {
-  if (threadIdx.x == 31) return;
-  out[threadIdx.x] = __ballot_sync(kAll, 1) != 0;
-}
-__global__ void OutsideOwnMask(int* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 0); }
-__global__ void SourceOutsideMask(int* out) {
-  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, 1, 16);
-}
-__global__ void TooMuchStatic(int* out) {
-  JAX_RNNT_SHARED_ARRAY(double, big, 48 * 128 + 1);
-  big[0] = 1;
-  out[0] = int(big[0]);
-}
+struct Misuse {
+  const char* name;
+  void (*kernel)(int*);
+  const char* message;
+  unsigned threads = 64;
+};
+
+// clang-format off: a table
+const Misuse kMisuse[] = {
+    {"barrier of some", [](int*) { if (threadIdx.x < 40) __syncthreads(); }, "__syncthreads at"},
+    {"barrier after an exit", [](int*) {
+       if (threadIdx.x == 3) return;
+       __syncwarp(threadIdx.x < 32 ? ~8u : kAll);
+       __syncthreads();
+     }, "a thread of the block has exited"},
+    {"barriers of two places", [](int*) {
+       if (threadIdx.x < 32) __syncthreads();
+       if (threadIdx.x >= 32) __syncthreads();
+     }, "meets another place or kind, __syncthreads at"},
+    {"barriers of two kinds", [](int*) { threadIdx.x < 32 ? __syncthreads() : void(__syncthreads_or(1)); },
+     "meets another place or kind"},
+    {"shuffle of some", [](int*) { if (threadIdx.x % 2 == 0) __shfl_xor_sync(kAll, 1, 2); }, "__shfl_xor_sync at"},
+    {"shuffle against barrier", [](int*) {
+       if (threadIdx.x == 0) __syncthreads();
+       __shfl_sync(kAll, 1, 0);
+     }, "deadlock"},
+    {"shuffles of two kinds", [](int*) { threadIdx.x % 2 ? __shfl_up_sync(kAll, 1, 1) : __shfl_down_sync(kAll, 1, 1); },
+     "meets another place or kind"},
+    {"mask of exited", [](int*) { if (threadIdx.x < 30) __shfl_xor_sync(kAll, 1, 1); }, "__shfl_xor_sync at"},
+    {"mask of absent", [](int*) { __shfl_xor_sync(kAll, 1, 1); }, "lane that has exited or does not exist", 48},
+    {"exit while awaited", [](int*) { if (threadIdx.x != 31) __ballot_sync(kAll, 1); }, "__ballot_sync at"},
+    {"outside its own mask", [](int*) { __shfl_sync(0x0000ffffu, 1, 0); }, "the caller's lane is not in its mask"},
+    {"source outside the mask", [](int*) { if (threadIdx.x < 16) __shfl_xor_sync(0x0000ffffu, 1, 16); },
+     "reads from a lane outside the mask"},
+    {"too much static", [](int*) {
+       JAX_RNNT_SHARED_ARRAY(double, big, 48 * 128 + 1);
+       big[0] = 1;
+     }, "more shared memory than a block can have"},
+};
+// clang-format on
 
 // The last group is not waited for, or belongs to no group.
 template <int kGroups, bool kCommitted>
@@ -127,11 +116,11 @@ void ExpectWorks() {
   Expect(right, "blocks of 32 x 8 threads with barriers, static and dynamic shared memory");
 }
 
-void ExpectReport(void (*kernel)(int*), const char* name, const char* message, unsigned threads = 64) {
+void ExpectReport(const Misuse& misuse) {
   std::vector<int> out(1024, 0);
-  const cudaError_t error = Launch(kernel, dim3(2, 2), dim3(threads), 0, nullptr, out.data());
-  Expect(error == cudaErrorLaunchFailure, name);
-  Expect(strstr(cudaGetErrorString(error), message) != nullptr, message);
+  const cudaError_t error = Launch(misuse.kernel, dim3(2, 2), dim3(misuse.threads), 0, nullptr, out.data());
+  Expect(error == cudaErrorLaunchFailure, misuse.name);
+  Expect(strstr(cudaGetErrorString(error), misuse.message) != nullptr, misuse.message);
   ExpectWorks();
 }
 
@@ -161,29 +150,18 @@ void RightUse() {
   ExpectWorks();
 }
 
-void Misuse() {
+void CheckMisuse() {
   fprintf(stderr, "Reports of misuse are expected from here on.\n");
-#define REPORT(kernel, ...) ExpectReport(&kernel, #kernel, __VA_ARGS__)
-  REPORT(BarrierOfSome, "__syncthreads at");
-  REPORT(BarrierAfterExit, "a thread of the block has exited");
-  REPORT(BarriersOfTwoPlaces, "meets another place or kind, __syncthreads at");
-  REPORT(BarriersOfTwoKinds, "meets another place or kind");
-  REPORT(ShuffleOfSome, "__shfl_xor_sync at");
-  REPORT(ShuffleAgainstBarrier, "deadlock");
-  REPORT(ShufflesOfTwoKinds, "meets another place or kind");
-  REPORT(MaskOfExited, "__shfl_xor_sync at");
-  REPORT(MaskOfAbsent, "lane that has exited or does not exist", 48);
-  REPORT(ExitWhileAwaited, "__ballot_sync at");
-  REPORT(OutsideOwnMask, "the caller's lane is not in its mask");
-  REPORT(SourceOutsideMask, "reads from a lane outside the mask");
-  REPORT(TooMuchStatic, "more shared memory than a block can have");
-  ExpectReport(&ExitWithCopies<1, true>, "a group not waited for", "in flight where its thread ends");
-  ExpectReport(&ExitWithCopies<0, false>, "a copy of no group", "in flight where its thread ends");
-#undef REPORT
+  for (const Misuse& misuse : kMisuse) ExpectReport(misuse);
+  ExpectReport({"a group not waited for", &ExitWithCopies<1, true>, "in flight where its thread ends"});
+  ExpectReport({"a copy of no group", &ExitWithCopies<0, false>, "in flight where its thread ends"});
   int out;
-  Expect(Launch(&MaskOfAbsent, dim3(1), dim3(1025), 0, nullptr, &out) == cudaErrorInvalidConfiguration, "threads");
-  Expect(Launch(&MaskOfAbsent, dim3(1, 65536), dim3(32), 0, nullptr, &out) == cudaErrorInvalidConfiguration, "grid");
-  Expect(Launch(&MaskOfAbsent, dim3(1), dim3(32), 228 << 10, nullptr, &out) == cudaErrorInvalidValue, "shared bytes");
+  const auto launch = [&](dim3 grid, unsigned threads, size_t shared) {
+    return Launch(kMisuse[0].kernel, grid, dim3(threads), shared, nullptr, &out);
+  };
+  Expect(launch(dim3(1), 1025, 0) == cudaErrorInvalidConfiguration, "threads");
+  Expect(launch(dim3(1, 65536), 32, 0) == cudaErrorInvalidConfiguration, "grid");
+  Expect(launch(dim3(1), 32, 228 << 10) == cudaErrorInvalidValue, "shared bytes");
   ExpectWorks();
 }
 
@@ -217,35 +195,29 @@ void DynamicLimit() {
 
 // ---- 16-bit types ----
 
-void Conversions() {
-  bool half = true, bfloat16 = true;
-  for (int i = 0; i < 1 << 16; ++i) {  // every value survives a round trip; ties go to the even neighbour
-    const Half h = {uint16_t(i)};
-    const BFloat16 b = {uint16_t(i)};
-    const float x = Widen(h), y = Widen(b);
-    half &= x != x ? (i & 0x7fff) > 0x7c00 : Narrow<Half>(x).bits == i;
-    bfloat16 &= y != y ? (i & 0x7fff) > 0x7f80 : Narrow<BFloat16>(y).bits == i;
-    if ((i & 0x7fff) < 0x7bff) {
-      const float next = Widen(Half{uint16_t(i + 1)}), middle = (x + next) / 2;
-      half &= Narrow<Half>(middle).bits == i + (i & 1);
-      half &= Narrow<Half>(nextafterf(middle, x)).bits == i && Narrow<Half>(nextafterf(middle, next)).bits == i + 1;
-    }
-    if ((i & 0x7fff) < 0x7f7f) {
-      const float next = Widen(BFloat16{uint16_t(i + 1)}), middle = y / 2 + next / 2;
-      if ((i & 0x7fff) > 0x100) {  // y / 2 is exact
-        bfloat16 &= Narrow<BFloat16>(middle).bits == i + (i & 1);
-        bfloat16 &= Narrow<BFloat16>(nextafterf(middle, y)).bits == i;
-      }
-    }
+// Every value survives a round trip, and ties go to the even neighbour. `exact`: beyond it, halves are exact.
+template <class T>
+bool Converts(int infinity, int exact) {
+  bool right = true;
+  for (int i = 0; i < 1 << 16; ++i) {
+    const int size = i & 0x7fff;
+    const float x = Widen(T{uint16_t(i)});
+    right &= size > infinity ? x != x : Narrow<T>(x).bits == i;
+    if (size <= exact || size >= infinity - 1) continue;
+    const float next = Widen(T{uint16_t(i + 1)}), middle = x / 2 + next / 2;
+    right &= Narrow<T>(middle).bits == i + (i & 1);
+    right &= Narrow<T>(nextafterf(middle, x)).bits == i && Narrow<T>(nextafterf(middle, next)).bits == i + 1;
   }
-  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  return right && Narrow<T>(std::numeric_limits<float>::quiet_NaN()).bits == 0x7fff;
+}
+
+void Conversions() {
+  bool half = Converts<Half>(0x7c00, -1);
   half &= Narrow<Half>(65519.996f).bits == 0x7bff && Narrow<Half>(65520.f).bits == 0x7c00;
-  half &= Narrow<Half>(-1e30f).bits == 0xfc00 && Narrow<Half>(infinity).bits == 0x7c00;
-  half &= Narrow<Half>(nan).bits == 0x7fff && Narrow<Half>(1e-30f).bits == 0 && Narrow<Half>(-0.f).bits == 0x8000;
+  half &= Narrow<Half>(-1e30f).bits == 0xfc00 && Narrow<Half>(1e-30f).bits == 0 && Narrow<Half>(-0.f).bits == 0x8000;
   half &= Widen(Half{1}) == 0x1p-24f && Widen(Half{0x3c00}) == 1 && Widen(Half{0xc500}) == -5;
-  bfloat16 &= Narrow<BFloat16>(nan).bits == 0x7fff && Narrow<BFloat16>(3.4e38f).bits == 0x7f80;
   Expect(half, "float16 conversions");
-  Expect(bfloat16, "bfloat16 conversions");
+  Expect(Converts<BFloat16>(0x7f80, 0x100) && Narrow<BFloat16>(3.4e38f).bits == 0x7f80, "bfloat16 conversions");
   Expect(Narrow<float>(0.1f) == 0.1f && Narrow<double>(0.1) == 0.1, "wide types stay");
 }
 
@@ -270,7 +242,7 @@ int main() {
   Conversions();
   Rounding(1.1f, 1.3f);
   Rounding(1.1, 1.3);
-  Misuse();
+  CheckMisuse();
   DynamicLimit();  // the last, since it loads kernels
   printf("%d passed, %d failed\n", num_passed, num_failed);
   return num_failed != 0;

@@ -8,7 +8,6 @@ whose names contain one of them.
 
 import concurrent.futures
 import pathlib
-import shutil
 import sys
 import tempfile
 import time
@@ -210,22 +209,18 @@ def try_mutation(mutation, objects, every_run) -> list[str]:
         root = pathlib.Path(folder)
         (root / source).parent.mkdir(parents=True)
         (root / source).write_text(text.replace(old, new))
-        sources = HEADERS.get(source, [source])
-        for other in sources:
-            (root / other).parent.mkdir(parents=True, exist_ok=True)
-            if other != source:
-                shutil.copy(checks.ROOT / other, root / other)
         programs = {}
         for mode_name, order in RUNS:
             if mode_name not in programs:
                 mode = next(mode for mode in checks.MODES if mode.name == mode_name)
-                mutated = [checks.compile_object(s, mode, root, root, warnings=["-w"]) for s in sources]
-                others = [objects[mode.name][s] for s in (*checks.KERNELS, *checks.OTHERS) if s not in sources]
-                programs[mode.name] = checks.link([*mutated, *others], mode, root / mode.name / "check")
+                mutated = {
+                    s: checks.compile_object(s, mode, root, root, warnings=["-w"])
+                    for s in HEADERS.get(source, [source])
+                }
+                programs[mode.name] = checks.link(objects[mode.name] | mutated, mode, root)
             verdicts.append(verdict(*checks.run(programs[mode_name], order, "--first")))
             if verdicts[-1] != "-" and not every_run:
                 break
-        shutil.rmtree(root / "xla_kernels")
     return verdicts
 
 
@@ -245,8 +240,7 @@ def main() -> int:
         objects = checks.build_all(pool)
         clean = []
         for mode in checks.MODES:
-            parts = [objects[mode.name][source] for source in (*checks.KERNELS, *checks.OTHERS)]
-            checks.link(parts, mode, checks.BUILD / mode.name / "check")
+            checks.link(objects[mode.name], mode, checks.BUILD)
         for job in [pool.submit(checks.run, checks.BUILD / mode / "check", order) for mode, order in RUNS]:
             clean.append(verdict(*job.result()))
         row("(none)", clean)

@@ -1,19 +1,15 @@
-// In place of XLA: buffers, attributes, a pool of threads and the call frame of a handler. Each buffer is an allocation
+// In place of XLA: buffers, attributes, threads and the call frame of a handler. Each buffer is an allocation
 // of its own of the exact size, for AddressSanitizer.
 #ifndef JAX_RNNT_TOOLS_FUZZ_CALLS_H_
 #define JAX_RNNT_TOOLS_FUZZ_CALLS_H_
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
@@ -25,45 +21,9 @@ struct XLA_FFI_Error {
 
 namespace jax_rnnt::fuzz {
 
-inline int workers = 0;  // of the pool; set before the first call
+inline int workers = 0;  // that XLA's pool would have; set before the first call
 
 // ------------------------------------------------------------------------------------------------ in place of XLA
-
-struct Pool {
-  std::mutex mutex;
-  std::condition_variable wake;
-  std::deque<std::pair<XLA_FFI_Task*, void*>> tasks;
-  std::vector<std::thread> threads;
-  bool stop = false;
-
-  Pool() {
-    for (int i = 0; i < workers; ++i) threads.emplace_back([this] { Work(); });
-  }
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      stop = true;
-    }
-    wake.notify_all();
-    for (std::thread& thread : threads) thread.join();
-  }
-  void Work() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex);
-      wake.wait(lock, [&] { return stop || !tasks.empty(); });
-      if (tasks.empty()) return;
-      const auto [task, data] = tasks.front();
-      tasks.pop_front();
-      lock.unlock();
-      task(data);
-    }
-  }
-};
-
-inline Pool& ThePool() {
-  static Pool pool;
-  return pool;
-}
 
 inline const XLA_FFI_Api& Api() {
   static const XLA_FFI_Api api = [] {
@@ -80,12 +40,7 @@ inline const XLA_FFI_Api& Api() {
       return nullptr;
     };
     table.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
-      Pool& pool = ThePool();
-      {
-        std::lock_guard<std::mutex> lock(pool.mutex);
-        pool.tasks.emplace_back(args->task, args->data);
-      }
-      pool.wake.notify_one();
+      std::thread(args->task, args->data).detach();  // a task owns what it uses: it may begin after the call's end
       return nullptr;
     };
     return table;

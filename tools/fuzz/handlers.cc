@@ -6,7 +6,7 @@
 //
 //   handlers SECONDS SEED THREADS
 //
-// fuzz.py builds it under sanitizers. Several threads call at once and share the workers that stand for XLA's pool.
+// fuzz.py builds it under sanitizers. Several threads call at once, and each task of a call has a thread of its own.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -55,7 +55,6 @@ Dims Join(Dims a, const Dims& b) {
   return a;
 }
 
-// Dimensions of a batch, and B, T, U1.
 struct Sizes {
   Dims batch;
   int64_t frames, columns;
@@ -92,9 +91,7 @@ Call MakeEmission(Random& in, bool backward, bool large) {
   call.args.push_back({XLA_FFI_DataType_S32, Join(sizes.batch, {in.Bit() ? sizes.frames : 1, sizes.columns})});
   call.args.push_back({XLA_FFI_DataType_S32, sizes.batch});
   if (backward) {
-    call.args.push_back({plane, nodes});
-    call.args.push_back({plane, sizes.batch});
-    call.args.push_back({plane, sizes.batch});
+    for (const Dims& dims : {nodes, sizes.batch, sizes.batch}) call.args.push_back({plane, dims});
     for (int64_t i = 0; i < blanks + durations + 1; ++i) call.args.push_back({plane, nodes});
     call.rets.push_back({type, rows, in.Bit() ? 0 : -1});
   } else {
@@ -121,14 +118,12 @@ Call MakeLattice(Random& in, bool gradient, bool large) {
   if (kind >= 2) {
     planes = 1 + in.Below(5);
     const int64_t arcs = 1 + in.Below(6);
-    dt.clear(), du.clear(), may_end.clear(), plane.clear(), other.clear();
+    for (auto* list : {&dt, &du, &may_end, &plane, &other}) list->resize(arcs);
     for (int64_t k = 0; k < arcs; ++k) {
-      du.push_back(in.Bit());
-      dt.push_back(in.Below(8) + (du.back() == 0));
-      may_end.push_back(in.Bit());
-      plane.push_back(in.Below(planes));
-      other.push_back(in.Below(planes + 1) - 1);
-      if (other.back() == plane.back()) other.back() = -1;
+      du[k] = in.Bit(), may_end[k] = in.Bit();
+      dt[k] = in.Below(8) + (du[k] == 0);
+      plane[k] = in.Below(planes), other[k] = in.Below(planes + 1) - 1;
+      if (other[k] == plane[k]) other[k] = -1;
     }
   }
   const Topology topology = {int(dt.size()), int(planes),  dt.data(),   du.data(),

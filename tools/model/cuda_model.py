@@ -24,19 +24,8 @@ import subprocess
 import sys
 
 import numpy as np
+import problems as model
 from cycles import RATES, Replay, memory_cycles, pipe
-from problems import (
-    CASES,
-    MONOTONIC,
-    STANDARD,
-    EmissionProblem,
-    Kernels,
-    LatticeProblem,
-    multi_blank,
-    run_block,
-    token_and_duration,
-    written_rows,
-)
 
 # H200: the bandwidth of a copy, 4.3 TB/s, in bytes a cycle of one of 132 multiprocessors at 1.98 GHz.
 COPY = 16.45
@@ -50,13 +39,13 @@ ISSUED = 1.0
 FLIGHT = 32 << 10
 
 LATTICES = {  # arcs, U, two numbers of frames, and most cycles a diagonal
-    "standard, U = 127": (STANDARD, 127, (64, 128), 120),
-    "standard, U = 128": (STANDARD, 128, (64, 128), 120),
-    "standard, U = 255": (STANDARD, 255, (64, 128), 165),
-    "standard, U = 256": (STANDARD, 256, (64, 128), 180),
-    "monotonic, U = 127": (MONOTONIC, 127, (160, 224), 120),
-    "token and duration, 5 durations, U = 63": (token_and_duration(range(5)), 63, (32, 64), 300),
-    "multi-blank, 5 durations, U = 63": (multi_blank(range(1, 6)), 63, (32, 64), 240),
+    "standard, U = 127": (model.STANDARD, 127, (64, 128), 120),
+    "standard, U = 128": (model.STANDARD, 128, (64, 128), 120),
+    "standard, U = 255": (model.STANDARD, 255, (64, 128), 165),
+    "standard, U = 256": (model.STANDARD, 256, (64, 128), 180),
+    "monotonic, U = 127": (model.MONOTONIC, 127, (160, 224), 120),
+    "token and duration, 5 durations, U = 63": (model.token_and_duration(range(5)), 63, (32, 64), 300),
+    "multi-blank, 5 durations, U = 63": (model.multi_blank(range(1, 6)), 63, (32, 64), 240),
 }
 
 PIPES = "ALU", "FMA", "IMAD", "XU", "memory"
@@ -87,22 +76,22 @@ Emission = collections.namedtuple("Emission", "kernel rows bytes counts memory t
 
 def emission(kernels, V, dtype, backward, aligned, at_least=16):
     """Runs blocks until they have done so many rows, and models them."""
-    problem = EmissionProblem(V, dtype, 0 if aligned else 1)
+    problem = model.EmissionProblem(V, dtype, 0 if aligned else 1)
     launch = problem.backward(kernels) if backward else problem.forward(kernels)
     blocks, rows, result = [], [], problem.logits if backward else problem.norm
     while len(rows) < at_least:
-        blocks.append(run_block(launch, problem.memory, (len(blocks), 0, 0)))
-        rows = written_rows(blocks, result)
+        blocks.append(model.run_block(launch, problem.memory, (len(blocks), 0, 0)))
+        rows = model.written_rows(blocks, result)
     assert max(rows) < problem.rows
     ran = [step for block in blocks for trace in traces(block) for step in trace]
     counts = collections.Counter(pipe(x) for x, _ in ran)
     memory, tags = (sum(memory_cycles(*step, tags=tags) for step in ran) for tags in (False, True))
     moved = V * (2 if dtype != "float32" else 4) * (2 if backward else 1) + 12  # and three planes
-    replay = Replay([[traces(blocks[0])]], LOADED, tags=True)
+    replay = Replay([traces(blocks[0])], LOADED, tags=True)
     events = sorted([(a, n) for a, _, n in replay.loads] + [(b, -n) for _, b, n in replay.loads])
     held = resident(launch)
     flight = max(itertools.accumulate(n for _, n in events)) * held
-    alone = held * moved * len(written_rows(blocks[:1], result)) / replay.ends[0][2]
+    alone = held * moved * len(model.written_rows(blocks[:1], result)) / replay.end
     return Emission(launch.kernel.name, len(rows), moved * len(rows), counts, memory, tags, flight, alone)
 
 
@@ -136,11 +125,10 @@ def emission_row(V, dtype, backward, aligned):
 def sweeps(kernels, table, T, U):
     """{(kernel, block): cycles of a block, of two of them side by side} of the sweeps."""
     found = {}
-    problem = LatticeProblem(table, T, U)
+    problem = model.LatticeProblem(table, T, U)
     for name, index, block in problem.run(kernels):
         if "Sweep" in name:
-            ends = (max(end for *_, end in Replay([[traces(block)]] * n).ends) for n in (1, 2))
-            found[name, index[0]] = np.array(list(ends))
+            found[name, index[0]] = np.array([Replay([traces(block)] * n).end for n in (1, 2)])
     return found
 
 
@@ -187,9 +175,8 @@ def print_tables(tasks, version):
 
 def print_profile(name, block, share, unit):
     counts = collections.Counter(x.number for trace in traces(block) for x, _ in trace)
-    replay = Replay([[traces(block)]])
-    total, end = sum(counts.values()), replay.ends[-1][2]
-    print(f"{name}: {total / share:.1f} instructions, {end / share:.1f} cycles a {unit}")
+    replay = Replay([traces(block)])
+    print(f"{name}: {sum(counts.values()) / share:.1f} instructions, {replay.end / share:.1f} cycles a {unit}")
     for x in block.code:
         if n := counts[x.number]:
             control = f"stall {x.stall:2} wait {x.wait:06b} write {x.write} read {x.read}"
@@ -198,14 +185,14 @@ def print_profile(name, block, share, unit):
 
 def profile(options):
     for V, dtype in itertools.product(options.classes, options.dtypes) if "emission" in options.parts else ():
-        problem, backward = EmissionProblem(V, dtype), options.profile == "backward"
+        problem, backward = model.EmissionProblem(V, dtype), options.profile == "backward"
         launch = problem.backward(KERNELS) if backward else problem.forward(KERNELS)
-        block = run_block(launch, problem.memory, (0, 0, 0))
-        rows = len(written_rows([block], problem.logits if backward else problem.norm))
+        block = model.run_block(launch, problem.memory, (0, 0, 0))
+        rows = len(model.written_rows([block], problem.logits if backward else problem.norm))
         print_profile(launch.kernel.name, block, rows, "row")
     for lattice in options.lattices if "lattice" in options.parts else ():
         table, U, frames, _ = LATTICES[lattice]
-        for name, index, block in LatticeProblem(table, frames[0], U).run(KERNELS):
+        for name, index, block in model.LatticeProblem(table, frames[0], U).run(KERNELS):
             if "Sweep" in name and options.profile in f"{name} {index[0]}":
                 print_profile(f"{name}, block {index}", block, frames[0] + U, "diagonal of the lattice")
 
@@ -214,14 +201,14 @@ def main():
     global KERNELS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["emission", "lattice"], help="emission, lattice")
-    parser.add_argument("--classes", nargs="+", type=int, default=list(CASES))
+    parser.add_argument("--classes", nargs="+", type=int, default=list(model.CASES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(SHARES))
     parser.add_argument("--lattices", nargs="+", default=list(LATTICES), choices=list(LATTICES))
     parser.add_argument("--profile", help="forward, backward, or a kernel of the lattice")
     parser.add_argument("--check", action="store_true", help="fail where an aim is missed")
     options = parser.parse_args()
     try:
-        KERNELS = Kernels()
+        KERNELS = model.Kernels()
     except FileNotFoundError as error:
         if not options.check:
             sys.exit(f"cuda-model: {error}")

@@ -19,20 +19,8 @@ PIPES = {
 }
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
 # Cycles until a scoreboard is released: by results, and by operands that have been read.
-LATENCY = {
-    "global": 500,
-    "L2": 260,
-    "L1": 33,
-    "LDL": 33,
-    "LDS": 29,
-    "SHFL": 23,
-    "LDC": 35,
-    "ULDC": 35,
-    "S2R": 25,
-    "S2UR": 25,
-    "XU": 20,
-    "other": 20,
-}
+LATENCY = {"global": 500, "L2": 260, "L1": 33, "LDL": 33, "LDS": 29, "SHFL": 23, "LDC": 35, "ULDC": 35, "S2R": 25}
+LATENCY |= {"S2UR": 25, "XU": 20, "other": 20}
 OPERANDS = {"LDG": 14, "STG": 14, "LDGSTS": 14, "STS": 12, "LDS": 10, "SHFL": 10, "other": 8}
 TAKEN = 8  # cycles that a taken branch adds
 BARRIER = 20  # cycles from the last arrival to the next instruction
@@ -56,31 +44,26 @@ def memory_cycles(x, detail, tags=False):
 
 
 class Replay:
-    """The traces of blocks, a list of lists of warps' traces, on one multiprocessor. The blocks of a list run one after
-    the other, the lists side by side. Every scheduler issues at most one instruction a cycle, each warp in order.
+    """Blocks, each a list of its warps' traces, side by side on one multiprocessor. Every scheduler issues at most one
+    instruction a cycle, each warp in order.
 
-    `ends`: [(list, place in it, cycle of its end)]. `loads`: [(first cycle, last cycle, bytes)] of those that go to
+    `end`: the last block's cycle. `loads`: [(first cycle, last cycle, bytes)] of those that go to
     memory. `waits`: cycles that warps wait for the scoreboards of an instruction, by its number. `tags`: as in
     memory_cycles.
     """
 
     def __init__(self, blocks, latency=LATENCY["global"], tags=False):
-        self.blocks, self.latency, self.tags = blocks, latency, tags
+        self.latency, self.tags = latency, tags
         self.heap, self.keys, self.free, self.memory_free = [], itertools.count(), {}, 0.0
-        self.arrived, self.running = {}, {}
-        self.ends, self.loads, self.waits = [], [], collections.Counter()
-        for slot in range(len(blocks)):
-            self.start(slot, 0, 0.0)
+        self.arrived, self.end = {}, 0.0
+        self.loads, self.waits = [], collections.Counter()
+        for block, traces in enumerate(blocks):
+            for k, trace in enumerate(traces):
+                w = types.SimpleNamespace(block=block, trace=trace, at=0, scheduler=(block * len(traces) + k) % 4)
+                w.boards, w.groups, w.pending = [0.0] * 6, [], []  # scoreboards; groups of copies; copies of no group
+                heapq.heappush(self.heap, (0.0, next(self.keys), w))
         while self.heap:
             self.issue(*heapq.heappop(self.heap))
-
-    def start(self, slot, place, time):
-        self.running[slot] = len(self.blocks[slot][place])
-        for k, trace in enumerate(self.blocks[slot][place]):
-            scheduler = (slot * len(self.blocks[slot][place]) + k) % 4
-            w = types.SimpleNamespace(slot=slot, place=place, trace=trace, at=0, scheduler=scheduler)
-            w.boards, w.groups, w.pending = [0.0] * 6, [], []  # scoreboards; groups of copies; copies of no group
-            heapq.heappush(self.heap, (time, next(self.keys), w))
 
     def issue(self, time, key, w):
         x, detail = w.trace[w.at]
@@ -129,18 +112,14 @@ class Replay:
     def advance(self, w, x, detail, key, after):
         w.at += 1
         if w.at == len(w.trace):
-            self.running[w.slot] -= 1
-            if self.running[w.slot] == 0:
-                self.ends.append((w.slot, w.place, after))
-                if w.place + 1 < len(self.blocks[w.slot]):
-                    self.start(w.slot, w.place + 1, after)
+            self.end = max(self.end, after)
             return
         if pipe(x) == "control" and w.trace[w.at][0].number != x.number + 1:
             after += TAKEN
         if not (detail and detail[0] == "bar" and detail[2]):
             heapq.heappush(self.heap, (after, key, w))
             return
-        meet = w.slot, w.place, id(detail[1])
+        meet = w.block, id(detail[1])
         self.arrived.setdefault(meet, []).append((key, w))
         if len(self.arrived[meet]) == len({id(v) for v, _ in detail[1][2]}):
             for k, v in self.arrived.pop(meet):

@@ -76,27 +76,9 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-// An H200.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = 132;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 227 << 10;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = 228 << 10;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      return cudaSuccess;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  *value = 227 << 10;  // of an H200
+  return attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // ---- calls of cuda_model.py ----
@@ -113,14 +95,15 @@ int model_emission_forward(int dtype, const int64_t* sizes, const void* logits, 
                                nullptr);
 }
 
-int model_emission_backward(int dtype, const int64_t* sizes, const void* logits, const int32_t* label,
-                            const int32_t* num_frames, const void* norm, const void* ct_blank, const void* ct_label,
-                            const void* scale, const void* clamp, void* dlogits) {
+// In place.
+int model_emission_backward(int dtype, const int64_t* sizes, void* logits, const int32_t* label,
+                            const int32_t* num_frames, const void* ct_blank, const void* ct_label, const void* norm,
+                            const void* scale, const void* clamp) {
   using namespace jax_rnnt;
   const int64_t blank = sizes[3] - 1;
   const EmissionShape shape = {sizes[0], sizes[1], sizes[2], sizes[3], 0, 1, true, false, 1, &blank};
   return cuda::EmissionBackward(
-      DType(dtype), {shape, logits, label, num_frames, norm, &ct_blank, ct_label, nullptr, scale, clamp, dlogits},
+      DType(dtype), {shape, logits, label, num_frames, norm, &ct_blank, ct_label, nullptr, scale, clamp, logits},
       nullptr);
 }
 
@@ -131,16 +114,9 @@ int64_t model_lattice(const int64_t* sizes, const int64_t* table, const void* co
                       void* workspace) {
   using namespace jax_rnnt;
   const int64_t n = sizes[3];
-  const LatticeArgs args = {{int(n), int(sizes[4]), table, table + n, table + 2 * n, table + 3 * n, table + 4 * n},
-                            sizes[0],
-                            sizes[1],
-                            sizes[2],
-                            log_plane,
-                            num_frames,
-                            num_labels,
-                            loss,
-                            grad_plane,
-                            workspace};
+  const Topology topology = {int(n), int(sizes[4]), table, table + n, table + 2 * n, table + 3 * n, table + 4 * n};
+  const LatticeArgs args = {topology,   sizes[0],   sizes[1], sizes[2],   log_plane,
+                            num_frames, num_labels, loss,     grad_plane, workspace};
   if (workspace == nullptr) {
     return sizes[0] * cuda::LatticeWorkspace(IsUnitStep(args.topology), n).Elements(sizes[1], sizes[2]);
   }

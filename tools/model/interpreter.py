@@ -94,10 +94,7 @@ class Warp:
     def wake(self):
         """Releases groups whose convergence barrier or WARPSYNC is complete."""
         groups = self.groups
-        waiting = 0
-        for g in groups:
-            if g.state is not None and g.state[0] == "warp":
-                waiting |= g.mask
+        waiting = sum(g.mask for g in groups if g.state and g.state[0] == "warp")
         for g in list(groups):
             if g.state is None or g not in self.groups:
                 continue
@@ -108,13 +105,9 @@ class Warp:
                 if sum(x.mask for x in here) & need == need:
                     self.merge(here)
             elif kind == "warp" and detail & self.alive & ~waiting == 0:
-                here = [x for x in groups if x.state is not None and x.state[0] == "warp" and x.pc == g.pc]
-                here = [x for x in here if x.state[1] & detail]
-                if "COLLECTIVE" in self.block.code[g.pc - 1]:
-                    parts = [x.mask for x in here]
-                    self.merge(here).parts = parts
-                else:
-                    self.merge(here)
+                here = [x for x in groups if x.state and x.state[0] == kind and x.pc == g.pc and x.state[1] & detail]
+                parts = [x.mask for x in here]
+                self.merge(here).parts = parts
 
     def merge(self, groups):
         first = groups[0]
@@ -145,10 +138,8 @@ class Block:
         self.constants = {k: np.frombuffer(v + bytes(-len(v) % 8), np.uint8) for k, v in constants.items()}
         self.cached = {}
         threads = block[0] * block[1] * block[2]
-        self.warps = []
-        for first in range(0, threads, 32):
-            n = min(32, threads - first)
-            self.warps.append(Warp(self, first // 32, (1 << n) - 1))
+        starts = range(0, threads, 32)
+        self.warps = [Warp(self, first // 32, (1 << min(32, threads - first)) - 1) for first in starts]
         self.arrived = {}  # barrier: [lanes, [votes for, votes against], [(warp, group)]]
         self.read, self.written = set(), set()  # sectors of global memory
         self.stored = []  # (addresses, bytes) of global stores
@@ -213,8 +204,5 @@ class Block:
             for warp in {id(w): w for w, _ in groups}.values():
                 mine = [g for w, g in groups if w is warp]
                 warp.result = results
-                by_place = {}
-                for g in mine:
-                    by_place.setdefault(g.pc, []).append(g)
-                for same in by_place.values():
-                    warp.merge(same)
+                for pc in {g.pc for g in mine}:
+                    warp.merge([g for g in mine if g.pc == pc])

@@ -7,20 +7,20 @@ import numpy as np
 from operands import (
     FULL,
     LANES,
+    NOWHERE,
     SHARED_WINDOW,
     Barrier,
     constant_lanes,
     integer,
     lanes,
+    machine,
     mask_of,
-    only,
-    op,
     pred,
     put,
     put_pred,
-    put_wide,
+    step,
 )
-from sass import RZ, UNIFORM, Unsupported
+from sass import RZ, Unsupported
 
 # ---- registers of the machine
 
@@ -40,24 +40,17 @@ SPECIAL = {
 }
 
 
-@op("S2R", "CS2R")
-def _(x):
-    only(x, "32")
+@step("S2R", "CS2R")
+def _(x, w, m):
     d, o = x.operands
     if o.text not in SPECIAL:
         raise Unsupported(f"special register {o.text}")
-    store = put_wide if x.name == "CS2R" and "32" not in x else put
-
-    def run(w, m):
-        v = SPECIAL[o.text](w, 32 * w.number + LANES)
-        store(w, d.index, np.broadcast_to(np.asarray(v, np.uint64), 32), m)
-
-    return run
+    value = SPECIAL[o.text](w, 32 * w.number + LANES)
+    put(w, d.index, np.full(32, value, np.uint64 if x.name == "CS2R" else np.uint32), m)
 
 
-@op("LDC")
+@machine("LDC", allow="64 U8 128")
 def _(x):
-    only(x, "64", "U8", "128")
     d, o = x.operands
     assert o.kind == "const"
     if "U8" in x:
@@ -75,19 +68,16 @@ def _(x):
     return run
 
 
-@op("R2UR")
-def _(x):
-    only(x)
-    d, a = x.operands[0].index, integer(x.operands[-1], x)
-    return lambda w, m: put(w, d, a(w)[(m & -m).bit_length() - 1], m)
+@step("R2UR")
+def _(x, w, m):
+    put(w, x.operands[0].index, integer(x.operands[-1], x)(w)[(m & -m).bit_length() - 1], m)
 
 
 # ---- collectives of a warp
 
 
-@op("SHFL")
+@machine("SHFL", allow="UP DOWN BFLY IDX")
 def _(x):
-    only(x, "UP", "DOWN", "BFLY", "IDX")
     out, d, oa, ob, oc = x.operands
     a, b, c = integer(oa, x), integer(ob, x), integer(oc, x)
     how = x.modifiers[0]
@@ -107,224 +97,137 @@ def _(x):
     return run
 
 
-@op("VOTE")
-def _(x):
-    only(x, "ANY")
+@step("VOTE", allow="ANY")
+def _(x, w, m):
     *d, out, o = x.operands  # the register may be missing
-    p = pred(o)
-
-    def run(w, m):
-        votes = p(w) & m
-        if d:
-            put(w, d[0].index, np.uint32(votes), m)
-        put_pred(w, out.index, FULL if votes else 0, m)
-
-    return run
+    votes = pred(o)(w) & m
+    if d:
+        put(w, d[0].index, np.uint32(votes), m)
+    put_pred(w, out.index, FULL if votes else 0, m)
 
 
 # ---- control flow
 
 
-@op("BRA")
+@machine("BRA", allow="DIV U")
 def _(x):
-    only(x, "DIV", "U")
     assert x.target is not None
-    target = x.target
     conditions = [pred(o) for o in x.operands if o.kind == "pred"]
     divergent = integer(x.operands[0]) if "DIV" in x else None
 
     def run(w, m):
-        group = w.group
         for p in conditions:
             m &= p(w)
-        if "DIV" in x and int(divergent(w)[0]) & w.alive & ~group.mask == 0:
-            return
-        if m:
-            w.jump(m, target)
+        if m and not (divergent and int(divergent(w)[0]) & w.alive & ~w.group.mask == 0):
+            w.jump(m, x.target)
 
     return run
 
 
-@op("EXIT")
-def _(x):
-    def run(w, m):
-        w.alive &= ~m
-        w.group.mask &= ~m
-        w.wake()
-
-    return run
+@step("EXIT")
+def _(x, w, m):
+    w.alive &= ~m
+    w.group.mask &= ~m
+    w.wake()
 
 
-@op("BSSY")
-def _(x):
-    only(x, "RECONVERGENT")
-    b = x.operands[0].index
-
-    def run(w, m):
-        w.group.barriers[b] = Barrier(w.group.mask)
-
-    return run
+@step("BSSY", allow="RECONVERGENT")
+def _(x, w, m):
+    w.group.barriers[x.operands[0].index] = Barrier(w.group.mask)
 
 
-@op("BMOV")
-def _(x):  # on sm_75: a barrier that no lane waits for any more
-    only(x, "32", "CLEAR")
-    d, b = x.operands
-    assert d.index == RZ
-    return lambda w, m: w.group.barriers.pop(b.index, None)
+@step("BMOV", allow="32 CLEAR")
+def _(x, w, m):  # on sm_75: a barrier that no lane waits for any more
+    assert x.operands[0].index == RZ
+    w.group.barriers.pop(x.operands[1].index, None)
 
 
-@op("BSYNC")
-def _(x):
-    only(x, "RECONVERGENT")
-    b = x.operands[0].index
-
-    def run(w, m):
-        group = w.group
-        if m != group.mask:
-            group = w.split(group, m, group.pc)
-        barrier = group.barriers[b]
-        if barrier.mask & w.alive & ~group.mask == 0:
-            return
+@step("BSYNC", allow="RECONVERGENT")
+def _(x, w, m):
+    group = w.group if m == w.group.mask else w.split(w.group, m, w.group.pc)
+    barrier = group.barriers[x.operands[0].index]
+    if barrier.mask & w.alive & ~group.mask:
         group.state = ("converge", barrier)
         w.wake()
 
-    return run
+
+@step("BREAK")
+def _(x, w, m):
+    w.group.barriers[x.operands[0].index].mask &= ~m
+    w.wake()
 
 
-@op("BREAK")
-def _(x):
-    only(x, "RELIABLE")
-    b = x.operands[-1].index
-    p = [pred(o) for o in x.operands if o.kind == "pred"]
-
-    def run(w, m):
-        for q in p:
-            m &= q(w)
-        if m:
-            w.group.barriers[b].mask &= ~m
-            w.wake()
-
-    return run
+@step("WARPSYNC", allow="ALL COLLECTIVE")
+def _(x, w, m):
+    named = FULL if "ALL" in x else int(np.bitwise_or.reduce(integer(x.operands[0], x)(w)[lanes(m)]))
+    if named & w.alive & ~w.group.mask == 0:
+        w.group.parts = [w.group.mask]
+        return
+    w.group.state = ("warp", named & w.alive)
+    w.wake()
 
 
-@op("WARPSYNC")
-def _(x):
-    only(x, "ALL", "COLLECTIVE", "EXCLUSIVE")
-    get = None if "ALL" in x else integer(x.operands[0], x)
-
-    def run(w, m):
-        group = w.group
-        need = w.alive if get is None else int(np.bitwise_or.reduce(get(w)[lanes(m)])) & w.alive
-        if need & ~group.mask == 0:
-            group.parts = [group.mask]
-            return
-        group.state = ("warp", need)
-        w.wake()
-
-    return run
+@step("ENDCOLLECTIVE")
+def _(x, w, m):
+    for part in w.group.parts[1:]:
+        w.split(w.group, part, w.group.pc)
 
 
-@op("ENDCOLLECTIVE")
-def _(x):
-    def run(w, m):
-        group = w.group
-        for part in group.parts[1:]:
-            w.split(group, part, group.pc)
-
-    return run
+@step("CALL", allow="REL NOINC")
+def _(x, w, m):
+    w.jump(m, x.target)
 
 
-@op("CALL")
-def _(x):
-    only(x, "REL", "NOINC")
-    assert x.target is not None
-    return lambda w, m: w.jump(m, x.target)
+@step("RET", allow="REL NODEC")
+def _(x, w, m):
+    to = integer(x.operands[0], x)(w)
+    for value in np.unique(to[lanes(m)]):
+        w.jump(mask_of(to == value) & m, int(value) // 16)
 
 
-@op("RET")
-def _(x):
-    only(x, "REL", "NODEC")
-    a = integer(x.operands[0], x)
-
-    def run(w, m):
-        to = a(w)
-        for value in np.unique(to[lanes(m)]):
-            w.jump(mask_of(to == value) & m, int(value) // 16)
-
-    return run
-
-
-@op("BAR")
-def _(x):
-    only(x, "SYNC", "RED", "OR", "AND", "POPC", "DEFER_BLOCKING")
-    numbers = [o for o in x.operands if o.kind != "pred"]
-    assert all(o.kind == "imm" for o in numbers)
-    key = numbers[0].value, numbers[1].value if len(numbers) > 1 else 0
-    p = next((pred(o) for o in x.operands if o.kind == "pred"), None)
-
-    def run(w, m):
-        block, group = w.block, w.group
-        if m != group.mask:
-            raise RuntimeError(f"{block.kernel.name}: {x.text}: a barrier for a part of the lanes")
-        entry = block.arrived.setdefault(key, [0, [0, 0], []])
-        entry[0] += m.bit_count()
-        if p:
-            votes = (p(w) & m).bit_count()
-            entry[1][0] += votes
-            entry[1][1] += m.bit_count() - votes
-        entry[2].append((w, group))
-        group.state = ("bar", (key, tuple("".join(k) for k in x.modifiers)))
-        w.reduction = x.modifiers
-        for other, _ in entry[2][:-1]:
-            if other is w:  # another group of this warp: the warp waits at the last
-                w.last_bar[2] = False
-        w.detail = w.last_bar = ["bar", entry, True]
-
-    return run
+@step("BAR", allow="SYNC RED OR DEFER_BLOCKING")
+def _(x, w, m):
+    block, group = w.block, w.group
+    numbers = [o.value for o in x.operands if o.kind == "imm"]
+    votes = [pred(o)(w) & m for o in x.operands if o.kind == "pred"]
+    if m != group.mask:
+        raise RuntimeError(f"{block.kernel.name}: {x.text}: a barrier for a part of the lanes")
+    key = numbers[0], numbers[1] if len(numbers) > 1 else 0
+    entry = block.arrived.setdefault(key, [0, False, []])
+    entry[0] += m.bit_count()
+    entry[1] |= any(votes)
+    entry[2].append((w, group))
+    group.state = ("bar", (key, tuple(x.modifiers)))
+    for other, _ in entry[2][:-1]:
+        if other is w:  # another group of this warp: the warp waits at the last
+            w.last_bar[2] = False
+    w.detail = w.last_bar = ["bar", entry, True]
 
 
-@op("B2R")
-def _(x):
-    only(x, "RESULT")
-    d, out = x.operands
-
-    def run(w, m):
-        yes, no = w.result
-        count = yes if "POPC" in w.reduction else (yes > 0 if "OR" in w.reduction else no == 0)
-        put(w, d.index, np.uint32(int(count)), m)
-        put_pred(w, out.index, FULL if count else 0, m)
-
-    return run
+@step("B2R", allow="RESULT")
+def _(x, w, m):
+    put(w, x.operands[0].index, np.uint32(w.result), m)
+    put_pred(w, x.operands[1].index, FULL if w.result else 0, m)
 
 
-@op("NOP", "YIELD")
-def _(x):
-    return lambda w, m: None
+@step("NOP")
+def _(x, w, m):
+    pass
 
 
-@op("LDGDEPBAR")
-def _(x):
-    def run(w, m):
-        w.copy_groups.append(w.copies)
-        w.copies = []
-
-    return run
+@step("LDGDEPBAR")
+def _(x, w, m):
+    w.copy_groups.append(w.copies)
+    w.copies = []
 
 
-@op("DEPBAR")
-def _(x):
-    only(x, "LE")
-    allowed = x.operands[1].value
-
-    def run(w, m):
-        arrived = w.copy_groups[: len(w.copy_groups) - allowed]
-        del w.copy_groups[: len(arrived)]
-        for target, into, words in itertools.chain(*arrived):
-            for k, row in enumerate(words):
-                target[into + k] = row
-
-    return run
+@step("DEPBAR", allow="LE")
+def _(x, w, m):
+    arrived = w.copy_groups[: len(w.copy_groups) - x.operands[1].value]
+    del w.copy_groups[: len(arrived)]
+    for target, into, words in itertools.chain(*arrived):
+        for k, row in enumerate(words):
+            target[into + k] = row
 
 
 # ---- memory
@@ -340,7 +243,7 @@ def address(o):
             if r is None:
                 v = v + np.uint64(c & (2**64 - 1))
             elif ".64" in suffix:
-                if r not in (RZ, UNIFORM + 63):
+                if r not in NOWHERE:
                     v = v + (w.r[r] | w.r[r + 1].astype(np.uint64) << np.uint64(32))
             else:
                 scale = re.search(r"\.X(\d+)", suffix)
@@ -351,14 +254,14 @@ def address(o):
 
 
 SIZES = {"U16": 2, "64": 8, "128": 16}
-CACHE = "E", "CONSTANT", "SYS", "U", "BYPASS"  # say nothing about results
+MEMORY = "U16 64 128 E CONSTANT SYS U BYPASS"  # of which some say nothing about results
 
 
 def size_of(x):
     return next((SIZES[k] for k in x.modifiers if k in SIZES), 4)
 
 
-def touch(w, addresses, size, store=False):
+def touch(w, addresses, size, store):
     """Records an access to global memory: (kind, bytes first read by the block, sectors, bytes first written, level,
     lines of 128 bytes).
 
@@ -369,6 +272,7 @@ def touch(w, addresses, size, store=False):
     if store:
         w.detail = "global", 0, len(sectors), 32 * len(sectors - written), None, lines
         written |= sectors
+        w.block.stored.append((addresses, size))
         return
     new = sectors - read
     missing = len(new - written)
@@ -377,60 +281,13 @@ def touch(w, addresses, size, store=False):
     read |= sectors
 
 
-def gather(w, space, addresses, size, what):
-    """(a memory as words, the indexes of the addresses)."""
-    if space is None:
-        data, at = w.block.memory.view(addresses, size, what)
-    else:
-        addresses = addresses & np.uint64(FULL)
-        if (addresses & np.uint64(size - 1)).any() or int(addresses.max()) + size > len(space):
-            raise IndexError(
-                f"{w.block.kernel.name}: {what}: shared memory at {int(addresses.max()):#x} of {len(space):#x}"
-            )
-        data, at = space.view(f"u{min(size, 4)}"), (addresses // np.uint64(min(size, 4))).astype(np.int64)
-    return data, at
-
-
-@op("LDG", "LDS", "LD")
-def _(x):
-    only(x, *SIZES, *CACHE)
-    d, o = x.operands[0], next(o for o in x.operands if o.kind == "memory")
-    size, where = size_of(x), address(o)
-
-    def run(w, m):
-        on = lanes(m)
-        addresses = where(w)[on]
-        data, at = gather(w, w.block.shared if x.name == "LDS" else None, addresses, size, x.text)
-        if x.name != "LDS":
-            touch(w, addresses, size)
-        else:
-            w.detail = ("shared", conflicts(addresses, size))
-        for k in range(max(1, size // 4)):
-            if d.index != RZ:
-                w.r[d.index + k][on] = data[at + k].astype(np.uint32)
-
-    return run
-
-
-@op("STG", "STS", "ST")
-def _(x):
-    only(x, *SIZES, *CACHE)
-    o, s = x.operands
-    size, where = size_of(x), address(o)
-
-    def run(w, m):
-        on = lanes(m)
-        addresses = where(w)[on]
-        data, at = gather(w, w.block.shared if x.name == "STS" else None, addresses, size, x.text)
-        if x.name != "STS":
-            touch(w, addresses, size, True)
-            w.block.stored.append((addresses, size))
-        else:
-            w.detail = ("shared", conflicts(addresses, size))
-        for k in range(max(1, size // 4)):
-            data[at + k] = w.r[s.index + (0 if s.index == RZ else k)][on].astype(data.dtype)
-
-    return run
+def shared_memory(w, addresses, size, what):
+    """(shared memory as words, the indexes of the addresses)."""
+    addresses, space, word = addresses & np.uint64(FULL), w.block.shared, min(size, 4)
+    if (addresses & np.uint64(size - 1)).any() or int(addresses.max()) + size > len(space):
+        where = f"{int(addresses.max()):#x} of {len(space):#x}"
+        raise IndexError(f"{w.block.kernel.name}: {what}: shared memory at {where}")
+    return space.view(f"u{word}"), (addresses // np.uint64(word)).astype(np.int64)
 
 
 def conflicts(addresses, size):
@@ -439,29 +296,43 @@ def conflicts(addresses, size):
     return int(np.bincount((words_ % np.uint64(32)).astype(np.int64)).max()) if len(words_) else 1
 
 
-@op("LDGSTS")
+@machine("LDG", "LDS", "LD", "STG", "STS", "ST", allow=MEMORY)
 def _(x):
-    only(x, *SIZES, *CACHE, "ZFILL")
-    to, source = (o for o in x.operands if o.kind == "memory")
-    extra = next((pred(o) for o in x.operands if o.kind == "pred"), None)
-    size = size_of(x)
-    write, read = address(to), address(source)
+    store, size = x.name.startswith("ST"), size_of(x)
+    o, register = x.operands if store else x.operands[::-1]
+    where = address(o)
 
     def run(w, m):
-        if extra and "ZFILL" not in x:
-            m &= extra(w)
-        if not m:
-            return
         on = lanes(m)
-        addresses, places = read(w)[on], write(w)[on]
-        target, into = gather(w, w.block.shared, places, size, x.text)
-        full = lanes(extra(w))[on] if extra and "ZFILL" in x else np.ones(len(addresses), bool)
-        words = np.zeros((max(1, size // 4), len(addresses)), target.dtype)
-        if full.any():
-            data, at = gather(w, None, addresses[full], size, x.text)
-            touch(w, addresses[full], size)
-            for k, row in enumerate(words):
-                row[full] = data[at + k]
-        w.copies.append((target, into, words))  # the words arrive when the warp waits for them
+        addresses = where(w)[on]
+        if x.name in ("LDS", "STS"):
+            data, at = shared_memory(w, addresses, size, x.text)
+            w.detail = "shared", conflicts(addresses, size)
+        else:
+            data, at = w.block.memory.view(addresses, size, x.text)
+            touch(w, addresses, size, store)
+        for k in range(max(1, size // 4)):
+            row = w.r[register.index + (k if register.index != RZ else 0)]
+            if store:
+                data[at + k] = row[on].astype(data.dtype)
+            elif register.index != RZ:
+                row[on] = data[at + k]
+
+    return run
+
+
+@machine("LDGSTS", allow=MEMORY)
+def _(x):
+    to, source = x.operands
+    size, write, read = size_of(x), address(to), address(source)
+
+    def run(w, m):
+        on = lanes(m)
+        addresses = read(w)[on]
+        target, into = shared_memory(w, write(w)[on], size, x.text)
+        data, at = w.block.memory.view(addresses, size, x.text)
+        touch(w, addresses, size, False)
+        # The words arrive when the warp waits for them.
+        w.copies.append((target, into, [data[at + k].copy() for k in range(max(1, size // 4))]))
 
     return run

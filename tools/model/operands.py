@@ -1,8 +1,9 @@
 """What opcodes share: their table, and how operands are read and results written.
 
-An opcode is a function under `@op`: it reads the instruction once and returns run(warp, mask), which executes it for
-the lanes of the mask. A register is a row of 32 words, a predicate a mask of 32 bits. Instructions of the uniform
-datapath are the vector instructions of the same name, on registers whose lanes are equal. An opcode or form of it that
+A register is a row of 32 words, a predicate a mask of 32 bits. `op` registers the function of an opcode from the values
+of its operands to those of its results; where an opcode does more, `step` registers what executes it for the lanes of a
+mask, or `machine` a function that reads the instruction once and returns that. Instructions of the uniform datapath are
+the vector instructions of the same name, on registers whose lanes are equal. An opcode, a form of it or a modifier that
 is missing raises Unsupported and names it: the table has what nvcc 12.4 and 13.0 make of the kernels. integers.py,
 floats.py and machine.py fill it.
 """
@@ -17,6 +18,7 @@ FULL = 0xFFFFFFFF
 LANES = np.arange(32)
 SHARED_WINDOW = 0x1000  # high word of generic addresses of shared memory
 STACK = 1 << 14  # bytes of local memory of a thread
+NOWHERE = RZ, UNIFORM + 63
 
 
 @functools.cache
@@ -35,62 +37,98 @@ class Barrier:
         self.mask = mask
 
 
-OPS = {}
+# ---- the table
+
+OPS = {}  # name: (function of an instruction that returns run, its modifiers)
 
 
-def op(*names):
+def machine(*names, allow=""):
     def add(builder):
-        OPS.update(dict.fromkeys(names, builder))
+        OPS.update(dict.fromkeys(names, (builder, frozenset(allow.split()))))
         return builder
 
     return add
 
 
+def step(*names, allow=""):
+    """Registers f(instruction, warp, mask), which executes it."""
+    return lambda f: machine(*names, allow=allow)(lambda x: functools.partial(f, x))
+
+
+def op(*names, allow="", read=None):
+    """Registers f(instruction, values of its inputs) -> value of the result, or an iterator of several. `read(o, x)` is
+    a function of a warp, the value of an operand in each lane, or one such for each place; predicates are bools."""
+
+    def add(f):
+        @machine(*names, allow=allow)
+        def _(x):
+            out, inputs = outputs(x)
+            reads = read if isinstance(read, tuple) else len(inputs) * (read or integer,)
+            gets = [flags(o) if o.kind == "pred" else get(o, x) for o, get in zip(inputs, reads + 2 * (integer,))]
+
+            def run(w, m):
+                found = f(x, *[get(w) for get in gets])
+                for o, value in zip(out, (found,) if isinstance(found, np.ndarray) else found):
+                    put_pred(w, o.index, mask_of(value), m) if o.kind == "pred" else put(w, o.index, value, m)
+
+            return run
+
+        return f
+
+    return add
+
+
+def outputs(x):
+    """(operands that are written, the others): a register with predicates around it, or predicates alone."""
+    ops, n = x.operands, 0
+    if x.name.endswith(("SETP", "PLOP3")):
+        n = 2
+    elif x.name == "FCHK":
+        n = 1
+    else:
+        n = next(i for i, o in enumerate(ops) if o.kind == "reg") + 1
+        while n < len(ops) and ops[n].kind == "pred":
+            n += 1
+    return ops[:n], ops[n:]
+
+
 # Uniform instructions whose name is not U and the name of the vector instruction.
-UNIFORM_NAMES = {"VOTEU": "VOTE", "S2UR": "S2R", "ULDC": "LDC", "LDCU": "LDC", "UMOV": "MOV"}
+UNIFORM_NAMES = {"VOTEU": "VOTE", "S2UR": "S2R", "ULDC": "LDC", "LDCU": "LDC"}
 
 
 def compile_instruction(x):
     name = UNIFORM_NAMES.get(x.name) or (x.name[1:] if x.name[0] == "U" and x.name[1:] in OPS else x.name)
     if name not in OPS:
         raise Unsupported(f"opcode {x.opcode}: {x.text}")
+    builder, allowed = OPS[name]
+    if unknown := set(x.modifiers) - allowed:
+        raise Unsupported(f"modifiers {', '.join(unknown)}: {x.text}")
     try:
-        run = OPS[name](x)
+        run = builder(x)
     except (AssertionError, KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise Unsupported(f"form of an opcode: {x.text} ({error!r})") from error
-    if x.name != name:  # uniform: one value for the warp, whatever lanes are active
-
-        def uniform(w, m, run=run):
-            run(w, m if name in ("VOTE",) else FULL)
-
-        x.run = uniform
-    else:
-        x.run = run
+    # Uniform: one value for the warp, whatever lanes are active.
+    x.run = run if name in (x.name, "VOTE") else lambda w, m: run(w, FULL)
     return x.run
 
 
+# ---- results
+
+
 def put(w, d, value, m):
-    if d == RZ or d == UNIFORM + 63:
+    """Words of any type to a register; 64 bits to a pair of registers."""
+    if d in NOWHERE:
         return
+    if value.itemsize == 8:
+        value = np.ascontiguousarray(value).view(np.uint64)
+        put(w, d + 1, (value >> np.uint64(32)).astype(np.uint32), m)
+        value = value.astype(np.uint32)
+    elif value.dtype == np.float32:
+        value = value.view(np.uint32)
     if m == FULL or d >= UNIFORM:
         w.r[d][...] = value
     else:
         np.copyto(w.r[d], value, where=lanes(m), casting="unsafe")
-
-
-def put_wide(w, d, value, m):
-    """64 bits to a pair of registers."""
-    put(w, d, (value & np.uint64(FULL)).astype(np.uint32), m)
-    if d not in (RZ, UNIFORM + 63):
-        put(w, d + 1, (value >> np.uint64(32)).astype(np.uint32), m)
-
-
-def put_float(w, d, value, m):
-    put(w, d, value.astype(np.float32, copy=False).view(np.uint32), m)
-
-
-def put_double(w, d, value, m):
-    put_wide(w, d, np.ascontiguousarray(value, np.float64).view(np.uint64), m)
 
 
 def put_pred(w, d, value, m):
@@ -98,14 +136,24 @@ def put_pred(w, d, value, m):
         w.p[d] = (w.p[d] & ~m | value & m) if d < 8 else (FULL if value else 0)
 
 
+# ---- operands: functions of a warp
+
+
 def pred(o):
+    """A mask."""
     assert o.kind == "pred"
     i = o.index
     return (lambda w: ~w.p[i] & FULL) if o.inverted else (lambda w: w.p[i])
 
 
+def flags(o):
+    """Bools."""
+    get = pred(o)
+    return lambda w: lanes(get(w))
+
+
 def words(o, x=None):
-    """Function: warp -> 32 words of an operand, without signs."""
+    """32 words, without signs."""
     if o.kind == "reg":
         i = o.index
         if ".64" in o.suffix:
@@ -114,11 +162,8 @@ def words(o, x=None):
             size = 8 if part[1] == "B" else 16
             return lambda w: w.r[i] >> np.uint32(size * int(part[2])) & np.uint32((1 << size) - 1)
         return lambda w: w.r[i]
-    if o.kind == "imm":
-        if isinstance(o.value, str):
-            value = np.full(32, x.bits, np.uint32)  # a float: its bits are in the encoding
-        else:
-            value = np.full(32, o.value & FULL, np.uint32)
+    if o.kind == "imm":  # the bits of a float are in the encoding
+        value = np.full(32, x.bits if isinstance(o.value, str) else o.value & FULL, np.uint32)
         return lambda w: value
     if o.kind == "const":
         if all(r is None or r == RZ for r, _, _ in o.terms):
@@ -150,13 +195,10 @@ def integer(o, x=None):
     return (lambda w: ~get(w)) if o.inverted else get
 
 
-def signed(o, x=None):
+def ordered(o, x):
+    """Words, signed unless the instruction says otherwise."""
     get = integer(o, x)
-    return lambda w: get(w).view(np.int32)
-
-
-def widened(get, kind):
-    return lambda w: get(w).astype(kind).view(np.uint64)
+    return get if "U32" in x else lambda w: get(w).view(np.int32)
 
 
 def addend(o, x=None):
@@ -164,16 +206,14 @@ def addend(o, x=None):
     get = words(o, x)
     if o.negative:
         return lambda w: np.uint64(1 << 32) - get(w)
-    if o.inverted:
-        return lambda w: (~get(w)).astype(np.uint64)
-    return lambda w: get(w).astype(np.uint64)
+    return lambda w: (~get(w) if o.inverted else get(w)).astype(np.uint64)
 
 
 def wide(o, x=None):
     """uint64 of a pair of registers, a constant or an immediate."""
     if o.kind == "reg":
         i = o.index
-        if i in (RZ, UNIFORM + 63):
+        if i in NOWHERE:
             return lambda w: np.zeros(32, np.uint64)
         return lambda w: w.r[i] | w.r[i + 1].astype(np.uint64) << np.uint64(32)
     if o.kind == "const":
@@ -182,6 +222,13 @@ def wide(o, x=None):
                           | w.block.constant(o.value, offset + 4).astype(np.uint64) << np.uint64(32))  # fmt: skip
     value = np.full(32, o.value & (2**64 - 1), np.uint64)
     return lambda w: value
+
+
+def with_sign(o, get):
+    """A float with its absolute value and sign applied."""
+    if o.absolute:
+        return lambda w: -np.abs(get(w)) if o.negative else np.abs(get(w))
+    return (lambda w: -get(w)) if o.negative else get
 
 
 def flush(v):
@@ -196,16 +243,8 @@ def real(o, x):
         return lambda w: value
     if ".H0_H0" in o.suffix or ".H1_H1" in o.suffix:
         raise ValueError("half")
-
-    def value(w):
-        v = get(w).view(np.float32)
-        if o.absolute:
-            v = np.abs(v)
-        return -v if o.negative else v
-
-    if "FTZ" in x:
-        return lambda w: flush(value(w))
-    return value
+    value = with_sign(o, lambda w: get(w).view(np.float32))
+    return (lambda w: flush(value(w))) if "FTZ" in x else value
 
 
 def double(o, x):
@@ -213,41 +252,4 @@ def double(o, x):
         value = np.full(32, x.bits << 32, np.uint64).view(np.float64)
         return lambda w: value
     get = wide(o, x)
-
-    def value(w):
-        v = get(w).view(np.float64)
-        if o.absolute:
-            v = np.abs(v)
-        return -v if o.negative else v
-
-    return value
-
-
-def rounded(v, x):
-    """float64 -> float32 by the rounding that the instruction names."""
-    r = v.astype(np.float32)
-    if "RM" in x:
-        r = np.where(r > v, np.nextafter(r, np.float32(-np.inf)), r)
-    elif "RP" in x:
-        r = np.where(r < v, np.nextafter(r, np.float32(np.inf)), r)
-    elif "RZ" in x:
-        r = np.where(np.abs(r) > np.abs(v), np.nextafter(r, np.float32(0)), r)
-    if "FTZ" in x:
-        r = flush(r)
-    return np.clip(np.nan_to_num(r), 0, 1).astype(np.float32) if "SAT" in x else r
-
-
-def only(x, *allowed):
-    """Fails for a modifier that is not listed."""
-    for modifier in x.modifiers:
-        if modifier not in allowed:
-            raise Unsupported(f"modifier {modifier}: {x.text}")
-
-
-def outputs(x):
-    """(register, [predicates], the operands after them). Predicates that are written follow the register."""
-    d, *rest = x.operands
-    found = []
-    while rest and rest[0].kind == "pred":
-        found.append(rest.pop(0).index)
-    return d.index, found, rest
+    return with_sign(o, lambda w: get(w).view(np.float64))

@@ -14,6 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests/support"))
 import interpreter
+import reference_numpy as reference
 import sass
 from cases import GPU_LARGE
 from floats import from_half, to_half
@@ -56,14 +57,9 @@ class Kernels:
             except OSError as error:
                 raise RuntimeError(f"the host code calls what host.cc does not define: {error}") from error
         self.launches = []
-        self._listener = ctypes.CFUNCTYPE(
-            None,
-            ctypes.c_char_p,
-            ctypes.POINTER(ctypes.c_uint),
-            ctypes.POINTER(ctypes.c_uint),
-            ctypes.c_size_t,
-            ctypes.POINTER(ctypes.c_void_p),
-        )(self._launched)
+        sizes, pointers = ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p)
+        listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p, sizes, sizes, ctypes.c_size_t, pointers)
+        self._listener = listener(self._launched)
         self.library.model_listen(self._listener)
         self.library.model_lattice.restype = ctypes.c_int64
 
@@ -122,6 +118,7 @@ class EmissionProblem:
         self.logits = self.memory.zeros((nodes, V), kind, offset)
         self.logits[: self.rows] = narrow(shift + 3 * random.normal(size=(self.rows, V)), dtype)
         self.x = widen(self.logits[: self.rows], dtype)
+        self.log_probs = reference.log_softmax(self.x)
         label = random.integers(0, V - 1, (self.B, self.U1)).astype(np.int32)
         label[:, -1] = -1
         self.label = self.memory.array(label)
@@ -130,35 +127,32 @@ class EmissionProblem:
         self.row_label = label[0, np.arange(self.rows) % self.U1]
         assert self.rows <= self.T * self.U1
 
-    def lse(self):
-        top = self.x.max(1)
-        return top + np.log(np.exp(self.x - top[:, None]).sum(1))
-
-    def forward(self, kernels):
-        (launch,) = kernels.call(
-            "model_emission_forward", self.code, self.sizes, self.logits, self.label, self.num_frames,
-            self.blank_plane, self.label_plane, self.norm,
-        )  # fmt: skip
+    def launch(self, kernels, *more):
+        inputs = self.code, self.sizes, self.logits, self.label, self.num_frames
+        name = "model_emission_backward" if more else "model_emission_forward"
+        (launch,) = kernels.call(name, *inputs, self.blank_plane, self.label_plane, self.norm, *more)
         return launch
 
+    def true_norm(self):
+        """As common/shape.h defines it."""
+        return np.exp(-self.log_probs[:, -1]) * 2.0**-124
+
+    def forward(self, kernels):
+        return self.launch(kernels)
+
     def backward(self, kernels):
-        # norm as common/shape.h defines it, and cotangents as a loss gives them
         n, random = self.rows, np.random.default_rng(1)
-        self.norm[:n] = np.exp(self.x - self.x[:, -1:]).sum(1) * 2.0**-124
+        self.norm[:n] = self.true_norm()  # and cotangents as a loss gives them
         self.blank_plane[:n], self.label_plane[:n] = -random.random((2, n))
         self.label_plane[:n][self.row_label < 0] = 0
         self.scale, self.clamp = self.memory.array(np.full(self.B, 0.5, np.float32)), self.memory.zeros(self.B)
-        (launch,) = kernels.call(
-            "model_emission_backward", self.code, self.sizes, self.logits, self.label, self.num_frames, self.norm,
-            self.blank_plane, self.label_plane, self.scale, self.clamp, self.logits,
-        )  # fmt: skip
-        return launch
+        return self.launch(kernels, self.scale, self.clamp)
 
     def gradient(self):
         """float64: what the backward pass must write."""
         n = np.arange(self.rows)
         ct = self.blank_plane[n].astype(np.float64) + self.label_plane[n]
-        dx = -np.exp(self.x - self.lse()[:, None]) * ct[:, None]
+        dx = -np.exp(self.log_probs) * ct[:, None]
         dx[:, -1] += self.blank_plane[n]
         used = self.row_label >= 0
         dx[n[used], self.row_label[used]] += self.label_plane[n][used]
@@ -222,30 +216,12 @@ class LatticeProblem:
 
     def truth(self):
         """float64: loss and, of every plane, minus the sum of its arcs' posteriors."""
-        T, U1 = self.T, self.U1
-        alpha, beta = np.full((T + 1, U1), -np.inf), np.full((T + 1, U1), -np.inf)
-        alpha[0, 0] = beta[T, U1 - 1] = 0
-        planes = [p.astype(np.float64) for p in self.planes]
-        arcs = [(dt, du, end, planes[p] + (planes[o] if o >= 0 else 0), (p, o)) for dt, du, end, p, o in self.table.T]
-
-        def to(t, u, dt, du, end):
-            t, u = t + dt, u + du
-            return (t, u) if u < U1 and (t < T or (t == T and u == U1 - 1 and end)) else None
-
-        nodes = [(t, u) for t in range(T) for u in range(U1)]
-        for t, u in nodes:
-            for dt, du, end, x, _ in arcs:
-                if node := to(t, u, dt, du, end):
-                    alpha[node] = np.logaddexp(alpha[node], alpha[t, u] + x[t, u])
-        gradients = [np.zeros((T, U1)) for _ in planes]
-        for t, u in reversed(nodes):
-            for dt, du, end, x, _ in arcs:
-                if node := to(t, u, dt, du, end):
-                    beta[t, u] = np.logaddexp(beta[t, u], beta[node] + x[t, u])
-        for t, u in nodes:
-            for dt, du, end, x, which in arcs:
-                if node := to(t, u, dt, du, end):
-                    for p in which:
-                        if p >= 0:
-                            gradients[p][t, u] -= np.exp(alpha[t, u] + x[t, u] + beta[node] - beta[0, 0])
-        return -beta[0, 0], gradients
+        arcs = [reference.Arc(str(k), dt, du, bool(end)) for k, (dt, du, end, *_) in enumerate(self.table.T)]
+        parts = [[p for p in which if p >= 0] for which in self.table[3:].T]
+        scores = {str(k): sum(self.planes[p].astype(np.float64) for p in which) for k, which in enumerate(parts)}
+        value, posteriors = reference.posteriors(arcs, scores, self.T, self.U1 - 1)
+        gradients = [np.zeros((self.T, self.U1)) for _ in self.planes]
+        for k, which in enumerate(parts):
+            for p in which:
+                gradients[p] -= posteriors[str(k)]
+        return -value, gradients

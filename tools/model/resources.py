@@ -1,9 +1,8 @@
-"""Reads registers, shared memory, spills and 16-byte accesses of the CUDA kernels from the compiler. Needs no GPU.
+"""Reads registers, shared memory and spills of the CUDA kernels from the compiler. Needs no GPU.
 
     python tools/model/resources.py [--architectures 75 80 90 100] [--nvcc NVCC] [--check]
 
-Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame, or if an emission
-kernel lost its 16-byte accesses.
+Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame.
 """
 
 import argparse
@@ -47,19 +46,6 @@ def compile_kernels(nvcc, source, architecture, folder):
         yield kernel_name(entry.split("'")[0]), architecture, numbers
 
 
-def wide_accesses(nvcc, folder):
-    """{kernel: (16-byte loads, 16-byte stores)} of the emission, counted in PTX."""
-    out = folder / "emission.ptx"
-    source = f"{ROOT}/xla_kernels/cuda/softmax_emission.cu"
-    subprocess.run([nvcc, *OPTIONS, "-arch=compute_90", "-ptx", source, "-o", out], check=True)
-    found = {}
-    for entry in re.split(r"\.entry\s+", out.read_text())[1:]:
-        loads, stores = (len(re.findall(rf"{op}\.global\.v[24]\.[ubf](?:32|64)", entry)) for op in ("ld", "st"))
-        loads += len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, 16;", entry))
-        found[kernel_name(re.match(r"\w+", entry)[0])] = loads, stores
-    return found
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", default=["75", "80", "90", "100"])
@@ -74,7 +60,6 @@ def main():
     rows, faults = {}, []
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(2) as pool:
         folder = pathlib.Path(name)
-        wide = pool.submit(wide_accesses, options.nvcc, folder)
         jobs = [
             pool.submit(lambda *job: list(compile_kernels(*job)), options.nvcc, source, architecture, folder)
             for source in SOURCES
@@ -86,9 +71,6 @@ def main():
                 faults.append(
                     f"{kernel} for sm_{architecture}: {numbers['stack']} bytes of stack, {numbers['spills']} spilled"
                 )
-        wide = wide.result()
-    faults += [f"{k}: {loads} loads of 16 bytes" for k, (loads, _) in wide.items() if not loads]
-    faults += [f"{k}: {stores} stores of 16 bytes" for k, (_, stores) in wide.items() if "Back" in k and not stores]
 
     title = " | ".join(f"registers sm_{a}" for a in options.architectures)
     table = [

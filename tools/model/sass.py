@@ -2,6 +2,7 @@
 instructions with their control bits."""
 
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -107,6 +108,9 @@ class Instruction:
         self.opcode, _, rest = text.partition(" ")
         self.name, *self.modifiers = self.opcode.split(".")
         self.operands = [Operand(x.strip()) for x in re.split(r",| (?=`\()", rest) if x.strip()]
+        if self.name.startswith(("H", "VH")):  # an immediate of two halves is printed as two numbers
+            pairs = itertools.pairwise([None, *self.operands])
+            self.operands = [x for before, x in pairs if not (before and before.kind == x.kind == "imm")]
         if "SYS" in self.modifiers and "E" in self.modifiers:  # on sm_75 addresses of 64 bits are not marked
             for x in self.operands:
                 if x.kind == "memory":

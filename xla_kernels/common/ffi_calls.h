@@ -317,4 +317,44 @@ auto BindLattice() {
       .template Attr<ffi::Span<const int64_t>>("other");
 }
 
+// The handlers of a platform: `Stream` is what it gets from XLA, `Run` does what a call says.
+template <class Platform>
+struct Handlers {
+  using Stream = typename Platform::Stream;
+
+  static ffi::Error EmissionForward(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label,
+                                    ffi::AnyBuffer num_frames, ffi::RemainingRets planes,
+                                    ffi::Span<const int64_t> blanks, int64_t normalize, int64_t durations,
+                                    int64_t bernoulli) {
+    EmissionForwardCall call;
+    auto error = Read(logits, label, num_frames, planes, {blanks, normalize, durations, bernoulli}, &call);
+    return error.failure() ? error : Platform::Run(stream, call);
+  }
+
+  static ffi::Error EmissionBackward(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label,
+                                     ffi::AnyBuffer num_frames, ffi::AnyBuffer norm, ffi::AnyBuffer scale,
+                                     ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
+                                     ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
+                                     int64_t normalize, int64_t durations, int64_t bernoulli) {
+    EmissionBackwardCall call;
+    auto error = Read(logits, label, num_frames, norm, scale, clamp, cotangents, dlogits,
+                      {blanks, normalize, durations, bernoulli}, &call);
+    return error.failure() ? error : Platform::Run(stream, call);
+  }
+
+  template <bool kGradient>
+  static ffi::Error Lattice(Stream stream, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
+                            ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
+                            ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
+                            ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end,
+                            ffi::Span<const int64_t> plane, ffi::Span<const int64_t> other) {
+    LatticeCall call;
+    auto error = Read(first_plane, num_frames, num_labels, other_planes, {dt, du, may_end, plane, other}, &call);
+    if (error.failure()) return error;
+    const int64_t elements = Platform::WorkspaceOf(call.args, kGradient);
+    error = ReadResults(loss, others, kGradient, elements, &call);
+    return error.failure() ? error : Platform::Run(stream, call);
+  }
+};
+
 }  // namespace jax_rnnt

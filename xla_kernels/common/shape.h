@@ -21,6 +21,21 @@ constexpr int64_t kMaxRow = 1 << 26;  // most logits of one row
 
 enum class DType { kF16, kBF16, kF32, kF64 };
 
+// f of a value of that type.
+template <class Half, class BFloat16, class Function>
+auto ForType(DType dtype, Function f) {
+  switch (dtype) {
+    case DType::kF16:
+      return f(Half{});
+    case DType::kBF16:
+      return f(BFloat16{});
+    case DType::kF32:
+      return f(float{});
+    default:
+      return f(double{});
+  }
+}
+
 // A row of logits has one or two heads: V classes, and behind them D durations with a softmax of their own.
 struct EmissionShape {
   int64_t batch, frames, columns, classes;  // B, T, U1, V

@@ -44,18 +44,6 @@ void AdviseHugePages(const std::vector<void*>& planes, int64_t bytes) {
   if (span <= 2 * int64_t(planes.size()) * bytes) AdviseHugePages(*first, span);
 }
 
-// Runs a kernel. Without memory for its scratch it fails as XLA does without memory for its buffers: XLA is compiled
-// without exceptions, so one that left a handler would end the process.
-template <typename Kernel>
-ffi::Error Run(Kernel kernel) {
-  try {
-    kernel();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_rnnt: out of memory");
-  }
-  return ffi::Error::Success();
-}
-
 // Runs rows(begin, end) over all rows: in one piece if they are few, else on the pool.
 template <typename Rows>
 void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Rows rows) {
@@ -66,39 +54,26 @@ void ForRows(ffi::ThreadPool& pool, const EmissionShape& shape, DType dtype, Row
   ParallelFor(pool, (n + chunk - 1) / chunk, [=](int64_t i) { rows(i * chunk, std::min(n, (i + 1) * chunk)); });
 }
 
-ffi::Error EmissionForwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer label,
-                                  ffi::AnyBuffer num_frames, ffi::RemainingRets planes, ffi::Span<const int64_t> blanks,
-                                  int64_t normalize, int64_t durations, int64_t bernoulli) {
-  EmissionForwardCall call;
-  if (auto error = Read(logits, label, num_frames, planes, {blanks, normalize, durations, bernoulli}, &call);
-      error.failure())
-    return error;
-  AdviseHugePages(call.planes, planes.get<ffi::AnyBuffer>(0).value()->size_bytes());
-  return Run([&] {
-    ForRows(pool, call.args.shape, call.dtype,
-            [&](int64_t begin, int64_t end) { EmissionForward(call.dtype, call.args, begin, end); });
-  });
+void Compute(ffi::ThreadPool& pool, const EmissionForwardCall& call) {
+  const EmissionShape& shape = call.args.shape;
+  AdviseHugePages(call.planes, shape.batch * shape.frames * shape.columns * (call.dtype == DType::kF64 ? 8 : 4));
+  ForRows(pool, shape, call.dtype,
+          [&](int64_t begin, int64_t end) { EmissionForward(call.dtype, call.args, begin, end); });
 }
 
-ffi::Error EmissionBackwardHandler(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer label,
-                                   ffi::AnyBuffer num_frames, ffi::AnyBuffer norm, ffi::AnyBuffer scale,
-                                   ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
-                                   ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
-                                   int64_t normalize, int64_t durations, int64_t bernoulli) {
-  EmissionBackwardCall call;
-  if (auto error = Read(logits, label, num_frames, norm, scale, clamp, cotangents, dlogits,
-                        {blanks, normalize, durations, bernoulli}, &call);
-      error.failure())
-    return error;
-  if (call.args.dlogits != call.args.logits) AdviseHugePages(call.args.dlogits, dlogits->size_bytes());
-  return Run([&] {
-    ForRows(pool, call.args.shape, call.dtype,
-            [&](int64_t begin, int64_t end) { EmissionBackward(call.dtype, call.args, begin, end); });
-  });
+void Compute(ffi::ThreadPool& pool, const EmissionBackwardCall& call) {
+  const EmissionShape& shape = call.args.shape;
+  const int64_t elements = shape.batch * shape.frames * shape.columns * shape.row_size();
+  if (call.args.dlogits != call.args.logits) {
+    AdviseHugePages(call.args.dlogits, elements * BytesPerElement(call.dtype));
+  }
+  ForRows(pool, shape, call.dtype,
+          [&](int64_t begin, int64_t end) { EmissionBackward(call.dtype, call.args, begin, end); });
 }
 
-template <typename Sequence>
-void ForSequences(ffi::ThreadPool& pool, const LatticeArgs& args, Sequence sequence) {
+void Compute(ffi::ThreadPool& pool, const LatticeCall& call) {
+  const LatticeArgs& args = call.args;
+  const auto sequence = [&](int64_t b) { Lattice(call.is_double, args, b); };
   if (args.batch * args.frames * args.columns <= kSerialNodes) {
     for (int64_t b = 0; b < args.batch; ++b) sequence(b);
   } else {
@@ -106,40 +81,29 @@ void ForSequences(ffi::ThreadPool& pool, const LatticeArgs& args, Sequence seque
   }
 }
 
-ffi::Error LatticeHandler(ffi::ThreadPool& pool, bool gradient, const ffi::AnyBuffer& first_plane,
-                          const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels,
-                          const ffi::RemainingArgs& other_planes, ffi::Result<ffi::AnyBuffer>& loss,
-                          const ffi::RemainingRets& others, const Arcs& arcs) {
-  LatticeCall call;
-  if (auto error = Read(first_plane, num_frames, num_labels, other_planes, arcs, &call); error.failure()) return error;
-  const int64_t elements = LatticeWorkspace(call.args, gradient);
-  if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
-  return Run([&] { ForSequences(pool, call.args, [&](int64_t b) { Lattice(call.is_double, call.args, b); }); });
-}
+struct Cpu {
+  using Stream = ffi::ThreadPool;
 
-ffi::Error LatticeLossHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
-                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
-                              ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
-                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end,
-                              ffi::Span<const int64_t> plane, ffi::Span<const int64_t> other) {
-  return LatticeHandler(pool, false, first_plane, num_frames, num_labels, other_planes, loss, others,
-                        {dt, du, may_end, plane, other});
-}
+  static int64_t WorkspaceOf(const LatticeArgs& args, bool gradient) { return LatticeWorkspace(args, gradient); }
 
-ffi::Error LatticeGradientHandler(ffi::ThreadPool pool, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
-                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
-                                  ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others,
-                                  ffi::Span<const int64_t> dt, ffi::Span<const int64_t> du,
-                                  ffi::Span<const int64_t> may_end, ffi::Span<const int64_t> plane,
-                                  ffi::Span<const int64_t> other) {
-  return LatticeHandler(pool, true, first_plane, num_frames, num_labels, other_planes, loss, others,
-                        {dt, du, may_end, plane, other});
-}
+  // Without memory for its scratch a kernel fails as XLA does without memory for its buffers: XLA is compiled without
+  // exceptions, so one that left a handler would end the process.
+  template <typename Call>
+  static ffi::Error Run(ffi::ThreadPool& pool, const Call& call) {
+    try {
+      Compute(pool, call);
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_rnnt: out of memory");
+    }
+    return ffi::Error::Success();
+  }
+};
 
-XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kEmissionBackward, EmissionBackwardHandler, BindEmissionBackward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLattice<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLattice<ffi::ThreadPool>());
+using On = Handlers<Cpu>;
+XLA_FFI_DEFINE_HANDLER(kEmissionForward, On::EmissionForward, BindEmissionForward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBackward<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<ffi::ThreadPool>());
 
 }  // namespace
 }  // namespace cpu

@@ -11,15 +11,7 @@
 // thread-local scratch with the arcs' probabilities, then beta with the posteriors. A log-probability is read before
 // its gradient is written, so the gradients may overwrite them.
 //
-// Measured on one core of a Zen 4 at 3.6 GHz, T = 400, U = 100, in ns per node, loss with gradient | loss only:
-//               AVX-512        AVX2          SSE2
-//    float    3.1 | 1.0     3.8 | 1.4    10.1 |  4.0
-//    double   6.5 | 2.4     9.3 | 3.5    32   | 11
-// These times are for planes in the caches. Planes in the L3 took 1 ns more before the next strip was prefetched.
-// At T + U = 4000, posteriors in float are off by 1e-6 to 6e-6 where -log Z is 4e3 to 2e4.
-//
-// Tried and left out: copying the rows of a strip between margins of -inf instead of masking at the edges, and
-// computing the probabilities again in beta's sweep instead of keeping them. They take 4.2 ns instead of 3.1.
+// docs/notes/cpu.md has times, and what was tried.
 #include "xla_kernels/cpu/lattice.h"
 
 #include "xla_kernels/cpu/lattice_planes.h"

@@ -7,13 +7,8 @@
 // longest arc spans. A log-probability is read for the last time before its gradient is written, so the gradients may
 // overwrite them.
 //
-// Measured on one core of a Zen 4 at 3.6 GHz, AVX-512, float32, T = 250, U = 60, in ns per node, loss with gradient:
-// five arcs (multi-blank) 7.3, nine (five durations) 11.3. A scan column by column, at two dozen cycles each, takes 23
-// and 27. If an arc is the sum of two planes, taking the exp of each plane once and keeping it in rows takes 15.0
-// instead of 13.6 (T = 200, U = 47): loads and stores cost more than exps.
-//
 // Why not the unit-step kernel's wavefront: it keeps one frame per lane. Here each lane would also need the values of
-// as many earlier frames as the longest arc spans.
+// as many earlier frames as the longest arc spans. docs/notes/cpu.md has times.
 #include "xla_kernels/cpu/lattice.h"
 #include "xla_kernels/cpu/lattice_planes.h"
 #include "xla_kernels/cpu/scratch.h"

@@ -33,58 +33,20 @@ ffi::Error Status(cudaError_t error, const char* what) {
   return ffi::Error::Internal(std::string("jax_rnnt: ") + what + ": " + cudaGetErrorString(error));
 }
 
-ffi::Error EmissionForwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label, ffi::AnyBuffer num_frames,
-                                  ffi::RemainingRets planes, ffi::Span<const int64_t> blanks, int64_t normalize,
-                                  int64_t durations, int64_t bernoulli) {
-  EmissionForwardCall call;
-  if (auto error = Read(logits, label, num_frames, planes, {blanks, normalize, durations, bernoulli}, &call);
-      error.failure())
-    return error;
-  return Status(EmissionForward(call.dtype, call.args, CudaStream(stream)), "emission forward");
-}
+struct Cuda {
+  using Stream = cuda::Stream;
 
-ffi::Error EmissionBackwardHandler(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer label,
-                                   ffi::AnyBuffer num_frames, ffi::AnyBuffer norm, ffi::AnyBuffer scale,
-                                   ffi::AnyBuffer clamp, ffi::RemainingArgs cotangents,
-                                   ffi::Result<ffi::AnyBuffer> dlogits, ffi::Span<const int64_t> blanks,
-                                   int64_t normalize, int64_t durations, int64_t bernoulli) {
-  EmissionBackwardCall call;
-  if (auto error = Read(logits, label, num_frames, norm, scale, clamp, cotangents, dlogits,
-                        {blanks, normalize, durations, bernoulli}, &call);
-      error.failure())
-    return error;
-  return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");
-}
-
-ffi::Error LatticeHandler(const Stream& stream, bool gradient, const ffi::AnyBuffer& first_plane,
-                          const ffi::AnyBuffer& num_frames, const ffi::AnyBuffer& num_labels,
-                          const ffi::RemainingArgs& other_planes, ffi::Result<ffi::AnyBuffer>& loss,
-                          const ffi::RemainingRets& others, const Arcs& arcs) {
-  LatticeCall call;
-  if (auto error = Read(first_plane, num_frames, num_labels, other_planes, arcs, &call); error.failure()) return error;
-  const int64_t elements = LatticeWorkspace(call.args, gradient);
-  if (auto error = ReadResults(loss, others, gradient, elements, &call); error.failure()) return error;
-  return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
-}
-
-ffi::Error LatticeLossHandler(Stream stream, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
-                              ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
-                              ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others, ffi::Span<const int64_t> dt,
-                              ffi::Span<const int64_t> du, ffi::Span<const int64_t> may_end,
-                              ffi::Span<const int64_t> plane, ffi::Span<const int64_t> other) {
-  return LatticeHandler(stream, false, first_plane, num_frames, num_labels, other_planes, loss, others,
-                        {dt, du, may_end, plane, other});
-}
-
-ffi::Error LatticeGradientHandler(Stream stream, ffi::AnyBuffer first_plane, ffi::AnyBuffer num_frames,
-                                  ffi::AnyBuffer num_labels, ffi::RemainingArgs other_planes,
-                                  ffi::Result<ffi::AnyBuffer> loss, ffi::RemainingRets others,
-                                  ffi::Span<const int64_t> dt, ffi::Span<const int64_t> du,
-                                  ffi::Span<const int64_t> may_end, ffi::Span<const int64_t> plane,
-                                  ffi::Span<const int64_t> other) {
-  return LatticeHandler(stream, true, first_plane, num_frames, num_labels, other_planes, loss, others,
-                        {dt, du, may_end, plane, other});
-}
+  static int64_t WorkspaceOf(const LatticeArgs& args, bool gradient) { return LatticeWorkspace(args, gradient); }
+  static ffi::Error Run(const Stream& stream, const EmissionForwardCall& call) {
+    return Status(EmissionForward(call.dtype, call.args, CudaStream(stream)), "emission forward");
+  }
+  static ffi::Error Run(const Stream& stream, const EmissionBackwardCall& call) {
+    return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");
+  }
+  static ffi::Error Run(const Stream& stream, const LatticeCall& call) {
+    return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
+  }
+};
 
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
@@ -94,10 +56,11 @@ ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dicti
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateHandler,
                        ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(kEmissionForward, EmissionForwardHandler, BindEmissionForward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kEmissionBackward, EmissionBackwardHandler, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, LatticeLossHandler, BindLattice<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, LatticeGradientHandler, BindLattice<Context>(), JAX_RNNT_TRAITS);
+using On = Handlers<Cuda>;
+XLA_FFI_DEFINE_HANDLER(kEmissionForward, On::EmissionForward, BindEmissionForward<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<Context>(), JAX_RNNT_TRAITS);
 
 }  // namespace
 }  // namespace cuda

@@ -628,31 +628,11 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t EmissionForward(DType dtype, const EmissionForwardArgs& args, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kF16:
-      return Forward<Half>(args, stream);
-    case DType::kBF16:
-      return Forward<BFloat16>(args, stream);
-    case DType::kF32:
-      return Forward<float>(args, stream);
-    case DType::kF64:
-      return Forward<double>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  return ForType<Half, BFloat16>(dtype, [&](auto x) { return Forward<decltype(x)>(args, stream); });
 }
 
 cudaError_t EmissionBackward(DType dtype, const EmissionBackwardArgs& args, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kF16:
-      return Backward<Half>(args, stream);
-    case DType::kBF16:
-      return Backward<BFloat16>(args, stream);
-    case DType::kF32:
-      return Backward<float>(args, stream);
-    case DType::kF64:
-      return Backward<double>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  return ForType<Half, BFloat16>(dtype, [&](auto x) { return Backward<decltype(x)>(args, stream); });
 }
 
 }  // namespace jax_rnnt::cuda
