@@ -110,24 +110,19 @@ def log_likelihood(topology, arcs, num_frames, num_labels):
     return posteriors(topology, arcs, num_frames, num_labels)[0]
 
 
-def posteriors(topology, arcs, num_frames, num_labels):
-    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 if no path exists.
+def _alpha_beta(topology, arcs, num_frames, num_labels):
+    """(alpha, beta, scores of each arc, t, u), each [T + U1, U1], computed diagonal by diagonal.
 
-    alpha and beta are computed diagonal by diagonal: row n and column u hold the node (t, u) with t + u = n, so an arc
-    leads from (n, u) to (n + dt + du, u + du).
+    Row n and column u hold the node (t, u) with t + u = n, so an arc leads from (n, u) to (n + dt + du, u + du).
     """
     T, U1 = num_frames, num_labels + 1
-    out = {slot: np.zeros((T, U1)) for slot in arcs}
-    if T == 0:
-        return (0.0 if num_labels == 0 else NEG), out
     u = np.broadcast_to(np.arange(U1), (T + U1, U1))
     t = np.arange(T + U1)[:, None] - u
-    inside = (t >= 0) & (t < T)
     scores = {}
     for arc in topology:
         to_t, to_u = t + arc.dt, u + arc.du
         ends = (to_t == T) & (to_u == num_labels) & arc.may_end
-        allowed = inside & ((to_t < T) | ends) & (to_u <= num_labels)
+        allowed = (t >= 0) & (t < T) & ((to_t < T) | ends) & (to_u <= num_labels)
         scores[arc] = np.full(t.shape, NEG)
         scores[arc][allowed] = np.asarray(arcs[arc.slot], np.float64)[t[allowed], u[allowed]]
     alpha, beta = np.full(t.shape, NEG), np.full(t.shape, NEG)
@@ -143,12 +138,21 @@ def posteriors(topology, arcs, num_frames, num_labels):
                 if (m := n + arc.dt + arc.du) < T + U1:
                     goes = score[n, : U1 - arc.du] + beta[m, arc.du :]
                     beta[n, : U1 - arc.du] = np.logaddexp(beta[n, : U1 - arc.du], goes)
-    value = alpha[-1, -1]
+    return alpha, beta, scores, t, u
+
+
+def posteriors(topology, arcs, num_frames, num_labels):
+    """(log-likelihood, slot -> posterior [T, U1] of each arc); posteriors are 0 if no path exists."""
+    out = {slot: np.zeros((num_frames, num_labels + 1)) for slot in arcs}
+    if num_frames == 0:
+        return (0.0 if num_labels == 0 else NEG), out
+    alpha, beta, scores, t, u = _alpha_beta(topology, arcs, num_frames, num_labels)
+    value, inside = alpha[-1, -1], (t >= 0) & (t < num_frames)
     if value == NEG or np.isnan(value):
         return value, out
     for arc, score in scores.items():
-        step, after = arc.dt + arc.du, np.full(t.shape, NEG)
-        after[: max(T + U1 - step, 0), : U1 - arc.du] = beta[step:, arc.du :]
+        step, after = arc.dt + arc.du, np.full(beta.shape, NEG)
+        after[: max(len(beta) - step, 0), : num_labels + 1 - arc.du] = beta[step:, arc.du :]
         out[arc.slot][t[inside], u[inside]] = np.exp(alpha + score + after - value)[inside]
     return value, out
 
@@ -159,14 +163,14 @@ def label_log_probs(topology, arcs, num_frames, num_labels):
         return np.full(num_labels, NEG)
     alpha = _alpha_beta(topology, arcs, num_frames, num_labels)[0]
     t, prefixes = np.arange(num_frames), np.zeros(num_labels + 1)
-    for u in range(num_labels):
-        scores = [
-            np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
-            for arc in topology
-            if arc.du
-        ]
-        prefixes[u + 1] = functools.reduce(_logaddexp, np.concatenate(scores))
     with np.errstate(invalid="ignore"):
+        for u in range(num_labels):
+            scores = [
+                np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
+                for arc in topology
+                if arc.du
+            ]
+            prefixes[u + 1] = np.logaddexp.reduce(np.concatenate(scores))
         return np.where(prefixes[1:] == NEG, NEG, np.diff(prefixes))
 
 
