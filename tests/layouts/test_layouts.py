@@ -80,7 +80,7 @@ def pairs():
         yield pair if fast else losses.slow(*pair)
 
 
-@pytest.mark.parametrize(("kind", "name"), pairs())
+@pytest.mark.parametrize(("kind", "name"), [*pairs()])
 def test_table(kind, name):
     """Every question has the value and gradient of the array, or raises a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]

@@ -110,8 +110,8 @@ def log_likelihood(topology, arcs, num_frames, num_labels):
     return posteriors(topology, arcs, num_frames, num_labels)[0]
 
 
-def alpha_beta(topology, arcs, num_frames, num_labels):
-    """(alpha, beta, {arc: score}, t, u), computed diagonal by diagonal.
+def _alpha_beta(topology, arcs, num_frames, num_labels):
+    """(alpha, beta, scores of each arc, t, u), each [T + U1, U1], computed diagonal by diagonal.
 
     Row n and column u hold the node (t, u) with t + u = n, so an arc leads from (n, u) to (n + dt + du, u + du).
     """
@@ -146,14 +146,13 @@ def posteriors(topology, arcs, num_frames, num_labels):
     out = {slot: np.zeros((num_frames, num_labels + 1)) for slot in arcs}
     if num_frames == 0:
         return (0.0 if num_labels == 0 else NEG), out
-    alpha, beta, scores, t, u = alpha_beta(topology, arcs, num_frames, num_labels)
-    inside, (rows, columns) = (t >= 0) & (t < num_frames), t.shape
-    value = alpha[-1, -1]
+    alpha, beta, scores, t, u = _alpha_beta(topology, arcs, num_frames, num_labels)
+    value, inside = alpha[-1, -1], (t >= 0) & (t < num_frames)
     if value == NEG or np.isnan(value):
         return value, out
     for arc, score in scores.items():
-        step, after = arc.dt + arc.du, np.full(t.shape, NEG)
-        after[: max(rows - step, 0), : columns - arc.du] = beta[step:, arc.du :]
+        step, after = arc.dt + arc.du, np.full(beta.shape, NEG)
+        after[: max(len(beta) - step, 0), : num_labels + 1 - arc.du] = beta[step:, arc.du :]
         out[arc.slot][t[inside], u[inside]] = np.exp(alpha + score + after - value)[inside]
     return value, out
 
@@ -162,17 +161,16 @@ def label_log_probs(topology, arcs, num_frames, num_labels):
     """log P(label u | those before it), [U], on arcs that write one label at most."""
     if num_frames == 0:
         return np.full(num_labels, NEG)
-    alpha, *_ = alpha_beta(topology, arcs, num_frames, num_labels)
+    alpha = _alpha_beta(topology, arcs, num_frames, num_labels)[0]
     t, prefixes = np.arange(num_frames), np.zeros(num_labels + 1)
-    for u in range(num_labels):
-        scores = [
-            np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
-            for arc in topology
-            if arc.du
-        ]
-        with np.errstate(invalid="ignore"):
-            prefixes[u + 1] = np.logaddexp.reduce(np.concatenate(scores))
     with np.errstate(invalid="ignore"):
+        for u in range(num_labels):
+            scores = [
+                np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
+                for arc in topology
+                if arc.du
+            ]
+            prefixes[u + 1] = np.logaddexp.reduce(np.concatenate(scores))
         return np.where(prefixes[1:] == NEG, NEG, np.diff(prefixes))
 
 
