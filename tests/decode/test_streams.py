@@ -140,6 +140,26 @@ def test_select_and_concatenate(function):
     assert all(x.shape[0] == 4 for x in jax.tree.leaves(half.state))
 
 
+def test_batches_that_pack_rows_and_others():
+    """Utterances move from a batch whose rows are packed to a smaller one, and back."""
+    model = Model(NAMED["tdt"], batch=8, frames=12)
+    search = functools.partial(decode.beam, width=6)
+
+    def part(rows, start, state):
+        encoder = model.encoder[rows, start : start + 6]
+        return model.search(search, MOST, encoder=encoder, lengths=np.full(len(rows), 6), state=state)
+
+    everyone = list(range(8))
+    half = part(everyone, 0, None)
+    expected = part(everyone, 6, half.state)
+    few = part([3, 1], 6, decode.select(half.state, [3, 1]))
+    pairs = [part([b, b + 1], 0, None).state for b in range(0, 8, 2)]
+    whole = part(everyone, 6, decode.concatenate(pairs))
+    for found, rows in ((few, [3, 1]), (whole, everyone)):
+        assert_same(found.labels, expected.labels[rows])
+        np.testing.assert_allclose(found.scores, expected.scores[rows], rtol=1e-11)
+
+
 @BOTH
 def test_reset(function):
     """Marked rows start anew bit for bit, marked twice or moved; others go on."""
