@@ -35,8 +35,8 @@ NAMES = {"oldest": ROWS[0], "newest": ROWS[-2], "pure": ROWS[-1]}
 
 # What depends on JAX most: values, gradients, jit, vmap, sharding, export and a search.
 QUICK = {
-    "losses/test_values": ["value_and_gradient"],
-    "losses/test_gradients": ["slope", "vjp_called_twice"],
+    "losses/test_values": ["every_loss"],
+    "losses/test_gradients": ["cotangents", "vjp_called_twice"],
     "transforms/test_jit": ["changing_lengths_and_labels_compiles_nothing", "inside_control_flow"],
     "transforms/test_vmap": ["vmap_equals_batch", "options_mapped"],
     "transforms/test_sharding": ["batch_sharded", "shard_map", "pmap"],
@@ -44,7 +44,7 @@ QUICK = {
     "decode/test_decode": ["beam_is_the_enumeration"],
 }
 # Of these: the values of every loss, and all of the RNN-T loss; by the kernels, or the reference where there are none.
-SELECTED = "(rnnt or test_value_and_gradient) and not float64 and not -1-float32 and not 3-float32 and not {other}"
+SELECTED = "(rnnt or test_every_loss and plain-logits) and not float64 and not -1-float32 and not 3-float32 and not {other}"
 HEADER = "| jax | Python | kernels | tests |\n|---|---|---|---|"
 
 
