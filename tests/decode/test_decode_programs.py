@@ -285,9 +285,9 @@ def test_bad_data_spoils_itself_alone(function, sizes):
     expected, found, good = search(encoder, np.full(8, 4)), search(wrong, lengths), np.array([0, 7])
     assert_same([x[good] for x in found], [x[good] for x in expected])
     assert np.isfinite(expected[4].reshape(8, -1)[:, 0]).all()
-    *labels, counts, scores, log_probs, full = (np.asarray(x[1:7]) for x in found)
+    *labels, counts, scores, log_probs, full, stable = (np.asarray(x[1:7]) for x in found)
     assert np.isnan(scores).all() and (counts == 0).all() and not full.any() and all((x == -1).all() for x in labels)
-    assert (log_probs == 0).all()
+    assert (log_probs == 0).all() and (stable == 0).all()
 
 
 @BOTH
