@@ -10,7 +10,7 @@ comma = ,
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
 .PHONY: setup demo demo-losses test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
-  bench-variants bench-joint bench-librispeech bench-decode lint format clean
+  bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
 
@@ -145,6 +145,14 @@ bench-librispeech: setup
 
 bench-decode: setup
 	$(BIN)/python benchmarks/decode.py $(ARGS)
+
+# The decoders beside other libraries', which are installed into build/rivals (large). ARGS='--data FOLDER --workdir DIR':
+# also on spoken digits, with the model of examples/train.py.
+bench-rivals:
+	test -x build/rivals/bin/python || $(PYTHON) -m venv build/rivals
+	build/rivals/bin/pip install --quiet '.[examples]' torch==2.11.0 torchaudio==2.11.0 'nemo_toolkit[asr]==3.0.0' \
+	  sherpa-onnx==2.0.1 onnx
+	build/rivals/bin/python benchmarks/rivals.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

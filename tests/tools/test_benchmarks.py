@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -67,6 +68,37 @@ def test_inputs_do_not_depend_on_the_padding():
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def test_errors_of_rivals():
+    """One label is wrong, one missing, one extra; utterances that were not decoded do not count."""
+    rivals = load("rivals")
+    found = [[1, 2], [3], [7, 8, 9]]
+    assert rivals.error_rate(found, [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 * 3 / 6)
+    assert rivals.error_rate(found[:1], [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 / 2)
+
+
+@pytest.mark.parametrize("kind", ["stateless", "lstm"])
+def test_planted_models_of_rivals(kind):
+    """Predictors of standard architecture nearly forbid the last label and its rivals, and nothing after the start."""
+    rivals = load("rivals")
+    forbid = 0.05 * np.random.default_rng(0).standard_normal((6, 16), np.float32)
+    forbid[-1] = 0
+    predictor, _ = getattr(rivals, kind)(forbid, 0)
+    state = predictor.initial(1)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for label in (predictor.start, 3, 1):
+            rows, state = predictor.step(state, np.array([label], np.int32))
+            np.testing.assert_allclose(rows[0], forbid[label], atol=0.05)
+            assert label == predictor.start or np.corrcoef(rows[0], forbid[label])[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("program", ["benchmarks/rivals.py", "examples/noisy.py"])
+def test_help(program):
+    done = subprocess.run(
+        [sys.executable, HERE.parent / program, "--help"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "--workdir" in done.stdout, done.stderr
 
 
 def test_turns_and_aims():

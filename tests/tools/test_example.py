@@ -71,6 +71,11 @@ def mwer():
 
 
 @pytest.fixture(scope="module")
+def noisy(mwer):
+    return importlib.import_module("noisy")
+
+
+@pytest.fixture(scope="module")
 def training(mwer):
     return sys.modules["train"]
 
@@ -124,6 +129,35 @@ def test_mwer_after_training(tmp_path):
     assert np.isfinite(log["losses"]).all()
     _, log = script("mwer.py", tmp_path, "--steps", "1", "--width", "2", *data)
     assert np.isfinite([log["before"], log["after"], *log["losses"]]).all()
+    options = "--data", str(tmp_path), "--workdir", str(tmp_path), "--utterances", "2"
+    command = [sys.executable, str(EXAMPLES / "noisy.py"), *options]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
+    assert process.returncode == 0, process.stderr
+    rows = [line.strip("| ").split(" | ")[1:] for line in process.stdout.splitlines()[2:]]
+    assert len(rows) == 5 and np.isfinite([float(x) for row in rows for x in row]).all()
+
+
+def test_digit_ngrams(noisy, tmp_path):
+    """Probabilities of what follows sum to one in every context; a trigram's is that of Witten and Bell's formula."""
+    numbers = noisy.draw(np.random.default_rng(0).dirichlet(np.full(10, 0.2), 11), np.random.default_rng(1), 50)
+    noisy.write_arpa(tmp_path / "arpa", numbers)
+    model, found = decode.NGram.from_arpa(tmp_path / "arpa", [*map(str, range(10)), None]), []
+    state = model.initial(1)
+    for label in (model.start, *numbers[0]):
+        scores, state = model.step(state, np.array([label], np.int32))
+        found.append(np.exp([*scores[0, :10], *model.final(state)]))
+    np.testing.assert_allclose(np.sum(found, 1), 1, rtol=1e-4)
+
+    words = [["<s>", *number, "</s>"] for number in numbers]
+
+    def witten_bell(context, word):
+        n = len(context)
+        after = [w[i + n] for w in words for i in range(len(w) - n) if w[i : i + n] == context and w[i + n] != "<s>"]
+        shorter = witten_bell(context[1:], word) if n else 1 / 11
+        return (after.count(word) + len({*after}) * shorter) / (len(after) + len({*after}))
+
+    expected = [witten_bell(["<s>", numbers[0][0]], digit) for digit in (*range(10), "</s>")]
+    np.testing.assert_allclose(found[1], expected, rtol=1e-4)
 
 
 RUN = {"data": "handwritten-digits", "loss": "rnnt", "steps": 4, "batch": 4, "seed": 0, "fastemit": 0.0}
