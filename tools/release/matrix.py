@@ -44,7 +44,7 @@ QUICK = {
     "decode/test_decode": ["beam_is_the_enumeration"],
 }
 # Of these: the values of every loss, and all of the RNN-T loss; by the kernels, or the reference where there are none.
-SELECTED = "(rnnt or test_every_loss and plain-logits) and not float64 and not -1-float32 and not 3-float32 and not {other}"
+SELECTED = "(rnnt or every_loss and plain-logits) and not float64 and not -1-float32 and not 3-float32 and not {other}"
 HEADER = "| jax | Python | kernels | tests |\n|---|---|---|---|"
 
 
