@@ -6,6 +6,7 @@ its suffix, and so on; the arcs of a root stand in dense rows. The last column V
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import jax
@@ -33,6 +34,23 @@ class Arcs(typing.NamedTuple):
     def states(self) -> int:
         """Of one root."""
         return self.suffixes.shape[0] // self.root_scores.shape[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class Automaton:
+    """What models of fusion share that walk on arcs."""
+
+    arcs: Arcs
+
+    @property
+    def start(self) -> int:
+        """V, the label that begins an utterance."""
+        return self.arcs.root_scores.shape[1] - 1
+
+    @property
+    def symbols(self) -> int:
+        """V + 1: the labels that `step` takes."""
+        return self.start + 1
 
 
 def follow(arcs: Arcs, state, label):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _pytree
-from jax_rnnt.decode._arcs import Arcs, follow, score_rows
+from jax_rnnt.decode._arcs import Arcs, Automaton, follow, score_rows
 from jax_rnnt.decode._arpa import Arpa, Grams
 
 FUNCTION = "NGram.from_arpa"
@@ -23,7 +23,7 @@ FUNCTION = "NGram.from_arpa"
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
-class NGram:
+class NGram(Automaton):
     """A backoff n-gram language model for `greedy` and `beam`, of any order. `from_arpa` makes one.
 
     A pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program. They
@@ -64,7 +64,6 @@ class NGram:
     -0.7
     """
 
-    arcs: Arcs
     columns: jax.Array | None  # [V]: the word of each label; None: itself
     begin: int = _pytree.static()  # the state after <s>
     end: int | None = _pytree.static()  # the word </s>
@@ -108,16 +107,6 @@ class NGram:
 
     def __repr__(self) -> str:
         return f"NGram({self.start} labels)"
-
-    @property
-    def start(self) -> int:
-        """V, the label that begins a sentence."""
-        return self.arcs.root_scores.shape[1] - 1
-
-    @property
-    def symbols(self) -> int:
-        """V + 1: the labels that `step` takes."""
-        return self.start + 1
 
     def initial(self, batch) -> jax.Array:
         """int32 [batch]: the empty context."""

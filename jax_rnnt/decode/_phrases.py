@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt.decode._arcs import Arcs, follow, score_rows
+from jax_rnnt.decode._arcs import Arcs, Automaton, follow, score_rows
 
 Labels = typing.Sequence[int]
 
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
-class Phrases:
+class Phrases(Automaton):
     """Phrases that `greedy` and `beam` shall find more often: names, places, commands.
 
     As a model of fusion it gives a sequence of labels two sums, in nats:
@@ -81,7 +81,6 @@ class Phrases:
     ([-1.0, 0.0, -1.0, 0.5, -1.0], [-1.5, -0.5, -1.5, -1.5, 0.5], [-1.5])
     """
 
-    arcs: Arcs
     shared: bool = _pytree.static()
 
     def __init__(self, phrases, weights: Any = 1.0, *, classes: int, size: int | None = None):
@@ -110,16 +109,6 @@ class Phrases:
     def utterances(self) -> int | None:
         """B, where each utterance of the batch has its own list."""
         return None if self.shared else self.arcs.root_scores.shape[0]
-
-    @property
-    def start(self) -> int:
-        """V, the label that begins an utterance."""
-        return self.arcs.root_scores.shape[1] - 1
-
-    @property
-    def symbols(self) -> int:
-        """V + 1: the labels that `step` takes."""
-        return self.start + 1
 
     def initial(self, batch) -> jax.Array:
         """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance stand together."""

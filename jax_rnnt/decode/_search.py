@@ -96,7 +96,7 @@ def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start,
     """
     loss, joint, predictor = networks
     batch, frames, _ = encoder_out.shape
-    bad = scoring.spoiled((lengths < 0) | (lengths > frames))
+    bad = scoring.with_bad_options((lengths < 0) | (lengths > frames))
     if frames == 0:  # nothing is read, but rows are gathered
         encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
     joint, predictor = in_evaluation(joint), in_evaluation(predictor)

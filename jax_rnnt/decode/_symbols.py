@@ -36,7 +36,7 @@ class Scoring(typing.NamedTuple):
     def tempers(self) -> bool:
         return not (_checks.is_number(self.temperature) and self.temperature == 1)
 
-    def spoiled(self, bad):
+    def with_bad_options(self, bad):
         """`bad` [B], and all utterances where a traced option is out of range."""
         if self.penalizes:
             bad |= ~jnp.isfinite(self.blank_penalty)

@@ -280,12 +280,11 @@ def arcs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
     planes = _adjust(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
-    like = next(iter(planes.values()))
-    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (like.ndim - 1) + like.shape[-1:], like.ndim - 1)
 
     def made(arc):
-        inside = (frame(like) < num_frames[..., None, None]) & (column + arc.du <= num_labels[..., None, None])
-        return jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, arc.of(planes), -jnp.inf))
+        x = arc.of(planes)
+        inside = reference.inside(num_frames, num_labels - arc.du, *x.shape[-2:])  # a step may fill the rest
+        return jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, x, -jnp.inf))
 
     topology = loss.compose().topology
     return {wide.slot: made(arc) for arc, wide in zip(topology, expanded(topology), strict=True)}
