@@ -20,10 +20,13 @@ def _varying(aval) -> frozenset:
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", None) or ())
 
 
-def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each marked as varying over the union of the manual mesh axes over which any of them varies."""
+def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, ...]:
+    """The arrays, each marked as varying over the union of the manual mesh axes over which any of them varies.
+
+    The arrays of `like` count, too; the axes of `without` do not.
+    """
     avals = [jax.typeof(x) for x in arrays]
-    union = frozenset().union(*map(_varying, avals))
+    union = frozenset().union(*map(_varying, (*avals, *map(jax.typeof, like)))) - {*without}
 
     def vary(x, missing):
         if not missing:

@@ -137,6 +137,21 @@ class Emission:
         """scale * clip(gradient, clamp)."""
         return jax.tree.map(lambda g: clip_and_scale(g, scale, clamp), gradient)
 
+    # For emissions whose rows lie on several devices.
+    split_axes: Any = ()  # mesh axes over which logits vary, and planes do not
+
+    def own(self, x):
+        """Of numbers of each sequence [..., more], those whose planes this device has."""
+        return x
+
+    def joined(self, x):
+        """Results of all sequences [..., more], from those of `own`."""
+        return x
+
+    def joined_planes(self, plane):
+        """A plane that lies as the rows do, from one of `own` sequences with all frames."""
+        return plane
+
     def pullback(self, logits, nodes, cotangents, scale, clamp):
         """What `backward` computes, from `reference`: differentiable any number of times, with respect to all of it."""
         # In float32 up to the end, as `backward`: float16 holds neither a large scale nor its product with a small one.
@@ -184,6 +199,10 @@ class Wrapper(Emission):
     @property
     def blanks(self):
         return self.inner.blanks
+
+    @property
+    def split_axes(self):
+        return self.inner.split_axes
 
     def normalized(self, logits):
         return self.inner.normalized(logits)

@@ -5,8 +5,8 @@ A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. S
     anchored    sum over v of exp(x[v] - x[anchor]), scaled: an offset that all logits share drops out
     lse         where the anchor is less than exp(-45) of the largest logit
 
-The range of a number tells the code: scaled sums lie between 0 and any positive lse, and an lse closer to 0 counts as
-0. The anchor is the first blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the
+The range of a number tells the code: scaled sums lie between 0 and any positive lse, an lse closer to 0 counts as the
+largest negative one, and 0 is a row of -inf alone. The anchor is the first blank (HAT, whose blank is not in the softmax: class 0, or 1 if that is the
 blank).
 """
 
@@ -58,14 +58,19 @@ def encoded_norm(row: RowSum, anchor):
     reach = jnp.where(jnp.isneginf(anchor), jnp.inf, row.peak - anchor)
     anchored = (reach <= _REACH) & ~row.dead
     lse = row.peak + row.log_total
-    lse = jnp.where(row.dead | (jnp.abs(lse) < tiny), 0, lse)
+    lse = jnp.where(row.dead, 0, jnp.where(jnp.abs(lse) < tiny, -tiny, lse))
     norm = jnp.where(anchored, row.total * jnp.exp(jnp.where(anchored, reach, 0)) * scale, lse)
     return jnp.where(row.bad, jnp.nan, norm)
 
 
+def is_anchored(norm):
+    """Whether a code is a scaled sum."""
+    return (norm > 0) & (norm < _scale(norm.dtype)[1])
+
+
 def softmax_of_norm(x, anchor, norm):
     """exp(x - lse) from the code. It has no useful derivative: the code has none."""
-    scale, tiny = _scale(x.dtype)
-    anchored = (norm > 0) & (norm < tiny)
+    scale, _ = _scale(x.dtype)
+    anchored = is_anchored(norm)
     base = jnp.where(anchored, anchor, norm)
     return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]

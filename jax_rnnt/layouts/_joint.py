@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
@@ -152,6 +153,29 @@ class JointLogits(Layout):
         shape = self.shape[:-3], self.shape[-2] - 1
         given = targets, logit_lengths, target_lengths
         return _checks.sequences(function, *given, *shape, "predictor_out", "encoder_out", self.frames)
+
+    def split_arrays(self, function, option):
+        if option == "frame_axis":
+            return {"encoder_out": self.encoder_out}
+        return {"joint.weight": self.joint.weight} if isinstance(self.joint, LinearJoint) else {}
+
+    def specs(self, function, batch, frame_axis, vocab_axis):
+        joint = self.joint
+        if vocab_axis is not None and isinstance(joint, LinearJoint):
+            bias = None if joint.bias is None else P(vocab_axis)
+            joint = LinearJoint(P(None, vocab_axis), bias, joint.activation)
+        elif vocab_axis is not None:
+            expected = "joint must be a LinearJoint outside of jax.shard_map"
+            raise TypeError(f"{function}: vocab_axis: {expected}, got {joint!r}, whose classes may lie anywhere.")
+        elif not jax.tree_util.all_leaves([joint]):
+            joint = jax.tree.map(lambda _: P(), joint)
+
+        def own(x):  # a batch dimension of 1 stands for all
+            *shape, _, _ = jnp.shape(x)
+            return [None if n == 1 else axes for n, axes in zip(shape, batch[len(batch) - len(shape) :])]
+
+        encoder = P(*own(self.encoder_out), frame_axis)
+        return JointLogits(joint, encoder, P(*own(self.predictor_out)), self.chunk)
 
     def emission(self, function, loss, head, *sequences):
         if loss.implementation == "reference":

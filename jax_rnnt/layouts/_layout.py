@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 
 
 class Layout:
@@ -47,6 +48,16 @@ class Layout:
     def emission(self, function: str, loss, head, targets, logit_lengths, target_lengths) -> tuple[Any, Any]:
         """(emission, its logits); `head` is the loss's own emission, which reads rows."""
         raise NotImplementedError
+
+    # What a loss with `vocab_axis` or `frame_axis` asks.
+    def split_arrays(self, function: str, option: str) -> dict[str, jax.Array]:
+        """The arrays, by name, whose rows hold the classes (`vocab_axis`) or the frames (`frame_axis`)."""
+        expected = "an array [..., T, U + 1, V] or JointLogits"
+        raise TypeError(f"{function}: {option}: logits must be {expected}, got {type(self).__name__}.")
+
+    def specs(self, function: str, batch: list, frame_axis: str | None, vocab_axis: str | None) -> Layout:
+        """The layout with a `PartitionSpec` in the place of each array; `batch` has the axes of batch dimensions."""
+        return self.split_arrays(function, "vocab_axis" if frame_axis is None else "frame_axis") and self
 
     # What `TransducerLoss.validate` asks.
     integers: Any = ()  # arrays of integers that say where the rows lie
@@ -82,6 +93,7 @@ def rows_of_frames(function, logits, columns):
     return logits
 
 
+@_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayLogits(Layout):
     """An array [..., T, U + 1, V]."""
@@ -102,6 +114,12 @@ class ArrayLogits(Layout):
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1
         return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "logits")
+
+    def split_arrays(self, function, option):
+        return {"logits": self.logits}
+
+    def specs(self, function, batch, frame_axis, vocab_axis):
+        return ArrayLogits(P(*batch, frame_axis, None, vocab_axis))
 
     def emission(self, function, loss, head, *sequences):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})

@@ -12,7 +12,7 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
-from jax_rnnt.losses import _methods, _validation
+from jax_rnnt.losses import _methods, _split, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 
 
@@ -68,6 +68,10 @@ class TransducerLoss:
         Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
         still needed: set it to False where the logits are an argument of the differentiated program and are not
         donated.
+    vocab_axis : str, optional
+        Mesh axis whose devices hold V / n classes each, in its order. Targets and blanks stay indices into all V.
+    frame_axis : str, optional
+        Mesh axis whose devices hold T / n frames each, in its order. Lengths count all frames.
 
     See Also
     --------
@@ -98,6 +102,8 @@ class TransducerLoss:
     delay_penalty: float | jax.Array = option(0.0)
     implementation: str | None = static(None)
     inplace: bool = static(True)
+    vocab_axis: str | None = static(None)
+    frame_axis: str | None = static(None)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -119,6 +125,11 @@ class TransducerLoss:
             self._set(name, _checks.boolean(function, name, getattr(self, name)))
         _checks.reduction(function, self.reduction)
         _checks.choice(function, "implementation", self.implementation, _checks.IMPLEMENTATIONS)
+        for name in ("vocab_axis", "frame_axis"):
+            if not isinstance(axis := getattr(self, name), str | None):
+                raise TypeError(f"{function}: {name} must be the name of a mesh axis or None, got {axis!r}.")
+        if self.vocab_axis is not None and self.vocab_axis == self.frame_axis:
+            raise ValueError(f"{function}: vocab_axis and frame_axis must be two axes, got {self.vocab_axis!r} twice.")
 
     def _set(self, name, value):
         object.__setattr__(self, name, value)
@@ -182,7 +193,7 @@ class TransducerLoss:
     @property
     def lattice(self) -> Topology:
         """The topology: a table of arcs, whose slots name the planes of `arcs`."""
-        return expanded(_switched_off(self).compose().topology)
+        return expanded(_split.switched_off(self).compose().topology)
 
     def __call__(
         self,
@@ -220,7 +231,7 @@ class TransducerLoss:
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
-        return _methods.value(*problem(type(self).__name__, self, *batch))
+        return _split.run(_methods.value, type(self).__name__, problem, self, *batch)
 
     def posteriors(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -408,7 +419,7 @@ class TransducerLoss:
         return self._run(_methods.arcs, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def _run(self, method, *batch):
-        return method(*problem(f"{type(self).__name__}.{method.__name__}", self, *batch))
+        return _split.run(method, f"{type(self).__name__}.{method.__name__}", problem, self, *batch)
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
         """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
@@ -444,7 +455,7 @@ class TransducerLoss:
         """
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
-        loss = _pytree.replace(self._without_options(), clamp=_switched_off(self).clamp, implementation=None)
+        loss = _pytree.replace(self._without_options(), clamp=_split.switched_off(self).clamp, implementation=None)
         head = _head(name, loss, layout.classes)
         _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
@@ -459,16 +470,6 @@ def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss
     return made
 
 
-def _switched_off(loss):
-    """Sets options that a number of Python or NumPy switches off to None, which is no leaf and costs no operation."""
-    off = [
-        f.name
-        for f in dataclasses.fields(loss)
-        if "off" in f.metadata and _checks.is_number(x := getattr(loss, f.name)) and f.metadata["off"](x)
-    ]
-    return _pytree.replace(loss, **dict.fromkeys(off))
-
-
 def problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
     """The checked arguments of the functions in `_methods`."""
     layout = _layout.of(function, logits)
@@ -477,8 +478,10 @@ def problem(function, loss, logits, targets, logit_lengths, target_lengths, labe
         shape = (*rest[0].shape, 2)
         label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
     _checks.key(function, key)
-    loss = _switched_off(loss._draw(function, key))
-    emission, arrays = layout.emission(function, loss, _head(function, loss, layout.classes), *rest)
+    loss = _split.switched_off(loss._draw(function, key))
+    head = _head(function, loss, layout.classes * _split.parts(loss)[1])
+    others = label_windows, key
+    emission, arrays = _split.emission(function, loss, layout, head, *rest, others)
     return loss, emission, arrays, *rest, label_windows
 
 

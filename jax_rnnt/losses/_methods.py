@@ -173,27 +173,41 @@ def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, win
     A sequence with lengths or labels out of range is marked bad and gets T_b = U_b = 0: none of its rows is read, and
     its gradient is zero.
     """
-    *problem, bad = emission.prepare(logits, targets, logit_lengths, target_lengths)
+    logits, nodes, *lengths, bad = emission.prepare(logits, targets, logit_lengths, target_lengths)
+    windows = None if windows is None else emission.own(windows)
     # Logits first: its sharding and varying axes are those of the result.
-    leaves, structure = jax.tree.flatten((*problem, windows, loss))
-    logits, nodes, num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, vary_together(*leaves))
+    (rows, rows_structure), (rest, structure) = map(jax.tree.flatten, ((logits, nodes), (*lengths, windows, loss)))
+    logits, nodes = jax.tree.unflatten(rows_structure, vary_together(*rows, like=rest))
+    rest = vary_together(*rest, like=rows, without=emission.split_axes)
+    num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, rest)
     return (loss, logits, nodes, num_frames, num_labels, windows), bad
 
 
 _jit = functools.partial(jax.jit, static_argnums=1)
 
 
+def _marked(name):
+    """Marks a method: "of_nodes", if its results are planes [..., T, U1]; "reduces", if `loss.reduction` acts on it."""
+
+    def mark(method):
+        setattr(method, name, True)
+        return method
+
+    return mark
+
+
+@_marked("reduces")
 @_jit
 def value(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """The reduced loss."""
     problem = logits, targets, logit_lengths, target_lengths, windows
-    (loss, logits, *rest), bad = _prepare(loss, emission, *problem)
+    (varied, logits, *rest), bad = _prepare(loss, emission, *problem)
     function: Callable[..., jax.Array] = _fused
     if loss.implementation == "reference":  # differentiable in forward mode, unless it clips
         function = _reference_clamped if emission.clips and loss.clamp is not None else _reference
-    losses = function(emission, loss, logits, *rest)
+    losses = function(emission, varied, logits, *rest)
+    losses = emission.joined(jnp.where(bad, jnp.nan, losses))
     losses = _nonnegative(loss, emission, logits, losses, targets, target_lengths)
-    losses = jnp.where(bad, jnp.nan, losses)
     return reduce(losses, target_lengths, loss.reduction)
 
 
@@ -218,13 +232,15 @@ def _lattice(loss, emission, *problem):
     return loss.compose().topology, arcs, num_frames, num_labels, bad | nan
 
 
+@_marked("of_nodes")
 @_jit
 def posteriors(loss, emission, *problem):
     """(blank, label) posteriors [..., T, U1], each the sum over all arcs of its kind that leave a node.
 
     NaN for a sequence whose lengths or labels are out of range.
     """
-    return _posteriors(loss, emission, *problem)
+    blank, label = map(emission.joined_planes, _posteriors(loss, emission, *problem))
+    return blank, label
 
 
 def _posteriors(loss, emission, *problem):
@@ -246,14 +262,15 @@ def _posteriors(loss, emission, *problem):
 def emission_frames(loss, emission, *problem):
     """The expected frame of every label, [..., U]."""
     label = _posteriors(loss, emission, *problem)[1][..., :-1]
-    return jnp.sum(frame(label).astype(label.dtype) * label, -2)
+    return emission.joined(jnp.sum(frame(label).astype(label.dtype) * label, -2))
 
 
+@_marked("reduces")
 @_jit
 def latency(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """The expected latency, reduced."""
     _, label = _posteriors(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
-    total = jnp.sum((frame(label) + 1).astype(label.dtype) * label, (-1, -2))
+    total = emission.joined(jnp.sum((frame(label) + 1).astype(label.dtype) * label, (-1, -2)))
     losses = total / jnp.maximum(target_lengths, 1).astype(total.dtype)
     return reduce(losses, target_lengths, loss.reduction)
 
@@ -263,18 +280,18 @@ def align(loss, emission, *problem):
     """The best path."""
     *arguments, bad = _lattice(loss, emission, *problem)
     score, frames = best_path(*arguments)
-    return Alignment(jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames))
+    return Alignment(*map(emission.joined, (jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames))))
 
 
 @_jit
 def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """log P(y_u | y_<u, x) of every label, [..., U]."""
     *arguments, bad = _lattice(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
-    losses = 0 - reference.label_log_probs(*arguments)
-    losses = _nonnegative(loss, emission, logits, losses, targets, target_lengths)
-    return jnp.where(bad[..., None], jnp.nan, 0 - losses)
+    losses = emission.joined(jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments)))
+    return 0 - _nonnegative(loss, emission, logits, losses, targets, target_lengths)
 
 
+@_marked("of_nodes")
 @_jit
 def arcs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
@@ -284,7 +301,7 @@ def arcs(loss, emission, *problem):
     def made(arc):
         x = arc.of(planes)
         inside = reference.inside(num_frames, num_labels - arc.du, *x.shape[-2:])  # a step may fill the rest
-        return jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, x, -jnp.inf))
+        return emission.joined_planes(jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, x, -jnp.inf)))
 
     topology = loss.compose().topology
     return {wide.slot: made(arc) for arc, wide in zip(topology, expanded(topology), strict=True)}

@@ -18,8 +18,9 @@ inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
   constexpr A tiny = kTiny<A>;
   const F reach = shift - anchor, lse = Sum(shift, Log(sum));
-  const auto none = (sum == A(0)) | ((lse < tiny) & (lse > -tiny));
-  return (sum != A(0)) & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : lse;
+  const F apart = (lse < tiny) & (lse > -tiny) ? Broadcast(-tiny) : lse;
+  const auto none = sum == A(0);
+  return ~none & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : apart;
 }
 
 // Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors need no loop. Long rows are summed in blocks, so

@@ -49,7 +49,7 @@ __device__ __forceinline__ A Normalizer(const LogSumExp<A>& total, A anchor, A l
   const A below = total.max - anchor;
   if (below <= kReach<A>) return total.sum * Exp(below) * kSumScale<A>;
   const A lse = total.max + log_sum;
-  return total.sum == 0 || Abs(lse) < kTiny<A> ? A(0) : lse;
+  return total.sum == 0 ? A(0) : Abs(lse) < kTiny<A> ? -kTiny<A> : lse;
 }
 
 // NaN for x = +inf and NaN.

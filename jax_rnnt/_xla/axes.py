@@ -1,0 +1,84 @@
+"""Named mesh axes over which one loss is split: collectives, and the way into `jax.shard_map`.
+
+Inside `jax.shard_map(..., check_vma=True)` types tell which arrays vary over an axis, and JAX transposes a sum over
+devices of varying arrays into no collective. Without these types (`check_vma=False`, `pmap`) it transposes the sum into
+a sum. Then the cotangents of a result that all devices share are parts, one a device, and `shared` adds them.
+"""
+
+import functools
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_rnnt._xla.avals import _varying, reshard
+
+
+def axis_size(axis: str) -> int | None:
+    """Devices of an axis over which this function runs as one program each; None if it runs over no such axis."""
+    try:
+        return jax.lax.psum(1, axis)
+    except NameError:
+        return None
+
+
+def varies(x: jax.Array, axis: str) -> bool:
+    """Whether the type of x says that devices of the axis hold different values."""
+    return axis in _varying(jax.typeof(x))
+
+
+def is_typed(axis: str) -> bool:
+    """Whether types tell which arrays vary over the axis."""
+    return varies(jax.lax.axis_index(axis), axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum_untyped(x, axis):
+    return jax.lax.psum(x, axis)
+
+
+_sum_untyped.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, cotangent: (cotangent,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _shared_untyped(x, axis):
+    return x
+
+
+_shared_untyped.defvjp(lambda x, axis: (x, None), lambda axis, _, cotangent: (jax.lax.psum(cotangent, axis),))
+
+
+def sum_over(axis: str, x):
+    """The sum over the devices of the axis. Its cotangent is that of `shared`, alike on all of them."""
+    return jax.lax.psum(x, axis) if is_typed(axis) else _sum_untyped(x, axis)
+
+
+def shared(axis: str, x):
+    """x, which is alike on all devices of the axis and made from `sum_over`: a result of theirs together."""
+    return x if is_typed(axis) else _shared_untyped(x, axis)
+
+
+def mesh_with(axes, arrays):
+    """A mesh that has these axes: of the context, or of one of the arrays. None if there is none."""
+    meshes = [jax.sharding.get_abstract_mesh()]
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            meshes.append(getattr(x.sharding, "mesh", None))
+        meshes.append(getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None))
+    return next((mesh for mesh in meshes if mesh is not None and set(axes) <= set(mesh.axis_names)), None)
+
+
+def over_mesh(function, mesh, axes, specs, out_specs):
+    """``function(*arguments)``, pytrees, once a device of these mesh axes and of all explicit ones.
+
+    `specs` tells how each leaf is split, a pytree for each argument.
+    """
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
+    names = {*axes, *explicit}
+
+    def run(*arguments):
+        if explicit:
+            arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names)(*arguments)
+
+    return run
