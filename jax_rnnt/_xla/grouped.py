@@ -17,23 +17,32 @@ from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
 from jax_rnnt._xla.over_devices import lower_plain, unpartitioned
 from jax_rnnt._xla.primitive import new_primitive
 
-_GROUPS = "jax_rnnt_groups"
-
 
 def _groups(count, devices: int) -> int:
     """Groups of a batch; a symbolic one (`jax.export`) is not split."""
     return math.gcd(count, devices) if devices > 1 and isinstance(count, int) else 1
 
 
+# No `jax.lax.pmax` over a named axis: where `jax.shard_map` maps some axes of the mesh, it fails while it is lowered.
+@jax.custom_batching.custom_vmap
+def _alike(x):
+    return x
+
+
+@_alike.def_vmap
+def _(size, batched, x):
+    return (jnp.max(x, 0) if batched[0] else x), False
+
+
 def most_over_groups(x: jax.Array, grouped: bool) -> jax.Array:
     """The maximum of x over the groups of `Grouped`. All groups get the same, so loops over it need no masks."""
-    return jax.lax.pmax(x, _GROUPS) if grouped else x
+    return _alike(x) if grouped else x
 
 
 def _split(function, axes, arrays, groups):
     """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""
     parts = [x.reshape(groups, -1, *x.shape[1:]) if a == 0 else x for a, x in zip(axes, arrays)]
-    return jax.vmap(function, axes, axis_name=_GROUPS)(*parts)
+    return jax.vmap(function, axes)(*parts)
 
 
 def _merge(xs):

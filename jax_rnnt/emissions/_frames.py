@@ -60,7 +60,7 @@ class SplitFrames(Wrapper):
 
     def joined(self, x):
         """All sequences [..., more] of x [B / n, more]."""
-        place = jnp.arange(self._size).reshape(1, -1, *(1,) * (x.ndim - 1))
+        place = jnp.arange(self._size, dtype=jnp.int32).reshape(1, -1, *(1,) * (x.ndim - 1))
         whole = jnp.where(place == jax.lax.axis_index(self.axis), x[:, None], jnp.zeros((), x.dtype))
         # A sum and no all-gather: its type says that all devices have the same.
         return self.inner.joined(self._collected(jax.lax.psum(whole, self.axis)))
@@ -101,4 +101,4 @@ class SplitFrames(Wrapper):
 
 def own_frames(num_frames, frames: int, axis: str):
     """The frames of each sequence that lie on this device, of `frames` each."""
-    return jnp.clip(num_frames - jax.lax.axis_index(axis) * frames, 0, frames)
+    return jnp.clip(num_frames - (jax.lax.axis_index(axis) * frames).astype(num_frames.dtype), 0, frames)

@@ -105,6 +105,7 @@ class SplitVocabulary(Wrapper):
         """(nodes of `inner` with own labels, label map of all)"""
         label, *rest = self.inner.nodes(logits, targets, num_frames, num_labels)
         own, first = self._own(logits)
+        first = first.astype(label.dtype)
         mine = (label >= first) & (label < first + own)
         return (jnp.where(mine, label - first, jnp.minimum(label, NO_LABEL)), *rest), label
 
@@ -177,7 +178,8 @@ class SplitVocabulary(Wrapper):
         _, first = self._own(logits)
         inside = self._inside(logits, nodes)
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
-        picks = [jnp.sum(jnp.where(one_hot(blank - first, x), x, 0), -1) for blank in self.full.blanks]
+        own_blanks = [jnp.reshape(blank - first, (1,) * (x.ndim - 1)) for blank in self.full.blanks]
+        picks = [jnp.sum(jnp.where(one_hot(blank, x), x, 0), -1) for blank in own_blanks]
         picks = self._own_picks(logits, nodes, picks, jnp.sum(jnp.where(one_hot(own_label, x), x, 0), -1))
         if not self.full.normalize:
             picks = _xla.sum_over(self.axis, jnp.stack(picks))

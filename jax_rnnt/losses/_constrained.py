@@ -25,7 +25,9 @@ class ConstrainedRNNTLoss(TransducerLoss):
 
     Parameters
     ----------
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+    implementation, inplace, vocab_axis, frame_axis
+        As for `TransducerLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
         As for `TransducerLoss`.
 
     References

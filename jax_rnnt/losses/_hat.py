@@ -34,7 +34,9 @@ class HATLoss(TransducerLoss):
     ----------
     topology : {"standard", "monotonic", "constrained"}
         The lattice: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+    implementation, inplace, vocab_axis, frame_axis
+        As for `TransducerLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
         As for `TransducerLoss`; fused_log_softmax=False: `logits` already are these log-probabilities.
 
     References

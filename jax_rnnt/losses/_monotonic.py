@@ -28,7 +28,9 @@ class MonotonicRNNTLoss(TransducerLoss):
     ----------
     final_blank : bool, default False
         True: the last frame emits a blank (optimized_transducer's one_sym_per_frame; TDT with the duration 1 alone).
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+    implementation, inplace, vocab_axis, frame_axis
+        As for `TransducerLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
         As for `TransducerLoss`.
 
     References

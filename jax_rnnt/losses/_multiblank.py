@@ -43,7 +43,9 @@ class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
     sigma : float or scalar Array, default 0.0
         Logit under-normalisation: every arc pays sigma once, which favours paths of fewer, longer steps. The returned
         loss includes it; it has a gradient.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+    implementation, inplace, vocab_axis, frame_axis
+        As for `TransducerLoss`.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
         As for `TransducerLoss`; `blank` is the blank of one frame.
 
     References

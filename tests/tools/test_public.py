@@ -39,6 +39,7 @@ for _module in ("flax.nnx", "flax.linen", "metrics", "plot", "timing"):
     FUNCTIONS |= public(_module)
 OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax": True, "fastemit_lambda": 0.0}
 OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
+SPLIT = {"vocab_axis": None, "frame_axis": None}  # of a loss as a value
 LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss "
 LOSSES += "TargetRobustRNNTLoss rnnt_loss"
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
@@ -131,7 +132,7 @@ def test_signatures(name):
     first, own = OWN[name]
     parameters = inspect.signature(getattr(jax_rnnt, name)).parameters
     assert tuple(parameters)[: len(first)] == first
-    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own
+    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own | (SPLIT if name != "rnnt_loss" else {})
     positional = [k for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == [*first, "blank", "clamp", "reduction", "fused_log_softmax"]
 
