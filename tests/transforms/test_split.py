@@ -1,6 +1,7 @@
 """Is a loss over classes or frames of several devices that of whole logits, and do only planes travel?"""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
 import losses
-from jax_rnnt import JointLogits, LinearJoint
+from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
 from meshes import KINDS, mesh_of, place
 
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
@@ -78,3 +79,234 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
     for kind_of_exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
         sizes = [int(np.prod(shape)) for shape in losses.exchanged(text, kind_of_exchange)]
         assert max(sizes, default=0) <= planes, (kind_of_exchange, sizes)
+
+
+METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs"
+
+
+@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT)], ids=str)
+@pytest.mark.parametrize("axes", [FRAMES, losses.slow(VOCAB), losses.slow(VOCAB | FRAMES)], ids=str)
+@KINDS
+def test_methods(loss, axes, kind, devices):
+    """The answers are those of whole logits; planes of nodes lie as the logits do."""
+    if loss is losses.TDT and axes != FRAMES:
+        pytest.skip("refused: see below")
+    p = problem(loss)
+    windows = np.broadcast_to(np.array([0, 6], np.int32), (*p.targets.shape, 2))
+    with split_mesh(devices, kind, axes) as mesh, jax.set_mesh(mesh):
+        placed = place((*p, windows), mesh, spec(axes), *[P("data")] * 4)
+        for name in METHODS:
+            ask = lambda value, *p: getattr(value, name)(*p[:4], label_windows=p[4])
+            got = jax.jit(functools.partial(ask, loss.value(**axes)))(*placed)
+            losses.assert_close(got, ask(loss.value(), *p, windows), 1e-12)
+            if name in ("posteriors", "arcs"):
+                for plane in jax.tree.leaves(got):
+                    assert (*plane.sharding.spec, None, None)[1] == axes.get("frame_axis")
+
+
+def network(dtype=np.float64, hypotheses=None, classes=16):
+    """Arrays of a joint network and a batch, [B, 1] encoders and [B, N] predictors if there are hypotheses."""
+    rng = np.random.default_rng(0)
+    p = problem(dtype=dtype)
+    batch = (4,) if hypotheses is None else (4, hypotheses)
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)
+    rows = draw(*batch[:1], *(1,) * (len(batch) - 1), 8, 6), draw(*batch, 5, 6)
+    rest = [np.broadcast_to(x.reshape(4, *(1,) * (len(batch) - 1), *x.shape[1:]), (*batch, *x.shape[1:])) for x in p[1:]]
+    rest[0] = rest[0] % (classes - 1)
+    return draw(6, classes), draw(classes), *rows, *rest
+
+
+def of_joint(loss, weight, bias, encoder, predictor, *rest):
+    return loss(JointLogits(LinearJoint(weight, bias), encoder, predictor, 16), *rest)
+
+
+@WAYS
+@pytest.mark.parametrize("hypotheses", [None, losses.slow(3)])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", losses.slow("unchecked")])
+def test_joint(axes, hypotheses, kind, implementation, devices):
+    """The output layer lies split over classes, the encoder over frames; every gradient is that of whole arrays."""
+    arguments = network(hypotheses=hypotheses)
+    want = jax.value_and_grad(of_joint, (1, 2, 3, 4))(RNNTLoss(), *arguments)
+    loss = RNNTLoss(implementation=implementation, **axes)
+    model, seq = axes.get("vocab_axis"), axes.get("frame_axis")
+    rows = ("data",) if hypotheses is None else ("data", None)
+    specs = P(None, model), P(model), P(*rows, seq), *[P("data")] * 4
+    with split_mesh(devices, kind, axes) as mesh:
+        f = functools.partial(of_joint, loss)
+        if kind in ("shard_map", "unchecked"):
+            mean = lambda *p: jax.lax.pmean(of_joint(loss, *p), "data")
+            f = jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=kind == "shard_map")
+        step = jax.value_and_grad(f, (0, 1, 2, 3))
+        got, text = losses.compiled(step, *place(arguments, mesh, *specs))
+    losses.assert_close(got, want, 1e-12)
+    sizes = [n for each in ("all-gather", "all-to-all") for n in map(np.prod, losses.exchanged(text, each))]
+    assert max(sizes, default=0) <= 2 * 3 * 8 * 5
+
+
+def odd_logits(dtype, blank):
+    """(name, problem): values that a device, a row or a sequence has alone."""
+    p = problem(dtype=dtype)
+    x = p.logits
+    x[0, 2, 1, 7] = np.nan
+    yield "nan", p
+    p = problem(dtype=dtype)
+    p.logits[0, 2, 1, 17] = np.inf
+    yield "inf", p
+    p = problem(dtype=dtype)
+    p.logits[..., 6:12] = -np.inf  # all classes of a device
+    p.targets[:] = np.where((p.targets >= 6) & (p.targets < 12), 1, p.targets)
+    yield "device without classes", p
+    p = problem(dtype=dtype)
+    p.logits[..., :6] = -np.inf
+    p.logits[..., 3] = 0  # a device whose lse is 0 beside an anchor of -inf
+    p.targets[:] = np.where(p.targets < 6, 3, p.targets)
+    yield "one class of logit 0", p
+    p = problem(dtype=dtype)
+    p.logits[1, 1, 0] = -np.inf
+    yield "dead row", p
+    p = problem(dtype=dtype)
+    first = [c for c in range(blank % 6, 24, 6) if c != blank % 24]  # of other devices, where this one has its blank
+    p.logits[..., first] -= 1e9
+    p.targets[:] = np.where(np.isin(p.targets, first), 2, p.targets)
+    yield "masked", p
+    yield "outside", losses.poisoned(problem(dtype=dtype))
+    p = problem(dtype=dtype)
+    p.targets[0, 1], p.logit_lengths[2], p.target_lengths[3] = 24, 9, 5
+    yield "out of range", p
+    p = problem(dtype=dtype)
+    p.logit_lengths[1] = p.target_lengths[1] = p.logit_lengths[3] = 0
+    yield "empty", p
+
+
+@pytest.mark.parametrize("blank", [0, -1, 12])
+@WAYS
+def test_odd_logits(axes, blank, implementation, devices):
+    """NaN, infinity and masks stay where they are, as in whole logits."""
+    step = lambda loss: jax.jit(jax.grad(lambda *p: ((made := loss(*p)).sum(), made), has_aux=True))
+    whole = step(RNNTLoss(blank=blank, reduction="none"))
+    with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
+        split = step(RNNTLoss(blank=blank, reduction="none", implementation=implementation, **axes))
+        for name, p in odd_logits(np.float64, blank):
+            got = split(*place(p, mesh, spec(axes), *[P("data")] * 3))
+            losses.assert_close(got, whole(*p), rtol=1e-12, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_accuracy(dtype, offset, native_kernel, devices):
+    """In float32 the split costs no digits, also where all logits share an offset."""
+    p = problem(dtype=dtype)
+    p = p._replace(logits=(np.asarray(p.logits, np.float32) + np.float32(offset)).astype(dtype))
+    exact = p._replace(logits=np.asarray(p.logits, np.float64))
+    step = jax.value_and_grad(lambda loss, *p: loss(*p), 1)
+    value, gradient = step(RNNTLoss(), *exact)
+    with split_mesh(devices, "auto", VOCAB) as mesh, jax.set_mesh(mesh):
+        got = jax.jit(step)(RNNTLoss(**VOCAB), *place(p, mesh, spec(VOCAB), *[P("data")] * 3))
+    np.testing.assert_allclose(got[0], value, rtol=1e-6)
+    relative, smallest = losses.rounding(dtype)
+    np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
+
+
+@WAYS
+def test_learned_option(axes, implementation, devices):
+    """The gradient of a penalty is counted once, whatever the number of devices."""
+    p = problem()
+
+    def step(penalty, *p, **options):
+        return RNNTLoss(delay_penalty=penalty, **options)(*p)
+
+    want = jax.grad(step)(0.25, *p)
+    for kind in ("auto", "explicit"):
+        with split_mesh(devices, kind, axes) as mesh:
+            placed = place(p, mesh, spec(axes), *[P("data")] * 3)
+            f = functools.partial(step, implementation=implementation, **axes)
+            np.testing.assert_allclose(jax.jit(jax.grad(f))(0.25, *placed), want, rtol=1e-12)
+
+
+@WAYS
+def test_vmap_remat_and_second_derivatives(axes, devices):
+    p = problem()
+    stacked = jax.tree.map(lambda x: np.stack([x, x[::-1]]), p)
+    with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
+        whole, split = RNNTLoss(), RNNTLoss(**axes)
+        each = lambda loss: jax.vmap(jax.value_and_grad(jax.checkpoint(loss)))
+        losses.assert_close(jax.jit(each(split))(*stacked), each(whole)(*stacked), 1e-12)
+
+        def sharpness(loss, x):
+            return jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
+
+        got = jax.jit(jax.grad(functools.partial(sharpness, split)))(p.logits)
+        want = jax.grad(functools.partial(sharpness, RNNTLoss(implementation="reference")))(p.logits)
+        losses.assert_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)], ids=str)
+def test_any_batch(shape, devices):
+    """No batch dimension, fewer sequences than devices, two batch dimensions."""
+    count = int(np.prod(shape))
+    p = jax.tree.map(lambda x: np.resize(x, (count, *x.shape[1:])).reshape((*shape, *x.shape[1:])), problem())
+    step = jax.value_and_grad(lambda loss, *p: loss(*p).sum(), 1)
+    for axes in (VOCAB, FRAMES):
+        with mesh_of(devices, "auto", (8,), (*axes.values(),), is_set=True):
+            losses.assert_close(
+                jax.jit(step)(RNNTLoss(reduction="none", **axes), *p), step(RNNTLoss(reduction="none"), *p), 1e-12
+            )
+
+
+def test_memory(native_kernel, devices, optimized):
+    """A device needs its part of the logits; gradients take their place."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((2, 64, 16, 4096), np.float32), ((2, 15), np.int32), ((2,), np.int32), ((2,), np.int32),
+    )]  # fmt: skip
+    for axes, where in ((VOCAB, P(None, None, None, "model")), (FRAMES, P(None, "seq"))):
+        with mesh_of(devices, "auto", (8,), (*axes.values(),), is_set=True) as mesh:
+            placement = [jax.NamedSharding(mesh, s) for s in (where, P(), P(), P())]
+            f = jax.jit(jax.grad(RNNTLoss(**axes)), in_shardings=placement, donate_argnums=0)
+            memory = f.lower(*shapes).compile().memory_analysis()
+        part = 2 * 64 * 16 * 4096 * 4 // 8
+        assert memory.argument_size_in_bytes < 1.01 * part
+        assert memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes < 1.3 * part
+
+
+def refusals():
+    p = problem()
+    whole = lambda loss: lambda *p: loss(*p)
+    draw = lambda *shape: np.zeros(shape)
+    joint = lambda loss: lambda *p: loss(JointLogits(lambda e, q: e + q, draw(4, 8, 24), draw(4, 5, 24)), *p[1:])
+    yield "V must be a multiple of the 4 .*got V = 22", whole(RNNTLoss(**VOCAB)), p._replace(logits=p.logits[..., :22])
+    yield "T must be a multiple of the 4 .*got T = 7", whole(RNNTLoss(**FRAMES)), p._replace(logits=p.logits[:, :7])
+    yield "one softmax.*got TDTLoss", whole(TDTLoss([0, 1], **VOCAB)), p
+    yield "one softmax.*got HATLoss", whole(jax_rnnt.HATLoss(**VOCAB)), p
+    yield "LinearJoint outside of jax.shard_map", joint(RNNTLoss(**VOCAB)), p
+    packed = lambda x, *rest: RNNTLoss(**VOCAB)(PackedLogits(x.reshape(-1, 24)), *rest)
+    yield "an array .* or JointLogits, got PackedLogits", packed, p
+    yield "must name an axis of the mesh.*got 'other'", whole(RNNTLoss(vocab_axis="other")), p
+
+
+@pytest.mark.parametrize("number", range(len([*refusals()])))
+def test_refusals(number, devices):
+    message, f, p = [*refusals()][number]
+    axes = FRAMES if "T must" in message else VOCAB
+    with split_mesh(devices, "auto", axes):
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+            jax.jit(f)(*p)
+
+
+def test_refused_inside_shard_map(devices):
+    """Whole logits, and targets that differ, where types tell."""
+    for axes, array in itertools.product((VOCAB, FRAMES), ("logits", "targets")):
+        (axis,), p = axes.values(), problem()
+        specs = [spec(axes), *[P("data")] * 3]
+        if array == "logits":
+            specs[0] = P("data")
+        else:
+            specs[1] = P("data", axis)
+            p = p._replace(targets=np.resize(p.targets, (4, 16)))
+        message = "logits must be split" if array == "logits" else "must be alike"
+        with split_mesh(devices, "auto", axes) as mesh:
+            f = jax.shard_map(RNNTLoss(reduction="none", **axes), mesh=mesh, in_specs=tuple(specs), out_specs=P("data"))
+            with pytest.raises(ValueError, match=message):
+                jax.jit(f)(*p)
+    for wrong in ({"vocab_axis": 3}, {"vocab_axis": "x", "frame_axis": "x"}):
+        with pytest.raises((TypeError, ValueError), match="axis"):
+            RNNTLoss(**wrong)
