@@ -6,10 +6,10 @@ a sum. Then the cotangents of a result that all devices share are parts, one a d
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jax_rnnt._xla.avals import _varying, reshard
 
@@ -60,7 +60,7 @@ def shared(axis: str, x):
 
 def mesh_with(axes, arrays):
     """A mesh that has these axes: of the context, or of one of the arrays. None if there is none."""
-    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes: list[Any] = [jax.sharding.get_abstract_mesh()]
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             meshes.append(getattr(x.sharding, "mesh", None))

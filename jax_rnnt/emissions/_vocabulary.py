@@ -74,6 +74,7 @@ class SplitVocabulary(Wrapper):
     head: OwnClasses
     full: Softmax
     axis: str
+    size: int
 
     @classmethod
     def own_head(cls, full: Softmax, size: int, classes: int) -> OwnClasses:
@@ -98,7 +99,7 @@ class SplitVocabulary(Wrapper):
 
     def _own(self, logits):
         """(classes of a device, the first class of this one)"""
-        own = self.head.classes // _xla.axis_size(self.axis)
+        own = self.head.classes // self.size
         return own, jax.lax.axis_index(self.axis) * own
 
     def nodes(self, logits, targets, num_frames, num_labels):
@@ -146,16 +147,16 @@ class SplitVocabulary(Wrapper):
         planes, (norm, anchor) = self.inner.forward(logits, nodes[0], strict=strict)
         own, _ = self._own(logits)
         first = planes[self.head.slots[0]]
-        picks = [planes[self._column(blank, own)] for blank in self.full.blanks], planes["label"]
+        blanks, label = [planes[self._column(blank, own)] for blank in self.full.blanks], planes["label"]
         if not self.full.normalize:
-            picks = _xla.sum_over(self.axis, jnp.stack(self._own_picks(logits, nodes, *picks)))
-            return dict(zip(self._slots, picks)), (norm, first, jnp.ones_like(norm))
+            made = _xla.sum_over(self.axis, jnp.stack(self._own_picks(logits, nodes, blanks, label)))
+            return dict(zip(self._slots, made)), (norm, first, jnp.ones_like(norm))
         anchored, dead = is_anchored(norm), norm == 0
         reference = jnp.where(dead, -jnp.inf, jnp.where(anchored, anchor, norm))
         shared = jax.lax.pmax(reference, self.axis)
         shared = jnp.where(jnp.isneginf(shared), 0, shared)
         mass = reference - shared - jnp.where(anchored, first, 0)  # log(S_d / exp R)
-        picks = self._own_picks(logits, nodes, [x + mass for x in picks[0]], picks[1] + mass)
+        picks = self._own_picks(logits, nodes, [x + mass for x in blanks], label + mass)
         total, *picks = _xla.sum_over(self.axis, jnp.stack([jnp.exp(mass), *picks]))
         none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
@@ -168,7 +169,7 @@ class SplitVocabulary(Wrapper):
         (own_label, *_), _ = nodes
         norm, first, share = residuals
         own, _ = self._own(logits)
-        local: dict[str, Any] = {slot: 0 for slot in self.head.slots}
+        local: dict[str, Any] = dict.fromkeys(self.head.slots, 0)
         for blank, slot, mine in zip(self.full.blanks, self.full.slots, self._mine(logits)):
             local[self._column(blank, own)] += jnp.where(mine, cotangents[slot], 0)
         local["label"] = jnp.where(own_label >= 0, cotangents["label"], 0)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,10 +161,9 @@ class JointLogits(Layout):
         return {"joint.weight": self.joint.weight} if isinstance(self.joint, LinearJoint) else {}
 
     def specs(self, function, batch, frame_axis, vocab_axis):
-        joint = self.joint
+        joint: Any = self.joint
         if vocab_axis is not None and isinstance(joint, LinearJoint):
-            bias = None if joint.bias is None else P(vocab_axis)
-            joint = LinearJoint(P(None, vocab_axis), bias, joint.activation)
+            joint = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), vocab_axis), joint)
         elif vocab_axis is not None:
             expected = "joint must be a LinearJoint outside of jax.shard_map"
             raise TypeError(f"{function}: vocab_axis: {expected}, got {joint!r}, whose classes may lie anywhere.")
@@ -175,7 +175,8 @@ class JointLogits(Layout):
             return [None if n == 1 else axes for n, axes in zip(shape, batch[len(batch) - len(shape) :])]
 
         encoder = P(*own(self.encoder_out), frame_axis)
-        return JointLogits(joint, encoder, P(*own(self.predictor_out)), self.chunk)
+        names = "joint", "encoder_out", "predictor_out", "chunk"
+        return _pytree.make(JointLogits, names, (joint, encoder, P(*own(self.predictor_out)), self.chunk))
 
     def emission(self, function, loss, head, *sequences):
         if loss.implementation == "reference":

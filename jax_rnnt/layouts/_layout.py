@@ -57,7 +57,8 @@ class Layout:
 
     def specs(self, function: str, batch: list, frame_axis: str | None, vocab_axis: str | None) -> Layout:
         """The layout with a `PartitionSpec` in the place of each array; `batch` has the axes of batch dimensions."""
-        return self.split_arrays(function, "vocab_axis" if frame_axis is None else "frame_axis") and self
+        self.split_arrays(function, "vocab_axis" if frame_axis is None else "frame_axis")
+        raise NotImplementedError
 
     # What `TransducerLoss.validate` asks.
     integers: Any = ()  # arrays of integers that say where the rows lie

@@ -480,8 +480,7 @@ def problem(function, loss, logits, targets, logit_lengths, target_lengths, labe
     _checks.key(function, key)
     loss = _split.switched_off(loss._draw(function, key))
     head = _head(function, loss, layout.classes * _split.parts(loss)[1])
-    others = label_windows, key
-    emission, arrays = _split.emission(function, loss, layout, head, *rest, others)
+    emission, arrays = _split.emission(function, loss, layout, head, rest, (label_windows, key))
     return loss, emission, arrays, *rest, label_windows
 
 

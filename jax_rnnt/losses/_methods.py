@@ -178,8 +178,8 @@ def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, win
     # Logits first: its sharding and varying axes are those of the result.
     (rows, rows_structure), (rest, structure) = map(jax.tree.flatten, ((logits, nodes), (*lengths, windows, loss)))
     logits, nodes = jax.tree.unflatten(rows_structure, vary_together(*rows, like=rest))
-    rest = vary_together(*rest, like=rows, without=emission.split_axes)
-    num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, rest)
+    varied = vary_together(*rest, like=rows, without=emission.split_axes)
+    num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, varied)
     return (loss, logits, nodes, num_frames, num_labels, windows), bad
 
 

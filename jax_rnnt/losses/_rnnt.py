@@ -127,8 +127,8 @@ def rnnt_loss(
     logits.
 
     Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
-    kernels, so the split saves no memory; "reference" keeps V split and exchanges sums. Inside `shard_map` a part of V
-    is taken for all of V, and the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on that axis first.
+    kernels, so the split saves no memory; inside `shard_map` a part of V or T is taken for the whole, and the loss is
+    wrong. `RNNTLoss` with `vocab_axis` or `frame_axis` works on the parts.
 
     References
     ----------

@@ -18,14 +18,20 @@ from jax_rnnt.losses._reductions import reduce
 
 def parts(loss) -> tuple[int, int]:
     """Devices over which frames and classes are split where this function runs; 1 where they are whole."""
-    return tuple(1 if axis is None else _xla.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis))
+    frames, vocabulary = (
+        1 if axis is None else _xla.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis)
+    )
+    return frames, vocabulary
 
 
-def emission(function, loss, layout, full, targets, logit_lengths, target_lengths, others):
-    """(emission, its logits) on one of the devices. `full` is the loss's own emission, for rows of all classes."""
-    frames, vocabulary = parts(loss)
-    rows = targets, logit_lengths, target_lengths
-    _check(function, loss, layout, (*rows, *others))
+def emission(function, loss, layout, full, rows, others):
+    """(emission, its logits) on one of the devices. `full` is the loss's own emission, for rows of all classes.
+
+    `rows` are the targets and both lengths; `others` lie as these do.
+    """
+    _, vocabulary = parts(loss)
+    targets, logit_lengths, target_lengths = rows
+    _check(function, loss, layout, (rows, others))
     if loss.frame_axis is not None:
         rows = targets, own_frames(logit_lengths, layout.frames, loss.frame_axis), target_lengths
     head = full
@@ -36,7 +42,7 @@ def emission(function, loss, layout, full, targets, logit_lengths, target_length
         head = SplitVocabulary.own_head(full, vocabulary, layout.classes * vocabulary)
     made, logits = layout.emission(function, loss, head, *rows)
     if loss.vocab_axis is not None:
-        made = SplitVocabulary(made, head, full, loss.vocab_axis)
+        made = SplitVocabulary(made, head, full, loss.vocab_axis, vocabulary)
     if loss.frame_axis is not None:
         made = SplitFrames(made, loss.frame_axis, jnp.shape(logit_lengths))
     return made, logits

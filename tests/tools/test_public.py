@@ -132,7 +132,9 @@ def test_signatures(name):
     first, own = OWN[name]
     parameters = inspect.signature(getattr(jax_rnnt, name)).parameters
     assert tuple(parameters)[: len(first)] == first
-    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own | (SPLIT if name != "rnnt_loss" else {})
+    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own | (
+        SPLIT if name != "rnnt_loss" else {}
+    )
     positional = [k for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == [*first, "blank", "clamp", "reduction", "fused_log_softmax"]
 

@@ -111,7 +111,9 @@ def network(dtype=np.float64, hypotheses=None, classes=16):
     batch = (4,) if hypotheses is None else (4, hypotheses)
     draw = lambda *shape: rng.normal(size=shape).astype(dtype)
     rows = draw(*batch[:1], *(1,) * (len(batch) - 1), 8, 6), draw(*batch, 5, 6)
-    rest = [np.broadcast_to(x.reshape(4, *(1,) * (len(batch) - 1), *x.shape[1:]), (*batch, *x.shape[1:])) for x in p[1:]]
+    rest = [
+        np.broadcast_to(x.reshape(4, *(1,) * (len(batch) - 1), *x.shape[1:]), (*batch, *x.shape[1:])) for x in p[1:]
+    ]
     rest[0] = rest[0] % (classes - 1)
     return draw(6, classes), draw(classes), *rows, *rest
 
@@ -287,9 +289,9 @@ def refusals():
 def test_refusals(number, devices):
     message, f, p = [*refusals()][number]
     axes = FRAMES if "T must" in message else VOCAB
-    with split_mesh(devices, "auto", axes):
-        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-            jax.jit(f)(*p)
+    errors = ValueError, TypeError, NotImplementedError
+    with split_mesh(devices, "auto", axes), pytest.raises(errors, match=message):
+        jax.jit(f)(*p)
 
 
 def test_refused_inside_shard_map(devices):
