@@ -248,6 +248,17 @@ expected = jax.value_and_grad(lambda w: mean(w, hidden, *rest, implementation="r
 for results in (compiled(*arrays), jax.jit(jax.value_and_grad(mapped))(*arrays)):
     for got, wanted in zip(results, expected):
         np.testing.assert_allclose(got.addressable_data(0), wanted, rtol=1e-4, atol=1e-4)
+
+# Classes and frames over the devices of both processes.
+logits, *rest = batch(1, 8, 3)
+expected = jax.value_and_grad(RNNTLoss(implementation="reference"))(logits, *rest)
+for options, spec in (({"vocab_axis": "data"}, P(None, None, None, "data")), ({"frame_axis": "data"}, P(None, "data"))):
+    loss = jax.shard_map(RNNTLoss(**options), mesh=mesh, in_specs=(spec, P(), P(), P()), out_specs=P())
+    arrays = jax.device_put(logits, jax.NamedSharding(mesh, spec)), *jax.device_put(rest, whole)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(*arrays)
+    np.testing.assert_allclose(value.addressable_data(0), expected[0], rtol=1e-5)
+    for shard in gradient.addressable_shards:
+        np.testing.assert_allclose(shard.data, expected[1][shard.index], atol=1e-5)
 print("process", process, "ok", flush=True)
 jax.distributed.shutdown()
 """
