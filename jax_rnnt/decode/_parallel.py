@@ -5,7 +5,6 @@ B utterances, T frames, E and P the widths of encoder and predictor rows, V clas
 
 from __future__ import annotations
 
-import functools
 import typing
 
 import jax
@@ -18,8 +17,6 @@ from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._largest import peak
 from jax_rnnt.decode._search import Search, checked, on_devices, prepare
 from jax_rnnt.decode._symbols import checked_scoring
-
-DROP = False
 
 
 class Found(typing.NamedTuple):
@@ -115,11 +112,11 @@ def parallel(
         search, _, first = prepare(function, *given, scoring, start)
         row, _ = jax.eval_shape(first)
         found, scores = without_predictor(search, masked_row(function, search.predictor, row), max_labels)
-        again = functools.partial(choose_again, search, first)
         if rounds:
-            found = jax.lax.fori_loop(0, rounds, lambda _, found: again(found), search.vary(found))
+            found = jax.lax.fori_loop(0, rounds, lambda _, x: choose_again(search, first, x), search.vary(found))
         scores = jnp.where(search.bad | found.bad | (scores == jnp.inf), jnp.nan, scores)
-        return hypotheses(*found[:4], found.counts, scores, None)
+        labels, frames, durations, log_probs, counts, _ = found
+        return hypotheses(labels, frames, durations, log_probs, counts, scores, None)
 
     return on_devices(run, encoder_out, lengths, exact_end, None)
 
@@ -155,16 +152,15 @@ def without_predictor(search: Search, row, max_labels: int):
 
     (score, duration, label), (blank_score, blank, _) = best(True), best(False)
     stays = (label >= 0) & (duration == 0)  # a blank follows on the same frame, by the limit of one label
-    if symbols.scoring.token_first:
-        ahead = jnp.where(stays, 1, duration)
-    else:
-        ahead, score = jnp.where(stays, blank, duration), jnp.where(stays, score + blank_score, score)
+    ahead = jnp.where(stays, blank, duration)
+    if not symbols.scoring.token_first:  # there the frame ends without a move
+        score = jnp.where(stays, score + blank_score, score)
     met, writes = walk(search, label >= 0, ahead, blank, max_labels)
     scores = jnp.sum(jnp.where(met, jnp.where(writes, score, blank_score), 0), 1)
     place, counts = kept(writes, max_labels)
-    log_probs = pick(labels, jnp.maximum(label, 0))
-    written = (in_rows(x, place) for x in (label, frame, duration, log_probs))
-    return ended(*written, counts, jnp.zeros(batch, bool)), scores
+    written = label, frame, duration, pick(labels, jnp.maximum(label, 0))
+    label, frame, duration, log_prob = (in_rows(x, place) for x in written)
+    return ended(label, frame, duration, log_prob, counts, jnp.zeros(batch, bool)), scores
 
 
 def walk(search: Search, label, ahead, blank, max_labels: int):
@@ -175,7 +171,7 @@ def walk(search: Search, label, ahead, blank, max_labels: int):
     """
     times = jnp.arange(label.shape[1], dtype=jnp.int32)
     if max(move.frames for move in search.symbols.moves) == 1:
-        met = times < search.lengths[:, None]
+        met = times[None] < search.lengths[:, None]
         return met, met & label & (jnp.cumsum(label, 1) <= max_labels)
 
     def step(carry, frame):
@@ -184,10 +180,10 @@ def walk(search: Search, label, ahead, blank, max_labels: int):
         here = (goal == time) & (time < search.lengths)
         writes = here & label & (count < max_labels)
         goal = jnp.where(here, time + jnp.where(writes, ahead, blank), goal)
-        return (goal, count + writes), (here, writes)
+        return (goal, count + writes.astype(jnp.int32)), (here, writes)
 
     zeros = search.vary(jnp.zeros_like(search.lengths))
-    _, found = jax.lax.scan(step, (zeros, zeros), (times, label.T, ahead.T, blank.T), unroll=8)
+    _, found = jax.lax.scan(step, (zeros, zeros), (times, label.T, ahead.T, blank.T))
     return tuple(x.T for x in found)
 
 
@@ -202,7 +198,7 @@ def kept(flags, size: int):
 
 def ended(labels, frames, durations, log_probs, counts, bad) -> Found:
     """Arrays [B, L], filled from `counts` on."""
-    inside = jnp.arange(labels.shape[1], dtype=jnp.int32) < counts[:, None]
+    inside = jnp.arange(labels.shape[1], dtype=jnp.int32)[None] < counts[:, None]
     labels, frames, durations = (jnp.where(inside, x, -1) for x in (labels, frames, durations))
     return Found(labels, frames, durations, jnp.where(inside, log_probs, 0), counts, bad)
 
@@ -216,13 +212,7 @@ def choose_again(search: Search, first, found: Found) -> Found:
     batch, size, width = rows.shape
     encoder = search.frame(jnp.maximum(found.frames, 0)).reshape(batch * size, search.encoder_out.shape[-1])
     logits = search.joint(encoder, rows.reshape(batch * size, width)).reshape(batch, size, search.classes)
-    scores, labels = search.symbols.scores(logits)
-    if DROP:
-        score, _, label = most_probable(search.symbols, scores, labels, jnp.ones(scores.shape, bool))
-        keep = (found.labels >= 0) & (label >= 0)
-        place, counts = kept(keep, size)
-        arrays = label, found.frames, found.durations, pick(labels, jnp.maximum(label, 0))
-        return ended(*(in_rows(x, place) for x in arrays), counts, found.bad)
+    _, labels = search.symbols.scores(logits)
     log_probs, label = peak(labels)
     inside = found.labels >= 0
     bad = found.bad | jnp.any(inside & (jnp.isnan(log_probs) | (log_probs == jnp.inf)), 1)

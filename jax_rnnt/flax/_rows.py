@@ -23,8 +23,8 @@ Layer = Callable[..., Any]
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
-    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias, and it is
-    all that a masked row holds. The rest is the derivative where `encoder` is affine, without rounding, else the difference.
+    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias; a masked
+    row holds nothing else. The rest is the derivative where `encoder` is affine, without rounding, else the difference.
     """
     steps = in_evaluation(steps)
     bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
