@@ -1,12 +1,14 @@
 """Times a loss with its joint network, value and all gradients: logits in memory, in tiles, packed, and pruned.
 
     python benchmarks/joint.py                  # by shape
+    python benchmarks/joint.py --hypotheses 16  # of each utterance: encoder rows shared, beside separate sequences
     python benchmarks/joint.py --librispeech    # batches of LibriSpeech's lengths; a GPU takes them whole
     python benchmarks/joint.py --long           # a training step of 1,024 utterances of 40 seconds
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -96,6 +98,35 @@ def by_shape(args):
             checks += aims(case, found)
     measure.report_aims(checks)
     measure.save(args, "-joint", checks, results)
+
+
+# -------------------------------------------------------------------------------------------------------- hypotheses
+
+OF_HYPOTHESES = "characters, 30% padded", "subwords, 30% padded"
+
+
+def hypotheses(args):
+    """N hypotheses of each utterance, which share its encoder rows, beside as many separate sequences."""
+    budget, results, checks = measure.settle(args), {}, []
+    for case in cases.JOINT:
+        if case.name not in set(OF_HYPOTHESES) & set(args.only):
+            continue
+        each = dataclasses.replace(case, B=case.B * args.hypotheses)
+        (weight, bias, encoder, predictor), rest = problems.joint(each, args.seed)
+        apart = [np.repeat(x, args.hypotheses, 0) for x in (encoder[: case.B], *case.lengths)]
+        together = [x.reshape(case.B, -1, *x.shape[1:]) for x in (predictor, rest[0], *apart[1:])]
+        shared = weight, bias, encoder[: case.B, None], *together
+        separate = weight, bias, apart[0], predictor, rest[0], *apart[1:]
+        names = {"shared": shared, "separate": separate}
+        found = [measure.program(name, linear, x, gradient=ALL) for name, x in names.items()]
+        np.testing.assert_allclose(found[0].check[0], found[1].check[0], rtol=1e-5)
+        plane = 4 * math.prod(each.shape[:3]) / 1e6
+        measure.take_turns(found, budget, args.repeat)
+        measure.report(f"{title(each)}; a plane has {plane:.1f} MB", found, ["separate"])
+        checks.append(measure.aim(f"{case.name}: shared / separate", *found, "<= 1.05"))
+        results[case.name] = found
+    measure.report_aims(checks)
+    measure.save(args, "-joint-hypotheses", checks, results)
 
 
 # ------------------------------------------------------------------------------------------------------- LibriSpeech
@@ -209,6 +240,7 @@ def long(args):
 
 def main(argv=None):
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
+    parser.add_argument("--hypotheses", type=int, metavar="N", help="of each utterance, for two of the cases")
     parser.add_argument("--librispeech", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
@@ -217,7 +249,7 @@ def main(argv=None):
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
     parser.add_argument("--steps", type=int, help="of --long")
     args = parser.parse_args(argv)
-    chosen = [f for f in (librispeech, long) if getattr(args, f.__name__)]
+    chosen = [f for f in (hypotheses, librispeech, long) if getattr(args, f.__name__)]
     (chosen or [by_shape])[0](args)
 
 

@@ -46,12 +46,12 @@ class Transducer(nnx.Module):
 
     history = 4  # labels that the predictor sees; it must count the repeats of a digit
 
-    def __init__(self, features, outputs, blank, width, strides, channels, *, rngs):
+    def __init__(self, features, outputs, blank, width, strides, channels, *, masking=0.0, rngs):
         self.blank = blank
         self.reduction = math.prod(time for time, _ in strides)
         self.encoder = Encoder(features, width, strides, channels, rngs=rngs)
         self.predictor = StatelessPredictor(blank + 1, width, history=self.history, rngs=rngs)
-        self.joint = Joint(width, width, width, outputs, rngs=rngs)
+        self.joint = Joint(width, width, width, outputs, masking=masking, rngs=rngs)
 
     def lengths(self, feature_lengths):
         """Encoder frames for inputs of `feature_lengths` frames."""

@@ -10,6 +10,7 @@ from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
 from jax_rnnt.decode._ngram import NGram as NGram
+from jax_rnnt.decode._parallel import parallel as parallel
 from jax_rnnt.decode._phrases import Phrases as Phrases
 from jax_rnnt.decode._predictor import Predictor as Predictor
 from jax_rnnt.decode._predictor import predict as predict
@@ -29,6 +30,7 @@ __all__ = [
     "greedy",
     "linen_predictor",
     "nnx_predictor",
+    "parallel",
     "predict",
     "reset",
     "sample",

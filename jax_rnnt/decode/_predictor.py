@@ -34,6 +34,8 @@ class Predictor(typing.NamedTuple):
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
         counts from its end, and is an error without it.
+    masked_row : Array [P], optional
+        The row in place of all others where no label is read (`parallel`). Without it, a row of zeros.
 
     Notes
     -----
@@ -65,6 +67,7 @@ class Predictor(typing.NamedTuple):
     step: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
     start: int | None = None
     symbols: int | None = None
+    masked_row: jax.Array | None = None
 
 
 def own_symbols(predictor) -> int | None:

@@ -23,8 +23,8 @@ Layer = Callable[..., Any]
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
-    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias. The rest
-    is the derivative where `encoder` is affine, without rounding, else the difference.
+    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias; a masked
+    row holds nothing else. The rest is the derivative where `encoder` is affine, without rounding, else the difference.
     """
     steps = in_evaluation(steps)
     bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
@@ -38,7 +38,21 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
         return predictor(made) + bias, state
 
     start = own_start("decoder_inputs", "predictor", steps)
-    return Predictor(steps.initial, step, start, own_symbols(steps)), rows
+    return Predictor(steps.initial, step, start, own_symbols(steps), bias), rows
+
+
+def masked(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
+    """Rows [..., P], some of which `dropout` makes zero as a whole.
+
+    The others are not scaled: a decoder takes the row of each node as it is, or none.
+    """
+    return jnp.where(dropout(jnp.ones_like(rows[..., :1]), **options) > 0, rows, 0)
+
+
+def checked_masking(masking: float) -> float:
+    if not 0 <= masking <= 1:
+        raise ValueError(f"Joint: masking must lie in [0, 1], got {masking!r}.")
+    return masking
 
 
 def check_output(plain: bool, layer, expected: str):

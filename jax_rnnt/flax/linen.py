@@ -39,8 +39,10 @@ class Joint(nn.Module):
     activation : callable, default jnp.tanh
         Element-wise and hashable: jnp.tanh, jax.nn.relu.
     dropout : float, default 0.0
-        Share of projected entries that training drops. Above 0, calls need ``deterministic=``, and those with False
-        a "dropout" key.
+        Share of projected entries that training drops.
+    masking : float, default 0.0
+        Share of projected predictor rows that training masks: a row is zero as a whole, none is scaled. With dropout or
+        masking, calls need ``deterministic=``, and those with False a "dropout" key.
     dtype : dtype, optional
         Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
     param_dtype : dtype, default float32
@@ -70,6 +72,7 @@ class Joint(nn.Module):
     outputs: int
     activation: Callable[[jax.Array], jax.Array] = jnp.tanh
     dropout: float = 0.0
+    masking: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
@@ -78,15 +81,18 @@ class Joint(nn.Module):
         self.encoder = nn.Dense(self.width, **options)
         self.predictor = nn.Dense(self.width, use_bias=False, **options)
         self.output = nn.Dense(self.outputs, **options)
-        self.drop = nn.Dropout(self.dropout)
+        self.drop, self.mask = nn.Dropout(self.dropout), nn.Dropout(_rows.checked_masking(self.masking))
 
     @property
     def _dtype(self):
         return self.param_dtype if self.dtype is None else self.dtype
 
     def _project(self, encoder_out, predictor_out, deterministic):
-        rows = self.encoder(encoder_out), self.predictor(predictor_out)
-        return tuple(self.drop(x, deterministic=deterministic) for x in rows) if self.dropout else rows
+        encoder, predictor = self.encoder(encoder_out), self.predictor(predictor_out)
+        if self.masking:
+            predictor = _rows.masked(self.mask, predictor, deterministic=deterministic)
+        drop = functools.partial(self.drop, deterministic=deterministic) if self.dropout else lambda x: x
+        return drop(encoder), drop(predictor)
 
     def _linear(self):
         if self.is_initializing():

@@ -19,6 +19,14 @@ SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are 
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
 
 
+def parallel(*given, state=None, max_symbols=1, **options):
+    """Has no streams."""
+    return decode.parallel(*given, rounds=1, **options)
+
+
+ALL = pytest.mark.parametrize(("function", "sizes"), [*SEARCHES, (parallel, (40,))], ids=["greedy", "beam", "parallel"])
+
+
 def run(function=decode.greedy, sizes=(MOST,), model=None, **given):
     """A search by the networks and arrays of a model, of which some are given."""
     model = model or Model(losses.RNNT)
@@ -107,7 +115,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
     assert kept > batch
 
 
-@BOTH
+@ALL
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
     model = Model(losses.TDT, batch=3, frames=13)
@@ -123,7 +131,9 @@ def test_padding_and_batch(function, sizes):
 
 
 @pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3), pytest.param(0, 0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("function", "width"), [(decode.greedy, None), (decode.beam, 2), (decode.beam, 40)])
+@pytest.mark.parametrize(
+    ("function", "width"), [(decode.greedy, None), (decode.beam, 2), (decode.beam, 40), (parallel, None)]
+)
 def test_nothing_to_decode(batch, frames, function, width):
     """No frames: one empty hypothesis of score 0. No utterances: empty arrays."""
     model = Model(losses.TDT)
@@ -139,7 +149,7 @@ def test_nothing_to_decode(batch, frames, function, width):
 
 
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
-@BOTH
+@ALL
 def test_shard_map(devices, function, sizes):
     """Nothing is exchanged."""
     model = Model(losses.TDT, batch=16)
@@ -160,7 +170,7 @@ def test_bfloat16():
     assert found.scores.dtype == jnp.float32 and np.isfinite(found.scores).all()
 
 
-@BOTH
+@ALL
 def test_known_lengths_under_jit(function, sizes):
     """Arrays of JAX that a program closes over are checked, and used."""
     model = Model(losses.RNNT)
@@ -272,7 +282,7 @@ def test_rules(message):
         run(loss=RulesOf(rules=RULES[message]()))
 
 
-@BOTH
+@ALL
 def test_bad_data_spoils_itself_alone(function, sizes):
     """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)

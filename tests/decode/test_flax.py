@@ -36,7 +36,7 @@ def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):
         return module, nnx.to_pure_dict(nnx.state(module, nnx.Param))
     module = getattr(MODULES["linen"], name)(*sizes, param_dtype=param_dtype, **options)
     arguments = like or (jnp.zeros((1, 2), int),)
-    keywords = {"deterministic": True} if options.get("dropout") else {}
+    keywords = {"deterministic": True} if {"dropout", "masking"} & {*options} else {}
     variables = module.init(jax.random.key(1), *arguments, **keywords)
     return module.bind(variables), variables["params"]
 
@@ -153,9 +153,10 @@ def test_training(name):
 
 
 @FLAVOURS
-def test_dropout(flavour):
-    """Tiles and all logits drop the same; without dropout nothing is random."""
-    joint, parameters, rows = joint_and_rows(flavour, dropout=0.5)
+@pytest.mark.parametrize("option", ["dropout", "masking"])
+def test_dropout(flavour, option):
+    """Tiles and all logits drop the same; in evaluation nothing is random."""
+    joint, parameters, rows = joint_and_rows(flavour, **{option: 0.5})
     rest = losses.problem(B, T, U, V)[1:]
     loss = jax_rnnt.RNNTLoss(reduction="none")
     paired = rows[0][:, :, None], rows[1][:, None]
@@ -183,6 +184,41 @@ def test_dropout(flavour):
     np.testing.assert_allclose(still[0], loss(by_hand(parameters, rows), *rest), rtol=EXACT)
 
 
+@FLAVOURS
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_masking(flavour, share):
+    """Each predictor row of each utterance is as projected, or zero as a whole; encoder rows stay; gradients too."""
+    joint, parameters, rows = joint_and_rows(flavour, masking=share)
+    rows = rows[0], np.random.default_rng(1).normal(size=(40, 50, P))
+    module, variables = (joint, None) if flavour == "nnx" else joint.unbind()
+
+    def project(predictor):
+        if flavour == "nnx":
+            own = nnx.clone(module)
+            nnx.reseed(own, dropout=3)
+            return own.logits(rows[0][:1], predictor)
+        options = {"deterministic": False, "rngs": {"dropout": jax.random.key(3)}}
+        return module.apply(variables, rows[0][:1], predictor, method="logits", **options)
+
+    made, whole = project(rows[1]), rows[1] @ np.asarray(parameters["predictor"]["kernel"])
+    masked = (np.asarray(made.predictor_out) == 0).all(-1)
+    assert abs(masked.mean() - share) < 0.05
+    if share < 1:
+        counts = masked.sum(0), masked.sum(1)  # of columns and utterances: neither goes as a whole
+        assert all(0 < x.min() < x.max() < len(x) * 1.3 for x in counts) and masked.std(0).min() > 0
+    np.testing.assert_allclose(made.predictor_out[~masked], whole[~masked], rtol=1e-9)
+    expected = rows[0][:1] @ np.asarray(parameters["encoder"]["kernel"]) + np.asarray(parameters["encoder"]["bias"])
+    np.testing.assert_allclose(made.encoder_out, expected, rtol=1e-9)
+    gradient = jax.grad(lambda x: jnp.sum(project(x).predictor_out))(rows[1])
+    np.testing.assert_allclose(gradient, np.where(masked[..., None], 0, parameters["predictor"]["kernel"].sum(1)))
+
+
+@FLAVOURS
+def test_masking_is_a_share(flavour):
+    with pytest.raises(ValueError, match=r"Joint: masking must lie in \[0, 1\], got 1.5"):
+        joint_and_rows(flavour, masking=1.5)
+
+
 def with_bias(joint, parameters):
     """The joint with another bias of its encoder's projection."""
     bias = jnp.linspace(-3, 3, H)
@@ -206,7 +242,8 @@ def check_decoder_inputs(joint, predictor, rows):
     def search(*inputs):
         loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, 2)
         greedy = decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
-        return greedy[:-1], decode.beam(loss, *inputs, lengths, 2, 8, max_symbols=1, ilm_weight=0.5)[:-1]
+        parallel = decode.parallel(loss, *inputs, lengths, 5, rounds=1)
+        return greedy[:-1], parallel[:-1], decode.beam(loss, *inputs, lengths, 2, 8, max_symbols=1, ilm_weight=0.5)[:-1]
 
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
     plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])

@@ -367,3 +367,34 @@ def test_workspace(joint, dtype):
         pytest.skip("this backend does not tell")
     beyond = found.temp_size_in_bytes - 4 * (4 * batch * frames * (labels + 1))
     assert beyond <= 64e6, f"{beyond / 1e6:.0f} MB and four planes"
+
+
+# ------------------------------------------------------------------------------------------------------ hypotheses
+@pytest.mark.usefixtures("optimized")
+def test_workspace_of_hypotheses():
+    """Planes, the float32 sums of the gradients and a tile: no encoder row for each of 16 hypotheses."""
+    batch, count, frames, labels, classes, width = 8, 16, 400, 64, 512, 640
+    spec, each = jax.ShapeDtypeStruct, (batch, count)
+    parameters = spec((width, classes), jnp.bfloat16), spec((classes,), jnp.bfloat16)
+    rows = [spec((*shape, width), jnp.bfloat16) for shape in ((batch, 1, frames), (*each, labels + 1))]
+    rest = spec((*each, labels), np.int32), spec(each, np.int32), spec(each, np.int32)
+    run = jax.value_and_grad(functools.partial(tiles, chunk=None), (0, 1))
+    found = jax.jit(run).lower(parameters, rows, rest).compile().memory_analysis()
+    if found is None:
+        pytest.skip("this backend does not tell")
+    planes = 4 * batch * count * frames * (labels + 1)
+    sums = 4 * sum(x.size for x in (*parameters, *rows))
+    beyond = found.temp_size_in_bytes - 5 * planes - sums
+    assert beyond <= 20e6, f"{beyond / 1e6:.0f} MB, five planes and the gradients"  # copies in 16 bits have 66 MB
+
+
+@JOINTS
+def test_hypotheses_are_summed_in_float32(joint):
+    """16 equal hypotheses of an utterance, of weights 256, 1, 1, ...: a sum in bfloat16 would stay at 256 of 271."""
+    network, weights = Network(dtype=jnp.bfloat16), np.ones((B, 16), np.float32)
+    weights[:, 0] = 256
+    _, (_, (expected, _)) = gradients(materialized, reduction="none")(network.widened(), 271.0)
+    network.rows = network.rows[0][:, None], np.repeat(network.rows[1][:, None], 16, 1)
+    network.rest = [np.repeat(x[:, None], 16, 1) for x in network.rest]
+    _, (_, (got, _)) = gradients(tiles, joint=joint, reduction="none")(network, weights)
+    np.testing.assert_allclose(np.asarray(got[:, 0], np.float64), expected, atol=0.01 * np.abs(expected).max())

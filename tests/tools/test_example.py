@@ -135,6 +135,12 @@ def test_mwer_after_training(tmp_path):
     assert process.returncode == 0, process.stderr
     rows = [line.strip("| ").split(" | ")[1:] for line in process.stdout.splitlines()[2:]]
     assert len(rows) == 5 and np.isfinite([float(x) for row in rows for x in row]).all()
+    options = *data, "--loss", "tdt", "--masking", "0.5", "--steps", "2", "--turns", "1"
+    command = [sys.executable, str(EXAMPLES / "masked.py"), *options]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
+    assert process.returncode == 0, process.stderr
+    masked, *found = process.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert masked == "50%" and len(found) == 8 and np.isfinite([*map(float, found)]).all()
 
 
 def test_digit_ngrams(noisy, tmp_path):

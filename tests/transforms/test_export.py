@@ -133,6 +133,7 @@ def test_symbolic_joint(kind, sizes):
     [
         ("greedy", "StatelessPredictor", ("b", "t")),
         ("beam", "LSTMPredictor", ("b", "t")),
+        ("parallel", "StatelessPredictor", ("b", "t")),
         losses.slow("beam", "LSTMPredictor", ("b", 7)),
         losses.slow("greedy", "LSTMPredictor", ("b", "t")),
         losses.slow("beam", "StatelessPredictor", ("b", "t")),
@@ -145,12 +146,12 @@ def test_symbolic_search(search, kind, sizes):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         predictor = getattr(modules, kind)(5, 6, rngs=nnx.Rngs(0))
         joint = modules.Joint(4, 6, 6, 7, rngs=nnx.Rngs(1))
-        options = {"max_labels": 5, "max_symbols": 2} | ({"width": 3} if search == "beam" else {})
+        options = {"parallel": {"rounds": 1}, "beam": {"max_symbols": 2, "width": 3}}.get(search, {"max_symbols": 2})
         b, t = names(*sizes)
 
         def f(encoder, lengths, targets):
             networks = joint.decoder_inputs(predictor, encoder)
-            found = getattr(decode, search)(TDTLoss((0, 2)), *networks, lengths, **options)
+            found = getattr(decode, search)(TDTLoss((0, 2)), *networks, lengths, 5, **options)
             return found[:-1], predictor(targets)
 
         encoder = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)

@@ -1,0 +1,138 @@
+"""Does the search without a predictor find what plain loops find, and a round what each label says by itself?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, greedy_loop, label_log_prob, trimmed
+from jax_rnnt import decode
+
+ROW = np.linspace(-1, 1, H)  # in place of the predictor's
+
+
+class Masked(Model):
+    """A model whose predictor is masked at every node; blanks are rare enough for many labels."""
+
+    def __init__(self, loss, **sizes):
+        super().__init__(loss, batch=8, frames=9, **sizes)
+        self.bias[LABELS : self.tokens] -= 2
+
+    def row(self, prefix):
+        return ROW
+
+    @property
+    def predictor(self):
+        return self.parameters.predictor._replace(masked_row=jnp.asarray(ROW))
+
+    def find(self, room=ROOM, function=decode.parallel, predictor=None, **options):
+        def run(encoder, lengths):
+            networks = self.parameters.joint, predictor or self.predictor
+            return function(self.loss.value(), *networks, encoder, lengths, room, **options)._replace(state=None)
+
+        return jax.tree.map(np.asarray, jax.jit(run)(self.encoder, self.lengths))
+
+
+OFTEN = {("rnnt", False), ("tdt", True), ("multiblank", False)}
+CASES = [
+    pytest.param(name, end, marks=() if (name, end) in OFTEN else pytest.mark.slow)
+    for name in NAMED
+    for end in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "exact_end"), CASES)
+def test_is_the_plain_loop(name, exact_end):
+    """Also where room ends, with a penalty and a temperature."""
+    for seed, room in ((0, ROOM), (1, 3)):
+        model = Masked(NAMED[name], seed=seed)
+        model.temperature, model.penalty = 1.7, 0.4
+        found = model.find(room, exact_end=exact_end, temperature=1.7, blank_penalty=0.4)
+        assert found.counts.max() > 2 and (room > 3 or found.full.any())
+        for b in range(8):
+            expected, log_probs, score = greedy_loop(model, b, exact_end=exact_end, max_symbols=1, room=room)
+            assert trimmed(found, b) == expected and found.full[b] == (len(log_probs) == room)
+            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+
+
+def test_token_first():
+    """As greedy search of a predictor that makes this row alone."""
+    model = Masked(losses.tdt((2, 0, 1)))
+    constant = lambda state, labels: (jnp.broadcast_to(jnp.asarray(ROW), (len(labels), H)), state)
+    options, same = dict(durations="token_first"), decode.Predictor(lambda batch: (), constant)
+    found = model.find(**options)
+    expected = model.find(function=decode.greedy, predictor=same, max_symbols=1, **options)
+    assert (found.durations == 0).any() and (found.labels != model.find().labels).any()
+    for x, y in zip(found[:-1], expected[:-1]):
+        np.testing.assert_allclose(x, y, rtol=EXACT)
+
+
+def chosen_again(model, b, labels, frames):
+    """(labels, log-probabilities): the best label at each frame, after those before it."""
+    log_prob = lambda u, label: label_log_prob(model, b, frames[u], tuple(labels[:u]), label)
+    after = [max(range(LABELS), key=lambda label, u=u: log_prob(u, label)) for u in range(len(labels))]
+    return after, [log_prob(u, label) for u, label in enumerate(after)]
+
+
+@pytest.mark.parametrize("name", ["rnnt", losses.slow("tdt"), losses.slow("hat")])
+def test_rounds(name):
+    """Each label by a loop; all else stays as it is."""
+    model, changes = Masked(NAMED[name], seed=2), [0, 0]
+    whole, draft = Model(NAMED[name], batch=8, frames=9, seed=2), model.find()
+    whole.bias[:] = model.bias
+    for rounds in (1, 2):
+        found = model.find(rounds=rounds)
+        for x, y in zip(found[1:5], draft[1:5]):
+            np.testing.assert_array_equal(x, y)
+        for b in range(8):
+            labels, frames, _ = trimmed(draft, b)
+            for i in range(rounds):
+                before, (labels, log_probs) = labels, chosen_again(whole, b, labels, frames)
+                changes[i] += before != labels
+            assert trimmed(found, b)[0] == labels
+            np.testing.assert_allclose(found.label_log_probs[b, : len(labels)], log_probs, rtol=EXACT)
+    assert min(changes) > 0, changes
+
+
+def test_rounds_meet_nan():
+    """In the predictor's rows after label 1: the score of the utterance is NaN for good, and of no other one."""
+    model = Masked(losses.RNNT, seed=2)
+    after = lambda labels: jnp.where(labels == 1, jnp.nan, 1 - labels.astype(float))
+    nan = decode.stateless_predictor(lambda labels: jnp.tile(after(labels), (1, H)), 1, start=2)
+    nan = nan._replace(masked_row=jnp.asarray(ROW))
+    draft = model.find(predictor=nan)
+    met = (draft.labels[:, :-1] == 1) & (draft.labels[:, 1:] >= 0)
+    assert np.isfinite(draft.scores).all() and set(met.any(1)) == {False, True}
+    first, second = (np.isnan(model.find(predictor=nan, rounds=rounds).scores) for rounds in (1, 2))
+    np.testing.assert_array_equal(first, met.any(1))
+    assert (second >= first).all()
+
+
+def test_without_its_own_row_it_is_zero():
+    model = Masked(losses.RNNT)
+    zero, none = (model.parameters.predictor._replace(masked_row=x) for x in (jnp.zeros(H), None))
+    for x, y in zip(*(model.find(predictor=x)[:-1] for x in (zero, none))):
+        np.testing.assert_array_equal(x, y)
+    assert (model.find(predictor=zero).labels != model.find().labels).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(rounds=-1), ValueError, "parallel: rounds must be 0 or more, got -1"),
+        (dict(rounds=1.0), TypeError, "parallel: rounds must be an integer"),
+        (
+            dict(masked_row=jnp.zeros(H + 1)),
+            ValueError,
+            r"predictor.masked_row must be an array \[P\] = \(4,\), as a row",
+        ),
+        (dict(masked_row=True), ValueError, "predictor.masked_row must be an array .* got True"),
+    ],
+)
+def test_errors(options, error, message):
+    model = Masked(losses.RNNT)
+    row = {name: options.pop(name) for name in ("masked_row",) if name in options}
+    with pytest.raises(error, match=message):
+        model.find(predictor=model.predictor._replace(**row), **options)
