@@ -362,8 +362,9 @@ def _ways(blanks, skip):
     shares = np.zeros((2, len(blanks)))  # of the blank and of the skip in each ratio
     for t, blank in enumerate(blanks):
         parts = np.array([blank, skip - reached if skip > NEG else NEG])
-        ratios[t] = np.logaddexp(*parts)
-        shares[:, t] = np.exp(parts - ratios[t]) if ratios[t] > NEG else 0
+        with np.errstate(invalid="ignore"):  # NaN
+            ratios[t] = np.logaddexp(*parts)
+            shares[:, t] = np.exp(parts - ratios[t]) if ratios[t] > NEG else 0
         reached += ratios[t]
 
     def pullback(gradient):
