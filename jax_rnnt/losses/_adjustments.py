@@ -1,7 +1,7 @@
 """Adjustments of arcs, between emission and lattice: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
 
-Steps of a loss come first, ``step(planes, num_frames, num_labels) -> planes``. Then come the options of all losses. A slot that
-starts with "label" is a label arc.
+Steps of a loss come first, ``step(planes, num_frames, num_labels) -> planes``. Then come the options of all losses. A
+slot that starts with "label" is a label arc.
 """
 
 import dataclasses

@@ -66,7 +66,7 @@ def test_questions(skips):
     loss = value(skips)
     blank, label = map(np.asarray, loss.posteriors(*p))
     score, frames = map(np.asarray, loss.align(*p))
-    for b, ((n, m), (paths, scores, total, posteriors)) in enumerate(zip(EVERY, rows)):
+    for b, ((n, m), (paths, scores, _, posteriors)) in enumerate(zip(EVERY, rows)):
         np.testing.assert_allclose(label[b, :n, : m + 1], posteriors["label"], atol=1e-12)
         emitted = label[b].sum(-1).cumsum() if m else np.zeros(T)  # labels until this frame
         if m == 1:
@@ -121,7 +121,9 @@ def test_long_utterance(skip):
         for b, (n, m) in enumerate(zip(*p[2:])):
             arcs = truth.lattice(p.logits[b, :n, : m + 1].astype(np.float64), p.targets[b, :m])[1]
             blank, label = (arcs[slot].tolist() for slot in ("blank", "label"))
-            add = lambda *x: max(x) + math.log(math.fsum(math.exp(y - max(x)) for y in x)) if max(x) > -np.inf else max(x)
+            add = lambda *x: (
+                max(x) + math.log(math.fsum(math.exp(y - max(x)) for y in x)) if max(x) > -np.inf else max(x)
+            )
             alpha, passed = [-np.inf] * (m + 1), -np.inf  # `passed`: the sum over s < t of alpha(s, U_b)
             for t in range(n):
                 before, alpha = alpha, []
