@@ -35,7 +35,7 @@ def _mixed(label, rest, skip):
     c = jnp.exp(jnp.where(large, skip, 0))
     by_c = jnp.log(c + (1 - c) * jnp.exp(ratio))
     small = jnp.where(large, -1, skip)
-    mixed = rest + jnp.where(large, by_c, jnp.logaddexp(small, ratio + _log_complement(small)))
+    mixed = rest + jnp.where(large, by_c, logaddexp(small, ratio + _log_complement(small)))
     return jnp.where(none, -jnp.inf, mixed)
 
 
