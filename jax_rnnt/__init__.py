@@ -26,6 +26,7 @@ from jax_rnnt.losses import RNNTLoss as RNNTLoss
 from jax_rnnt.losses import TargetRobustRNNTLoss as TargetRobustRNNTLoss
 from jax_rnnt.losses import TDTLoss as TDTLoss
 from jax_rnnt.losses import TransducerLoss as TransducerLoss
+from jax_rnnt.losses import WildcardRNNTLoss as WildcardRNNTLoss
 from jax_rnnt.losses import mwer_loss as mwer_loss
 from jax_rnnt.losses import prune_inputs as prune_inputs
 from jax_rnnt.losses import prune_ranges as prune_ranges
@@ -49,6 +50,7 @@ __all__ = [
     "TDTLoss",
     "TargetRobustRNNTLoss",
     "TransducerLoss",
+    "WildcardRNNTLoss",
     "export_checks",
     "lengths_from_paddings",
     "mwer_loss",

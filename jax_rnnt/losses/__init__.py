@@ -15,3 +15,4 @@ from jax_rnnt.losses._rnnt import RNNTLoss as RNNTLoss
 from jax_rnnt.losses._rnnt import rnnt_loss as rnnt_loss
 from jax_rnnt.losses._target_robust import TargetRobustRNNTLoss as TargetRobustRNNTLoss
 from jax_rnnt.losses._tdt import TDTLoss as TDTLoss
+from jax_rnnt.losses._wildcard import WildcardRNNTLoss as WildcardRNNTLoss

@@ -1,7 +1,7 @@
 """Adjustments of arcs, between emission and lattice: cheap changes of the planes [..., T, U1], by slot, in plain JAX.
 
-Steps of a loss come first, ``step(planes, num_frames) -> planes``. Then come the options of all losses. A slot that
-starts with "label" is a label arc.
+Steps of a loss come first, ``step(planes, num_frames, num_labels) -> planes``. Then come the options of all losses. A
+slot that starts with "label" is a label arc.
 """
 
 import dataclasses
@@ -32,6 +32,12 @@ def frame(label):
     return lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
 
 
+def logaddexp(x, y):
+    """log(exp x + exp y). Where both are -inf its derivatives are 0; those of `jnp.logaddexp` are NaN there."""
+    none = jnp.isneginf(x) & jnp.isneginf(y)
+    return jnp.where(none, -jnp.inf, jnp.logaddexp(jnp.where(none, 0, x), y))
+
+
 def fastemit(label, fastemit_lambda):
     """FastEmit (Yu et al. 2021): the gradient of label arcs times (1 + lambda); values stay."""
     return scale_gradient(label, 1 + fastemit_lambda)
@@ -57,17 +63,17 @@ def label_slots(arcs) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ steps of variants
 
-Step = Callable[[dict[str, jax.Array], jax.Array], dict[str, jax.Array]]
+Step = Callable[[dict[str, jax.Array], jax.Array, jax.Array], dict[str, jax.Array]]
 
 
-def pay_next_blank(arcs, num_frames):
+def pay_next_blank(arcs, num_frames, num_labels):
     """k2's constrained RNN-T: a label also pays the blank of the node that it leads to, in the same frame."""
     blank = arcs["blank"]
     after = jnp.concatenate([blank[..., 1:], jnp.full_like(blank[..., :1], -jnp.inf)], -1)
     return {**arcs, "label": arcs["label"] + after}
 
 
-def forbid_final_label(arcs, num_frames):
+def forbid_final_label(arcs, num_frames, num_labels):
     """No label in the last frame, so that a path of one symbol a frame ends with a blank."""
     last = frame(arcs["label"]) == num_frames[..., None, None] - 1
     return {**arcs, "label": jnp.where(last, -jnp.inf, arcs["label"])}
@@ -80,7 +86,7 @@ class UnderNormalize:
     sigma: Any
     slots: tuple[str, ...] = ()
 
-    def __call__(self, arcs, num_frames):
+    def __call__(self, arcs, num_frames, num_labels):
         return arcs | {slot: arcs[slot] - jnp.asarray(self.sigma, arcs[slot].dtype) for slot in self.slots or arcs}
 
 
@@ -96,7 +102,7 @@ class Durations:
     sigma: Any = None
     sampled: Any = None
 
-    def __call__(self, arcs, num_frames):
+    def __call__(self, arcs, num_frames, num_labels):
         nothing = jnp.full_like(arcs["blank"], -jnp.inf)
         sigma = jnp.asarray(0 if self.sigma is None else self.sigma, nothing.dtype)
         every = dict.fromkeys(self.durations if self.sampled is None else (*self.durations, 0, 1))
@@ -132,11 +138,11 @@ def _checked(planes, shape, topology_slots, loss):
             )
 
 
-def adjust(planes, num_frames, loss, windows):
+def adjust(planes, num_frames, num_labels, loss, windows):
     """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options."""
     composition, like = loss.compose(), next(iter(planes.values()))
     for step in composition.steps:
-        planes = step(planes, num_frames)
+        planes = step(planes, num_frames, num_labels)
     wanted = slots(composition.topology)
     _checked(planes, like.shape, wanted, loss)
     arcs = {slot: planes[slot].astype(like.dtype) for slot in wanted}

@@ -24,10 +24,10 @@ class Composition:
     topology : tuple of lattices.Arc, default lattices.STANDARD
         The arcs that leave a node. Each names the slot of its plane.
     steps : tuple of callable, default ()
-        ``step(planes, num_frames) -> planes``, called in this order, in plain JAX. `planes` is a dict of slot to Array
-        [..., T, U + 1]; `num_frames` is T_b, int32 [...]. A step may change planes and add slots. It may use fields of
-        the loss, which get the step's gradient. Arcs may be unnormalised. The options of the loss follow: delay
-        penalty, windows and FastEmit act on slots that start with "label".
+        ``step(planes, num_frames, num_labels) -> planes``, called in this order, in plain JAX. `planes` is a dict of
+        slot to Array [..., T, U + 1]; `num_frames` is T_b and `num_labels` U_b, int32 [...]. A step may change planes
+        and add slots. It may use fields of the loss, which get the step's gradient. Arcs may be unnormalised. The
+        options of the loss follow: delay penalty, windows and FastEmit act on slots that start with "label".
     bounded : bool, default False
         True: the likelihood is at most 1, so a loss below 0 is rounding and becomes 0.
 

@@ -34,20 +34,20 @@ def _strict(loss) -> bool:
     return loss.implementation == "kernel"
 
 
-def _adjust(loss, planes, num_frames, windows):
+def _adjust(loss, planes, num_frames, num_labels, windows):
     """The arcs of the topology, from the planes of the emission."""
-    return adjust(planes, num_frames, loss, windows)
+    return adjust(planes, num_frames, num_labels, loss, windows)
 
 
-def _adjust_isolated(loss, planes, num_frames, windows):
+def _adjust_isolated(loss, planes, num_frames, num_labels, windows):
     """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
     bad = has_nan(planes)
-    return _adjust(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, windows), bad
+    return _adjust(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, num_labels, windows), bad
 
 
 def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] in plain JAX."""
-    arcs, bad = _adjust_isolated(loss, emission.reference(logits, nodes), num_frames, windows)
+    arcs, bad = _adjust_isolated(loss, emission.reference(logits, nodes), num_frames, num_labels, windows)
     losses = 0 - reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
     return jnp.where(bad, jnp.nan, losses)
 
@@ -84,7 +84,7 @@ _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 def _fused(emission, loss, logits, nodes, num_frames, num_labels, windows):
     """Losses [...] by kernel: reads the logits once."""
     planes, _ = emission.forward(logits, nodes, strict=_strict(loss))
-    arcs = _adjust(loss, planes, num_frames, windows)
+    arcs = _adjust(loss, planes, num_frames, num_labels, windows)
     return lattice.value(loss.compose().topology, arcs, num_frames, num_labels, strict=_strict(loss))
 
 
@@ -96,8 +96,8 @@ def _fused_fwd(emission, *primals):
 
     def adjusted(planes, loss):
         if learned:
-            return _adjust_isolated(loss, planes, num_frames, windows)
-        return _adjust(loss, planes, num_frames, windows), None
+            return _adjust_isolated(loss, planes, num_frames, num_labels, windows)
+        return _adjust(loss, planes, num_frames, num_labels, windows), None
 
     arcs, pullback, bad = jax.vjp(adjusted, planes, loss, has_aux=True)
     topology = loss.compose().topology
@@ -228,7 +228,7 @@ def _lattice(loss, emission, *problem):
     # FastEmit acts on the loss's gradient alone.
     loss = _pytree.replace(loss, fastemit_lambda=None)
     (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
-    arcs, nan = _adjust_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    arcs, nan = _adjust_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, num_labels, windows)
     return loss.compose().topology, arcs, num_frames, num_labels, bad | nan
 
 
@@ -296,7 +296,7 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 def arcs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
-    planes = _adjust(loss, _plain_planes(loss, emission, logits, nodes), num_frames, windows)
+    planes = _adjust(loss, _plain_planes(loss, emission, logits, nodes), num_frames, num_labels, windows)
 
     def made(arc):
         x = arc.of(planes)

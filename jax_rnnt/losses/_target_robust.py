@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.losses._adjustments import frame
+from jax_rnnt.losses._adjustments import frame, logaddexp
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition, DecodingRules
 
@@ -35,7 +35,7 @@ def _mixed(label, rest, skip):
     c = jnp.exp(jnp.where(large, skip, 0))
     by_c = jnp.log(c + (1 - c) * jnp.exp(ratio))
     small = jnp.where(large, -1, skip)
-    mixed = rest + jnp.where(large, by_c, jnp.logaddexp(small, ratio + _log_complement(small)))
+    mixed = rest + jnp.where(large, by_c, logaddexp(small, ratio + _log_complement(small)))
     return jnp.where(none, -jnp.inf, mixed)
 
 
@@ -46,7 +46,7 @@ class _Skips:
     frame: Any
     label: Any
 
-    def __call__(self, planes, num_frames):
+    def __call__(self, planes, num_frames, num_labels):
         blank, label = planes["blank"], planes["label"]
         if self.label is not None:
             skip = jnp.asarray(self.label, label.dtype)
@@ -55,7 +55,7 @@ class _Skips:
             label = jnp.where(skip > 0, jnp.nan, _mixed(label, rest, jnp.where(skip > 0, 0, skip)))
         if self.frame is not None:
             before_last = frame(blank) < num_frames[..., None, None] - 1
-            skipped = jnp.logaddexp(blank, jnp.asarray(self.frame, blank.dtype))
+            skipped = logaddexp(blank, jnp.asarray(self.frame, blank.dtype))
             blank = jnp.where(before_last, skipped, blank)
         return planes | {"blank": blank, "label": label}
 

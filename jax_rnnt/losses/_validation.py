@@ -69,7 +69,7 @@ def _has_path(loss, kept, num_frames, num_labels, frames, labels):
     zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
     plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
-    arcs = adjust(dict.fromkeys(made.emission._names(), plane), num_frames, loss, None)
+    arcs = adjust(dict.fromkeys(made.emission._names(), plane), num_frames, num_labels, loss, None)
     return ~jnp.isneginf(lattice.log_likelihood(made.topology, arcs, num_frames, num_labels))
 
 

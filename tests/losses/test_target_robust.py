@@ -45,6 +45,18 @@ def test_no_skips(implementation):
     losses.assert_same_bits(values(None, None, p, implementation), rnnt)
 
 
+@losses.reference_slow
+def test_traced_weights_of_nothing(implementation):
+    """At -inf: the gradients of the RNN-T loss, an impossible blank included, and 0 for the weights."""
+    p = losses.problem()
+    p.logits[0, 1, 0, -1] = -np.inf
+    run = lambda x, *skips: values(*skips, p._replace(logits=x), implementation).sum()
+    gradient, *weights = jax.jit(jax.grad(run, (0, 1, 2)))(p.logits, -np.inf, -np.inf)
+    expected = jax.grad(lambda x: RNNTLoss(implementation=implementation)(x, *p[1:]) * len(x))(p.logits)
+    np.testing.assert_allclose(gradient, expected, atol=1e-12)
+    assert weights == [0, 0]
+
+
 def test_sure_of_a_blank():
     """A blank of probability 1 after rounding leaves labels their own probability."""
     logits = jnp.zeros((2, 2, 3)).at[..., 0].set(200.0)

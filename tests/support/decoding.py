@@ -16,8 +16,7 @@ from jax_rnnt import Composition, LinearJoint, TransducerLoss, decode, emissions
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
-# Skips of labels and frames act on known targets alone.
-NAMED = {loss.name: loss for loss in losses.LOSSES if loss is not losses.ROBUST}
+NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
 
 
 class TwoStepLoss(TransducerLoss):

@@ -125,7 +125,10 @@ SKIPS = {"skip_frame": -3.0, "skip_label": -0.3}
 ROBUST = Loss(
     "target_robust", jax_rnnt.TargetRobustRNNTLoss, {"emission": truth.target_robust_emission, **SKIPS}, SKIPS
 )
-LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT, ROBUST
+ENDS = {"skip_start": -2.0, "skip_end": -1.0}
+WILDCARD = Loss("wildcard", jax_rnnt.WildcardRNNTLoss, {"emission": truth.wildcard_emission, **ENDS}, ENDS)
+LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT, ROBUST, WILDCARD
+SKIPPING = ROBUST, WILDCARD  # of known targets: no decoder skips, and a likelihood may exceed 1
 # Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
 TILES = Loss("tiles", jax_rnnt.RNNTLoss, layout=in_tiles)
 BAND = Loss("band", jax_rnnt.RNNTLoss, layout=in_a_band)

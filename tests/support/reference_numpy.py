@@ -356,6 +356,50 @@ def target_robust_emission(logits, labels, *, blank, fused=True, skip_frame=NEG,
     return {"blank": exact(blanks), "label": np.where(rest > q, exact(rest), arcs["label"]) + exact(more)}, pull
 
 
+def _ways(blanks, skip):
+    """(a(t + 1) / a(t) for blanks [T], where a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1; pullback)."""
+    reached, ratios = 0.0, np.zeros(len(blanks))
+    shares = np.zeros((2, len(blanks)))  # of the blank and of the skip in each ratio
+    for t, blank in enumerate(blanks):
+        parts = np.array([blank, skip - reached if skip > NEG else NEG])
+        with np.errstate(invalid="ignore"):  # NaN
+            ratios[t] = np.logaddexp(*parts)
+            shares[:, t] = np.exp(parts - ratios[t]) if ratios[t] > NEG else 0
+        reached += ratios[t]
+
+    def pullback(gradient):
+        out, of_reached = np.zeros(len(blanks)), 0.0
+        for t in reversed(range(len(blanks))):
+            total = gradient[t] + of_reached
+            out[t] = total * shares[0, t]
+            of_reached -= total * shares[1, t]
+        return out
+
+    return ratios, pullback
+
+
+def wildcard_emission(logits, labels, *, blank, fused=True, skip_start=NEG, skip_end=NEG):
+    """Products of blanks are sums over all ways to pass frames: in the first column from the first frame on, in the
+    last column back from the last one, which itself stays. test_wildcard.py enumerates the skips.
+    """
+    arcs, softmax_pullback = softmax_emission(logits, labels, blank=blank, fused=fused)
+    blanks, pulls = arcs["blank"], []
+    exact = fractions_of if _is_exact(logits) else np.asarray
+    for places, skip in (((slice(-2, None, -1), -1), skip_end), ((slice(None, -1), 0), skip_start)):
+        blanks = blanks.copy()
+        ratios, pull = _ways(as_float(blanks[places]), skip)
+        blanks[places] = exact(ratios)
+        pulls.append((places, pull))
+
+    def pullback(gradients):
+        to_blank = gradients["blank"].copy()
+        for places, pull in reversed(pulls):
+            to_blank[places] = pull(to_blank[places])
+        return softmax_pullback({**gradients, "blank": to_blank})
+
+    return {**arcs, "blank": blanks}, pullback
+
+
 def is_label(slot):
     """Whether FastEmit, windows and the delay penalty act on this arc."""
     return slot.startswith("label")

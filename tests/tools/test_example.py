@@ -76,6 +76,11 @@ def noisy(mwer):
 
 
 @pytest.fixture(scope="module")
+def transcripts(mwer):
+    return importlib.import_module("noisy_transcripts")
+
+
+@pytest.fixture(scope="module")
 def training(mwer):
     return sys.modules["train"]
 
@@ -164,6 +169,35 @@ def test_digit_ngrams(noisy, tmp_path):
 
     expected = [witten_bell(["<s>", numbers[0][0]], digit) for digit in (*range(10), "</s>")]
     np.testing.assert_allclose(found[1], expected, rtol=1e-4)
+
+
+def test_errors_of_transcripts(transcripts):
+    """Errors of all labels, of none, and how many of half; what is left keeps its order."""
+    rng, digits = np.random.default_rng(0), np.arange(1000) % 10
+    corrupt = lambda kind, share: transcripts.corrupt(kind, rng, digits, share)
+    for kind in transcripts.KINDS:
+        assert corrupt(kind, 0.0).tolist() == digits.tolist()
+    assert not corrupt("deleted", 1.0).size and not corrupt("cut", 1.0).size
+    assert (corrupt("replaced", 1.0) != digits).all() and (corrupt("inserted", 1.0)[1::2] == digits).all()
+    half = {kind: corrupt(kind, 0.5) for kind in transcripts.KINDS}
+    wrong = {kind: abs(len(half[kind]) - 1000) for kind in ("deleted", "inserted", "cut")}
+    wrong["replaced"] = (half["replaced"] != digits).sum()
+    assert all(430 < x < 570 for x in wrong.values()), wrong
+    remains = iter(half["inserted"])
+    assert all(digit in remains for digit in digits)  # in this order
+    assert set(np.diff(half["cut"]) % 10) == {1} != set(np.diff(half["deleted"]) % 10)
+
+
+@pytest.mark.slow
+def test_training_on_errors(tmp_path):
+    """A table with finite error rates for all losses of two kinds of errors."""
+    options = "--steps", "2", "--utterances", "4", "--seeds", "1", "--errors", "inserted", "cut"
+    command = [sys.executable, str(EXAMPLES / "noisy_transcripts.py"), *options]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=900)
+    assert process.returncode == 0, process.stderr
+    rows = [line.strip("| ").split(" | ") for line in process.stdout.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 6 and len({(kind, loss) for kind, loss, *_ in rows}) == 6
+    assert np.isfinite([float(x) for row in rows for x in row[3:]]).all()
 
 
 RUN = {"data": "handwritten-digits", "loss": "rnnt", "steps": 4, "batch": 4, "seed": 0, "fastemit": 0.0}

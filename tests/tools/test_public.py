@@ -41,7 +41,7 @@ OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax":
 OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
 SPLIT = {"vocab_axis": None, "frame_axis": None}  # of a loss as a value
 LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss "
-LOSSES += "TargetRobustRNNTLoss rnnt_loss"
+LOSSES += "TargetRobustRNNTLoss WildcardRNNTLoss rnnt_loss"
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
 BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
 NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
@@ -124,6 +124,7 @@ OWN = {  # arguments of each loss before and beside the common ones
     "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
     "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
     "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
+    "WildcardRNNTLoss": ((), {"skip_start": 0.0, "skip_end": 0.0}),
 }
 
 
@@ -213,7 +214,7 @@ SOFTMAX, COMPOSITION = jax_rnnt.emissions.Softmax((0,)), jax_rnnt.Composition
 MISSPELT = (*jax_rnnt.lattices.STANDARD, jax_rnnt.lattices.Arc("lable", 0, 1))
 
 
-def cut(planes, _):
+def cut(planes, *_):
     return planes | {"label": planes["label"][..., :-1]}
 
 

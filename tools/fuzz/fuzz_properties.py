@@ -199,7 +199,7 @@ def failures(d, p, answer, exists, small):
     outside = np.where(losses.inside(p)[..., None], 0, wide).any((1, 2, 3))
     if d.layout != "AdditiveLogits":
         yield from check("gradient outside the lengths", outside)
-    if fused and "delay_penalty" not in d.options and d.loss is not losses.ROBUST:  # skipped frames add to it
+    if fused and "delay_penalty" not in d.options and d.loss not in losses.SKIPPING:  # skipped frames add to it
         yield from check("loss below 0", exists & (values < 0))
     if fused and "clamp" not in d.options and d.layout != "AdditiveLogits":
         # An anchor that is nearly impossible rounds its row's normalizer: see jax_rnnt/emissions/softmax.py.

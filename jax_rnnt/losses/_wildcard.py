@@ -1,0 +1,123 @@
+"""WildcardRNNTLoss: a transcript may lack labels at its beginning and at its end (W-Transducer)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_rnnt import _checks
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.losses._adjustments import frame, logaddexp
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._composition import Composition, DecodingRules
+
+
+def _then(first, second):
+    """The map a -> a exp(x) + exp(y) for (x, y) = `second`, after that of `first`."""
+    return first[0] + second[0], logaddexp(first[1] + second[0], second[1])
+
+
+def _with_skips(blank, skip, inside, reverse):
+    """Blanks [..., T] of a column as ratios a(t + 1) / a(t), where a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
+
+    So a product of blanks from the first frame on is the sum over all ways to pass these frames. With `reverse` from
+    the last frame back. Only blanks `inside` change.
+    """
+    skip = jnp.asarray(skip, blank.dtype)
+    arcs = jnp.where(inside, blank, 0), jnp.where(inside, skip, -jnp.inf)
+    after = logaddexp(*lax.associative_scan(_then, arcs, reverse=reverse, axis=blank.ndim - 1))
+    one = jnp.zeros_like(after[..., :1])
+    before = jnp.concatenate([after[..., 1:], one] if reverse else [one, after[..., :-1]], -1)
+    none = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
+    after, before = jnp.where(none, 0, after), jnp.where(none, 0, before)
+    # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a
+    # sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
+    difference, value = after - before, jnp.logaddexp(blank, skip - before)
+    ratio = difference + lax.stop_gradient(value - difference)
+    return jnp.where(inside & ~none, ratio, blank)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wildcards:
+    """Adds the skips to the blanks of the first and the last column. Where both are one, the order is of no account."""
+
+    start: Any
+    end: Any
+
+    def __call__(self, planes, num_frames, num_labels):
+        blank = planes["blank"]
+        column = lax.broadcasted_iota(jnp.int32, (1,) * (blank.ndim - 1) + blank.shape[-1:], blank.ndim - 1)
+        before_last = (frame(blank) < num_frames[..., None, None] - 1)[..., 0]
+        for skip, where, reverse in ((self.end, num_labels[..., None, None], True), (self.start, 0, False)):
+            if skip is not None:
+                here = column == where
+                passed = _with_skips(jnp.sum(jnp.where(here, blank, 0), -1), skip, before_last, reverse)
+                blank = jnp.where(here, passed[..., None], blank)
+        return planes | {"blank": blank}
+
+
+class WildcardRNNTLoss(TransducerLoss):
+    """W-Transducer loss (Laptev et al. 2023): a path may skip frames at both ends, for transcripts cut at their ends.
+
+    T frames, U labels, V classes (blank included). Node (t, u): t frames read, u labels written. With log-probabilities
+    l of the softmax over V::
+
+        alpha(0, 0) = 1
+        alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t, u - 1) exp l[t, u - 1, targets[u - 1]]
+                      + exp(skip_start)                             u = 0, 0 < t < T_b
+                      + sum_(s < t) alpha(s, u) exp(skip_end)       u = U_b, t = T_b - 1
+        loss        = -log(alpha(T_b - 1, U_b) exp l[T_b - 1, U_b, blank])
+
+    One arc leads from the first node to (t, 0), for every t, and one from (t, U_b) to the last node: a skip has one
+    weight, however many frames it skips. Blanks beside it stay. The last frame ends with a blank. With both None this
+    is `RNNTLoss`. The loss may be below 0.
+
+    A blank of the first or the last column also stands for the skips over its frame. So in `posteriors`, a blank of
+    column 0 has the probability that the first label comes later, one of column U_b that the last label has come. A
+    path of `align` is the frames of its labels; its score is the sum over all ways to pass the frames before the first
+    label and after the last.
+
+    Parameters
+    ----------
+    skip_start, skip_end : float, scalar Array or None, default 0.0
+        Log-weight of a skip at the beginning and at the end, in nats; None: no frame may be skipped there. Both have a
+        gradient.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
+
+    References
+    ----------
+    Laptev, Bataev, Gitman and Ginsburg, "Powerful and Extensible WFST Framework for RNN-Transducer Losses", 2023,
+    arXiv:2303.10384. NeMo's GraphWTransducerLoss, with eps_weight for both skips and last_blank_mode="force_last".
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import WildcardRNNTLoss
+    >>> batch = jnp.zeros((4, 3, 5)), jnp.array([1, 2]), jnp.array(4), jnp.array(2)
+    >>> [round(float(WildcardRNNTLoss(skip_start=x, skip_end=x)(*batch)), 3) for x in (None, -2.0, 0.0)]
+    [7.354, 5.297, 2.978]
+    """
+
+    skip_start: float | jax.Array | None = 0.0
+    skip_end: float | jax.Array | None = 0.0
+
+    def _check(self, function):
+        super()._check(function)
+        for name in ("skip_start", "skip_end"):
+            if (value := getattr(self, name)) is not None:
+                self._set(name, _checks.scalar(function, name, value))
+
+    def compose(self) -> Composition:
+        """Softmax; blanks of the first and last column with the weights of the skips."""
+        no_skips = self.skip_start is None and self.skip_end is None
+        steps = () if no_skips else (_Wildcards(self.skip_start, self.skip_end),)
+        return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=no_skips)
+
+    def decoding(self) -> DecodingRules:
+        """As `RNNTLoss`: skips act on known targets."""
+        return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

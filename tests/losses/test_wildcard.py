@@ -1,0 +1,146 @@
+"""Are skips at both ends arcs as NeMo defines them? Every arc is written out here; layouts and options: `LOSSES`."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+from jax_rnnt import RNNTLoss, WildcardRNNTLoss
+
+T, U = 4, 2
+EVERY = [(n, m) for n in range(1, T + 1) for m in range(U + 1)]
+SKIPS = (0.0, 0.0), (-1.5, -0.5), (2.0, -3.0), (-40.0, -1.0), (None, 0.0), (-1.0, None), (-np.inf, -np.inf)
+
+
+def explicit(logits, labels, skip_start, skip_end):
+    """(topology, arcs) with an arc from (0, 0) to every (t, 0), and one from every (t, U_b) to (T_b - 1, U_b)."""
+    topology, arcs, _ = truth.lattice(logits, labels)
+    last, m = len(logits) - 1, len(labels)
+    for name, skip, place in (("start", skip_start, lambda d: (0, 0)), ("end", skip_end, lambda d: (last - d, m))):
+        for d in range(1, last + 1):
+            slot = f"{name}+{d}"
+            topology, arcs[slot] = (*topology, truth.Arc(slot, d, 0)), np.full((last + 1, m + 1), -np.inf)
+            arcs[slot][place(d)] = -np.inf if skip is None else skip
+    return topology, arcs
+
+
+@functools.cache
+def solved(skips):
+    """(problem of every (T_b, U_b), [(paths, scores, log of their sum, posteriors of arcs) of each])"""
+    p = losses.problem(len(EVERY), T, U, 5, lengths=list(zip(*EVERY)))
+    rows = []
+    for b, (n, m) in enumerate(EVERY):
+        topology, arcs = explicit(p.logits[b, :n, : m + 1], p.targets[b, :m], *skips)
+        paths = truth.enumerate_paths(topology, n, m)
+        rows.append((paths, *truth.sum_of_paths(paths, arcs)))
+    return p, rows
+
+
+def value(skips, implementation=None, **options):
+    return WildcardRNNTLoss(skip_start=skips[0], skip_end=skips[1], implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("skips", SKIPS, ids=str)
+@losses.reference_slow
+def test_every_arc(skips, implementation):
+    """Loss, and its derivatives by both weights: minus the expected numbers of skips. Every (T_b, U_b)."""
+    p, rows = solved(skips)
+    run = lambda *skips: value(skips, implementation, reduction="none")(*p)
+    np.testing.assert_allclose(run(*skips), [-row[2] for row in rows], rtol=1e-12, atol=1e-13)
+    leaves = [i for i, x in enumerate(skips) if x is not None]
+    derivatives = jax.jit(jax.jacrev(run, leaves))(*skips)
+    for i, found in zip(leaves, derivatives, strict=True):
+        of = lambda posteriors: sum(x.sum() for slot, x in posteriors.items() if slot.startswith(("start", "end")[i]))
+        np.testing.assert_allclose(found, [-of(row[3]) for row in rows], atol=1e-12)
+
+
+@pytest.mark.parametrize("skips", SKIPS[:3], ids=str)
+def test_questions(skips):
+    """Posteriors by path; the best path is the best of the labels' frames, over whose skips its score adds up."""
+    p, rows = solved(skips)
+    loss = value(skips)
+    blank, label = map(np.asarray, loss.posteriors(*p))
+    score, frames = map(np.asarray, loss.align(*p))
+    for b, ((n, m), (paths, scores, _, posteriors)) in enumerate(zip(EVERY, rows)):
+        np.testing.assert_allclose(label[b, :n, : m + 1], posteriors["label"], atol=1e-12)
+        emitted = label[b].sum(-1).cumsum() if m else np.zeros(T)  # labels until this frame
+        if m == 1:
+            np.testing.assert_allclose(blank[b, :n, 0], 1 - emitted[:n], atol=1e-12)
+            np.testing.assert_allclose(blank[b, :n, 1], emitted[:n], atol=1e-12)
+        if m == 0:
+            np.testing.assert_allclose(blank[b, :n, 0], 1, atol=1e-12)
+        ways = {}
+        for path, x in zip(paths, scores, strict=True):
+            where = tuple(t for slot, t, _ in path if slot == "label")
+            ways[where] = np.logaddexp(ways.get(where, -np.inf), x)
+        best = max(ways, key=ways.get)
+        np.testing.assert_allclose(score[b], ways[best], rtol=1e-12, atol=1e-13)
+        assert frames[b].tolist() == [*best, *[-1] * (U - m)]
+
+
+@pytest.mark.parametrize("skips", [(None, None), (-np.inf, -np.inf)], ids=str)
+def test_no_skips(skips, implementation):
+    """Without skips it is the RNN-T loss; masked blanks included, with finite gradients."""
+    p = losses.problem(dtype=np.float32)
+    p.logits[0, 1, :, -1] = p.logits[1, :2, 2, -1] = -np.inf
+    run = lambda loss: jax.value_and_grad(lambda x: loss(x, *p[1:]))(p.logits)
+    got, expected = run(value(skips, implementation)), run(RNNTLoss(implementation=implementation))
+    losses.assert_same_bits(got[0], expected[0])
+    losses.assert_close(got, expected, 1e-6)
+    assert np.isfinite(got[1]).all()
+
+
+def test_blanks_that_are_impossible(implementation):
+    """A skip passes a frame whose blank is impossible, and counts only there."""
+    p = losses.problem(1, 4, 2, 5, lengths=([4], [2]))
+    p.logits[0, 1, 0, -1] = p.logits[0, 2, 2, -1] = -np.inf
+    topology, arcs = explicit(p.logits[0], p.targets[0], -1.0, 0.5)
+    expected = truth.sum_of_paths(truth.enumerate_paths(topology, 4, 2), arcs)[1]
+    loss = value((-1.0, 0.5), implementation)
+    np.testing.assert_allclose(loss(*p), -expected, rtol=1e-12)
+    assert np.isfinite(jax.grad(lambda x: loss(x, *p[1:]))(p.logits)).all()
+
+
+@pytest.mark.parametrize("skip", [-30.0, -3.0, 0.0])
+def test_long_utterance(skip):
+    """float32 at T = 1000, by the recursion of the docstring in float64: a relative error of 1e-6, gradients of 1e-5.
+
+    Blanks of the first and last columns multiply to e^-300 and less, and in the other half of the batch to nearly 1.
+    """
+    frames, labels = 1000, 20
+    p = losses.problem(2, frames, labels, 8, lengths=([frames, frames - 9], [labels, labels - 3]), scale=1.0)
+    p.logits[1, :, :, -1] += 12
+    p = p.astype(np.float32)
+
+    def exact(start, end):
+        for b, (n, m) in enumerate(zip(*p[2:])):
+            arcs = truth.lattice(p.logits[b, :n, : m + 1].astype(np.float64), p.targets[b, :m])[1]
+            blank, label = (arcs[slot].tolist() for slot in ("blank", "label"))
+            add = lambda *x: (
+                max(x) + math.log(math.fsum(math.exp(y - max(x)) for y in x)) if max(x) > -np.inf else max(x)
+            )
+            alpha, passed = [-np.inf] * (m + 1), -np.inf  # `passed`: the sum over s < t of alpha(s, U_b)
+            for t in range(n):
+                before, alpha = alpha, []
+                for u in range(m + 1):
+                    ways = [before[u] + blank[t - 1][u] if t else (0.0 if u == 0 else -np.inf)]
+                    ways += [alpha[u - 1] + label[t][u - 1]] if u else []
+                    ways += [start] if u == 0 and t else []
+                    ways += [passed + end] if u == m and t == n - 1 else []
+                    alpha.append(add(*ways))
+                passed = add(passed, alpha[m])
+            yield -(alpha[m] + blank[n - 1][m])
+
+    run = jax.jit(jax.value_and_grad(lambda skips: value(skips, reduction="sum")(*p)))
+    total, gradient = run((jnp.float32(skip), jnp.float32(skip)))
+    np.testing.assert_allclose(total, sum(exact(skip, skip)), rtol=1e-6)
+    h = 1e-4
+    for i, found in enumerate(gradient):
+        ends = [[skip + s * h * (i == j) for j in range(2)] for s in (1, -1)]
+        expected = (sum(exact(*ends[0])) - sum(exact(*ends[1]))) / (2 * h)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
