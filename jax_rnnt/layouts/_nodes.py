@@ -56,6 +56,7 @@ class Nodes(typing.NamedTuple):
     counts: jax.Array  # bool [..., T, U1]: inside the lengths, with a weight
     num_frames: jax.Array  # [...]
     num_labels: jax.Array  # [...]
+    members: jax.Array | None = None  # bool [B, N] of packed rows: which belong to a sequence
 
 
 def _of_tiles(given, nodes):
@@ -65,13 +66,21 @@ def _of_tiles(given, nodes):
     predictor = side_by_side(given.predictors, (*batch, columns))
     parameters = [*(x for own in given.parameters for x in own), *given.constants]
     label = jnp.zeros((*batch, 1, columns), jnp.int32)  # read by losses
-    return (parameters, encoder, predictor, *given.arrays, *given.labels), (label, *nodes[1:], nodes.counts)
+    return (parameters, encoder, predictor, *given.arrays, *given.labels), (
+        label,
+        nodes.num_frames,
+        nodes.num_labels,
+        nodes.counts,
+    )
 
 
 def _weighted(emission, weights, given, nodes):
     """(sums [...], values [..., T, U1])"""
     values = emission.forward(*_of_tiles(given, nodes))[0]["value"]
     values = jnp.where(nodes.counts, values, 0)
+    if nodes.members is not None:  # a NaN concerns all rows of its sequence
+        bad = jnp.any(nodes.members & jnp.any(jnp.isnan(values), (-1, -2))[None], -1)
+        values = jnp.where(jnp.any(nodes.members & bad[:, None], 0)[:, None, None], jnp.nan, values)
     return jnp.sum(jnp.where(nodes.counts, weights * values, 0), (-1, -2)), values
 
 
@@ -150,7 +159,7 @@ class Batch(typing.NamedTuple):
     weights: jax.Array | None  # [..., T, U1]
     labels: jax.Array  # int32 [..., T, U1], or what can be broadcast
     bad: jax.Array  # bool: sequences that are NaN
-    total: Callable[[jax.Array], jax.Array] = lambda sums: sums  # of each sequence
+    members: jax.Array | None = None  # of packed rows
 
 
 def _inside(labels, num_frames, frames):
@@ -195,13 +204,10 @@ def _packed(layouts, x: Sequences) -> Batch:
     if x.targets is not None and count:
         labels = labels_of_rows(x.targets, num_labels, b, u)
 
-    def total(sums):  # no scatter: in a fixed order
-        own = b == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)
-        return jnp.sum(jnp.where(own & used, sums, 0), -1)
-
+    members = (b[None] == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)) & used[None]
     planes = [x if x is None else x[:, None, None] for x in (used, weights, labels)]
-    used = used.astype(jnp.int32)
-    return Batch(planes[0], used, jnp.zeros_like(used), *planes[1:], bad, total)
+    frames = used.astype(jnp.int32)
+    return Batch(planes[0], frames, jnp.zeros_like(frames), *planes[1:], bad, members)
 
 
 # ------------------------------------------------------------------------------------------------------- arguments
@@ -382,7 +388,11 @@ def sum_over_nodes(
     plane = jnp.ones(inside.shape, dtype) if ones else batch.weights
     labels = [] if targets is None else [jnp.broadcast_to(batch.labels, inside.shape)[..., None]]
     emission, given = _in_tiles(function, layouts, batch, labels)
-    nodes = Nodes(inside if ones else inside & (plane != 0), batch.num_frames, batch.num_labels)
+    counts = inside if ones else inside & (plane != 0)
+    nodes = Nodes(counts, batch.num_frames, batch.num_labels, batch.members)
     leaves, structure = jax.tree.flatten((plane, given, nodes))
     plane, given, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
-    return jnp.where(batch.bad, jnp.nan, batch.total(_sums(emission, plane, given, nodes)))
+    sums = _sums(emission, plane, given, nodes)
+    if nodes.members is not None:  # no scatter: in a fixed order
+        sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
+    return jnp.where(batch.bad, jnp.nan, sums)

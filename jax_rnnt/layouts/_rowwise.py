@@ -33,7 +33,7 @@ class Values(Emission):
 def side_by_side(xs, shape):
     """Rows [*shape, E] of several networks as rows of one, in the widest dtype; all may be broadcast alike."""
     if not xs:
-        return jnp.zeros((*shape, 0), jnp.float32)
+        return jnp.zeros((*shape, 1), jnp.float32)  # not 0 wide: its reshapes infer a size
     if len({x.shape[:-1] for x in xs}) > 1:
         xs = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in xs]
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs, -1)  # promotes
