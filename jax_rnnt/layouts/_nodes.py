@@ -31,7 +31,7 @@ from jax_rnnt.layouts._band import BandLogits, band, band_label_map
 from jax_rnnt.layouts._joint import JointLogits
 from jax_rnnt.layouts._joint_networks import LinearJoint, Rows, split
 from jax_rnnt.layouts._packed import PackedLogits, labels_of_rows, nodes_of_rows, offsets
-from jax_rnnt.layouts._rowwise import Network, Rowwise, Values, side_by_side
+from jax_rnnt.layouts._rowwise import Network, Rowwise, Values, common_dtype, side_by_side
 from jax_rnnt.layouts._tile_sizes import blocks_for
 from jax_rnnt.layouts._tiles import Tiled
 
@@ -278,7 +278,7 @@ def _traced(function, rows, like, layouts, labels, dtype):
 
 def _in_tiles(function, layouts, batch: Batch, labels):
     """(the emission of `_sums`, its arrays)"""
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in layouts))
+    dtype = common_dtype(layouts)
     joints = [x for x in layouts if isinstance(x, JointLogits)]
     encoders, predictors = ([getattr(x, name) for x in joints] for name in ("encoder_out", "predictor_out"))
     rows_of = {_layout.ArrayLogits: "logits", BandLogits: "logits", PackedLogits: "rows"}
@@ -382,7 +382,7 @@ def sum_over_nodes(
     if not callable(function):
         raise TypeError(f"{NAME}: function must be callable, got {function!r}.")
     layouts, planes_of = _checked_layouts(logits)
-    dtype = accumulation_dtype(functools.reduce(jnp.promote_types, (x.dtype for x in layouts)))
+    dtype = accumulation_dtype(common_dtype(layouts))
     batch = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
     ones, inside = batch.weights is None, batch.inside
     plane = jnp.ones(inside.shape, dtype) if ones else batch.weights

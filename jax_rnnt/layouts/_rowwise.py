@@ -30,13 +30,20 @@ class Values(Emission):
         return scale_cotangent(cotangents["value"], scale)[..., None]
 
 
+def common_dtype(xs):
+    """The dtype of all xs; else float64 if one is that, else float32. Users may forbid JAX to promote."""
+    found = {x.dtype for x in xs}
+    return found.pop() if len(found) == 1 else max(map(accumulation_dtype, found), key=lambda x: x.itemsize)
+
+
 def side_by_side(xs, shape):
-    """Rows [*shape, E] of several networks as rows of one, in the widest dtype; all may be broadcast alike."""
+    """Rows [*shape, E] of several networks as rows of one; all may be broadcast alike."""
     if not xs:
         return jnp.zeros((*shape, 1), jnp.float32)  # not 0 wide: its reshapes infer a size
     if len({x.shape[:-1] for x in xs}) > 1:
         xs = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in xs]
-    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, -1)  # promotes
+    dtype = common_dtype(xs)
+    return xs[0] if len(xs) == 1 else jnp.concatenate([x.astype(dtype) for x in xs], -1)
 
 
 def _cut(x, sizes):
