@@ -148,7 +148,7 @@ class Rows:
 
     def pullback(self, parameters, encoder, predictor, counts=None):
         def rows(*wide):
-            return [x.astype(like.dtype) for x, like in zip(pair(*wide, counts), (encoder, predictor))]
+            return [x.astype(like.dtype) for x, like in zip(pair(wide[0], wide[1], counts), (encoder, predictor))]
 
         # Rows meet in float32, so that their gradients are summed in it.
         made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))

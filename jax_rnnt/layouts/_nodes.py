@@ -14,7 +14,6 @@ import math
 import operator
 import typing
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,13 +64,9 @@ def _of_tiles(given, nodes):
     encoder = side_by_side(given.encoders, nodes.counts.shape[:-1])
     predictor = side_by_side(given.predictors, (*batch, columns))
     parameters = [*(x for own in given.parameters for x in own), *given.constants]
-    label = jnp.zeros((*batch, 1, columns), jnp.int32)  # read by losses
-    return (parameters, encoder, predictor, *given.arrays, *given.labels), (
-        label,
-        nodes.num_frames,
-        nodes.num_labels,
-        nodes.counts,
-    )
+    label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
+    of_tiles = label, nodes.num_frames, nodes.num_labels, nodes.counts
+    return (parameters, encoder, predictor, *given.arrays, *given.labels), of_tiles
 
 
 def _weighted(emission, weights, given, nodes):
@@ -109,20 +104,15 @@ def _sums_bwd(residuals, cotangent):
     planes = {"value": jnp.where(bad, jnp.nan, jnp.where(nodes.counts, weights, 0))}
     logits, of_tiles = _of_tiles(given, nodes)
     made = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
-    parameters, *states = made[:3]
-    parameters = iter(parameters)
-    of_states = (
-        jax.vjp(lambda xs, x=x: side_by_side(xs, x.shape[:-1]), xs)[1](g)[0]
-        for xs, x, g in zip((given.encoders, given.predictors), logits[1:3], states)
-    )
-    grad = Given(
-        [[next(parameters) for _ in own] for own in given.parameters],
-        *of_states,
-        arrays=list(made[3 : 3 + len(given.arrays)]),
-        constants=list(parameters),
-        labels=[None for _ in given.labels],
-    )
-    return None, scale_cotangent(values, cotangent), grad, None
+    parameters, encoder, predictor, *arrays = made
+    parameters, labels = iter(parameters), [arrays.pop() for _ in given.labels]  # None
+    of_networks = [[next(parameters) for _ in own] for own in given.parameters]
+
+    def of_states(xs, like, gradient):
+        return jax.vjp(lambda xs: side_by_side(xs, like.shape[:-1]), xs)[1](gradient)[0]
+
+    states = of_states(given.encoders, logits[1], encoder), of_states(given.predictors, logits[2], predictor)
+    return None, scale_cotangent(values, cotangent), Given(of_networks, *states, arrays, [*parameters], labels), None
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
@@ -203,11 +193,10 @@ def _packed(layouts, x: Sequences) -> Batch:
         weights = x.weights[b, t, u] if x.weights.size else jnp.zeros(rows, x.weights.dtype)
     if x.targets is not None and count:
         labels = labels_of_rows(x.targets, num_labels, b, u)
-
     members = (b[None] == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)) & used[None]
-    planes = [x if x is None else x[:, None, None] for x in (used, weights, labels)]
-    frames = used.astype(jnp.int32)
-    return Batch(planes[0], frames, jnp.zeros_like(frames), *planes[1:], bad, members)
+    frames, weights = used.astype(jnp.int32), None if weights is None else weights[:, None, None]
+    used, labels = used[:, None, None], labels[:, None, None]
+    return Batch(used, frames, jnp.zeros_like(frames), weights, labels, bad, members)
 
 
 # ------------------------------------------------------------------------------------------------------- arguments
@@ -239,11 +228,9 @@ def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) ->
     if packed and np.ndim(logit_lengths) != 1:
         raise ValueError(f"{NAME}: logit_lengths must have shape [B], got {np.shape(logit_lengths)}.")
     batch = np.shape(logit_lengths) if packed else shape[:-2]
-    lengths = [
-        _checks.integers(NAME, name, x, batch, "[...]")
-        for name, x in (("logit_lengths", logit_lengths), ("target_lengths", target_lengths))
-    ]
-    frames = layouts[0].frames_for(lengths[0]) if packed else shape[-2]
+    num_frames = _checks.integers(NAME, "logit_lengths", logit_lengths, batch, "[...]")
+    num_labels = _checks.integers(NAME, "target_lengths", target_lengths, batch, "[...]")
+    frames = layouts[0].frames_for(logit_lengths) if packed else shape[-2]
     columns = None if packed or bands else shape[-1]
     if weights is not None:
         weights = _checks.array(NAME, "weights", weights)
@@ -257,7 +244,7 @@ def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) ->
     if targets is not None:
         columns = np.shape(targets)[-1] + 1 if columns is None and np.ndim(targets) else columns
         targets = _checks.integers(NAME, "targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
-    return Sequences(*lengths, weights, targets, columns, max(x.classes for x in layouts))
+    return Sequences(num_frames, num_labels, weights, targets, columns, max(x.classes for x in layouts))
 
 
 def _traced(function, rows, like, layouts, labels, dtype):
@@ -289,21 +276,26 @@ def _in_tiles(function, layouts, batch: Batch, labels):
     chunk = min((x.chunk for x in joints if x.chunk is not None), default=None)
     emission = Tiled(Values(), None, sum(x.classes for x in layouts), dtype, chunk, linear)
     *sequences, frames, columns = batch.inside.shape
-    shapes = (*sequences, frames), (*sequences, columns)
-    states = (jax.eval_shape(lambda xs, s=s: side_by_side(xs, s), xs) for xs, s in zip((encoders, predictors), shapes))
-    blocks = blocks_for(emission, *states, jax.default_backend())  # a function is traced for its number of rows
+    encoder = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, frames)), encoders)
+    predictor = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, columns)), predictors)
+    blocks = blocks_for(emission, encoder, predictor, jax.default_backend())  # the function is traced for its rows
     rows = math.prod(dataclasses.astuple(blocks))
 
-    made = [split(NAME, x.joint, rows, x.encoder_out, x.predictor_out) for x in joints]
-    parts: list[Network | None] = [None for _ in layouts]
-    for i, x, (joint, parameters) in zip([i for i, x in enumerate(layouts) if x in joints], joints, made):
-        kinds = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
-        parts[i] = Network(joint, len(parameters), *kinds)
+    parts: list[Network | None] = []
+    parameters = []
+    for x in layouts:
+        if isinstance(x, JointLogits):
+            joint, own = split(NAME, x.joint, rows, x.encoder_out, x.predictor_out)
+            of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
+            parts.append(Network(joint, len(own), of_encoder, of_predictor))
+            parameters.append(own)
+        else:
+            parts.append(None)
     like, *_ = _xla.vary_together(*encoders, *predictors, *arrays)
     traced, constants = _traced(function, rows, like, layouts, labels, accumulation_dtype(dtype))
-    joint = Rowwise(tuple(parts), traced, (False,) * len(parts))
-    given = Given([own for _, own in made], encoders, predictors, arrays, constants, labels)
-    return dataclasses.replace(emission, joint=joint, blocks=blocks), given
+    rowwise = Rowwise(tuple(parts), traced, (False,) * len(parts))
+    given = Given(parameters, encoders, predictors, arrays, constants, labels)
+    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), given
 
 
 def sum_over_nodes(
@@ -329,9 +321,9 @@ def sum_over_nodes(
         Gradients reach the arrays that it closes over. With `targets` it gets one argument more, labels int32 [N]: the
         label that leaves the node, -1 in the last column (`jax.nn.one_hot` makes that a row of zeros).
     *logits : Array, floating [..., T, U + 1, V], or a layout
-        One or several, with the same batch, T and U + 1. V may differ. `JointLogits`, `AdditiveLogits` without smoothing
-        and arrays go together. `BandLogits` and `PackedLogits` go with their like: only nodes inside the band count,
-        and bands that differ make a sequence NaN.
+        One or several, with the same batch, T and U + 1. V may differ. Arrays, `JointLogits` and `AdditiveLogits`
+        without smoothing go together. `BandLogits` and `PackedLogits` go with their like: only nodes inside the band
+        count, and bands that differ make a sequence NaN.
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     weights : Array, real or bool [..., T, U + 1], optional

@@ -1,4 +1,4 @@
-"""A function of the rows of several logits, after their joint networks: one joint network whose "logits" are its values.
+"""A function of the rows of several logits, after their joint networks: a joint network whose "logits" are its values.
 
 N rows, S blocks, V classes, E and P the widths of encoder and predictor rows.
 """
@@ -135,7 +135,7 @@ class Rowwise:
         made, pulls = [], []
         for x, p, rows, is_learned in zip(self.networks, own, self._states(encoder, predictor), learned):
             pullback = x.joint.pullback if is_learned else functools.partial(_fixed, x.joint)
-            logits, pull = pullback(p, *rows, counts)
+            logits, pull = pullback(p, rows[0], rows[1], counts)
             made.append(logits)
             pulls.append(pull)
         values, of_values = self.function.function.vjp(*constants, *self._arguments(made, counts, arrays))

@@ -110,13 +110,13 @@ class Tiled(Wrapper):
         gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
         for i, x in zip(trained, grad_parameters):
             gradients[i] = x.astype(parameters[i].dtype)
-        (*grad_rows,) = (g.reshape(x.shape) for g, x in zip(grad_rows, rows))
-        of_arrays = dict(zip(learned, grad_rows[2:]))
-        return gradients, *grad_rows[:2], *(of_arrays.get(i) for i in range(len(arrays)))
+        grad_encoder, grad_predictor, *made = (g.reshape(x.shape) for g, x in zip(grad_rows, rows))
+        of_arrays = dict(zip(learned, made))
+        return gradients, grad_encoder, grad_predictor, *(of_arrays.get(i) for i in range(len(arrays)))
 
     def pullback(self, logits, nodes, cotangents, scale, clamp):
         raise NotImplementedError(
-            "JointLogits have no second derivative in tiles; use implementation='reference' of a loss."
+            "Tiles have no second derivative; use implementation='reference', or plain JAX for sum_over_nodes."
         )
 
     def without(self, nodes, masked):
