@@ -578,7 +578,7 @@ def test_errors(arguments, given, message):
 
 @pytest.mark.slow
 def test_second_derivative():
-    with pytest.raises(NotImplementedError, match="none of second order.*plain JAX for sum_over_nodes"):
+    with pytest.raises(NotImplementedError, match=r"none of second order.*plain JAX for sum_over_nodes"):
         jax.hessian(lambda x: sum_over_nodes(entropy, x, **GIVEN).sum())(X)
 
 
