@@ -110,7 +110,7 @@ class Blocks:
         return jax.lax.dynamic_slice_in_dim(x, i * self.count, self.count)
 
     def tile(self, i, work, encoder, predictor, label, num_frames, num_labels, counts=None, *arrays):
-        """Tile i of all. `counts`, a plane cut into blocks: other nodes are not inside. Arrays: [B, T, U1, ...]."""
+        """Tile i of all. `counts` is a plane cut into blocks; arrays are [B, T, U1, V]."""
         names = "block", "sequence", "frame", "column", "live"
         block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
         frame, column = frame[:, None] + row_index(self.frames), column[:, None] + row_index(self.columns)
@@ -121,7 +121,6 @@ class Blocks:
         place = None
         if counts is not None:
             counts = counts[block].reshape(inside.shape)
-            inside &= counts
             node = sequence[:, None, None], frame[:, :, None], column[:, None]
             more = counts, *(_rows_of(x, *node) for x in arrays)
             batch, rows, width = predictor.shape[0], encoder.shape[1], predictor.shape[1]

@@ -41,8 +41,8 @@ OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax":
 OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
 LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss "
 LOSSES += "TargetRobustRNNTLoss rnnt_loss"
-LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs"
-BESIDE = "sum_over_nodes mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
+LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs sum_over_nodes"
+BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
 NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
 MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "timing"}
 
