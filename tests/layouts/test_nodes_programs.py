@@ -1,4 +1,4 @@
-"""What does a sum over nodes cost, does it work in every program, with clear errors, and are the examples of its page right?"""
+"""Do sums over nodes cost what they should and work in every program, and are the examples of their page right?"""
 
 import functools
 import re
