@@ -3,6 +3,7 @@
     python benchmarks/joint.py                  # by shape
     python benchmarks/joint.py --hypotheses 16  # of each utterance: encoder rows shared, beside separate sequences
     python benchmarks/joint.py --librispeech    # batches of LibriSpeech's lengths; a GPU takes them whole
+    python benchmarks/joint.py --nodes          # `sum_over_nodes` beside the loss, both in tiles
     python benchmarks/joint.py --long           # a training step of 1,024 utterances of 40 seconds
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
@@ -210,6 +211,56 @@ def librispeech(args):
     measure.save(args, "-librispeech", [], results, **more)
 
 
+# ------------------------------------------------------------------------------------------------- sums over nodes
+
+
+def arcs(rows, labels):
+    """Minus the log-probabilities of blank and label: what the emission of the loss computes."""
+    total = jax.nn.logsumexp(rows, -1)
+    label = jnp.sum(jnp.where(jnp.arange(rows.shape[-1]) == labels[:, None], rows, 0), -1)
+    return 2 * total - rows[:, -1] - label
+
+
+def entropy(rows):
+    x = jax.nn.log_softmax(rows)
+    return -jnp.sum(jnp.exp(x) * x, -1)
+
+
+def over_nodes(function, weight, bias, encoder, predictor, targets, logit_lengths, target_lengths, weights=None):
+    logits = rnnt.JointLogits(rnnt.LinearJoint(weight, bias), encoder, predictor)
+    given = {"logit_lengths": logit_lengths, "target_lengths": target_lengths, "weights": weights}
+    given |= {"targets": targets} if function is arcs else {}
+    return jnp.mean(rnnt.sum_over_nodes(function, logits, **given))
+
+
+def nodes(args):
+    """All nodes beside a loss that skips none; with posteriors as weights beside the loss as it is."""
+    budget, results, checks = measure.settle(args), {}, []
+    for case in cases.JOINT:
+        if case.name not in args.only:
+            continue
+        sources, rest = problems.joint(case, args.seed)
+        posteriors = sum(LOSS.posteriors(rnnt.JointLogits(rnnt.LinearJoint(*sources[:2]), *sources[2:]), *rest))
+        start = functools.partial(measure.program, gradient=ALL)
+        of_arcs, of_entropy = (functools.partial(over_nodes, f) for f in (arcs, entropy))
+        with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
+            found = [start("loss, nothing skipped", linear, (*sources, *rest))]
+        found += [
+            start("arcs", of_arcs, (*sources, *rest)),
+            start("entropy", of_entropy, (*sources, *rest)),
+            start("loss", linear, (*sources, *rest)),
+            start("arcs by posteriors", of_arcs, (*sources, *rest, posteriors)),
+        ]
+        results[case.name] = found
+        measure.take_turns(found, budget, args.repeat)
+        measure.report(title(case), found, ["loss, nothing skipped", "loss"])
+        by_name = {c.name: c for c in found}
+        for name, base in (("arcs", "loss, nothing skipped"), ("arcs by posteriors", "loss")):
+            checks.append(measure.aim(f"{case.name}: {name} / {base}", by_name[name], by_name[base], "<= 1.2"))
+    measure.report_aims(checks)
+    measure.save(args, "-nodes", checks, results)
+
+
 # ---------------------------------------------------------------------------------------------------- a long step
 
 
@@ -242,6 +293,7 @@ def main(argv=None):
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
     parser.add_argument("--hypotheses", type=int, metavar="N", help="of each utterance, for two of the cases")
     parser.add_argument("--librispeech", action="store_true")
+    parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
@@ -249,7 +301,7 @@ def main(argv=None):
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
     parser.add_argument("--steps", type=int, help="of --long")
     args = parser.parse_args(argv)
-    chosen = [f for f in (hypotheses, librispeech, long) if getattr(args, f.__name__)]
+    chosen = [f for f in (hypotheses, librispeech, nodes, long) if getattr(args, f.__name__)]
     (chosen or [by_shape])[0](args)
 
 

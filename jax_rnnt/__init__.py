@@ -15,6 +15,7 @@ from jax_rnnt.layouts import BandLogits as BandLogits
 from jax_rnnt.layouts import JointLogits as JointLogits
 from jax_rnnt.layouts import LinearJoint as LinearJoint
 from jax_rnnt.layouts import PackedLogits as PackedLogits
+from jax_rnnt.layouts import sum_over_nodes as sum_over_nodes
 from jax_rnnt.losses import Alignment as Alignment
 from jax_rnnt.losses import Composition as Composition
 from jax_rnnt.losses import ConstrainedRNNTLoss as ConstrainedRNNTLoss
@@ -59,6 +60,7 @@ __all__ = [
     "prune_ranges",
     "rnnt_loss",
     "selftest",
+    "sum_over_nodes",
 ]
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name

@@ -170,4 +170,4 @@ class Grouped:
 
     def jvp(self, primals, tangents, **_):
         message = f"{self.name} has no derivative in forward mode and none of second order; "
-        raise NotImplementedError(message + "use implementation='reference'.")
+        raise NotImplementedError(message + "use implementation='reference', or plain JAX for sum_over_nodes.")

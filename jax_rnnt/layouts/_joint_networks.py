@@ -17,10 +17,25 @@ from jax_rnnt import _xla
 from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
-def pair(encoder, predictor):
+def instead(x, counts):
+    """x [S, frames or 1, columns or 1, ...] with the first row that counts in place of the rows of a block that do not.
+
+    So neither NaN or inf in these rows nor what a function makes of them reaches a gradient: a block has a row that
+    counts. `counts`: bool [S, frames, columns]; None: all rows do.
+    """
+    if counts is None:
+        return x
+    first = jnp.argmax(counts.reshape(len(counts), -1), -1).astype(jnp.int32)
+    node = first // counts.shape[2], first % counts.shape[2]
+    row = x[jnp.arange(len(x)), *(jnp.minimum(i, n - 1) for i, n in zip(node, x.shape[1:]))]
+    row = jax.lax.stop_gradient(row)[:, None, None]
+    return jnp.where(counts.reshape(*counts.shape, *(1 for _ in x.shape[3:])), x, row)
+
+
+def pair(encoder, predictor, counts=None):
     """Rows [N, E] and [N, P] of all nodes of blocks [S, frames, E] and [S, columns, P]."""
     shape = (*encoder.shape[:2], predictor.shape[1])
-    rows = encoder[:, :, None], predictor[:, None]
+    rows = (instead(x, counts) for x in (encoder[:, :, None], predictor[:, None]))
     return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(math.prod(shape), x.shape[-1]) for x in rows]
 
 
@@ -48,9 +63,9 @@ class Linear:
         """x behind a barrier: XLA shares no result with x itself. On a CPU it would copy x."""
         return x if self.wide else jax.lax.optimization_barrier(x)
 
-    def _sum(self, dtype, encoder, predictor):
+    def _sum(self, dtype, encoder, predictor, counts=None):
         wide = accumulation_dtype(dtype)
-        return encoder.astype(wide)[:, :, None] + predictor.astype(wide)[:, None]
+        return instead(encoder.astype(wide)[:, :, None], counts) + instead(predictor.astype(wide)[:, None], counts)
 
     def _product(self, x, weight, dimensions):
         """A matrix product, summed in float32 or better."""
@@ -63,9 +78,9 @@ class Linear:
         ones = (1,) * (hidden.ndim - 1)
         return (logits + bias[0].astype(logits.dtype).reshape(*ones, -1) if bias else logits).astype(weight.dtype)
 
-    def logits(self, parameters, encoder, predictor):
+    def logits(self, parameters, encoder, predictor, counts=None):
         dtype = parameters[0].dtype
-        hidden = self.activation(self._sum(dtype, encoder, predictor))
+        hidden = self.activation(self._sum(dtype, encoder, predictor, counts))
         return self._logits(parameters, hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1]).astype(dtype))
 
     def rows(self, parameters, encoder, predictor):
@@ -78,10 +93,10 @@ class Linear:
         )
         return self._logits(parameters, self.activation(encoder + predictor).astype(dtype))
 
-    def pullback(self, parameters, encoder, predictor):
+    def pullback(self, parameters, encoder, predictor, counts=None):
         weight, *bias = parameters
         wide = accumulation_dtype(weight.dtype)
-        hidden = self.activation(self._sum(weight.dtype, encoder, predictor))
+        hidden = self.activation(self._sum(weight.dtype, encoder, predictor, counts))
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
         def gradients(x, totals, encoder, predictor):
@@ -89,7 +104,7 @@ class Linear:
             made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
             # First of all, so that the memory of the hidden units is free for their gradient.
             x, totals = self.barrier((x, [a + b for a, b in zip(totals, made)]))
-            _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor))
+            _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor, counts))
             (grad_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
             if not self.wide:
                 # Two sums read it. Without the barrier, XLA keeps it in float32.
@@ -128,12 +143,12 @@ class Rows:
     def barrier(self, x):
         return x
 
-    def logits(self, parameters, encoder, predictor):
-        return self.function(*parameters, *pair(encoder, predictor))
+    def logits(self, parameters, encoder, predictor, counts=None):
+        return self.function(*parameters, *pair(encoder, predictor, counts))
 
-    def pullback(self, parameters, encoder, predictor):
+    def pullback(self, parameters, encoder, predictor, counts=None):
         def rows(*wide):
-            return [x.astype(like.dtype) for x, like in zip(pair(*wide), (encoder, predictor))]
+            return [x.astype(like.dtype) for x, like in zip(pair(wide[0], wide[1], counts), (encoder, predictor))]
 
         # Rows meet in float32, so that their gradients are summed in it.
         made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))

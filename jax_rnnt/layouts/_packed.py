@@ -105,18 +105,29 @@ def _nodes(logits, targets, num_frames, num_labels, first, end, frames) -> Nodes
     inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
     row = jnp.where(inside, first[:, None, None] + t * (num_labels[:, None, None] + 1) + u, 0)
 
-    index = jnp.arange(rows, dtype=jnp.int32)
+    used, (b, t, u) = nodes_of_rows(num_frames, num_labels, first, end, rows)
+    if batch == 0:
+        return Nodes(b[:, None, None], b, (b, t, u), row, inside)
+    label = labels_of_rows(targets, num_labels, b, u)
+    return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)
+
+
+def nodes_of_rows(num_frames, num_labels, first, end, rows: int):
+    """(bool [N]: whether a row belongs to a sequence, its (b, t, u), t = u = 0 where it belongs to none)."""
+    batch, index = len(end), jnp.arange(rows, dtype=jnp.int32)
     b = jnp.sum(end[:, None] <= index[None], 0, dtype=jnp.int32)
     known, b = b < batch, jnp.minimum(b, max(batch - 1, 0))
     if batch == 0:
         zero = jnp.zeros_like(index)
-        return Nodes(zero[:, None, None], zero, (zero, zero, zero), row, inside)
+        return known, (zero, zero, zero)
     within, columns = index - first[b], num_labels[b] + 1
     used = known & (within < num_frames[b] * columns)
-    t, u = jnp.where(used, within // columns, 0), jnp.where(used, within % columns, 0)
-    padded = jnp.pad(targets, ((0, 0), (0, 1)))
-    label = jnp.where(u < num_labels[b], padded[b, u], NO_LABEL)
-    return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)
+    return used, (b, jnp.where(used, within // columns, 0), jnp.where(used, within % columns, 0))
+
+
+def labels_of_rows(targets, num_labels, b, u):
+    """int32 [N]: class of the label that leaves node (t, u) of sequence b."""
+    return jnp.where(u < num_labels[b], jnp.pad(targets, ((0, 0), (0, 1)))[b, u], NO_LABEL)
 
 
 @_pytree.register
@@ -184,11 +195,14 @@ class PackedLogits(Layout):
         return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
 
     def emission(self, function, loss, head, targets, logit_lengths, target_lengths):
-        frames, rows = self.max_frames, len(self.rows)
-        if frames is None:
-            known = _checks.known(logit_lengths)
-            frames = rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
-        return Packed(head, int(frames)), self.rows
+        return Packed(head, self.frames_for(logit_lengths)), self.rows
+
+    def frames_for(self, logit_lengths) -> int:
+        """A bound of the frames of sequences of these lengths."""
+        if self.max_frames is not None:
+            return int(self.max_frames)
+        rows, known = len(self.rows), _checks.known(logit_lengths)
+        return rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
 
     def fits(self, num_frames, num_labels):
         return offsets(num_frames, num_labels, len(self.rows))[1] <= len(self.rows)

@@ -23,6 +23,8 @@ class Tile(typing.NamedTuple):
     encoder: jax.Array  # [S, frames, E]
     predictor: jax.Array  # [S, columns, P]
     nodes: tuple[jax.Array, jax.Array]  # of the inner emission: label [N, 1, 1], 1 or 0 frames [N]
+    more: tuple[jax.Array, ...] = ()  # of `_nodes`: which nodes count, and rows of arrays, [S, frames, columns, ...]
+    place: jax.Array | None = None  # of `_nodes`: [S, frames, columns], in a plane [B T U1]; past it: not inside
 
 
 class Work(typing.NamedTuple):
@@ -107,29 +109,39 @@ class Blocks:
         """That of tile i of an array [n] of all blocks to do."""
         return jax.lax.dynamic_slice_in_dim(x, i * self.count, self.count)
 
-    def tile(self, i, work, encoder, predictor, label, num_frames, num_labels):
+    def tile(self, i, work, encoder, predictor, label, num_frames, num_labels, counts=None, *arrays):
+        """Tile i of all. `counts` is a plane cut into blocks; arrays are [B, T, U1, V]."""
         names = "block", "sequence", "frame", "column", "live"
         block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
         frame, column = frame[:, None] + row_index(self.frames), column[:, None] + row_index(self.columns)
         frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
+        more: tuple[jax.Array, ...] = ()
+        place = None
+        if counts is not None:
+            counts = counts[block].reshape(inside.shape)
+            node = sequence[:, None, None], frame[:, :, None], column[:, None]
+            more = counts, *(_rows_of(x, *node) for x in arrays)
+            batch, rows, width = predictor.shape[0], encoder.shape[1], predictor.shape[1]
+            past = batch * rows * width + jnp.arange(inside.size, dtype=jnp.int32).reshape(inside.shape)
+            place = jnp.where(inside, (node[0] * rows + node[1]) * width + node[2], past)
         shared = sequence // (predictor.shape[0] // encoder.shape[0])
         places = (encoder, shared, frame), (predictor, sequence, column)
-        rows = [_rows_of(x, sequence, index) for x, sequence, index in places]
+        rows = [_rows_of(x, sequence[:, None], index) for x, sequence, index in places]
         encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
         labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
         nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
-        return Tile(block, sequence, inside, encoder, predictor, nodes)
+        return Tile(block, sequence, inside, encoder, predictor, nodes, more, place)
 
 
-def _rows_of(x, sequence, index):
-    """x[sequence[s], index[s, r]] for x [B, R, E]."""
-    if x.dtype.itemsize > 2:
-        return x[sequence[:, None], index]
+def _rows_of(x, *index):
+    """x[index]."""
+    if x.dtype.itemsize != 2:
+        return x[index]
     # As integers: 16-bit floats are gathered in float32 by XLA's CPU backend, which first converts all of x.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    return jax.lax.bitcast_convert_type(bits[sequence[:, None], index], x.dtype)
+    return jax.lax.bitcast_convert_type(bits[index], x.dtype)
 
 
 def row_index(n):

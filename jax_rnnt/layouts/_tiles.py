@@ -43,6 +43,9 @@ def tiled(function: str, logits, inner: Emission):
 class Tiled(Wrapper):
     """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the emission `inner` runs on the tiles.
 
+    For `_nodes` arrays [..., T, U1, ...] follow, whose rows the joint gets as well, and `nodes` has one plane more:
+    bool [..., T, U1], which nodes count.
+
     The trailing batch dimensions of the encoder may be 1: all sequences of theirs share its rows. `joint` is the static
     part of the joint network; `classes` and `dtype` are those of its logits. The lowering chooses the blocks: it knows
     the platform, and the sequences of a device.
@@ -74,46 +77,53 @@ class Tiled(Wrapper):
         return label, num_frames, num_labels
 
     def forward(self, logits, nodes, *, strict=False):
-        parameters, *rows = logits
-        batch, shape = rows[1].shape[:-2], (rows[0].shape[-2], rows[1].shape[-2])
+        parameters, encoder, predictor, *arrays = logits
+        batch, shape = predictor.shape[:-2], (encoder.shape[-2], predictor.shape[-2])
         (planes, saved), structure = self._planes(strict)
         if 0 in (*batch, *shape):
             filled = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in (*planes, *saved)]
         else:
-            flat = _flat(batch, *rows, *nodes)
+            flat = _flat(batch, encoder, predictor, *nodes, *arrays)
             results = [((*flat[1].shape[1:2], *shape), x.dtype) for x, _ in (*planes, *saved)]
             filled, _ = _forward((self, strict), parameters, flat, results)
             filled = [x.reshape(*batch, *shape) for x in filled]
         return jax.tree.unflatten(structure, filled)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        parameters, *rows = logits
-        batch = rows[1].shape[:-2]
+        parameters, encoder, predictor, *arrays = logits
+        batch = predictor.shape[:-2]
         trained = [i for i, x in enumerate(parameters) if is_trained(x)]
-        if 0 in (*batch, rows[0].shape[-2], rows[1].shape[-2]):
+        learned = self.joint.arrays if arrays else ()
+        rows = encoder, predictor, *(arrays[i] for i in learned)
+        if 0 in (*batch, encoder.shape[-2], predictor.shape[-2]):
             grad_rows, grad_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
         else:
             planes, structure = jax.tree.flatten((cotangents, residuals))
             differentiable = dataclasses.replace(self, joint=self.joint.differentiable())
-            flat = _flat(batch, *rows, *nodes, scale, clamp, *planes)
+            flat = _flat(batch, encoder, predictor, *nodes, *arrays, scale, clamp, *planes)
+            places = 0, 1, *(2 + len(nodes) + i for i in learned)
             grad_rows, grad_parameters = _backward(
                 (differentiable, strict, structure), parameters, flat,
-                [(x.shape[1:], x.dtype) for x in flat[:2]],
+                [(flat[i].shape[1:], flat[i].dtype) for i in places],
                 [(i, sum_dtype(parameters[i])) for i in trained],
             )  # fmt: skip
         gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
         for i, x in zip(trained, grad_parameters):
             gradients[i] = x.astype(parameters[i].dtype)
-        return gradients, *(g.reshape(x.shape) for g, x in zip(grad_rows, rows))
+        grad_encoder, grad_predictor, *made = (g.reshape(x.shape) for g, x in zip(grad_rows, rows))
+        of_arrays = dict(zip(learned, made))
+        return gradients, grad_encoder, grad_predictor, *(of_arrays.get(i) for i in range(len(arrays)))
 
     def pullback(self, logits, nodes, cotangents, scale, clamp):
-        raise NotImplementedError("JointLogits have no second derivative in tiles; use implementation='reference'.")
+        raise NotImplementedError(
+            "Tiles have no second derivative; use implementation='reference', or plain JAX for sum_over_nodes."
+        )
 
     def without(self, nodes, masked):
-        label, num_frames, num_labels = nodes
+        label, num_frames, *rest = nodes
         if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
             return nodes
-        return label, jnp.where(masked, 0, num_frames), num_labels
+        return label, jnp.where(masked, 0, num_frames), *rest
 
     def _planes(self, strict):
         """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
@@ -151,14 +161,14 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     blocks = tiled.blocks
     copies = batched[1].shape[1]
     batched = _unshared(*batched)
-    encoder, predictor, _, num_frames, num_labels = batched
+    encoder, predictor, label, num_frames, num_labels, *more = batched
     shape = encoder.shape[1], predictor.shape[1]
-    flags = blocks.within(shape, num_frames, num_labels)
+    flags, more = _with_nodes(blocks, shape, num_frames, num_labels, more)
     work = blocks.work(flags, grouped)
 
     def step(i, stores):
-        tile = blocks.tile(i, work, *batched)
-        logits = tiled.joint.logits(parameters, tile.encoder, tile.predictor)
+        tile = blocks.tile(i, work, encoder, predictor, label, num_frames, num_labels, *more)
+        logits = tiled.joint.logits(parameters, tile.encoder, tile.predictor, *tile.more)
         made = tiled.inner.forward(logits[:, None, None], tile.nodes, strict=strict)
         made = jnp.stack([x.reshape(blocks.count, -1) for x in jax.tree.leaves(made)])
         return jax.lax.dynamic_update_slice_in_dim(stores, made, i * blocks.count, 1)
@@ -172,6 +182,15 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
     inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
     planes = [jnp.where(inside, blocks.join(x[place], shape), fill) for x, (_, fill) in zip(stores, made)]
     return [x.reshape(-1, copies, *shape) for x in planes], []
+
+
+def _with_nodes(blocks, shape, num_frames, num_labels, more):
+    """(bool [B, blocks of frames, blocks of columns]: which hold a node that counts; `more` with its plane cut)."""
+    flags = blocks.within(shape, num_frames, num_labels)
+    if more:
+        more = [blocks.cut(more[0]), *more[1:]]
+        flags &= jnp.any(more[0], -1).reshape(flags.shape)
+    return flags, more
 
 
 def _largest(plane):
@@ -194,20 +213,24 @@ def _negligible(cotangents, scale, clamp):
 
 
 def _backward_tiles(static, parameters, batched, grouped, platforms):
-    """Gradients of encoder [B, T, E] and predictor [B, N, U1, P]; of the parameters, summed over the batch."""
+    """Gradients of encoder [B, T, E], predictor [B, N, U1, P] and arrays; of the parameters, summed over the batch."""
     tiled, strict, structure = static
     tiled = tiled.lowered_for(platforms, *batched[:2])
     blocks = tiled.blocks
     copies = batched[1].shape[1]
-    encoder, predictor, label, num_frames, num_labels, scale, clamp, *planes = _unshared(*batched)
+    batched = _unshared(*batched)
+    batched, planes = batched[: -structure.num_leaves], batched[-structure.num_leaves :]
+    encoder, predictor, label, num_frames, num_labels, *more, scale, clamp = batched
     shape = encoder.shape[1], predictor.shape[1]
     cotangents, _ = jax.tree.unflatten(structure, planes)
-    flags = blocks.within(shape, num_frames, num_labels)
+    which = more[:1]  # nodes count
+    flags, more = _with_nodes(blocks, shape, num_frames, num_labels, more)
     # Sequences whose loss is NaN get NaN, and do not touch the parameters.
     off = has_nan(cotangents) | (scale == 0)
     bad = off & (scale != 0)
     if tiled.joint.random:  # as in `without`
         predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (predictor, *planes))
+        more[1:] = (jnp.where(off[:, None, None, None], 0, x) for x in more[1:])
     else:
         flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
     work = blocks.work(flags, grouped)
@@ -223,24 +246,27 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         return jnp.where(off[tile.sequence][:, None, None], 0, tile.encoder) if tiled.joint.random else tile.encoder
 
     def step(i, sums):
-        tile = blocks.tile(i, work, encoder, predictor, label, num_frames, num_labels)
+        tile = blocks.tile(i, work, encoder, predictor, label, num_frames, num_labels, *more)
         inside = tile.inside.reshape(blocks.count, -1)
         rows = [jnp.where(inside, x[tile.block], 0).reshape(-1, 1, 1) for x in planes]
         cotangents, saved = jax.tree.unflatten(structure, rows)
-        logits, pull = tiled.joint.pullback(parameters, frames_of(tile), tile.predictor)
+        logits, pull = tiled.joint.pullback(parameters, frames_of(tile), tile.predictor, *tile.more)
         per_row = [jnp.repeat(x[tile.sequence], blocks.frames * blocks.columns) for x in (scale, clamp)]
         operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
         grad_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
-        grad_states, infinite, totals = sums
+        grad_states, grad_arrays, infinite, totals = sums
         again = blocks.tile(tiled.joint.barrier(i), work, encoder, predictor, label, num_frames, num_labels)
-        totals, grad_encoder, grad_predictor = pull(grad_logits, totals, frames_of(again), again.predictor)
+        totals, grad_encoder, grad_predictor, *made = pull(grad_logits, totals, frames_of(again), again.predictor)
+        grad_arrays = [
+            x.at[tile.place.reshape(-1)].set(g, mode="drop", unique_indices=True) for x, g in zip(grad_arrays, made)
+        ]
         made = [
             add_blocks(x, g, blocks.part(i, place), blocks.part(i, goal), platforms)
             for x, g, (place, goal) in zip(grad_states, (grad_encoder, grad_predictor), goals)
         ]
         grad_states, flags = zip(*made)
         infinite = jax.lax.dynamic_update_slice_in_dim(infinite, flags[0] | flags[1], i * blocks.count, 0)
-        return list(grad_states), infinite, totals
+        return list(grad_states), grad_arrays, infinite, totals
 
     states = [
         jnp.zeros((n, size, x.shape[-1]), sum_dtype(x))
@@ -248,7 +274,9 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     ]
     infinite = jnp.zeros(work.block.size, bool)
     totals = tiled.joint.zeros(parameters, blocks.count)
-    states, infinite, totals = _for_each(work.tiles, step, (states, infinite, totals))
+    arrays = [more[1 + i] for i in tiled.joint.arrays] if more else []  # those with a gradient
+    arrays = [jnp.zeros((math.prod(x.shape[:3]), *x.shape[3:]), x.dtype) for x in arrays]
+    states, arrays, infinite, totals = _for_each(work.tiles, step, (states, arrays, infinite, totals))
     trained = (x for x in parameters if is_trained(x))
     totals = [total.astype(sum_dtype(x)) for total, x in zip(tiled.joint.totals(totals), trained, strict=True)]
     bad = bad.at[work.sequence].max(infinite & work.live)
@@ -261,8 +289,11 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         sums = sums.reshape(x.shape[0], -1, x.shape[-1])[:, : x.shape[1]]
         spoils = (bad[:, None] & rows).reshape(x.shape[0], -1, x.shape[1]).any(1)
         gradients.append(jnp.where(spoils[..., None], jnp.nan, sums).astype(x.dtype))
-    grad_encoder, grad_predictor = gradients
-    return [grad_encoder, grad_predictor.reshape(-1, copies, *grad_predictor.shape[1:])], totals
+    for x in arrays:
+        spoils = (bad[:, None, None] & which[0]).reshape(-1, 1)
+        gradients.append(jnp.where(spoils, jnp.nan, x).reshape(*which[0].shape, x.shape[1]))
+    grad_encoder, *others = gradients
+    return [grad_encoder, *(x.reshape(-1, copies, *x.shape[1:]) for x in others)], totals
 
 
 def not_skipped(blocks, cotangents, scale, clamp):

@@ -121,6 +121,7 @@ def test_turns_and_aims():
         "bench.py --family --only characters",
         "joint.py --hypotheses 2 --only 'characters, 30% padded'",
         "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
+        "joint.py --nodes --only characters",
         "decode.py --only 'stateless 1' --frames 8",
         "ngram.py --tokens 400",
         "soak.py --steps 20 --kinds jit eager",

@@ -1,0 +1,390 @@
+"""sum_over_nodes: any function of the rows of logits, summed over the nodes of each sequence, in tiles.
+
+B sequences, T frames, U1 columns, V classes, N rows.
+
+`Tiled` runs the function as it runs a loss's joint network (`_rowwise`). All layouts become planes [..., T, U1] first:
+a band has S columns, and a packed row is a sequence of one node. Arrays of logits are cut into tiles, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_rnnt import _checks, _xla
+from jax_rnnt.emissions._emission import OUTSIDE, gradient, inside_targets, label_map, scale_cotangent
+from jax_rnnt.emissions._softmax import accumulation_dtype
+from jax_rnnt.layouts import _layout
+from jax_rnnt.layouts._additive import AdditiveLogits
+from jax_rnnt.layouts._band import BandLogits, band, band_label_map
+from jax_rnnt.layouts._joint import JointLogits
+from jax_rnnt.layouts._joint_networks import LinearJoint, Rows, split
+from jax_rnnt.layouts._packed import PackedLogits, labels_of_rows, nodes_of_rows, offsets
+from jax_rnnt.layouts._rowwise import Network, Rowwise, Values, common_dtype, side_by_side
+from jax_rnnt.layouts._tile_sizes import blocks_for
+from jax_rnnt.layouts._tiles import Tiled
+
+NAME = "sum_over_nodes"
+
+
+# ---------------------------------------------------------------------------------------------- the sum, in tiles
+class Given(typing.NamedTuple):
+    """The arrays of all logits; lists have an entry for each joint network, or for each array."""
+
+    parameters: list[list[jax.Array]]
+    encoders: list[jax.Array]
+    predictors: list[jax.Array]
+    arrays: list[jax.Array]  # [..., T, U1, V]
+    constants: list[jax.Array]  # of the function
+    labels: list[jax.Array]  # none, or [..., T, U1, 1]
+
+
+class Nodes(typing.NamedTuple):
+    """The nodes of a batch [...]."""
+
+    counts: jax.Array  # bool [..., T, U1]: inside the lengths, with a weight
+    num_frames: jax.Array  # [...]
+    num_labels: jax.Array  # [...]
+    members: jax.Array | None = None  # bool [B, N] of packed rows: which belong to a sequence
+
+
+def _of_tiles(given, nodes):
+    """(logits, nodes) of `Tiled`."""
+    *batch, _, columns = nodes.counts.shape
+    encoder = side_by_side(given.encoders, nodes.counts.shape[:-1])
+    predictor = side_by_side(given.predictors, (*batch, columns))
+    parameters = [*(x for own in given.parameters for x in own), *given.constants]
+    label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
+    of_tiles = label, nodes.num_frames, nodes.num_labels, nodes.counts
+    return (parameters, encoder, predictor, *given.arrays, *given.labels), of_tiles
+
+
+def _weighted(emission, weights, given, nodes):
+    """(sums [...], values [..., T, U1])"""
+    values = emission.forward(*_of_tiles(given, nodes))[0]["value"]
+    values = jnp.where(nodes.counts, values, 0)
+    if nodes.members is not None:  # a NaN concerns all rows of its sequence
+        bad = jnp.any(nodes.members & jnp.any(jnp.isnan(values), (-1, -2))[None], -1)
+        values = jnp.where(jnp.any(nodes.members & bad[:, None], 0)[:, None, None], jnp.nan, values)
+    return jnp.sum(jnp.where(nodes.counts, weights * values, 0), (-1, -2)), values
+
+
+@jax.custom_vjp
+def _sums(emission, weights, given, nodes):
+    return _weighted(emission, weights, given, nodes)[0]
+
+
+def _sums_fwd(emission, *primals):
+    perturbed = jax.tree.map(lambda x: x.perturbed, primals[1])
+    weights, given, nodes = jax.tree.map(lambda x: x.value, primals)
+    networks = zip(perturbed.parameters, perturbed.encoders, perturbed.predictors)
+    of_networks, of_arrays = (any(jax.tree.leaves(x)) for x in networks), iter(perturbed.arrays)
+    learned = tuple(next(of_arrays if part is None else of_networks) for part in emission.joint.parts)
+    emission = dataclasses.replace(emission, joint=dataclasses.replace(emission.joint, learned=learned))
+    sums, values = _weighted(emission, weights, given, nodes)
+    return sums, (emission, weights, given, nodes, checkpoint_name(values, "rnnt_residuals"))
+
+
+def _sums_bwd(residuals, cotangent):
+    emission, weights, given, nodes, values = residuals
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+    # Sequences with a NaN get NaN, and add nothing to the gradient of what all share.
+    bad = jnp.any(jnp.isnan(values), (-1, -2), keepdims=True)
+    planes = {"value": jnp.where(bad, jnp.nan, jnp.where(nodes.counts, weights, 0))}
+    logits, of_tiles = _of_tiles(given, nodes)
+    made = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
+    parameters, encoder, predictor, *arrays = made
+    parameters, labels = iter(parameters), [arrays.pop() for _ in given.labels]  # None
+    of_networks = [[next(parameters) for _ in own] for own in given.parameters]
+
+    def of_states(xs, like, gradient):
+        return jax.vjp(lambda xs: side_by_side(xs, like.shape[:-1]), xs)[1](gradient)[0]
+
+    states = of_states(given.encoders, logits[1], encoder), of_states(given.predictors, logits[2], predictor)
+    return None, scale_cotangent(values, cotangent), Given(of_networks, *states, arrays, [*parameters], labels), None
+
+
+_sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
+
+
+# ------------------------------------------------------------------------------------------- layouts become planes
+class Sequences(typing.NamedTuple):
+    """Checked arguments of a call."""
+
+    num_frames: jax.Array  # [...]
+    num_labels: jax.Array  # [...]
+    weights: jax.Array | None  # [..., T, U + 1]
+    targets: jax.Array | None  # [..., U]
+    columns: int | None  # U + 1, if anything says so
+    classes: int  # the most of any logits
+
+    def bad(self, frames):
+        """bool [...]: sequences with a length or a used label out of range."""
+        bad = (self.num_frames < 0) | (self.num_frames > frames) | (self.num_labels < 0)
+        if self.columns is not None:
+            bad |= self.num_labels >= self.columns
+        if self.targets is not None:
+            outside = (self.targets < 0) | (self.targets >= self.classes)
+            bad |= jnp.any(inside_targets(self.targets, self.num_labels) & outside, -1)
+        return bad
+
+
+class Batch(typing.NamedTuple):
+    """A batch in planes [..., T, U1] of its logits."""
+
+    inside: jax.Array  # bool [..., T, U1]
+    num_frames: jax.Array  # [...]
+    num_labels: jax.Array  # [...]
+    weights: jax.Array | None  # [..., T, U1]
+    labels: jax.Array  # int32 [..., T, U1], or what can be broadcast
+    bad: jax.Array  # bool: sequences that are NaN
+    members: jax.Array | None = None  # of packed rows
+
+
+def _inside(labels, num_frames, frames):
+    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
+    return (frame < num_frames[..., None, None]) & (labels != OUTSIDE)
+
+
+def _grid(layouts, x: Sequences) -> Batch:
+    """Arrays and joint networks."""
+    *batch, frames, columns, _ = layouts[0].shape
+    bad = x.bad(frames)
+    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
+    targets = jnp.zeros((*batch, columns - 1), jnp.int32) if x.targets is None else x.targets
+    labels = label_map(targets, num_labels)
+    return Batch(_inside(labels, num_frames, frames), num_frames, num_labels, x.weights, labels, bad)
+
+
+def _bands(layouts, x: Sequences) -> Batch:
+    """Bands with the same first columns."""
+    first = layouts[0].first
+    *batch, frames, width, _ = layouts[0].shape
+    differ = (jnp.any(first != other.first, -1) for other in layouts[1:])
+    bad = functools.reduce(jnp.logical_or, differ, x.bad(frames))
+    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
+    targets = jnp.zeros((*batch, 0), jnp.int32) if x.targets is None else x.targets
+    labels = band_label_map(targets, num_labels, first, width)
+    weights = None if x.weights is None else band(x.weights, first, width)
+    last = jnp.full_like(num_labels, width - 1)
+    return Batch(_inside(labels, num_frames, frames), num_frames, last, weights, labels, bad)
+
+
+def _packed(layouts, x: Sequences) -> Batch:
+    """Every row is a sequence of one node."""
+    rows, count = len(layouts[0].rows), len(x.num_frames)
+    first, end = offsets(x.num_frames, x.num_labels, rows)
+    bad = x.bad(layouts[0].frames_for(x.num_frames)) | (end > rows)
+    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
+    used, (b, t, u) = nodes_of_rows(num_frames, num_labels, first, end, rows)
+    weights, labels = None, jnp.zeros(rows, jnp.int32)
+    if x.weights is not None:
+        weights = x.weights[b, t, u] if x.weights.size else jnp.zeros(rows, x.weights.dtype)
+    if x.targets is not None and count:
+        labels = labels_of_rows(x.targets, num_labels, b, u)
+    members = (b[None] == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)) & used[None]
+    frames, weights = used.astype(jnp.int32), None if weights is None else weights[:, None, None]
+    used, labels = used[:, None, None], labels[:, None, None]
+    return Batch(used, frames, jnp.zeros_like(frames), weights, labels, bad, members)
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+def _checked_layouts(logits):
+    """The checked layouts, additive ones as joint networks, and the function that makes planes of them."""
+    if not logits:
+        raise TypeError(f"{NAME}: logits must be one or several arrays or layouts, got none.")
+    layouts = [_layout.of(NAME, x) for x in logits]
+    for i, x in enumerate(layouts):
+        if isinstance(x, AdditiveLogits):
+            if not (_checks.is_zero(x.lm_only_scale) and _checks.is_zero(x.am_only_scale)):
+                expected = "without smoothing, which mixes log-probabilities and has no rows of logits"
+                got = f"lm_only_scale {x.lm_only_scale} and am_only_scale {x.am_only_scale}"
+                raise TypeError(f"{NAME}: AdditiveLogits must be {expected}, got {got}.")
+            layouts[i] = JointLogits(operator.add, x.am, x.lm).checked(NAME)
+    ways = {_packed if isinstance(x, PackedLogits) else _bands if isinstance(x, BandLogits) else _grid for x in layouts}
+    if len(ways) > 1:
+        got = ", ".join(type(x).__name__ for x in layouts)
+        raise TypeError(f"{NAME}: logits must all be PackedLogits, or all BandLogits, or none of them, got {got}.")
+    if any(x.shape[:-1] != layouts[0].shape[:-1] for x in layouts):
+        raise ValueError(f"{NAME}: logits must have equal shapes but for V, got {[x.shape for x in layouts]}.")
+    return layouts, ways.pop()
+
+
+def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) -> Sequences:
+    """The arguments beside the logits."""
+    shape = layouts[0].shape[:-1]
+    packed, bands = (isinstance(layouts[0], kind) for kind in (PackedLogits, BandLogits))
+    if packed and np.ndim(logit_lengths) != 1:
+        raise ValueError(f"{NAME}: logit_lengths must have shape [B], got {np.shape(logit_lengths)}.")
+    batch = np.shape(logit_lengths) if packed else shape[:-2]
+    num_frames = _checks.integers(NAME, "logit_lengths", logit_lengths, batch, "[...]")
+    num_labels = _checks.integers(NAME, "target_lengths", target_lengths, batch, "[...]")
+    frames = layouts[0].frames_for(logit_lengths) if packed else shape[-2]
+    columns = None if packed or bands else shape[-1]
+    if weights is not None:
+        weights = _checks.array(NAME, "weights", weights)
+        if not jnp.isrealobj(weights):
+            raise TypeError(f"{NAME}: weights must be an array of real numbers, got {weights.dtype}.")
+        columns = weights.shape[-1] if columns is None and weights.ndim else columns
+        if weights.shape != (*batch, frames, columns):
+            expected = f"[..., T, U + 1] = {(*batch, frames, columns)}"
+            raise ValueError(f"{NAME}: weights must have shape {expected}, got {weights.shape}.")
+        weights = jnp.asarray(weights).astype(dtype)
+    if targets is not None:
+        columns = np.shape(targets)[-1] + 1 if columns is None and np.ndim(targets) else columns
+        targets = _checks.integers(NAME, "targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
+    return Sequences(num_frames, num_labels, weights, targets, columns, max(x.classes for x in layouts))
+
+
+def _traced(function, rows, like, layouts, labels, dtype):
+    """(the function of `rows` rows of each of these logits, and of labels if there are any; its constants)"""
+    aval = functools.partial(_xla.result_aval, jax.typeof(like), num_batch_dims=0)
+    avals = [aval((rows, x.classes), x.dtype) for x in layouts] + [aval((rows,), x.dtype) for x in labels]
+
+    def values(*arguments):
+        made = function(*arguments)
+        if jnp.shape(made) != (rows,) or jnp.iscomplexobj(made):
+            expected = f"one real number for each row, [N] for rows [N, V], here [{rows}]"
+            raise ValueError(f"{NAME}: function must return {expected}, got {made}.")
+        return jnp.asarray(made).astype(dtype)
+
+    made, constants, _ = _xla.trace(values, *avals)
+    return Rows(made), constants
+
+
+def _in_tiles(function, layouts, batch: Batch, labels):
+    """(the emission of `_sums`, its arrays)"""
+    dtype = common_dtype(layouts)
+    joints = [x for x in layouts if isinstance(x, JointLogits)]
+    encoders, predictors = ([getattr(x, name) for x in joints] for name in ("encoder_out", "predictor_out"))
+    rows_of = {_layout.ArrayLogits: "logits", BandLogits: "logits", PackedLogits: "rows"}
+    arrays = [getattr(x, rows_of[type(x)]) for x in layouts if not isinstance(x, JointLogits)]
+    arrays = [x.reshape(*batch.inside.shape, x.shape[-1]) for x in arrays]
+
+    linear = all(isinstance(x.joint, LinearJoint) for x in joints)
+    chunk = min((x.chunk for x in joints if x.chunk is not None), default=None)
+    emission = Tiled(Values(), None, sum(x.classes for x in layouts), dtype, chunk, linear)
+    *sequences, frames, columns = batch.inside.shape
+    encoder = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, frames)), encoders)
+    predictor = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, columns)), predictors)
+    blocks = blocks_for(emission, encoder, predictor, jax.default_backend())  # the function is traced for its rows
+    rows = math.prod(dataclasses.astuple(blocks))
+
+    parts: list[Network | None] = []
+    parameters = []
+    for x in layouts:
+        if isinstance(x, JointLogits):
+            joint, own = split(NAME, x.joint, rows, x.encoder_out, x.predictor_out)
+            of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
+            parts.append(Network(joint, len(own), of_encoder, of_predictor))
+            parameters.append(own)
+        else:
+            parts.append(None)
+    like, *_ = _xla.vary_together(*encoders, *predictors, *arrays)
+    traced, constants = _traced(function, rows, like, layouts, labels, accumulation_dtype(dtype))
+    rowwise = Rowwise(tuple(parts), traced, (False,) * len(parts))
+    given = Given(parameters, encoders, predictors, arrays, constants, labels)
+    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), given
+
+
+def sum_over_nodes(
+    function: Callable[..., jax.Array],
+    *logits,
+    logit_lengths: jax.Array,
+    target_lengths: jax.Array,
+    weights: jax.Array | None = None,
+    targets: jax.Array | None = None,
+) -> jax.Array:
+    """Sum of a function of the logits over the nodes of each sequence, in tiles: distillation, consistency, entropy.
+
+    T frames, U labels, V classes, N rows of a tile; `...` is any number of batch dimensions::
+
+        sum over t < T_b, u <= U_b of weights[t, u] * function(row (t, u) of each of the logits)
+
+    All logits of a `JointLogits` never exist at once, nor do all values of several side by side.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(rows [N, V], ...) -> [N]``, each row by itself: rows of each of `logits`, in their dtype and order.
+        Gradients reach the arrays that it closes over. With `targets` it gets one argument more, labels int32 [N]: the
+        label that leaves the node, -1 in the last column (`jax.nn.one_hot` makes that a row of zeros).
+    *logits : Array, floating [..., T, U + 1, V], or a layout
+        One or several, with the same batch, T and U + 1. V may differ. Arrays, `JointLogits` and `AdditiveLogits`
+        without smoothing go together. `BandLogits` and `PackedLogits` go with their like: only nodes inside the band
+        count, and bands that differ make a sequence NaN.
+    logit_lengths, target_lengths : Array, integer [...]
+        T_b and U_b of each sequence.
+    weights : Array, real or bool [..., T, U + 1], optional
+        Of each node; by default 1. A node of weight 0 is skipped: NaN or inf there reaches nothing, and its derivative
+        with respect to the weight counts as 0. For posteriors take ``jax.lax.stop_gradient(blank + label)``. Beside
+        `PackedLogits`, T is its `max_frames`.
+    targets : Array, integer [..., U], optional
+        Labels, if the function asks for them.
+
+    Returns
+    -------
+    Array, float32 (float64 for float64 logits) [...]
+        In the unit of the function. 0 without frames. NaN for a sequence whose lengths or used targets are out of
+        range, with a gradient of 0; NaN also where the function is NaN in a node that counts. Then the gradient of its
+        own rows is NaN, and what sequences share (parameters, closed-over arrays) gets nothing from it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or dtypes do not fit, layouts do not go together, `AdditiveLogits` have smoothing, or the function
+        does not return [N].
+
+    See Also
+    --------
+    JointLogits : What tiles are, and `chunk`, their size.
+
+    Notes
+    -----
+    The value runs joint networks and function once for each node inside the lengths with a weight, the gradient once
+    more, without logits that need no gradient (a teacher). The backward pass leaves out blocks of nodes whose weights
+    stay below eps / (T + U + 1) of the sequence's largest weight, or of 1 if that is less. There are gradients of first
+    order only. Outside of `jax.jit`, every call compiles anew.
+
+    References
+    ----------
+    Panchapagesan et al., "Efficient knowledge distillation for RNN-transducer models", 2021, arXiv:2011.06110.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from jax_rnnt import JointLogits, LinearJoint, sum_over_nodes
+    >>> logits = JointLogits(LinearJoint(jnp.zeros((8, 5))), jnp.zeros((2, 4, 8)), jnp.zeros((2, 3, 8)))
+    >>> entropy = lambda rows: -jnp.sum(jax.nn.softmax(rows) * jax.nn.log_softmax(rows), -1)
+    >>> lengths = {"logit_lengths": jnp.array([4, 3]), "target_lengths": jnp.array([2, 1])}
+    >>> [round(float(x), 3) for x in sum_over_nodes(entropy, logits, **lengths)]  # 12 and 6 times log 5
+    [19.313, 9.657]
+    """
+    if not callable(function):
+        raise TypeError(f"{NAME}: function must be callable, got {function!r}.")
+    layouts, planes_of = _checked_layouts(logits)
+    dtype = accumulation_dtype(common_dtype(layouts))
+    batch = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
+    ones, inside = batch.weights is None, batch.inside
+    plane = jnp.ones(inside.shape, dtype) if ones else batch.weights
+    labels = [] if targets is None else [jnp.broadcast_to(batch.labels, inside.shape)[..., None]]
+    emission, given = _in_tiles(function, layouts, batch, labels)
+    counts = inside if ones else inside & (plane != 0)
+    nodes = Nodes(counts, batch.num_frames, batch.num_labels, batch.members)
+    leaves, structure = jax.tree.flatten((plane, given, nodes))
+    plane, given, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
+    sums = _sums(emission, plane, given, nodes)
+    if nodes.members is not None:  # no scatter: in a fixed order
+        sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
+    return jnp.where(batch.bad, jnp.nan, sums)

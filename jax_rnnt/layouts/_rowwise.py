@@ -1,0 +1,173 @@
+"""A function of the rows of several logits, after their joint networks: a joint network whose "logits" are its values.
+
+N rows, S blocks, V classes, E and P the widths of encoder and predictor rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt.emissions._emission import Emission, scale_cotangent
+from jax_rnnt.emissions._softmax import accumulation_dtype
+from jax_rnnt.layouts._joint_networks import Rows, instead
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Values(Emission):
+    """Reads "logits" [N, 1, 1, 1] that are values already."""
+
+    def forward(self, logits, nodes, *, strict=False):
+        return {"value": logits[..., 0].astype(accumulation_dtype(logits.dtype))}, ()
+
+    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
+        return scale_cotangent(cotangents["value"], scale)[..., None]
+
+
+def common_dtype(xs):
+    """The dtype of all xs; else float64 if one is that, else float32. Users may forbid JAX to promote."""
+    found = {x.dtype for x in xs}
+    return found.pop() if len(found) == 1 else max(map(accumulation_dtype, found), key=lambda x: x.itemsize)
+
+
+def side_by_side(xs, shape):
+    """Rows [*shape, E] of several networks as rows of one; all may be broadcast alike."""
+    if not xs:
+        return jnp.zeros((*shape, 1), jnp.float32)  # not 0 wide: its reshapes infer a size
+    if len({x.shape[:-1] for x in xs}) > 1:
+        xs = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in xs]
+    dtype = common_dtype(xs)
+    return xs[0] if len(xs) == 1 else jnp.concatenate([x.astype(dtype) for x in xs], -1)
+
+
+def _cut(x, sizes):
+    """Parts of these sizes of a list, or of the last dimension of an array; the rest of a list is one part more."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    if isinstance(x, list):
+        return [*(x[a:b] for a, b in itertools.pairwise(ends)), x[ends[-1] :]]
+    return [x[..., a:b] for a, b in itertools.pairwise(ends)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """One of the joint networks of `Rowwise`."""
+
+    joint: Any  # its static part
+    parameters: int  # how many
+    encoder: tuple[int, Any]  # width and dtype of its encoder rows
+    predictor: tuple[int, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rowwise:
+    """``function(*rows, *labels) -> values [N]``; the rows come from a network or, where `parts` has None, an array.
+
+    Encoder rows of all networks lie side by side, and predictor rows too. After them come the nodes that count and the
+    rows of arrays, [S, frames, columns, V]; labels are an array more. Parameters are those of the networks in order,
+    then the constants of the function.
+    """
+
+    parts: tuple[Network | None, ...]
+    function: Rows
+    learned: tuple[bool, ...]  # which of the logits have a gradient; the others are not differentiated
+
+    @property
+    def networks(self) -> list[Network]:
+        return [part for part in self.parts if part is not None]
+
+    @property
+    def arrays(self) -> list[int]:
+        """Those with a gradient."""
+        learned = [x for x, part in zip(self.learned, self.parts) if part is None]
+        return [i for i, x in enumerate(learned) if x]
+
+    @property
+    def random(self) -> bool:
+        return self.function.random or any(x.joint.random for x in self.networks)
+
+    def _each(self, change):
+        """The same with every joint and the function changed."""
+        parts = (part and dataclasses.replace(part, joint=change(part.joint)) for part in self.parts)
+        return dataclasses.replace(self, parts=tuple(parts), function=change(self.function))
+
+    def differentiable(self):
+        return self._each(lambda x: x.differentiable())
+
+    def lowered_for(self, platforms):
+        return self._each(lambda x: x.lowered_for(platforms))
+
+    def barrier(self, x):
+        return functools.reduce(lambda x, network: network.joint.barrier(x), self.networks, x)
+
+    def _own(self, parameters):
+        """Those of each network, then those of the function."""
+        return _cut(list(parameters), [x.parameters for x in self.networks])
+
+    def _states(self, encoder, predictor):
+        """[(encoder rows, predictor rows)] of each network."""
+        kinds = [x.encoder for x in self.networks], [x.predictor for x in self.networks]
+        parts = [_cut(x, [width for width, _ in kind]) for x, kind in zip((encoder, predictor), kinds)]
+        made = [[x.astype(dtype) for x, (_, dtype) in zip(*each)] for each in zip(parts, kinds)]
+        return list(zip(*made))
+
+    def _arguments(self, made, counts, arrays):
+        """Rows of the logits in order, then labels."""
+        arrays = [instead(x, counts).reshape(-1, x.shape[-1]) for x in arrays]
+        given = iter(arrays)
+        rows = [next(given) if part is None else made.pop(0) for part in self.parts]
+        return *rows, *(labels[:, 0] for labels in given)
+
+    def logits(self, parameters, encoder, predictor, counts, *arrays):
+        *own, constants = self._own(parameters)
+        states = self._states(encoder, predictor)
+        made = [x.joint.logits(p, *rows, counts) for x, p, rows in zip(self.networks, own, states)]
+        return self.function.function(*constants, *self._arguments(made, counts, arrays))[:, None]
+
+    def pullback(self, parameters, encoder, predictor, counts, *arrays):
+        *own, constants = self._own(parameters)
+        learned = [x for x, part in zip(self.learned, self.parts) if part is not None]
+        made, pulls = [], []
+        for x, p, rows, is_learned in zip(self.networks, own, self._states(encoder, predictor), learned):
+            pullback = x.joint.pullback if is_learned else functools.partial(_fixed, x.joint)
+            logits, pull = pullback(p, rows[0], rows[1], counts)
+            made.append(logits)
+            pulls.append(pull)
+        values, of_values = self.function.function.vjp(*constants, *self._arguments(made, counts, arrays))
+
+        def gradients(x, totals, encoder, predictor):
+            found = of_values(x[:, 0])
+            of_constants, of_rows = _cut(list(found), [len(found) - len(self.parts)])
+            *totals, total = totals
+            total = [a + b.astype(a.dtype) for a, b in zip(total, of_constants, strict=True)]
+            of_logits = [g for g, part in zip(of_rows, self.parts) if part is not None]
+            of_arrays = [g for g, part, has in zip(of_rows, self.parts, self.learned) if part is None and has]
+            states = self._states(encoder, predictor)
+            made = [pull(g, t, *rows) for pull, g, t, rows in zip(pulls, of_logits, totals, states)]
+            totals = [*(t for t, *_ in made), total]
+            grads = (side_by_side([g[i] for g in made], x.shape[:-1]) for i, x in ((1, encoder), (2, predictor)))
+            return totals, *grads, *of_arrays
+
+        return values[:, None], gradients
+
+    def zeros(self, parameters, blocks):
+        """Where the gradients of the parameters are summed, by network, those of the function last."""
+        *own, constants = self._own(parameters)
+        sums = [x.joint.zeros(p, blocks) for x, p in zip(self.networks, own)]
+        return [*sums, self.function.zeros(constants, blocks)]
+
+    def totals(self, sums):
+        *own, constants = sums
+        made = (x.joint.totals(t) for x, t in zip(self.networks, own))
+        return [*itertools.chain.from_iterable(made), *self.function.totals(constants)]
+
+
+def _fixed(joint, parameters, encoder, predictor, counts):
+    """`pullback` of a network without a gradient."""
+    zeros = jnp.zeros_like(encoder), jnp.zeros_like(predictor)
+    return joint.logits(parameters, encoder, predictor, counts), lambda _, totals, *__: (totals, *zeros)
