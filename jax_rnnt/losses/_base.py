@@ -456,7 +456,7 @@ class TransducerLoss:
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
         loss = _pytree.replace(self._without_options(), clamp=_split.switched_off(self).clamp, implementation=None)
-        head = _head(name, loss, layout.classes)
+        head = _head(name, loss, layout.classes * _split.parts(loss)[1])
         _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
 
