@@ -29,9 +29,9 @@ PLAIN, KINDS = lambda x: RNNTLoss(), ("deleted", "inserted", "replaced", "cut")
 # that of token weights is the power of a teacher's confidence.
 ROBUST = [
     ("deleted", "star", lambda x: TargetRobustRNNTLoss(skip_frame=x, skip_label=None), 0.0, (-2.0, -1.0, 0.0)),
-    ("inserted", "bypass", lambda x: TargetRobustRNNTLoss(skip_frame=None, skip_label=x), 0.0, (-4.0, -2.0)),
+    ("inserted", "bypass", lambda x: TargetRobustRNNTLoss(skip_frame=None, skip_label=x), 0.5, (-4.0, -2.0)),
     ("inserted", "token-weighted", PLAIN, 0.0, (1.0, 2.0)),
-    ("replaced", "target-robust", lambda x: TargetRobustRNNTLoss(skip_frame=x, skip_label=x), 0.0, (-4.0, -2.0, -1.0)),
+    ("replaced", "target-robust", lambda x: TargetRobustRNNTLoss(skip_frame=x, skip_label=x), 0.5, (-4.0, -2.0)),
     ("replaced", "token-weighted", PLAIN, 0.0, (1.0, 2.0)),
     ("cut", "wildcard", lambda x: WildcardRNNTLoss(skip_start=x, skip_end=x), 0.5, (-2.0, 0.0)),
 ]
