@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -57,7 +58,9 @@ class _Skips:
             before_last = frame(blank) < num_frames[..., None, None] - 1
             skipped = logaddexp(blank, jnp.asarray(self.frame, blank.dtype))
             blank = jnp.where(before_last, skipped, blank)
-        return planes | {"blank": blank, "label": label}
+        # A node without arcs lies outside of a band: nothing skips there.
+        there = ~jnp.isneginf(functools.reduce(jnp.maximum, planes.values()))
+        return planes | {slot: jnp.where(there, x, -jnp.inf) for slot, x in (("blank", blank), ("label", label))}
 
 
 class TargetRobustRNNTLoss(TransducerLoss):
@@ -76,7 +79,7 @@ class TargetRobustRNNTLoss(TransducerLoss):
     A skipped label stands for a label that was not spoken (insertions): the bypass transducer has `skip_label` alone;
     its weight is the probability of all other labels. Both together allow for wrong labels (substitutions). The last
     frame ends with a blank. With both None this is `RNNTLoss`. Options, posteriors and alignments take an arc and its
-    skip as one. With `skip_frame` the loss may be below 0.
+    skip as one. With `skip_frame` the loss may be below 0. Where blank and label both have probability 0, nothing skips.
 
     Parameters
     ----------

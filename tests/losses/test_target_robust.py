@@ -7,7 +7,7 @@ import pytest
 
 import losses
 import reference_numpy as truth
-from jax_rnnt import RNNTLoss, TargetRobustRNNTLoss
+from jax_rnnt import BandLogits, RNNTLoss, TargetRobustRNNTLoss
 
 SKIPS = (0.0, 0.0), (-1.5, -0.5), (2.0, -0.2), (-40.0, -40.0), (None, 0.0), (-1.0, None), (-np.inf, -np.inf)
 
@@ -71,3 +71,20 @@ def test_label_weights_above_0():
         TargetRobustRNNTLoss(skip_label=0.5)
     found = jax.jit(lambda x: values(0.0, x, p, None))(0.5)
     np.testing.assert_array_equal(np.isnan(found), p.target_lengths > 0)
+
+
+def test_band(implementation):
+    """Nothing skips at nodes outside of a band: sums over the nodes inside of it alone."""
+    rng = np.random.default_rng(3)
+    rows, first, targets = rng.normal(size=(5, 2, 6)), np.array([0, 0, 1, 1, 1]), np.array([2, 4])
+    p = np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)
+    alpha = np.zeros((6, 4))
+    alpha[0, 0] = 1
+    for t in range(5):
+        for u in range(first[t], first[t] + 2):
+            blank, label = p[t, u - first[t], 5], p[t, u - first[t], targets[u]] if u < 2 else 0
+            alpha[t, u + 1] += alpha[t, u] * (label + np.exp(-0.5) * (1 - blank - label) if u < 2 else 0)
+            alpha[t + 1, u] += alpha[t, u] * (blank + (np.exp(-1.0) if t < 4 else 0))
+    loss = TargetRobustRNNTLoss(skip_frame=-1.0, skip_label=-0.5, implementation=implementation)
+    got = loss(BandLogits(rows, first), targets, np.array(5), np.array(2))
+    np.testing.assert_allclose(got, -np.log(alpha[5, 2]), rtol=1e-12)

@@ -353,7 +353,9 @@ def target_robust_emission(logits, labels, *, blank, fused=True, skip_frame=NEG,
         return pullback({"blank": to_blank, "label": kept + np.where(others, 0, mixed)})
 
     exact = fractions_of if _is_exact(logits) else np.asarray
-    return {"blank": exact(blanks), "label": np.where(rest > q, exact(rest), arcs["label"]) + exact(more)}, pull
+    there = (p != NEG) | (q != NEG)
+    label = np.where(rest > q, exact(rest), arcs["label"]) + exact(more)
+    return {"blank": np.where(there, exact(blanks), NEG), "label": np.where(there, label, NEG)}, pull
 
 
 def _ways(blanks, skip):
