@@ -79,7 +79,8 @@ class TargetRobustRNNTLoss(TransducerLoss):
     A skipped label stands for a label that was not spoken (insertions): the bypass transducer has `skip_label` alone;
     its weight is the probability of all other labels. Both together allow for wrong labels (substitutions). The last
     frame ends with a blank. With both None this is `RNNTLoss`. Options, posteriors and alignments take an arc and its
-    skip as one. With `skip_frame` the loss may be below 0. Where blank and label both have probability 0, nothing skips.
+    skip as one. With `skip_frame` the loss may be below 0. Where blank and label both have probability 0, nothing
+    skips.
 
     Parameters
     ----------
