@@ -57,8 +57,8 @@ struct EmissionShape {
 // The backward pass computes the softmax again from norm. A rounded lse is off by 5e-4 at 1e4. So norm is the sum over
 // the classes of exp(x - x[anchor]), times 2^-124 (double: 2^-400): an offset common to all logits cancels. The anchor
 // is the first blank (Bernoulli: class 0, or 1 if the blank is 0). If it is more than 45 below the largest logit, norm
-// is lse: 0 where that is -inf, and -2^-32 (double: -2^-200) where it is smaller in size. Scaled sums are positive and below
-// that limit, so a reader can tell the two apart. norm is NaN where the planes are NaN.
+// is lse: 0 where that is -inf, and -2^-32 (double: -2^-200) where it is smaller in size. Scaled sums are positive and
+// below that limit, so a reader can tell the two apart. norm is NaN where the planes are NaN.
 template <class A>
 constexpr A kReach = A(45);  // the sum of 2^26 exponentials relative to such an anchor is below 2^92
 template <class A>
