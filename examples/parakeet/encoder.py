@@ -57,6 +57,12 @@ class EncoderConfig:
         """Frames, or bins, after one strided convolution."""
         return (length + sum(self.margins) - self.subsampling_conv_kernel_size) // self.subsampling_conv_stride + 1
 
+    def length(self, frames):
+        """Encoder frames of so many feature frames."""
+        for _ in range(self.strides):
+            frames = self.strided(frames)
+        return frames
+
     @property
     def strides(self):
         """How many convolutions are strided."""
@@ -84,8 +90,8 @@ class Depthwise(nnx.Module):
 
     def __init__(self, kernel, channels, *, stride=1, bias=True, rngs):
         init = nnx.initializers.normal(math.prod(kernel) ** -0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (*kernel, channels)))
-        self.bias = nnx.Param(jnp.zeros(channels)) if bias else None
+        self.kernel = nnx.Param(init(rngs.params(), (*kernel, channels), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(channels, jnp.float32)) if bias else None
         self.stride = stride
 
     def __call__(self, x):
@@ -149,7 +155,7 @@ class Subsampling(nnx.Module):
         """The zeros before a stream."""
         count, bins, channels, found = self.config.subsampling_conv_kernel_size - 1, self.config.num_mel_bins, 1, []
         for _ in range(self.config.strides):
-            found.append(jnp.zeros((batch, count, bins, channels)))
+            found.append(jnp.zeros((batch, count, bins, channels), jnp.float32))
             bins, channels = self.config.strided(bins), self.config.subsampling_conv_channels
         return found
 
@@ -168,8 +174,8 @@ class FeedForward(nnx.Module):
 
 def positions(width, first, last):
     """Sines and cosines [first - last + 1, width] of the distances from `first` down to `last`."""
-    frequencies = 10000.0 ** (-jnp.arange(0, width, 2) / width)
-    angles = jnp.arange(first, last - 1, -1)[:, None] * frequencies
+    frequencies = 10000.0 ** (-jnp.arange(0, width, 2, jnp.float32) / width)
+    angles = jnp.arange(first, last - 1, -1, jnp.float32)[:, None] * frequencies
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(-1, width)
 
 
@@ -191,8 +197,8 @@ class Attention(nnx.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, nnx.Linear(width, width, use_bias=config.attention_bias, rngs=rngs))
         self.relative_k_proj = nnx.Linear(width, width, use_bias=False, rngs=rngs)
-        self.bias_u = nnx.Param(jnp.zeros((self.heads, width // self.heads)))
-        self.bias_v = nnx.Param(jnp.zeros((self.heads, width // self.heads)))
+        self.bias_u = nnx.Param(jnp.zeros((self.heads, width // self.heads), jnp.float32))
+        self.bias_v = nnx.Param(jnp.zeros((self.heads, width // self.heads), jnp.float32))
         self.dropout = make_dropout(config.attention_dropout, rngs)
 
     def __call__(self, x, distances, mask, past=None):
@@ -201,7 +207,10 @@ class Attention(nnx.Module):
         x [B, T, E]; distances [P, E]; mask [B or 1, T, L + T]: which keys a query sees; past: keys and values
         [B, L, E] of the frames before.
         """
-        split = lambda rows: rows.reshape(*rows.shape[:-1], self.heads, -1)
+
+        def split(rows):
+            return rows.reshape(*rows.shape[:-1], self.heads, -1)
+
         query, keys, values = split(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
         if past is not None:
             keys, values = (jnp.concatenate(both, 1) for both in zip(past, (keys, values)))
@@ -333,6 +342,6 @@ class Encoder(nnx.Module):
 
     def _start(self, batch):
         width, left = self.config.hidden_size, self.config.sliding_window - 1
-        keys = (jnp.zeros((batch, left, width)),) * 2
-        layer = keys, jnp.zeros((batch, self.config.conv_kernel_size - 1, width))
+        keys = (jnp.zeros((batch, left, width), jnp.float32),) * 2
+        layer = keys, jnp.zeros((batch, self.config.conv_kernel_size - 1, width), jnp.float32)
         return jnp.zeros((), jnp.int32), self.subsampling.start(batch), [layer] * self.config.num_hidden_layers

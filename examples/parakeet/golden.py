@@ -3,7 +3,7 @@
     pip install torch torchaudio transformers==5.23.0
     cd examples && python -m parakeet.golden parakeet/golden
 
-PyTorch's RNN-T loss is torchaudio's, so its release must fit that of torch. The tests read the files; they need neither.
+The RNN-T loss is torchaudio's, so its release must fit that of torch. The tests read the files alone.
 """
 
 import argparse
@@ -28,9 +28,8 @@ LOOKAHEAD = 1  # encoder frames: of the streaming model, whose chunks have one m
 def build(kind):
     """(model, feature extractor), both random but for sizes."""
     if kind == "streaming":
-        encoder = hf.NemotronAsrStreamingEncoderConfig(
-            **ENCODER, sliding_window=6, default_num_lookahead_tokens=LOOKAHEAD
-        )
+        context = dict(sliding_window=6, default_num_lookahead_tokens=LOOKAHEAD)
+        encoder = hf.NemotronAsrStreamingEncoderConfig(**ENCODER, **context)
         config = hf.NemotronAsrStreamingConfig(**SHARED, encoder_config=encoder)
         return hf.NemotronAsrStreamingForRNNT(config), hf.NemotronAsrStreamingFeatureExtractor(feature_size=16)
     encoder = hf.ParakeetEncoderConfig(**ENCODER)
@@ -118,8 +117,9 @@ def transcripts(model, features, mask):
         )
         found.append(emitted(model, out))
     width = max(max(len(labels) for labels, _ in found), 1)
-    pad = lambda x: np.pad(x, (0, width - len(x)), constant_values=-1)
-    return {"labels": np.stack([pad(x) for x, _ in found]), "frames": np.stack([pad(x) for _, x in found])}
+    pads = [(0, width - len(labels)) for labels, _ in found]
+    columns = [np.stack([np.pad(x, pad, constant_values=-1) for x, pad in zip(side, pads)]) for side in zip(*found)]
+    return dict(zip(("labels", "frames"), columns))
 
 
 def emitted(model, out):
@@ -150,7 +150,7 @@ def write(folder, kind, seed):
     model, extractor = build(kind)
     randomize(model, seed)
     model.eval()
-    # What the converters of the released checkpoints set: a sequence starts with the blank, and durations are no tokens.
+    # As the converters of the released checkpoints set them: the blank comes first, and durations are no tokens.
     model.generation_config.decoder_start_token_id = model.config.blank_token_id
     if kind == "tdt":
         width = model.config.vocab_size

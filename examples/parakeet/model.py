@@ -40,10 +40,16 @@ class Transducer(nnx.Module):
         activation = ACTIVATIONS[config.hidden_act]
         self.joint = Joint(config.encoder_config.hidden_size, width, width, outputs, activation=activation, rngs=rngs)
 
-    def logits(self, features, feature_lengths, targets, chunk=None):
-        """(JointLogits of all nodes, encoder lengths [B]) of features [B, S, M] and targets [B, U]."""
+    def logits(self, features, feature_lengths, targets, *, tiles=True, chunk=None):
+        """(logits of all nodes, encoder lengths [B]) of features [B, S, M] and targets [B, U].
+
+        In tiles they are `JointLogits`, of `chunk` nodes each, else an array [B, T, U + 1, V + D].
+        """
         rows, lengths = self.encoder(features, feature_lengths)
-        return self.joint.logits(rows, self.predictor(targets), chunk), lengths
+        columns = self.predictor(targets)
+        if tiles:
+            return self.joint.logits(rows, columns, chunk), lengths
+        return self.joint(rows[:, :, None], columns[:, None]), lengths
 
     def decoder_inputs(self, rows, lengths):
         """What follows the loss among the arguments of a decoder, from what the encoder returns."""

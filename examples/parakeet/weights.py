@@ -7,6 +7,7 @@ A tensor has the name of its parameter, and input and output axes the other way 
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -75,10 +76,15 @@ def save(model, folder, source):
 def update(model, value):
     """Sets every parameter and running mean to ``value(its path, itself)``."""
     state = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
-    pure = nnx.to_pure_dict(state)
-    new = jax.tree.map_with_path(lambda path, x: value(".".join(str(key.key) for key in path), x), pure)
-    nnx.replace_by_pure_dict(state, new)
+    nnx.replace_by_pure_dict(state, each(state, value))
     nnx.update(model, state)
+
+
+def each(state, value):
+    """Nested dictionaries of ``value("encoder.layers0...", array)`` for the arrays of a state."""
+    return jax.tree.map_with_path(
+        lambda path, x: value(".".join(str(key.key) for key in path), x), nnx.to_pure_dict(state)
+    )
 
 
 def names_of(path, config):
@@ -93,9 +99,9 @@ def names_of(path, config):
         return ["encoder_projector.bias", "decoder.decoder_projector.bias"]
     name = re.sub(r"\.layers(\d+)", r".layers.\1", MODULES.get(module, module))
     if not config.encoder_config.causal:  # one list of convolutions and activations
-        number = {"depthwise_conv": 2, "pointwise_conv": 3}
-        numbered = lambda found: f"subsampling.layers.{3 * int(found[1]) + number[found[2]]}"
-        name = re.sub(r"subsampling\.layers\.(\d+)\.(\w+)", numbered, name)
+        for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
+            if found := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
+                name = name.replace(found[0], f"subsampling.layers.{3 * int(found[1]) + first}")
         name = name.replace("subsampling.conv_in", "subsampling.layers.0")
     return [f"{name}.{LEAVES.get(leaf, leaf)}"]
 
@@ -107,7 +113,7 @@ def from_torch(name, x, shape, config):
             channels = config.encoder_config.subsampling_conv_channels
             x = x.reshape(len(x), channels, -1).swapaxes(1, 2).reshape(x.shape)
         x = jnp.moveaxis(x, (1, 0), (-2, -1))
-    if x.size != jnp.zeros(shape).size:
+    if x.size != math.prod(shape):
         raise ValueError(f"load: {name} must have {shape} entries, got {x.shape}.")
     return x.reshape(shape)
 
