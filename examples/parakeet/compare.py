@@ -130,7 +130,9 @@ def measure(python, side, folder, kind, what, repeats):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(side, kind, what, found, file=sys.stderr, flush=True)
+    return found
 
 
 def main():

@@ -85,7 +85,7 @@ def make_dropout(rate, rngs):
 class Depthwise(nnx.Module):
     """Convolution of each channel by itself over one or two dimensions: a sum of shifted products.
 
-    On CPUs XLA has no fast convolution with a group for each channel: this sum takes a tenth of the time.
+    XLA's own convolution with a group for each channel takes 20 to 60 times as long on two cores of a CPU.
     """
 
     def __init__(self, kernel, channels, *, stride=1, bias=True, rngs):
