@@ -63,6 +63,10 @@ def test_block_runs_alone(page, line, tmp_path, monkeypatch, capsys):
     for name in NEEDED:
         if name in block:
             pytest.importorskip(name)
+    if "parakeet" in block:  # as in the folder examples
+        pytest.importorskip("safetensors")
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        (tmp_path / "parakeet").symlink_to(ROOT / "examples" / "parakeet")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
     run_alone(page, line)

@@ -1,0 +1,95 @@
+"""Transcribes recordings with a checkpoint of Parakeet or Nemotron, by greedy search.
+
+    cd examples && python -m parakeet.transcribe FOLDER a.wav b.wav
+    cd examples && python -m parakeet.transcribe FOLDER a.wav --stream    # Nemotron: as the recording comes in
+
+Prints labels, and texts if the package tokenizers is there, and tokenizer.json beside the weights.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from jax_rnnt import decode
+
+from .recordings import read_wav
+from .weights import load
+
+
+@functools.partial(nnx.jit, static_argnames="max_labels")
+def search(model, rows, lengths, max_labels, state=None):
+    """Hypotheses of encoder rows [B, T, E] and their lengths, by the rules of `transformers`.
+
+    A TDT chooses the token first, and then its duration; one frame may have any number of labels of duration 0.
+    """
+    config = model.config
+    max_symbols = max_labels if config.durations else config.max_symbols_per_step
+    options = dict(max_symbols=max_symbols, durations="token_first", state=state)
+    return decode.greedy(model.criterion(), *model.decoder_inputs(rows, lengths), max_labels, **options)
+
+
+def transcribe(model, extractor, recordings, max_labels=None):
+    """Hypotheses of whole recordings [N]; by default with the room that `transformers` gives them."""
+    features, lengths = extractor(recordings)
+    rows, lengths = encode(model, features, lengths)
+    return search(model, rows, lengths, max_labels or rows.shape[1] * model.config.max_symbols_per_step)
+
+
+@nnx.jit
+def encode(model, features, lengths):
+    return model.encoder(features, lengths)
+
+
+@functools.partial(nnx.jit, static_argnames="lookahead")
+def encode_part(model, features, state, lookahead):
+    return model.encoder.stream(features, state, lookahead)
+
+
+def stream(model, extractor, recording, lookahead=None):
+    """Yields the hypotheses of each part of one recording [N], whose labels are never taken back."""
+    encoder, begin, seen, state, decoder_state = model.encoder, 0, 0, None, None
+    total = encoder.config.length(len(recording) // extractor.hop_length)
+    while seen < total:
+        count = encoder.frames_of_part(state is None, lookahead)
+        rows, state = encode_part(model, extractor.chunk(recording, begin, count)[None], state, lookahead)
+        lengths = np.array([min(total - seen, rows.shape[1])], np.int32)
+        found = search(model, rows, lengths, rows.shape[1] * model.config.max_symbols_per_step, decoder_state)
+        begin, seen, decoder_state = begin + count, seen + rows.shape[1], found.state
+        yield found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="config.json, preprocessor_config.json, *.safetensors")
+    parser.add_argument("recordings", nargs="+", help="WAV files: mono, 16 bit, the rate of the checkpoint")
+    parser.add_argument("--stream", action="store_true", help="part by part")
+    args = parser.parse_args()
+    model, extractor = load(args.folder)
+    recordings = [read_wav(file, extractor.sampling_rate) for file in args.recordings]
+    if args.stream:
+        results = [[row for part in stream(model, extractor, x) for row in labels_of(part)[0]] for x in recordings]
+    else:
+        results = labels_of(transcribe(model, extractor, recordings))
+    for file, labels in zip(args.recordings, results):
+        print(f"{file}: {text_of(args.folder, labels)}")
+
+
+def labels_of(found):
+    """[[label]] of hypotheses."""
+    return [row[:count].tolist() for row, count in zip(np.asarray(found.labels), np.asarray(found.counts))]
+
+
+def text_of(folder, labels):
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        return labels
+    file = Path(folder) / "tokenizer.json"
+    return Tokenizer.from_file(str(file)).decode(labels) if file.exists() else labels
+
+
+if __name__ == "__main__":
+    main()
