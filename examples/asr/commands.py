@@ -25,7 +25,7 @@ def add_train(commands):
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
     earlier.add_argument("--overwrite", action="store_true", help="delete the earlier run first")
-    parser.add_argument("--change", action="store_true", help="with --resume: options may differ from the earlier run's")
+    parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
     parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
@@ -92,7 +92,7 @@ def transcribe(args):
     text_of, bad = recognise.make_transcriber(recogniser, params, args.beam), 0
     for path in args.files:
         try:
-            print(path, text_of(recognise.read(path, recogniser.rate)), sep="\t", flush=True)
+            print(path, text_of(recognise.read(path, recogniser.config.rate)), sep="\t", flush=True)
         except UserError as error:
             print(error, file=sys.stderr)
             bad += 1
@@ -102,7 +102,7 @@ def transcribe(args):
 def stream(args):
     recogniser, params = recognise.load(args.workdir)
     live = recognise.Stream(recogniser, params)
-    rate = recogniser.rate
+    rate = recogniser.config.rate
     blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
     for samples in blocks:
         print(live.feed(samples), end="", flush=True)

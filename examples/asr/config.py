@@ -82,7 +82,9 @@ class Config:
     heads: int = option(4, positive, "of the attention")
     expansion: int = option(4, positive, "of the feed-forward layers")
     kernel: int = option(15, positive, "frames of the depthwise convolution")
-    strides: list = option(((2, 2), (2, 2)), strides, "of the first convolutions: TIMExFEATURES,...")
+    strides: list = dataclasses.field(
+        default=((2, 2), (2, 2)), metadata={"type": strides, "help": "of the first convolutions: TIMExFEATURES,..."}
+    )
     channels: int = option(32, positive, "of the first convolutions")
     chunk: int = option(0, natural, "encoder frames that see each other and what was before, for streams; 0: all do")
     past: int = option(64, natural, "encoder frames before its chunk that a frame sees")

@@ -1,6 +1,7 @@
 """Corpora of recordings: what a manifest or a folder lists, and what of it can be used.
 
-A corpus is `utterances`, the `features` of a frame, and `load(i, rng)`. `digits` has others, made up at random.
+A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, and `hop`, the seconds between frames.
+`digits` has others, made up at random.
 """
 
 import csv
@@ -14,6 +15,7 @@ from asr import features
 from asr.config import UserError
 from asr.digits import Handwritten, Spoken
 from asr.utterances import Report, Utterance
+
 
 def from_json_lines(path):
     """(audio, text, duration or None) of each line, or the number of a line that has no such thing."""
@@ -75,8 +77,7 @@ class Recordings:
     def __init__(self, path, config):
         self.config, self.report, path = config, Report(), Path(path)
         folder, found = entries(path)
-        self.features = config.mels
-        self.device = config.mel_on == "device"
+        self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
         for line in found:
             if isinstance(line, int):
                 self.report.add("not audio, text and duration", f"{path.name} line {line}")

@@ -23,7 +23,7 @@ def draw_text(rng):
 class Handwritten:
     """Lines of scans, each slanted, stretched and shifted at random. A frame is a column of pixels."""
 
-    features, device = HEIGHT, False
+    features, device, hop = HEIGHT, False, 1.0  # pictures count frames
 
     def __init__(self, split):
         from sklearn.datasets import load_digits  # slow to import
@@ -66,7 +66,8 @@ class Spoken:
     """
 
     def __init__(self, folder, config, split):
-        self.config, self.features, self.device = config, config.mels, config.mel_on == "device"
+        self.config, self.features, self.hop = config, config.mels, config.hop / 1000
+        self.device = config.mel_on == "device"
         self.train, self.report, speakers = split == "train", Report(), {}
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:
@@ -78,7 +79,7 @@ class Spoken:
                 speakers.setdefault(match[2], []).append((match[1], samples))
         if not speakers:
             indices = "5 and up" if self.train else "0 to 4"
-            raise UserError(f"{folder} has no recordings {{digit}}_{{speaker}}_{{index}}.wav with an index of {indices}")
+            raise UserError(f"{folder} has no {{digit}}_{{speaker}}_{{index}}.wav with an index of {indices}")
         rng, self.speakers = np.random.default_rng(len(split)), list(speakers.values())
         self.lines = [self.choose(rng) for _ in range(LINES[split])]
         self.utterances = []

@@ -41,7 +41,8 @@ class Pictures:
     """Draws some held-out utterances: lattices, alignments, and how the times of their labels have moved."""
 
     def __init__(self, recogniser, data, buckets, folder):
-        self.recogniser, self.device, self.folder, self.first = recogniser, data.corpus.device, folder, None
+        self.recogniser, self.folder, self.first = recogniser, folder, None
+        self.device, self.hop = data.corpus.device, data.corpus.hop
         few = buckets[0]._replace(members=buckets[0].members[:PICTURES], batch=PICTURES)
         self.batch = next(iter(batches.testing(data, recogniser.config, [few])))
         self.count = int(self.batch["valid"].sum())
@@ -56,7 +57,7 @@ class Pictures:
 
     def draw(self, params, step):
         """Writes lattice.png, and latency.png where an earlier step was drawn."""
-        loss, clock = self.recogniser.variant.loss, {"reduction": self.recogniser.reduction, "hop": self.recogniser.hop}
+        loss, clock = self.recogniser.variant.loss, {"reduction": self.recogniser.reduction, "hop": self.hop}
         features, x, logits, emitted, expected = jax.device_get(self.compute(params))
         self.first = self.first or (step, expected)
         figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)

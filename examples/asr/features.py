@@ -49,7 +49,7 @@ def filters(rate, mels, size):
     rise, fall = (frequency - low) / (middle - low), (high - frequency) / (high - middle)
     made = np.maximum(0, np.minimum(rise, fall)).astype(np.float32)
     if not made.any(0).all():
-        raise UserError(f"--mels {mels}: filters are narrower than a frequency of --window; take fewer, or a longer one")
+        raise UserError(f"--mels {mels}: filters are narrower than a frequency: take fewer, or a longer --window")
     return made
 
 

@@ -142,9 +142,7 @@ class Block(nnx.Module):
     def __init__(self, config, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
         self.first = FeedForward(config.width, config.expansion, config.dropout, **more)
-        self.attention = Attention(
-            config.width, config.heads, config.chunk, config.past, config.dropout, **more
-        )
+        self.attention = Attention(config.width, config.heads, config.chunk, config.past, config.dropout, **more)
         self.convolution = Convolution(config.width, config.kernel, config.dropout, **more)
         self.second = FeedForward(config.width, config.expansion, config.dropout, **more)
         self.norm = nnx.LayerNorm(config.width, **more)

@@ -38,9 +38,8 @@ class Recogniser:
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         model = Transducer(config, len(mean), *self.variant.outputs(len(vocabulary.pieces)), rngs=rngs)
-        self.reduction, self.rate = model.reduction, config.rate
+        self.reduction = model.reduction
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
-        self.hop = config.hop / 1000 if config.rate else 1.0
 
     @classmethod
     def from_setup(cls, setup, **options):
@@ -49,8 +48,7 @@ class Recogniser:
 
     def setup(self):
         """What a checkpoint stores beside the parameters."""
-        config = {name: x for name, x in dataclasses.asdict(self.config).items()}
-        config["strides"] = [list(pair) for pair in self.config.strides]
+        config = dataclasses.asdict(self.config) | {"strides": [list(pair) for pair in self.config.strides]}
         stored = {"config": config, "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
 
@@ -82,7 +80,7 @@ class Recogniser:
 
     def search(self, model, rows, lengths, beam=0, state=None):
         """Labels [B, N] and their numbers [B], and the state of a stream; greedy without a beam."""
-        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, rows.shape[1] * (2 if state else 1)
+        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, rows.shape[1] * MAX_SYMBOLS
         loss, options = self.variant.loss, {"max_symbols": MAX_SYMBOLS, "state": state}
         if not beam:
             return decode.greedy(loss, *inputs, **options)

@@ -43,7 +43,10 @@ class Run:
 
     def restore(self, **trees):
         """The arrays of the last checkpoint by name, as these trees of arrays have them."""
-        args = {name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x)) for name, x in trees.items()}
+        args = {
+            name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x))
+            for name, x in trees.items()
+        }
         found = self.manager.restore(self.last, args=ocp.args.Composite(**args))
         return [found[name] for name in trees]
 

@@ -20,7 +20,7 @@ import soundfile
 from tqdm import tqdm
 
 from asr import features
-from asr.config import UserError, natural, positive, number
+from asr.config import UserError, natural, number
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
 ACCENTS = "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbcwmd", "en-029"

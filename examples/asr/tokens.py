@@ -55,7 +55,7 @@ def train(config, texts):
         return Characters(sorted(set(config.alphabet) or set().union(*texts)))
     model = io.BytesIO()
     options = dict(model_type="unigram", character_coverage=1.0, bos_id=-1, eos_id=-1, minloglevel=2)
-    options |= dict(normalization_rule_name="identity", num_threads=1, random_seed=config.seed)
+    options |= dict(normalization_rule_name="identity", num_threads=1)
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=model, vocab_size=config.vocabulary, **options

@@ -164,7 +164,9 @@ class Training:
                     bar.set_postfix(loss=f"{mean:.3f}", skipped=skipped, refresh=False)
                     losses, started = [], time.perf_counter()
                     if row >= HOPELESS:
-                        raise UserError(f"step {step}: the last {row} steps were not finite; try a lower --learning-rate")
+                        raise UserError(
+                            f"step {step}: the last {row} steps were not finite; try a lower --learning-rate"
+                        )
                 if step % options.save_every == 0 or step == config.steps:
                     self.run.save(step, self.recogniser.setup(), params=state[0], optimizer=state[1])
                     found = self.measure(state, step, metrics)
