@@ -14,8 +14,8 @@ from asr.config import Config, UserError, natural, positive
 from asr.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
-FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "width", "blocks", "heads"}
-FIXED |= {"expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
+FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "width", "encoder", "blocks"}
+FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 
 
 def add_train(commands):

@@ -78,10 +78,11 @@ class Config:
     mel_mask: int = option(20, natural, "features that a mask hides at most")
     # Model.
     width: int = option(256, positive, "of the encoder")
-    blocks: int = option(8, positive, "Conformer blocks")
+    encoder: str = option("conformer", str, "its blocks", choices=("conformer", "convolutional"))
+    blocks: int = option(8, positive, "of the encoder")
     heads: int = option(4, positive, "of the attention")
     expansion: int = option(4, positive, "of the feed-forward layers")
-    kernel: int = option(15, positive, "frames of the depthwise convolution")
+    kernel: int = option(15, positive, "frames of a convolution")
     strides: list = dataclasses.field(
         default=((2, 2), (2, 2)), metadata={"type": strides, "help": "of the first convolutions: TIMExFEATURES,..."}
     )
@@ -111,7 +112,7 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and "digits" not in self.train.split(":")[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
-        if self.width % (2 * self.heads):
+        if self.encoder == "conformer" and self.width % (2 * self.heads):
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
         if self.joint == "tiles" and self.loss == "pruned":
             raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")

@@ -139,16 +139,21 @@ class Convolution(nnx.Module):
 class Block(nnx.Module):
     """Half a feed-forward layer, attention, convolution, and another half: [B, N, E] -> [B, N, E]."""
 
+    whole = None, None  # the state of whole utterances, in which every frame sees all others
+
     def __init__(self, config, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
         self.first = FeedForward(config.width, config.expansion, config.dropout, **more)
         self.attention = Attention(config.width, config.heads, config.chunk, config.past, config.dropout, **more)
         self.convolution = Convolution(config.width, config.kernel, config.dropout, **more)
         self.second = FeedForward(config.width, config.expansion, config.dropout, **more)
-        self.norm = nnx.LayerNorm(config.width, **more)
 
     def initial(self, batch):
         return self.attention.initial(batch), self.convolution.initial(batch)
+
+    def before_all(self, batch):
+        """The state of whole utterances in chunks: attention knows their chunks, convolutions see zeros."""
+        return None, self.convolution.initial(batch)
 
     def __call__(self, x, lengths, state):
         x = x + 0.5 * self.first(x)
@@ -156,7 +161,29 @@ class Block(nnx.Module):
         x = x + y
         y, convolution = self.convolution(x, lengths, state[1])
         x = x + y
-        return self.norm(x + 0.5 * self.second(x)), (attention, convolution)
+        return x + 0.5 * self.second(x), (attention, convolution)
+
+
+class Residual(nnx.Module):
+    """A dilated convolution over time, quick to learn and to run: [B, N, E] -> [B, N, E]."""
+
+    whole = None
+
+    def __init__(self, config, dilation, *, dtype, rngs):
+        width, self.reach = config.width, (config.kernel - 1) * dilation + 1
+        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        shape = {"kernel_size": (config.kernel,), "kernel_dilation": dilation, "padding": "VALID"}
+        self.conv = nnx.Conv(width, width, **shape, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+
+    def initial(self, batch):
+        return jnp.zeros((batch, self.reach - 1, self.conv.in_features))
+
+    before_all = initial
+
+    def __call__(self, x, lengths, before):
+        y, before = extended(self.norm(x) * inside(lengths, x.shape[1])[..., None], before, self.reach)
+        return x + self.dropout(nnx.relu(self.conv(y))), before
 
 
 class Transducer(nnx.Module):
@@ -168,7 +195,11 @@ class Transducer(nnx.Module):
         self.reduction, dtype = math.prod(time for time, _ in self.strides), jnp.dtype(config.dtype)
         more, width = {"dtype": dtype, "rngs": rngs}, config.width
         self.subsample = Subsampling(features, width, self.strides, config.channels, **more)
-        self.blocks = nnx.Sequential(*[Block(config, **more) for _ in range(config.blocks)])
+        if config.encoder == "conformer":
+            blocks = [Block(config, **more) for _ in range(config.blocks)]
+        else:
+            blocks = [Residual(config, 2**i, **more) for i in range(config.blocks)]
+        self.blocks, self.norm = nnx.Sequential(*blocks), nnx.LayerNorm(width, **more)
         if config.predictor == "lstm":
             self.predictor = LSTMPredictor(blank + 1, width, **more)
         else:
@@ -189,13 +220,12 @@ class Transducer(nnx.Module):
         for block, before in zip(self.blocks.layers, state[1]):
             x, after = run(block, x, lengths, before)
             states.append(after)
-        return x, lengths, (first, states)
+        return self.norm(x), lengths, (first, states)
 
     def encode(self, x, lengths):
         """Rows [B, N, E] of whole utterances [B, T, F], and their lengths [B]."""
-        if self.chunk:  # convolutions see the past alone, from zeros; attention knows all chunks
-            first, blocks = self.initial(len(x))
-            state = first, [(None, convolution) for _, convolution in blocks]
+        if self.chunk:
+            state = self.subsample.initial(len(x)), [block.before_all(len(x)) for block in self.blocks.layers]
         else:
-            state = [None] * len(self.strides), [(None, None)] * len(self.blocks.layers)
+            state = [None] * len(self.strides), [block.whole for block in self.blocks.layers]
         return self.step(x, lengths, state)[:2]

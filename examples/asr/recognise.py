@@ -64,9 +64,8 @@ class Stream:
         self.size = recogniser.config.chunk * recogniser.reduction  # frames of a chunk
         self.samples = np.zeros(0, np.float32)
         model = recogniser.model(params)
-        shapes = jax.eval_shape(
-            self.advance, params, *self.chunk(np.zeros((0, len(recogniser.mean)))), model.initial(1), None
-        )
+        silence = self.chunk(np.zeros((0, len(recogniser.mean))))
+        shapes = jax.eval_shape(self.advance, params, *silence, model.initial(1), None)
         self.state = model.initial(1), decode.reset(shapes[1], np.ones(1, bool))
         self.step = jax.jit(self.advance)
 

@@ -52,14 +52,17 @@ class Recogniser:
         stored = {"config": config, "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
 
-    def model(self, params, key=None):
-        """The model; with a key in training, with dropout."""
-        model = nnx.merge(self.graphdef, params, self.noise)
-        if key is None:
+    def model(self, params, step=None):
+        """The model; at a step of training with dropout."""
+        if step is None:
+            model = nnx.merge(self.graphdef, params, self.noise)
             model.eval()
-        elif self.config.dropout:
-            nnx.reseed(model, dropout=key)
-        return model
+            return model
+
+        def fold(x):
+            return jax.random.fold_in(x, step) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+        return nnx.merge(self.graphdef, params, jax.tree.map(fold, self.noise))
 
     def inputs(self, batch, device):
         """Features [B, T, F] of a batch, with mean 0 and deviation 1."""
@@ -71,10 +74,10 @@ class Recogniser:
         rows, lengths = model.encode(x, batch["lengths"])
         return Encoded(rows, model.predictor(batch["targets"]), batch["targets"], lengths, batch["target_lengths"])
 
-    def mean_loss(self, params, batch, key, device):
+    def mean_loss(self, params, batch, step, device):
         """Mean loss of the utterances of a batch, in nats."""
         x = features.hide(self.inputs(batch, device), batch["spans"], self.config.time_masks)
-        model = self.model(params, key)
+        model = self.model(params, step)
         losses = self.variant.compute(self.loss, model, self.encoded(model, x, batch), self.config.joint == "tiles")
         return jnp.where(batch["valid"], losses, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
 

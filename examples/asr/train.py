@@ -1,5 +1,6 @@
 """Trains a model, saves checkpoints, and measures held-out error rates."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -24,10 +25,8 @@ HOPELESS = 100  # steps in a row that are not finite end the run
 def select_devices(count):
     """The devices that share each batch. A CPU is split into `count` or 2 devices, unless XLA_FLAGS splits it."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:
+        with contextlib.suppress(RuntimeError):  # JAX runs already
             jax.config.update("jax_num_cpu_devices", count or 2)
-        except RuntimeError:
-            pass  # JAX runs already
     devices = jax.devices()[:count]
     if count and len(devices) < count:
         raise UserError(f"--devices {count}: there are {len(devices)}")
@@ -52,10 +51,9 @@ def make_train_step(recogniser, optimizer, device):
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch, step):
         params, opt_state = state
-        key = jax.random.fold_in(jax.random.key(recogniser.config.seed), step)
-        loss = functools.partial(recogniser.mean_loss, batch=batch, key=key, device=device)
+        loss = functools.partial(recogniser.mean_loss, batch=batch, step=step, device=device)
         value, gradient = jax.value_and_grad(loss)(params)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree_utils.tree_norm(gradient)
         gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         numbers = {"loss": value, "norm": norm, "skipped": opt_state.total_notfinite}
@@ -129,16 +127,13 @@ class Training:
         state, first = jax.device_put(state, NamedSharding(self.mesh, PartitionSpec())), self.run.last or 0
         if first:
             state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
-        metrics = runs.Metrics(self.run.workdir, first)
         step_of = make_train_step(recogniser, optimizer, self.train.corpus.device)
-        found, programs = None, None
-        if config.steps > first:
-            state, found, programs = self.steps(state, first, step_of, metrics)
-        found = found or self.measure(state, first, metrics)
-        if programs is not None:
-            print(f"{programs} programs for {len(self.buckets)} shapes of batches")
-        metrics.close()
-        self.run.close()
+        with contextlib.closing(self.run), contextlib.closing(runs.Metrics(self.run.workdir, first)) as metrics:
+            if config.steps > first:
+                found = self.steps(state, first, step_of, metrics)
+                print(f"{step_of._cache_size()} programs for {len(self.buckets)} shapes of batches")
+            else:
+                found = self.measure(state, first, metrics)
         for name, data in (("train", self.train), ("valid", self.valid)):
             data.corpus.report.write(self.run.workdir / f"left-out-{name}.tsv")
         return found
@@ -164,11 +159,9 @@ class Training:
                     bar.set_postfix(loss=f"{mean:.3f}", skipped=skipped, refresh=False)
                     losses, started = [], time.perf_counter()
                     if row >= HOPELESS:
-                        raise UserError(
-                            f"step {step}: the last {row} steps were not finite; try a lower --learning-rate"
-                        )
+                        raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 if step % options.save_every == 0 or step == config.steps:
                     self.run.save(step, self.recogniser.setup(), params=state[0], optimizer=state[1])
                     found = self.measure(state, step, metrics)
                     started = time.perf_counter()
-        return state, found, step_of._cache_size()
+        return found

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -11,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-for name in ("flax", "optax", "orbax.checkpoint", "grain", "soundfile", "sentencepiece", "tensorboardX", "matplotlib"):
+for name in ("flax", "optax", "orbax.checkpoint", "grain", "sentencepiece", "tensorboardX", "matplotlib"):
     pytest.importorskip(name)
-import soundfile
+
+soundfile = pytest.importorskip("soundfile")
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TINY = {
@@ -170,7 +172,7 @@ def test_masks(asr):
 @pytest.mark.parametrize("kind", ["characters", "subwords"])
 def test_tokens(asr, kind):
     texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
-    config = configuration(asr, tokens=kind, vocabulary=20)
+    config = configuration(asr, tokens=kind, vocabulary=16)
     made = asr.tokens.train(config, texts)
     stored = asr.tokens.from_json(json.loads(json.dumps(made.to_json())))
     for text in texts:
@@ -182,7 +184,7 @@ def test_tokens(asr, kind):
 
 
 def test_buckets(asr, corpus):
-    """Every utterance is in one bucket that holds it; an epoch has few shapes; masks and order differ between epochs."""
+    """Every utterance is in one bucket that holds it; shapes are few; epochs differ in masks and order."""
     config = configuration(asr, batch=2, buckets=3)
     data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
     buckets = asr.batches.make_buckets(data, config, 2)
@@ -269,7 +271,7 @@ def prepared(asr, corpus, **options):
 
 
 def test_steps_that_are_not_finite(asr, corpus):
-    """A NaN changes neither weights nor optimiser, and is counted; an inner batch of an update alone is left out."""
+    """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
     recogniser, batch = prepared(asr, corpus, accumulate=2, warmup=0.0)
     optimizer = asr.train.make_optimizer(recogniser.config)
     step = asr.train.make_train_step(recogniser, optimizer, False)
@@ -277,13 +279,13 @@ def test_steps_that_are_not_finite(asr, corpus):
     copy = lambda: jax.tree.map(np.array, recogniser.params)  # a step takes its state's memory
     state = jax.tree.map(jax.numpy.asarray, (copy(), optimizer.init(copy())))
     found, weights = [], []
-    for one in (batch, bad, batch, batch, batch):
+    for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
         state, numbers = step(state, one, 1)
         found.append(int(numbers["skipped"]))
         weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[0]))]))
-    assert found == [0, 1, 1, 1, 1] and np.isfinite(weights).all()
-    moved = [bool((a != b).any()) for a, b in zip(weights, weights[1:])]
-    assert moved == [False, True, False, True]
+    assert found == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
+    moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
+    assert moved == [False, False, False, True, False, True]
 
 
 def run(arguments, status=0):
@@ -313,7 +315,7 @@ def trained(asr, corpus, tmp_path_factory):
 
 
 def weights(asr, workdir):
-    recogniser, params = asr.recognise.load(workdir)
+    _, params = asr.recognise.load(workdir)
     return [np.asarray(x) for x in jax.tree.leaves(params)]
 
 
@@ -401,7 +403,8 @@ def test_streams_of_random_weights(asr):
     """With weights that write many labels, samples in odd pieces give the labels of the whole."""
     config = configuration(asr, loss="tdt", blocks=2)
     recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
-    params = jax.tree.map(lambda x: 3 * x, recogniser.params)
+    larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
+    params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
     whole = asr.recognise.make_transcriber(recogniser, params, 0)(samples)
     stream = asr.recognise.Stream(recogniser, params)
@@ -450,13 +453,13 @@ def test_every_loss(asr, corpus, name):
     recogniser, batch = prepared(asr, corpus, loss=name, dropout=0.0, time_masks=0, mel_masks=0, steps=1000)
     optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
     step = asr.train.make_train_step(recogniser, optimizer, False)
-    key, found = jax.random.key(0), []
-    first = float(recogniser.mean_loss(recogniser.params, batch, key, False))
+    found = []
+    first = float(recogniser.mean_loss(recogniser.params, batch, 0, False))
     ways = [{"remat": True}, {"dtype": "bfloat16"}] + [{"joint": "tiles"}] * (name != "pruned")
     for way in ways:
         config = dataclasses.replace(recogniser.config, **way)
         other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
-        value = float(other.mean_loss(recogniser.params, batch, key, False))
+        value = float(other.mean_loss(recogniser.params, batch, 0, False))
         assert value == pytest.approx(first, rel=0.1 if "dtype" in way else 1e-4)
     state = recogniser.params, optimizer.init(recogniser.params)
     for i in range(30):
