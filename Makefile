@@ -22,7 +22,7 @@ $(VENV)/.installed: $(SOURCES) tools/release/dev.txt
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/train.py --overwrite --expect-cer 3
+	$(BIN)/python examples/asr train --config handwritten-digits --overwrite --expect-cer 3
 
 # Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
 demo-losses: setup
