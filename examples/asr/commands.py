@@ -2,14 +2,11 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 
-import jax
-
-from asr import config, recognise, runs, synthesis
+from asr import config, devices, recognise, runs, synthesis
 from asr.config import Config, UserError, natural, positive
 from asr.train import Training
 
@@ -52,6 +49,7 @@ def add_recognition(commands):
 
 def resumed(given, args):
     """The configuration of the run in the workdir, with `given` options where they may differ."""
+    devices.select(args.platform, args.devices)
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
         return Config(**given)
@@ -88,7 +86,7 @@ def train(args):
 
 
 def transcribe(args):
-    recogniser, params = recognise.load(args.workdir)
+    recogniser, params = recognise.load(args.workdir, args.platform)
     text_of, bad = recognise.make_transcriber(recogniser, params, args.beam), 0
     for path in args.files:
         try:
@@ -100,7 +98,7 @@ def transcribe(args):
 
 
 def stream(args):
-    recogniser, params = recognise.load(args.workdir)
+    recogniser, params = recognise.load(args.workdir, args.platform)
     live = recognise.Stream(recogniser, params)
     rate = recogniser.config.rate
     blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
@@ -118,16 +116,8 @@ def main(arguments=None):
     add_recognition(commands)
     synthesis.add_command(commands)
     args = parser.parse_args(arguments)
-    if args.platform:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
     try:
         status = args.run(args)
     except (UserError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    except RuntimeError as error:
-        if "backend" not in str(error):
-            raise
-        parser.exit(2, f"{parser.prog}: {str(error).splitlines()[0]}\n")
-    except json.JSONDecodeError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     raise SystemExit(status)

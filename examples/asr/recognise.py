@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import soundfile
 
-from asr import features, runs
+from asr import devices, features, runs
 from asr.config import UserError
 from asr.recogniser import Recogniser
 from jax_rnnt import decode
@@ -16,8 +16,9 @@ ROUND = 256  # files are padded to multiples of so many frames, for few programs
 BLOCK = 0.1  # seconds of a stream that arrive at once
 
 
-def load(workdir):
+def load(workdir, platform=None):
     """(recogniser, parameters) of the last checkpoint of a folder."""
+    devices.select(platform, 1)
     run = runs.open_run(workdir)
     recogniser = Recogniser.from_setup(run.setup())
     if recogniser.config.train == "handwritten-digits":

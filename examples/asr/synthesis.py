@@ -113,8 +113,6 @@ def write_split(folder, lines, hours, seed, bar):
             part = lines[start : start + 64]
             spoken = pool.map(speak, part, ((seed, len(folder.name), start + i) for i in range(len(part))))
             for line, samples in zip(part, spoken):
-                if seconds >= 3600 * hours:
-                    return seconds, written
                 count = counts[line.speaker] = counts.get(line.speaker, -1) + 1
                 chapter = f"{line.speaker}-{1 + count // CHAPTER}"
                 place = folder / chapter.replace("-", "/")
@@ -125,6 +123,8 @@ def write_split(folder, lines, hours, seed, bar):
                     file.write(f"{name} {line.text}\n")
                 seconds, written = seconds + len(samples) / RATE, written + 1
                 bar.update(len(samples) / RATE)
+                if seconds >= 3600 * hours:
+                    return seconds, written
     raise UserError(f"the texts last {seconds / 3600:.2f} of {hours:g} hours of {folder.name}: give more by --text")
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import sys
 import time
 
@@ -14,23 +13,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from asr import batches, evaluate, runs, tokens
+from asr import batches, devices, evaluate, runs, tokens
 from asr.config import UserError
 from asr.corpora import open_corpus
 from asr.recogniser import Recogniser, statistics
 
 HOPELESS = 100  # steps in a row that are not finite end the run
-
-
-def select_devices(count):
-    """The devices that share each batch. A CPU is split into `count` or 2 devices, unless XLA_FLAGS splits it."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # JAX runs already
-            jax.config.update("jax_num_cpu_devices", count or 2)
-    devices = jax.devices()[:count]
-    if count and len(devices) < count:
-        raise UserError(f"--devices {count}: there are {len(devices)}")
-    return devices
 
 
 def make_optimizer(config):
@@ -68,7 +56,7 @@ class Training:
     def __init__(self, config, options):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
-        self.mesh = Mesh(np.array(select_devices(options.devices)), ("data",))
+        self.mesh = Mesh(np.array(devices.select(options.platform, options.devices)), ("data",))
         train = open_corpus(config.train, config, "train")
         valid = open_corpus(config.valid or config.train, config, "valid")
         self.run.open()

@@ -292,7 +292,7 @@ def run(arguments, status=0):
     """Runs the command line in this process."""
     from asr.commands import main
 
-    with pytest.raises(SystemExit) as caught, contextlib.ExitStack():
+    with pytest.raises(SystemExit) as caught:
         main(list(map(str, arguments)))
     assert caught.value.code == status
 
@@ -412,6 +412,15 @@ def test_streams_of_random_weights(asr):
     assert text == whole and len(set(whole)) > 1
 
 
+def test_no_device(asr, monkeypatch):
+    def missing():
+        raise RuntimeError("Unable to initialize backend 'cuda': no GPU\nmore")
+
+    monkeypatch.setattr(asr.devices.jax, "devices", missing)
+    with pytest.raises(asr.config.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
+        asr.devices.select(None, 1)
+
+
 def test_no_microphone(asr, monkeypatch):
     import types
 
@@ -465,19 +474,15 @@ def test_every_loss(asr, corpus, name):
     for i in range(30):
         state, numbers = step(state, batch, i)
         found.append(float(numbers["loss"]))
-    assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < found[0] / 2
+    assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < 0.6 * found[0]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
 def test_a_made_corpus(asr, tmp_path, capsys):
     """From texts to speech that trains: layout, split, audio on the device, subwords."""
-    words = [
-        f"{a} {b} went to the {c}."
-        for a in ("My", "Our")
-        for b in ("cat", "dog", "cow")
-        for c in ("sea", "hill", "wood")
-    ]
+    words = itertools.product(("My", "Our"), ("cat", "dog", "cow"), ("sea", "hill", "wood"))
+    words = [f"{a} {b} went to the {c}." for a, b, c in words]
     (tmp_path / "text").write_text("\n%\n".join(words * 20 + [f"Then {w} again." for w in words]))
     run(["corpus", tmp_path / "c", "--hours", 0.005, "--text", tmp_path / "text"])
     assert "train: " in capsys.readouterr().out
@@ -485,7 +490,7 @@ def test_a_made_corpus(asr, tmp_path, capsys):
     assert (audio.samplerate, audio.channels) == (16000, 1)
     run(["corpus", tmp_path / "c"], 2)
     assert "is not empty" in capsys.readouterr().err
-    options = dict(tokens="subwords", vocabulary=30, mel_on="device", rate=16000, mels=20, steps=2, devices=2)
+    options = dict(tokens="subwords", vocabulary=24, mel_on="device", rate=16000, mels=20, steps=2, devices=2)
     command = arguments(tmp_path / "c/train", tmp_path / "run", **options)
     run([*command, "--valid", tmp_path / "c/valid"])
     assert "held-out CER" in capsys.readouterr().out
