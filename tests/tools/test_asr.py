@@ -202,7 +202,7 @@ def test_buckets(asr, corpus):
             assert length == data.corpus.utterances[i].frames
             assert asr.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
     first, second = ([b["index"].tolist() for b in part] for part in (twice[: len(epoch)], twice[len(epoch) :]))
-    assert first != second
+    assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
     spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
              for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
     assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
@@ -286,6 +286,12 @@ def test_steps_that_are_not_finite(asr, corpus):
     assert found == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
     assert moved == [False, False, False, True, False, True]
+
+
+def test_dropout_follows_the_step(asr, corpus):
+    recogniser, batch = prepared(asr, corpus, dropout=0.5)
+    first, again, other = (float(recogniser.mean_loss(recogniser.params, batch, step, False)) for step in (1, 1, 2))
+    assert first == again != other
 
 
 def run(arguments, status=0):
@@ -407,9 +413,12 @@ def test_streams_of_random_weights(asr):
     params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
     whole = asr.recognise.make_transcriber(recogniser, params, 0)(samples)
-    stream = asr.recognise.Stream(recogniser, params)
+    stream, seen = asr.recognise.Stream(recogniser, params), []
+    take = stream.chunk
+    stream.chunk = lambda x: seen.append(x) or take(x)
     text = "".join(stream.feed(x) for x in np.split(samples, [100, 101, 2000, 5999])) + stream.finish()
     assert text == whole and len(set(whole)) > 1
+    np.testing.assert_allclose(np.concatenate(seen), asr.features.log_mel(config, samples), atol=1e-5)
 
 
 def test_no_device(asr, monkeypatch):
