@@ -134,7 +134,7 @@ def add_options(parser):
         default = "" if field.default in ("", False, True) or field.name == "strides" else f" ({field.default})"
         if field.name == "strides":
             default = " (2x2,2x2)"
-        if field.name not in ("rate", "help") and "choices" not in more and "action" not in more:
+        if "choices" not in more and "action" not in more:
             more["metavar"] = {str: "TEXT", strides: "STRIDES"}.get(more["type"], "N")
         more["help"] += default
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)

@@ -18,19 +18,19 @@ class Run:
 
     def __init__(self, workdir, *, resume=False, overwrite=False):
         self.workdir = workdir.resolve()
-        folder = self.workdir / CHECKPOINTS
-        if overwrite:
-            for name in (CHECKPOINTS, TENSORBOARD, METRICS):
-                path = self.workdir / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        folder, self.overwrite = self.workdir / CHECKPOINTS, overwrite
         found = [int(x.name) for x in folder.iterdir() if x.name.isdigit()] if folder.is_dir() else []
-        self.last = max(found, default=None)
+        self.last = None if overwrite else max(found, default=None)
         if self.last is not None and not resume:
             raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
         self.manager = None
 
     def open(self):
-        """Makes the folder ready for checkpoints."""
+        """Makes the folder ready for checkpoints. Only now an earlier run is deleted."""
+        if self.overwrite:
+            for name in (CHECKPOINTS, TENSORBOARD, METRICS):
+                path = self.workdir / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self.manager = ocp.CheckpointManager(self.workdir / CHECKPOINTS, options=options)
 

@@ -59,7 +59,6 @@ class Training:
         self.mesh = Mesh(np.array(devices.select(options.platform, options.devices)), ("data",))
         train = open_corpus(config.train, config, "train")
         valid = open_corpus(config.valid or config.train, config, "valid")
-        self.run.open()
         more = {"implementation": options.implementation}
         if self.run.last is None:
             vocabulary = tokens.train(config, (x.text for x in train.utterances))
@@ -67,19 +66,23 @@ class Training:
             self.train = batches.labelled(train, vocabulary, reduction)
             self.recogniser = Recogniser(config, vocabulary, *statistics(self.train, config), **more)
         else:
+            self.run.open()
             self.recogniser = Recogniser.from_setup(self.run.setup() | {"config": vars(config)}, **more)
             self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.reduction)
         self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.reduction)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):
-            print(*(f"{name}: {line}" for line in data.corpus.report.lines()), sep="\n", end="")
+            for line in data.corpus.report.lines():
+                print(f"{name}: {line}")
         self.report_sizes()
         self.epoch = batches.training(self.train, config, self.buckets)
         if config.steps and not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
         self.split = functools.partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec("data")))
+        if self.run.last is None:
+            self.run.open()
         self.pictures = evaluate.Pictures(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
 
     def report_sizes(self):

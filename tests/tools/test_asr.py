@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
 import numpy as np
@@ -62,9 +64,6 @@ def corpus(tmp_path_factory):
         with (folder / f"7/{i % 2}/7-{i % 2}.trans.txt").open("a") as file:
             file.write(f"7-{i % 2}-{i:04} {'ABC'[i % 3]}{'' if i < 5 else ' AB'}\n")
     return folder
-
-
-# ------------------------------------------------------------------------------------------------- what a corpus lists
 
 
 def test_layouts_agree(asr, corpus, tmp_path):
@@ -312,8 +311,6 @@ def arguments(corpus, workdir, **options):
 @pytest.fixture(scope="module")
 def trained(asr, corpus, tmp_path_factory):
     """(folder of a run of 6 steps, what it printed)."""
-    import io
-
     workdir, out = tmp_path_factory.mktemp("run"), io.StringIO()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), contextlib.redirect_stdout(out):
         run(arguments(corpus, workdir))
@@ -359,6 +356,7 @@ def test_resume_is_exact(asr, corpus, trained, tmp_path, capsys):
         run(given, 2)
         error = message()
         assert expected in error and len(error.strip().splitlines()) == 1
+    run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
     assert (workdir / "checkpoints" / "6").is_dir()
     run([*command, "--resume", "--steps", 0])  # evaluates
     assert losses(workdir) == losses(trained[0])
@@ -431,9 +429,7 @@ def test_no_device(asr, monkeypatch):
 
 
 def test_no_microphone(asr, monkeypatch):
-    import types
-
-    def missing(*args, **kwargs):
+    def missing(*_, **__):
         raise ValueError("No input device matching")
 
     fake = types.SimpleNamespace(InputStream=missing, PortAudioError=OSError)
@@ -443,9 +439,6 @@ def test_no_microphone(asr, monkeypatch):
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     with pytest.raises(asr.config.UserError, match="--microphone: "):
         next(asr.recognise.blocks_of_microphone(8000))
-
-
-# -------------------------------------------------------------------------------------------------------------- corpus
 
 
 def test_sentences(asr):
