@@ -22,7 +22,7 @@ $(VENV)/.installed: $(SOURCES) tools/release/dev.txt
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/train.py --overwrite --expect-cer 3
+	$(BIN)/python examples/asr train --config handwritten-digits --overwrite --expect-cer 3
 
 # Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
 demo-losses: setup
@@ -97,10 +97,11 @@ sanitize: setup build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
-	  --ignore tests/tools/test_example.py --ignore tests/transforms/test_memory.py $(ARGS)
+	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_example.py \
+	  --ignore tests/transforms/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
-NO_KERNEL = agreement align batching benchmarks decode decode_programs derivatives docs errors example export faults \
+NO_KERNEL = agreement align asr batching benchmarks decode decode_programs derivatives docs errors example export faults \
   flax fusion fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer ngram \
   nodes nodes_programs paddings parallel phrases plot pruned public remat searches sharding split streams tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed

@@ -1,0 +1,123 @@
+"""The command line. Options are checked before anything runs; what is wrong is one line, and the exit status 2."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from asr import config, devices, recognise, runs, synthesis
+from asr.config import Config, UserError, natural, positive
+from asr.train import Training
+
+# They decide the shapes of arrays, or their meaning: a checkpoint has them.
+FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "width", "encoder", "blocks"}
+FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
+
+
+def add_train(commands):
+    parser = commands.add_parser("train", help="train, or go on, or evaluate with --steps 0")
+    parser.add_argument("--config", metavar="FILE", help="JSON with any of the options below, or a name of configs/")
+    parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
+    earlier.add_argument("--overwrite", action="store_true", help="delete the earlier run first")
+    parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
+    parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
+    parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
+    parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
+    parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses of tests; 0: greedy")
+    parser.add_argument("--expect-cer", type=float, metavar="PERCENT", help="exit 1 if the error rate is higher")
+    config.add_options(parser.add_argument_group("what decides the result"))
+    parser.set_defaults(run=train)
+
+
+def add_recognition(commands):
+    parser = commands.add_parser("transcribe", help="texts of audio files")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy")
+    parser.set_defaults(run=transcribe)
+    live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
+    source = live.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    source.add_argument("--microphone", action="store_true")
+    live.set_defaults(run=stream)
+    for one in (parser, live):
+        one.add_argument("--workdir", type=Path, required=True, help="of a training")
+
+
+def resumed(given, args):
+    """The configuration of the run in the workdir, with `given` options where they may differ."""
+    devices.select(args.platform, args.devices)
+    run = runs.Run(args.workdir, resume=True)
+    if run.last is None:
+        return Config(**given)
+    run.open()
+    earlier = config.from_json(run.setup()["config"], f"{args.workdir}")
+    run.close()
+    changed = {name: x for name, x in given.items() if x != earlier[name] and (name, x) != ("steps", 0)}
+    for name, x in changed.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in FIXED:
+            raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
+        if not args.change:
+            raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
+    return Config(**(earlier | given))
+
+
+def train(args):
+    names = {field.name for field in dataclasses.fields(Config)}
+    given = config.read_file(args.config) if args.config else {}
+    given |= {name: x for name, x in vars(args).items() if name in names}
+    if args.change and not args.resume:
+        raise UserError("--change needs --resume")
+    args.workdir = args.workdir or Path("runs") / "{}-{}".format(
+        Path(args.config or given.get("train", "")).stem, given.get("loss", Config.loss)
+    )
+    chosen = (resumed(given, args) if args.resume else Config(**given)).checked()
+    started = time.perf_counter()
+    rates = Training(chosen, args).main()
+    print(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
+    if args.expect_cer is not None and not rates.cer <= args.expect_cer:
+        print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)
+        return 1
+    return 0
+
+
+def transcribe(args):
+    recogniser, params = recognise.load(args.workdir, args.platform)
+    text_of, bad = recognise.make_transcriber(recogniser, params, args.beam), 0
+    for path in args.files:
+        try:
+            print(path, text_of(recognise.read(path, recogniser.config.rate)), sep="\t", flush=True)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            bad += 1
+    return 1 if bad else 0
+
+
+def stream(args):
+    recogniser, params = recognise.load(args.workdir, args.platform)
+    live = recognise.Stream(recogniser, params)
+    rate = recogniser.config.rate
+    blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
+    for samples in blocks:
+        print(live.feed(samples), end="", flush=True)
+    print(live.finish(), flush=True)
+    return 0
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="asr", description="Speech recognition on any corpus.")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train(commands)
+    add_recognition(commands)
+    synthesis.add_command(commands)
+    args = parser.parse_args(arguments)
+    try:
+        status = args.run(args)
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    raise SystemExit(status)

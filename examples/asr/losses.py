@@ -1,0 +1,69 @@
+"""The losses of the family: their values, and the logits that they need.
+
+Labels come first, then further blanks, then the blank, then durations.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+import jax_rnnt
+
+DURATIONS = 0, 1, 2, 3, 4  # frames that a symbol of the token-and-duration transducer may read
+BIG_BLANKS = 2, 3, 4  # frames that the big blanks of the multi-blank transducer read
+COLUMNS = 4  # columns of the lattice that pruning keeps in every frame
+
+
+class Encoded(NamedTuple):
+    """Rows of encoder and predictor, and targets: what every loss is computed from."""
+
+    frames: jax.Array  # [B, N, E]
+    states: jax.Array  # [B, U + 1, P]
+    targets: jax.Array  # [B, U]
+    frame_lengths: jax.Array  # [B]
+    target_lengths: jax.Array  # [B]
+
+
+def of_all_logits(loss, model, x, tiles):
+    """Losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
+    if tiles:
+        logits = model.joint.logits(x.frames, x.states)
+    else:
+        logits = model.joint(x.frames[:, :, None], x.states[:, None])
+    return loss(logits, *x[2:])
+
+
+def pruned(loss, model, x, tiles):
+    """Pruned RNN-T (Kuang et al. 2022): posteriors of a simple loss choose the columns for which the joint runs."""
+    scores = model.frame_scores(x.frames), model.state_scores(x.states)
+    scores = jax_rnnt.AdditiveLogits(*scores, lm_only_scale=0.25)
+    blank, label = jax.lax.stop_gradient(loss.posteriors(scores, *x[2:]))
+    lengths = {"logit_lengths": x.frame_lengths, "target_lengths": x.target_lengths}
+    first = jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=COLUMNS)
+    logits = model.joint(*jax_rnnt.prune_inputs(x.frames, x.states, first, COLUMNS))
+    return 0.5 * loss(scores, *x[2:]) + loss(jax_rnnt.BandLogits(logits, first), *x[2:])
+
+
+class Variant(NamedTuple):
+    loss: jax_rnnt.TransducerLoss
+    compute: Callable = of_all_logits
+    extra_blanks: int = 0  # classes between the labels and the blank
+    durations: int = 0  # logits after the blank
+
+    def outputs(self, labels):
+        """(the blank, number of logits) for a number of labels."""
+        return labels + self.extra_blanks, labels + self.extra_blanks + 1 + self.durations
+
+
+# The blank of every loss is its default, the last class.
+LOSSES = {
+    "rnnt": Variant(jax_rnnt.RNNTLoss()),
+    "monotonic": Variant(jax_rnnt.MonotonicRNNTLoss()),
+    "constrained": Variant(jax_rnnt.ConstrainedRNNTLoss()),
+    "tdt": Variant(jax_rnnt.TDTLoss(DURATIONS, sigma=0.05), durations=len(DURATIONS)),
+    "multiblank": Variant(jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS, sigma=0.05), extra_blanks=len(BIG_BLANKS)),
+    "hat": Variant(jax_rnnt.HATLoss()),
+    "robust": Variant(jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0)),
+    "pruned": Variant(jax_rnnt.RNNTLoss(), pruned),
+}

@@ -1,0 +1,34 @@
+"""What a corpus lists, and what it leaves out."""
+
+import collections
+import threading
+from typing import NamedTuple
+
+NAMED = 5  # utterances of a reason that are named on the screen
+
+
+class Utterance(NamedTuple):
+    name: str  # of the audio file
+    frames: int  # of its features, at most
+    text: str
+
+
+class Report:
+    """Names of utterances that are left out, by reason. Threads may add to it."""
+
+    def __init__(self):
+        self.names, self.lock = collections.defaultdict(list), threading.Lock()
+
+    def add(self, reason, name):
+        with self.lock:
+            if name not in self.names[reason]:
+                self.names[reason].append(name)
+
+    def lines(self):
+        for reason, names in self.names.items():
+            more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            yield f"left out, {reason}: {len(names)} ({', '.join(names[:NAMED])}{more})"
+
+    def write(self, path):
+        """All names, one a line after its reason."""
+        path.write_text("".join(f"{reason}\t{name}\n" for reason, names in self.names.items() for name in names))

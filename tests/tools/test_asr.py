@@ -1,0 +1,498 @@
+"""The recipe for any corpus: what it reads and leaves out, shapes of batches, exact resume, and streams."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import shutil
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+for name in ("flax", "optax", "orbax.checkpoint", "grain", "sentencepiece", "tensorboardX", "matplotlib"):
+    pytest.importorskip(name)
+
+soundfile = pytest.importorskip("soundfile")
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+TINY = {
+    "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
+    "batch": 4, "buckets": 2, "time_mask": 0.2, "mel_mask": 2, "dropout": 0.1, "joint": "logits", "chunk": 4, "past": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asr():
+    """The package's folder on the path."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from asr import batches, commands, corpora, features, model, recognise, runs, tokens, train  # noqa: F401
+
+        yield sys.modules["asr"]
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(autouse=True)
+def flax_promotion():
+    """Flax promotes implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def configuration(asr, **options):
+    return asr.config.Config(**({"train": "t", "valid": "v"} | TINY | options))
+
+
+def write_audio(path, seconds, rate=8000, channels=1, seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    samples = 0.1 * np.random.default_rng(seed).normal(size=(int(seconds * rate), channels))
+    soundfile.write(path, samples, rate, subtype="PCM_16")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder in LibriSpeech's layout: 10 utterances of 0.3 to 0.75 seconds."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(10):
+        write_audio(folder / f"7/{i % 2}/7-{i % 2}-{i:04}.flac", 0.3 + 0.05 * i, seed=i)
+        with (folder / f"7/{i % 2}/7-{i % 2}.trans.txt").open("a") as file:
+            file.write(f"7-{i % 2}-{i:04} {'ABC'[i % 3]}{'' if i < 5 else ' AB'}\n")
+    return folder
+
+
+def test_layouts_agree(asr, corpus, tmp_path):
+    """A folder, JSON lines and TSV list the same utterances, with the frames that a loop counts."""
+    config = configuration(asr)
+    whole = asr.corpora.Recordings(corpus, config)
+    rows = [{"audio": str(corpus / x.name), "text": x.text, "duration": None} for x in whole.utterances]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    lines = ["duration\taudio\ttext", *(f"\t{x['audio']}\t{x['text']}" for x in rows)]
+    (tmp_path / "a.tsv").write_text("\n".join(lines))
+    for path in ("a.jsonl", "a.tsv"):
+        other = asr.corpora.Recordings(tmp_path / path, config)
+        assert [x[1:] for x in other.utterances] == [x[1:] for x in whole.utterances] and not other.report.names
+    assert sorted(x.text for x in whole.utterances) == sorted(
+        ["A", "B", "C", "A", "B", "C AB", "A AB", "B AB", "C AB", "A AB"]
+    )
+    for i, x in enumerate(whole.utterances):
+        samples = 2400 + 400 * int(x.name[-6])
+        starts = [n for n in range(0, samples, 80) if n + 200 <= samples]
+        assert x.frames == len(starts) and whole.load(i, None).shape == (x.frames, 6)
+
+
+def test_bad_data_is_left_out_by_name(asr, tmp_path):
+    """Each kind of bad data is in the report under its reason; the good utterance alone remains."""
+    config = configuration(asr, max_seconds=2.0, alphabet="ABC ", tokens="characters")
+    write_audio(tmp_path / "good.wav", 0.5, rate=16000, channels=2)
+    write_audio(tmp_path / "long.wav", 2.5)
+    write_audio(tmp_path / "short.wav", 0.01)
+    write_audio(tmp_path / "crowded.wav", 0.2)
+    (tmp_path / "bad.wav").write_bytes(b"RIFF, not really")
+    rows = [("good.wav", "A  B", 0.5), ("long.wav", "A", 2.5), ("short.wav", "A", 0.01), ("crowded.wav", "ABCABC", 0.2)]
+    rows += [("bad.wav", "A", 1), ("missing.wav", "A", 1)]
+    lines = [json.dumps(dict(zip(("audio", "text", "duration"), row))) for row in rows]
+    for name, text, duration in (("empty.wav", "  ", 0.5), ("foreign.wav", "AXB", 0.5), ("wrong.wav", "A", 0.9)):
+        write_audio(tmp_path / name, 0.5)
+        lines.append(json.dumps({"audio": name, "text": text, "duration": duration}))
+    (tmp_path / "m.jsonl").write_text("\n".join([*lines, "not JSON", '{"audio": "good.wav"}']))
+    corpus = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+    data = asr.batches.labelled(corpus, asr.tokens.train(config, []), 4)
+    assert [corpus.utterances[i].text for i in data.labels] == ["A B"]
+    assert dict(corpus.report.names) == {
+        "not audio, text and duration": ["m.jsonl line 10", "m.jsonl line 11"],
+        "longer than 2 s": ["long.wav"],
+        "shorter than a frame": ["short.wav"],
+        "fewer frames than labels": ["crowded.wav"],
+        "missing or bad audio": ["bad.wav", "missing.wav"],
+        "empty transcript": ["empty.wav"],
+        "characters outside the vocabulary": ["foreign.wav"],
+        "duration differs from the manifest's": ["wrong.wav"],
+    }
+    assert "left out, missing or bad audio: 2 (bad.wav, missing.wav)" in list(corpus.report.lines())
+
+
+def test_audio_that_breaks_later(asr, corpus, tmp_path):
+    """A file that shrinks after it was listed makes a row that does not count, and a name in the report."""
+    shutil.copytree(corpus, tmp_path / "c")
+    config = configuration(asr)
+    found = asr.corpora.Recordings(tmp_path / "c", config)
+    data = asr.batches.labelled(found, asr.tokens.train(config, ["ABC "]), 4)
+    (tmp_path / "c" / found.utterances[3].name).write_bytes(b"")
+    buckets = asr.batches.make_buckets(data, config, 1)
+    valid = {int(i): v for b in asr.batches.testing(data, config, buckets) for i, v in zip(b["index"], b["valid"])}
+    assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
+    assert found.report.names["missing or bad audio"] == [found.utterances[3].name]
+
+
+def test_resampling(asr, tmp_path):
+    """A tone keeps its place among the filters, and the frames are those that the header promised."""
+    config = configuration(asr, mels=20)
+    peaks = []
+    for rate in (8000, 11025, 48000):
+        time = np.arange(int(0.4 * rate)) / rate
+        soundfile.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
+        samples = asr.features.read(tmp_path / "a.wav", 8000)
+        assert len(samples) == asr.features.resampled_size(len(time), rate, 8000)
+        peaks.append(int(asr.features.log_mel(config, samples).mean(0).argmax()))
+    assert len(set(peaks)) == 1
+
+
+def test_host_and_device_features(asr):
+    """The same spectra, against a discrete Fourier sum in float64."""
+    config = configuration(asr)
+    samples = np.random.default_rng(0).normal(size=(2, 900)).astype(np.float32)
+    host = asr.features.log_mel(config, samples)
+    np.testing.assert_allclose(jax.jit(lambda x: asr.features.log_mel(config, x, jax.numpy))(samples), host, atol=1e-4)
+    window = samples[1, 160:360].astype(np.float64) * np.hanning(200)
+    angles = np.outer(np.arange(129), np.arange(200)) * 2 * np.pi / 256
+    power = (window @ np.cos(angles).T) ** 2 + (window @ np.sin(angles).T) ** 2
+    np.testing.assert_allclose(host[1, 2], np.log(power @ asr.features.filters(8000, 6, 256) + 1e-6), atol=1e-4)
+
+
+def test_masks(asr):
+    """Spans over time and features are zeros, nothing else is, and each is as long as allowed at most."""
+    config = configuration(asr, time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
+    spans = np.stack([asr.features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
+    sizes = spans[..., 1] - spans[..., 0]
+    assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
+    x = np.asarray(asr.features.hide(np.ones((50, 20, 6)), spans, 2))
+    for i, (a, b, c) in enumerate(spans):
+        expected = np.ones((20, 6))
+        expected[a[0] : a[1]] = expected[b[0] : b[1]] = expected[:, c[0] : c[1]] = 0
+        np.testing.assert_array_equal(x[i], expected)
+
+
+@pytest.mark.parametrize("kind", ["characters", "subwords"])
+def test_tokens(asr, kind):
+    texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
+    config = configuration(asr, tokens=kind, vocabulary=16)
+    made = asr.tokens.train(config, texts)
+    stored = asr.tokens.from_json(json.loads(json.dumps(made.to_json())))
+    for text in texts:
+        assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
+    assert stored.encode("THE CAT?") is None
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_buckets(asr, corpus):
+    """Every utterance is in one bucket that holds it; shapes are few; epochs differ in masks and order."""
+    config = configuration(asr, batch=2, buckets=3)
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
+    buckets = asr.batches.make_buckets(data, config, 2)
+    assert sorted(i for b in buckets for i in b.members) == list(range(10)) and len(buckets) == 3
+    for bucket in buckets:
+        frames = [data.corpus.utterances[i].frames for i in bucket.members]
+        assert max(frames) == bucket.frames and bucket.batch % 2 == 0
+        assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
+    epoch = asr.batches.training(data, config, buckets)
+    twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
+    shapes = {(b.batch, b.frames, 6) for b in buckets}
+    assert {batch["audio"].shape for batch in twice} == shapes
+    for batch in twice:
+        for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
+            assert length == data.corpus.utterances[i].frames
+            assert asr.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
+    first, second = ([b["index"].tolist() for b in part] for part in (twice[: len(epoch)], twice[len(epoch) :]))
+    assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
+    spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
+             for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
+    assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
+    left, one = asr.batches.padding(data, buckets)
+    frames = np.array([x.frames for x in data.corpus.utterances])
+    assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one
+
+
+def test_batches_of_equal_seconds(asr, corpus):
+    """A bucket has as many utterances as its longest fits into the seconds; few long ones join the others."""
+    config = configuration(asr, batch_seconds=1.6, buckets=4)
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
+    for bucket in asr.batches.make_buckets(data, config, 1):
+        assert bucket.batch == min(160 // bucket.frames, len(bucket.members))
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_padding_and_the_future(asr, chunk):
+    """Rows of an utterance are those that it has alone; with a chunk they depend on no later chunk, else they do."""
+    config = configuration(asr, chunk=chunk, blocks=2)
+    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
+    model.eval()
+    x = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
+    rows, lengths = model.encode(x, np.array([50, 37]))
+    alone, _ = model.encode(x[1:, :37], np.array([37]))
+    assert lengths.tolist() == [13, 10]
+    np.testing.assert_allclose(rows[1, :10], alone[0], atol=1e-5)
+    later = x.copy()
+    later[0, 16:] = 0  # from the second chunk on
+    changed = np.abs(model.encode(later, np.array([50, 37]))[0] - rows)[0, :4].max()
+    assert changed < 1e-5 if chunk else changed > 1e-3
+
+
+def test_chunks_are_the_whole(asr):
+    """The encoder in chunks gives the rows of whole utterances, of which one ends within a chunk."""
+    config = configuration(asr, chunk=4, past=6, blocks=2, kernel=5)
+    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
+    model.eval()
+    x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
+    whole, _ = model.encode(x, lengths)
+    state, parts = model.initial(2), []
+    for start in range(0, 64, 16):
+        rows, _, state = model.step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
+        parts.append(rows)
+    found = np.concatenate(parts, 1)
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-5)
+    np.testing.assert_allclose(found[1, :10], whole[1, :10], atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def prepared(asr, corpus, **options):
+    """(recogniser, a batch) of the corpus."""
+    config = configuration(asr, **options)
+    tokens = asr.tokens.Characters("ABC ")
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), tokens, 4)
+    bucket = asr.batches.make_buckets(data, config, 1)[-1]
+    batch = asr.batches.training(data, config, [bucket])[0]
+    batch.pop("index")
+    zeros = [0.0] * config.mels
+    return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
+
+
+def test_steps_that_are_not_finite(asr, corpus):
+    """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
+    recogniser, batch = prepared(asr, corpus, accumulate=2, warmup=0.0)
+    optimizer = asr.train.make_optimizer(recogniser.config)
+    step = asr.train.make_train_step(recogniser, optimizer, False)
+    bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
+    copy = lambda: jax.tree.map(np.array, recogniser.params)  # a step takes its state's memory
+    state = jax.tree.map(jax.numpy.asarray, (copy(), optimizer.init(copy())))
+    found, weights = [], []
+    for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
+        state, numbers = step(state, one, 1)
+        found.append(int(numbers["skipped"]))
+        weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[0]))]))
+    assert found == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
+    moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
+    assert moved == [False, False, False, True, False, True]
+
+
+def test_dropout_follows_the_step(asr, corpus):
+    recogniser, batch = prepared(asr, corpus, dropout=0.5)
+    first, again, other = (float(recogniser.mean_loss(recogniser.params, batch, step, False)) for step in (1, 1, 2))
+    assert first == again != other
+
+
+def run(arguments, status=0):
+    """Runs the command line in this process."""
+    from asr.commands import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert caught.value.code == status
+
+
+def arguments(corpus, workdir, **options):
+    options = TINY | {"save_every": 3, "log_every": 1, "devices": 1, "steps": 6, "learning_rate": 0.01} | options
+    given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    return ["train", "--train", corpus, "--valid", corpus, "--workdir", workdir, *given]
+
+
+@pytest.fixture(scope="module")
+def trained(asr, corpus, tmp_path_factory):
+    """(folder of a run of 6 steps, what it printed)."""
+    workdir, out = tmp_path_factory.mktemp("run"), io.StringIO()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), contextlib.redirect_stdout(out):
+        run(arguments(corpus, workdir))
+    return workdir, out.getvalue()
+
+
+def weights(asr, workdir):
+    _, params = asr.recognise.load(workdir)
+    return [np.asarray(x) for x in jax.tree.leaves(params)]
+
+
+def losses(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [(x["step"], x["loss"], x["norm"]) for x in lines if "loss" in x]
+
+
+def test_a_run(trained):
+    """Three epochs compile no more than their shapes; error rates, pictures and logs are there."""
+    workdir, out = trained
+    assert "2 programs for 2 shapes of batches" in out and "padding" in out and "held-out CER" in out
+    for name in ("lattice.png", "latency.png"):
+        assert (workdir / name).stat().st_size > 10_000
+    assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_is_exact(asr, corpus, trained, tmp_path, capsys):
+    """A run that was interrupted after step 3 has the same losses and weights, bit for bit."""
+    workdir = tmp_path / "run"
+    shutil.copytree(trained[0], workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    run([*arguments(corpus, workdir), "--resume"])
+    assert losses(workdir) == losses(trained[0])
+    for x, y in zip(weights(asr, workdir), weights(asr, trained[0]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    # An earlier run is neither deleted nor continued otherwise without being asked.
+    command, message = arguments(corpus, workdir), lambda: capsys.readouterr().err
+    message()
+    for given, expected in (
+        (command, "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
+        ([*command, "--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
+        ([*command, "--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
+    ):
+        run(given, 2)
+        error = message()
+        assert expected in error and len(error.strip().splitlines()) == 1
+    run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
+    assert (workdir / "checkpoints" / "6").is_dir()
+    run([*command, "--resume", "--steps", 0])  # evaluates
+    assert losses(workdir) == losses(trained[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--save-every", 0], "--save-every: expected a whole number of 1 or more, got 0"),
+        (["--dropout", 1], "--dropout: expected a number of 0 or more and less than 1, got 1"),
+        (["--strides", "2"], "--strides: expected strides over time and features such as 2x2,2x2, got 2"),
+        (["--loss", "ctc"], "--loss: invalid choice: 'ctc'"),
+        (["--resume", "--overwrite"], "not allowed with argument --resume"),
+        (["--change"], "--change needs --resume"),
+        (["--width", 9], "--width 9 is not a multiple of 2 x 2 --heads"),
+        (["--loss", "pruned", "--joint", "tiles"], "--joint tiles: the pruned loss has its own way"),
+        (["--devices", 99], "--devices 99: there are"),
+        (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
+        (["--train", "nowhere"], "nowhere does not exist"),
+        (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
+        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts"),
+    ],
+)
+def test_options_are_checked(asr, corpus, tmp_path, capsys, given, message):
+    run([*arguments(corpus, tmp_path / "run"), *given], 2)
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and not (tmp_path / "run" / "checkpoints" / "6").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- recognition
+
+
+def test_stream_is_transcribe(asr, corpus, trained, capsys):
+    """Both find the same text; a file that is bad, or missing, is named and the others are transcribed."""
+    files = sorted(corpus.rglob("*.flac"))[:4]
+    run(["transcribe", "--workdir", trained[0], *files, corpus / "missing.flac"], 1)
+    out, error = capsys.readouterr()
+    texts = dict(line.split("\t") for line in out.splitlines())
+    assert list(texts) == list(map(str, files)) and f"{corpus}/missing.flac is no readable audio file" in error
+    for path in files:
+        run(["stream", "--workdir", trained[0], path])
+        assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]
+    run(["transcribe", "--workdir", corpus, *files], 2)
+    assert "has no checkpoint: train first" in capsys.readouterr().err
+
+
+def test_streams_of_random_weights(asr):
+    """With weights that write many labels, samples in odd pieces give the labels of the whole."""
+    config = configuration(asr, loss="tdt", blocks=2)
+    recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
+    params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
+    samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
+    whole = asr.recognise.make_transcriber(recogniser, params, 0)(samples)
+    stream, seen = asr.recognise.Stream(recogniser, params), []
+    take = stream.chunk
+    stream.chunk = lambda x: seen.append(x) or take(x)
+    text = "".join(stream.feed(x) for x in np.split(samples, [100, 101, 2000, 5999])) + stream.finish()
+    assert text == whole and len(set(whole)) > 1
+    np.testing.assert_allclose(np.concatenate(seen), asr.features.log_mel(config, samples), atol=1e-5)
+
+
+def test_no_device(asr, monkeypatch):
+    def missing():
+        raise RuntimeError("Unable to initialize backend 'cuda': no GPU\nmore")
+
+    monkeypatch.setattr(asr.devices.jax, "devices", missing)
+    with pytest.raises(asr.config.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
+        asr.devices.select(None, 1)
+
+
+def test_no_microphone(asr, monkeypatch):
+    def missing(*_, **__):
+        raise ValueError("No input device matching")
+
+    fake = types.SimpleNamespace(InputStream=missing, PortAudioError=OSError)
+    monkeypatch.setitem(sys.modules, "sounddevice", fake)
+    with pytest.raises(asr.config.UserError, match="--microphone: No input device"):
+        next(asr.recognise.blocks_of_microphone(8000))
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    with pytest.raises(asr.config.UserError, match="--microphone: "):
+        next(asr.recognise.blocks_of_microphone(8000))
+
+
+def test_sentences(asr):
+    from asr import synthesis
+
+    text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
+    assert synthesis.sentences(text) == ["IT WAS A DARK AND STORMY NIGHT", "IS THIS A JOKE"]
+    texts = [f"sentence {i}" for i in range(100)]
+    lines = synthesis.plan(texts, np.random.default_rng(0), 10)
+    assert sorted(x.text for part in lines.values() for x in part) == sorted(texts)
+    for one in lines:
+        for other in set(lines) - {one}:
+            assert not {x.voice for x in lines[one]} & {x.voice for x in lines[other]}
+
+
+# ---------------------------------------------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "pruned"])
+def test_every_loss(asr, corpus, name):
+    """Steps lower the loss of a batch; tiles, bfloat16 and recomputed blocks give nearly the same loss."""
+    recogniser, batch = prepared(asr, corpus, loss=name, dropout=0.0, time_masks=0, mel_masks=0, steps=1000)
+    optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
+    step = asr.train.make_train_step(recogniser, optimizer, False)
+    found = []
+    first = float(recogniser.mean_loss(recogniser.params, batch, 0, False))
+    ways = [{"remat": True}, {"dtype": "bfloat16"}] + [{"joint": "tiles"}] * (name != "pruned")
+    for way in ways:
+        config = dataclasses.replace(recogniser.config, **way)
+        other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
+        value = float(other.mean_loss(recogniser.params, batch, 0, False))
+        assert value == pytest.approx(first, rel=0.1 if "dtype" in way else 1e-4)
+    state = recogniser.params, optimizer.init(recogniser.params)
+    for i in range(30):
+        state, numbers = step(state, batch, i)
+        found.append(float(numbers["loss"]))
+    assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < 0.6 * found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
+def test_a_made_corpus(asr, tmp_path, capsys):
+    """From texts to speech that trains: layout, split, audio on the device, subwords."""
+    words = itertools.product(("My", "Our"), ("cat", "dog", "cow"), ("sea", "hill", "wood"))
+    words = [f"{a} {b} went to the {c}." for a, b, c in words]
+    (tmp_path / "text").write_text("\n%\n".join(words * 20 + [f"Then {w} again." for w in words]))
+    run(["corpus", tmp_path / "c", "--hours", 0.005, "--text", tmp_path / "text"])
+    assert "train: " in capsys.readouterr().out
+    audio = soundfile.info(next((tmp_path / "c/train").rglob("*.flac")))
+    assert (audio.samplerate, audio.channels) == (16000, 1)
+    run(["corpus", tmp_path / "c"], 2)
+    assert "is not empty" in capsys.readouterr().err
+    options = dict(tokens="subwords", vocabulary=24, mel_on="device", rate=16000, mels=20, steps=2, devices=2)
+    command = arguments(tmp_path / "c/train", tmp_path / "run", **options)
+    run([*command, "--valid", tmp_path / "c/valid"])
+    assert "held-out CER" in capsys.readouterr().out
