@@ -102,7 +102,7 @@ sanitize: setup build/sanitize/.installed
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
 NO_KERNEL = agreement align batching benchmarks decode decode_programs derivatives docs errors example export faults \
   flax fusion fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer ngram \
-  paddings phrases plot pruned public remat searches sharding streams tpu
+  paddings parakeet phrases plot pruned public remat searches sharding streams tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
