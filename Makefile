@@ -103,7 +103,7 @@ sanitize: setup build/sanitize/.installed
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
 NO_KERNEL = agreement align asr batching benchmarks decode decode_programs derivatives docs errors example export faults \
   flax fusion fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer ngram \
-  nodes nodes_programs paddings parallel phrases plot pruned public remat searches sharding split streams tpu
+  nodes nodes_programs paddings parakeet parallel phrases plot pruned public remat searches sharding split streams tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@

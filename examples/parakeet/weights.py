@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from safetensors.flax import load_file, save_file
 
@@ -43,7 +44,7 @@ def load(folder, *, rngs=None):
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(f"load: {folder} has no tensor {missing[0]}.")
         used.update(names)
-        return sum(from_torch(name, tensors[name], x.shape, config).astype(x.dtype) for name in names)
+        return jnp.asarray(sum(from_torch(name, tensors[name], x.shape, config).astype(x.dtype) for name in names))
 
     update(model, value)
     if left := sorted(name for name in tensors.keys() - used if not UNUSED.match(name)):
@@ -61,7 +62,7 @@ def save(model, folder, source):
 
     def write(path, x):
         for i, name in enumerate(names_of(path, config)):
-            tensors[name] = to_torch(name, x if i == 0 else 0 * x, tensors[name], config)
+            tensors[name] = to_torch(name, np.asarray(x) * (i == 0), tensors[name], config)
         return x
 
     update(model, write)
@@ -70,7 +71,8 @@ def save(model, folder, source):
     for file in Path(source).glob("*.json"):
         if file.name != "model.safetensors.index.json":
             shutil.copy(file, folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    arrays = {name: jnp.asarray(x) for name, x in tensors.items()}
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
 
 
 def update(model, value):
@@ -112,7 +114,7 @@ def from_torch(name, x, shape, config):
         if name.endswith("subsampling.linear.weight"):  # PyTorch's rows have channels before bins
             channels = config.encoder_config.subsampling_conv_channels
             x = x.reshape(len(x), channels, -1).swapaxes(1, 2).reshape(x.shape)
-        x = jnp.moveaxis(x, (1, 0), (-2, -1))
+        x = np.moveaxis(x, (1, 0), (-2, -1))
     if x.size != math.prod(shape):
         raise ValueError(f"load: {name} must have {shape} entries, got {x.shape}.")
     return x.reshape(shape)
@@ -121,7 +123,7 @@ def from_torch(name, x, shape, config):
 def to_torch(name, x, old, config):
     """The tensor of a parameter, with shape and dtype of `old`."""
     if old.ndim >= 2 and not is_table(name):
-        x = jnp.moveaxis(x.reshape(*old.shape[2:], old.shape[1], old.shape[0]), (-2, -1), (1, 0))
+        x = np.moveaxis(x.reshape(*old.shape[2:], old.shape[1], old.shape[0]), (-2, -1), (1, 0))
         if name.endswith("subsampling.linear.weight"):
             channels = config.encoder_config.subsampling_conv_channels
             x = x.reshape(len(x), -1, channels).swapaxes(1, 2)
@@ -138,7 +140,7 @@ def read_tensors(folder):
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"read_tensors: {folder} has no *.safetensors.")
-    return {name: x for file in files for name, x in load_file(file).items()}
+    return {name: np.asarray(x) for file in files for name, x in load_file(file).items()}
 
 
 def read_config(folder):
