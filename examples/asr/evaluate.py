@@ -1,5 +1,6 @@
 """Error rates of held-out utterances, and pictures of some."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -47,10 +48,11 @@ class Pictures:
         self.batch = next(iter(batches.testing(data, recogniser.config, [few])))
         self.count = int(self.batch["valid"].sum())
 
-    def compute(self, params):
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(self, params, batch):
         model = self.recogniser.model(params)
-        features = self.recogniser.inputs(self.batch, self.device)
-        x = self.recogniser.encoded(model, features, self.batch)
+        features = self.recogniser.inputs(batch, self.device)
+        x = self.recogniser.encoded(model, features, batch)
         logits = model.joint(x.frames[:, :, None], x.states[:, None])
         _, emitted = self.recogniser.loss.posteriors(logits, *x[2:])
         return features, x, logits, emitted, self.recogniser.loss.emission_frames(logits, *x[2:])
@@ -58,7 +60,7 @@ class Pictures:
     def draw(self, params, step):
         """Writes lattice.png, and latency.png where an earlier step was drawn."""
         loss, clock = self.recogniser.variant.loss, {"reduction": self.recogniser.reduction, "hop": self.hop}
-        features, x, logits, emitted, expected = jax.device_get(self.compute(params))
+        features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
         self.first = self.first or (step, expected)
         figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)
         late, moved = plt.subplots(1, self.count, figsize=(5 * self.count, 5), layout="constrained", squeeze=False)

@@ -6,6 +6,7 @@ before it, and convolutions see the past alone (Gulati et al. 2020; Chen et al. 
 chunks: `initial` and `step` give the rows of the whole, up to rounding.
 """
 
+import functools
 import math
 
 import jax
@@ -186,6 +187,13 @@ class Residual(nnx.Module):
         return x + self.dropout(nnx.relu(self.conv(y))), before
 
 
+def recomputed(block):
+    """The block, computed again in the backward pass. Its dropout counts no call, and is drawn once a step."""
+    graphdef, state = nnx.split(block)
+    run = jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
+    return functools.partial(run, state)
+
+
 class Transducer(nnx.Module):
     """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it."""
 
@@ -216,9 +224,8 @@ class Transducer(nnx.Module):
         """Rows [B, N, E] of features [B, T, F], their lengths [B], and the state after them."""
         x, first = self.subsample(x, lengths, state[0])
         lengths, states = -(-lengths // self.reduction), []
-        run = nnx.remat(lambda block, *inputs: block(*inputs)) if self.remat else lambda block, *inputs: block(*inputs)
         for block, before in zip(self.blocks.layers, state[1]):
-            x, after = run(block, x, lengths, before)
+            x, after = (recomputed(block) if self.remat else block)(x, lengths, before)
             states.append(after)
         return self.norm(x), lengths, (first, states)
 

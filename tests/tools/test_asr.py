@@ -228,13 +228,14 @@ def test_padding_and_the_future(asr, chunk):
     model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
     model.eval()
     x = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
-    rows, lengths = model.encode(x, np.array([50, 37]))
-    alone, _ = model.encode(x[1:, :37], np.array([37]))
+    encode = jax.jit(lambda *x: model.encode(*x))
+    rows, lengths = encode(x, np.array([50, 37]))
+    alone, _ = encode(x[1:, :37], np.array([37]))
     assert lengths.tolist() == [13, 10]
     np.testing.assert_allclose(rows[1, :10], alone[0], atol=1e-5)
     later = x.copy()
     later[0, 16:] = 0  # from the second chunk on
-    changed = np.abs(model.encode(later, np.array([50, 37]))[0] - rows)[0, :4].max()
+    changed = np.abs(encode(later, np.array([50, 37]))[0] - rows)[0, :4].max()
     assert changed < 1e-5 if chunk else changed > 1e-3
 
 
@@ -244,10 +245,11 @@ def test_chunks_are_the_whole(asr):
     model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
     model.eval()
     x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
-    whole, _ = model.encode(x, lengths)
+    whole, _ = jax.jit(lambda *x: model.encode(*x))(x, lengths)
+    step = jax.jit(lambda *x: model.step(*x))
     state, parts = model.initial(2), []
     for start in range(0, 64, 16):
-        rows, _, state = model.step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
+        rows, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
         parts.append(rows)
     found = np.concatenate(parts, 1)
     np.testing.assert_allclose(found[0], whole[0], atol=1e-5)
@@ -477,6 +479,20 @@ def test_every_loss(asr, corpus, name):
         state, numbers = step(state, batch, i)
         found.append(float(numbers["loss"]))
     assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < 0.6 * found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"remat": True}, {"predictor": "lstm"}])
+def test_dropout_with(asr, corpus, more):
+    """Of recomputed blocks, and beside a scanned predictor: the loss falls."""
+    recogniser, batch = prepared(asr, corpus, steps=100, warmup=0.0, learning_rate=0.01, **more)
+    optimizer = asr.train.make_optimizer(recogniser.config)
+    step = asr.train.make_train_step(recogniser, optimizer, False)
+    state, found = (recogniser.params, optimizer.init(recogniser.params)), []
+    for i in range(20):
+        state, numbers = step(state, batch, i)
+        found.append(float(numbers["loss"]))
+    assert found[-1] < 0.8 * found[0]
 
 
 @pytest.mark.slow
