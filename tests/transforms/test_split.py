@@ -123,6 +123,7 @@ def of_joint(loss, weight, bias, encoder, predictor, *rest):
 
 
 @WAYS
+@losses.reference_slow
 @pytest.mark.parametrize("hypotheses", [None, losses.slow(3)])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", losses.slow("unchecked")])
 def test_joint(axes, hypotheses, kind, implementation, devices):
@@ -180,8 +181,9 @@ def odd_logits(dtype, blank):
     yield "empty", p
 
 
-@pytest.mark.parametrize("blank", [0, -1, 12])
+@pytest.mark.parametrize("blank", [-1, losses.slow(0), 12])
 @WAYS
+@losses.reference_slow
 def test_odd_logits(axes, blank, implementation, devices):
     """NaN, infinity and masks stay where they are, as in whole logits."""
     step = lambda loss: jax.jit(jax.grad(lambda *p: ((made := loss(*p)).sum(), made), has_aux=True))
@@ -210,6 +212,7 @@ def test_accuracy(dtype, offset, native_kernel, devices):
 
 
 @WAYS
+@losses.reference_slow
 def test_learned_option(axes, implementation, devices):
     """The gradient of a penalty is counted once, whatever the number of devices."""
     p = problem()
