@@ -23,7 +23,8 @@ ENCODER |= dict(dropout=0.0, layerdrop=0.0, activation_dropout=0.0, attention_dr
 SHARED = dict(vocab_size=1025, decoder_hidden_size=320, num_decoder_layers=1, blank_token_id=1024)
 UTTERANCES, SECONDS, LABELS = 8, 5, 20
 CASES = [(kind, what) for kind in ("rnnt", "tdt") for what in ("loss", "step", "tiles")]
-NAMES = {"loss": "loss alone", "step": "step", "tiles": "step, logits in tiles"}
+KINDS = {"rnnt": "RNN-T", "tdt": "TDT"}
+NAMES = {"loss": "loss alone", "step": "step, all logits in memory", "tiles": "step, logits in tiles"}
 
 
 def batch():
@@ -169,7 +170,7 @@ def main():
         first = [runs[0]["first"] for runs in sides]
         np.testing.assert_allclose(*first, rtol=1e-4, err_msg=f"{kind}, {what}: the losses differ")
         cells = [f"{1000 * min(x['seconds'] for x in runs):.0f} | {max(x['peak'] for x in runs):.0f}" for runs in sides]
-        print(f"| {kind.upper()}, {NAMES[what]} | {cells[0]} | {cells[1]} |")
+        print(f"| {KINDS[kind]}, {NAMES[what]} | {cells[0]} | {cells[1]} |")
 
 
 if __name__ == "__main__":
