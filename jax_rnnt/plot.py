@@ -1,8 +1,8 @@
 """Pictures of lattices and emissions, with matplotlib. Every function draws on Axes, returns them and shows nothing.
 
-They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. Long utterances have
-thinner lines, and names only where there is room; a space is shown as ␣. T frames of the encoder, U labels, F features of
-an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
+They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. Long utterances
+have thinner lines, and names only where there is room; a space is shown as ␣. T frames of the encoder, U labels, F
+features of an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
     from matplotlib import patheffects
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.collections import LineCollection
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator
 
 __all__ = ["arc_posteriors", "beam", "emissions", "latencies", "lattice"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
-LETTER, LINE = 0.09, 0.17  # inches of a letter and of a line of text, with room around it
+LETTER = 0.09  # inches of a letter, with room around it
 
 
 def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
@@ -148,8 +150,9 @@ def lattice(
     ax = plt.gca() if ax is None else ax
     second = timing.frames_to_seconds(1, hop=hop, reduction=reduction)
     thin = _thin(frames / 60, labels / 20)
-    thickness = lambda weight: thin * (0.5 + 3.5 * weight)
-    color = lambda weight: plt.get_cmap("Greys")(0.25 + 0.75 * weight)
+
+    def style(weight):
+        return {"linewidth": thin * (0.5 + 3.5 * weight), "color": plt.get_cmap("Greys")(0.25 + 0.75 * weight)}
 
     for arc in _apart(loss.lattice):
         plane = np.asarray(posteriors[arc.slot], np.float64)
@@ -159,10 +162,9 @@ def lattice(
         lines = np.stack([np.stack([t, u], -1), ends], 1) * [second, 1]
         order = np.argsort(weight)  # the probable ones on top
         lines, weight = lines[order], weight[order]
-        linewidths = thickness(weight)
-        ax.add_collection(LineCollection(lines.tolist(), colors=color(weight), linewidths=linewidths, zorder=2))
+        ax.add_collection(LineCollection(lines.tolist(), **style(weight), zorder=2))
 
-    key_of_arcs = [Line2D([], [], color=color(x), lw=thickness(x), label=f"probability {x}") for x in (0.1, 0.5, 1)]
+    key_of_arcs = [Line2D([], [], **style(x), label=f"probability {x}") for x in (0.1, 0.5, 1)]
     if labels and best.min() >= 0:
         (dots,) = ax.plot(best * second, np.arange(labels), "o", label="best path", zorder=3)
         dots.set(color="white", markeredgecolor="tab:red", markeredgewidth=1.5 * thin, markersize=6 * thin**0.5)
@@ -240,8 +242,8 @@ def emissions(
     thin = _thin(len(posteriors) / 200, len(names) / 40)
     means: list[float] = []
     heard: list[str] = []
-    ends = [0.0, 0.0]  # of the names on either line
-    letter = extent[1] * LETTER / _inches(ax)[0]
+    ends = [-np.inf, -np.inf]  # of the names on either line
+    letter = extent[1] * LETTER / _width(ax)
     for u, name in enumerate(names):
         mass = posteriors[:, u]
         if not mass.sum() > 0:
@@ -253,20 +255,21 @@ def emissions(
         bar = ax.errorbar(mean, size, xerr=spread, color="black", lw=2 * thin, capsize=3 * thin, clip_on=False)
         for artist in (curve, line, *bar.get_children()):  # which may lie on dark ground
             artist.set_path_effects([patheffects.withStroke(linewidth=2.5 * thin, foreground="white")])
-        row = min((0, 1), key=lambda row: ends[row])  # names of neighbours on two lines
         left, right = mean - len(name) * letter / 2, mean + (len(name) + 1) * letter / 2
-        if left >= ends[row] or not means:
-            ends[row] = right
+        rows = [row for row in (0, 1) if left >= ends[row]]  # names of neighbours on two lines
+        if rows:
+            ends[rows[0]] = right
             means.append(mean)
-            heard.append(name + "\n" * row)
+            heard.append(name + "\n" * rows[0])
     ax.secondary_xaxis("top").set_ticks(means, heard)
     if names:
-        key_of_lines = {
-            "probability of a label, in its turn - and - -": Line2D([], [], color="tab:red", lw=1.5),
-            "its mean": Line2D([], [], color="black", lw=0.8),
-            "one standard deviation to both sides": Line2D([], [], color="black", lw=2, marker="|"),
-        }
-        ax.legend(key_of_lines.values(), key_of_lines.keys(), fontsize="small", loc="upper right")
+        key_of_lines = [
+            Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, by turns - and - -"),
+            Line2D([], [], color="black", lw=0.8, label="its mean"),
+            Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
+        ]
+        below = ax.legend(handles=key_of_lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=3)
+        below.set(frame_on=False)
     ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=_time_label(hop), ylabel="feature")
     return ax
 
@@ -397,7 +400,7 @@ def beam(
     ax = plt.gca() if ax is None else ax
     second = float(timing.frames_to_seconds(1, hop=hop, reduction=reduction))
     end = second * max([frames[row, : counts[row]].max(initial=0) for row in rows], default=0) + second
-    letter = end * LETTER / _inches(ax)[0]
+    letter = end * LETTER / _width(ax)
     best = labels[rows[0], : counts[rows[0]]].tolist() if rows else []
     for place, row in enumerate(rows):
         found = labels[row, : counts[row]].tolist()
@@ -439,7 +442,7 @@ def _title(symbols, score: float, what: str) -> str:
     """The utterance, if its labels have names, and a score."""
     pieces = [] if symbols is None else [str(symbol) for symbol in symbols]
     text = ("" if all(len(piece) == 1 or "▁" in "".join(pieces) for piece in pieces) else " ").join(pieces)
-    text = text.replace("▁", " ").strip()
+    text = " ".join(text.replace("▁", " ").split())
     text = text if len(text) <= 60 else text[:59] + "…"
     return f"{text}\n{what}: {score:.1f} nats" if text else f"{what}: {score:.1f} nats"
 
@@ -449,17 +452,26 @@ def _thin(*crowds: float) -> float:
     return max(0.3, min(1.0, *(1 / max(crowd, 1e-9) for crowd in crowds)))
 
 
-def _inches(ax: Axes) -> tuple[float, float]:
-    """Width and height of the Axes."""
-    figure, place = ax.get_figure(root=True), ax.get_position()
+def _width(ax: Axes) -> float:
+    """In inches."""
+    figure = ax.get_figure(root=True)
     assert figure is not None
-    return place.width * figure.get_figwidth(), place.height * figure.get_figheight()
+    return ax.get_position().width * figure.get_figwidth()
 
 
 def _label_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Names of the rows 0, 1, ...; only every n-th where all would overlap."""
-    every = max(1, int(np.ceil(len(names) * LINE / _inches(ax)[1])))
-    ax.set_yticks(range(0, len(names), every), names[::every])
+    """Names of the rows 0, 1, ...; only every n-th where all would overlap, which is known when the Axes are drawn."""
+    ax.yaxis.set_major_locator(_Rows(range(len(names))))
+    ax.yaxis.set_major_formatter(lambda row, _: names[int(row)] if 0 <= row < len(names) else "")
+
+
+class _Rows(FixedLocator):
+    """As many of the ticks as there is room for."""
+
+    def __call__(self):
+        assert isinstance(self.axis, Axis)
+        self.nbins = max(2, int(1.4 * self.axis.get_tick_space()))  # which leaves as much space as there is text
+        return super().__call__()
 
 
 def _time_label(hop: float) -> str:
