@@ -42,7 +42,7 @@ class Subwords:
         labels = self.processor.encode(text)
         return None if self.processor.unk_id() in labels else labels
 
-    separator = None  # the first piece of a word begins with one
+    separator = "▁"  # the first piece of a word begins with it
 
     def labels(self):
         unknown = self.processor.unk_id()
