@@ -238,3 +238,26 @@ test-gpu-compile: gpu-compile
 # Everything that needs one, in under ten minutes, with what is installed: docs/cuda.md. ARGS=--dry-run: without one.
 gpu:
 	PYTHON="$(PYTHON)" benchmarks/gpu.sh $(ARGS)
+
+# ---- The site ----
+.PHONY: docs docs-links docs-site
+
+build/docs/.installed: $(SOURCES)
+	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet '.[docs]'
+	touch $@
+
+SPHINX = JAX_PLATFORMS=cpu build/docs/bin/python -m sphinx -W --keep-going -q
+
+# docs/_build/index.html: the pages, the API reference, the notebooks, which run. A warning is an error, as is a public name
+# that the reference lacks.
+docs: build/docs/.installed
+	$(SPHINX) -b html $(ARGS) docs docs/_build
+
+# Links to other sites: needs the network.
+docs-links: build/docs/.installed
+	$(SPHINX) -b linkcheck docs build/linkcheck
+
+# build/site, as it is served: dev/ of this checkout, vX.Y/ of every release that has a site.
+docs-site: build/docs/.installed
+	build/docs/bin/python tools/release/site.py build/site

@@ -150,7 +150,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     -------
     list of str
         One line for each kernel and kind: platform, kernel, kind, and for each dtype the largest error relative to
-        max(1, |reference|). One line for each platform that was not tested, with the reason.
+        ``max(1, |reference|)``. One line for each platform that was not tested, with the reason.
 
     Raises
     ------

@@ -52,7 +52,8 @@ def test_example_of_the_readme():
     assert names["frames"].shape == (2, 10) and list(names["frames"][0]) == sorted(names["frames"][0])
 
 
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((losses.ROOT / "docs").glob("*.md")))]
+FOLDERS = ROOT / "docs", ROOT / "docs/coming_from"
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted(folder.glob("*.md")))]
 NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib"
 
 

@@ -1,0 +1,84 @@
+"""Configuration of Sphinx: `make docs`."""
+
+import inspect
+import os
+import pathlib
+import re
+import sys
+
+from docutils.nodes import literal
+from sphinx.domains.python import PythonDomain
+
+import jax_rnnt
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+project = "jax_rnnt"
+author = "The jax_rnnt developers"
+project_copyright = author
+release = jax_rnnt.__version__
+version = ".".join(release.split(".")[:2])
+SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: releasing.md
+REPOSITORY = "https://github.com/jax-rnnt/jax_rnnt"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "public_names", "mathml"]
+exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute"]
+templates_path = ["_templates"]
+html_extra_path = ["llms.txt"]
+
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 3
+html_math_renderer = "mathml"  # drawn by the browser itself: the pages need no network
+nb_execution_mode = "force"
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autosummary_generate = True
+autosummary_ignore_module_all = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings have shapes too
+numpydoc_show_class_members = False
+default_role = "name_or_code"
+
+html_theme = "sphinx_book_theme"
+html_title = f"jax_rnnt {release}"
+html_theme_options = {
+    "repository_url": REPOSITORY,
+    "repository_branch": "main",
+    "path_to_docs": "docs",
+    "use_source_button": True,
+    "use_repository_button": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "switcher": {"json_url": f"{SITE}/versions.json", "version_match": os.environ.get("SITE_VERSION", "dev")},
+    "check_switcher": False,
+    "article_footer_items": [],
+    "primary_sidebar_end": ["version-switcher"],
+}
+linkcheck_anchors = False
+
+
+def files_of_the_repository(app, docname, source):
+    """Links that leave docs/ lead into the repository, as they do where the page is read there."""
+    up = "../" * (docname.count("/") + 1)
+    source[0] = source[0].replace(f"]({up}", f"]({REPOSITORY}/blob/main/")
+
+
+def name_or_code(role, raw, text, *context, **options):
+    """A docstring's `name` links to where it is documented; any other `code` is literal."""
+    if re.fullmatch(r"[A-Za-z_][\w.]*", text):
+        return PythonDomain.roles["obj"]("py:obj", raw, text, *context, **options)
+    return [literal(raw, text)], []
+
+
+def fields_of_tuples(app, what, name, member, skip, options):
+    """The fields of a NamedTuple stand in the docstring of the class."""
+    return (inspect.getdoc(member) or "").startswith("Alias for field number") or None
+
+
+def setup(app):
+    app.add_role("name_or_code", name_or_code)
+    app.connect("source-read", files_of_the_repository)
+    app.connect("autodoc-skip-member", fields_of_tuples)

@@ -1,0 +1,179 @@
+"""Do the tables of docs/coming_from name what the library has, with its defaults, and is equal what they call equal?"""
+
+import ast
+import importlib
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+
+PAGES = sorted(path.stem for path in (losses.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
+EXACT = 1e-12
+
+
+def rows(page):
+    """The cells of the page's one table: there, default, here, default, remark."""
+    text = (losses.ROOT / f"docs/coming_from/{page}.md").read_text()
+    (table,) = re.findall(r"^\| there \| default \| here \| default \| \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def resolve(path):
+    """The object of a dotted name: of the package, or of the example."""
+    if path.startswith("parakeet."):
+        pytest.importorskip("flax")
+        _, module, *names = path.split(".")
+        source = ast.parse((losses.ROOT / f"examples/parakeet/{module}.py").read_text())
+        for name in names:
+            (source,) = [x for x in source.body if getattr(x, "name", None) == name]
+        return source
+    if path.startswith("flax."):
+        pytest.importorskip("flax")
+        importlib.import_module(f"jax_rnnt.{path.rpartition('.')[0]}")
+    found = jax_rnnt
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def parameters(path):
+    found = resolve(path)
+    if isinstance(found, ast.FunctionDef):
+        return {x.arg: None for x in [*found.args.args, *found.args.kwonlyargs]}
+    if path.startswith("flax."):
+        found = found.__init__
+    return inspect.signature(found).parameters
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_and_defaults(page):
+    """Every name is there, every argument, with the default that the table states."""
+    table = rows(page)
+    assert len(table) > 5
+    for there, _, here, default, _ in table:
+        assert there and (here or default == ""), there
+        pairs = re.findall(r"`(\w+)` of `([\w.]+)`", here)
+        for name, path in pairs:
+            assert name in parameters(path), (there, name, path)
+            parameter = parameters(path)[name]
+            if parameter is None or parameter.default is inspect.Parameter.empty or callable(parameter.default):
+                assert default == "", (there, default)
+            else:
+                assert ast.literal_eval(default.strip("`")) == parameter.default, (there, default, parameter.default)
+        alone = re.sub(r"`\w+` of `[\w.]+`", "", here)
+        for code in re.findall(r"`([^`]+)`", alone):
+            check_code(code)
+
+
+def check_code(code):
+    """Names of the package in an expression, and the arguments of its calls."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call):
+            signature = inspect.signature(resolve(ast.unparse(node.func)))
+            unpacked = any(isinstance(x, ast.Starred) for x in node.args)
+            named = {x.arg: None for x in node.keywords}
+            (signature.bind_partial if unpacked else signature.bind)(*([None] * len(node.args)), **named)
+        if isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Call, ast.BinOp)):
+            resolve(ast.unparse(node.value))
+
+
+def test_arguments_of_torchaudio():
+    """In the order of its signature."""
+    names = ["logits", "targets", "logit_lengths", "target_lengths", "blank", "clamp", "reduction", "fused_log_softmax"]
+    assert [row[0].strip("`") for row in rows("torchaudio")[:8]] == names
+    assert list(inspect.signature(jax_rnnt.rnnt_loss).parameters)[:8] == names
+
+
+def test_reductions_of_nemo():
+    p = losses.problem()
+    p = p._replace(target_lengths=np.maximum(p.target_lengths, 1))  # there a target without labels is no case
+    each, labels = np.asarray(jax_rnnt.RNNTLoss(reduction="none")(*p)), p.target_lengths
+    expected = {
+        "mean_batch": each.mean(),
+        "mean": (each / labels).mean(),
+        "mean_volume": each.sum() / labels.sum(),
+        "sum": each.sum(),
+    }
+    for page in ("nemo", "hugging_face"):
+        found = {}
+        for there, _, here, *_ in rows(page):
+            if match := re.fullmatch(r'`reduction="(\w+)"`', there):
+                found[match[1]] = re.search(r'reduction="(\w+)"', here)[1]
+        assert expected.keys() <= found.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(jax_rnnt.RNNTLoss(reduction=found[name])(*p), value, rtol=EXACT)
+
+
+def k2_score(px, py, frames, labels, modified):
+    """k2's recursion over (s, t): px [S, T + 1] (modified: [S, T]) consumes a symbol, py [S + 1, T] a frame."""
+    p = np.full((labels + 1, frames + 1), -np.inf)
+    p[0, 0] = 0
+    for s in range(labels + 1):
+        for t in range(frames + 1):
+            if s > 0 and t - modified >= 0:
+                p[s, t] = np.logaddexp(p[s, t], p[s - 1, t - modified] + px[s - 1, t - modified])
+            if t > 0:
+                p[s, t] = np.logaddexp(p[s, t], p[s, t - 1] + py[s, t - 1])
+    return p[labels, frames]
+
+
+@pytest.mark.parametrize(("kind", "modified"), [(jax_rnnt.RNNTLoss, 0), (jax_rnnt.MonotonicRNNTLoss, 1)])
+def test_recursion_of_k2(kind, modified):
+    """Its px and py, transposed, with the delay penalty; px_grad is our plane of labels, py_grad that of blanks."""
+    rng = np.random.default_rng(0)
+    frames, labels, penalty = 5, 3, 0.3
+    logits = rng.normal(size=(frames, labels + 1, 6))
+    targets = rng.integers(1, 6, labels)
+    scores = np.asarray(jax.nn.log_softmax(logits))
+    px = np.stack([scores[:, s, targets[s]] for s in range(labels)])
+    px = px + penalty * ((frames - 1) / 2 - np.arange(frames))
+    if not modified:
+        px = np.concatenate([px, np.full((labels, 1), -np.inf)], 1)
+    py = scores[..., 0].T
+    loss = kind(blank=0, delay_penalty=penalty)
+    batch = logits, targets, np.int32(frames), np.int32(labels)
+    total = k2_score(px, py, frames, labels, modified)
+    np.testing.assert_allclose(loss(*batch), -total, rtol=EXACT)
+    blank, label = loss.posteriors(*batch)
+    for plane, found in ((px, np.asarray(label)[:, :labels].T), (py, np.asarray(blank).T)):
+        for s, t in ((0, 0), (1, 2), (2, 3)):
+            changed = plane.copy()
+            changed[s, t] += 1e-6
+            arguments = (changed, py) if plane is px else (px, changed)
+            slope = (k2_score(*arguments, frames, labels, modified) - total) / 1e-6
+            np.testing.assert_allclose(found[s, t], slope, atol=1e-5)
+
+
+def test_ctc_with_one_path():
+    """As many labels as frames, none twice: the only path writes a label in each frame."""
+    optax = pytest.importorskip("optax")
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(2, 4, 6)), np.array([[1, 2, 3, 1], [5, 4, 5, 4]])
+    none = np.zeros((2, 4))
+    with jax.numpy_dtype_promotion("standard"):
+        expected = optax.ctc_loss(logits, none, labels, none, blank_id=0)
+    lengths = jax_rnnt.lengths_from_paddings(none)
+    broadcast = np.repeat(logits[:, :, None], 5, 2)
+    loss = jax_rnnt.MonotonicRNNTLoss(blank=0, reduction="none")
+    np.testing.assert_allclose(loss(broadcast, labels, lengths, lengths), expected, rtol=1e-9)
+
+
+def test_blank_of_axlearn():
+    """The sigmoid of its own logit; tokens share the rest by their softmax."""
+    logits = np.random.default_rng(0).normal(size=(1, 2, 5))
+    loss = jax_rnnt.HATLoss(blank=0)
+    stay, move = -np.log1p(np.exp(logits[0, :, 0])), -np.log1p(np.exp(-logits[0, :, 0]))
+    token = jax.nn.log_softmax(logits[0, 0, 1:])[2]
+    np.testing.assert_allclose(loss(logits, jnp.array([3]), 1, 1), -(stay[0] + token + move[1]), rtol=EXACT)
+
+
+def test_paddings_of_axlearn():
+    """BOS is a row of the predictor and no label."""
+    paddings = np.array([[0, 0, 0, 1], [0, 1, 1, 1]])
+    assert (jax_rnnt.lengths_from_paddings(paddings) - 1).tolist() == [2, 0]
