@@ -84,6 +84,7 @@ class WordNGram(Automaton):
     2 -0.4
     3 -0.5
     2 -1.1
+    >>> _, state = model.step(state, jnp.array([2]))
     >>> round((total + float(model.final(state)[0])) / jnp.log(10).item(), 2)  # ab after <s>, b after ab, </s>
     -1.1
     """
