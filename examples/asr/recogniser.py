@@ -19,6 +19,7 @@ from asr.ngrams import Search
 from jax_rnnt import decode
 
 MAX_SYMBOLS = 4  # labels of a frame that a decoder writes at most
+GREEDY = Search()
 SAMPLE = 200  # utterances of which statistics are taken
 
 
@@ -83,7 +84,7 @@ class Recogniser:
         losses = self.variant.compute(self.loss, model, self.encoded(model, x, batch), self.config.joint == "tiles")
         return jnp.where(batch["valid"], losses, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
 
-    def search(self, model, rows, lengths, how=Search(), state=None):
+    def search(self, model, rows, lengths, how=GREEDY, state=None):
         """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, rows.shape[1] * MAX_SYMBOLS
         loss, options = self.variant.loss, {"max_symbols": MAX_SYMBOLS, "state": state}

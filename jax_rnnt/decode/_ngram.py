@@ -245,7 +245,7 @@ def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tu
         suffixes.append(contexts.resolve(below.words[matters, 1:]))
         ends = level.words[:, 1:] if level is levels[-1] else level.words  # the longest n-grams are no contexts
         arcs.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
-    arcs = [np.concatenate(x) for x in zip(*arcs)] if arcs else [np.zeros(0)] * 4
-    backoffs, suffixes = np.concatenate(backoffs), np.concatenate(suffixes)
-    made = one_root(scores[: labels + 1], targets[: labels + 1], arcs, backoffs, suffixes)
+    columns = [np.concatenate(x) for x in zip(*arcs)] if arcs else [np.zeros(0)] * 4
+    rest = columns, np.concatenate(backoffs), np.concatenate(suffixes)
+    made = one_root(scores[: labels + 1], targets[: labels + 1], *rest)
     return made, 0 if begin is None else int(targets[begin])

@@ -142,8 +142,10 @@ class WordNGram(Automaton):
         file = Arpa(FUNCTION, path)
         grams = file.read(lambda tokens: spelling.number(tokens, file.path))
         if not spelling.unknown:
-            more = np.array([[spelling.count]]), np.array([-math.inf if unknown is None else unknown]), np.zeros(1)
-            grams[0] = Grams(*map(np.concatenate, zip(grams[0], more)), grams[0].first_line)
+            words, log_probs, backoffs, line = grams[0]
+            words = np.append(words, [[spelling.count]], 0)
+            log_probs = np.append(log_probs, -math.inf if unknown is None else unknown)
+            grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
         elif unknown is not None:
             raise ValueError(f"{FUNCTION}: unknown must be None, as {file.path} has <unk>, got {unknown}.")
         arcs, begin = tables(grams, spelling.count + 1, spelling.begin, file)

@@ -416,7 +416,7 @@ def test_streams_of_random_weights(asr):
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
-    whole = asr.recognise.make_transcriber(recogniser, params, 0)(samples)
+    whole = asr.recognise.make_transcriber(recogniser, params, asr.ngrams.Search())(samples)
     stream, seen = asr.recognise.Stream(recogniser, params), []
     take = stream.chunk
     stream.chunk = lambda x: seen.append(x) or take(x)
@@ -587,12 +587,12 @@ def rates(capsys):
 def test_a_small_real_run(asr, tmp_path, capsys):
     """Speech of made-up sentences: held-out sentences and voices are recognised, with a word n-gram better."""
     slots = (
-        ("The old man", "My sister", "A young dog", "Our teacher", "The captain", "Her brother", "That lady", "Somebody"),
-        ("saw", "found", "carried", "painted", "wanted", "lost", "bought", "heard"),
-        ("a silver spoon", "the yellow house", "seven letters", "his guitar", "an open door", "fresh bread", "no money"),
-        ("by the river", "in the morning", "after lunch", "without help", "at school", "on Friday", "near the forest"),
+        "The old man, My sister, A young dog, Our teacher, The captain, Her brother, That lady, Somebody",
+        "saw, found, carried, painted, wanted, lost, bought, heard",
+        "a silver spoon, the yellow house, seven letters, his guitar, an open door, fresh bread, no money",
+        "by the river, in the morning, after lunch, without help, at school, on Friday, near the forest",
     )
-    texts = [f"{' '.join(x)}." for x in itertools.product(*slots)]
+    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in slots))]
     order = np.random.default_rng(0).permutation(len(texts))[:1000]
     (tmp_path / "text").write_text("\n%\n".join(texts[i] for i in order))
     speech, workdir = tmp_path / "speech", tmp_path / "run"
@@ -604,9 +604,6 @@ def test_a_small_real_run(asr, tmp_path, capsys):
     )  # fmt: skip
     command = ["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))]
     run(command)
-    cer, wer = rates(capsys)
-    print("greedy", cer, wer)
+    _, wer = rates(capsys)
     run([*command, "--resume", "--steps", 0, "--beam", 4, "--ngram", tmp_path / "words.arpa"])
-    better = rates(capsys)
-    print("ngram", better)
-    assert wer < 30 and better[1] < wer
+    assert rates(capsys)[1] < wer < 40  # 30 in the middle
