@@ -1,12 +1,14 @@
 """Pictures of lattices and emissions, with matplotlib. Every function draws on Axes, returns them and shows nothing.
 
-They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. T frames of the
-encoder, U labels, F features of an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
+They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. Long utterances
+have thinner lines, and names only where there is room; a space is shown as ␣. T frames of the encoder, U labels, F
+features of an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +24,15 @@ with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
     from matplotlib import patheffects
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.collections import LineCollection
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator
 
-__all__ = ["arc_posteriors", "emissions", "latencies", "lattice"]
+__all__ = ["arc_posteriors", "beam", "emissions", "latencies", "lattice"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
-# Around dark marks, for dark ground.
-HALO: list[patheffects.AbstractPathEffect] = [patheffects.withStroke(linewidth=2.5, foreground="white")]
+LETTER = 0.09  # inches of a letter, with room around it
 
 
 def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
@@ -93,7 +97,8 @@ def lattice(
 ) -> Axes:
     """Draws the lattice of one utterance: its arcs, as dark and thick as they are probable, and the best path.
 
-    A dot is a node from which the best path writes a label. T frames, U labels, V classes.
+    A dot is a node from which the best path writes a label. The title has the labels, if they have `symbols`, and the
+    score of the best path. T frames, U labels, V classes.
 
     Parameters
     ----------
@@ -140,9 +145,14 @@ def lattice(
     frames = _layout.of("lattice", logits).frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
-    best = np.asarray(loss.align(*arguments, key=key).frames)[:labels]
+    score, best = loss.align(*arguments, key=key)
+    best = np.asarray(best)[:labels]
     ax = plt.gca() if ax is None else ax
     second = timing.frames_to_seconds(1, hop=hop, reduction=reduction)
+    thin = _thin(frames / 60, labels / 20)
+
+    def style(weight):
+        return {"linewidth": thin * (0.5 + 3.5 * weight), "color": plt.get_cmap("Greys")(0.25 + 0.75 * weight)}
 
     for arc in _apart(loss.lattice):
         plane = np.asarray(posteriors[arc.slot], np.float64)
@@ -152,17 +162,17 @@ def lattice(
         lines = np.stack([np.stack([t, u], -1), ends], 1) * [second, 1]
         order = np.argsort(weight)  # the probable ones on top
         lines, weight = lines[order], weight[order]
-        colors = plt.get_cmap("Greys")(0.25 + 0.75 * weight)
-        ax.add_collection(LineCollection(lines.tolist(), colors=colors, linewidths=0.5 + 3.5 * weight, zorder=2))
+        ax.add_collection(LineCollection(lines.tolist(), **style(weight), zorder=2))
 
+    key_of_arcs = [Line2D([], [], **style(x), label=f"probability {x}") for x in (0.1, 0.5, 1)]
     if labels and best.min() >= 0:
         (dots,) = ax.plot(best * second, np.arange(labels), "o", label="best path", zorder=3)
-        dots.set(color="white", markeredgecolor="tab:red", markeredgewidth=1.5)
-        ax.legend(loc="lower right")
+        dots.set(color="white", markeredgecolor="tab:red", markeredgewidth=1.5 * thin, markersize=6 * thin**0.5)
+        key_of_arcs.append(dots)
+    ax.legend(handles=key_of_arcs, loc="lower right", fontsize="small")
     ax.set(xlim=(-0.5 * second, (frames + 0.5) * second), ylim=(-0.5, labels + 0.5))
-    every = 1 + labels // 25  # more names would overlap
-    ax.set_yticks(range(0, labels + 1, every), ["start", *names][::every])
-    ax.set(xlabel=_time_label(hop), ylabel="labels written")
+    _label_rows(ax, ["start", *names])
+    ax.set(xlabel=_time_label(hop), ylabel="labels written", title=_title(symbols, float(score), "best path"))
     return ax
 
 
@@ -229,22 +239,37 @@ def emissions(
     size = features.shape[1]
     extent = (0, len(features) * hop, 0, size)
     ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
+    thin = _thin(len(posteriors) / 200, len(names) / 40)
     means: list[float] = []
     heard: list[str] = []
+    ends = [-np.inf, -np.inf]  # of the names on either line
+    letter = extent[1] * LETTER / _width(ax)
     for u, name in enumerate(names):
         mass = posteriors[:, u]
         if not mass.sum() > 0:
             continue
         mean = float(np.average(times, weights=mass))
         spread = np.sqrt(np.average((times - mean) ** 2, weights=mass))
-        (curve,) = ax.plot(times, 0.3 * size * mass, color="tab:red", lw=1.5, ls=("-", "--")[u % 2])
-        line = ax.axvline(mean, color="black", lw=0.8)
-        bar = ax.errorbar(mean, size, xerr=spread, color="black", lw=2, capsize=3, clip_on=False)
-        for artist in (curve, line, *bar.get_children()):
-            artist.set_path_effects(HALO)
-        means.append(mean)
-        heard.append(name + "\n" * (len(heard) % 2))  # names of neighbours on two lines
+        (curve,) = ax.plot(times, 0.3 * size * mass, color="tab:red", lw=1.5 * thin, ls=("-", "--")[u % 2])
+        line = ax.axvline(mean, color="black", lw=0.8 * thin)
+        bar = ax.errorbar(mean, size, xerr=spread, color="black", lw=2 * thin, capsize=3 * thin, clip_on=False)
+        for artist in (curve, line, *bar.get_children()):  # which may lie on dark ground
+            artist.set_path_effects([patheffects.withStroke(linewidth=2.5 * thin, foreground="white")])
+        left, right = mean - len(name) * letter / 2, mean + (len(name) + 1) * letter / 2
+        rows = [row for row in (0, 1) if left >= ends[row]]  # names of neighbours on two lines
+        if rows:
+            ends[rows[0]] = right
+            means.append(mean)
+            heard.append(name + "\n" * rows[0])
     ax.secondary_xaxis("top").set_ticks(means, heard)
+    if names:
+        key_of_lines = [
+            Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, by turns - and - -"),
+            Line2D([], [], color="black", lw=0.8, label="its mean"),
+            Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
+        ]
+        below = ax.legend(handles=key_of_lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=3)
+        below.set(frame_on=False)
     ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=_time_label(hop), ylabel="feature")
     return ax
 
@@ -302,18 +327,99 @@ def latencies(
         both.append(timing.frames_to_seconds(frames, hop=hop, reduction=reduction))
     ax = plt.gca() if ax is None else ax
     rows = np.arange(len(labels))
-    ax.hlines(rows, both[0], both[1], color="0.5", lw=1.5, zorder=1)
-    ax.plot(both[0], rows, "o", color="black", label=names[0])
-    ax.plot(both[1], rows, "s", markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5, label=names[1])
+    thin = _thin(len(labels) / 40)
+    ax.hlines(rows, both[0], both[1], color="0.5", lw=1.5 * thin, zorder=1)
+    ax.plot(both[0], rows, "o", color="black", markersize=6 * thin, label=names[0])
+    (squares,) = ax.plot(both[1], rows, "s", markersize=6 * thin, label=names[1])
+    squares.set(markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5 * thin)
     later = both[1] - both[0]
     later = later[~np.isnan(later)]
     if len(later):
         unit = "frames" if hop == 1 else "s"
         ax.set_title(f"{names[1]} is {abs(later.mean()):.3g} {unit} {'later' if later.mean() >= 0 else 'earlier'}")
-    ax.set_yticks(rows, labels)
+    _label_rows(ax, labels)
     ax.invert_yaxis()
     ax.legend()
     ax.set(xlabel=_time_label(hop), ylabel="label")
+    return ax
+
+
+def beam(
+    hypotheses,
+    utterance: int = 0,
+    *,
+    symbols: Sequence[str] | None = None,
+    hop: float = 1.0,
+    reduction: int = 1,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the hypotheses of one utterance below each other, the best one on top: each label at its frame.
+
+    A label is as dark as the model is sure of it. A frame around it: the best hypothesis lacks it. Where labels would
+    overlap, they move right; ticks stand at the true frames. A row begins with its score, in nats. L is `max_labels`, N
+    the width of the beam.
+
+    Parameters
+    ----------
+    hypotheses : decode.Hypotheses [B, N]
+        From `decode.beam`.
+    utterance : int, default 0
+        Its row in the batch.
+    symbols : sequence of str, optional
+        What the classes of the vocabulary are called; default: their numbers.
+    hop, reduction
+        As in `timing.frames_to_seconds`. Default: the axis counts frames.
+    ax : matplotlib.axes.Axes, optional
+        Default: the current ones of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ValueError
+        `hypotheses` are not those of a beam.
+
+    Examples
+    --------
+    ::
+
+        found = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
+        plot.beam(found, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
+    """
+    labels = np.asarray(hypotheses.labels)
+    if labels.ndim != 3:
+        raise ValueError(f"beam: hypotheses must have labels [B, N, L], those of decode.beam, got {labels.shape}.")
+    counts, scores, frames, sure = (
+        np.asarray(x)[utterance]
+        for x in (hypotheses.counts, hypotheses.scores, hypotheses.frames, hypotheses.label_log_probs)
+    )
+    rows = [row for row in range(len(scores)) if np.isfinite(scores[row])]
+    labels = labels[utterance]
+    ax = plt.gca() if ax is None else ax
+    second = float(timing.frames_to_seconds(1, hop=hop, reduction=reduction))
+    end = second * max([frames[row, : counts[row]].max(initial=0) for row in rows], default=0) + second
+    letter = end * LETTER / _width(ax)
+    best = labels[rows[0], : counts[rows[0]]].tolist() if rows else []
+    for place, row in enumerate(rows):
+        found = labels[row, : counts[row]].tolist()
+        matches = difflib.SequenceMatcher(None, best, found, autojunk=False).get_matching_blocks()
+        shared = {i for match in matches for i in range(match.b, match.b + match.size)}
+        times, right = frames[row, : counts[row]] * second, 0.0
+        ax.plot(times, np.full(len(times), place + 0.25), "|", color="0.6", markersize=4)
+        for i, (label, time) in enumerate(zip(found, times)):
+            name = str(label) if symbols is None else _shown(symbols[label])
+            left = max(time, right)
+            right = left + (len(name) + 0.3) * letter
+            box = None if i in shared else {"boxstyle": "square,pad=0.1", "facecolor": "none", "edgecolor": "tab:red"}
+            color = plt.get_cmap("Greys")(0.4 + 0.6 * float(np.exp(min(sure[row, i], 0.0))))
+            ax.text(left, place, name, color=color, bbox=box, va="center", ha="left", fontsize="small")
+        end = max(end, right)
+    ax.set_yticks(range(len(rows)), [f"{scores[row]:.1f}" for row in rows])
+    ax.set(xlim=(0, end), ylim=(max(len(rows), 1) - 0.5, -0.5), xlabel=_time_label(hop), ylabel="score")
+    names = None if symbols is None or not rows else [symbols[label] for label in best]
+    ax.set_title(_title(names, float(scores[rows[0]]), "best of the beam") if rows else "no hypothesis")
     return ax
 
 
@@ -325,7 +431,47 @@ def _names(function: str, targets: Any, symbols) -> list[str]:
     if len(symbols) != len(targets):
         expected = f"one for each of {len(targets)} labels"
         raise ValueError(f"{function}: symbols must be {expected}, got {len(symbols)}.")
-    return [str(symbol) for symbol in symbols]
+    return [_shown(symbol) for symbol in symbols]
+
+
+def _shown(symbol) -> str:
+    return str(symbol).replace(" ", "␣")
+
+
+def _title(symbols, score: float, what: str) -> str:
+    """The utterance, if its labels have names, and a score."""
+    pieces = [] if symbols is None else [str(symbol) for symbol in symbols]
+    text = ("" if all(len(piece) == 1 or "▁" in "".join(pieces) for piece in pieces) else " ").join(pieces)
+    text = " ".join(text.replace("▁", " ").split())
+    text = text if len(text) <= 60 else text[:59] + "…"
+    return f"{text}\n{what}: {score:.1f} nats" if text else f"{what}: {score:.1f} nats"
+
+
+def _thin(*crowds: float) -> float:
+    """A factor of line widths: 1 where there is room, and less the more lines share it."""
+    return max(0.3, min(1.0, *(1 / max(crowd, 1e-9) for crowd in crowds)))
+
+
+def _width(ax: Axes) -> float:
+    """In inches."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return ax.get_position().width * figure.get_figwidth()
+
+
+def _label_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Names of the rows 0, 1, ...; only every n-th where all would overlap, which is known when the Axes are drawn."""
+    ax.yaxis.set_major_locator(_Rows(range(len(names))))
+    ax.yaxis.set_major_formatter(lambda row, _: names[int(row)] if 0 <= row < len(names) else "")
+
+
+class _Rows(FixedLocator):
+    """As many of the ticks as there is room for."""
+
+    def __call__(self):
+        assert isinstance(self.axis, Axis)
+        self.nbins = max(2, int(1.4 * self.axis.get_tick_space()))  # which leaves as much space as there is text
+        return super().__call__()
 
 
 def _time_label(hop: float) -> str:

@@ -119,6 +119,99 @@ def test_no_labels_and_no_path(ax):
     ax.figure.canvas.draw()
 
 
+def test_titles_and_legends(ax):
+    """The utterance and the score of its best path; what darkness, curves and bars mean. A space can be seen."""
+    p = losses.problem(1, 6, 3, 9).take(0)
+    p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
+    plot.lattice(RNNT, *p, symbols=["a", " ", "b"], ax=ax)
+    score = float(RNNT.align(*p).score)  # test_align.py has its truth
+    assert ax.get_title() == f"a b\nbest path: {score:.1f} nats"
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["start", "a", "␣", "b"]
+    handles = ax.get_legend().legend_handles
+    texts = [x.get_text() for x in ax.get_legend().get_texts()]
+    assert texts == ["probability 0.1", "probability 0.5", "probability 1", "best path"]
+    assert [x.get_linewidth() for x in handles[:3]] == [0.5 + 3.5 * x for x in (0.1, 0.5, 1)]  # as in test_lattice
+    plot.lattice(RNNT, *p, ax=ax)
+    assert ax.get_title() == f"best path: {score:.1f} nats"
+    plot.lattice(RNNT, *p, symbols=["▁so", "me", "▁more"], ax=ax)
+    assert ax.get_title().startswith("some more\n")
+    ax.clear()
+    plot.emissions(np.zeros((6, 8)), RNNT.posteriors(*p)[1], p.targets, symbols=["a", " ", "b"], ax=ax)
+    assert len(ax.get_legend().get_texts()) == 3
+    assert "␣" in {x.get_text().strip() for x in ax.child_axes[0].get_xticklabels()}
+
+
+def overlaps(texts):
+    """Pairs of texts on one line that cover each other on the canvas."""
+    named = [x.get_text() for x in texts if x.get_text().strip()]
+    boxes = [x.get_window_extent().padded(-1) for x in texts if x.get_text().strip()]
+    assert len(boxes) >= 10
+    return [
+        (named[i], named[j])
+        for i, a in enumerate(boxes)
+        for j, b in enumerate(boxes[:i])
+        if named[i].count("\n") == named[j].count("\n") and a.overlaps(b)
+    ]
+
+
+def test_real_lengths():
+    """90 labels in 400 frames: thin lines, and names that do not overlap, but as many as there is room for."""
+    rng = np.random.default_rng(0)
+    frames = np.sort(rng.choice(400, 90, replace=False))
+    targets, symbols = rng.integers(0, 26, 90), [chr(97 + i) for i in rng.integers(0, 26, 90)]
+    logits = rng.normal(size=(400, 91, 27)).astype(np.float32)
+    logits[..., 26] += 5
+    logits[frames, np.arange(90), targets] += 20
+    figure, axes = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
+    plot.lattice(RNNT, logits, targets, symbols=symbols, ax=axes[0])
+    _, label = RNNT.posteriors(logits, targets, 400, 90)
+    plot.emissions(rng.normal(size=(400, 8)), label, targets, symbols=symbols, ax=axes[1])
+    plot.latencies(frames, frames + 1, targets, symbols=symbols, ax=axes[2])
+    figure.canvas.draw()
+    for texts in (axes[0].get_yticklabels(), axes[1].child_axes[0].get_xticklabels(), axes[2].get_yticklabels()):
+        assert overlaps(texts) == []
+    widths = np.concatenate([x.get_linewidths() for x in axes[0].collections])
+    assert widths.min() > 0 and widths.max() < 1.5  # points; a frame has 1.5
+    assert len(axes[1].child_axes[0].get_xticks()) > 45  # half of the names, on two lines
+
+
+BEAM = {
+    "labels": [[[1, 0, 2, -1], [1, 2, -1, -1], [1, 3, 0, 2], [-1] * 4]],
+    "frames": [[[0, 5, 9, -1], [0, 9, -1, -1], [0, 0, 5, 9], [-1] * 4]],
+    "counts": [[3, 2, 4, 0]],
+    "scores": [[-1.25, -2.0, -3.0, -np.inf]],
+    "label_log_probs": [[[-0.1, 0, 0, 0], [-3.0, 0, 0, 0], [0.0] * 4, [0.0] * 4]],
+}
+
+
+def test_beam(ax):
+    """A row for each hypothesis, labels at their frames in the order of their certainty, what the best lacks framed."""
+    fields = dict.fromkeys(jax_rnnt.decode.Hypotheses._fields) | {k: np.array(v) for k, v in BEAM.items()}
+    found = jax_rnnt.decode.Hypotheses(**fields)
+    assert plot.beam(found, symbols=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
+    rows = [[x for x in ax.texts if x.get_position()[1] == row] for row in range(3)]
+    assert [[x.get_text() for x in row] for row in rows] == [["x", "␣", "yy"], ["x", "yy"], ["x", "z", "␣", "yy"]]
+    for texts, frames in zip(rows, BEAM["frames"][0]):
+        positions = [x.get_position()[0] for x in texts]
+        assert positions == sorted(positions) and len(set(positions)) == len(positions)
+        assert all(x >= 0.04 * frame - 1e-9 for x, frame in zip(positions, frames))
+    np.testing.assert_allclose([x.get_position()[0] for x in rows[0]], [0, 0.2, 0.36])
+    assert [[x.get_bbox_patch() is not None for x in row] for row in rows[1:]] == [
+        [False] * 2,
+        [False, True, False, False],
+    ]
+    assert rows[0][0].get_color()[0] < rows[1][0].get_color()[0]  # darker
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["-1.2", "-2.0", "-3.0"]
+    assert ax.get_title() == "x yy\nbest of the beam: -1.2 nats" and ax.get_xlabel() == "seconds"
+    figure = ax.figure
+    figure.canvas.draw()
+    ax.clear()
+    nothing = found._replace(scores=np.full((1, 4), -np.inf), counts=np.zeros((1, 4), int))
+    assert plot.beam(nothing, ax=ax).get_title() == "no hypothesis"
+    with pytest.raises(ValueError, match=r"beam: hypotheses must have labels \[B, N, L\].*got \(3,\)"):
+        plot.beam(found._replace(labels=np.zeros(3, int)))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
