@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from asr import config, devices, recognise, runs, synthesis
-from asr.config import Config, UserError, natural, positive
+from asr import config, devices, ngrams, recognise, runs, synthesis
+from asr.config import Config, UserError, positive
 from asr.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
@@ -27,7 +27,7 @@ def add_train(commands):
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
-    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses of tests; 0: greedy")
+    ngrams.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument("--expect-cer", type=float, metavar="PERCENT", help="exit 1 if the error rate is higher")
     config.add_options(parser.add_argument_group("what decides the result"))
     parser.set_defaults(run=train)
@@ -36,7 +36,7 @@ def add_train(commands):
 def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy")
+    ngrams.add_options(parser)
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
@@ -48,20 +48,21 @@ def add_recognition(commands):
 
 
 def resumed(given, args):
-    """The configuration of the run in the workdir, with `given` options where they may differ."""
+    """The configuration of the run in the workdir, with `given` options where they may differ: in tests, most may."""
     devices.select(args.platform, args.devices)
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
         return Config(**given)
     run.open()
-    earlier = config.from_json(run.setup()["config"], f"{args.workdir}")
+    # A checkpoint of before an option has its default.
+    earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
     run.close()
-    changed = {name: x for name, x in given.items() if x != earlier[name] and (name, x) != ("steps", 0)}
+    changed = {name: x for name, x in given.items() if x != earlier[name]}
     for name, x in changed.items():
         option = f"--{name.replace('_', '-')}"
         if name in FIXED:
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
-        if not args.change:
+        if not args.change and given.get("steps") != 0:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
     return Config(**(earlier | given))
 
@@ -87,7 +88,7 @@ def train(args):
 
 def transcribe(args):
     recogniser, params = recognise.load(args.workdir, args.platform)
-    text_of, bad = recognise.make_transcriber(recogniser, params, args.beam), 0
+    text_of, bad = recognise.make_transcriber(recogniser, params, ngrams.search_of(args, recogniser)), 0
     for path in args.files:
         try:
             print(path, text_of(recognise.read(path, recogniser.config.rate)), sep="\t", flush=True)
@@ -115,6 +116,7 @@ def main(arguments=None):
     add_train(commands)
     add_recognition(commands)
     synthesis.add_command(commands)
+    ngrams.add_command(commands)
     args = parser.parse_args(arguments)
     try:
         status = args.run(args)

@@ -71,6 +71,14 @@ def entries(path):
     raise UserError(f"{path} {reason}")
 
 
+def header(path):
+    """What the header of an audio file says, or None if it is missing or bad."""
+    try:
+        return soundfile.info(str(path))
+    except (soundfile.SoundFileError, OSError):
+        return None
+
+
 class Recordings:
     """The usable utterances of a manifest or folder; the rest is in `report`."""
 
@@ -83,18 +91,17 @@ class Recordings:
                 self.report.add("not audio, text and duration", f"{path.name} line {line}")
         found = [x for x in found if not isinstance(x, int)]
         with ThreadPoolExecutor(16) as pool:
-            checked = list(pool.map(lambda x: self.check(folder, *x), found))
+            headers = list(pool.map(lambda x: header(folder / x[0]), found))
+        checked = [self.check(*x, info) for x, info in zip(found, headers)]
         self.paths = [folder / x.name for x in checked if x]
         self.utterances = [x for x in checked if x]
         if not self.utterances:
             raise UserError(f"{path} has no usable utterance" + "".join(f"; {x}" for x in self.report.lines()))
 
-    def check(self, folder, name, text, duration):
-        """An Utterance, or None where the report has it. Reads the file's header alone."""
+    def check(self, name, text, duration, info):
+        """An Utterance, or None where the report has it."""
         text = " ".join((text.lower() if self.config.lower else text).split())
-        try:
-            info = soundfile.info(str(folder / name))
-        except (soundfile.SoundFileError, OSError):
+        if info is None:
             return self.report.add("missing or bad audio", name)
         if duration is not None and abs(duration - info.duration) > 0.1 + 0.05 * info.duration:
             return self.report.add("duration differs from the manifest's", name)

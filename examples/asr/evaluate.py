@@ -20,11 +20,11 @@ class Rates(NamedTuple):
     wer: float
 
 
-def rates(recogniser, params, data, buckets, split, beam=0, examples=0):
+def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, errors, totals, shown = 0.0, np.zeros(2), np.zeros(2), []
     for batch in batches.testing(data, recogniser.config, buckets):
-        found = recogniser.evaluated(params, split(batch), data.corpus.device, beam)
+        found = recogniser.evaluated(params, split(batch), data.corpus.device, search)
         value, labels, counts = jax.device_get(found)
         loss += float(value)
         for i, row, count in zip(batch["index"], labels, counts):

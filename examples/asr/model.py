@@ -118,12 +118,28 @@ class Attention(nnx.Module):
         return self.dropout(self.output(x.reshape(*x.shape[:2], -1))), state
 
 
+class Depthwise(nnx.Module):
+    """A convolution over time of each feature alone, without padding: [B, N + kernel - 1, E] -> [B, N, E].
+
+    As a sum of shifted rows: XLA's grouped convolution takes 12 times as long on a CPU.
+    """
+
+    def __init__(self, width, kernel, *, dtype, rngs):
+        self.taps = nnx.Param(jax.random.normal(rngs.params(), (kernel, width)) / kernel**0.5)
+        self.bias, self.dtype = nnx.Param(jnp.zeros(width)), dtype
+
+    def __call__(self, x):
+        taps, bias, x = (y.astype(self.dtype) for y in (self.taps[...], self.bias[...], x))
+        frames = x.shape[1] - len(taps) + 1
+        return sum(x[:, i : i + frames] * tap for i, tap in enumerate(taps)) + bias
+
+
 class Convolution(nnx.Module):
     def __init__(self, width, kernel, dropout, *, dtype, rngs):
         self.kernel, options = kernel, {"dtype": dtype, "rngs": rngs}
         self.norm = nnx.LayerNorm(width, **options)
         self.gate = nnx.Linear(width, 2 * width, **options)
-        self.conv = nnx.Conv(width, width, (kernel,), padding="VALID", feature_group_count=width, **options)
+        self.depthwise = Depthwise(width, kernel, **options)
         self.norm2 = nnx.LayerNorm(width, **options)  # of a batch, statistics would see other utterances
         self.output = nnx.Linear(width, width, **options)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
@@ -134,7 +150,7 @@ class Convolution(nnx.Module):
     def __call__(self, x, lengths, before):
         x = nnx.glu(self.gate(self.norm(x))) * inside(lengths, x.shape[1])[..., None]
         x, before = extended(x, before, self.kernel)
-        return self.dropout(self.output(nnx.silu(self.norm2(self.conv(x))))), before
+        return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x))))), before
 
 
 class Block(nnx.Module):

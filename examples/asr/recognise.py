@@ -35,21 +35,22 @@ def read(path, rate):
         raise UserError(f"{path} is no readable audio file: {error}") from None
 
 
-def make_transcriber(recogniser, params, beam):
+def make_transcriber(recogniser, params, how):
     """Function of samples: their text."""
 
     @jax.jit
-    def search(params, x, lengths):
+    def search(params, x, lengths, how):
         model = recogniser.model(params)
-        return recogniser.search(model, *model.encode(x, lengths), beam)
+        found = recogniser.search(model, *model.encode(x, lengths), how)
+        return found.labels, found.counts
 
     def transcribe(samples):
         frames = features.count(recogniser.config, len(samples))
         if not frames:
             return ""
         x = (features.log_mel(recogniser.config, samples) - recogniser.mean) / recogniser.deviation
-        found = search(params, np.pad(x, ((0, -frames % ROUND), (0, 0)))[None], np.array([frames], np.int32))
-        labels, counts = (found.labels[0], found.counts[0]) if beam else (found.labels, found.counts)
+        padded = np.pad(x, ((0, -frames % ROUND), (0, 0)))[None]
+        labels, counts = search(params, padded, np.array([frames], np.int32), how)
         return recogniser.text(labels[0], counts[0])
 
     return transcribe

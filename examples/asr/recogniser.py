@@ -15,9 +15,11 @@ from asr import features, tokens
 from asr.config import Config, from_json
 from asr.losses import LOSSES, Encoded
 from asr.model import Transducer
+from asr.ngrams import Search
 from jax_rnnt import decode
 
 MAX_SYMBOLS = 4  # labels of a frame that a decoder writes at most
+GREEDY = Search()
 SAMPLE = 200  # utterances of which statistics are taken
 
 
@@ -37,7 +39,8 @@ class Recogniser:
         options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
-        model = Transducer(config, len(mean), *self.variant.outputs(len(vocabulary.pieces)), rngs=rngs)
+        blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
+        model = Transducer(config, len(mean), blank, self.classes, rngs=rngs)
         self.reduction = model.reduction
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
@@ -81,23 +84,24 @@ class Recogniser:
         losses = self.variant.compute(self.loss, model, self.encoded(model, x, batch), self.config.joint == "tiles")
         return jnp.where(batch["valid"], losses, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
 
-    def search(self, model, rows, lengths, beam=0, state=None):
-        """Labels [B, N] and their numbers [B], and the state of a stream; greedy without a beam."""
+    def search(self, model, rows, lengths, how=GREEDY, state=None):
+        """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, rows.shape[1] * MAX_SYMBOLS
         loss, options = self.variant.loss, {"max_symbols": MAX_SYMBOLS, "state": state}
-        if not beam:
+        if not how.beam:
             return decode.greedy(loss, *inputs, **options)
-        return decode.beam(loss, *inputs, beam, **options)
+        options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
+        found = decode.beam(loss, *inputs, how.beam, **options)
+        return found._replace(labels=found.labels[:, 0], counts=found.counts[:, 0])
 
-    @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-    def evaluated(self, params, batch, device, beam):
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def evaluated(self, params, batch, device, how):
         """Sum of losses, and labels [B, L] with their numbers [B]."""
         model = self.model(params)
         x = self.encoded(model, self.inputs(batch, device), batch)
         losses = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
-        found = self.search(model, x.frames, x.frame_lengths, beam)
-        labels, counts = (found.labels[:, 0], found.counts[:, 0]) if beam else (found.labels, found.counts)
-        return jnp.where(batch["valid"], losses, 0).sum(), labels, counts
+        found = self.search(model, x.frames, x.frame_lengths, how)
+        return jnp.where(batch["valid"], losses, 0).sum(), found.labels, found.counts
 
     def text(self, labels, count):
         return self.tokens.decode(np.asarray(labels)[: int(count)])

@@ -18,6 +18,12 @@ class Characters:
         labels = [self.index.get(x) for x in text]
         return None if None in labels else labels
 
+    separator = " "  # between words
+
+    def labels(self):
+        """What each label writes, for a model of words."""
+        return self.pieces
+
     def decode(self, labels):
         return "".join(self.pieces[i] for i in labels)
 
@@ -35,6 +41,12 @@ class Subwords:
         """Labels of a text, or None if a character is in no subword."""
         labels = self.processor.encode(text)
         return None if self.processor.unk_id() in labels else labels
+
+    separator = "▁"  # the first piece of a word begins with it
+
+    def labels(self):
+        unknown = self.processor.unk_id()
+        return [None if i == unknown else piece for i, piece in enumerate(self.pieces)]
 
     def decode(self, labels):
         return self.processor.decode(list(map(int, labels)))

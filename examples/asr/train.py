@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from asr import batches, devices, evaluate, runs, tokens
+from asr import batches, devices, evaluate, ngrams, runs, tokens
 from asr.config import UserError
 from asr.corpora import open_corpus
 from asr.recogniser import Recogniser, statistics
@@ -83,6 +83,7 @@ class Training:
         self.split = functools.partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec("data")))
         if self.run.last is None:
             self.run.open()
+        self.search = ngrams.search_of(options, self.recogniser)
         self.pictures = evaluate.Pictures(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
 
     def report_sizes(self):
@@ -96,7 +97,7 @@ class Training:
 
     def measure(self, state, step, metrics):
         found, shown = evaluate.rates(
-            self.recogniser, state[0], self.valid, self.test_buckets, self.split, self.options.beam, examples=2
+            self.recogniser, state[0], self.valid, self.test_buckets, self.split, self.search, examples=2
         )
         tqdm.write(f"step {step}: held-out loss {found.loss:.2f}, CER {found.cer:.1f}%, WER {found.wer:.1f}%")
         for reference, hypothesis in shown:

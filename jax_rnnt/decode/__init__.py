@@ -19,12 +19,14 @@ from jax_rnnt.decode._sample import sample as sample
 from jax_rnnt.decode._streams import concatenate as concatenate
 from jax_rnnt.decode._streams import reset as reset
 from jax_rnnt.decode._streams import select as select
+from jax_rnnt.decode._words import WordNGram as WordNGram
 
 __all__ = [
     "Hypotheses",
     "NGram",
     "Phrases",
     "Predictor",
+    "WordNGram",
     "beam",
     "concatenate",
     "greedy",

@@ -11,6 +11,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode._gather import rows_at
@@ -34,6 +35,19 @@ class Arcs(typing.NamedTuple):
     def states(self) -> int:
         """Of one root."""
         return self.suffixes.shape[0] // self.root_scores.shape[0]
+
+
+def one_root(scores, targets, arcs, backoffs, suffixes) -> Arcs:
+    """The states of one root, with its row of scores and targets [V + 1].
+
+    `arcs`: (states, labels, scores, targets) [A], ascending by state and label.
+    """
+    one = [np.full(1, x) for x in (len(backoffs), len(scores) + 1, 0, 0)]  # so that there is an arc; it is of no state
+    state, *fields = (np.concatenate(x) for x in zip(arcs, one))
+    first = np.searchsorted(state, np.arange(len(backoffs) + 1))
+    types = np.float32, np.int32, np.int32, np.int32, np.float32, np.int32, np.float32, np.int32
+    fields = [scores[None], targets[None], first, *fields, backoffs, suffixes]
+    return Arcs(*(jnp.asarray(x.astype(dtype)) for x, dtype in zip(fields, types)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _pytree
-from jax_rnnt.decode._arcs import Arcs, Automaton, follow, score_rows
+from jax_rnnt.decode._arcs import Arcs, Automaton, follow, one_root, score_rows
 from jax_rnnt.decode._arpa import Arpa, Grams
 
 FUNCTION = "NGram.from_arpa"
@@ -245,11 +245,7 @@ def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tu
         suffixes.append(contexts.resolve(below.words[matters, 1:]))
         ends = level.words[:, 1:] if level is levels[-1] else level.words  # the longest n-grams are no contexts
         arcs.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
-    one = [np.full(1, x) for x in (contexts.count, labels + 3, 0, 0)]  # so that there is an arc; it is of no state
-    state, *fields = (np.concatenate(x) for x in zip(*arcs, one))
-    first = np.searchsorted(state, np.arange(contexts.count + 1))
-    types = np.int32, np.int32, np.float32, np.int32, np.float32, np.int32
-    fields = [first, *fields, np.concatenate(backoffs), np.concatenate(suffixes)]
-    fields = [x.astype(dtype) for x, dtype in zip(fields, types)]
-    made = Arcs(*map(jnp.asarray, (scores[None, : labels + 1], targets[None, : labels + 1], *fields)))
+    columns = [np.concatenate(x) for x in zip(*arcs)] if arcs else [np.zeros(0)] * 4
+    rest = columns, np.concatenate(backoffs), np.concatenate(suffixes)
+    made = one_root(scores[: labels + 1], targets[: labels + 1], *rest)
     return made, 0 if begin is None else int(targets[begin])

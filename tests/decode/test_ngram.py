@@ -19,13 +19,13 @@ TOKENS = ["a", "b", "c", "d", "e"]
 CASES = [(1, "closed"), losses.slow(2, "closed"), (3, "pruned"), losses.slow(4, "closed"), (5, "pruned")]
 
 
-def random_arpa(seed, order, kind="closed", unk=True, sentences=40):
+def random_arpa(seed, order, kind="closed", unk=True, sentences=40, tokens=TOKENS):
     """{n-gram: (log10 of its probability, of its backoff weight)}: all parts of random sentences, as lmplz makes.
 
     "pruned": some are gone that are no context, so suffixes of others are missing, as SRILM makes.
     """
     rng = np.random.default_rng((seed, order))
-    words = [*TOKENS, *["<unk>"] * unk]
+    words = [*tokens, *["<unk>"] * unk]
     found = {(w,) for w in [*words, "<s>", "</s>"]}
     for _ in range(sentences):
         sentence = ["<s>", *rng.choice(words, rng.integers(0, 8)), "</s>"]
@@ -89,7 +89,7 @@ def run(model, rows):
 
         return jax.lax.scan(step, model.initial(labels.shape[0]), labels.T)[1]
 
-    return [np.swapaxes(np.asarray(x), 0, 1) for x in scan(model, jnp.asarray(labels))]
+    return jax.tree.map(lambda x: np.swapaxes(np.asarray(x), 0, 1), scan(model, jnp.asarray(labels)))
 
 
 def token_of(grams, label):
@@ -274,3 +274,195 @@ def test_labels(labels, error, message, tmp_path):
     path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 2, unk=False)))
     with pytest.raises(error, match=f"NGram.from_arpa: {message}"):
         decode.NGram.from_arpa(path, labels)
+
+
+# --------------------------------------------------------------------------------------------------------- words
+
+WORDS = ["a", "ab", "abc", "abca", "aac", "ba", "cab"]
+CHARACTERS = [" ", "a", None, "b", "c"]
+PIECES = ["b", "▁a", "▁", "bc", None, "a", "▁ab", "▁ca", "<unk>"]  # no "c" of "aac"
+
+
+class Spelled:
+    """The definition: scores of texts by the words in them. `words` are those that labels can spell."""
+
+    def __init__(self, grams, order, words, separator):
+        self.grams, self.order, self.words, self.separator = grams, order, words, separator
+        finite = [
+            p for (word, *more), (p, _) in grams.items() if not more and p > -math.inf and word in (*words, "<unk>")
+        ]
+        self.lowest = min(finite)
+
+    def ahead(self, beginning):
+        """The best unigram of all words that begin so; those of -inf count as the lowest one."""
+        found = [x for x in self.words if x.startswith(beginning)]
+        best = [max(self.grams[x,][0], self.lowest) for x in found]
+        return NATS * max([*best, self.grams["<unk>",][0]])
+
+    def score(self, text, end=False):
+        *ended, last_word = text.split(self.separator)
+        history, total = ("<s>",), 0.0
+        for word in filter(None, [*ended, *[last_word] * end]):
+            word = word if word in self.words else "<unk>"
+            total += log_prob(self.grams, last(history, self.order), word)
+            history += (word,)
+        if end:
+            return total + log_prob(self.grams, last(history, self.order), "</s>")
+        return total + (self.ahead(last_word) if last_word else 0.0)
+
+    def added(self, before, label, end=False):
+        after = self.score(before + label, end)
+        before = self.score(before)
+        return after - before if max(before, after) > -math.inf else math.nan
+
+
+def word_model(path, labels, order, unk, words=WORDS, **options):
+    """(a model, its definition); `unk`: whether the file has <unk>."""
+    grams = random_arpa(11, order, "pruned", unk=unk, tokens=[*words, "cc.", "é"])  # words that nothing spells
+    grams["ab",], grams["aac",] = (-math.inf, grams["ab",][1]), (-0.01, grams["aac",][1])
+    separator = " " if " " in labels else "▁"
+    model = decode.WordNGram.from_arpa(written(path, arpa(grams)), labels, separator=separator, **options)
+    grams.setdefault(("<unk>",), (options.get("unknown", -math.inf) / NATS, 0.0))
+    spelled = [x for x in words if separator == " " or x != "aac"]
+    return model, Spelled(grams, order, spelled, separator)
+
+
+@pytest.mark.parametrize(
+    ("labels", "order", "unk", "options"),
+    [
+        (CHARACTERS, 3, True, {}),
+        (CHARACTERS, 2, False, {}),
+        losses.slow(CHARACTERS, 1, False, dict(unknown=-7.5)),
+        (PIECES, 3, True, {}),
+        losses.slow(PIECES, 2, False, {}),
+        (PIECES, 2, False, dict(unknown=-7.5)),
+    ],
+)
+def test_words_are_the_definition(labels, order, unk, options, tmp_path):
+    """All labels and ends after all sequences of four or five; what they spell decides, not how."""
+    model, truth = word_model(tmp_path / "m.arpa", labels, order, unk, **options)
+    real = [i for i, x in enumerate(labels) if x is not None]
+    rows = [[*x] for x in itertools.product(real, repeat=5 if labels is CHARACTERS else 4)]
+    scores, final, _ = run(model, rows)
+    assert (scores < np.inf).all() and (final < np.inf).all()  # no NaN
+    assert np.isneginf(scores[..., labels.index(None)]).all()
+    expected = {}
+    for row in rows:
+        for i in range(len(row) + 1):
+            text = "".join(labels[x] for x in row[:i])
+            if text not in expected:
+                ends = truth.added(text, "", end=True)
+                expected[text] = [*(truth.added(text, labels[x]) for x in real), ends]
+    forbidden = [text for text in expected if truth.score(text) == -math.inf]
+    assert len(expected) - 50 > len(forbidden) > 0
+    spelled = lambda row, i: expected["".join(labels[x] for x in row[:i])]
+    expected = np.array([[spelled(row, i) for i in range(len(row) + 1)] for row in rows])
+    got = np.concatenate([scores[..., real], final[..., None]], -1)
+    alive = ~np.isnan(expected)  # what follows on -inf is anything, but NaN or +inf
+    np.testing.assert_allclose(got[alive], expected[alive], rtol=2e-6, atol=2e-5)
+
+
+def test_spellings_share_a_state(tmp_path):
+    """Pieces of one text, and labels to begin the same words, lead to equal states: hypotheses share their rows."""
+    model, _ = word_model(tmp_path / "m.arpa", PIECES, 3, True)
+    rows = [["▁a", "b", "▁", "b", "a"], ["▁ab", "▁", "▁", "b", "a"], ["▁", "a", "b", "▁", "b", "a"]]
+    scores, final, (context, node) = run(model, [[PIECES.index(x) for x in row] for row in rows])
+    ends = np.arange(3), [len(row) for row in rows]
+    assert len({*zip(context[ends].tolist(), node[ends].tolist())}) == 1
+    assert len({x.tobytes() for x in scores[ends]}) == len({*final[ends].tolist()}) == 1
+
+
+def test_tables_of_words(tmp_path):
+    """20 bytes of a beginning of a word that labels spell, 12 of each label that goes on within one."""
+    model, truth = word_model(tmp_path / "m.arpa", PIECES, 3, True)
+    nodes = {word[:i] for word in truth.words for i in range(len(word) + 1)}
+    within = [x for x in PIECES if x and "▁" not in x]
+    arcs = sum(node + x in nodes for node in nodes for x in within)
+    size = lambda x: sum(y.nbytes for y in jax.tree.leaves(x))
+    rows = 4 * len(PIECES) + 8 * (len(PIECES) + 1)
+    assert size(model) - size(model.ngram) == 20 * (1 + len(nodes)) + 4 + 12 * (arcs + 1) + rows
+    assert repr(model) == f"WordNGram(9 labels, {len(truth.words)} words)"
+
+
+def test_words_under_vmap(tmp_path):
+    """A batch of models of one row each."""
+    model, _ = word_model(tmp_path / "m.arpa", CHARACTERS, 3, True)
+    state = jnp.array([0, 1, 2, 0], jnp.int32), jnp.array([0, 1, 3, 5], jnp.int32)
+    labels = jnp.array([1, 3, 0, model.start], jnp.int32)
+    together = jax.jit(model.step)(state, labels)
+    alone = jax.jit(jax.vmap(lambda *x: model.step(*jax.tree.map(lambda y: y[None], x))))(state, labels)
+    jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(lambda x: x[:, 0], alone))
+
+
+def test_words_without_ends(tmp_path):
+    """Files without <s> and </s>, compressed; a unigram model's end completes a word and adds nothing."""
+    grams = {("ab",): (-0.5, 0.0), ("b",): (-1.0, 0.0)}
+    path = tmp_path / "m.arpa.gz"
+    path.write_bytes(gzip.compress(arpa(grams).encode()))
+    model = decode.WordNGram.from_arpa(path, ["-a", "b", "-"], separator="-")
+    assert repr(model) == "WordNGram(3 labels, 2 words)" and (model.start, model.symbols) == (3, 4)
+    scores, final, _ = run(model, [[0, 1, 2, 1]])
+    inf = math.inf
+    expected = [[-0.5, -1, 0], [-inf, 0, -inf], [-0.5, -inf, 0], [-0.5, -1, 0], [-0.5, -inf, 0]]
+    np.testing.assert_allclose(scores[0], NATS * np.array(expected), atol=1e-6)
+    np.testing.assert_allclose(final[0], [0, -inf, 0, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "unk"), [losses.slow((" ", "a"), True), (("▁a", "b"), True), losses.slow(("▁a", "b"), False)]
+)
+def test_words_in_searches(names, unk, tmp_path):
+    """N-best lists are the enumeration, greedy search is the plain loop; -inf leaves no hypothesis."""
+    model = Model(losses.HAT)
+    words = ["a", "aa", "ab", "abb", "b"]
+    grams = random_arpa(12, 2, unk=unk, tokens=words)
+    labels = [*names, *[None] * (model.tokens - LABELS)]
+    path = written(tmp_path / "m.arpa", arpa(grams))
+    made = decode.WordNGram.from_arpa(path, labels, separator=names[0][0])
+    grams.setdefault(("<unk>",), (-math.inf, 0.0))
+    spelled = [x for x in words if "b" not in x] if " " in names else words[:1] + words[2:]
+    truth = Spelled(grams, 2, spelled, names[0][0])
+    text = lambda prefix: "".join(names[x] for x in prefix)
+    added = lambda *x, **end: 0.7 * np.nan_to_num(truth.added(*x, **end), nan=-math.inf, neginf=-math.inf)
+    rules = dict(fuse=lambda prefix, label: added(text(prefix), names[label]))
+    rules |= dict(final=lambda prefix: added(text(prefix), "", end=True))
+    options = dict(fusion=((made, 0.7),), max_symbols=2)
+    best = model.search(decode.beam, MOST, 64, **options)
+    greedy = model.search(decode.greedy, MOST, **options)
+    for b in range(2):
+        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        expected = {x: y for x, (y, _) in enumerate_all(model, b, max_symbols=2, **rules).items() if y > -np.inf}
+        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
+        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
+        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=1e-6)
+        labels, _, score = greedy_loop(model, b, max_symbols=2, room=MOST, **rules)
+        assert trimmed(greedy, b) == labels
+        np.testing.assert_allclose(greedy.scores[b], score, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "error", "message"),
+    [
+        (["▁a", 3], {}, TypeError, "labels must be str or None, got 3"),
+        (["▁a", "b", "▁a"], {}, ValueError, r"labels must be different texts, .* got \['▁a'\]"),
+        (["▁a", "b▁a", ""], {}, ValueError, r"labels must be .* '▁' at their beginning alone, got \['b▁a', ''\]"),
+        (["a", "b", None], {}, ValueError, r"labels must be texts of which some begin with '▁', .* got \['a', 'b'\]"),
+        (["▁x", "y"], {}, ValueError, r"labels must spell words of .*m.arpa, got none of 5: \['a', 'b', .*\]"),
+        (["▁a"], dict(separator=None), TypeError, "separator must be a str, got None"),
+        (["▁a"], dict(separator=""), ValueError, "separator must have a character or more, got ''"),
+        (["▁a"], dict(unknown="-1"), TypeError, "unknown must be a number or None, got '-1'"),
+        (["▁a"], dict(unknown=0.5), ValueError, "unknown must be a log-probability of 0 or less, got 0.5"),
+        (["▁a"], dict(unknown=math.nan), ValueError, "unknown must be a log-probability of 0 or less, got nan"),
+        (["▁a"], dict(unknown=-3), ValueError, "unknown must be None, as .*m.arpa has <unk>, got -3"),
+    ],
+)
+def test_errors_of_words(labels, options, error, message, tmp_path):
+    path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 2)))
+    with pytest.raises(error, match=f"WordNGram.from_arpa: {message}"):
+        decode.WordNGram.from_arpa(path, labels, **options)
+
+
+def test_a_broken_file_of_words(tmp_path):
+    path = written(tmp_path / "broken.arpa", GOOD.replace("\\end\\", ""))
+    with pytest.raises(ValueError, match=r"WordNGram.from_arpa: .*broken.arpa, line \d+: expected \\end\\"):
+        decode.WordNGram.from_arpa(path, ["▁", *TOKENS])

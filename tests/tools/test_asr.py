@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import sys
 import types
@@ -360,7 +361,8 @@ def test_resume_is_exact(asr, corpus, trained, tmp_path, capsys):
         assert expected in error and len(error.strip().splitlines()) == 1
     run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
     assert (workdir / "checkpoints" / "6").is_dir()
-    run([*command, "--resume", "--steps", 0])  # evaluates
+    run([*command, "--resume", "--steps", 0, "--seed", 7])  # evaluates, with any option that no weight depends on
+    run([*command, "--resume", "--steps", 0, "--width", 16], 2)
     assert losses(workdir) == losses(trained[0])
 
 
@@ -376,6 +378,8 @@ def test_resume_is_exact(asr, corpus, trained, tmp_path, capsys):
         (["--width", 9], "--width 9 is not a multiple of 2 x 2 --heads"),
         (["--loss", "pruned", "--joint", "tiles"], "--joint tiles: the pruned loss has its own way"),
         (["--devices", 99], "--devices 99: there are"),
+        (["--ngram", "words.arpa"], "--ngram needs --beam"),
+        (["--ngram", "words.arpa", "--beam", 2], "--ngram words.arpa: "),
         (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
         (["--train", "nowhere"], "nowhere does not exist"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
@@ -412,7 +416,7 @@ def test_streams_of_random_weights(asr):
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
-    whole = asr.recognise.make_transcriber(recogniser, params, 0)(samples)
+    whole = asr.recognise.make_transcriber(recogniser, params, asr.ngrams.Search())(samples)
     stream, seen = asr.recognise.Stream(recogniser, params), []
     take = stream.chunk
     stream.chunk = lambda x: seen.append(x) or take(x)
@@ -454,6 +458,64 @@ def test_sentences(asr):
     for one in lines:
         for other in set(lines) - {one}:
             assert not {x.voice for x in lines[one]} & {x.voice for x in lines[other]}
+
+
+# ------------------------------------------------------------------------------------------------------------- n-grams
+
+
+def witten_bell(sentences, word, context):
+    """p(word | context) by the definition: a loop over all places of the texts."""
+    follow = [
+        padded[i]
+        for padded in (("<s>", *words, "</s>") for words in sentences)
+        for i in range(max(1, len(context)), len(padded))
+        if padded[i - len(context) : i] == context
+    ]
+    if not follow:
+        return witten_bell(sentences, word, context[1:])
+    if context:
+        shorter = witten_bell(sentences, word, context[1:])
+    else:
+        shorter = float(word == "<unk>")
+    return (follow.count(word) + len(set(follow)) * shorter) / (len(follow) + len(set(follow)))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_word_ngrams(asr, tmp_path, capsys, order):
+    """The file has the probabilities of the definition, backed off, and they sum to one."""
+    sentences = [("a", "b", "a"), ("b",), ("a", "b", "c"), ("c", "c", "a", "b")]
+    (tmp_path / "t.txt").write_text("\n".join(map(" ".join, sentences)).upper() + "\n\n")
+    run(["ngram", tmp_path / "lm.arpa", tmp_path / "t.txt", "--order", order, "--lower"])
+    assert f"4 sentences, 6 1-grams{', ' if order > 1 else ''}" in capsys.readouterr().out
+    grams = {}
+    for line in (tmp_path / "lm.arpa").read_text().splitlines():
+        if len(fields := line.split("\t")) > 1:
+            grams[tuple(fields[1].split())] = float(fields[0]), float(fields[2]) if len(fields) > 2 else 0.0
+
+    def score(context, word):
+        if (*context, word) in grams:
+            return grams[*context, word][0]
+        return grams.get(context, (0, 0.0))[1] + score(context[1:], word)
+
+    words = ["a", "b", "c", "</s>", "<unk>"]
+    for length in range(order):
+        for context in itertools.product(("<s>", *words[:3]), repeat=length):
+            if "<s>" not in context[1:]:
+                found = [10 ** score(context, word) for word in words]
+                expected = [witten_bell(sentences, word, context) for word in words]
+                np.testing.assert_allclose(found, expected, rtol=1e-5)
+                assert sum(found) == pytest.approx(1, abs=1e-5)
+
+
+def test_texts_of_ngrams(asr, corpus, tmp_path, capsys):
+    """Corpora and texts together; what is wrong is one line."""
+    (tmp_path / "t.txt").write_text("A C\n")
+    run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
+    assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
+    for sources, message in (([tmp_path / "x"], "x does not exist"), ([tmp_path / "y.txt"], "y.txt is not readable")):
+        run(["ngram", tmp_path / "lm.arpa", *sources], 2)
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- slow
@@ -512,3 +574,36 @@ def test_a_made_corpus(asr, tmp_path, capsys):
     command = arguments(tmp_path / "c/train", tmp_path / "run", **options)
     run([*command, "--valid", tmp_path / "c/valid"])
     assert "held-out CER" in capsys.readouterr().out
+
+
+def rates(capsys):
+    """(CER, WER) in per cent, of the last line that a training prints."""
+    out = capsys.readouterr().out
+    return tuple(map(float, re.search(r"held-out CER ([\d.]+)%, WER ([\d.]+)%", out).groups()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
+def test_a_small_real_run(asr, tmp_path, capsys):
+    """Speech of made-up sentences: held-out sentences and voices are recognised, with a word n-gram better."""
+    slots = (
+        "The old man, My sister, A young dog, Our teacher, The captain, Her brother, That lady, Somebody",
+        "saw, found, carried, painted, wanted, lost, bought, heard",
+        "a silver spoon, the yellow house, seven letters, his guitar, an open door, fresh bread, no money",
+        "by the river, in the morning, after lunch, without help, at school, on Friday, near the forest",
+    )
+    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in slots))]
+    order = np.random.default_rng(0).permutation(len(texts))[:1000]
+    (tmp_path / "text").write_text("\n%\n".join(texts[i] for i in order))
+    speech, workdir = tmp_path / "speech", tmp_path / "run"
+    run(["corpus", speech, "--hours", 0.5, "--text", tmp_path / "text"])
+    run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
+    options = dict(
+        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
+        vocabulary=64, batch_seconds=40, buckets=2, width=96, blocks=2, steps=600, save_every=600, learning_rate=0.003,
+    )  # fmt: skip
+    command = ["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))]
+    run(command)
+    _, wer = rates(capsys)
+    run([*command, "--resume", "--steps", 0, "--beam", 4, "--ngram", tmp_path / "words.arpa"])
+    assert rates(capsys)[1] < wer < 40  # 30 in the middle

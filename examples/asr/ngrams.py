@@ -1,0 +1,127 @@
+"""Word n-grams of the texts of corpora, and searches with them.
+
+    python examples/asr ngram words.arpa FOLDER/train --lower
+
+Witten and Bell's estimate (1991): an n-gram's context h gives the share types(h) / (count(h) + types(h)) to the shorter
+context, where types(h) counts the words that follow it. <unk> has that share of the empty context.
+"""
+
+import argparse
+import collections
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+
+from asr import corpora
+from asr.config import UserError, amount, natural, positive
+from jax_rnnt import decode
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How labels are found. An argument of jitted functions: the n-gram is arrays, the rest decides the program."""
+
+    beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
+    ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
+    fusion: tuple = ()  # of (n-gram, weight)
+
+
+def add_options(parser):
+    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
+    parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
+    parser.add_argument("--ngram-weight", type=amount, default=0.3, metavar="W", help="(%(default)s)")
+    help = "share of the network's own language model that --ngram replaces (%(default)s)"
+    parser.add_argument("--ilm-weight", type=amount, default=0.2, metavar="W", help=help)
+
+
+def read(path, recogniser):
+    """The model of a file, over the classes of a recogniser."""
+    tokens = recogniser.tokens
+    classes = tokens.labels() + [None] * (recogniser.classes - len(tokens.pieces))
+    try:
+        return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ngram {path}: {error}") from None
+
+
+def search_of(args, recogniser):
+    """The Search that the options ask for."""
+    if not args.ngram:
+        return Search(args.beam)
+    if not args.beam:
+        raise UserError("--ngram needs --beam")
+    model = read(args.ngram, recogniser)
+    return Search(args.beam, args.ilm_weight, ((model, args.ngram_weight),))
+
+
+def texts(path, lower):
+    """Sentences of a corpus, or the lines of a text."""
+    try:
+        if path.suffix == ".txt":
+            found = path.read_text(encoding="utf-8").splitlines()
+        else:
+            found = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, int)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not readable: {error}") from None
+    return [(x.lower() if lower else x).split() for x in found]
+
+
+def estimate(sentences, order):
+    """Probabilities of n-grams of each order, tuples of words, and the share that each context gives away."""
+    counts = [collections.Counter() for _ in range(order)]
+    for words in sentences:
+        words = "<s>", *words, "</s>"
+        for end in range(1, len(words)):
+            for n in range(min(order, end + 1)):
+                counts[n][words[end - n : end + 1]] += 1
+    probabilities, shares = [], {}
+    for n, grams in enumerate(counts):
+        totals, types = collections.Counter(), collections.Counter()
+        for gram, count in grams.items():
+            totals[gram[:-1]] += count
+            types[gram[:-1]] += 1
+        shares |= {context: types[context] / (totals[context] + types[context]) for context in totals}
+        found = {}
+        for gram, count in grams.items():
+            context = gram[:-1]
+            shorter = probabilities[n - 1][gram[1:]] if n else 0.0
+            found[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
+        probabilities.append(found)
+    return probabilities, shares
+
+
+def write(path, probabilities, shares):
+    first = {("<s>",): 0.0, ("<unk>",): shares[()]} | probabilities[0]
+    with path.open("w", encoding="utf-8") as file:
+        sections = [first, *probabilities[1:]]
+        file.write("\\data\\\n" + "".join(f"ngram {n}={len(x)}\n" for n, x in enumerate(sections, 1)))
+        for n, grams in enumerate(sections, 1):
+            file.write(f"\n\\{n}-grams:\n")
+            for gram, p in sorted(grams.items()):
+                backoff = f"\t{math.log10(shares[gram]):.6f}" if gram in shares else ""
+                file.write(f"{math.log10(p) if p else -99:.6f}\t{' '.join(gram)}{backoff}\n")
+        file.write("\n\\end\\\n")
+    return [len(x) for x in sections]
+
+
+def make(args):
+    sentences = [words for path in args.sources for words in texts(path, args.lower) if words]
+    if not sentences:
+        raise UserError("the sources have no words")
+    sizes = write(args.file, *estimate(sentences, args.order))
+    print(f"{args.file}: {len(sentences)} sentences, " + ", ".join(f"{x} {n}-grams" for n, x in enumerate(sizes, 1)))
+    return 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("ngram", help="make a word n-gram of texts")
+    parser.add_argument("file", type=Path, metavar="FILE", help="to write, in ARPA format")
+    help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
+    parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
+    help = "texts in lower case, as the option of train"
+    parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=False, help=help)
+    parser.set_defaults(run=make)

@@ -1,0 +1,323 @@
+"""N-gram language models over words, for labels that spell words.
+
+V labels, W words, n nodes. The words make a tree of characters: a node is a beginning of words, its root the empty one.
+The states of the spelling are 0, outside of the tree, and behind it the nodes. Words have numbers: W for unknown ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _pytree
+from jax_rnnt.decode._arcs import Automaton, follow, one_root, score_rows
+from jax_rnnt.decode._arpa import Arpa, Grams
+from jax_rnnt.decode._gather import rows_at
+from jax_rnnt.decode._ngram import NGram, tables
+
+FUNCTION = "WordNGram.from_arpa"
+OUTSIDE, ROOT = 0, 1
+CHARACTERS = 0x110000  # of Unicode
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class WordNGram(Automaton):
+    """A backoff n-gram model over words, for `greedy` and `beam` with labels that spell them. `from_arpa` makes one.
+
+    A label that begins with the separator, as "▁the" or the character " ", ends the word before it and begins the next
+    one; the end of an utterance ends the last word. What labels spell decides, not how: "▁c", "at" and "▁ca", "t" are
+    one word. A word that the model lacks is <unk>. Empty words cost nothing.
+
+    As a model of fusion it gives a sequence of labels, in nats,
+
+    * for every word that has ended, log p(word | words before it), exactly;
+    * for the word in progress its look-ahead: the best unigram log-probability of all words that begin so, among them
+      <unk>, as any beginning may become an unknown word. Where no word begins so, it is that of <unk>. The end of the
+      word replaces it. Unigrams of -inf count as the lowest finite one here.
+
+    So the score of a finished sequence is that of its words and of </s>. Where unknown words have -inf, labels that
+    spell no beginning of a word are -inf at once.
+
+    A pytree of arrays, as `NGram`: 20 bytes of a node, 12 of each label that goes on within a word, besides the
+    n-grams. A state is two integers, the context of words and the node: hypotheses with equal states share their rows.
+    V, its `start`, is the label that begins a sentence.
+
+    References
+    ----------
+    Steinbiss, Tran and Ney, "Improvements in Beam Search", ICSLP 1994: look-ahead by the best unigram.
+    Ortmanns and Ney, "Language-Model Look-Ahead for Large Vocabulary Speech Recognition", ICSLP 1996.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, pathlib, tempfile
+    >>> from jax_rnnt import decode
+    >>> arpa = '''\\\\data\\\\
+    ... ngram 1=4
+    ... ngram 2=1
+    ... \\\\1-grams:
+    ... -99 <s> -0.1
+    ... -0.5 </s>
+    ... -0.4 ab -0.2
+    ... -0.6 b
+    ... \\\\2-grams:
+    ... -0.1 ab b
+    ... \\\\end\\\\
+    ... '''
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "words.arpa"
+    >>> size = path.write_text(arpa)
+    >>> model = decode.WordNGram.from_arpa(path, labels=[None, "▁a", "b", "▁"])  # class 0 is the blank
+    >>> state, total = model.initial(1), 0.0
+    >>> for label, after in ((model.start, 1), (1, 2), (2, 3), (3, 2)):  # ▁a b ▁ b
+    ...     scores, state = model.step(state, jnp.array([label]))
+    ...     total += float(scores[0, after])
+    ...     print(after, round(total / jnp.log(10).item(), 2))
+    1 -0.4
+    2 -0.4
+    3 -0.5
+    2 -1.1
+    >>> _, state = model.step(state, jnp.array([2]))
+    >>> round((total + float(model.final(state)[0])) / jnp.log(10).item(), 2)  # ab after <s>, b after ab, </s>
+    -1.1
+    """
+
+    ngram: NGram  # over words
+    words: jax.Array  # [1 + n]: the word of each state; W: none
+    ahead: jax.Array  # [1 + n]: the look-ahead of each state; 0 for the root
+    begins: jax.Array  # [V]: the state after each label that begins a word, -1 for others
+
+    @classmethod
+    def from_arpa(
+        cls,
+        path: str | os.PathLike,
+        labels: Sequence[str | None],
+        *,
+        separator: str = "▁",
+        unknown: float | None = None,
+    ) -> WordNGram:
+        """Reads a model over words in ARPA format, as lmplz, SRILM and others write it.
+
+        Words that the labels cannot spell are left out, with their n-grams. A file without <s> begins in the empty
+        context; one without </s> has no score of the end.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            The file, in UTF-8; compressed if its name ends in .gz.
+        labels : sequence of str or None
+            The text of each class of the joint network, V in all. None for classes that are no labels, as the blank:
+            their score is -inf.
+        separator : str, default "▁"
+            What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
+        unknown : float, optional
+            The unigram log-probability of <unk>, in nats, where the file has none; by default -inf. To it are added
+            the backoff weights of the context, as to every unigram.
+
+        Returns
+        -------
+        WordNGram
+
+        Raises
+        ------
+        ValueError
+            What `NGram.from_arpa` raises for broken files. Labels that stand twice, that are empty, that have the
+            separator behind their beginning, of which none begins with it, or that spell no word of the file. An empty
+            separator. `unknown` above 0 or NaN, or where the file has <unk>.
+        TypeError
+            Labels that are neither str nor None; a separator that is no str; `unknown` that is no number.
+        """
+        spelling = Spelling(labels, separator)
+        if unknown is not None and (isinstance(unknown, bool) or not isinstance(unknown, numbers.Real)):
+            raise TypeError(f"{FUNCTION}: unknown must be a number or None, got {unknown!r}.")
+        if unknown is not None and not unknown <= 0:
+            raise ValueError(f"{FUNCTION}: unknown must be a log-probability of 0 or less, got {unknown}.")
+        file = Arpa(FUNCTION, path)
+        grams = file.read(lambda tokens: spelling.number(tokens, file.path))
+        if not spelling.unknown:
+            words, log_probs, backoffs, line = grams[0]
+            words = np.append(words, [[spelling.count]], 0)
+            log_probs = np.append(log_probs, -math.inf if unknown is None else unknown)
+            grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
+        elif unknown is not None:
+            raise ValueError(f"{FUNCTION}: unknown must be None, as {file.path} has <unk>, got {unknown}.")
+        arcs, begin = tables(grams, spelling.count + 1, spelling.begin, file)
+        ngram = _pytree.make(NGram, ("arcs", "columns", "begin", "end"), (arcs, None, begin, spelling.end))
+        names = "arcs", "words", "ahead", "begins", "ngram"
+        return _pytree.make(cls, names, (*spelling.tables(grams[0]), ngram))
+
+    def __repr__(self) -> str:
+        return f"WordNGram({self.start} labels, {self.ngram.start - 1} words)"
+
+    def initial(self, batch) -> tuple[jax.Array, jax.Array]:
+        """int32 [batch] each: the empty context, and no word in progress."""
+        return self.ngram.initial(batch), jnp.full((batch,), ROOT, jnp.int32)
+
+    def step(self, state, labels: jax.Array):
+        """(scores float32 [N, V] of labels after one more label [N], states)."""
+        labels = jnp.asarray(labels, jnp.int32)
+        label = jnp.clip(labels, 0, self.start - 1)
+        context, node = state
+        begun = rows_at(self.begins, label)
+        _, after = self.complete(state)
+        context = jnp.where(begun >= 0, after, context)
+        node = jnp.where(begun >= 0, begun, follow(self.arcs, node, label)[1])
+        starts = labels == self.start
+        context, node = jnp.where(starts, self.ngram.begin, context), jnp.where(starts, ROOT, node)
+        ended, _ = self.complete((context, node))
+        begins = self.begins[None]
+        next_word = ended[:, None] + rows_at(self.ahead, jnp.maximum(begins, 0))
+        return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node)), (context, node)
+
+    def final(self, state) -> jax.Array:
+        """[N]: the score of the end of the last word, and the log-probability of </s> after it."""
+        ended, context = self.complete(state)
+        return ended + self.ngram.final(context)
+
+    def complete(self, state):
+        """(what the end of the word in progress adds to its look-ahead, the context after it) [N]; nothing if empty."""
+        context, node = state
+        log_prob, after = follow(self.ngram.arcs, context, rows_at(self.words, node))
+        score = jnp.where(jnp.isneginf(log_prob), log_prob, log_prob - rows_at(self.ahead, node))
+        return jnp.where(node == ROOT, 0, score), jnp.where(node == ROOT, context, after)
+
+
+# -------------------------------------------------------------------------------------------------------- tables
+
+
+class Trie:
+    """The tree of some texts, character by character. Nodes are numbered by depth, first the root."""
+
+    def __init__(self, texts: list[str]):
+        lengths = np.array([*map(len, texts)], np.int64)
+        characters = np.array([*map(ord, "".join(texts))], np.int64)
+        offset = np.cumsum(lengths) - lengths
+        self.ends, keys, count = np.zeros(len(texts), np.int64), [np.zeros(1, np.int64)], 1
+        for depth in range(int(lengths.max(initial=0))):
+            longer = np.flatnonzero(lengths > depth)
+            key = self.ends[longer] * CHARACTERS + characters[offset[longer] + depth]
+            key, place = np.unique(key, return_inverse=True)
+            self.ends[longer] = count + place.ravel()  # the node of each text
+            keys.append(key)
+            count += len(key)
+        self.keys = np.concatenate(keys)  # of each node, ascending behind the root, as parents are
+        self.parent, self.character = self.keys // CHARACTERS, self.keys % CHARACTERS
+
+    def child(self, node, character):
+        """The children of nodes by these characters, -1: none."""
+        key = node * CHARACTERS + character
+        at = 1 + np.searchsorted(self.keys[1:], key)
+        return np.where(np.append(self.keys, -1)[at] == key, at, -1)
+
+    def within(self, texts: list[str]):
+        """(node, which text, the node after it) of all places where different texts, none empty, stand in the tree."""
+        backward = Trie([text[::-1] for text in texts])
+        which = np.full(len(backward.keys), -1)
+        which[backward.ends] = np.arange(len(texts))
+        target = node = np.arange(1, len(self.keys))
+        at, found = np.zeros(len(node), np.int64), [np.zeros((3, 0), np.int64)]
+        while len(target):
+            at, node = backward.child(at, self.character[node]), self.parent[node]
+            here = which[at[at >= 0]] >= 0
+            found.append(np.stack([node, which[at], target])[:, at >= 0][:, here])
+            more = (at >= 0) & (node > 0)
+            at, node, target = at[more], node[more], target[more]
+        return np.concatenate(found, 1)
+
+
+class Spelling:
+    """What labels spell, and the words of a file that they can."""
+
+    def __init__(self, labels, separator):
+        if not isinstance(separator, str):
+            raise TypeError(f"{FUNCTION}: separator must be a str, got {separator!r}.")
+        if not separator:
+            raise ValueError(f"{FUNCTION}: separator must have a character or more, got {separator!r}.")
+        self.labels, self.separator = list(labels), separator
+        for label in self.labels:
+            if not isinstance(label, (str, type(None))):
+                raise TypeError(f"{FUNCTION}: labels must be str or None, got {label!r}.")
+        given = [label for label in self.labels if label is not None]
+        self.texts = {label: label.removeprefix(separator) for label in given}
+        wrong = [x for x, text in self.texts.items() if not x or separator in text]
+        wrong += [x for x, count in collections.Counter(given).items() if count > 1]
+        if wrong:
+            expected = f"different texts, not empty, with {separator!r} at their beginning alone"
+            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {wrong[:5]}.")
+        if all(label == text for label, text in self.texts.items()):
+            expected = f"texts of which some begin with {separator!r}, the separator"
+            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {given[:5]}.")
+
+    def number(self, tokens: list[bytes], path) -> dict[bytes, int]:
+        """The numbers of words, where a file has these unigrams."""
+        words = [x for x in dict.fromkeys(tokens) if x not in (b"<s>", b"</s>", b"<unk>")]
+        names = [x.decode(errors="surrogateescape") for x in words]
+        spelled = self.spell(names)
+        self.count = int(spelled.sum())
+        if not self.count:
+            got = f"none of {len(names)}: {names[:5]}"
+            raise ValueError(f"{FUNCTION}: labels must spell words of {path}, got {got}.")
+        self.names = [names[i] for i in np.flatnonzero(spelled)]
+        special = {b"<unk>": self.count, b"</s>": self.count + 1, b"<s>": self.count + 2}
+        numbers = {words[i]: n for n, i in enumerate(np.flatnonzero(spelled))}
+        numbers |= {x: n for x, n in special.items() if x in tokens}
+        self.begin, self.end = numbers.get(b"<s>"), numbers.get(b"</s>")
+        self.unknown = b"<unk>" in numbers
+        return numbers
+
+    def places(self, trie: Trie):
+        """(arcs (node, label, target) within words, ascending; {label that begins a word: node}, -1: outside)"""
+        texts = [*{text: None for text in self.texts.values() if text}]
+        node, which, target = trie.within(texts)
+        begin = {"": 0} | {texts[i]: int(x) for i, x in zip(which[node == 0], target[node == 0])}
+        number = {label: i for i, label in enumerate(self.labels)}
+        label = np.array([number.get(text, -1) for text in texts], np.int64)[which]  # -1: only with the separator
+        arcs = np.stack([node, label, target])[:, label >= 0]
+        begins = {number[x]: begin.get(text, -1) for x, text in self.texts.items() if x != text}
+        return arcs[:, np.lexsort((arcs[1], arcs[0]))], begins
+
+    def spell(self, names: list[str]):
+        """Which words some sequence of labels spells."""
+        trie = Trie(names)
+        (node, _, target), begins = self.places(trie)
+        reached = np.zeros(len(trie.keys), bool)
+        reached[[0, *(x for x in begins.values() if x >= 0)]] = True
+        while not reached[after := target[reached[node]]].all():
+            reached[after] = True
+        return reached[trie.ends]
+
+    def tables(self, unigrams: Grams):
+        """(arcs of the spelling, and the fields `words`, `ahead`, `begins` of a model)"""
+        word = unigrams.words[:, 0]
+        log_probs = np.full(self.count + 1, -math.inf)
+        known = (word >= 0) & (word <= self.count)
+        log_probs[word[known]] = unigrams.log_probs[known]
+        paid = np.where(np.isneginf(log_probs), np.min(log_probs, where=np.isfinite(log_probs), initial=0), log_probs)
+        unknown = paid[-1] if self.unknown else log_probs[-1]
+
+        trie = Trie(self.names)
+        states = 1 + len(trie.keys)
+        ahead = np.full(states, unknown)
+        np.maximum.at(ahead, 1 + trie.ends, paid[:-1])
+        for node in range(states - 1, ROOT, -1):
+            parent = 1 + trie.parent[node - 1]
+            ahead[parent] = max(ahead[parent], ahead[node])
+        ahead[ROOT] = 0
+        words = np.full(states, self.count, np.int32)
+        words[1 + trie.ends] = np.arange(self.count)
+
+        (node, label, target), begun = self.places(trie)
+        begins = np.full(len(self.labels), -1, np.int32)
+        begins[[*begun]] = [1 + x for x in begun.values()]
+        arcs = 1 + node, label, ahead[1 + target] - ahead[1 + node], 1 + target
+        stays = np.array([-math.inf if x is None else 0 for x in self.labels] + [0])
+        backoffs = np.append(0, unknown - ahead[ROOT:])
+        made = one_root(stays, np.full(len(stays), OUTSIDE), arcs, backoffs, np.full(states, OUTSIDE))
+        return made, *map(jnp.asarray, (words, ahead.astype(np.float32), begins))
