@@ -42,6 +42,8 @@ autodoc_typehints = "none"  # the docstrings have shapes too
 numpydoc_show_class_members = False
 default_role = "name_or_code"
 
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme = "sphinx_book_theme"
 html_title = f"jax_rnnt {release}"
 html_theme_options = {
@@ -56,6 +58,7 @@ html_theme_options = {
     "check_switcher": False,
     "article_footer_items": [],
     "primary_sidebar_end": ["version-switcher"],
+    "navbar_persistent": [],  # the search is in the sidebar
 }
 linkcheck_anchors = False
 
