@@ -100,9 +100,12 @@ def collate(data, config, bucket, items, size):
     return batch
 
 
-def training(data, config, buckets):
-    """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch."""
-    parts = []
+def training(data, config, buckets, part=(0, 1)):
+    """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
+
+    `part`: (i, n) for every n-th row of each batch, from the i-th on.
+    """
+    parts, (first, step) = [], part
     for bucket in buckets:
 
         def load(i, rng):
@@ -111,20 +114,22 @@ def training(data, config, buckets):
             return i, x, features.draw_spans(config, rng, frames, data.corpus.features)
 
         def batch(items, bucket=bucket):
-            return collate(data, config, bucket, items, bucket.batch)
+            return collate(data, config, bucket, items, bucket.batch // step)
 
-        part = grain.MapDataset.source(bucket.members).seed(config.seed).shuffle().random_map(load)
-        parts.append(part.batch(bucket.batch, drop_remainder=True, batch_fn=batch))
+        whole = grain.MapDataset.source(bucket.members).seed(config.seed).shuffle().random_map(load)
+        whole = whole[: len(whole) // bucket.batch * bucket.batch]
+        parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
     return grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
 
 
-def testing(data, config, buckets):
+def testing(data, config, buckets, part=(0, 1)):
     """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
     for bucket in buckets:
+        size = bucket.batch // part[1]
         for start in range(0, len(bucket.members), bucket.batch):
-            chosen, spans = bucket.members[start : start + bucket.batch], 0
+            chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
             items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
-            yield collate(data, config, bucket, items, bucket.batch)
+            yield collate(data, config, bucket, items, size)
 
 
 def padding(data, buckets):

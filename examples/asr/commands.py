@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from asr import config, devices, ngrams, recognise, runs, synthesis
+from asr import config, hosts, ngrams, recognise, runs, synthesis
 from asr.config import Config, UserError, positive
 from asr.train import Training
 
@@ -27,6 +27,7 @@ def add_train(commands):
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    hosts.add_options(parser.add_argument_group("several processes"))
     ngrams.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument("--expect-cer", type=float, metavar="PERCENT", help="exit 1 if the error rate is higher")
     config.add_options(parser.add_argument_group("what decides the result"))
@@ -49,7 +50,6 @@ def add_recognition(commands):
 
 def resumed(given, args):
     """The configuration of the run in the workdir, with `given` options where they may differ: in tests, most may."""
-    devices.select(args.platform, args.devices)
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
         return Config(**given)
@@ -76,9 +76,12 @@ def train(args):
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
         Path(args.config or given.get("train", "")).stem, given.get("loss", Config.loss)
     )
-    chosen = (resumed(given, args) if args.resume else Config(**given)).checked()
+    chosen = None if args.resume else Config(**given).checked()
+    hosts.join(args)
     started = time.perf_counter()
-    rates = Training(chosen, args).main()
+    with hosts.together():
+        chosen = chosen or resumed(given, args).checked()
+        rates = Training(chosen, args).main()
     print(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:
         print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from rapidfuzz.distance import Levenshtein
 
-from asr import batches
+from asr import batches, hosts
 from jax_rnnt import plot
 
 PICTURES = 3  # utterances
@@ -23,11 +23,11 @@ class Rates(NamedTuple):
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, errors, totals, shown = 0.0, np.zeros(2), np.zeros(2), []
-    for batch in batches.testing(data, recogniser.config, buckets):
+    for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
         found = recogniser.evaluated(params, split(batch), data.corpus.device, search)
-        value, labels, counts = jax.device_get(found)
+        value, labels, counts, index = hosts.gathered((*found, batch["index"]))
         loss += float(value)
-        for i, row, count in zip(batch["index"], labels, counts):
+        for i, row, count in zip(index, labels, counts):
             if i >= 0:
                 pair = data.corpus.utterances[i].text, recogniser.text(row, count)
                 for k, (reference, hypothesis) in enumerate((pair, tuple(x.split() for x in pair))):

@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from tensorboardX import SummaryWriter
 
+from asr import hosts
 from asr.config import UserError
 
 METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
@@ -27,10 +28,11 @@ class Run:
 
     def open(self):
         """Makes the folder ready for checkpoints. Only now an earlier run is deleted."""
-        if self.overwrite:
+        if self.overwrite and not jax.process_index():
             for name in (CHECKPOINTS, TENSORBOARD, METRICS):
                 path = self.workdir / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        hosts.wait("an earlier run is deleted")
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self.manager = ocp.CheckpointManager(self.workdir / CHECKPOINTS, options=options)
 
@@ -71,9 +73,12 @@ def open_run(workdir):
 
 
 class Metrics:
-    """Numbers of steps. What an interrupted run wrote after the step that is resumed is dropped."""
+    """Numbers of steps, written by the first process alone. What an interrupted run wrote after the step that is resumed is dropped."""
 
     def __init__(self, workdir, first):
+        self.file = None
+        if jax.process_index():
+            return
         file = workdir / METRICS
         lines = file.read_text().splitlines() if file.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first]
@@ -82,6 +87,8 @@ class Metrics:
         self.board = SummaryWriter(str(workdir / TENSORBOARD), purge_step=first + 1)
 
     def write(self, step, **numbers):
+        if not self.file:
+            return
         numbers = {name: float(x) for name, x in numbers.items()}
         self.file.write(json.dumps({"step": step} | numbers) + "\n")
         for name, x in numbers.items():
@@ -89,5 +96,6 @@ class Metrics:
                 self.board.add_scalar(name, x, step)
 
     def close(self):
-        self.file.close()
-        self.board.close()
+        if self.file:
+            self.file.close()
+            self.board.close()

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from asr import batches, devices, evaluate, ngrams, runs, tokens
+from asr import batches, devices, evaluate, hosts, ngrams, runs, tokens
 from asr.config import UserError
 from asr.corpora import open_corpus
 from asr.recogniser import Recogniser, statistics
@@ -76,15 +76,24 @@ class Training:
             for line in data.corpus.report.lines():
                 print(f"{name}: {line}")
         self.report_sizes()
-        self.epoch = batches.training(self.train, config, self.buckets)
+        self.epoch = batches.training(self.train, config, self.buckets, hosts.part())
         if config.steps and not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
-        self.split = functools.partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec("data")))
+        hosts.agree("options, corpora or checkpoints", [self.run.last, sorted(self.train.labels), self.recogniser.setup()])
         if self.run.last is None:
             self.run.open()
-        self.search = ngrams.search_of(options, self.recogniser)
+        self.search = self.shared(ngrams.search_of(options, self.recogniser))
         self.pictures = evaluate.Pictures(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
+
+    def split(self, batch):
+        """Arrays over all devices, of the rows that this process has."""
+        rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        return {name: jax.make_array_from_process_local_data(rows, x) for name, x in batch.items()}
+
+    def shared(self, tree):
+        """Arrays that every device has."""
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
 
     def report_sizes(self):
         """Prints the shapes of batches, and how much padding is in them."""
@@ -103,7 +112,8 @@ class Training:
         for reference, hypothesis in shown:
             tqdm.write(f"  {reference}\n  {hypothesis}")
         metrics.write(step, valid_loss=found.loss, valid_cer=found.cer, valid_wer=found.wer)
-        self.pictures.draw(state[0], step)
+        if not jax.process_index():
+            self.pictures.draw(jax.device_get(state[0]), step)
         return found
 
     def stream(self, first):
@@ -116,7 +126,7 @@ class Training:
         config, recogniser = self.config, self.recogniser
         optimizer = make_optimizer(config)
         state = recogniser.params, optimizer.init(recogniser.params)
-        state, first = jax.device_put(state, NamedSharding(self.mesh, PartitionSpec())), self.run.last or 0
+        state, first = self.shared(state), self.run.last or 0
         if first:
             state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
         step_of = make_train_step(recogniser, optimizer, self.train.corpus.device)
@@ -127,14 +137,15 @@ class Training:
             else:
                 found = self.measure(state, first, metrics)
         for name, data in (("train", self.train), ("valid", self.valid)):
-            data.corpus.report.write(self.run.workdir / f"left-out-{name}.tsv")
+            data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
         return found
 
     def steps(self, state, first, step_of, metrics):
         config, options, losses, found = self.config, self.options, [], None
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
-        with tqdm(total=config.steps, initial=first, unit="step", mininterval=quick) as bar:
+        alone = {"disable": bool(jax.process_index())}
+        with tqdm(total=config.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
             for step, batch in enumerate(self.stream(first), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, self.split(batch), step)
