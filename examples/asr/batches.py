@@ -100,7 +100,7 @@ def collate(data, config, bucket, items, size):
     return batch
 
 
-def training(data, config, buckets, part=(0, 1)):
+def training(data, config, buckets, part):
     """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
 
     `part`: (i, n) for every n-th row of each batch, from the i-th on.
@@ -122,7 +122,7 @@ def training(data, config, buckets, part=(0, 1)):
     return grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
 
 
-def testing(data, config, buckets, part=(0, 1)):
+def testing(data, config, buckets, part):
     """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
     for bucket in buckets:
         size = bucket.batch // part[1]

@@ -45,7 +45,7 @@ class Pictures:
         self.recogniser, self.folder, self.first = recogniser, folder, None
         self.device, self.hop = data.corpus.device, data.corpus.hop
         few = buckets[0]._replace(members=buckets[0].members[:PICTURES], batch=PICTURES)
-        self.batch = next(iter(batches.testing(data, recogniser.config, [few])))
+        self.batch = next(iter(batches.testing(data, recogniser.config, [few], (0, 1))))
         self.count = int(self.batch["valid"].sum())
 
     @functools.partial(jax.jit, static_argnums=0)

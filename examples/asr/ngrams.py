@@ -3,7 +3,8 @@
     python examples/asr ngram words.arpa FOLDER/train --lower
 
 Witten and Bell's estimate (1991): an n-gram's context h gives the share types(h) / (count(h) + types(h)) to the shorter
-context, where types(h) counts the words that follow it. <unk> has that share of the empty context.
+context, where types(h) counts the words that follow it. Behind the empty context all words are equally probable, and
+<unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
 """
 
 import argparse
@@ -13,10 +14,25 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from asr import corpora
 from asr.config import UserError, amount, natural, positive
 from jax_rnnt import decode
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WordBonus:
+    """A model of fusion that adds to the score of every word, as n-grams alone prefer few words."""
+
+    scores: jax.Array  # [V]: 1 for labels that begin a word
+
+    def initial(self, batch):
+        return jnp.zeros((batch, 0))
+
+    def step(self, state, labels):
+        return jnp.broadcast_to(self.scores, (len(labels), len(self.scores))), state
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +49,7 @@ def add_options(parser):
     parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     parser.add_argument("--ngram-weight", type=amount, default=0.3, metavar="W", help="(%(default)s)")
+    parser.add_argument("--word-bonus", type=amount, default=1.0, metavar="X", help="nats for each word (%(default)s)")
     help = "share of the network's own language model that --ngram replaces (%(default)s)"
     parser.add_argument("--ilm-weight", type=amount, default=0.2, metavar="W", help=help)
 
@@ -47,14 +64,20 @@ def read(path, recogniser):
         raise UserError(f"--ngram {path}: {error}") from None
 
 
+def word_bonus(recogniser):
+    tokens = recogniser.tokens
+    begins = [piece is not None and piece.startswith(tokens.separator) for piece in tokens.labels()]
+    return WordBonus(jnp.zeros(recogniser.classes).at[: len(begins)].set(jnp.asarray(begins, jnp.float32)))
+
+
 def search_of(args, recogniser):
     """The Search that the options ask for."""
     if not args.ngram:
         return Search(args.beam)
     if not args.beam:
         raise UserError("--ngram needs --beam")
-    model = read(args.ngram, recogniser)
-    return Search(args.beam, args.ilm_weight, ((model, args.ngram_weight),))
+    fusion = (read(args.ngram, recogniser), args.ngram_weight), (word_bonus(recogniser), args.word_bonus)
+    return Search(args.beam, args.ilm_weight, fusion)
 
 
 def texts(path, lower):
@@ -78,6 +101,7 @@ def estimate(sentences, order):
             for n in range(min(order, end + 1)):
                 counts[n][words[end - n : end + 1]] += 1
     probabilities, shares = [], {}
+    unknown = 1 / (len(counts[0]) + 1)
     for n, grams in enumerate(counts):
         totals, types = collections.Counter(), collections.Counter()
         for gram, count in grams.items():
@@ -87,14 +111,15 @@ def estimate(sentences, order):
         found = {}
         for gram, count in grams.items():
             context = gram[:-1]
-            shorter = probabilities[n - 1][gram[1:]] if n else 0.0
+            shorter = probabilities[n - 1][gram[1:]] if n else unknown
             found[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
         probabilities.append(found)
+    probabilities[0]["<unk>",] = shares[()] * unknown
     return probabilities, shares
 
 
 def write(path, probabilities, shares):
-    first = {("<s>",): 0.0, ("<unk>",): shares[()]} | probabilities[0]
+    first = {("<s>",): 0.0} | probabilities[0]
     with path.open("w", encoding="utf-8") as file:
         sections = [first, *probabilities[1:]]
         file.write("\\data\\\n" + "".join(f"ngram {n}={len(x)}\n" for n, x in enumerate(sections, 1)))

@@ -73,7 +73,10 @@ def open_run(workdir):
 
 
 class Metrics:
-    """Numbers of steps, written by the first process alone. What an interrupted run wrote after the step that is resumed is dropped."""
+    """Numbers of steps, written by the first process alone.
+
+    What an interrupted run wrote after the step that is resumed is dropped.
+    """
 
     def __init__(self, workdir, first):
         self.file = None

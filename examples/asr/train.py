@@ -80,7 +80,8 @@ class Training:
         if config.steps and not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
-        hosts.agree("options, corpora or checkpoints", [self.run.last, sorted(self.train.labels), self.recogniser.setup()])
+        seen = [self.run.last, sorted(self.train.labels), self.recogniser.setup()]
+        hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
             self.run.open()
         self.search = self.shared(ngrams.search_of(options, self.recogniser))

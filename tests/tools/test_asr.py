@@ -126,7 +126,7 @@ def test_audio_that_breaks_later(asr, corpus, tmp_path):
     data = asr.batches.labelled(found, asr.tokens.train(config, ["ABC "]), 4)
     (tmp_path / "c" / found.utterances[3].name).write_bytes(b"")
     buckets = asr.batches.make_buckets(data, config, 1)
-    valid = {int(i): v for b in asr.batches.testing(data, config, buckets) for i, v in zip(b["index"], b["valid"])}
+    valid = {int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert found.report.names["missing or bad audio"] == [found.utterances[3].name]
 
@@ -193,7 +193,7 @@ def test_buckets(asr, corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    epoch = asr.batches.training(data, config, buckets)
+    epoch = asr.batches.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
     assert {batch["audio"].shape for batch in twice} == shapes
@@ -266,7 +266,7 @@ def prepared(asr, corpus, **options):
     tokens = asr.tokens.Characters("ABC ")
     data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), tokens, 4)
     bucket = asr.batches.make_buckets(data, config, 1)[-1]
-    batch = asr.batches.training(data, config, [bucket])[0]
+    batch = asr.batches.training(data, config, [bucket], (0, 1))[0]
     batch.pop("index")
     zeros = [0.0] * config.mels
     return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
