@@ -49,9 +49,9 @@ def add_options(parser):
     parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     parser.add_argument("--ngram-weight", type=amount, default=0.3, metavar="W", help="(%(default)s)")
-    parser.add_argument("--word-bonus", type=amount, default=1.0, metavar="X", help="nats for each word (%(default)s)")
+    parser.add_argument("--word-bonus", type=amount, default=1.5, metavar="X", help="nats for each word (%(default)s)")
     help = "share of the network's own language model that --ngram replaces (%(default)s)"
-    parser.add_argument("--ilm-weight", type=amount, default=0.2, metavar="W", help=help)
+    parser.add_argument("--ilm-weight", type=amount, default=0.1, metavar="W", help=help)
 
 
 def read(path, recogniser):

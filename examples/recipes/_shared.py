@@ -4,7 +4,7 @@ The model, its batches and its losses are those of examples/asr. A recipe is one
 
     digits = Digits(steps=1000)
     recogniser = digits.recogniser()
-    params = fit(recogniser.params, lambda params, batch, step: recogniser.mean_loss(params, batch, step, False), digits)
+    params = fit(recogniser.params, lambda p, batch, step: recogniser.mean_loss(p, batch, step, False), digits)
     check("CER", error_rate(greedy(recogniser, params), digits), 3)
 """
 

@@ -126,7 +126,9 @@ def test_audio_that_breaks_later(asr, corpus, tmp_path):
     data = asr.batches.labelled(found, asr.tokens.train(config, ["ABC "]), 4)
     (tmp_path / "c" / found.utterances[3].name).write_bytes(b"")
     buckets = asr.batches.make_buckets(data, config, 1)
-    valid = {int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])}
+    valid = {
+        int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
+    }
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert found.report.names["missing or bad audio"] == [found.utterances[3].name]
 
