@@ -268,8 +268,11 @@ def emissions(
             Line2D([], [], color="black", lw=0.8, label="its mean"),
             Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
         ]
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 4, "frameon": False}
-        ax.legend(handles=key_of_lines, ncols=3 if _width(ax) > 8 else 1, **below)  # 3 columns are 8 inches wide
+        columns = 3 if _width(ax) > 8 else 1  # three need 8 inches
+        below = ax.legend(
+            handles=key_of_lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=columns
+        )
+        below.set(frame_on=False)
     ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=_time_label(hop), ylabel="feature")
     return ax
 
