@@ -38,6 +38,10 @@ class Handwritten:
         self.utterances = [Utterance(f"line-{i}", widest * len(x) + MAX_GAP, x) for i, x in enumerate(texts)]
 
     def load(self, i, rng):
+        return self.draw(i, rng)[0]
+
+    def draw(self, i, rng):
+        """A line [T, HEIGHT], and the first and last column of each digit, [U, 2]."""
         digits = list(map(int, self.utterances[i].text))
         scans = np.stack([self.scans[digit][rng.integers(len(self.scans[digit]))] for digit in digits])
         widths, gaps = rng.integers(8, MAX_WIDTH + 1, len(digits)), rng.integers(1, MAX_GAP + 1, len(digits) + 1)
@@ -45,7 +49,8 @@ class Handwritten:
         line = np.zeros((gaps.sum() + widths.sum(), HEIGHT), np.float32)
         for glyph, start, width in zip(drawn(rng, scans, widths), starts, widths):
             line[start : start + width] = glyph[:width]
-        return line + rng.normal(0, 0.05, line.shape).astype(np.float32)
+        line += rng.normal(0, 0.05, line.shape).astype(np.float32)
+        return line, np.stack([starts, starts + widths - 1], 1)
 
 
 def drawn(rng, scans, widths):

@@ -4,11 +4,12 @@ The model, its batches and its losses are those of examples/asr. A recipe is one
 
     digits = Digits(steps=1000)
     recogniser = digits.recogniser()
-    params = fit(recogniser.params, lambda p, batch, step: recogniser.mean_loss(p, batch, step, False), digits)
+    params = fit(recogniser.params, usual_loss(recogniser), digits)
     check("CER", error_rate(greedy(recogniser, params), digits), 3)
 """
 
 import argparse
+import copy
 import dataclasses
 import sys
 from pathlib import Path
@@ -48,15 +49,28 @@ class Digits:
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
-        epoch = batches.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1))
+        epoch = batches.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
         return iter(epoch.repeat(-(-self.config.steps // len(epoch)))[: self.config.steps])
+
+    def with_texts(self, texts):
+        """The same with held-out lines of other texts, of the same scans."""
+        other = copy.copy(self)
+        corpus = copy.copy(self.test.corpus)
+        corpus.utterances = [utterance._replace(text=text) for utterance, text in zip(corpus.utterances, texts)]
+        other.test = batches.labelled(corpus, self.tokens, int(np.prod([time for time, _ in self.config.strides])))
+        return other
 
     def tests(self):
         """500 held-out lines."""
-        return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1))
+        return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1), (0, 1))
 
 
-def fit(params, loss, digits, batch_of=lambda batch, step: batch):
+def usual_loss(recogniser):
+    """The mean loss of a batch, as examples/asr has it."""
+    return lambda params, batch, step: recogniser.mean_loss(params, batch, step, False)
+
+
+def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
     """Parameters after all steps of AdamW. `loss` is (params, batch, step) -> a mean; `batch_of` may change a batch."""
     optimizer = make_optimizer(digits.config)
 
@@ -68,7 +82,7 @@ def fit(params, loss, digits, batch_of=lambda batch, step: batch):
 
     state, bar = optimizer.init(params), tqdm(digits.batches(), total=digits.config.steps, unit="step", mininterval=5)
     for step, batch in enumerate(bar):
-        batch = batch_of(batch, step)
+        batch = batch_of(params, batch, step)
         batch.pop("index", None)
         params, state, value = train_step(params, state, batch, step)
         if step % 100 == 0:

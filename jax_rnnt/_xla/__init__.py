@@ -8,7 +8,9 @@ that is split over devices. No other file imports any of it from JAX: `tests/too
 
 from jax_rnnt._xla.avals import batch_like as batch_like
 from jax_rnnt._xla.avals import is_split as is_split
+from jax_rnnt._xla.avals import parts as parts
 from jax_rnnt._xla.avals import result_aval as result_aval
+from jax_rnnt._xla.avals import rows_of_batch as rows_of_batch
 from jax_rnnt._xla.avals import rows_of_table as rows_of_table
 from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import spec_of as spec_of

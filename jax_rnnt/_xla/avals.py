@@ -4,6 +4,7 @@ Every operand of one operation must vary over the same manual axes.
 """
 
 import inspect
+import math
 
 import jax
 import numpy as np
@@ -72,6 +73,22 @@ def rows_of_table(table: jax.Array, index: jax.Array) -> jax.Array:
     """table[index] for an index that explicit mesh axes split, and the result with it."""
     spec, mesh = spec_of(jax.typeof(index)), jax.typeof(index).sharding.mesh
     return table.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec(*spec, *spec_of(jax.typeof(table))[1:])))
+
+
+def rows_of_batch(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], clipped, split over the same explicit mesh axes as x. `index` has a multiple of its `parts`."""
+    aval = jax.typeof(x)
+    if not is_split(x):
+        return x.at[index].get(mode="clip")
+    return x.at[index].get(mode="clip", out_sharding=NamedSharding(aval.sharding.mesh, PartitionSpec(*spec_of(aval))))
+
+
+def parts(x: jax.Array) -> int:
+    """Into how many parts explicit mesh axes split the first dimension."""
+    aval = jax.typeof(x)
+    axes, *_ = spec_of(aval)
+    names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+    return math.prod(aval.sharding.mesh.shape[name] for name in names)
 
 
 def aval_like(like, shape, dtype, spec):

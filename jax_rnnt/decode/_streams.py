@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._predictor import same_state
 
@@ -52,7 +52,7 @@ def select(state: Any, rows: jax.Array) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `state` is none, or `rows` are no integers in the range.
+        `state` is none, `rows` are no integers in the range, or explicit mesh axes cannot split R as they split B.
 
     Examples
     --------
@@ -74,8 +74,12 @@ def select(state: Any, rows: jax.Array) -> Any:
     known, index = _checks.known(rows), _checks.integers(function, "rows", rows, shape, "[R]")
     if known is not None and np.any((known < 0) | (known >= batch)):
         raise ValueError(f"{function}: rows must lie in [0, {batch}), got {known.tolist()}.")
+    if shape[0] % (parts := _xla.parts(state.fresh)):
+        expected = f"have a multiple of {parts} numbers, as explicit mesh axes split the state into so many parts"
+        raise ValueError(f"{function}: rows must {expected}, got {shape[0]}.")
+    index = _xla.shard_like(state.fresh, index)
     outside = (index < 0) | (index >= batch)
-    taken = jax.tree.map(lambda x: jnp.asarray(x).at[index].get(mode="clip"), state)
+    taken = jax.tree.map(lambda x: _xla.rows_of_batch(jnp.asarray(x), index), state)
     return taken._replace(fresh=taken.fresh & ~outside, bad=taken.bad | outside)
 
 

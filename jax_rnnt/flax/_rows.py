@@ -41,12 +41,23 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
     return Predictor(steps.initial, step, start, own_symbols(steps), bias), rows
 
 
+def dropped(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
+    """Rows with single entries dropped, and the others scaled."""
+    mask = _mask(dropout, rows, options)
+    return jnp.where(mask > 0, rows * mask, 0)
+
+
 def masked(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
     """Rows [..., P], some of which `dropout` makes zero as a whole.
 
     The others are not scaled: a decoder takes the row of each node as it is, or none.
     """
-    return jnp.where(dropout(jnp.ones_like(rows[..., :1]), **options) > 0, rows, 0)
+    return jnp.where(_mask(dropout, rows[..., :1], options) > 0, rows, 0)
+
+
+def _mask(dropout, like, options):
+    """Draws for all devices: Linen's Dropout takes no array that explicit mesh axes split (flax 0.12)."""
+    return _xla.shard_like(like, dropout(jnp.ones(like.shape, like.dtype), **options))
 
 
 def checked_masking(masking: float) -> float:

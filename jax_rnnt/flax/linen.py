@@ -91,8 +91,10 @@ class Joint(nn.Module):
         encoder, predictor = self.encoder(encoder_out), self.predictor(predictor_out)
         if self.masking:
             predictor = _rows.masked(self.mask, predictor, deterministic=deterministic)
-        drop = functools.partial(self.drop, deterministic=deterministic) if self.dropout else lambda x: x
-        return drop(encoder), drop(predictor)
+        if not self.dropout:
+            return encoder, predictor
+        options = {"deterministic": deterministic}
+        return _rows.dropped(self.drop, encoder, **options), _rows.dropped(self.drop, predictor, **options)
 
     def _linear(self):
         if self.is_initializing():

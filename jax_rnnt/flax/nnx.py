@@ -108,7 +108,9 @@ class Joint(nnx.Module):
         encoder, predictor = self.encoder(encoder_out), self.predictor(predictor_out)
         if self.mask is not None:
             predictor = _rows.masked(self.mask, predictor)
-        return (encoder, predictor) if self.dropout is None else tuple(map(self.dropout, (encoder, predictor)))
+        if self.dropout is None:
+            return encoder, predictor
+        return _rows.dropped(self.dropout, encoder), _rows.dropped(self.dropout, predictor)
 
     @property
     def linear(self) -> LinearJoint:

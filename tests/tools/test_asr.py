@@ -478,7 +478,7 @@ def witten_bell(sentences, word, context):
     if context:
         shorter = witten_bell(sentences, word, context[1:])
     else:
-        shorter = float(word == "<unk>")
+        shorter = 1 / (len(set().union(*sentences)) + 2)  # with </s> and <unk>
     return (follow.count(word) + len(set(follow)) * shorter) / (len(follow) + len(set(follow)))
 
 

@@ -1,0 +1,60 @@
+"""Forced alignment: where each label of a known transcript lies, as CTM and TextGrid files.
+
+    python examples/recipes/alignment.py
+
+`alignment.ctm` has all held-out lines, `alignment.TextGrid` the first one (open it in Praat). The model sees no future, so
+that no label comes before its digit; a small penalty of delay keeps labels from coming after it.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from _shared import Digits, check, fit, parse
+
+from jax_rnnt.timing import frames_to_seconds, intervals, write_ctm, write_textgrid
+
+HOP = 0.01  # a column of pixels counts as 10 ms
+
+
+def main():
+    args = parse(__doc__, steps=600, delay_penalty=0.1)
+    digits = Digits(steps=args.steps, seed=args.seed, chunk=1)
+    recogniser = digits.recogniser()
+    loss = dataclasses.replace(recogniser.loss, delay_penalty=args.delay_penalty)
+
+    def mean_loss(params, batch, step):
+        model = recogniser.model(params, step)
+        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        return loss(model.joint.logits(x.frames, x.states), *x[2:]).mean()
+
+    params = fit(recogniser.params, mean_loss, digits)
+
+    @jax.jit
+    def align(batch):
+        """Frames [B, U] of the best path."""
+        model = recogniser.model(params)
+        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
+
+    clock, found, distances = {"hop": HOP, "reduction": recogniser.reduction}, {}, []
+    for batch in digits.tests():
+        index, valid = batch.pop("index"), batch["valid"]
+        for i, frames in zip(index[valid], np.asarray(align(batch))[valid]):
+            utterance = digits.test.corpus.utterances[i]
+            frames = frames[: len(utterance.text)]
+            found[utterance.name] = intervals(frames, list(utterance.text), **clock)
+            columns = digits.test.corpus.draw(i, np.random.default_rng(i))[1]
+            seconds = frames_to_seconds(frames, **clock)
+            outside = np.maximum(columns[:, 0] * HOP - seconds, 0) + np.maximum(seconds - columns[:, 1] * HOP, 0)
+            distances += list(outside / HOP)
+    write_ctm("alignment.ctm", found)
+    first = next(iter(found))
+    write_textgrid("alignment.TextGrid", {"labels": found[first]}, digits.test.corpus.utterances[0].frames * HOP)
+    print(f"alignment.ctm has {len(found)} lines of digits, alignment.TextGrid one")
+    print(f"labels inside of their digit: {100 * np.mean(np.array(distances) == 0):.1f}%")
+    check("mean distance from the digit, columns", float(np.mean(distances)), 1.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Modules and decoders on a mesh of `jax.make_mesh`, whose axes are Explicit: the same as on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_rnnt import RNNTLoss, decode
+from jax_rnnt.flax import linen as flax_linen
+from jax_rnnt.flax import nnx as flax_nnx
+from meshes import at, mesh_of
+
+B, T, U, V, E = 8, 6, 3, 5, 8
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(B, T, E)).astype(np.float32)
+TARGETS = RNG.integers(V - 1, size=(B, U)).astype(np.int32)
+FRAMES, LABELS = np.int32([6, 5, 6, 4, 1, 3, 6, 6]), np.int32([3, 2, 3, 1, 0, 3, 2, 3])
+PREDICTORS = {"LSTM": "LSTMPredictor", "stateless": "StatelessPredictor"}
+JOINTS = {"plain": {}, "dropout": {"dropout": 0.3}, "masking": {"masking": 0.3}}
+PREDICTOR = pytest.mark.parametrize("predictor", PREDICTORS)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    """Layers of Flax need it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def on_both(devices, function, *arrays):
+    """Results without a mesh, and with arrays split over four devices."""
+    alone = jax.device_get(function(*map(jnp.asarray, arrays)))
+    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
+        split = [at(mesh, x, "data", *[None] * (np.ndim(x) - 1)) for x in arrays]
+        assert jax.typeof(split[0]).sharding.spec[0] == "data"
+        return alone, jax.device_get(function(*split))
+
+
+def agree(results, **tolerance):
+    alone, split = map(jax.tree.leaves, results)
+    assert len(alone) == len(split) > 0
+    for x, y in zip(alone, split):
+        np.testing.assert_allclose(y, x, **tolerance)
+
+
+def nnx_modules(predictor, joint="plain"):
+    made = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
+    return made, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
+
+
+def nnx_logits(predictor, joint, tiles):
+    graphdef, params, rest = nnx.split(nnx_modules(predictor, joint), nnx.Param, ...)
+
+    def logits(params, rows, targets):
+        predictor, joint = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))
+        states = predictor(targets)
+        return joint.logits(rows, states) if tiles else joint(rows[:, :, None], states[:, None])
+
+    return logits, params
+
+
+def linen_logits(predictor, joint, tiles):
+    predictor, training = getattr(flax_linen, PREDICTORS[predictor])(V, E), joint != "plain"
+    joint = flax_linen.Joint(8, V, **JOINTS[joint])
+    options = {"deterministic": True} if training else {}
+    states = np.zeros((B, 1, U + 1, E), np.float32)
+    params = (
+        predictor.init(jax.random.key(0), TARGETS),
+        joint.init(jax.random.key(1), ROWS[:, :, None], states, **options),
+    )
+    if training:
+        options = {"deterministic": False, "rngs": {"dropout": jax.random.key(2)}}
+
+    def logits(params, rows, targets):
+        states = predictor.apply(params[0], targets)
+        if tiles:
+            return joint.apply(params[1], rows, states, method="logits", **options)
+        return joint.apply(params[1], rows[:, :, None], states[:, None], **options)
+
+    return logits, params
+
+
+@pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "array"])
+@pytest.mark.parametrize("joint", JOINTS)
+@PREDICTOR
+@pytest.mark.parametrize("made", [nnx_logits, linen_logits], ids=["nnx", "linen"])
+def test_modules(devices, made, predictor, joint, tiles):
+    """Loss and gradient of all parameters; dropout draws the same masks."""
+    logits, params = made(predictor, joint, tiles)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=4)
+    def loss(rows, targets, frames, labels, params):
+        return RNNTLoss()(logits(params, rows, targets), targets, frames, labels)
+
+    problem = ROWS, TARGETS, FRAMES, LABELS
+    agree(on_both(devices, lambda *x: loss(*x, params), *problem), rtol=1e-5, atol=1e-6)
+
+
+def search(name, predictor, rows, frames, state=None):
+    predictor, joint = nnx_modules(predictor)
+    inputs = RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8
+    if name == "sample":
+        return decode.sample(*inputs, jax.random.key(0), samples=2)
+    return decode.greedy(*inputs, state=state) if name == "greedy" else decode.beam(*inputs, 3, state=state)
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "sample"])
+@PREDICTOR
+def test_decoders(devices, name, predictor):
+    function = jax.jit(functools.partial(search, name, predictor))
+    agree(on_both(devices, lambda *x: function(*x)._replace(state=None), ROWS, FRAMES), rtol=1e-5)
+
+
+ORDER = np.int32([1, 0, 3, 2, 5, 4, 7, 7])
+CHANGES = {
+    "none": lambda state, order: state,
+    "select": decode.select,
+    "reset": lambda state, order: decode.reset(state, order > 4),
+    "concatenate": lambda state, order: decode.select(decode.concatenate([state, state]), order + 8),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["greedy", "beam"])
+def test_streams(devices, name, change):
+    """A stream in two parts, with its rows changed between them."""
+
+    def run(first, second, lengths, more, order):
+        before = search(name, "LSTM", first, lengths)
+        state = CHANGES[change](before.state, order)
+        return search(name, "LSTM", second, more, state)._replace(state=None)
+
+    parts = ROWS[:, :3], ROWS[:, 3:], np.minimum(FRAMES, 3), np.maximum(FRAMES - 3, 0)
+    agree(on_both(devices, run, *parts, ORDER), rtol=1e-5)
+
+
+def test_rows_that_no_mesh_splits(devices):
+    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
+        state = search("greedy", "LSTM", at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")).state
+        with pytest.raises(ValueError, match=r"rows must have a multiple of 4 numbers, .* got 3"):
+            decode.select(state, np.int32([0, 1, 2]))
+
+
+def test_the_axes_of_make_mesh(devices):
+    """Axes of the meshes above are those that `jax.make_mesh` makes."""
+    mesh = jax.make_mesh((4,), ("data",), devices=devices[:4])
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        pytest.skip("axes of jax.make_mesh are Auto here")
+    with jax.set_mesh(mesh):
+        rows, frames = (jax.device_put(x, P("data")) for x in (ROWS, FRAMES))
+        found = search("greedy", "stateless", rows, frames)
+        assert jax.typeof(found.labels).sharding.spec[0] == "data"
