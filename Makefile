@@ -9,7 +9,7 @@ comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
-.PHONY: setup demo demo-losses test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
@@ -24,10 +24,16 @@ $(VENV)/.installed: $(SOURCES) tools/release/dev.txt
 demo: setup
 	$(BIN)/python examples/asr train --config handwritten-digits --overwrite --expect-cer 3
 
-# Every other loss of the family that the example knows, to the same error rate: a minute or two each on two cores.
+# Every other loss of the family, to the same error rate: a minute or two each on two cores.
 demo-losses: setup
 	for loss in monotonic tdt multiblank hat pruned; do \
-	  $(BIN)/python examples/train.py --overwrite --steps 4000 --expect-cer 3 --loss $$loss || exit 1; \
+	  $(BIN)/python examples/asr train --config handwritten-digits --loss $$loss --steps 4000 --overwrite --expect-cer 3 || exit 1; \
+	done
+
+# One idea each, and its figure, which is checked: examples/recipes/README.md.
+recipes: setup
+	cd build && for recipe in $(sort $(filter-out examples/recipes/_%,$(wildcard examples/recipes/*.py))); do \
+	  $(abspath $(BIN))/python ../$$recipe || exit 1; \
 	done
 
 test: setup
@@ -97,13 +103,13 @@ sanitize: setup build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
-	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_example.py \
+	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_recipes.py \
 	  --ignore tests/transforms/test_memory.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
-NO_KERNEL = agreement align asr batching benchmarks decode decode_programs derivatives docs errors example export faults \
+NO_KERNEL = agreement align asr axes benchmarks decode decode_programs derivatives docs errors export faults \
   flax fusion fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer ngram \
-  nodes nodes_programs paddings parakeet parallel phrases plot pruned public remat searches sharding split streams tpu
+  nodes nodes_programs paddings parakeet parallel phrases plot pruned public recipes remat searches sharding split streams tpu
 build/emulation/.installed: $(SOURCES) build/tools/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
@@ -148,7 +154,7 @@ bench-decode: setup
 	$(BIN)/python benchmarks/decode.py $(ARGS)
 
 # The decoders beside other libraries', which are installed into build/rivals (large). ARGS='--data FOLDER --workdir DIR':
-# also on spoken digits, with the model of examples/train.py.
+# also on spoken digits, with a model of examples/asr.
 bench-rivals:
 	test -x build/rivals/bin/python || $(PYTHON) -m venv build/rivals
 	build/rivals/bin/pip install --quiet '.[examples]' torch==2.11.0 torchaudio==2.11.0 'nemo_toolkit[asr]==3.0.0' \

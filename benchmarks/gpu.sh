@@ -78,7 +78,7 @@ run_part() {
     example)
       local options=(--expect-cer 3)
       if [[ $DRY_RUN ]]; then options=(--steps 4 --batch 4); fi
-      "$PYTHON" examples/train.py --overwrite --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
+      "$PYTHON" examples/asr train --config handwritten-digits --overwrite --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
       ;;
     benchmark)
       if [[ $DRY_RUN ]]; then

@@ -1,6 +1,6 @@
 """Times the decoders beside those of torchaudio, NeMo and sherpa-onnx on the same model, and counts their errors.
 
-    python benchmarks/rivals.py --data FOLDER --workdir runs/spoken-digits-rnnt    # a model of examples/train.py
+    python benchmarks/rivals.py --data FOLDER --workdir runs/spoken-digits    # a model of examples/asr
     python benchmarks/rivals.py --only "stateless 16" "lstm 16" --quick
 
 Cases: decode.py's planted model with predictors of standard architecture; spoken digits. Rivals that can be imported
@@ -82,22 +82,29 @@ def planted(kind, batch, args):
 def digits(batch, args):
     """(inputs of a decoder, name and arrays of the predictor, references, the encoder's contestant)."""
     sys.path.insert(0, str(measure.ROOT / "examples"))
-    from data import SpokenDigits
-    from flax import nnx
-    from mwer import restore
+    from asr import batches, corpora, recognise
 
-    data = SpokenDigits(args.data)
-    model, _ = restore(data, args.workdir)
-    found = data.batch(np.random.default_rng(args.seed), batch, "test")
-    features = found["features"], found["feature_lengths"]
-    graphdef, params = nnx.split(model)
-    encoder = jax.jit(lambda params, *x: nnx.merge(graphdef, params).decoder_inputs(*x)[2])
+    recogniser, params = recognise.load(args.workdir, None)
+    corpus = corpora.open_corpus(f"spoken-digits:{args.data}", recogniser.config, "valid")
+    data = batches.labelled(corpus, recogniser.tokens, recogniser.reduction)
+    (bucket,) = batches.make_buckets(data, recogniser.config, 1)
+    bucket = bucket._replace(members=bucket.members[args.seed :][:batch], batch=batch)
+    found = next(batches.testing(data, recogniser.config, [bucket], (0, 1)))
+    features = recogniser.inputs(found, corpus.device), found["lengths"]
+
+    def inputs(params, features, lengths):
+        model = recogniser.model(params)
+        rows, lengths = model.encode(features, lengths)
+        return *model.joint.decoder_inputs(model.predictor, rows), lengths
+
+    encoder = jax.jit(lambda *x: inputs(*x)[2])
     jax.block_until_ready(encoder(params, *features))
+    model = recogniser.model(params)
     arrays = model.predictor.embed.embedding, model.joint.predictor.kernel, model.joint.encoder.bias
     embedding, *rest = (np.asarray(x[...]) for x in arrays)
     references = [row[:n] for row, n in zip(found["targets"], found["target_lengths"])]
     network = "Stateless", embedding, model.predictor.history, *rest
-    return model.decoder_inputs(*features), network, references, measure.calls("encoder", encoder, params, *features)
+    return inputs(params, *features), network, references, measure.calls("encoder", encoder, params, *features)
 
 
 def ours(joint, predictor, labels):
@@ -201,7 +208,7 @@ def main(argv=None):
     parser = measure.options(__doc__, CASES)
     parser.add_argument("--frames", type=int, default=planted_model.T, help="of a planted utterance (%(default)s)")
     parser.add_argument("--data", help="folder of spoken digits; without it these are left out")
-    parser.add_argument("--workdir", type=Path, help="of examples/train.py (runs/spoken-digits-rnnt)")
+    parser.add_argument("--workdir", type=Path, help="of examples/asr with --config spoken-digits")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     budget = measure.settle(args)
