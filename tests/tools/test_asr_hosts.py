@@ -18,23 +18,9 @@ pytest.importorskip("orbax.checkpoint")
 pytestmark = pytest.mark.slow
 
 OPTIONS = [
-    "--config",
-    "handwritten-digits",
-    "--width",
-    "16",
-    "--blocks",
-    "1",
-    "--channels",
-    "4",
-    "--batch",
-    "16",
-    "--steps",
-    "12",
-    "--save-every",
-    "4",
-    "--log-every",
-    "1",
-]
+    "--config", "handwritten-digits", "--width", "16", "--blocks", "1", "--channels", "4",
+    "--batch", "16", "--steps", "12", "--save-every", "4", "--log-every", "1",
+]  # fmt: skip
 PATIENCE = 150  # seconds: a process counts as dead after 60
 
 
