@@ -117,6 +117,13 @@ def parse(doc, **options):
     return parser.parse_args()
 
 
+def output(name):
+    """A file of the folder runs/recipes below the current one, which is made."""
+    path = Path("runs/recipes") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def check(name, value, limit):
     """Prints a figure; ends the program with status 1 where it is above its limit."""
     print(f"{name}: {value:.2f} (at most {limit:g})")

@@ -2,13 +2,13 @@
 
     python examples/recipes/alignment.py
 
-`alignment.ctm` has all held-out lines, `alignment.TextGrid` the first one, for Praat. The model sees no future: a label
-comes with the columns that show it. Its frames are compared to the true columns of each digit.
+`runs/recipes/alignment.ctm` has all held-out lines, `alignment.TextGrid` the first one, for Praat. The model sees no
+future: a label comes with the columns that show it. Its frames are compared to the true columns of each digit.
 """
 
 import jax
 import numpy as np
-from _shared import Digits, check, fit, parse, usual_loss
+from _shared import Digits, check, fit, output, parse, usual_loss
 
 from jax_rnnt.timing import frames_to_seconds, intervals, write_ctm, write_textgrid
 
@@ -39,10 +39,10 @@ def main():
             seconds = frames_to_seconds(frames, **clock)
             outside = np.maximum(columns[:, 0] * HOP - seconds, 0) + np.maximum(seconds - columns[:, 1] * HOP, 0)
             distances += list(outside / HOP)
-    write_ctm("alignment.ctm", found)
-    first = next(iter(found))
-    write_textgrid("alignment.TextGrid", {"labels": found[first]}, digits.test.corpus.utterances[0].frames * HOP)
-    print(f"alignment.ctm has {len(found)} lines of digits, alignment.TextGrid one")
+    write_ctm(output("alignment.ctm"), found)
+    first, duration = next(iter(found)), digits.test.corpus.utterances[0].frames * HOP
+    write_textgrid(output("alignment.TextGrid"), {"labels": found[first]}, duration)
+    print(f"{output('alignment.ctm')} has {len(found)} lines of digits, {output('alignment.TextGrid')} one")
     print(f"labels inside of their digit: {100 * np.mean(np.array(distances) == 0):.1f}%")
     check("mean distance from the digit, columns", float(np.mean(distances)), 1.0)
 

@@ -2,15 +2,15 @@
 
     python examples/recipes/latency.py
 
-One model is trained, then fine-tuned in each way at each strength. `latency.png` has delay against error rate; delay is
-that of the expected frame of a label behind the last column of its digit.
+One model is trained, then fine-tuned in each way at each strength. `runs/recipes/latency.png` has delay against error
+rate; delay is that of the expected frame of a label behind the last column of its digit.
 """
 
 import dataclasses
 
 import jax
 import numpy as np
-from _shared import Digits, check, error_rate, fit, greedy, parse
+from _shared import Digits, check, error_rate, fit, greedy, output, parse
 
 STRENGTHS = {"FastEmit": (0.1, 0.5), "delay penalty": (0.1, 0.4), "minimum latency": (0.3, 1.0)}
 
@@ -63,8 +63,8 @@ def draw(points):
         ax.plot(*zip(*start, *found), f"{marker}--", label=name)
     ax.set(xlabel="delay, encoder frames", ylabel="character error rate, %")
     ax.legend()
-    figure.savefig("latency.png", dpi=120)
-    print("latency.png is written")
+    figure.savefig(output("latency.png"), dpi=120)
+    print(f"{output('latency.png')} is written")
 
 
 def main():
