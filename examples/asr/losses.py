@@ -65,5 +65,6 @@ LOSSES = {
     "multiblank": Variant(jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS, sigma=0.05), extra_blanks=len(BIG_BLANKS)),
     "hat": Variant(jax_rnnt.HATLoss()),
     "robust": Variant(jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0)),
+    "wildcard": Variant(jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0)),
     "pruned": Variant(jax_rnnt.RNNTLoss(), pruned),
 }

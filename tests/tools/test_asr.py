@@ -524,7 +524,9 @@ def test_texts_of_ngrams(asr, corpus, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "pruned"])
+@pytest.mark.parametrize(
+    "name", ["rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned"]
+)
 def test_every_loss(asr, corpus, name):
     """Steps lower the loss of a batch; tiles, bfloat16 and recomputed blocks give nearly the same loss."""
     recogniser, batch = prepared(asr, corpus, loss=name, dropout=0.0, time_masks=0, mel_masks=0, steps=1000)
