@@ -20,10 +20,12 @@ def number(kind, low, below=float("inf")):
     def read(text):
         try:
             x = kind(text)
-        except ValueError:
+            if isinstance(text, bool) or x != float(text):
+                x = None
+        except (ValueError, TypeError, OverflowError):
             x = None
         if x is None or not low <= x < below:
-            limit = "" if below == float("inf") else f" and less than {below:g}"
+            limit = "" if below == float("inf") else f" and less than {below:.10g}"
             name = {int: "whole number", float: "number"}[kind]
             raise argparse.ArgumentTypeError(f"expected a {name} of {low} or more{limit}, got {text}")
         return x
@@ -32,15 +34,16 @@ def number(kind, low, below=float("inf")):
 
 
 natural, positive, amount, share = number(int, 0), number(int, 1), number(float, 0), number(float, 0, 1)
+seed = number(int, 0, 2**32)
 
 
 def strides(text):
     """Pairs of strides over time and features: 2x2,2x2."""
     try:
         pairs = [[int(x) for x in pair.split("x")] for pair in text.split(",")] if isinstance(text, str) else text
-        if all(len(pair) == 2 and min(pair) >= 1 for pair in pairs) and pairs:
+        if all(len(pair) == 2 and all(type(x) is int and x >= 1 for x in pair) for pair in pairs) and pairs:
             return [list(pair) for pair in pairs]
-    except ValueError:
+    except (ValueError, TypeError):
         pass
     raise argparse.ArgumentTypeError(f"expected strides over time and features such as 2x2,2x2, got {text}")
 
@@ -104,7 +107,7 @@ class Config:
     warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
     clip: float = option(1.0, amount, "norm of the gradient")
     decay: float = option(0.01, amount, "of weights, by AdamW")
-    seed: int = option(0, natural, "of weights, order and masks")
+    seed: int = option(0, seed, "of weights, order and masks")
 
     def checked(self):
         """Itself; raises where options contradict each other."""
@@ -118,6 +121,12 @@ class Config:
             raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
         if self.hop <= 0 or self.window < self.hop:
             raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
+        if round(self.rate * self.window / 1000) < 2:
+            raise UserError(f"--window {self.window:g} has fewer than two samples at --rate {self.rate}")
+        if 0 < self.steps < self.accumulate:
+            raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
+        if self.batch_seconds and self.batch != Config.batch:
+            raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
         if not self.chunk and self.past != Config.past:
             raise UserError("--past needs --chunk: without one, every frame sees all others")
         if self.tokens == "subwords" and self.alphabet:
@@ -155,6 +164,8 @@ def from_json(options, name):
     """The same options with their types checked, as the command line checks them."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     checked = {}
+    if not isinstance(options, dict):
+        raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
     for key, x in options.items():
         if key not in fields:
             raise UserError(f"{name}: there is no option {key}")
@@ -162,8 +173,10 @@ def from_json(options, name):
         try:
             if kind is None and not isinstance(x, bool):
                 raise argparse.ArgumentTypeError(f"expected true or false, got {x}")
+            if kind is str and not isinstance(x, str):
+                raise argparse.ArgumentTypeError(f"expected text, got {x}")
             checked[key] = x if kind is None else kind(x)
-        except (argparse.ArgumentTypeError, TypeError) as error:
+        except argparse.ArgumentTypeError as error:
             raise UserError(f"{name}: {key}: {error}") from None
         if choices and x not in choices:
             raise UserError(f"{name}: {key}: expected one of {', '.join(choices)}, got {x}")

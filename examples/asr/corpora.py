@@ -4,8 +4,8 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 `digits` has others, made up at random.
 """
 
-import csv
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,31 +17,48 @@ from asr.digits import Handwritten, Spoken
 from asr.utterances import Report, Utterance
 
 
+def entry(audio, text, duration):
+    """(audio, text, seconds or None); raises for anything else."""
+    text = "" if text is None else text
+    if not (isinstance(audio, str) and audio and isinstance(text, str)) or isinstance(duration, bool):
+        raise TypeError
+    (audio + text).encode()  # no half of a surrogate pair
+    if duration in (None, ""):
+        return audio, text, None
+    if not 0 < float(duration) < math.inf:
+        raise ValueError
+    return audio, text, float(duration)
+
+
+def lines_of(path):
+    """(number, line) of a text's lines that are not empty. Other characters that Unicode counts as ends are none."""
+    for i, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if line.strip():
+            yield i, line
+
+
 def from_json_lines(path):
-    """(audio, text, duration or None) of each line, or the number of a line that has no such thing."""
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    """An `entry` of each line, or the name of a line that has none."""
+    for i, line in lines_of(path):
         try:
-            if line.strip():
-                x = json.loads(line)
-                yield str(x["audio"]), str(x["text"]), float(x["duration"]) if x.get("duration") else None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            yield i
+            x = json.loads(line)
+            yield entry(x["audio"], x["text"], x.get("duration"))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            yield f"{path.name} line {i}"
 
 
 def from_tsv(path):
     """The same of a table with the columns audio, text and perhaps duration, named in its first line."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        names = next(rows, [])
-        if not {"audio", "text"} <= set(names):
-            raise UserError(f"{path} must begin with the line audio<TAB>text<TAB>duration, got {names}")
-        for i, row in enumerate(rows, 2):
+    rows = ((i, line.split("\t")) for i, line in lines_of(path))
+    _, names = next(rows, (1, []))
+    if not {"audio", "text"} <= set(names):
+        raise UserError(f"{path} must begin with the line audio<TAB>text<TAB>duration, got {names}")
+    for i, row in rows:
+        try:
             x = dict(zip(names, row))
-            try:
-                if row:
-                    yield x["audio"], x["text"], float(x["duration"]) if x.get("duration") else None
-            except (ValueError, KeyError):
-                yield i
+            yield entry(x["audio"], x["text"], x.get("duration"))
+        except (ValueError, KeyError, TypeError):
+            yield f"{path.name} line {i}"
 
 
 def from_folder(path):
@@ -50,10 +67,12 @@ def from_folder(path):
     if not files:
         raise UserError(f"{path} holds no *.trans.txt, as a folder of LibriSpeech would")
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                name, _, text = line.partition(" ")
-                yield str((file.parent / f"{name}.flac").relative_to(path)), text, None
+        for i, line in lines_of(file):
+            name, _, text = line.partition(" ")
+            try:
+                yield entry(str((file.parent / f"{name}.flac").relative_to(path)), text, None)
+            except ValueError:
+                yield f"{file.name} line {i}"
 
 
 def entries(path):
@@ -75,7 +94,7 @@ def header(path):
     """What the header of an audio file says, or None if it is missing or bad."""
     try:
         return soundfile.info(str(path))
-    except (soundfile.SoundFileError, OSError):
+    except features.BAD:
         return None
 
 
@@ -87,9 +106,9 @@ class Recordings:
         folder, found = entries(path)
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
         for line in found:
-            if isinstance(line, int):
-                self.report.add("not audio, text and duration", f"{path.name} line {line}")
-        found = [x for x in found if not isinstance(x, int)]
+            if isinstance(line, str):
+                self.report.add("not audio, text and duration", line)
+        found = [x for x in found if not isinstance(x, str)]
         with ThreadPoolExecutor(16) as pool:
             headers = list(pool.map(lambda x: header(folder / x[0]), found))
         checked = [self.check(*x, info) for x, info in zip(found, headers)]
@@ -118,11 +137,20 @@ class Recordings:
         """Features [T, F] of an utterance, or its samples [S] where the device makes them; None: its audio is bad."""
         try:
             samples = features.read(self.paths[i], self.config.rate)
-        except (soundfile.SoundFileError, OSError):
+        except features.BAD:
             samples = None
         if samples is None or features.count(self.config, len(samples)) != self.utterances[i].frames:
-            return self.report.add("missing or bad audio", self.utterances[i].name)
+            return self.report.add("missing or bad audio", self.utterances[i].name, again=False)
         return samples if self.device else features.log_mel(self.config, samples)
+
+
+def absolute(name):
+    """The same corpus from any folder."""
+    kind, _, folder = name.rpartition(":")
+    place = Path(folder if kind == "spoken-digits" else name)
+    if name in ("", "handwritten-digits") or not place.exists():
+        return name
+    return f"spoken-digits:{place.resolve()}" if kind == "spoken-digits" else str(place.resolve())
 
 
 def open_corpus(name, config, split):

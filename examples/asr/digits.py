@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import soundfile
 from scipy.ndimage import map_coordinates
 
 from asr import features
@@ -78,7 +77,7 @@ class Spoken:
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:
                 try:
                     samples = features.read(path, config.rate)
-                except (soundfile.SoundFileError, OSError):
+                except features.BAD:
                     self.report.add("missing or bad audio", path.name)
                     continue
                 speakers.setdefault(match[2], []).append((match[1], samples))

@@ -9,6 +9,7 @@ from matplotlib import pyplot as plt
 from rapidfuzz.distance import Levenshtein
 
 from asr import batches, hosts
+from asr.config import UserError
 from jax_rnnt import plot
 
 PICTURES = 3  # utterances
@@ -22,19 +23,21 @@ class Rates(NamedTuple):
 
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
-    loss, errors, totals, shown = 0.0, np.zeros(2), np.zeros(2), []
+    loss, utterances, errors, totals, shown = 0.0, 0, np.zeros(2), np.zeros(2), []
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
         found = recogniser.evaluated(params, split(batch), data.corpus.device, search)
         value, labels, counts, index = hosts.gathered((*found, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):
-            if i >= 0:
+            if i >= 0:  # its audio is readable
+                utterances += 1
                 pair = data.corpus.utterances[i].text, recogniser.text(row, count)
                 for k, (reference, hypothesis) in enumerate((pair, tuple(x.split() for x in pair))):
                     errors[k] += Levenshtein.distance(reference, hypothesis)
                     totals[k] += len(reference)
                 shown += [pair] * (len(shown) < examples)
-    utterances = sum(len(bucket.members) for bucket in buckets)
+    if not utterances:
+        raise UserError("no held-out utterance has readable audio")
     return Rates(loss / utterances, *map(float, 100 * errors / np.maximum(totals, 1))), shown
 
 

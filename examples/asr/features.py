@@ -11,11 +11,15 @@ from scipy.signal import resample_poly
 from asr.config import UserError
 
 FLOOR = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
+LOUDEST = 1e4  # of full scale 1: what is above it is no sound, and its power may be infinite
+BAD = soundfile.SoundFileError, OSError, ValueError  # of a file that `read` cannot use
 
 
 def read(path, rate):
     """Samples float32 [S] in [-1, 1] at `rate`, the mean of all channels."""
     samples, found = soundfile.read(path, dtype="float32", always_2d=True)
+    if not (np.abs(samples) <= LOUDEST).all():
+        raise ValueError(f"samples must be numbers from -{LOUDEST:g} to {LOUDEST:g}, got NaN or others")
     samples = samples.mean(1)
     if found != rate:
         common = math.gcd(found, rate)

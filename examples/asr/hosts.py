@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
+import time
 
 import jax
 import numpy as np
@@ -32,6 +34,8 @@ def join(args):
     elif None in numbers or args.process >= args.processes:
         raise UserError(f"--coordinator {args.coordinator} needs --processes N and --process I, with I from 0 to N - 1")
     if args.coordinator:
+        if args.process:
+            wait_for(args.coordinator)
         known = {"coordinator_address": args.coordinator, "num_processes": args.processes, "process_id": args.process}
         more = {"initialization_timeout": PATIENCE, "heartbeat_timeout_seconds": PATIENCE}
         try:
@@ -41,6 +45,19 @@ def join(args):
     devices.select(args.platform, args.devices)
     if jax.process_index():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def wait_for(address):
+    """Returns when something listens there. JAX itself would abort the process where nothing does."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), 1).close()
+        except (OSError, ValueError, OverflowError) as error:
+            if not isinstance(error, OSError) or time.monotonic() > deadline:
+                raise UserError(f"--coordinator {address}: expected HOST:PORT of process 0 ({error})") from None
+            time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -45,13 +45,30 @@ class Search:
     fusion: tuple = ()  # of (n-gram, weight)
 
 
+WEIGHTS = {
+    "ngram_weight": (0.3, "of the n-gram"),
+    "word_bonus": (1.5, "nats for each word"),
+    "ilm_weight": (0.1, "share of the network's own language model that --ngram replaces"),
+}
+
+
 def add_options(parser):
     parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
-    parser.add_argument("--ngram-weight", type=amount, default=0.3, metavar="W", help="(%(default)s)")
-    parser.add_argument("--word-bonus", type=amount, default=1.5, metavar="X", help="nats for each word (%(default)s)")
-    help = "share of the network's own language model that --ngram replaces (%(default)s)"
-    parser.add_argument("--ilm-weight", type=amount, default=0.1, metavar="W", help=help)
+    for name, (default, help) in WEIGHTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
+
+
+def check(args):
+    """Raises where options of a search contradict each other, or there is no n-gram."""
+    if not args.ngram:
+        for name in WEIGHTS:
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} needs --ngram")
+    elif not args.beam:
+        raise UserError("--ngram needs --beam")
+    elif not args.ngram.is_file():
+        raise UserError(f"--ngram {args.ngram} is no file")
 
 
 def read(path, recogniser):
@@ -74,19 +91,18 @@ def search_of(args, recogniser):
     """The Search that the options ask for."""
     if not args.ngram:
         return Search(args.beam)
-    if not args.beam:
-        raise UserError("--ngram needs --beam")
-    fusion = (read(args.ngram, recogniser), args.ngram_weight), (word_bonus(recogniser), args.word_bonus)
-    return Search(args.beam, args.ilm_weight, fusion)
+    given = {name: getattr(args, name) for name in WEIGHTS}
+    weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in given.items())
+    return Search(args.beam, ilm, ((read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)))
 
 
 def texts(path, lower):
     """Sentences of a corpus, or the lines of a text."""
     try:
         if path.suffix == ".txt":
-            found = path.read_text(encoding="utf-8").splitlines()
+            found = [line for _, line in corpora.lines_of(path)]
         else:
-            found = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, int)]
+            found = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, str)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
     return [(x.lower() if lower else x).split() for x in found]

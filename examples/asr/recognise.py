@@ -5,7 +5,6 @@ import queue
 import jax
 import jax.numpy as jnp
 import numpy as np
-import soundfile
 
 from asr import devices, features, runs
 from asr.config import UserError
@@ -31,7 +30,7 @@ def load(workdir, platform=None):
 def read(path, rate):
     try:
         return features.read(path, rate)
-    except (soundfile.SoundFileError, OSError) as error:
+    except features.BAD as error:
         raise UserError(f"{path} is no readable audio file: {error}") from None
 
 
@@ -116,7 +115,7 @@ def blocks_of_file(path, rate):
 
 
 def blocks_of_microphone(rate):
-    """Samples from the default microphone, until the user interrupts."""
+    """Samples from the default microphone, without end."""
     try:
         import sounddevice
     except (ImportError, OSError) as error:
@@ -130,5 +129,3 @@ def blocks_of_microphone(rate):
                 yield blocks.get()
     except (sounddevice.PortAudioError, ValueError) as error:
         raise UserError(f"--microphone: {error}") from None
-    except KeyboardInterrupt:
-        return

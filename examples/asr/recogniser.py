@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from asr import features, tokens
-from asr.config import Config, from_json
+from asr.config import Config, UserError, from_json
 from asr.losses import LOSSES, Encoded
 from asr.model import Transducer
 from asr.ngrams import Search
@@ -28,7 +28,9 @@ def statistics(data, config):
     some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
     found = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
     found = [features.log_mel(config, x) if data.corpus.device else x for x in found if x is not None]
-    frames = np.concatenate([np.zeros((1, data.corpus.features)), *found])[1:]
+    if not found:
+        raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
+    frames = np.concatenate(found)
     return frames.mean(0).tolist(), (frames.std(0) + 1e-3).tolist()
 
 

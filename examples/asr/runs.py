@@ -22,7 +22,8 @@ class Run:
         folder, self.overwrite = self.workdir / CHECKPOINTS, overwrite
         found = [int(x.name) for x in folder.iterdir() if x.name.isdigit()] if folder.is_dir() else []
         self.last = None if overwrite else max(found, default=None)
-        if self.last is not None and not resume:
+        started = self.last is not None or (self.workdir / METRICS).is_file()
+        if started and not (resume or overwrite):
             raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
         self.manager = None
 
@@ -49,7 +50,11 @@ class Run:
             name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x))
             for name, x in trees.items()
         }
-        found = self.manager.restore(self.last, args=ocp.args.Composite(**args))
+        try:
+            found = self.manager.restore(self.last, args=ocp.args.Composite(**args))
+        except (OSError, KeyError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.workdir}: checkpoint {self.last} lacks arrays of this model ({reason})") from None
         return [found[name] for name in trees]
 
     def save(self, step, setup, **trees):

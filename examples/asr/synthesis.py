@@ -11,6 +11,7 @@ import itertools
 import re
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import soundfile
 from tqdm import tqdm
 
 from asr import features
-from asr.config import UserError, natural, number
+from asr.config import UserError, number, seed
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
 ACCENTS = "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbcwmd", "en-029"
@@ -135,10 +136,16 @@ def make(args):
         raise UserError(f"{args.folder} is not empty")
     lines = plan(read_texts(args.text), np.random.default_rng(args.seed), args.noise)
     total = 3600 * args.hours * sum(SHARES.values())
-    with tqdm(total=round(total), unit="s", unit_scale=True, mininterval=5) as bar:
+    args.folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch,  # a corpus is there as a whole, or not at all
+        tqdm(total=round(total), unit="s", unit_scale=True, mininterval=5) as bar,
+    ):
+        made = Path(scratch, "corpus")
         for split, share in SHARES.items():
-            seconds, count = write_split(args.folder / split, lines[split], share * args.hours, args.seed, bar)
+            seconds, count = write_split(made / split, lines[split], share * args.hours, args.seed, bar)
             tqdm.write(f"{split}: {count} utterances, {seconds / 3600:.2f} hours, {len(list(voices(split)))} voices")
+        made.replace(args.folder)
     return 0
 
 
@@ -148,5 +155,5 @@ def add_command(commands):
     parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of training (%(default)s)")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="default: the fortunes of Debian")
     parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help="at most (%(default)s)")
-    parser.add_argument("--seed", type=natural, default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import hashlib
+import json
 import sys
 import time
 
@@ -60,6 +62,8 @@ class Training:
         train = open_corpus(config.train, config, "train")
         valid = open_corpus(config.valid or config.train, config, "valid")
         more = {"implementation": options.implementation}
+        texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
+        self.stored = {"utterances": hashlib.sha256(texts).hexdigest()}
         if self.run.last is None:
             vocabulary = tokens.train(config, (x.text for x in train.utterances))
             reduction = int(np.prod([stride for stride, _ in config.strides]))
@@ -67,7 +71,10 @@ class Training:
             self.recogniser = Recogniser(config, vocabulary, *statistics(self.train, config), **more)
         else:
             self.run.open()
-            self.recogniser = Recogniser.from_setup(self.run.setup() | {"config": vars(config)}, **more)
+            setup = self.run.setup()
+            if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
+                raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
+            self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
             self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.reduction)
         self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.reduction)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
@@ -105,15 +112,17 @@ class Training:
               f"{sum(x.size for x in jax.tree.leaves(self.recogniser.params)):,} parameters")  # fmt: skip
         print(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
-    def measure(self, state, step, metrics):
+    def measure(self, state, step, metrics=None):
+        """Error rates. Without `metrics` nothing is written."""
         found, shown = evaluate.rates(
             self.recogniser, state[0], self.valid, self.test_buckets, self.split, self.search, examples=2
         )
         tqdm.write(f"step {step}: held-out loss {found.loss:.2f}, CER {found.cer:.1f}%, WER {found.wer:.1f}%")
         for reference, hypothesis in shown:
             tqdm.write(f"  {reference}\n  {hypothesis}")
-        metrics.write(step, valid_loss=found.loss, valid_cer=found.cer, valid_wer=found.wer)
-        if not jax.process_index():
+        if metrics:
+            metrics.write(step, valid_loss=found.loss, valid_cer=found.cer, valid_wer=found.wer)
+        if metrics and not jax.process_index():
             self.pictures.draw(jax.device_get(state[0]), step)
         return found
 
@@ -123,20 +132,19 @@ class Training:
         return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
-        """Trains; returns the rates of the end."""
-        config, recogniser = self.config, self.recogniser
-        optimizer = make_optimizer(config)
-        state = recogniser.params, optimizer.init(recogniser.params)
-        state, first = self.shared(state), self.run.last or 0
-        if first:
-            state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
-        step_of = make_train_step(recogniser, optimizer, self.train.corpus.device)
-        with contextlib.closing(self.run), contextlib.closing(runs.Metrics(self.run.workdir, first)) as metrics:
-            if config.steps > first:
+        """Trains; returns the rates of the end. A run that has all its steps is evaluated, and nothing is written."""
+        config, params, first = self.config, self.shared(self.recogniser.params), self.run.last or 0
+        with contextlib.closing(self.run):
+            if config.steps <= first:
+                return self.measure(self.run.restore(params=params), first)
+            optimizer = make_optimizer(config)
+            state = params, self.shared(optimizer.init(params))
+            if first:
+                state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
+            step_of = make_train_step(self.recogniser, optimizer, self.train.corpus.device)
+            with contextlib.closing(runs.Metrics(self.run.workdir, first)) as metrics:
                 found = self.steps(state, first, step_of, metrics)
-                print(f"{step_of._cache_size()} programs for {len(self.buckets)} shapes of batches")
-            else:
-                found = self.measure(state, first, metrics)
+        print(f"{step_of._cache_size()} programs for {len(self.buckets)} shapes of batches")
         for name, data in (("train", self.train), ("valid", self.valid)):
             data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
         return found
@@ -165,7 +173,7 @@ class Training:
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 if step % options.save_every == 0 or step == config.steps:
-                    self.run.save(step, self.recogniser.setup(), params=state[0], optimizer=state[1])
+                    self.run.save(step, self.recogniser.setup() | self.stored, params=state[0], optimizer=state[1])
                     found = self.measure(state, step, metrics)
                     started = time.perf_counter()
         return found

@@ -17,12 +17,14 @@ class Report:
     """Names of utterances that are left out, by reason. Threads may add to it."""
 
     def __init__(self):
-        self.names, self.lock = collections.defaultdict(list), threading.Lock()
+        self.names, self.lock, self.seen = collections.defaultdict(list), threading.Lock(), set()
 
-    def add(self, reason, name):
+    def add(self, reason, name, again=True):
+        """A name counts each time, or once if not `again`."""
         with self.lock:
-            if name not in self.names[reason]:
+            if again or (reason, name) not in self.seen:
                 self.names[reason].append(name)
+            self.seen.add((reason, name))
 
     def lines(self):
         for reason, names in self.names.items():

@@ -112,8 +112,10 @@ def error_rate(search, digits):
 def parse(doc, **options):
     """Options of a recipe: those given here, with defaults of their types, and --seed."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in ({"seed": 0} | options).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="(%(default)s)")
+    parser.add_argument("--seed", type=config.seed, default=0, help="(%(default)s)")
+    for name, default in options.items():
+        kind = {int: config.positive, float: config.amount}.get(type(default), str)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="(%(default)s)")
     return parser.parse_args()
 
 
