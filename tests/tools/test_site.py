@@ -46,11 +46,11 @@ def test_llms_txt_names_every_page():
 
 
 def _reference():
-    """The names in the autosummaries of the API page."""
+    """The names that the API page summarises or describes."""
     found = []
     for block in re.findall(r"^```\{eval-rst\}\n(.*?)^```$", (DOCS / "api.md").read_text(), re.M | re.S):
         module = re.search(r"^\.\. currentmodule:: (\S+)$", block, re.M)[1]
-        found += [f"{module}.{name}" for name in re.findall(r"^   ([A-Za-z][\w.]*)$", block, re.M)]
+        found += [f"{module}.{name}" for name in re.findall(r"^(?:   |\.\. py:data:: )([A-Za-z][\w.]*)$", block, re.M)]
     return found
 
 
