@@ -100,8 +100,10 @@ def public_bases(app, name, obj, options, bases):
     bases[:] = [base for base in bases if not is_private(base) and base is not object] or [object]
 
 
-def methods_of_private_bases(app, what, name, member, skip, options):
-    """What a private base asks of its subclasses is as private."""
+def methods_of_others(app, what, name, member, skip, options):
+    """Functions of other libraries in fields, and what a private base asks of its subclasses, which is as private."""
+    if name == "setup" or (callable(member) and not member.__module__.startswith("jax_rnnt")):
+        return True
     place, _, method = getattr(member, "__qualname__", "").rpartition(".")
     owner = getattr(sys.modules.get(getattr(member, "__module__", None)), place, None)
     return (inspect.isclass(owner) and any(method in vars(x) for x in owner.__mro__ if is_private(x))) or None
@@ -119,6 +121,6 @@ def setup(app):
     app.add_role("name_or_code", name_or_code)
     app.connect("source-read", files_of_the_repository)
     app.connect("autodoc-skip-member", fields_of_tuples)
-    app.connect("autodoc-skip-member", methods_of_private_bases)
+    app.connect("autodoc-skip-member", methods_of_others)
     app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-process-signature", signature_of_modules)
