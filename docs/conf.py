@@ -102,10 +102,11 @@ def public_bases(app, name, obj, options, bases):
 
 def methods_of_others(app, what, name, member, skip, options):
     """Functions of other libraries in fields, and what a private base asks of its subclasses, which is as private."""
-    if name == "setup" or (callable(member) and not member.__module__.startswith("jax_rnnt")):
+    module = getattr(member, "__module__", None) or "jax_rnnt"
+    if name == "setup" or (callable(member) and not module.startswith("jax_rnnt")):
         return True
     place, _, method = getattr(member, "__qualname__", "").rpartition(".")
-    owner = getattr(sys.modules.get(getattr(member, "__module__", None)), place, None)
+    owner = getattr(sys.modules.get(module), place, None)
     return (inspect.isclass(owner) and any(method in vars(x) for x in owner.__mro__ if is_private(x))) or None
 
 
