@@ -106,7 +106,7 @@ def methods_of_others(app, what, name, member, skip, options):
     if name == "setup" or (callable(member) and not module.startswith("jax_rnnt")):
         return True
     place, _, method = getattr(member, "__qualname__", "").rpartition(".")
-    owner = getattr(sys.modules.get(module), place, None)
+    owner = vars(sys.modules.get(module, jax_rnnt)).get(place)
     return (inspect.isclass(owner) and any(method in vars(x) for x in owner.__mro__ if is_private(x))) or None
 
 
