@@ -478,7 +478,8 @@ class _Rows(FixedLocator):
         assert figure is not None
         rows = abs(np.subtract(*self.axis.get_view_interval()))
         row = 72 * self.axis.axes.get_position().height * figure.get_figheight() / rows  # in points
-        return self.locs[:: max(1, int(np.ceil(LINE * self.axis.get_major_ticks(1)[0].label1.get_size() / row)))]
+        name = LINE * float(self.axis.get_major_ticks(1)[0].label1.get_fontsize())
+        return self.tick_values(0, 0)[:: max(1, int(np.ceil(name / row)))]  # of a FixedLocator: all
 
 
 def _time_label(hop: float) -> str:
