@@ -248,22 +248,23 @@ gpu:
 # ---- The site ----
 .PHONY: docs docs-links docs-site
 
-build/docs/.installed: $(SOURCES)
-	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
-	build/docs/bin/pip install --quiet '.[docs]'
+# The extra of the package that setup has installed.
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet 'jax_rnnt[docs]'
 	touch $@
 
-SPHINX = JAX_PLATFORMS=cpu build/docs/bin/python -m sphinx -W --keep-going -q
+SPHINX = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -j auto
 
 # docs/_build/index.html: the pages, the API reference, the notebooks, which run. A warning is an error, as is a public name
 # that the reference lacks.
-docs: build/docs/.installed
+docs: $(VENV)/.docs
+	rm -rf docs/api
 	$(SPHINX) -b html $(ARGS) docs docs/_build
 
 # Links to other sites: needs the network.
-docs-links: build/docs/.installed
+docs-links: $(VENV)/.docs
 	$(SPHINX) -b linkcheck docs build/linkcheck
 
 # build/site, as it is served: dev/ of this checkout, vX.Y/ of every release that has a site.
-docs-site: build/docs/.installed
-	build/docs/bin/python tools/release/site.py build/site
+docs-site: $(VENV)/.docs
+	$(BIN)/python tools/release/site.py build/site

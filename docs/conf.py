@@ -1,5 +1,6 @@
 """Configuration of Sphinx: `make docs`."""
 
+import importlib
 import inspect
 import os
 import pathlib
@@ -8,11 +9,15 @@ import sys
 
 from docutils.nodes import literal
 from sphinx.domains.python import PythonDomain
+from sphinx.util.inspect import stringify_signature
 
 import jax_rnnt
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
+import public_names  # noqa: E402
+
+PUBLIC = [getattr(importlib.import_module(x), name) for x in public_names.MODULES for name in public_names.public(x)]
 
 project = "jax_rnnt"
 author = "The jax_rnnt developers"
@@ -54,12 +59,17 @@ html_theme_options = {
     "use_repository_button": True,
     "show_navbar_depth": 1,
     "show_toc_level": 2,
-    "switcher": {"json_url": f"{SITE}/versions.json", "version_match": os.environ.get("SITE_VERSION", "dev")},
-    "check_switcher": False,
     "article_footer_items": [],
-    "primary_sidebar_end": ["version-switcher"],
+    "footer_content_items": ["copyright"],
     "navbar_persistent": [],  # the search is in the sidebar
 }
+html_context = {"default_mode": "auto"}
+if "SITE_VERSION" in os.environ:  # among other versions (tools/release/site.py); a build by itself needs no network
+    html_theme_options |= {
+        "switcher": {"json_url": f"{SITE}/versions.json", "version_match": os.environ["SITE_VERSION"]},
+        "check_switcher": False,
+        "primary_sidebar_end": ["version-switcher"],
+    }
 linkcheck_anchors = False
 
 
@@ -81,7 +91,37 @@ def fields_of_tuples(app, what, name, member, skip, options):
     return (inspect.getdoc(member) or "").startswith("Alias for field number") or None
 
 
+def is_private(base):
+    """Is it a class of the library without a page here?"""
+    return base.__module__.startswith("jax_rnnt") and base not in PUBLIC
+
+
+def public_bases(app, name, obj, options, bases):
+    bases[:] = [base for base in bases if not is_private(base) and base is not object] or [object]
+
+
+def methods_of_others(app, what, name, member, skip, options):
+    """Functions of other libraries in fields, and what a private base asks of its subclasses, which is as private."""
+    module = getattr(member, "__module__", None) or "jax_rnnt"
+    if name == "setup" or (callable(member) and not module.startswith("jax_rnnt")):
+        return True
+    place, _, method = getattr(member, "__qualname__", "").rpartition(".")
+    owner = vars(sys.modules.get(module, jax_rnnt)).get(place)
+    return (inspect.isclass(owner) and any(method in vars(x) for x in owner.__mro__ if is_private(x))) or None
+
+
+def signature_of_modules(app, what, name, obj, options, signature, annotation):
+    """The metaclass of NNX hides the arguments of its modules."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        _, *parameters = inspect.signature(obj.__init__).parameters.values()
+        return stringify_signature(inspect.Signature(parameters), show_annotation=False), annotation
+    return None
+
+
 def setup(app):
     app.add_role("name_or_code", name_or_code)
     app.connect("source-read", files_of_the_repository)
     app.connect("autodoc-skip-member", fields_of_tuples)
+    app.connect("autodoc-skip-member", methods_of_others)
+    app.connect("autodoc-process-bases", public_bases)
+    app.connect("autodoc-process-signature", signature_of_modules)

@@ -33,6 +33,7 @@ __all__ = ["arc_posteriors", "beam", "emissions", "latencies", "lattice"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 LETTER = 0.09  # inches of a letter, with room around it
+LINE = 1.2  # the distance of two names below each other, in sizes of their font
 
 
 def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
@@ -469,12 +470,16 @@ def _label_rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 class _Rows(FixedLocator):
-    """As many of the ticks as there is room for."""
+    """Every n-th of the ticks, with the smallest n whose names do not touch."""
 
     def __call__(self):
         assert isinstance(self.axis, Axis)
-        self.nbins = max(2, int(1.4 * self.axis.get_tick_space()))  # which leaves as much space as there is text
-        return super().__call__()
+        figure = self.axis.axes.get_figure(root=True)
+        assert figure is not None
+        rows = abs(np.subtract(*self.axis.get_view_interval()))
+        row = 72 * self.axis.axes.get_position().height * figure.get_figheight() / rows  # in points
+        name = LINE * float(self.axis.get_major_ticks(1)[0].label1.get_fontsize())
+        return self.tick_values(0, 0)[:: max(1, int(np.ceil(name / row)))]  # of a FixedLocator: all
 
 
 def _time_label(hop: float) -> str:

@@ -145,7 +145,7 @@ def overlaps(texts):
     """Pairs of texts on one line that cover each other on the canvas."""
     named = [x.get_text() for x in texts if x.get_text().strip()]
     boxes = [x.get_window_extent().padded(-1) for x in texts if x.get_text().strip()]
-    assert len(boxes) >= 10
+    assert len(boxes) >= 2
     return [
         (named[i], named[j])
         for i, a in enumerate(boxes)
@@ -170,6 +170,12 @@ def test_real_lengths():
     figure.canvas.draw()
     for texts in (axes[0].get_yticklabels(), axes[1].child_axes[0].get_xticklabels(), axes[2].get_yticklabels()):
         assert overlaps(texts) == []
+    for ax in (axes[0], axes[2]):  # with a row less between them, names would touch: lines are 1.2 sizes of a font high
+        shown = ax.get_yticklabels()
+        size = shown[0].get_size() * figure.dpi / 72
+        places = ax.transData.transform([x.get_position() for x in shown])[:, 1]
+        row = abs(np.diff(ax.transData.transform([(0, 0), (0, 1)])[:, 1])).item()
+        assert np.all(abs(np.diff(places)) - row < 1.2 * size)
     widths = np.concatenate([x.get_linewidths() for x in axes[0].collections])
     assert widths.min() > 0 and widths.max() < 1.5  # points; a frame has 1.5
     assert len(axes[1].child_axes[0].get_xticks()) > 45  # half of the names, on two lines

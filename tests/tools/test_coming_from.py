@@ -103,6 +103,7 @@ TESTS = {
     "hugging_face": {
         "`model(..., labels=...).loss`": PARAKEET,
         "`attention_mask`": PARAKEET,
+        "`decoder_input_ids`, the blank and the labels": PARAKEET,
         "`labels`, padded with the blank (RNN-T) or `pad_token_id` (TDT)": PARAKEET,
         '`reduction="mean_volume"`': "test_reductions_of_nemo",
         '`reduction="mean"`': "test_reductions_of_nemo",

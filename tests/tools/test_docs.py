@@ -54,7 +54,7 @@ def test_example_of_the_readme():
 
 FOLDERS = ROOT / "docs", ROOT / "docs/coming_from"
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted(folder.glob("*.md")))]
-NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib"
+NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib", "torchaudio"
 
 
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in blocks(page)])

@@ -46,11 +46,11 @@ def test_llms_txt_names_every_page():
 
 
 def _reference():
-    """The names in the autosummaries of the API page."""
+    """The names that the API page summarises or describes."""
     found = []
     for block in re.findall(r"^```\{eval-rst\}\n(.*?)^```$", (DOCS / "api.md").read_text(), re.M | re.S):
         module = re.search(r"^\.\. currentmodule:: (\S+)$", block, re.M)[1]
-        found += [f"{module}.{name}" for name in re.findall(r"^   ([A-Za-z][\w.]*)$", block, re.M)]
+        found += [f"{module}.{name}" for name in re.findall(r"^(?:   |\.\. py:data:: )([A-Za-z][\w.]*)$", block, re.M)]
     return found
 
 
@@ -65,11 +65,20 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_readme_links_lead_to_pages():
-    """The README is read where relative links lead nowhere: those to pages are addresses of the site."""
+    """The README is read where relative links lead nowhere: all are addresses, of the site or the repository."""
     text = (losses.ROOT / "README.md").read_text()
-    assert not re.search(r"\]\(docs/[\w/]+\.md", text)
+    assert {link[:8] for link in re.findall(r"\]\((.+?)\)", text)} == {"https://"}
+    files = re.findall(r"jax-rnnt/jax_rnnt/(?:(?:blob|tree)/)?main/([\w./]+)", text)
+    assert len(files) > 3 and [file for file in files if not (losses.ROOT / file).exists()] == []
     pages = re.findall(r"\(https://jax-rnnt\.github\.io/jax_rnnt/dev/([\w/]*?)(?:\.html)?(?:#[\w-]+)?\)", text)
     assert len(pages) > 10 and {page or "index" for page in pages} <= PAGES
+
+
+def test_links_into_the_repository_lead_to_files():
+    """The build makes addresses of them, and does not look."""
+    for page in PAGES:
+        for link in re.findall(r"\]\((\.\./[^)#]*)", (DOCS / f"{page}.md").read_text()):
+            assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
 
 
 @pytest.mark.slow
