@@ -1,11 +1,10 @@
-"""Lays out a CUDA compiler for the drivers of CUDA 12 in a folder, from the package index: `make build/cuda12/bin/nvcc`.
+"""Lays out a compiler for the drivers of CUDA 12 in a folder, from the package index: `make build/cuda12/bin/nvcc`.
 
     python tools/release/cuda12.py FOLDER
 
 The index has no nvcc of CUDA 12: its packages of 12.8 and 12.9 hold ptxas and headers (DECISIONS.md has what else was
-tried). It has all of nvcc 13.0. So nvcc 13.0 splits and parses the sources and writes PTX, and what runs is of CUDA 12.9:
-ptxas, the headers and the static runtime. Both hosts of the wheels are there: `--target-directory sbsa-linux` is
-64-bit ARM.
+tried). It has all of nvcc 13.0. So nvcc 13.0 parses the sources and writes PTX, and the rest is of CUDA 12.9: ptxas, the
+runtime's headers and the static runtime. Both hosts of the wheels are there: `--target-directory sbsa-linux` is ARM.
 
 A CUDA 12 toolkit by NVIDIA is as good, from 12.8 on: `make wheels NVCC=/usr/local/cuda-12.9/bin/nvcc`.
 """
@@ -18,8 +17,8 @@ import tempfile
 
 LOCKS = pathlib.Path(__file__).parent
 HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
-# ptxas 12.9 reads PTX up to version 8.8. Version 9.0 of nvcc 13.0 is that and additions; ptxas fails where a program has
-# one, since it does not know them.
+# ptxas 12.9 reads PTX up to version 8.8. Version 9.0, of nvcc 13.0, is that and additions; ptxas fails where a program
+# has one, since it does not know them.
 CICC = """#!/bin/sh
 # cicc of nvcc 13.0, whose PTX says that it is for ptxas 12.9: tools/release/cuda12.py. The output comes last.
 "$0-13" "$@" || exit

@@ -7,7 +7,6 @@ entry or shows other names of ours, and if kernels do not compute with vectors o
 """
 
 import os
-import pathlib
 import re
 import shutil
 import struct

@@ -28,7 +28,7 @@ LARGEST = 10 << 20
 CUDA = (12, 8), (13,)
 # Code for 8.6 is code for 8.9, byte for byte, and runs there. PTX is of 10.0, since 11.0 cannot take that of 12.0.
 ARCHITECTURES = "75-real;80-real;86-real;90-real;100;120-real"
-# A kernel that spills is an error. Speed is LZ4, which every driver of CUDA 12 reads: the others are zstd, from 12.4 on.
+# A kernel that spills is an error. Speed is LZ4, which every driver of CUDA 12 reads; zstd needs one of 12.4.
 NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error --compress-mode=speed"
 NVCC_HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
