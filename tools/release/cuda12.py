@@ -3,8 +3,8 @@
     python tools/release/cuda12.py FOLDER
 
 The index has no nvcc of CUDA 12: its packages of 12.8 and 12.9 hold ptxas and headers (DECISIONS.md has what else was
-tried). It has all of nvcc 13.0. So nvcc 13.0 parses the sources and writes PTX, and the rest is of CUDA 12.9: ptxas, the
-runtime's headers and the static runtime. Both hosts of the wheels are there: `--target-directory sbsa-linux` is ARM.
+tried). It has all of nvcc 13.0. So nvcc 13.0 parses the sources and writes PTX, and the rest is of CUDA 12.9: ptxas,
+the headers and the static runtime. Both hosts of the wheels are there: `--target-directory sbsa-linux` is ARM.
 
 A CUDA 12 toolkit by NVIDIA is as good, from 12.8 on: `make wheels NVCC=/usr/local/cuda-12.9/bin/nvcc`.
 """
