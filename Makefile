@@ -9,7 +9,7 @@ comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
-.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check macos-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
@@ -56,6 +56,7 @@ build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/re
 	touch $@
 
 # Compiles and links the CPU kernels for macOS on 64-bit ARM, and counts its vector instructions. Runs nothing.
+.PHONY: macos-check
 macos-check:
 	$(PYTHON) tools/release/macos.py
 
