@@ -17,13 +17,20 @@ import tempfile
 
 LOCKS = pathlib.Path(__file__).parent
 HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
-# ptxas 12.9 reads PTX up to version 8.8. Version 9.0, of nvcc 13.0, is that and additions; ptxas fails where a program
-# has one, since it does not know them.
-CICC = """#!/bin/sh
-# cicc of nvcc 13.0, whose PTX says that it is for ptxas 12.9: tools/release/cuda12.py. The output comes last.
+# In place of cudafe++ and cicc, which get the name of the source without its folder: they hash it into kernels' names,
+# and a build in another folder should give the same bytes. ptxas 12.9 reads PTX up to version 8.8. Version 9.0, of cicc
+# 13.0, is that and additions; ptxas fails where a program has one, since it does not know them.
+WRAPPER = """#!/bin/sh
+for argument; do
+  shift
+  test "$last" != --orig_src_path_name || argument=${argument##*/}
+  set -- "$@" "$argument"
+  last=$argument
+done
 "$0-13" "$@" || exit
-for output; do :; done
-exec sed -i 's/^\\.version 9\\.0$/.version 8.8/' "$output"
+case "$0" in
+*/cicc) exec sed -i 's/^\\.version 9\\.0$/.version 8.8/' "$last" ;; # the output
+esac
 """
 
 
@@ -43,10 +50,10 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(compiler / "cu13", folder, ignore=shutil.ignore_patterns("lib"))
         shutil.copy(compiler / "cuda_nvcc/bin/ptxas", folder / "bin")
-        cicc = folder / "nvvm/bin/cicc"
-        cicc.rename(cicc.with_name("cicc-13"))
-        cicc.write_text(CICC)
-        cicc.chmod(0o755)
+        for program in (folder / "bin/cudafe++", folder / "nvvm/bin/cicc"):
+            program.rename(f"{program}-13")
+            program.write_text(WRAPPER)
+            program.chmod(0o755)
         for machine, host in HOSTS.items():
             options = ["--only-binary=:all:", f"--platform=manylinux2014_{machine}"]
             runtime = install("cudart12.txt", scratch / machine, *options) / "cuda_runtime"
