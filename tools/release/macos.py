@@ -86,7 +86,7 @@ def main():
         sys.exit(f"{module} has no entry for Python, or names that others see: {ours}")
     print(f"linked for {TARGET}, {module.stat().st_size} bytes; not run")
     for listing in sorted((folder / "build").rglob("kernels_*/**/*.s")):
-        text = listing.read_text()
+        text = listing.read_text("latin-1")  # strings are written as their bytes
         counts = {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
         if not counts["vector"]:
             sys.exit(f"{listing} has no vectors")
