@@ -43,14 +43,22 @@ test: setup
 test-all: setup
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
-# What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; ARGS="--machine aarch64": for that.
-wheels: cuda12-check
-	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) tools/release/wheels.py $(ARGS)
+# What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; MACHINES=x86_64: without a cross compiler.
+MACHINES ?= x86_64 aarch64
+wheels: $(if $(NVCC),,build/cuda12/bin/nvcc)
+	for machine in $(MACHINES); do \
+	  CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) tools/release/wheels.py --machine $$machine $(ARGS) || exit 1; \
+	done
 
-# An nvcc of CUDA 12, for machines that have another one. NVCC names one that is there, or off.
+# A compiler for the drivers of CUDA 12, for machines that have another one. NVCC names one that is there, or off.
 build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/release/cudart12.txt
 	$(PYTHON) tools/release/cuda12.py build/cuda12
 	touch $@
+
+# Compiles and links the CPU kernels for macOS on 64-bit ARM, and counts its vector instructions. Runs nothing.
+.PHONY: macos-check
+macos-check:
+	$(PYTHON) tools/release/macos.py
 
 # The wheels in dist, under every version of jax and Python. ARGS="--only oldest newest", ARGS=--full: all tests.
 test-matrix: setup
@@ -123,12 +131,13 @@ cuda-check: setup
 	$(PYTHON) tools/model/resources.py --check
 	$(BIN)/python tools/model/cuda_model.py --check
 
-# Compiles the kernels by the nvcc of the wheels, for sm_90; fails on spills. As for wheels, NVCC names another one, or off.
+# The registers, shared memory and spills of every kernel by the compiler of the wheels. As for wheels, NVCC names another
+# one, or off. The build of the wheels fails on spills too.
 cuda12-check: $(if $(NVCC),,build/cuda12/bin/nvcc)
 ifeq ($(NVCC),off)
 	@echo 'cuda12-check: left out, NVCC=off'
 else
-	$(PYTHON) tools/model/resources.py --nvcc $(or $(NVCC),build/cuda12/bin/nvcc) --architectures 90 --check
+	$(PYTHON) tools/model/resources.py --nvcc $(or $(NVCC),build/cuda12/bin/nvcc) --check $(ARGS)
 endif
 
 # Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=lattice: one part.

@@ -1,4 +1,4 @@
-"""Does XLA compile a sharded training step for eight H100s without needless collectives, copies and memory?
+"""Does XLA compile a sharded training step for eight H100s or B200s without needless collectives, copies and memory?
 
 Compiling needs jax's CUDA plugin and the names in the extension module of the CUDA kernels, but
 neither driver nor GPU. `make test-gpu-compile` sets both up; without them these tests are skipped.
@@ -33,11 +33,11 @@ EMISSION = "jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"
 CALLS = losses.once((*EMISSION, "jax_rnnt_lattice_grad"))
 
 
-def mesh_of(devices):
+def mesh_of(devices, gpu="h100"):
     missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "gpu-compile" else pytest.skip
     if "cuda" in loading.MISSING:
         missing(loading.MISSING["cuda"])
-    config = (losses.HERE / "h100.txtpb").read_text()
+    config = (losses.HERE / f"{gpu}.txtpb").read_text()
     try:
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
     except (NotImplementedError, RuntimeError) as error:
@@ -77,9 +77,9 @@ def over_devices(kind, mean, mesh, batched):
     return jax.shard_map(body, mesh=mesh, in_specs=(P(), *[P("data")] * batched), out_specs=P())
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return mesh_of(DEVICES)
+@pytest.fixture(scope="module", params=["h100", "b200"])
+def mesh(request):
+    return mesh_of(DEVICES, request.param)
 
 
 @pytest.fixture(scope="module", params=[np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -1,8 +1,9 @@
 """Reads registers, shared memory and spills of the CUDA kernels from the compiler. Needs no GPU.
 
-    python tools/model/resources.py [--architectures 75 80 90 100] [--nvcc NVCC] [--check]
+    python tools/model/resources.py [--architectures 75 90] [--nvcc NVCC] [--check]
 
-Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame.
+Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame. The default is all
+architectures that wheels have code for.
 """
 
 import argparse
@@ -30,8 +31,8 @@ def kernel_name(mangled):
 def compile_kernels(nvcc, source, architecture, folder):
     """Rows (kernel, architecture, registers, static shared bytes, stack bytes, spill bytes)."""
     code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    out = folder / f"{source}.{architecture}.o"
-    command = [nvcc, *OPTIONS, code, "--resource-usage", "-c", f"{ROOT}/xla_kernels/cuda/{source}.cu", "-o", out]
+    out = folder / f"{source}.{architecture}.cubin"
+    command = [nvcc, *OPTIONS, code, "--resource-usage", "-cubin", f"{ROOT}/xla_kernels/cuda/{source}.cu", "-o", out]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     for entry in text.split("Compiling entry function '")[1:]:
         numbers = {
@@ -48,7 +49,7 @@ def compile_kernels(nvcc, source, architecture, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architectures", nargs="+", default=["75", "80", "90", "100"])
+    parser.add_argument("--architectures", nargs="+", default=["75", "80", "86", "89", "90", "100", "120"])
     parser.add_argument("--nvcc", default=shutil.which("nvcc"))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
@@ -71,6 +72,7 @@ def main():
                 faults.append(
                     f"{kernel} for sm_{architecture}: {numbers['stack']} bytes of stack, {numbers['spills']} spilled"
                 )
+        sizes = {a: sum(p.stat().st_size for p in folder.glob(f"*.{a}.cubin")) for a in options.architectures}
 
     title = " | ".join(f"registers sm_{a}" for a in options.architectures)
     table = [
@@ -80,6 +82,7 @@ def main():
     for kernel, found in sorted(rows.items()):
         registers = " | ".join(str(found[a]["registers"]) for a in options.architectures)
         table.append(f"| `{kernel}` | {registers} | {max(n['shared'] for n in found.values())} |")
+    table.append(f"| bytes of all | {' | '.join(str(sizes[a]) for a in options.architectures)} | |")
     print("\n".join(table))
     if options.check and faults:
         sys.exit("\n".join(faults))

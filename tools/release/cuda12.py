@@ -1,31 +1,43 @@
-"""Lays out an nvcc of CUDA 12 in a folder, for machines that have another one: `make build/cuda12/bin/nvcc`.
+"""Lays out a compiler for the drivers of CUDA 12 in a folder, from the package index: `make build/cuda12/bin/nvcc`.
 
     python tools/release/cuda12.py FOLDER
 
-The package index has the headers, ptxas and the static runtime of CUDA 12, but no nvcc. Debian's package has it; it is
-unpacked, not installed. Its host compiler is g++ 6 to 13. Each download is checked against a hash. A CUDA 12 toolkit by
-NVIDIA is as good: `make wheels NVCC=/usr/local/cuda-12.9/bin/nvcc`.
+The index has no nvcc of CUDA 12: its packages of 12.8 and 12.9 hold ptxas and headers (DECISIONS.md has what else was
+tried). It has all of nvcc 13.0. So nvcc 13.0 parses the sources and writes PTX, and the rest is of CUDA 12.9: ptxas,
+the headers and the static runtime. Both hosts of the wheels are there: `--target-directory sbsa-linux` is ARM.
+
+A CUDA 12 toolkit by NVIDIA is as good, from 12.8 on: `make wheels NVCC=/usr/local/cuda-12.9/bin/nvcc`.
 """
 
-import hashlib
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 
-ROOT = pathlib.Path(__file__).parents[2]
-PACKAGE = (
-    "http://deb.debian.org/debian/pool/non-free/n/nvidia-cuda-toolkit/nvidia-cuda-toolkit_12.4.131~12.4.1-2_amd64.deb"
-)
-SHA256 = "cd5fe85aee38d108b315f408a688641478f2402622a10c677478eb7a6c4e5319"
-PROFILE = """TOP = $(_HERE_)/..
-NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
-PATH += $(TOP)/nvvm/bin:$(_HERE_):
-INCLUDES += "-I$(TOP)/include" $(_SPACE_)
-LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
+LOCKS = pathlib.Path(__file__).parent
+HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
+# In place of cudafe++ and cicc, which get the name of the source without its folder: they hash it into kernels' names,
+# and a build in another folder should give the same bytes. ptxas 12.9 reads PTX up to version 8.8. Version 9.0, of cicc
+# 13.0, is that and additions; ptxas fails where a program has one, since it does not know them.
+WRAPPER = """#!/bin/sh
+for argument; do
+  shift
+  test "$last" != --orig_src_path_name || argument=${argument##*/}
+  set -- "$@" "$argument"
+  last=$argument
+done
+"$0-13" "$@" || exit
+case "$0" in
+*/cicc) exec sed -i 's/^\\.version 9\\.0$/.version 8.8/' "$last" ;; # the output
+esac
 """
+
+
+def install(lock, target, *options):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", *options]
+    subprocess.run([*pip, "-r", LOCKS / lock, "--target", target], check=True)
+    return target / "nvidia"
 
 
 def main():
@@ -34,31 +46,22 @@ def main():
     folder = pathlib.Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as name:
         scratch = pathlib.Path(name)
-        archive = scratch / "nvcc.deb"
-        urllib.request.urlretrieve(PACKAGE, archive)
-        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
-            sys.exit(f"{PACKAGE} has another hash than expected")
-        subprocess.run(["dpkg-deb", "-x", archive, scratch], check=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-        subprocess.run([*pip, "-r", ROOT / "tools/release/cuda12.txt", "--target", scratch / "index"], check=True)
-        index, nvcc = scratch / "index/nvidia", scratch / "usr/lib/nvidia-cuda-toolkit/bin"
-
+        compiler = install("cuda12.txt", scratch / "compiler")
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(nvcc, folder / "bin", ignore=shutil.ignore_patterns("cicc", "g++", "gcc", "nvcc.profile"))
-        for program in ("cudafe++", "fatbinary", "nvlink", "ptxas"):
-            shutil.copy(scratch / "usr/bin" / program, folder / "bin")
-        (folder / "nvvm/bin").mkdir(parents=True)
-        shutil.copy(nvcc / "cicc", folder / "nvvm/bin")
-        shutil.copytree(index / "cuda_nvcc/nvvm/libdevice", folder / "nvvm/libdevice")
-        for part in ("cuda_cccl", "cuda_nvcc", "cuda_runtime"):
-            shutil.copytree(index / part / "include", folder / "include", dirs_exist_ok=True)
-        (folder / "bin/nvcc.profile").write_text(PROFILE)
-        # The index has the static runtime of CUDA 12.9 alone; it serves all of CUDA 12. nvcc names a second library,
-        # which only launches from kernels need.
-        subprocess.run([*pip, "-r", ROOT / "tools/release/cudart12.txt", "--target", scratch / "static"], check=True)
-        (folder / "lib64").mkdir()
-        shutil.copy(scratch / "static/nvidia/cuda_runtime/lib/libcudart_static.a", folder / "lib64")
-        subprocess.run(["ar", "cr", folder / "lib64/libcudadevrt.a"], check=True)
+        shutil.copytree(compiler / "cu13", folder, ignore=shutil.ignore_patterns("lib"))
+        shutil.copy(compiler / "cuda_nvcc/bin/ptxas", folder / "bin")
+        for program in (folder / "bin/cudafe++", folder / "nvvm/bin/cicc"):
+            program.rename(f"{program}-13")
+            program.write_text(WRAPPER)
+            program.chmod(0o755)
+        for machine, host in HOSTS.items():
+            options = ["--only-binary=:all:", f"--platform=manylinux2014_{machine}"]
+            runtime = install("cudart12.txt", scratch / machine, *options) / "cuda_runtime"
+            target = folder / "targets" / host
+            shutil.copytree(runtime / "include", target / "include")
+            # nvcc's own headers go with the program that it makes of kernels: those of 12.9 lack an argument.
+            shutil.copytree(folder / "include", target / "include", dirs_exist_ok=True)
+            shutil.copytree(runtime / "lib", target / "lib", ignore=shutil.ignore_patterns("*.so*"))
 
 
 if __name__ == "__main__":

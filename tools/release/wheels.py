@@ -24,7 +24,13 @@ import zipfile
 ROOT = pathlib.Path(__file__).parents[2]
 GLIBC = (2, 27)
 LARGEST = 10 << 20
-CUDA = 12  # its kernels run under the drivers of CUDA 12 and of all later ones
+# Kernels of CUDA 12 run under the drivers of CUDA 12 and of all later ones; 12.8 is the first that knows sm_120.
+CUDA = (12, 8), (13,)
+# Code for 8.6 is code for 8.9, byte for byte, and runs there. PTX is of 10.0, since 11.0 cannot take that of 12.0.
+ARCHITECTURES = "75-real;80-real;86-real;90-real;100;120-real"
+# A kernel that spills is an error. Speed is LZ4, which every driver of CUDA 12 reads; zstd needs one of 12.4.
+NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error --compress-mode=speed"
+NVCC_HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
 # CMake and nvcc call it as a compiler. libgcc comes before zig's own runtime, which knows no processors.
 COMPILER = """#!/bin/sh
@@ -110,15 +116,14 @@ def compiler(site, machine, cxx, folder):
 
 
 def cuda_compiler(nvcc):
-    """The path of an nvcc of the right version."""
+    """The path of an nvcc whose ptxas, which writes what runs, has the right version."""
     if nvcc is None:
         sys.exit("no nvcc: name one of CUDA 12 with --nvcc (docs/releasing.md says where it is), or pass --nvcc off")
-    release = re.search(r"release (\d+)\.", output(nvcc, "--version"))[1]
-    if int(release) != CUDA:
-        sys.exit(
-            f"{nvcc} is of CUDA {release}: drivers of CUDA {CUDA} would not run the kernels; name another by --nvcc"
-        )
-    return pathlib.Path(shutil.which(nvcc)).resolve()
+    path = pathlib.Path(shutil.which(nvcc)).resolve()
+    release = re.search(r"release (\d+)\.(\d+)", output(path.with_name("ptxas"), "--version"))
+    if not CUDA[0] <= tuple(map(int, release.groups())) < CUDA[1]:
+        sys.exit(f"{path} has the ptxas of {release[0]}: wheels need one of CUDA 12, from 12.8 on; name it by --nvcc")
+    return path
 
 
 def with_kernels(python, site, machine, driver, nvcc, folder):
@@ -131,7 +136,9 @@ def with_kernels(python, site, machine, driver, nvcc, folder):
     }
     variables = {"CXX": str(driver)}
     if nvcc:
-        variables |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver)}
+        settings["cmake.define.CMAKE_CUDA_ARCHITECTURES"] = ARCHITECTURES
+        flags = f"{NVCC_FLAGS} --target-directory={NVCC_HOSTS[machine]}"
+        variables |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver), "NVCC_APPEND_FLAGS": flags}
     if machine != os.uname().machine:
         suffix = f".cpython-{version}-{machine}-linux-gnu.so"
         variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
@@ -198,7 +205,7 @@ def main():
     options = parser.parse_args()
     folder, out = ROOT / "build/wheels", options.out.resolve()
     pythons = options.pythons or interpreters()
-    nvcc = None if options.nvcc == "off" or options.machine != "x86_64" else cuda_compiler(options.nvcc)
+    nvcc = None if options.nvcc == "off" else cuda_compiler(options.nvcc)
     cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
 
     site = packages(pythons[0], folder / "packages")

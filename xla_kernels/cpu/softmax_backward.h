@@ -151,7 +151,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
   const int64_t anchor = Anchor(shape);
   const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
   // exp(logit - base). Only a Bernoulli blank can be above the base by more than Exp takes; its result is not used.
-  const auto exp = [](F x) [[gnu::always_inline]] { return kBernoulli ? ExpOfAny(x) : Exp(x); };
+  const auto exp = [](F x) __attribute__((always_inline)) { return kBernoulli ? ExpOfAny(x) : Exp(x); };
 
   const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
   if (begin >= end) return;
@@ -251,7 +251,7 @@ void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
       const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
       const F others = minus_sum == minus_sum ? F{} : minus_sum;  // without a softmax: 0, or NaN
       if (is_short) {
-        WithShortRow(row, n, [&](auto g) [[gnu::always_inline]] {
+        WithShortRow(row, n, [&](auto g) __attribute__((always_inline)) {
           g.Map([&](F v) { return shape.normalize ? exp(v - base) * minus_sum : others; });
           g.Add(labels[lane], static_cast<const A*>(args.ct_label)[r + lane]);
           for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {

@@ -18,9 +18,9 @@ inline F Norm(F anchor, F shift, F sum) {
   using A = std::decay_t<decltype(anchor[0])>;
   constexpr A tiny = kTiny<A>;
   const F reach = shift - anchor, lse = Sum(shift, Log(sum));
-  const F apart = (lse < tiny) & (lse > -tiny) ? Broadcast(-tiny) : lse;
+  const F apart = ((lse < tiny) & (lse > -tiny)) ? Broadcast(-tiny) : lse;
   const auto none = sum == A(0);
-  return ~none & (reach <= kReach<A>) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : apart;
+  return (~none & (reach <= kReach<A>)) ? sum * ExpOfAny(reach) * kSumScale<A> : none ? F{} : apart;
 }
 
 // Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors need no loop. Long rows are summed in blocks, so
@@ -153,7 +153,7 @@ void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
     const auto log_prob = [&](F x, F shift, F sum, SplitLog<F> log_sum) {
       const F y = x - shift - log_sum.high - log_sum.low;
       const F capped = shape.normalize ? Min(Broadcast(A(0)), y) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
-      return ((sum == A(0)) & (x == x) ? Broadcast(-kInfinity<A>) : capped) + poison;
+      return (((sum == A(0)) & (x == x)) ? Broadcast(-kInfinity<A>) : capped) + poison;
     };
     if (shape.durations > 0) {
       const DurationHead<T> head(logits, row_size, labels, ends, shape.durations, shape.normalize);
