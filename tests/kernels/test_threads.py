@@ -1,0 +1,99 @@
+"""Threads that import, compile and run at once: with and without a global interpreter lock."""
+
+import concurrent.futures
+import sys
+import sysconfig
+import threading
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import jax_rnnt
+import losses
+from jax_rnnt._xla import loading, primitive
+from programs import run
+
+THREADS = 32
+
+# Other modules that need the lock would turn it on before.
+IMPORTS = """
+import sys, threading, warnings
+import jax, numpy
+enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+before, barrier, found = enabled(), threading.Barrier(32), []
+
+def work():
+    barrier.wait()
+    import jax_rnnt
+    found.append((jax_rnnt, dict(jax_rnnt._xla.loading.KERNELS)))
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("error", "The global interpreter lock")
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+assert len(found) == 32 and all(one == found[0] for one in found), found
+assert enabled() == before
+print(sorted(found[0][1]))
+"""
+
+
+def at_once(function):
+    """The results of `function(0)` ... `function(31)`, started together."""
+    barrier = threading.Barrier(THREADS)
+
+    def work(i):
+        barrier.wait()
+        return function(i)
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(work, range(THREADS)))
+
+
+def test_threads_import_at_once():
+    """Each sees the whole package, and its modules leave the lock as it was."""
+    assert run(IMPORTS).strip() == str(sorted(loading.KERNELS))
+
+
+def gradient(loss, problem):
+    """Value and gradient by a program of its own."""
+    program = jax.jit(jax.value_and_grad(lambda x: loss(x, *problem[1:], reduction="sum")))
+    return jax.tree.map(np.asarray, program(problem.logits))
+
+
+@pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+def test_threads_compile_and_run_at_once(loss):
+    """Four shapes, each by eight threads: the very numbers of one thread."""
+    problems = [losses.problem(loss=loss, T=3 + i, dtype=np.float32) for i in range(4)]
+    several = at_once(lambda i: gradient(loss, problems[i % 4]))
+    alone = [gradient(loss, problem) for problem in problems]
+    for i, found in enumerate(several):
+        jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
+
+
+def test_threads_share_a_program():
+    """One compiled program, run by all threads on batches of their own."""
+    problems = [losses.problem(seed=i, dtype=np.float32) for i in range(THREADS)]
+    program = jax.jit(jax.value_and_grad(jax_rnnt.rnnt_loss))
+    several = at_once(lambda i: [jax.tree.map(np.asarray, program(*problems[i])) for _ in range(8)])
+    for problem, found in zip(problems, several):
+        alone = program(*problem)
+        for values in found:
+            jax.tree.map(np.testing.assert_array_equal, values, alone)
+
+
+def test_threads_warn_once():
+    """The warning that a program runs on the reference comes once for each reason."""
+    reason = f"a reason of {test_threads_warn_once.__name__}"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        at_once(lambda i: primitive.warn_reference(reason))
+    assert sum(reason in str(w.message) for w in seen) == 1
+
+
+def test_lock_is_off_where_the_interpreter_has_none():
+    """The tests above ran without it: no package of theirs turned it on."""
+    free = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    assert getattr(sys, "_is_gil_enabled", lambda: True)() != free
