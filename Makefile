@@ -9,7 +9,7 @@ comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
-.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix release-check lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
@@ -56,17 +56,25 @@ build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/re
 test-matrix: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) tools/release/matrix.py $(ARGS)
 
-# What the wheels are built with, as CycloneDX.
-sbom: setup
-	mkdir -p dist
-	$(BIN)/cyclonedx-py requirements tools/release/wheels.txt --pyproject pyproject.toml --mc-type library \
-	  --output-reproducible -o dist/jax_rnnt.cdx.json
+# What .github/workflows/release.yml does before it uploads: the files, a second build with the same bytes, and tests under
+# the interpreters at hand. NVCC as for wheels.
+release-check: setup build/check/.installed
+	rm -rf dist
+	$(MAKE) wheels
+	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) build/check/bin/python tools/release/verify.py
+	$(MAKE) test-matrix ARGS="--only oldest newest free-threaded plain pure"
+
+build/check/.installed: tools/release/check.txt
+	test -x build/check/bin/python || $(PYTHON) -m venv build/check
+	build/check/bin/$(LOCKED) tools/release/check.txt
+	touch $@
 
 # Renews the versions and hashes of everything that builds and tests.
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --custom-compile-command 'make lock'
 lock: setup
 	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
+	$(LOCK) tools/release/check.in -o tools/release/check.txt
 	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o tools/release/dev.txt
 
 # $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own

@@ -58,15 +58,14 @@ def output(*command, **keywords):
 
 def interpreters():
     """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later on the PATH and in pyenv, the first of each version."""
-    found = {}
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    for minor in range(11, 20):
-        names = [shutil.which(f"python3.{minor}"), shutil.which(f"python3.{minor}t")]
-        names += sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))
-        for name in filter(None, names):
-            probe = "import sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
-            if subprocess.run([name, "-c", probe], capture_output=True, check=False).returncode == 0:
-                found.setdefault(version(name), str(name))
+    folders = [*map(pathlib.Path, os.get_exec_path()), *sorted(pyenv.glob("versions/*/bin"))]
+    names = [f"python3.{minor}{t}" for minor in range(11, 20) for t in ("", "t")]
+    found = {}
+    for path in filter(pathlib.Path.is_file, (folder / name for name in names for folder in folders)):
+        probe = "import sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
+        if subprocess.run([path, "-c", probe], capture_output=True, check=False).returncode == 0:
+            found.setdefault(version(path), str(path))
     return found
 
 
