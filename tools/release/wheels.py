@@ -3,8 +3,8 @@
     python tools/release/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
 
 A wheel with kernels for each interpreter, free-threaded ones too; one with kernels for every other CPython; and one of
-pure Python for every other place. Each is checked: symbol versions, size, hardening, SBOM. The kernels are compiled once,
-since their objects do not depend on the interpreter. Two builds of one commit give the same bytes (rehearsal.py).
+pure Python for every other place. Each is checked: symbol versions, size, hardening, SBOM. The kernels are compiled
+once, since their objects do not depend on the interpreter. Two builds of one commit give the same bytes: verify.py.
 
 The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
 compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
@@ -57,7 +57,7 @@ def output(*command, **keywords):
 
 
 def interpreters():
-    """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later on the PATH and in pyenv, the first of each version."""
+    """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later on the PATH and in pyenv, the first of each."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
     folders = [*map(pathlib.Path, os.get_exec_path()), *sorted(pyenv.glob("versions/*/bin"))]
     names = [f"python3.{minor}{t}" for minor in range(11, 20) for t in ("", "t")]

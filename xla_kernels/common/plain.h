@@ -1,5 +1,5 @@
-// What module.h gives Python, as a table of plain C. It holds nothing of an interpreter's ABI, so one library serves all
-// interpreters. plain.py reads it by ctypes: its structures are these, field by field.
+// What module.h gives Python, as a table of plain C. It holds nothing of an interpreter's ABI, so one library serves
+// all interpreters. plain.py reads it by ctypes: its structures are these, field by field.
 #pragma once
 
 #include <cstdint>

@@ -66,11 +66,11 @@ def api_version():
 
 
 def registrations():
-    stages = lambda h: {"execute": h.execute, "instantiate": h.instantiate}
-    return {
-        handler.target.decode(): {stage: jax.ffi.pycapsule(at) for stage, at in stages(handler).items() if at}
-        for handler in _table.handlers[: _table.num_handlers]
-    }
+    found = {}
+    for handler in _table.handlers[: _table.num_handlers]:
+        stages = {"execute": handler.execute, "instantiate": handler.instantiate}
+        found[handler.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
+    return found
 
 
 def limits():
