@@ -66,7 +66,7 @@ def api_version():
 
 
 def registrations():
-    found = {}
+    found: dict[str, dict] = {}
     for handler in _table.handlers[: _table.num_handlers]:
         stages = {"execute": handler.execute, "instantiate": handler.instantiate}
         found[handler.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
