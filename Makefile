@@ -9,7 +9,7 @@ comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
-.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix release-check lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix release-check lock from-sdist sanitize sanitize-threads emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
@@ -113,6 +113,20 @@ sanitize: setup build/sanitize/.installed
 	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
 	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_recipes.py \
 	  --ignore tests/transforms/test_memory.py $(ARGS)
+
+# The tests of threads under ThreadSanitizer, in an interpreter without a GIL: FREE names one. It sees the module's code
+# and not jaxlib's, which is not compiled for it. Its memory must not lie at random places.
+FREE ?= python3.14t
+build/threads/.installed: $(SOURCES)
+	test -x build/threads/bin/python || $(FREE) -m venv build/threads
+	build/threads/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false \
+	  -Cbuild-dir=build/threads-objects
+	touch $@
+
+sanitize-threads: build/threads/.installed
+	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
+	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1" JAX_PLATFORMS=cpu \
+	  setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
 NO_KERNEL = agreement align asr axes benchmarks decode decode_programs derivatives docs errors export faults \

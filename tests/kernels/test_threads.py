@@ -57,6 +57,26 @@ def test_threads_import_at_once():
     assert run(IMPORTS).strip() == str(sorted(loading.KERNELS))
 
 
+def test_threads_ask_the_module(kernel):
+    """Its functions answer alike, also where other threads choose the instruction set."""
+    module = loading.module(losses.platform())
+    targets = module.targets() if hasattr(module, "targets") else []
+
+    def ask(i):
+        for target in targets:
+            module.use_target(target)
+            assert module.target() in targets
+        handlers = module.registrations()
+        return sorted(handlers), module.limits(), module.api_version(), module.workspace(i % 2 == 0, 3, True)
+
+    try:
+        several = at_once(ask)
+    finally:
+        if targets:
+            module.use_target(targets[0])
+    assert all(found == several[i % 2] for i, found in enumerate(several))
+
+
 def gradient(loss, problem):
     """Value and gradient by a program of its own."""
     program = jax.jit(jax.value_and_grad(lambda x: loss(x, *problem[1:], reduction="sum")))
