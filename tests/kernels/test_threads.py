@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-import jax_rnnt
 import losses
+import reference_numpy as truth
 from jax_rnnt._xla import loading, primitive
 from programs import run
 
@@ -93,15 +93,24 @@ def test_threads_compile_and_run_at_once(loss):
         jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
 
 
-def test_threads_share_a_program():
-    """One compiled program, run by all threads on batches of their own."""
-    problems = [losses.problem(seed=i, dtype=np.float32) for i in range(THREADS)]
-    program = jax.jit(jax.value_and_grad(jax_rnnt.rnnt_loss))
-    several = at_once(lambda i: [jax.tree.map(np.asarray, program(*problems[i])) for _ in range(8)])
-    for problem, found in zip(problems, several):
-        alone = program(*problem)
-        for values in found:
-            jax.tree.map(np.testing.assert_array_equal, values, alone)
+@losses.reference_slow
+def test_threads_share_a_program(implementation):
+    """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
+    p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
+    expected = losses.RNNT.expected(p)
+    gradients = expected[1].astype(np.float32)
+    step = jax.jit(jax.value_and_grad(lambda x, *rest: losses.RNNT(x, *rest, implementation=implementation)))
+    reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
+
+    def call(shift):
+        order = (np.arange(32) + shift) % 32  # every thread has other data
+        mine = p.take(order)
+        for _ in range(3 if implementation == "kernel" else 1):
+            value, gradient = step(*mine)
+            np.testing.assert_allclose(value, reduced, rtol=1e-5)
+            assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5
+
+    at_once(call)
 
 
 def test_threads_warn_once():

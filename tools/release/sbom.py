@@ -19,10 +19,11 @@ def write(path, root, cxx, nvcc, *, pybind11):
         component("libgcc", gcc, "GPL-3.0-or-later WITH GCC-exception-3.1", "linked statically"),
     ]
     if nvcc:
-        cuda = re.search(r"V(\d[\d.]*)", said(nvcc, "--version"))[1]
+        cuda = re.search(r"release (\d[\d.]*)", said(nvcc.with_name("ptxas"), "--version"))[
+            1
+        ]  # of the toolkit's runtime
         components.append(component("cudart_static", cuda, "LicenseRef-NVIDIA-CUDA-EULA", "linked statically"))
-    version = re.search(r'__version__ = "(.*)"', (root / "jax_rnnt/__init__.py").read_text())[1]
-    own = component("jax_rnnt", version, "Apache-2.0", purl=f"pkg:pypi/jax-rnnt@{version}")
+    own = component("jax_rnnt", version(root), "Apache-2.0", purl=f"pkg:pypi/jax-rnnt@{version(root)}")
     inside = [c["bom-ref"] for c in components]
     document = {
         "bomFormat": "CycloneDX",
@@ -35,6 +36,10 @@ def write(path, root, cxx, nvcc, *, pybind11):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def version(root):
+    return re.search(r'__version__ = "(.*)"', (root / "jax_rnnt/__init__.py").read_text())[1]
 
 
 def component(name, version, license, description="", **more):

@@ -8,11 +8,13 @@ The second build is of a clone in another folder. Needs the packages of check.tx
 import argparse
 import hashlib
 import pathlib
+import re
 import shutil
 import sys
 import tarfile
 import zipfile
 
+import sbom
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from rattler_build import Stage0Recipe, VariantConfig
@@ -59,13 +61,10 @@ def check_recipe():
     recipe = Stage0Recipe.from_file(ROOT / "tools/release/conda/recipe.yaml")
     choices = {"python": ["3.12.* *_cpython"], "cxx_compiler": ["gxx"], "c_stdlib": ["sysroot"]}
     (rendered,) = recipe.render(VariantConfig(choices))
-    version, expected = rendered.recipe.package.version, output(sys.executable, "-c", VERSION, cwd=ROOT)
+    version, expected = str(rendered.recipe.package.version), sbom.version(ROOT)
     if version != expected:
         sys.exit(f"tools/release/conda/recipe.yaml is of version {version}, expected {expected}")
     print(f"recipe.yaml: {rendered.recipe.package.name} {version}")
-
-
-VERSION = "import re; print(re.search('__version__ = \"(.*)\"', open('jax_rnnt/__init__.py').read())[1])"
 
 
 def check_bytes(dist, arguments):
@@ -74,10 +73,9 @@ def check_bytes(dist, arguments):
     shutil.rmtree(clone, ignore_errors=True)
     run("git", "clone", "--quiet", ROOT, clone)
     (clone / "build/wheels").mkdir(parents=True)
-    for kept in ("build/wheels/packages", "build/cuda12"):  # downloads, checked by hash
-        if (ROOT / kept).exists():
-            (clone / kept).symlink_to(ROOT / kept)
-    run(sys.executable, clone / "tools/release/wheels.py", *arguments)
+    (clone / "build/wheels/packages").symlink_to(ROOT / "build/wheels/packages")  # downloads, checked by hash
+    for machine in sorted({m[1] for name in hashes(dist) if (m := re.search(r"_(x86_64|aarch64)\.whl$", name))}):
+        run(sys.executable, clone / "tools/release/wheels.py", "--machine", machine, *arguments)
     first, second = hashes(dist), hashes(clone / "dist")
     for name in first.keys() | second.keys():
         if first.get(name) != second.get(name):
