@@ -19,9 +19,8 @@ def write(path, root, cxx, nvcc, *, pybind11):
         component("libgcc", gcc, "GPL-3.0-or-later WITH GCC-exception-3.1", "linked statically"),
     ]
     if nvcc:
-        cuda = re.search(r"release (\d[\d.]*)", said(nvcc.with_name("ptxas"), "--version"))[
-            1
-        ]  # of the toolkit's runtime
+        # That of the runtime: nvcc may be newer than what it links.
+        cuda = re.search(r"release (\d[\d.]*)", said(nvcc.with_name("ptxas"), "--version"))[1]
         components.append(component("cudart_static", cuda, "LicenseRef-NVIDIA-CUDA-EULA", "linked statically"))
     own = component("jax_rnnt", version(root), "Apache-2.0", purl=f"pkg:pypi/jax-rnnt@{version(root)}")
     inside = [c["bom-ref"] for c in components]
