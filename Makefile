@@ -125,7 +125,7 @@ build/threads/.installed: $(SOURCES)
 
 sanitize-threads: build/threads/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
-	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=tools/fuzz/threads.supp" JAX_PLATFORMS=cpu \
+	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$(CURDIR)/tools/fuzz/threads.supp" JAX_PLATFORMS=cpu \
 	  setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
