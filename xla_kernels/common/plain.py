@@ -10,7 +10,7 @@ import pathlib
 import jax
 
 
-class _Handler(ctypes.Structure):
+class _Registration(ctypes.Structure):
     _fields_ = [("target", ctypes.c_char_p), ("execute", ctypes.c_void_p), ("instantiate", ctypes.c_void_p)]
 
 
@@ -34,8 +34,8 @@ class _Table(ctypes.Structure):
         ("kernels", _text),
         ("api_major", _int32),
         ("api_minor", _int32),
-        ("handlers", _many(_Handler)),
-        ("num_handlers", _int64),
+        ("registrations", _many(_Registration)),
+        ("num_registrations", _int64),
         ("limits", _many(_Limit)),
         ("num_limits", _int64),
         ("workspace", ctypes.CFUNCTYPE(None, _bool, _int64, _bool, _many(_Term))),
@@ -67,9 +67,9 @@ def api_version():
 
 def registrations():
     found: dict[str, dict] = {}
-    for handler in _table.handlers[: _table.num_handlers]:
-        stages = {"execute": handler.execute, "instantiate": handler.instantiate}
-        found[handler.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
+    for made in _table.registrations[: _table.num_registrations]:
+        stages = {"execute": made.execute, "instantiate": made.instantiate}
+        found[made.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
     return found
 
 
