@@ -2,7 +2,8 @@
 
     python tools/release/verify.py [--dist dist] [ARGUMENTS of wheels.py ...]
 
-The second build is of a clone in another folder. Needs the packages of check.txt.
+The second build is in the same folder: nvcc writes a hash of it into the names of kernels. Needs the packages of
+check.txt.
 """
 
 import argparse
@@ -68,20 +69,18 @@ def check_recipe():
 
 
 def check_bytes(dist, arguments):
-    """A clone of the commit makes the same files."""
-    clone = ROOT / "build/again"
-    shutil.rmtree(clone, ignore_errors=True)
-    run("git", "clone", "--quiet", ROOT, clone)
-    (clone / "build/wheels").mkdir(parents=True)
-    (clone / "build/wheels/packages").symlink_to(ROOT / "build/wheels/packages")  # downloads, checked by hash
+    """A second build from nothing makes the same files."""
+    again = ROOT / "build/again"
+    shutil.rmtree(again, ignore_errors=True)
     for machine in sorted({m[1] for name in hashes(dist) if (m := re.search(r"_(x86_64|aarch64)\.whl$", name))}):
-        run(sys.executable, clone / "tools/release/wheels.py", "--machine", machine, *arguments)
-    first, second = hashes(dist), hashes(clone / "dist")
+        shutil.rmtree(ROOT / "build/wheels" / machine)
+        run(sys.executable, ROOT / "tools/release/wheels.py", "--out", again, "--machine", machine, *arguments)
+    first, second = hashes(dist), hashes(again)
     for name in first.keys() | second.keys():
         if first.get(name) != second.get(name):
             print(f"two builds of the commit differ in {name}", file=sys.stderr)
             if name in first.keys() & second.keys():
-                one, other = members(dist / name), members(clone / "dist" / name)
+                one, other = members(dist / name), members(again / name)
                 print(*sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k)), file=sys.stderr)
     if first != second:
         sys.exit("two builds of one commit must have the same bytes")
