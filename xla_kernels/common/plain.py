@@ -89,10 +89,10 @@ if kernels == "cpu":
 
     def targets():
         """Instruction sets that this processor runs, best first."""
-        names, found = _table.targets(), []
-        while names[len(found)] is not None:
-            found.append(names[len(found)])
-        return [name.decode() for name in found]
+        names: list[str] = []
+        while (name := _table.targets()[len(names)]) is not None:  # which ends them
+            names.append(name.decode())
+        return names
 
     def target():
         return _table.target().decode()
