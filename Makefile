@@ -9,7 +9,7 @@ comma = ,
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
 
-.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix sbom lock from-sdist sanitize emulation cuda-check cuda12-check cuda-model bench bench-peers \
+.PHONY: setup demo demo-losses recipes test test-all wheels test-matrix release-check lock from-sdist sanitize sanitize-threads emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
 setup: $(VENV)/.installed
@@ -60,21 +60,40 @@ build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/re
 macos-check:
 	$(PYTHON) tools/release/macos.py
 
+# On a Mac with an ARM processor: its wheel, for every interpreter, into dist and into $(VENV).
+macos-wheel:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/$(LOCKED) tools/release/dev.txt
+	PYTHONPATH=tools/release $(BIN)/python -c "import pathlib, sbom; \
+	  sbom.write(pathlib.Path('build/macos.cdx.json'), pathlib.Path(), None, None, pybind11=False)"
+	JAX_RNNT_WHEEL=plain MACOSX_DEPLOYMENT_TARGET=11.0 $(BIN)/python -m build --quiet --wheel --outdir dist \
+	  -Ccmake.define.JAX_RNNT_SBOM=$(CURDIR)/build/macos.cdx.json .
+	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/*.whl
+	touch $(VENV)/.installed
+
 # The wheels in dist, under every version of jax and Python. ARGS="--only oldest newest", ARGS=--full: all tests.
 test-matrix: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTHON) tools/release/matrix.py $(ARGS)
 
-# What the wheels are built with, as CycloneDX.
-sbom: setup
-	mkdir -p dist
-	$(BIN)/cyclonedx-py requirements tools/release/wheels.txt --pyproject pyproject.toml --mc-type library \
-	  --output-reproducible -o dist/jax_rnnt.cdx.json
+# What .github/workflows/release.yml does before it uploads: the files, a second build with the same bytes, and tests under
+# the interpreters at hand. NVCC as for wheels.
+release-check: setup build/check/.installed
+	rm -rf dist
+	$(MAKE) wheels
+	CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) build/check/bin/python tools/release/verify.py
+	$(MAKE) test-matrix ARGS="--only oldest newest free-threaded plain pure"
+
+build/check/.installed: tools/release/check.txt
+	test -x build/check/bin/python || $(PYTHON) -m venv build/check
+	build/check/bin/$(LOCKED) tools/release/check.txt
+	touch $@
 
 # Renews the versions and hashes of everything that builds and tests.
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --custom-compile-command 'make lock'
 lock: setup
 	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
+	$(LOCK) tools/release/check.in -o tools/release/check.txt
 	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o tools/release/dev.txt
 
 # $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own
@@ -113,6 +132,20 @@ sanitize: setup build/sanitize/.installed
 	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
 	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_recipes.py \
 	  --ignore tests/transforms/test_memory.py $(ARGS)
+
+# The tests of threads under ThreadSanitizer, in an interpreter without a GIL: FREE names one. It sees the module's code
+# and not jaxlib's, which is not compiled for it. Its memory must not lie at random places.
+FREE ?= python3.14t
+build/threads/.installed: $(SOURCES)
+	test -x build/threads/bin/python || $(FREE) -m venv build/threads
+	build/threads/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false \
+	  -Cbuild-dir=build/threads-objects
+	touch $@
+
+sanitize-threads: build/threads/.installed
+	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
+	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$(CURDIR)/tools/fuzz/threads.supp" JAX_PLATFORMS=cpu \
+	  setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py $(ARGS)
 
 # The suite on the CUDA kernels, run by the CPU (tools/emulation). What does not concern them is left out.
 NO_KERNEL = agreement align asr axes benchmarks decode decode_programs derivatives docs errors export faults \

@@ -12,6 +12,7 @@ meshes (jax 0.6.2 ... 0.12), so each primitive carries
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,18 @@ from jax_rnnt._xla.over_devices import lower_over_devices, unpartitioned
 
 PALLAS = (0, 8)  # the first jax whose Pallas runs the TPU kernels
 _PARTLY_MANUAL = (0, 10)  # the same within a mesh with manual and automatic axes
+_warning = threading.RLock()  # a cache lets two threads compute one entry
 
 
 @functools.cache
-def _warn_reference(reason: str) -> None:  # once for each reason
+def _warn_reference(reason: str) -> None:
     _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
+
+
+def warn_reference(reason: str) -> None:
+    """Once for each reason."""
+    with _warning:
+        _warn_reference(reason)
 
 
 def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | None:
@@ -247,7 +255,7 @@ class Kernel:
             message = f"implementation='kernel': jax_rnnt has no kernel {self.target} for this: {reason}; "
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         if not known:
-            _warn_reference(reason)
+            warn_reference(reason)
         function = functools.partial(self.reference, **attributes)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

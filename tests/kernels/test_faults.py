@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import losses
-import reference_numpy as truth
 from programs import pair, run
 
 # -------------------------------------------------------------------------------------------------- JAX's settings
@@ -82,37 +80,7 @@ print(float(jax.jit(jax_rnnt.rnnt_loss)(*arguments)))
 """
 
 
-# ---------------------------------------------------------------------------------------------- threads, processes
-@losses.reference_slow
-def test_32_threads(implementation):
-    """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
-    p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
-    expected = losses.RNNT.expected(p)
-    gradients = expected[1].astype(np.float32)
-    step = jax.jit(jax.value_and_grad(lambda x, *rest: losses.RNNT(x, *rest, implementation=implementation)))
-    reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
-    barrier, failed = threading.Barrier(32), []
-
-    def call(shift):
-        order = (np.arange(32) + shift) % 32  # every thread has other data
-        mine = p.take(order)
-        barrier.wait()
-        try:
-            for _ in range(3 if implementation == "kernel" else 1):
-                value, gradient = step(*mine)
-                np.testing.assert_allclose(value, reduced, rtol=1e-5)
-                assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed[0]
-
-
+# ------------------------------------------------------------------------------------------------------- processes
 FORK = f"""
 import os, warnings
 {ONE_NODE}

@@ -1,6 +1,6 @@
 """Runs the tests on the wheels of one build, under several versions of JAX and Python: `make test-matrix`.
 
-    python tools/release/matrix.py [--wheels dist] [--only oldest newest pure | JAX:PYTHON ...] [--full] [--check]
+    python tools/release/matrix.py [--wheels dist] [--only oldest ... | JAX:PYTHON[:WHEEL] ...] [--full] [--check]
 
 A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some
 tests, or the suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has
@@ -19,19 +19,33 @@ import time
 
 from wheels import ROOT, interpreters
 
-# Each jax is the last of its minor version.
+# Each jax is the last of its minor version. A wheel is the interpreter's own, or "plain" or "pure", which fit several.
 ROWS = [
-    ("0.6.2", "3.11"),
-    ("0.7.2", "3.12"),
-    ("0.8.3", "3.12"),
-    ("0.9.2", "3.13"),
-    ("0.10.2", "3.11"),
-    ("0.11.2", "3.12"),
-    ("0.12.0.1", "3.13"),
-    ("0.12.0.1", "3.14"),
-    ("0.12.0.1", "pure"),
+    ("0.6.2", "3.11", "own"),
+    ("0.7.2", "3.12", "own"),
+    ("0.8.3", "3.12", "own"),
+    ("0.9.2", "3.13", "own"),
+    ("0.10.2", "3.11", "own"),
+    ("0.11.2", "3.12", "own"),
+    ("0.12.0.1", "3.13", "own"),
+    ("0.12.0.1", "3.14", "own"),
+    ("0.12.0.1", "3.14t", "own"),
+    ("0.12.0.1", "3.15", "own"),
+    ("0.12.0.1", "3.15t", "own"),
+    ("0.6.2", "3.11", "plain"),
+    ("0.12.0.1", "3.13", "plain"),
+    ("0.12.0.1", "3.14t", "plain"),
+    ("0.12.0.1", "3.15", "plain"),
+    ("0.12.0.1", "3.13", "pure"),
 ]
-NAMES = {"oldest": ROWS[0], "newest": ROWS[-2], "pure": ROWS[-1]}
+NAMES = {
+    "oldest": ROWS[0],
+    "newest": ("0.12.0.1", "3.13", "own"),
+    "free-threaded": ("0.12.0.1", "3.14t", "own"),
+    "plain": ("0.12.0.1", "3.13", "plain"),
+    "pure": ROWS[-1],
+}
+TAGS = {"plain": "py3-none-manylinux*", "pure": "py3-none-any"}
 
 # What depends on JAX most: values, gradients, jit, vmap, sharding, export and a search.
 QUICK = {
@@ -42,10 +56,13 @@ QUICK = {
     "transforms/test_sharding": ["batch_sharded", "shard_map", "pmap"],
     "transforms/test_export": ["round_trip", "platforms"],
     "decode/test_decode": ["beam_is_the_enumeration"],
+    "kernels/test_threads": [""],
 }
-# Of these: the values of every loss, and all of the RNN-T loss; by the kernels, or the reference where there are none.
-SELECTED = "(rnnt or every_loss and plain-logits) and not float64 and not -1-float32 and not 3-float32 and not {other}"
-HEADER = "| jax | Python | kernels | tests |\n|---|---|---|---|"
+# Of these: the values of every loss, threads, and all of the RNN-T loss; by the kernels, or the reference where there
+# are none.
+SELECTED = "(rnnt or threads or every_loss and plain-logits) and not float64"
+SELECTED += " and not -1-float32 and not 3-float32 and not {other}"
+HEADER = "| jax | Python | wheel | kernels | tests |\n|---|---|---|---|---|"
 
 
 def run(*command, **keywords):
@@ -55,26 +72,28 @@ def run(*command, **keywords):
     return done.stdout
 
 
-def wheel_for(folder, python):
-    tag = "py3-none-any" if python == "pure" else f"cp{python.replace('.', '')}-*{os.uname().machine}"
-    found = sorted(folder.glob(f"jax_rnnt-*-{tag}.whl"))
+def wheel_for(folder, python, wheel):
+    version = python.replace(".", "")
+    tag = TAGS.get(wheel, f"cp{version.rstrip('t')}-cp{version}-manylinux*")
+    found = sorted(folder.glob(f"jax_rnnt-*-{tag}{'' if wheel == 'pure' else os.uname().machine}.whl"))
     if len(found) != 1:
         sys.exit(f"expected one wheel {tag} in {folder}, got {[f.name for f in found]}: run `make wheels`")
     return found[0]
 
 
-def row(jax, python, interpreter, wheels, full):
+def row(jax, python, wheel, interpreter, wheels, full):
     """A line of the table."""
-    folder = ROOT / f"build/matrix/{jax}-{python}"
+    folder = ROOT / f"build/matrix/{jax}-{python}-{wheel}"
     uv = shutil.which("uv") or sys.exit("no uv on the PATH: run `make test-matrix`, which has one")
     run(uv, "venv", "--clear", "--python", interpreter, folder)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CUDACXX")}
     env |= {"PATH": str(folder / "bin"), "JAX_PLATFORMS": "cpu"}
     keywords = {"env": env, "cwd": folder}
-    wheel = f"jax_rnnt[test] @ {wheel_for(wheels, python).as_uri()}"
+    file = wheel_for(wheels, python, wheel)
+    needed = f"jax_rnnt[test] @ {file.as_uri()}"
     options = ["--only-binary", ":all:", "--python", folder / "bin/python"]
-    run(uv, "pip", "install", *options, f"jax=={jax}", wheel, **keywords)
-    require = "" if python == "pure" else "cpu"
+    run(uv, "pip", "install", *options, f"jax=={jax}", needed, **keywords)
+    require = "" if wheel == "pure" else "cpu"
     program = [folder / "bin/python", "-W", "ignore", "-m", "jax_rnnt", "--json"]
     info = json.loads(run(*program, "info", **keywords))
     run(*program, "selftest", "--require", require, **keywords)
@@ -82,21 +101,23 @@ def row(jax, python, interpreter, wheels, full):
     if require:
         env["JAX_RNNT_REQUIRE"] = require
         instructions = instruction_set(folder / "bin/python", **keywords)
-    tests = [f"tests/{file}.py::test_{name}" for file, names in QUICK.items() for name in names]
+    tests = [f"tests/{file}.py::test_{name}".removesuffix("::test_") for file, names in QUICK.items() for name in names]
     if full:
         # Not those of examples and benchmarks: they need more packages, and the shell, which is not on the PATH.
         ignored = [f"--ignore-glob=tests/*/test_{name}.py" for name in ("example", "benchmarks")]
         tests = ["-n", "auto", "--dist", "worksteal", *ignored]
     else:
-        tests += ["-p", "no:xdist", "-k", SELECTED.format(other="kernel" if python == "pure" else "reference")]
-    if python == "pure":
+        tests += ["-p", "no:xdist", "-k", SELECTED.format(other="kernel" if wheel == "pure" else "reference")]
+    if wheel == "pure":
         tests += ["-W", "default:jax_rnnt runs on its pure-JAX reference:RuntimeWarning"]
-    if python != "pure" or full:  # where there are kernels, most tests of the reference are slow ones
+    if wheel != "pure" or full:  # where there are kernels, most tests of the reference are slow ones
         tests += ["-m", "not slow"]
     start = time.monotonic()
     text = run(folder / "bin/pytest", "-q", *tests, env=env, cwd=ROOT)
     print(f"{time.monotonic() - start:.0f} s: the tests of the next line", file=sys.stderr)
-    return f"| {info['versions']['jax']} | {info['versions']['python']} | {instructions} | {counts(text)} |"
+    tags = file.stem.split("-", 2)[2].rpartition("_" + os.uname().machine)[0] or "py3-none-any"
+    version = info["versions"]["python"] + python[4:]  # t
+    return f"| {info['versions']['jax']} | {version} | `{tags}` | {instructions} | {counts(text)} |"
 
 
 def instruction_set(python, **keywords):
@@ -119,20 +140,20 @@ def counts(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "dist")
-    parser.add_argument("--only", nargs="+", metavar="ROW", help=f"{', '.join(NAMES)}, or JAX:PYTHON")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help=f"{', '.join(NAMES)}, or JAX:PYTHON[:WHEEL]")
     parser.add_argument("--full", action="store_true", help="the suite in place of some tests")
     parser.add_argument("--check", action="store_true", help="fail where docs/install.md has another line")
     options = parser.parse_args()
-    rows = [NAMES.get(name) or tuple(name.split(":", 1)) for name in options.only or []] or ROWS
-    known = {run(p, "-c", "import sys; print('{}.{}'.format(*sys.version_info))").strip(): p for p in interpreters()}
+    rows = [NAMES.get(name) or (*name.split(":"), "own")[:3] for name in options.only or []] or ROWS
+    known = interpreters()
     document = (ROOT / "docs/install.md").read_text()
     print(HEADER, flush=True)
-    for jax, python in rows:
-        interpreter = known.get(python) if python != "pure" else known.get("3.13", next(iter(known.values())))
+    for jax, python, wheel in rows:
+        interpreter = known.get(python)
         if interpreter is None:
             print(f"no Python {python} on this machine: jax {jax} is left out", file=sys.stderr)
             continue
-        line = row(jax, python, interpreter, options.wheels.resolve(), options.full)
+        line = row(jax, python, wheel, interpreter, options.wheels.resolve(), options.full)
         print(line, flush=True)
         if options.check and line not in document:
             sys.exit("docs/install.md has another line for this row")

@@ -2,8 +2,9 @@
 
     python tools/release/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
 
-A wheel with kernels for each interpreter, and one of pure Python for every other place. Each is checked: symbol
-versions, size, hardening. The kernels are compiled once, since their objects do not depend on the interpreter.
+A wheel with kernels for each interpreter, free-threaded ones too; one with kernels for every other CPython; and one of
+pure Python for every other place. Each is checked: symbol versions, size, hardening, SBOM. The kernels are compiled
+once, since their objects do not depend on the interpreter. Two builds of one commit give the same bytes: verify.py.
 
 The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
 compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
@@ -13,6 +14,7 @@ compiler, whose libc++ nvcc does not take; zig 0.12 and 0.15 do not link __built
 
 import argparse
 import io
+import json
 import os
 import pathlib
 import re
@@ -20,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+
+import sbom
 
 ROOT = pathlib.Path(__file__).parents[2]
 GLIBC = (2, 27)
@@ -59,16 +63,22 @@ def output(*command, **keywords):
 
 
 def interpreters():
-    """CPython 3.11 and later on the PATH and in pyenv, the first of each minor version."""
-    found = {}
+    """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later on the PATH and in pyenv, the first of each."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    for minor in range(11, 20):
-        names = [shutil.which(f"python3.{minor}"), *sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))]
-        for name in filter(None, names):
-            probe = "import sys, sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
-            if subprocess.run([name, "-c", probe], capture_output=True, check=False).returncode == 0:
-                found.setdefault(minor, str(name))
-    return list(found.values())
+    folders = [*map(pathlib.Path, os.get_exec_path()), *sorted(pyenv.glob("versions/*/bin"))]
+    names = [f"python3.{minor}{t}" for minor in range(11, 20) for t in ("", "t")]
+    found = {}
+    for path in filter(pathlib.Path.is_file, (folder / name for name in names for folder in folders)):
+        probe = "import sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
+        if subprocess.run([path, "-c", probe], capture_output=True, check=False).returncode == 0:
+            found.setdefault(version(path), str(path))
+    return found
+
+
+def version(python):
+    """Of an interpreter: 3.14, or 3.14t without the GIL."""
+    gil = "'t' if sysconfig.get_config_var('Py_GIL_DISABLED') else ''"
+    return output(python, "-c", f"import sys, sysconfig; print('{{}}.{{}}'.format(*sys.version_info), end={gil})")
 
 
 def packages(python, folder):
@@ -82,9 +92,17 @@ def packages(python, folder):
     return folder
 
 
+def environment(site, **variables):
+    """With the packages of `site`, and the commit's time as that of every file in an archive."""
+    own = {"PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+    if "SOURCE_DATE_EPOCH" not in os.environ:
+        own["SOURCE_DATE_EPOCH"] = output("git", "log", "-1", "--format=%ct", cwd=ROOT)
+    return {**os.environ, **own, **variables}
+
+
 def build(python, site, out, settings, *, kind="wheel", **variables):
     """Runs the build backend, not isolated, with the packages of `site`."""
-    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}", **variables}
+    env = environment(site, **variables)
     options = [f"-C{key}={value}" for key, value in settings.items()]
     flags = [f"--{kind}", "--no-isolation", "--skip-dependency-check"]
     run(python, "-m", "build", *flags, "--outdir", out, *options, ROOT, env=env)
@@ -96,7 +114,7 @@ def compiler(site, machine, cxx, folder):
     # libstdc++ asks it whether atomics may be skipped; glibc before 2.32 has no such variable. Never is right.
     (folder / "single_threaded.c").write_text("char __libc_single_threaded = 0;\n")
     run(cxx, "-x", "c", "-fPIC", "-c", folder / "single_threaded.c", "-o", folder / "single_threaded.o")
-    (folder / "exports").write_text("{ global: PyInit_*; local: *; };\n")
+    (folder / "exports").write_text("{ global: PyInit_*; jax_rnnt_table*; local: *; };\n")
     libraries = {
         name: output(cxx, f"-print-file-name={file}")
         for name, file in (("libstdcxx", "libstdc++.a"), ("libgcc", "libgcc.a"), ("libgcc_s", "libgcc_s.so.1"))
@@ -126,24 +144,27 @@ def cuda_compiler(nvcc):
     return path
 
 
-def with_kernels(python, site, machine, driver, nvcc, folder):
-    """The wheel of one interpreter, tagged for the system that built it."""
-    version = output(python, "-c", "import sys; print('{}{}'.format(*sys.version_info))")
+def with_kernels(python, site, machine, driver, nvcc, folder, *, plain=False):
+    """The wheel of one interpreter, or of every interpreter (`plain`), tagged for the system that built it."""
+    components = sbom.write(folder / f"{machine}.cdx.json", ROOT, driver, nvcc, pybind11=not plain)
     settings = {
         "build-dir": folder / machine,
         "install.strip": "false",  # the linker does
         "cmake.define.JAX_RNNT_CUDA": "on" if nvcc else "off",
+        "cmake.define.JAX_RNNT_SBOM": components,
     }
     variables = {"CXX": str(driver)}
+    if plain:
+        variables["JAX_RNNT_WHEEL"] = "plain"
     if nvcc:
         settings["cmake.define.CMAKE_CUDA_ARCHITECTURES"] = ARCHITECTURES
         flags = f"{NVCC_FLAGS} --target-directory={NVCC_HOSTS[machine]}"
         variables |= {"CUDACXX": str(nvcc), "CUDAHOSTCXX": str(driver), "NVCC_APPEND_FLAGS": flags}
     if machine != os.uname().machine:
-        suffix = f".cpython-{version}-{machine}-linux-gnu.so"
+        suffix = f".cpython-{version(python).replace('.', '')}-{machine}-linux-gnu.so"
         variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
     (folder / machine / "CMakeCache.txt").unlink(missing_ok=True)  # it names the last interpreter; the objects stay
-    raw = folder / f"raw-{machine}-{version}"
+    raw = folder / f"raw-{machine}-{'plain' if plain else version(python)}"
     shutil.rmtree(raw, ignore_errors=True)
     build(python, site, raw, settings, **variables)
     (wheel,) = raw.glob("*.whl")
@@ -153,10 +174,9 @@ def with_kernels(python, site, machine, driver, nvcc, folder):
 def repair(python, site, wheel, machine, out):
     """Tags the wheel for the old glibc; auditwheel fails where a symbol is newer."""
     plat = "manylinux_{}_{}_{}".format(*GLIBC, machine)
-    env = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
     # It knows the tags of the machine that it runs on alone.
     program = f"import platform; platform.machine = lambda: {machine!r}; from auditwheel.main import main; exit(main())"
-    run(python, "-c", program, "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=env)
+    run(python, "-c", program, "repair", "--plat", plat, "--only-plat", "-w", out, wheel, env=environment(site))
 
 
 def faults(elf):
@@ -170,26 +190,31 @@ def faults(elf):
         yield "has an executable stack"
     if "PT_GNU_RELRO" not in segments or not flags.get("DT_FLAGS_1", 0) & 1:
         yield "binds no symbols before it runs"
-    if not any(name.startswith("PyInit_") for name in exported) or len(exported) != 1:
-        yield f"exports {len(exported)} symbols, expected PyInit alone"
+    if len(exported) != 1 or not re.match("PyInit_|jax_rnnt_table$", exported[0]):
+        yield f"exports {exported[:3]}, expected its entry alone"
 
 
 def check(wheel, machine, cuda):
     """A line about a finished wheel; fails where something is missing or large."""
     from elftools.elf.elffile import ELFFile  # of the lock file
 
-    modules = set()
+    modules, pure = set(), wheel.name.endswith("any.whl")
+    library = rf"jax_rnnt/(?:(_cpu|_cuda)\.cpython-\d+t?-{machine}-linux-gnu|lib(_cpu|_cuda))\.so"
     with zipfile.ZipFile(wheel) as archive:
-        for entry in archive.infolist():
-            if match := re.fullmatch(rf"jax_rnnt/(_cpu|_cuda)\.cpython-\d+-{machine}-linux-gnu\.so", entry.filename):
-                modules.add(match[1])
-                if found := list(faults(ELFFile(io.BytesIO(archive.read(entry))))):
-                    sys.exit(f"{wheel.name}: {entry.filename} {', '.join(found)}")
-            elif entry.filename.endswith(".so") or ".libs/" in entry.filename:
-                sys.exit(f"{wheel.name} holds {entry.filename}")
-    wanted = set() if machine is None else {"_cpu", "_cuda"} if cuda else {"_cpu"}
+        names = archive.namelist()
+        for name in names:
+            if match := re.fullmatch(library, name):
+                modules.add(match[1] or match[2])
+                if found := list(faults(ELFFile(io.BytesIO(archive.read(name))))):
+                    sys.exit(f"{wheel.name}: {name} {', '.join(found)}")
+            elif name.endswith(".so") or ".libs/" in name:
+                sys.exit(f"{wheel.name} holds {name}")
+        components = [json.loads(archive.read(n))["components"] for n in names if n.endswith(".cdx.json")]
+    wanted = set() if pure else {"_cpu", "_cuda"} if cuda else {"_cpu"}
     if modules != wanted:
         sys.exit(f"{wheel.name} holds the modules {sorted(modules)}, expected {sorted(wanted)}")
+    if len(components) != (0 if pure else 1):  # nothing of others is in the wheel of pure Python
+        sys.exit(f"{wheel.name} holds {len(components)} SBOMs, expected {0 if pure else 1}")
     if (size := wheel.stat().st_size) > LARGEST:
         sys.exit(f"{wheel.name} has {size} bytes, expected at most {LARGEST}")
     return f"{size / 1e6:6.2f} MB  {wheel.name}"
@@ -204,7 +229,7 @@ def main():
     parser.add_argument("--nvcc", default=os.environ.get("CUDACXX") or shutil.which("nvcc"), help="of CUDA 12, or off")
     options = parser.parse_args()
     folder, out = ROOT / "build/wheels", options.out.resolve()
-    pythons = options.pythons or interpreters()
+    pythons = options.pythons or list(interpreters().values())
     nvcc = None if options.nvcc == "off" else cuda_compiler(options.nvcc)
     cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
 
@@ -212,16 +237,13 @@ def main():
     sys.path.append(str(site))
     driver = compiler(site, options.machine, cxx, folder / f"compiler-{options.machine}")
     build(pythons[0], site, out, {}, kind="sdist")
-    pure = {"wheel.py-api": "py3", "wheel.platlib": "false", "cmake.define.JAX_RNNT_KERNELS": "off"}
-    build(pythons[0], site, out, {"build-dir": folder / "pure", **pure})
-    for python in pythons:
-        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder)
+    build(pythons[0], site, out, {"build-dir": folder / "pure"}, JAX_RNNT_WHEEL="pure")
+    for python, plain in [*((python, False) for python in pythons), (pythons[0], True)]:
+        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder, plain=plain)
         repair(pythons[0], site, wheel, options.machine, out)
     for wheel in sorted(out.glob("*.whl")):
-        if wheel.name.endswith(f"{options.machine}.whl"):
+        if wheel.name.endswith((f"{options.machine}.whl", "any.whl")):
             print(check(wheel, options.machine, cuda=nvcc))
-        elif wheel.name.endswith("any.whl"):
-            print(check(wheel, None, cuda=None))
 
 
 if __name__ == "__main__":

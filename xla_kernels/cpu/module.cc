@@ -6,7 +6,7 @@
 
 #include "xla_kernels/cpu/dispatch.h"
 
-PYBIND11_MODULE(_cpu, m) {
+PYBIND11_MODULE(_cpu, m, pybind11::mod_gil_not_used()) {
   namespace cpu = jax_rnnt::cpu;
   namespace py = pybind11;
   jax_rnnt::Export(m, "cpu");

@@ -11,7 +11,7 @@
 #define JAX_RNNT_ARCHITECTURES ""
 #endif
 
-PYBIND11_MODULE(JAX_RNNT_MODULE, m) {
+PYBIND11_MODULE(JAX_RNNT_MODULE, m, pybind11::mod_gil_not_used()) {
   using namespace jax_rnnt::cuda;
   jax_rnnt::Export(m, "cuda");
   m.attr("architectures") = JAX_RNNT_ARCHITECTURES;

@@ -1,0 +1,128 @@
+"""Threads that import, compile and run at once: with and without a global interpreter lock."""
+
+import concurrent.futures
+import sys
+import sysconfig
+import threading
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import losses
+import reference_numpy as truth
+from jax_rnnt._xla import loading, primitive
+from programs import run
+
+THREADS = 32
+
+# Other modules that need the lock would turn it on before.
+IMPORTS = """
+import sys, threading, warnings
+import jax, numpy
+enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+before, barrier, found = enabled(), threading.Barrier(32), []
+
+def work():
+    barrier.wait()
+    import jax_rnnt
+    found.append((jax_rnnt, dict(jax_rnnt._xla.loading.KERNELS)))
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("error", "The global interpreter lock")
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+assert len(found) == 32 and all(one == found[0] for one in found), found
+assert enabled() == before
+print(sorted(found[0][1]))
+"""
+
+
+def at_once(function):
+    """The results of `function(0)` ... `function(31)`, started together."""
+    barrier = threading.Barrier(THREADS)
+
+    def work(i):
+        barrier.wait()
+        return function(i)
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(work, range(THREADS)))
+
+
+def test_threads_import_at_once():
+    """Each sees the whole package, and its modules leave the lock as it was."""
+    assert run(IMPORTS).strip() == str(sorted(loading.KERNELS))
+
+
+def test_threads_ask_the_module(kernel):
+    """Its functions answer alike, also where other threads choose the instruction set."""
+    module = loading.module(losses.platform())
+    targets = module.targets() if hasattr(module, "targets") else []
+
+    def ask(i):
+        for target in targets:
+            module.use_target(target)
+            assert module.target() in targets
+        handlers = module.registrations()
+        return sorted(handlers), module.limits(), module.api_version(), module.workspace(i % 2 == 0, 3, True)
+
+    try:
+        several = at_once(ask)
+    finally:
+        if targets:
+            module.use_target(targets[0])
+    assert all(found == several[i % 2] for i, found in enumerate(several))
+
+
+def gradient(loss, problem):
+    """Value and gradient by a program of its own."""
+    program = jax.jit(jax.value_and_grad(lambda x: loss(x, *problem[1:], reduction="sum")))
+    return jax.tree.map(np.asarray, program(problem.logits))
+
+
+@pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+def test_threads_compile_and_run_at_once(loss):
+    """Four shapes, each by eight threads: the very numbers of one thread."""
+    problems = [losses.problem(loss=loss, T=3 + i, dtype=np.float32) for i in range(4)]
+    several = at_once(lambda i: gradient(loss, problems[i % 4]))
+    alone = [gradient(loss, problem) for problem in problems]
+    for i, found in enumerate(several):
+        jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
+
+
+@losses.reference_slow
+def test_threads_share_a_program(implementation):
+    """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
+    p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
+    expected = losses.RNNT.expected(p)
+    gradients = expected[1].astype(np.float32)
+    step = jax.jit(jax.value_and_grad(lambda x, *rest: losses.RNNT(x, *rest, implementation=implementation)))
+    reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
+
+    def call(shift):
+        order = (np.arange(32) + shift) % 32  # every thread has other data
+        mine = p.take(order)
+        for _ in range(3 if implementation == "kernel" else 1):
+            value, gradient = step(*mine)
+            np.testing.assert_allclose(value, reduced, rtol=1e-5)
+            assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5
+
+    at_once(call)
+
+
+def test_threads_warn_once():
+    """The warning that a program runs on the reference comes once for each reason."""
+    reason = f"a reason of {test_threads_warn_once.__name__}"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        at_once(lambda i: primitive.warn_reference(reason))
+    assert sum(reason in str(w.message) for w in seen) == 1
+
+
+def test_lock_is_off_where_the_interpreter_has_none():
+    """The tests above ran without it: no package of theirs turned it on."""
+    free = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    assert getattr(sys, "_is_gil_enabled", lambda: True)() != free
