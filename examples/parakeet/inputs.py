@@ -51,7 +51,8 @@ def read_manifest(file, folder, model, extractor):
         if isinstance(labels, str):
             if not encode:
                 raise UserError(f"{file} has texts: they need pip install tokenizers, and {folder}/tokenizer.json")
-            labels = encode(labels)
+            text = " ".join(labels.split())
+            labels = encode(text) if text else []
         try:
             recording = read(file.parent / name, extractor.sampling_rate)
         except UserError:

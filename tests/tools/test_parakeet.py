@@ -370,7 +370,7 @@ def test_lines_of_a_manifest(audio, streaming):
 def test_texts_of_a_manifest(audio, streaming, monkeypatch):
     """A tokenizer gives labels; what it does not know is outside the vocabulary."""
     (audio / "m.json").write_text(
-        "\n".join(json.dumps({"audio_filepath": "a.wav", "text": x}) for x in ("ab", "", "az"))
+        "\n".join(json.dumps({"audio_filepath": "a.wav", "text": x}) for x in ("ab\u2028", " ", "az"))
     )
     monkeypatch.setattr(inputs, "tokenizer_of", lambda folder: None)
     with pytest.raises(inputs.UserError, match=r"m\.json has texts: they need pip install tokenizers, and .*\.json"):
