@@ -175,7 +175,10 @@ def read_config(folder):
     found = read_json(file, "model_type")
     if found["model_type"] not in MODELS:
         raise ValueError(f"read_config: model_type of {file} must be one of {MODELS}, got {found['model_type']!r}.")
-    found = read_json(file, "model_type", "encoder_config")
+    if not isinstance(found.get("encoder_config"), dict):
+        raise ValueError(
+            f"read_config: {file} must have a dictionary of encoder_config, got {found.get('encoder_config')}."
+        )
     for one in (found, found["encoder_config"]):
         if (name := one.get("hidden_act", "relu")) not in ACTIVATIONS:
             raise ValueError(f"read_config: hidden_act of {file} must be one of {tuple(ACTIVATIONS)}, got {name!r}.")

@@ -280,6 +280,7 @@ def edited(folder, name, change):
         ("preprocessor_config.json", None, "No such file or directory: "),
         ("model.safetensors", None, "has no *.safetensors"),
         ("config.json", {"model_type": "parakeet_ctc"}, "config.json must be one of "),
+        ("config.json", {"encoder_config": None}, "config.json must have a dictionary of encoder_config, got None"),
         ("config.json", {"hidden_act": "swish"}, "config.json must be one of ('relu', 'silu', 'gelu'), got 'swish'"),
         ("preprocessor_config.json", {"feature_size": 80}, "must have a feature_size of 16, its num_mel_bins, got 80"),
     ],
@@ -308,11 +309,11 @@ def test_what_ends_transcribe(command, monkeypatch):
     assert status == 2 and errors.startswith(
         "parakeet: --stream needs a nemotron_asr_streaming_encoder, got the parakeet"
     )
-    monkeypatch.setattr(commands, "load", lambda folder: signal())
+    monkeypatch.setattr(commands, "load", lambda folder: interrupt())
     assert command("transcribe FOLDER a.wav") == (130, "", "parakeet: interrupted\n")
 
 
-def signal():
+def interrupt():
     raise KeyboardInterrupt
 
 
@@ -410,7 +411,9 @@ def test_finetune_command(command, audio, tmp_path, monkeypatch):
     """It writes into a full folder with --overwrite alone, where no other tensors stay, and never a loss of NaN."""
     (audio / "m.json").write_text(f"{GOOD}\n{entry('text.wav', [1])}")
     (tmp_path / "other.safetensors").touch()
-    line = f"finetune FOLDER m.json --steps 1 --overwrite --output {tmp_path}"
+    source = shutil.copytree(GOLDEN / "streaming", tmp_path / "source")
+    (source / "generation_config.json").unlink()  # some checkpoints have none
+    line = f"finetune {source} m.json --steps 1 --overwrite --output {tmp_path}"
     monkeypatch.setattr(commands, "train_step", lambda *_: np.nan)
     status, out, errors = command(line)
     assert status == 2 and errors == "parakeet: step 1: the loss must be finite, got nan; nothing is written\n"
