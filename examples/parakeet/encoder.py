@@ -54,8 +54,9 @@ class EncoderConfig:
         return (kernel - 1, stride - 1) if self.causal else ((kernel - 1) // 2,) * 2
 
     def strided(self, length):
-        """Frames, or bins, after one strided convolution."""
-        return (length + sum(self.margins) - self.subsampling_conv_kernel_size) // self.subsampling_conv_stride + 1
+        """Frames, or bins, after one strided convolution; of none, none."""
+        more = length + sum(self.margins) - self.subsampling_conv_kernel_size
+        return (more // self.subsampling_conv_stride + 1) * (length > 0)
 
     def length(self, frames):
         """Encoder frames of so many feature frames."""

@@ -1,6 +1,4 @@
-"""WAV files, and three made-up recordings with labels, which golden files, tests and docs/parakeet.md share."""
-
-import wave
+"""Three made-up recordings with labels, which golden files, tests and docs/parakeet.md share."""
 
 import numpy as np
 
@@ -21,15 +19,3 @@ def recordings():
         noise = 0.1 * rng.normal(size=samples)
         made.append(((0.2 * tone + noise) * (seconds < 0.95 * seconds[-1])).astype(np.float32))
     return made
-
-
-def read_wav(file, rate):
-    """Samples [N] in [-1, 1) of a WAV file."""
-    with wave.open(str(file)) as wav:
-        found = wav.getnchannels(), 8 * wav.getsampwidth(), wav.getframerate()
-        content = wav.readframes(wav.getnframes())
-    if found != (1, 16, rate):
-        raise ValueError(
-            "read_wav: {} has {} channel(s), {} bit, {} Hz; expected 1, 16, {}.".format(file, *found, rate)
-        )
-    return np.frombuffer(content, "<i2").astype(np.float32) / 2**15

@@ -1,22 +1,11 @@
-"""Transcribes recordings with a checkpoint of Parakeet or Nemotron, by greedy search.
+"""Labels of recordings by greedy search, of the whole or as it comes in."""
 
-    cd examples && python -m parakeet.transcribe FOLDER a.wav b.wav
-    cd examples && python -m parakeet.transcribe FOLDER a.wav --stream    # Nemotron: as the recording comes in
-
-Prints labels, and texts if the package tokenizers is there, and tokenizer.json beside the weights.
-"""
-
-import argparse
 import functools
-from pathlib import Path
 
 import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-
-from .recordings import read_wav
-from .weights import load
 
 
 @functools.partial(nnx.jit, static_argnames="max_labels")
@@ -61,35 +50,6 @@ def stream(model, extractor, recording, lookahead=None):
         yield found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="config.json, preprocessor_config.json, *.safetensors")
-    parser.add_argument("recordings", nargs="+", help="WAV files: mono, 16 bit, the rate of the checkpoint")
-    parser.add_argument("--stream", action="store_true", help="part by part")
-    args = parser.parse_args()
-    model, extractor = load(args.folder)
-    recordings = [read_wav(file, extractor.sampling_rate) for file in args.recordings]
-    if args.stream:
-        results = [[row for part in stream(model, extractor, x) for row in labels_of(part)[0]] for x in recordings]
-    else:
-        results = labels_of(transcribe(model, extractor, recordings))
-    for file, labels in zip(args.recordings, results):
-        print(f"{file}: {text_of(args.folder, labels)}")
-
-
 def labels_of(found):
     """[[label]] of hypotheses."""
     return [row[:count].tolist() for row, count in zip(np.asarray(found.labels), np.asarray(found.counts))]
-
-
-def text_of(folder, labels):
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        return labels
-    file = Path(folder) / "tokenizer.json"
-    return Tokenizer.from_file(str(file)).decode(labels) if file.exists() else labels
-
-
-if __name__ == "__main__":
-    main()

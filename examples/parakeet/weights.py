@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from .encoder import EncoderConfig
+from .encoder import ACTIVATIONS, EncoderConfig
 from .features import LogMel
 from .model import Config, Transducer
 
@@ -50,24 +51,33 @@ def load(folder, *, rngs=None):
     if left := sorted(name for name in tensors.keys() - used if not UNUSED.match(name)):
         raise ValueError(f"load: {folder} has tensors that are not of this model: {', '.join(left)}.")
     model.eval()
-    return model, read_extractor(folder)
+    extractor, bins = read_extractor(folder), config.encoder_config.num_mel_bins
+    if (size := extractor.feature_size) != bins:
+        raise ValueError(f"load: {folder} must have a feature_size of {bins}, its num_mel_bins, got {size}.")
+    return model, extractor
 
 
 def save(model, folder, source):
     """Writes a checkpoint for `transformers`, with names, shapes, dtypes and other files of the one in `source`.
 
-    Of two biases with one sum the first one has all of it.
+    Of two biases with one sum the first one has all of it. A checkpoint that is in `folder` is no more.
     """
+    folder = Path(folder)
+    if folder.resolve() == Path(source).resolve():
+        raise ValueError(f"save: folder must not be source, got {folder}.")
     config, tensors = read_config(source), read_tensors(source)
 
     def write(path, x):
         for i, name in enumerate(names_of(path, config)):
             tensors[name] = to_torch(name, np.asarray(x) * (i == 0), tensors[name], config)
+            if not np.isfinite(tensors[name]).all():
+                raise ValueError(f"save: {name} must be finite, got NaN or infinity; nothing is written.")
         return x
 
     update(model, write)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.safetensors*"):  # `load` reads them all
+        file.unlink()
     for file in Path(source).glob("*.json"):
         if file.name != "model.safetensors.index.json":
             shutil.copy(file, folder)
@@ -140,13 +150,38 @@ def read_tensors(folder):
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"read_tensors: {folder} has no *.safetensors.")
-    return {name: np.asarray(x) for file in files for name, x in load_file(file).items()}
+    tensors = {}
+    for file in files:
+        try:
+            tensors |= {name: np.asarray(x) for name, x in load_file(file).items()}
+        except SafetensorError as error:
+            raise ValueError(f"read_tensors: {file} must be a file of safetensors: {error}.") from None
+    return tensors
+
+
+def read_json(file, *needed):
+    """The object of a JSON file, with these entries at least."""
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"read_json: {file} must be JSON: {error}.") from None
+    if missing := [name for name in needed if not isinstance(found, dict) or name not in found]:
+        raise ValueError(f"read_json: {file} must have {', '.join(needed)}, got no {missing[0]}.")
+    return found
 
 
 def read_config(folder):
-    found = json.loads((Path(folder) / "config.json").read_text())
-    if found.get("model_type") not in MODELS:
-        raise ValueError(f"read_config: model_type must be one of {MODELS}, got {found.get('model_type')!r}.")
+    file = Path(folder) / "config.json"
+    found = read_json(file, "model_type")
+    if found["model_type"] not in MODELS:
+        raise ValueError(f"read_config: model_type of {file} must be one of {MODELS}, got {found['model_type']!r}.")
+    if not isinstance(found.get("encoder_config"), dict):
+        raise ValueError(
+            f"read_config: {file} must have a dictionary of encoder_config, got {found.get('encoder_config')}."
+        )
+    for one in (found, found["encoder_config"]):
+        if (name := one.get("hidden_act", "relu")) not in ACTIVATIONS:
+            raise ValueError(f"read_config: hidden_act of {file} must be one of {tuple(ACTIVATIONS)}, got {name!r}.")
     found["durations"] = tuple(found.get("durations", ()))
     return of_class(Config, found | {"encoder_config": of_class(EncoderConfig, found["encoder_config"])})
 
@@ -154,10 +189,10 @@ def read_config(folder):
 def read_extractor(folder):
     """From preprocessor_config.json, or from the part of processor_config.json that stands for it."""
     file = Path(folder) / "preprocessor_config.json"
-    if file.exists():
-        found = json.loads(file.read_text())
+    if (other := Path(folder) / "processor_config.json").exists() and not file.exists():
+        found = read_json(other, "feature_extractor")["feature_extractor"]
     else:
-        found = json.loads((Path(folder) / "processor_config.json").read_text())["feature_extractor"]
+        found = read_json(file, "feature_extractor_type")
     if found.get("mel_filters_dtype", "float32") != "float32":
         raise ValueError(f"read_extractor: mel_filters_dtype must be float32, got {found['mel_filters_dtype']}.")
     return of_class(LogMel, found | {"normalize": found["feature_extractor_type"] == "ParakeetFeatureExtractor"})

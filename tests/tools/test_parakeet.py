@@ -3,9 +3,10 @@
 import importlib
 import json
 import pathlib
+import runpy
 import shutil
 import sys
-import wave
+import types
 
 import jax
 import numpy as np
@@ -14,12 +15,15 @@ import pytest
 from jax_rnnt import decode
 
 nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
-pytest.importorskip("safetensors")
+soundfile = pytest.importorskip("soundfile")
+for name in ("safetensors", "scipy"):
+    pytest.importorskip(name)
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
-finetune, recordings, transcribe, weights = (
-    importlib.import_module(f"parakeet.{name}") for name in ("finetune", "recordings", "transcribe", "weights")
+commands, finetune, inputs, recordings, transcribe, weights = (
+    importlib.import_module(f"parakeet.{name}")
+    for name in ("commands", "finetune", "inputs", "recordings", "transcribe", "weights")
 )
 LogMel, reduced = weights.LogMel, importlib.import_module("parakeet.model").reduced
 sys.path.remove(str(EXAMPLES))
@@ -152,13 +156,11 @@ def test_fine_tuning(tmp_path):
     _, model, extractor, _, _ = loaded("tdt")
     lines = []
     for i, x in enumerate(recordings.recordings()):
-        with wave.open(str(tmp_path / f"{i}.wav"), "wb") as file:
-            file.setparams((1, 2, 16000, 0, "NONE", ""))
-            file.writeframes((np.clip(x, -1, 1) * 32767).astype("<i2").tobytes())
+        soundfile.write(tmp_path / f"{i}.wav", x, 16000)
         labels = TARGETS[i, : TARGET_LENGTHS[i]].tolist()
         lines.append(json.dumps({"audio_filepath": f"{i}.wav", "labels": labels}))
     (tmp_path / "manifest.json").write_text("\n".join(lines))
-    data = finetune.read_manifest(tmp_path / "manifest.json", GOLDEN / "tdt", 16000)
+    data, _ = inputs.read_manifest(tmp_path / "manifest.json", GOLDEN / "tdt", model, extractor)
     batch = finetune.batched(extractor, *zip(*data))
     assert batch[0].shape == (3, 128, 16) and batch[2].shape == (3, 8)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
@@ -214,3 +216,219 @@ def test_messages(tmp_path):
     model, _ = weights.load(GOLDEN / "streaming")
     with pytest.raises(ValueError, match="must have 9 frames, got 16"):
         model.encoder.stream(np.zeros((1, 16, 16)))
+
+
+@pytest.fixture(scope="module")
+def audio(tmp_path_factory):
+    """A folder of good recordings, of short ones, and of bad ones."""
+    folder = tmp_path_factory.mktemp("audio")
+    a, b, c = recordings.recordings()
+    bad = np.where(np.arange(len(c)) == 5, np.nan, c)
+    files = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b], 1), 16000), "8kHz.wav": (c[::2], 8000)}
+    files |= {"none.wav": (c[:0], 16000), "none8.wav": (c[:0], 8000), "short.wav": (c[:100], 16000)}
+    for name, (x, rate) in files.items():
+        soundfile.write(folder / name, x, rate)
+    soundfile.write(folder / "nan.wav", bad, 16000, subtype="FLOAT")
+    (folder / "empty.wav").touch()
+    (folder / "text.wav").write_text("hello " * 99)
+    return folder
+
+
+@pytest.fixture
+def command(audio, monkeypatch, capsys):
+    """Function of arguments: (status, output, errors) of `python examples/parakeet` in the folder `audio`."""
+
+    def run(line, folder=GOLDEN / "streaming"):
+        arguments = [str(folder) if x == "FOLDER" else x for x in line.split()]
+        monkeypatch.chdir(audio)
+        monkeypatch.setattr(sys, "argv", ["parakeet", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / "parakeet"), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("stream", ["", "--stream"])
+def test_transcribe_command(command, stream):
+    """Any format, rate and channels; no frames give no labels; bad files are named, and the others transcribed."""
+    good = "a.wav stereo.flac 8kHz.wav none.wav none8.wav short.wav"
+    status, out, errors = command(f"transcribe FOLDER {stream} {good} empty.wav text.wav nan.wav gone.wav")
+    found = dict(line.split(": ") for line in out.splitlines())
+    assert status == 1 and " ".join(found) == good and "1, 1" in found["a.wav"] and "1, 1" in found["stereo.flac"]
+    assert [found[f"{name}.wav"] for name in ("none", "none8", "short")] == ["[]"] * 3
+    reasons = (
+        "empty.wav is no readable",
+        "text.wav is no readable",
+        "nan.wav must have finite",
+        "gone.wav is no readable",
+    )
+    assert all(f"parakeet: {a}" in b for a, b in zip(reasons, errors.splitlines(), strict=True))
+
+
+def edited(folder, name, change):
+    """Changes a JSON file of a checkpoint; None deletes a file."""
+    file = folder / name
+    file.unlink() if change is None else file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", None, "No such file or directory: "),
+        ("preprocessor_config.json", None, "No such file or directory: "),
+        ("model.safetensors", None, "has no *.safetensors"),
+        ("config.json", {"model_type": "parakeet_ctc"}, "config.json must be one of "),
+        ("config.json", {"encoder_config": None}, "config.json must have a dictionary of encoder_config, got None"),
+        ("config.json", {"hidden_act": "swish"}, "config.json must be one of ('relu', 'silu', 'gelu'), got 'swish'"),
+        ("preprocessor_config.json", {"feature_size": 80}, "must have a feature_size of 16, its num_mel_bins, got 80"),
+    ],
+)
+def test_bad_checkpoints(command, tmp_path, name, change, message):
+    """One line and status 2."""
+    folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
+    edited(folder, name, change)
+    status, _, errors = command("transcribe FOLDER a.wav", folder)
+    assert status == 2 and message in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("config.json", "must be JSON"), ("model.safetensors", "of safetensors")]
+)
+def test_broken_files(command, tmp_path, name, message):
+    folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
+    (folder / name).write_text("version https://git-lfs")
+    status, _, errors = command("transcribe FOLDER a.wav", folder)
+    assert status == 2 and f"{name} must be" in errors and message in errors and errors.count("\n") == 1
+
+
+def test_what_ends_transcribe(command, monkeypatch):
+    """A model that cannot stream, and Ctrl-C."""
+    status, _, errors = command("transcribe FOLDER a.wav --stream", GOLDEN / "tdt")
+    assert status == 2 and errors.startswith(
+        "parakeet: --stream needs a nemotron_asr_streaming_encoder, got the parakeet"
+    )
+    monkeypatch.setattr(commands, "load", lambda folder: interrupt())
+    assert command("transcribe FOLDER a.wav") == (130, "", "parakeet: interrupted\n")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+GOOD = '{"audio_filepath": "a.wav", "labels": [3, 7]}'
+
+
+def entry(name, labels, **more):
+    return json.dumps({"audio_filepath": name, "labels": labels} | more)
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    return weights.load(GOLDEN / "streaming")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (entry("a.wav", [99]), "outside the vocabulary: 1 (a.wav)"),
+        (entry("a.wav", [19]), "outside the vocabulary: 1 (a.wav)"),  # the blank
+        (entry("a.wav", [-1]), "outside the vocabulary: 1 (a.wav)"),
+        (entry("a.wav", []), "empty transcript: 1 (a.wav)"),
+        (entry("a.wav", [1] * 99), "fewer frames than labels: 1 (a.wav)"),
+        (entry("short.wav", [1]), "fewer frames than labels: 1 (short.wav)"),
+        (entry("empty.wav", [1]), "missing or bad audio: 1 (empty.wav)"),
+        (entry("gone.wav", [1]), "missing or bad audio: 1 (gone.wav)"),
+        (entry("nan.wav", [1]), "missing or bad audio: 1 (nan.wav)"),
+        *(
+            (line, "not audio_filepath and text or labels: 1 (m.json line 2)")
+            for line in ("{", "[]", "3", entry(3, [1]), entry("a.wav", "x"), entry("a.wav", [True]), '{"text": "x"}')
+        ),
+        (entry("a.wav", [1], offset=1.5), "not audio_filepath and text or labels: 1 (m.json line 2)"),
+    ],
+)
+def test_bad_utterances(audio, streaming, tmp_path, line, message):
+    """They are left out by name; without another one, the manifest has none."""
+    (tmp_path / "m.json").write_text(f"\n{line}\n{GOOD}".replace('"a.wav"', json.dumps(str(audio / "a.wav"))))
+    for name in ("short", "empty", "gone", "nan"):
+        (tmp_path / f"{name}.wav").symlink_to(audio / f"{name}.wav")
+    data, report = inputs.read_manifest(tmp_path / "m.json", GOLDEN / "streaming", *streaming)
+    (found,) = (x.replace(f"{audio}/", "") for x in report.lines())
+    assert len(data) == 1 and found == f"left out, {message}"
+    (tmp_path / "m.json").write_text(f"\n{line}")
+    with pytest.raises(inputs.UserError, match=r"m\.json has no usable utterance; left out, "):
+        inputs.read_manifest(tmp_path / "m.json", GOLDEN / "streaming", *streaming)
+
+
+def test_lines_of_a_manifest(audio, streaming):
+    """BOM, CRLF, U+2028 within a text and blank lines are no errors."""
+    (audio / "m.json").write_bytes(f'\ufeff{GOOD}\r\n\r\n{GOOD[:-1]}, "text": "a\u2028b"}}\r\n'.encode())
+    data, report = inputs.read_manifest(audio / "m.json", GOLDEN / "streaming", *streaming)
+    assert [labels for _, labels in data] == [[3, 7]] * 2 and not report.names
+
+
+def test_texts_of_a_manifest(audio, streaming, monkeypatch):
+    """A tokenizer gives labels; what it does not know is outside the vocabulary."""
+    (audio / "m.json").write_text(
+        "\n".join(json.dumps({"audio_filepath": "a.wav", "text": x}) for x in ("ab\u2028", " ", "az"))
+    )
+    monkeypatch.setattr(inputs, "tokenizer_of", lambda folder: None)
+    with pytest.raises(inputs.UserError, match=r"m\.json has texts: they need pip install tokenizers, and .*\.json"):
+        inputs.read_manifest(audio / "m.json", GOLDEN / "streaming", *streaming)
+    fake = types.SimpleNamespace(
+        to_str=lambda: '{"model": {"unk_token": "?"}}',
+        token_to_id="?ab".index,
+        encode=lambda text, add_special_tokens: types.SimpleNamespace(ids=[max("?ab".find(x), 0) for x in text]),
+    )
+    monkeypatch.setattr(inputs, "tokenizer_of", lambda folder: fake)
+    data, report = inputs.read_manifest(audio / "m.json", GOLDEN / "streaming", *streaming)
+    assert [labels for _, labels in data] == [[1, 2]]
+    assert list(report.names) == ["empty transcript", "outside the vocabulary"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--output OUT --steps -1", "argument --steps: expected a whole number of 1 or more, got -1"),
+        ("--output OUT --batch 0", "argument --batch: expected a whole number of 1 or more, got 0"),
+        ("--output OUT --learning-rate nan", "argument --learning-rate: expected a number of 0 or more, got nan"),
+        ("--output FULL", "--output must be an empty folder, got "),
+        ("--output a.wav", "--output must be a folder, got the file a.wav"),
+        ("--output FOLDER --overwrite", "--output must not be the folder that is tuned"),
+        ("--output OUT", "m.json has no usable utterance\n"),
+    ],
+)
+def test_options_of_finetune(command, audio, tmp_path, options, message):
+    """They are checked before anything is written."""
+    (audio / "m.json").write_text("")
+    options = options.replace("OUT", str(tmp_path / "new")).replace("FULL", str(GOLDEN))
+    status, _, errors = command(f"finetune FOLDER m.json {options}")
+    assert status == 2 and message in errors and not (tmp_path / "new").exists()
+
+
+def test_finetune_command(command, audio, tmp_path, monkeypatch):
+    """It writes into a full folder with --overwrite alone, where no other tensors stay, and never a loss of NaN."""
+    (audio / "m.json").write_text(f"{GOOD}\n{entry('text.wav', [1])}")
+    (tmp_path / "other.safetensors").touch()
+    source = shutil.copytree(GOLDEN / "streaming", tmp_path / "source")
+    (source / "generation_config.json").unlink()  # some checkpoints have none
+    line = f"finetune {source} m.json --steps 1 --overwrite --output {tmp_path}"
+    monkeypatch.setattr(commands, "train_step", lambda *_: np.nan)
+    status, out, errors = command(line)
+    assert status == 2 and errors == "parakeet: step 1: the loss must be finite, got nan; nothing is written\n"
+    assert out == "left out, missing or bad audio: 1 (text.wav)\n" and not (tmp_path / "config.json").exists()
+    monkeypatch.setattr(commands, "train_step", lambda *_: 1.0)
+    assert command(line)[0] == 0 and [x.name for x in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    weights.load(tmp_path)
+
+
+def test_save_refuses(streaming, tmp_path):
+    """The folder that it reads, and weights that are not finite."""
+    model, _ = weights.load(GOLDEN / "streaming")
+    with pytest.raises(ValueError, match="save: folder must not be source"):
+        weights.save(model, GOLDEN / "streaming", GOLDEN / "streaming")
+    model.joint.output.bias[...] = np.nan
+    with pytest.raises(ValueError, match=r"save: joint\.head\.bias must be finite"):
+        weights.save(model, tmp_path / "tuned", GOLDEN / "streaming")
+    assert not (tmp_path / "tuned").exists()
