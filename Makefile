@@ -94,7 +94,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11
 lock: setup
 	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
 	$(LOCK) tools/release/check.in -o tools/release/check.txt
-	$(LOCK) --extra test --extra examples --extra dev pyproject.toml -o tools/release/dev.txt
+	$(LOCK) --extra test --extra examples --extra docs --extra dev pyproject.toml -o tools/release/dev.txt
 
 # $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own
 # check of themselves.
@@ -290,23 +290,18 @@ gpu:
 # ---- The site ----
 .PHONY: docs docs-links docs-site
 
-# The extra of the package that setup has installed.
-$(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet 'jax_rnnt[docs]'
-	touch $@
-
 SPHINX = JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -j auto
 
 # docs/_build/index.html: the pages, the API reference, the notebooks, which run. A warning is an error, as is a public name
 # that the reference lacks.
-docs: $(VENV)/.docs
+docs: setup
 	rm -rf docs/api
 	$(SPHINX) -b html $(ARGS) docs docs/_build
 
 # Links to other sites: needs the network.
-docs-links: $(VENV)/.docs
+docs-links: setup
 	$(SPHINX) -b linkcheck docs build/linkcheck
 
 # build/site, as it is served: dev/ of this checkout, vX.Y/ of every release that has a site.
-docs-site: $(VENV)/.docs
+docs-site: setup
 	$(BIN)/python tools/release/site.py build/site

@@ -9,6 +9,7 @@ import sys
 
 from docutils.nodes import literal
 from sphinx.domains.python import PythonDomain
+from sphinx.errors import SphinxError
 from sphinx.util.inspect import stringify_signature
 
 import jax_rnnt
@@ -118,9 +119,18 @@ def signature_of_modules(app, what, name, obj, options, signature, annotation):
     return None
 
 
+def usable_offline(app, error):
+    """Pages take no script, picture or style from another site."""
+    if error is None and app.builder.name == "html" and "SITE_VERSION" not in os.environ:
+        for page in pathlib.Path(app.outdir).rglob("*.html"):
+            if found := re.search(r"<(script|img|link)\b[^>]*\b(src|href)=\"(https?:)?//[^>]*>", page.read_text()):
+                raise SphinxError(f"{page.name} needs the network: {found[0]}")
+
+
 def setup(app):
     app.add_role("name_or_code", name_or_code)
     app.connect("source-read", files_of_the_repository)
+    app.connect("build-finished", usable_offline)
     app.connect("autodoc-skip-member", fields_of_tuples)
     app.connect("autodoc-skip-member", methods_of_others)
     app.connect("autodoc-process-bases", public_bases)
