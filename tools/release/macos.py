@@ -2,8 +2,9 @@
 
     python tools/release/macos.py
 
-zig of the lock file has a clang for macOS and stubs of its libraries. Fails on a warning, if the module lacks Python's
-entry or shows other names of ours, and if kernels do not compute with vectors of NEON; says how many instructions do.
+zig of the lock file has a clang for macOS and stubs of its libraries. Builds the module of an install from source and
+the library of the wheel. Fails on a warning, if one lacks its entry or shows other names of ours, and if kernels do not
+compute with vectors of NEON; says how many instructions do.
 """
 
 import os
@@ -74,17 +75,17 @@ def main():
         "Python_EXECUTABLE": sys.executable,
         "pybind11_DIR": site / "pybind11/share/cmake/pybind11",
     }
-    options = [f"-D{name}={value}" for name, value in defines.items()]
-    wheels.run("cmake", "-G", "Ninja", "-S", wheels.ROOT, "-B", folder / "build", *options, env=env)
-    wheels.run("cmake", "--build", folder / "build", env=env)
-
-    (module,) = (folder / "build").glob("_cpu.*.so")
-    exported, undefined = symbols(module)
-    # zig links the C++ library statically, whose operators new and delete show; Apple's is the system's.
-    ours = [name for name in exported | undefined if "jax_rnnt" in name or "pybind11" in name]
-    if "_PyInit__cpu" not in exported or ours:
-        sys.exit(f"{module} has no entry for Python, or names that others see: {ours}")
-    print(f"linked for {TARGET}, {module.stat().st_size} bytes; not run")
+    for plain, pattern, entry in (("OFF", "_cpu.*.so", "_PyInit__cpu"), ("ON", "lib_cpu.so", "_jax_rnnt_table")):
+        options = [f"-D{name}={value}" for name, value in (defines | {"JAX_RNNT_PLAIN": plain}).items()]
+        wheels.run("cmake", "-G", "Ninja", "-S", wheels.ROOT, "-B", folder / "build", *options, env=env)
+        wheels.run("cmake", "--build", folder / "build", env=env)
+        (module,) = (folder / "build").glob(pattern)
+        exported, undefined = symbols(module)
+        # zig links the C++ library statically, whose operators new and delete show; Apple's is the system's.
+        ours = [x for x in exported | undefined if ("jax_rnnt" in x or "pybind11" in x) and x != entry]
+        if entry not in exported or ours:
+            sys.exit(f"{module} has no entry {entry}, or names that others see: {ours}")
+        print(f"{module.name}: linked for {TARGET}, {module.stat().st_size} bytes; not run")
     for listing in sorted((folder / "build").rglob("kernels_*/**/*.s")):
         text = listing.read_text("latin-1")  # strings are written as their bytes
         counts = {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
