@@ -5,6 +5,7 @@ from pathlib import Path
 
 from asr import features
 from asr.config import UserError
+from asr.corpora import lines_of
 from asr.utterances import Report
 
 
@@ -70,10 +71,8 @@ def read_manifest(file, folder, model, extractor):
 def entries(file):
     """(number, (audio, text or labels)) of each line, or (number, None) of one that has no such thing."""
     try:
-        with file.open(encoding="utf-8-sig") as lines:  # not splitlines: a text may have other ends, such as U+2028
-            for i, line in enumerate(lines, 1):
-                if line.strip():
-                    yield i, entry_of(line)
+        for i, line in lines_of(file):
+            yield i, entry_of(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} must be UTF-8: {error}") from None
 
