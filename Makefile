@@ -2,23 +2,61 @@
 # expected on the machine.
 PYTHON ?= python3
 VENV ?= .venv
+LOCK ?= tools/release/dev.txt
 BIN = $(VENV)/bin
 CXX_SOURCES = $(shell find xla_kernels benchmarks tools -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-SOURCES = pyproject.toml CMakeLists.txt $(shell find jax_rnnt -name '*.py') $(CXX_SOURCES)
+KERNEL_SOURCES = pyproject.toml CMakeLists.txt $(shell find xla_kernels -name '*.[ch]*')
+SOURCES = $(KERNEL_SOURCES) $(shell find jax_rnnt -name '*.py')
+FREE ?= python3.14t
 comma = ,
+TOOLS = $(VENV)/tools
+DEV = build/dev-$(notdir $(VENV))
 # The lock is complete, and modules are compiled when they are imported: a third of the time.
 LOCKED = pip install --quiet --no-deps --no-compile --require-hashes -r
+
+# need-COMMAND, the first prerequisite of who needs it, stops in the first second where it is missing.
+HOW_c++ = install a C++ compiler (Debian, Ubuntu: apt install g++)
+HOW_g++ = install it (Debian, Ubuntu: apt install g++), or name a compiler by CXX
+HOW_nvcc = install the CUDA toolkit and put nvcc on the PATH; a machine without it leaves this target out
+HOW_setarch = install util-linux; the target is for Linux
+HOW_aarch64-linux-gnu-g++ = install it (Debian, Ubuntu: apt install g++-aarch64-linux-gnu), or go without: make wheels MACHINES=x86_64
+HOW_x86_64-linux-gnu-g++ = install it (Debian, Ubuntu: apt install g++-x86-64-linux-gnu), or go without: make wheels MACHINES=aarch64
+HOW_$(FREE) = a CPython without a GIL; FREE=COMMAND names another one
+need-%:
+	@command -v $* > /dev/null || { echo 'make: no $*: $(or $(HOW_$*),install it)' >&2; exit 2; }
 
 .PHONY: setup demo demo-losses recipes test test-all wheels test-matrix release-check lock from-sdist sanitize sanitize-threads emulation cuda-check cuda12-check cuda-model bench bench-peers \
   bench-variants bench-joint bench-librispeech bench-decode bench-rivals lint format clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed$(ONLY)
 
-$(VENV)/.installed: $(SOURCES) tools/release/dev.txt
+$(VENV)/.packages: $(LOCK)
 	@echo 'Setting up $(VENV): what tests, examples and lint need (1 minute), then the CPU kernels from source (1 to 2 minutes).'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(LOCKED) tools/release/dev.txt
-	$(BIN)/pip install --quiet --no-deps .
+	$(BIN)/$(LOCKED) $(LOCK)
+	touch $@
+
+# What builds the kernels, as pyproject.toml has it: above all the headers of the oldest jaxlib.
+$(TOOLS)/.installed: pyproject.toml
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -c "import tomllib; f = open('pyproject.toml', 'rb'); \
+	  print(*tomllib.load(f)['build-system']['requires'], sep='\n')" > $(TOOLS)/requirements.txt
+	$(TOOLS)/bin/pip install --quiet --no-deps cmake ninja packaging pathspec -r $(TOOLS)/requirements.txt
+	touch $@
+
+# The checkout becomes the installed package: Python is live.
+$(VENV)/.editable: pyproject.toml $(VENV)/.packages
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -Ceditable.mode=inplace -Cwheel.cmake=false -e .
+	touch $@
+
+# CMake keeps its folder and puts the kernels beside the Python: an edit compiles what includes the edited file. ONLY=avx2, avx512 or portable: the CPU kernels for that instruction
+# set alone, in a third of the time.
+$(VENV)/.installed$(ONLY): $(KERNEL_SOURCES) $(VENV)/.editable $(TOOLS)/.installed
+	PATH="$(abspath $(TOOLS)/bin):$$PATH" && cmake -S . -B $(DEV) -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+	  -DPython_EXECUTABLE=$(abspath $(TOOLS)/bin/python) -Dpybind11_DIR="$$(python -m pybind11 --cmakedir)" \
+	  -DJAX_RNNT_ONLY=$(ONLY) && cmake --build $(DEV) -- --quiet && \
+	  cmake --install $(DEV) --prefix . --strip > $(DEV)/installed.txt
+	rm -f $(VENV)/.installed*
 	touch $@
 
 demo: setup
@@ -45,7 +83,8 @@ test-all: setup
 
 # What a release uploads, into dist: docs/releasing.md. NVCC=off: without CUDA; MACHINES=x86_64: without a cross compiler.
 MACHINES ?= x86_64 aarch64
-wheels: $(if $(NVCC),,build/cuda12/bin/nvcc)
+wheels: $(foreach machine,$(filter-out $(shell uname -m),$(MACHINES)),need-$(machine)-linux-gnu-g++) \
+  $(if $(NVCC),,build/cuda12/bin/nvcc)
 	for machine in $(MACHINES); do \
 	  CUDACXX=$(or $(NVCC),build/cuda12/bin/nvcc) $(PYTHON) tools/release/wheels.py --machine $$machine $(ARGS) || exit 1; \
 	done
@@ -60,8 +99,10 @@ build/cuda12/bin/nvcc: tools/release/cuda12.py tools/release/cuda12.txt tools/re
 macos-check:
 	$(PYTHON) tools/release/macos.py
 
+.PHONY: macos-wheel
 # On a Mac with an ARM processor: its wheel, for every interpreter, into dist and into $(VENV).
 macos-wheel:
+	@test "$$(uname -sm)" = "Darwin arm64" || { echo "make macos-wheel needs a Mac with an ARM processor, got $$(uname -sm); make macos-check runs on Linux" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/$(LOCKED) tools/release/dev.txt
 	PYTHONPATH=tools/release $(BIN)/python -c "import pathlib, sbom; \
@@ -89,60 +130,53 @@ build/check/.installed: tools/release/check.txt
 	touch $@
 
 # Renews the versions and hashes of everything that builds and tests.
-LOCK = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
   --no-emit-find-links --custom-compile-command 'make lock'
 lock: setup
-	for name in wheels cuda12 cudart12; do $(LOCK) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
-	$(LOCK) tools/release/check.in -o tools/release/check.txt
-	$(LOCK) --extra test --extra examples --extra docs --extra dev pyproject.toml -o tools/release/dev.txt
+	for name in wheels cuda12 cudart12; do $(COMPILE) --no-deps tools/release/$$name.in -o tools/release/$$name.txt || exit 1; done
+	$(COMPILE) tools/release/check.in -o tools/release/check.txt
+	$(COMPILE) --extra test --extra examples --extra docs --extra dev pyproject.toml -o tools/release/dev.txt
+	$(COMPILE) --extra test --extra flax --extra metrics pyproject.toml tools/release/oldest.in -o tools/release/oldest.txt
 
 # $(VENV) with the package of the source distribution, built apart from this folder and isolated, and the kernels' own
-# check of themselves.
-from-sdist:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/$(LOCKED) tools/release/dev.txt
+# check of themselves. The checkout gets its kernels; its Python is the same.
+SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/jax_rnnt
+from-sdist: $(VENV)/.packages $(TOOLS)/.installed
 	rm -rf build/sdist
 	$(BIN)/python -m build --quiet --sdist --outdir build/sdist .
 	$(BIN)/pip install --quiet --no-deps --force-reinstall build/sdist/jax_rnnt-*.tar.gz
-	touch $(VENV)/.installed
 	cd build && $(abspath $(BIN))/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1"
-
-# What builds the kernels, as pyproject.toml asks for it: the two builds below need no environment of their own each.
-build/tools/.installed: pyproject.toml
-	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
-	build/tools/bin/python -c "import tomllib; f = open('pyproject.toml', 'rb'); \
-	  print(*tomllib.load(f)['build-system']['requires'], sep='\n')" > build/tools/requirements.txt
-	build/tools/bin/pip install --quiet ninja -r build/tools/requirements.txt
-	touch $@
+	cp $(SITE)/_cpu* $(SITE)/_build.py jax_rnnt
+	diff -r -x __pycache__ -x DECISIONS.md -x '_cpu.*.so' jax_rnnt $(SITE)
+	touch $(VENV)/.editable $(VENV)/.installed
 
 # The package alone, built in another way and for the tests of $(VENV): $(call package,FOLDER,OPTIONS).
-package = build/tools/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
-  -Cbuild-dir=$(1)-objects $(2) .
+package = $(TOOLS)/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
+  -Cbuild-dir=$(1)-objects -Ccmake.define.JAX_RNNT_ONLY=$(ONLY) $(2) .
 
 # The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels, which have no products and sums in one
 # instruction here: rounding must not matter.
-build/sanitize/.installed: $(SOURCES) build/tools/.installed
+build/sanitize/.installed: $(SOURCES) $(TOOLS)/.installed
 	$(call package,build/sanitize,-Ccmake.define.JAX_RNNT_SANITIZE=address$(comma)undefined \
 	  -Ccmake.define.JAX_RNNT_CONTRACT=off -Cinstall.strip=false)
 	touch $@
 
-sanitize: setup build/sanitize/.installed
+sanitize: need-$(or $(CXX),g++) setup build/sanitize/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  PYTHONPATH=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
+	  JAX_RNNT_INSTALLED=$(CURDIR)/build/sanitize $(BIN)/pytest -n auto --dist worksteal -m 'not slow' \
 	  --ignore tests/tools/test_asr.py --ignore tests/tools/test_recipes.py \
 	  --ignore tests/transforms/test_memory.py $(ARGS)
 
 # The tests of threads under ThreadSanitizer, in an interpreter without a GIL: FREE names one. It sees the module's code
 # and not jaxlib's, which is not compiled for it. Its memory must not lie at random places.
-FREE ?= python3.14t
 build/threads/.installed: $(SOURCES)
 	test -x build/threads/bin/python || $(FREE) -m venv build/threads
 	build/threads/bin/pip install --quiet '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false \
 	  -Cbuild-dir=build/threads-objects
 	touch $@
 
-sanitize-threads: build/threads/.installed
+sanitize-threads: need-$(FREE) need-setarch need-g++ build/threads/.installed
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
 	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$(CURDIR)/tools/fuzz/threads.supp" JAX_PLATFORMS=cpu \
 	  setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py $(ARGS)
@@ -151,16 +185,16 @@ sanitize-threads: build/threads/.installed
 NO_KERNEL = agreement align asr axes benchmarks decode decode_programs derivatives docs errors export faults \
   flax fusion fuzz gpu_compile installation joint joint_mesh layouts machine_code memory messages metrics mwer ngram \
   nodes nodes_programs paddings parakeet parallel phrases plot pruned public recipes remat searches sharding split streams tpu
-build/emulation/.installed: $(SOURCES) build/tools/.installed
+build/emulation/.installed: $(SOURCES) $(wildcard tools/emulation/*) $(TOOLS)/.installed
 	$(call package,build/emulation,-Ccmake.define.JAX_RNNT_EMULATE=ON)
 	touch $@
 
-emulation: setup build/emulation/.installed
-	JAX_RNNT_REQUIRE=cpu PYTHONPATH=$(CURDIR)/build/emulation $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
+emulation: need-c++ setup build/emulation/.installed
+	JAX_RNNT_REQUIRE=cpu JAX_RNNT_INSTALLED=$(CURDIR)/build/emulation $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference' \
 	  $(NO_KERNEL:%=--ignore-glob='tests/*/test_%.py') $(ARGS)
 
 # Compiles every CUDA kernel for every architecture; fails on spills and where the model misses an aim. No GPU.
-cuda-check: setup
+cuda-check: need-nvcc setup
 	$(PYTHON) tools/model/resources.py --check
 	$(BIN)/python tools/model/cuda_model.py --check
 
@@ -174,7 +208,7 @@ else
 endif
 
 # Runs the kernels' machine code: instructions, bytes in flight, cycles a diagonal. ARGS=lattice: one part.
-cuda-model: setup
+cuda-model: need-nvcc setup
 	$(BIN)/python tools/model/cuda_model.py $(ARGS)
 
 bench: setup
@@ -227,7 +261,7 @@ fuzz: setup
 	$(BIN)/python tools/fuzz/fuzz_properties.py --seconds $(SECONDS) $(ARGS)
 
 # Random calls of the CPU kernels' handlers, under sanitizers. ARGS="--only threads".
-fuzz-kernels: setup
+fuzz-kernels: need-g++ setup
 	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 # Thousands of training steps of several kinds; fails where memory grows.
@@ -257,15 +291,24 @@ test-tpu-compile:
 	build/tpu-compile/bin/python benchmarks/tpu.py $(ARGS)
 
 # ---- CUDA kernels without a GPU ----
-.PHONY: emulation-check emulation-mutations gpu-compile test-gpu-compile
+.PHONY: emulation-check emulation-quick emulation-mutations gpu-compile test-gpu-compile
+
+# Every check of the kernels without a GPU, before a commit that changes them. Records their sources: CI then repeats a part.
+.PHONY: kernels-check
+kernels-check: emulation-check sanitize
+	$(PYTHON) tools/checked.py --write
 
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
-emulation-check:
+emulation-check: need-g++
 	$(PYTHON) tools/emulation/checks.py
 
+# The same without sanitizers, for edits: a changed source compiles once.
+emulation-quick: need-g++
+	$(PYTHON) tools/emulation/checks.py --quick
+
 # Typical bugs are put into a copy of the kernels, each of which some check must find.
-emulation-mutations:
+emulation-mutations: need-g++
 	$(PYTHON) tools/emulation/mutations.py
 
 # Compiles for GPUs without one. XLA only asks for names and sizes: those of the emulation stand in.

@@ -3,7 +3,8 @@
 Eight CPU devices replace a small cluster. 64-bit types are on, so that the truth can be float64 (test_dtypes repeats
 the essentials without them). Type and rank promotion are strict, so that no library call relies on implicit ones.
 JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure. JAX_RNNT_INTERPRET=1 runs the kernels
-for TPUs, interpreted, in place of the CPU's.
+for TPUs, interpreted, in place of the CPU's. JAX_RNNT_INSTALLED=FOLDER tests the package in that folder (a wheel, a build
+with sanitizers) in place of the checkout.
 
 XLA takes four fifths of the suite's time to compile programs that run once on a few kilobytes. On CPUs, LLVM therefore
 does not optimise them, and XLA takes options with which it compiles a reference in 0.3 s instead of 1.2 s. Custom calls
@@ -15,7 +16,9 @@ the day.
 import gc
 import importlib.metadata
 import os
+import pathlib
 import re
+import sys
 import zlib
 
 # JAX reads them when it is imported, and stops at one that XLA does not know.
@@ -32,7 +35,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them: 5% of the suite
 
+FOLDER = pathlib.Path(os.environ.get("JAX_RNNT_INSTALLED") or pathlib.Path(__file__).parents[1])
+sys.path.insert(0, str(FOLDER))
+
+import jax_rnnt
 import losses
+
+if pathlib.Path(jax_rnnt.__file__).parents[1] != FOLDER:
+    raise RuntimeError(f"the tests must run on the jax_rnnt of {FOLDER}, got {jax_rnnt.__file__}")
 
 # Tracing makes millions of objects and few cycles: the collector took a tenth of the suite's time.
 gc.freeze()

@@ -44,6 +44,8 @@ def build(name, flags):
         own = []
         if target:
             own = [f"-DJAX_RNNT_TARGET={target}", "-fno-math-errno", "-ffp-contract=fast", *TARGETS[target]]
+        elif "dispatch" in source:
+            own = [f"-DJAX_RNNT_HAS_{target}" for target in TARGETS]
         if not objects[-1].exists() or objects[-1].stat().st_mtime < newest:
             subprocess.run([*common, *own, "-c", ROOT / source, "-o", objects[-1]], check=True)
     subprocess.run([cxx, *flags, *objects, "-o", folder / "handlers", "-pthread"], check=True)

@@ -1,6 +1,8 @@
 #include "xla_kernels/cpu/dispatch.h"
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -38,23 +40,25 @@ struct Target {
    &target::UnitLattice,                         \
    &target::SkipLattice}
 
-#if defined(__x86_64__)
 JAX_RNNT_DECLARE_TARGET(avx512)
 JAX_RNNT_DECLARE_TARGET(avx2)
-#endif
 JAX_RNNT_DECLARE_TARGET(portable)
 
 namespace {
 
 const Target kTargets[] = {
-// best first; the last one runs everywhere
-#if defined(__x86_64__)
+// best first; CMake says which were compiled, of which the portable one runs everywhere
+#ifdef JAX_RNNT_HAS_avx512
     JAX_RNNT_TARGET_ENTRY(avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")),
+#endif
+#ifdef JAX_RNNT_HAS_avx2
     // Every processor with AVX2 has F16C.
     JAX_RNNT_TARGET_ENTRY(avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")),
 #endif
+#ifdef JAX_RNNT_HAS_portable
     JAX_RNNT_TARGET_ENTRY(portable, true),
+#endif
 };
 
 const Target* Find(const char* name) {  // null: find the best
@@ -65,7 +69,14 @@ const Target* Find(const char* name) {  // null: find the best
 }
 
 std::atomic<const Target*>& Current() {
-  static std::atomic<const Target*> current{Find(nullptr)};
+  static std::atomic<const Target*> current{[] {
+    const Target* best = Find(nullptr);
+    if (best == nullptr) {  // only where CMake's JAX_RNNT_ONLY left the portable one out
+      std::fprintf(stderr, "jax_rnnt was built for %s alone, which this processor lacks\n", kTargets[0].name);
+      std::abort();
+    }
+    return best;
+  }()};
   return current;
 }
 

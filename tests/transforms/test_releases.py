@@ -1,0 +1,64 @@
+"""Do programs that a release exported still run, and give the values of the definition?
+
+tests/support/exported has a folder a release, written by its own code:
+
+    PYTHONPATH=.:tests/support python tests/transforms/test_releases.py
+
+A kernel whose operands, attributes or meaning change gets a new target name, and the old one stays for the programs in
+these folders.
+"""
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import jax_rnnt
+import losses
+
+FOLDER = losses.HERE / "exported"
+# Options that reach other code of the kernels.
+PROGRAMS = {
+    "rnnt": (losses.RNNT, np.float32, {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125}),
+    "rnnt_bfloat16": (losses.RNNT, "bfloat16", {"fused_log_softmax": False}),
+    "tdt": (losses.TDT, np.float32, {"sigma": 0.05}),
+    "multiblank": (losses.MULTIBLANK, np.float64, {}),
+    "hat": (losses.HAT, np.float32, {}),
+    "constrained": (losses.CONSTRAINED, np.float32, {}),
+}
+
+
+def problem(name):
+    loss, dtype, options = PROGRAMS[name]
+    return loss, losses.problem(loss=loss, dtype=dtype), options
+
+
+def write():
+    """The programs of this version, for every platform."""
+    folder = FOLDER / jax_rnnt.__version__
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PROGRAMS:
+        loss, p, options = problem(name)
+        step = jax.jit(jax.value_and_grad(loss.value(**options).__call__))
+        made = export.export(step, platforms=("cpu", "cuda"), disabled_checks=jax_rnnt.export_checks())(*p)
+        (folder / f"{name}.bin").write_bytes(made.serialize())
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/*.bin")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_program_of_a_release(native_kernel, path):
+    pytest.importorskip("flatbuffers")
+    loss, p, options = problem(path.stem)
+    if losses.platform() not in ("cpu", "cuda"):
+        pytest.skip("exported for CPU and CUDA")
+    value, gradient = export.deserialize(path.read_bytes()).call(*p)
+    expected, per_logit = loss.expected(p, **options)
+    half = np.dtype(p.logits.dtype).itemsize == 2
+    np.testing.assert_allclose(value, expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float64), per_logit / len(expected), rtol=2.0**-8 if half else 0, atol=1e-5
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    write()
