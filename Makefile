@@ -154,6 +154,9 @@ from-sdist: $(VENV)/.packages $(TOOLS)/.installed
 package = $(TOOLS)/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
   -Cbuild-dir=$(1)-objects -Ccmake.define.JAX_RNNT_ONLY=$(ONLY) $(2) .
 
+# The tests run on the package that is installed there: $(call installed,VENV).
+installed = JAX_RNNT_INSTALLED="$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+
 # The suite with AddressSanitizer and UndefinedBehaviorSanitizer in the kernels, which have no products and sums in one
 # instruction here: rounding must not matter.
 build/sanitize/.installed: $(SOURCES) $(TOOLS)/.installed
@@ -177,7 +180,7 @@ build/threads/.installed: $(SOURCES)
 	touch $@
 
 sanitize-threads: need-$(FREE) need-setarch need-g++ build/threads/.installed
-	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
+	$(call installed,build/threads) LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libtsan.so)" \
 	  TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$(CURDIR)/tools/fuzz/threads.supp" JAX_PLATFORMS=cpu \
 	  setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py $(ARGS)
 
@@ -321,7 +324,7 @@ gpu-compile:
 
 # A sharded training step for eight GPUs, and a joint network in tiles.
 test-gpu-compile: gpu-compile
-	JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/kernels/test_gpu_compile.py $(ARGS)
+	$(call installed,build/gpu-compile) JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q tests/kernels/test_gpu_compile.py $(ARGS)
 
 # ---- CUDA kernels on a GPU ----
 .PHONY: gpu

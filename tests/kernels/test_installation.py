@@ -56,9 +56,10 @@ def copy_without_kernels(folder):
     (folder / "script.py").write_text(SCRIPT)
 
 
-def warning_of(folder):
-    """The warning of an import of the package in this folder."""
-    return run(folder / "script.py", cwd=folder, env=environment(PYTHONPATH=str(folder))).strip()
+def warning_of(folder, *others):
+    """The warning of an import of the package in this folder; `others` come after it on Python's path."""
+    path = os.pathsep.join(map(str, (folder, *others)))
+    return run(folder / "script.py", cwd=folder, env=environment(PYTHONPATH=path)).strip()
 
 
 def install(folder, origin, **missing):
@@ -66,7 +67,8 @@ def install(folder, origin, **missing):
     metadata = folder / "jax_rnnt-0.0.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jax_rnnt\nVersion: 0.0.0\n")
-    (metadata / "RECORD").write_text("jax_rnnt/__init__.py,,\njax_rnnt/_build.py,,\n")
+    names = "__init__.py", "_build.py", *(path.name for path in (folder / "jax_rnnt").glob("_cpu*"))
+    (metadata / "RECORD").write_text("".join(f"jax_rnnt/{name},,\n" for name in names))
     if origin:
         (metadata / "direct_url.json").write_text(json.dumps(origin))
     reasons = {"cpu": "", "cuda": "", **missing}
@@ -75,10 +77,15 @@ def install(folder, origin, **missing):
 
 def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
     """Python started in a clone: its Python files, and the kernels of the copy that pip installed."""
-    copy_without_kernels(tmp_path)
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    copy_without_kernels(clone)
+    copy_without_kernels(site)
+    for path in PACKAGE.glob("*_cpu*"):
+        shutil.copy(path, site / "jax_rnnt")
+    install(site, None)
     program = "import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS['cpu'])"
-    (tmp_path / "script.py").write_text(program)
-    assert warning_of(tmp_path) == f"{tmp_path / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
+    (clone / "script.py").write_text(program)
+    assert warning_of(clone, site) == f"{clone / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
 
 
 @pytest.mark.parametrize(

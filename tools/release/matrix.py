@@ -93,6 +93,8 @@ def row(jax, python, wheel, interpreter, wheels, full):
     needed = f"jax_rnnt[test] @ {file.as_uri()}"
     options = ["--only-binary", ":all:", "--python", folder / "bin/python"]
     run(uv, "pip", "install", *options, f"jax=={jax}", needed, **keywords)
+    site = "import jax_rnnt, pathlib; print(pathlib.Path(jax_rnnt.__file__).parents[1])"
+    env["JAX_RNNT_INSTALLED"] = run(folder / "bin/python", "-W", "ignore", "-c", site, **keywords).strip()
     require = "" if wheel == "pure" else "cpu"
     program = [folder / "bin/python", "-W", "ignore", "-m", "jax_rnnt", "--json"]
     info = json.loads(run(*program, "info", **keywords))
