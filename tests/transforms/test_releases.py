@@ -34,13 +34,13 @@ def problem(name):
 
 
 def write():
-    """The programs of this version, for every platform."""
+    """The programs of this version, for the CPU: a GPU has the same targets."""
     folder = FOLDER / jax_rnnt.__version__
     folder.mkdir(parents=True, exist_ok=True)
     for name in PROGRAMS:
         loss, p, options = problem(name)
         step = jax.jit(jax.value_and_grad(loss.value(**options).__call__))
-        made = export.export(step, platforms=("cpu", "cuda"), disabled_checks=jax_rnnt.export_checks())(*p)
+        made = export.export(step, disabled_checks=jax_rnnt.export_checks())(*p)
         (folder / f"{name}.bin").write_bytes(made.serialize())
 
 
@@ -48,9 +48,15 @@ def write():
 def test_program_of_a_release(native_kernel, path):
     pytest.importorskip("flatbuffers")
     loss, p, options = problem(path.stem)
-    if losses.platform() not in ("cpu", "cuda"):
-        pytest.skip("exported for CPU and CUDA")
-    value, gradient = export.deserialize(path.read_bytes()).call(*p)
+    if losses.platform() != "cpu":
+        pytest.skip("exported for the CPU")
+    try:
+        program = export.deserialize(path.read_bytes())
+    except ValueError as error:
+        if "version" not in str(error):
+            raise
+        pytest.skip(f"JAX reads files of its last months: {error}")
+    value, gradient = program.call(*p)
     expected, per_logit = loss.expected(p, **options)
     half = np.dtype(p.logits.dtype).itemsize == 2
     np.testing.assert_allclose(value, expected.mean(), rtol=1e-5)
