@@ -90,9 +90,7 @@ class Phrases(Automaton):
         lengths = np.array([len(phrase) for phrase in flat], np.int64)
         if (lengths == 0).any():
             raise ValueError(f"Phrases: phrases must have one label or more, got phrase {np.argmin(lengths)} without.")
-        labels = np.array([*itertools.chain.from_iterable(flat)] or np.zeros(0, np.int64))
-        if not np.issubdtype(labels.dtype, np.integer):
-            raise TypeError(f"Phrases: phrases must be sequences of integers, got {labels.dtype}.")
+        labels = _checks.integral("Phrases", "phrases", [*itertools.chain.from_iterable(flat)])
         if wrong := labels[(labels < 0) | (labels >= classes)][:5].tolist():
             raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])

@@ -13,6 +13,7 @@ from jax_rnnt import decode
 from jax_rnnt.decode import _arcs
 
 V = 4
+SIZE = 64  # of lists, so that they share a program
 
 
 def worth(labels, phrases, weights, finished):
@@ -68,24 +69,30 @@ def test_scores_are_the_definition(seed):
     """One list for all rows: overlaps, phrases in phrases, equal ones, negative weights."""
     rng = np.random.default_rng(seed)
     phrases, weights = random_phrases(rng, 3 * seed + 2, classes=2 if seed % 2 else V)
-    model = decode.Phrases(phrases, weights, classes=V)
+    model = decode.Phrases(phrases, weights, classes=V, size=SIZE)
     assert (model.start, model.symbols, model.utterances) == (V, V + 1, None)
     labels = rng.integers(0, 2 if seed % 2 else V, (20, 12))
     check(model, labels, [(phrases, weights)] * 20)
+    assert repr(model) == f"Phrases(one list, classes=4, size={SIZE})"
 
 
 def test_lists_of_utterances():
-    """Each row has that of its utterance; rows of an utterance stand together; no list, an empty and a large one."""
-    rng = np.random.default_rng(5)
-    lists = [random_phrases(rng, n) for n in (3, 0, 9, 1)]
-    model = decode.Phrases([x for x, _ in lists], [x for _, x in lists], classes=V)
-    assert model.utterances == 4
-    check(model, rng.integers(0, V, (12, 10)), [x for x in lists for _ in range(3)])
-    ones = decode.Phrases([x for x, _ in lists], 0.5, classes=V)
-    check(ones, rng.integers(0, V, (4, 10)), [(x, [0.5] * len(x)) for x, _ in lists])
-    none = decode.Phrases([[], []], classes=V)
-    assert none.utterances == 2 and decode.Phrases([], classes=V).utterances is None
-    check(none, rng.integers(0, V, (2, 3)), [([], [])] * 2)
+    """Each row has that of its utterance; rows of an utterance stand together; no list, an empty and a large one.
+
+    New lists compile nothing: other phrases, weights, lengths.
+    """
+    rng, programs = np.random.default_rng(5), run._cache_size()
+    labels = rng.integers(0, V, (12, 10))
+    for numbers in ((3, 0, 9, 1), (1, 4, 0, 2), (0, 0, 0, 0)):
+        lists = [random_phrases(rng, n) for n in numbers]
+        model = decode.Phrases([x for x, _ in lists], [x for _, x in lists], classes=V, size=SIZE)
+        assert model.utterances == 4 and repr(model) == f"Phrases(4 lists, classes=4, size={SIZE})"
+        check(model, labels, [x for x in lists for _ in range(3)])
+        ones = decode.Phrases([x for x, _ in lists], 0.5, classes=V, size=SIZE)
+        check(ones, labels, [(x, [0.5] * len(x)) for x, _ in lists for _ in range(3)])
+    assert run._cache_size() == programs + 1
+    assert decode.Phrases([[], []], classes=V).utterances == 2
+    assert decode.Phrases([], classes=V).utterances is None
 
 
 def test_long_phrases_and_many(monkeypatch):
@@ -98,37 +105,24 @@ def test_long_phrases_and_many(monkeypatch):
 
 def test_a_list_without_room():
     """Of one phrase, whose states and arcs fill the arrays in different places."""
-    labels = np.random.default_rng(8).integers(0, 3, (30, 5))
-    check(decode.Phrases([[0, 1, 2]], 1.0, classes=V), labels, [([[0, 1, 2]], [1.0])] * 30)
-
-
-def test_new_lists_compile_nothing():
-    """Up to the size, for other phrases, weights and lengths."""
-    rng = np.random.default_rng(7)
-    score = jax.jit(lambda model, labels: run(model, labels, 4))
-    for number in (1, 4, 0, 2):
-        lists = [random_phrases(rng, number, longest=number + 1) for _ in range(2)]
-        model = decode.Phrases(*([x[i] for x in lists] for i in (0, 1)), classes=V, size=20)
-        labels = rng.integers(0, V, (4, 5))
-        score(model, labels)
-        check(model, labels, [x for x in lists for _ in range(2)])
-    assert score._cache_size() == 1 and repr(model) == "Phrases(2 lists, classes=4, size=20)"
-    assert repr(decode.Phrases([[0, 1]], classes=3)) == "Phrases(one list, classes=3, size=2)"
+    labels, model = np.random.default_rng(8).integers(0, 3, (30, 5)), decode.Phrases([[0, 1, 2]], 1.0, classes=V)
+    check(model, labels, [([[0, 1, 2]], [1.0])] * 30)
+    assert repr(model) == "Phrases(one list, classes=4, size=3)"
 
 
 def test_place():
     """Matches go on where their rows are now, with the lists of the utterances there."""
     lists = [[[0, 1, 2]], [[0, 1, 2], [3]]]
     model = decode.Phrases(lists, classes=V)
-    state = model.initial(4)
+    state, step = model.initial(4), jax.jit(model.step)
     for label in (V, 0, 1):
-        _, state = model.step(state, jnp.full(4, label, jnp.int32))
+        _, state = step(state, jnp.full(4, label, jnp.int32))
     first, second = np.asarray(state).reshape(2, 2)
     assert first[0] == first[1] != second[0] == second[1]
     np.testing.assert_array_equal(model.place(state), state)
     np.testing.assert_array_equal(model.place(state[::-1]), state)
     np.testing.assert_array_equal(model.place(state[:2]), [first[0], second[0]])
-    _, again = model.step(state, jnp.full(4, V, jnp.int32))
+    _, again = step(state, jnp.full(4, V, jnp.int32))
     np.testing.assert_array_equal(again, model.initial(4))
     shared = decode.Phrases(lists[0], classes=V)
     np.testing.assert_array_equal(shared.place(state), state)
@@ -168,13 +162,18 @@ def test_streams_whose_utterances_change_places(search, sizes):
     """The second part comes in another order, and so do the lists."""
     model = Model(losses.RNNT, frames=8)
     lengths = np.array([4, 4], np.int32)
-    fused = lambda order: dict(
-        fusion=((decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6), 1.0),)
-    )
-    whole = model.search(search, *sizes, lengths=2 * lengths, **fused((0, 1)))
-    first = model.search(search, *sizes, encoder=model.encoder[:, :4], lengths=lengths, **fused((0, 1)))
+
+    @jax.jit
+    def part(encoder, lengths, state, phrases):
+        networks = model.parameters.joint, model.parameters.predictor
+        return search(model.loss.value(), *networks, encoder, lengths, *sizes, state=state, fusion=((phrases, 1.0),))
+
+    lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
+    half = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 4), (0, 0)))
+    whole = part(model.encoder, 2 * lengths, None, lists(0, 1))
+    first = part(half(slice(4)), lengths, None, lists(0, 1))
     turned = jax.tree.map(lambda x: x[::-1], first.state)
-    last = model.search(search, *sizes, encoder=model.encoder[::-1, 4:], lengths=lengths, state=turned, **fused((1, 0)))
+    last = part(half(slice(4, 8))[::-1], lengths, turned, lists(1, 0))
     np.testing.assert_allclose(last.scores[::-1], whole.scores, rtol=EXACT)
 
 
@@ -184,7 +183,7 @@ def test_streams_whose_utterances_change_places(search, sizes):
         ([[0, 4]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[4\]"),
         ([[0, -1]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[-1\]"),
         ([[0], []], {}, ValueError, "phrases must have one label or more, got phrase 1 without"),
-        ([[0.5]], {}, TypeError, "phrases must be sequences of integers, got float64"),
+        ([[0.5]], {}, TypeError, "phrases must have an integer dtype, got float64"),
         ("ab", {}, TypeError, "phrases must be a list of phrases, which are lists .*, got 'ab'"),
         (["ab"], {}, TypeError, "phrases must be a list of phrases, .* got 'ab'"),
         ([[[0]], [1]], {}, TypeError, "phrases must be .* or such a list for each utterance, got both"),
