@@ -37,7 +37,7 @@ def ax():
 @pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
-    p = losses.problem(1, 6, 3, 9 + 3 * (of is TDT)).take(0)
+    p = losses.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
     assert plot.lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
     collections = dict(zip(of.lattice, ax.collections, strict=True))
