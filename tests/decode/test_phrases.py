@@ -1,6 +1,7 @@
 """Do phrases earn what their definition says, sequence by sequence?"""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -131,50 +132,49 @@ def test_place():
 LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
 
 
-def test_searches():
-    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop."""
+@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (64,)), (decode.greedy, ())], ids=["beam", "greedy"])
+def test_searches(search, sizes):
+    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop.
+
+    So they are in a stream whose second part comes in another order, and so do the lists.
+    """
     model = Model(losses.TDT)
-    options = dict(fusion=((decode.Phrases(*zip(*LISTS), classes=model.tokens), 0.5),), max_symbols=2)
-    best = model.search(decode.beam, MOST, 64, **options)
-    greedy = model.search(decode.greedy, MOST, **options)
-    for b, given in enumerate(LISTS):
+
+    @jax.jit
+    def part(encoder, lengths, state, phrases):
+        networks = model.parameters.joint, model.parameters.predictor
+        options = dict(fusion=((phrases, 0.5),), max_symbols=2, state=state)
+        return search(model.loss.value(), *networks, encoder, lengths, MOST, *sizes, **options)
+
+    lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
+    padded = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 3 - len(range(3)[frames])), (0, 0)))
+    whole = part(model.encoder, model.lengths, None, lists(0, 1))
+    first = part(padded(slice(1)), np.array([1, 1], np.int32), None, lists(0, 1))
+    turned = jax.tree.map(lambda x: x[::-1], first.state)
+    last = part(padded(slice(1, 3))[::-1], model.lengths[::-1] - 1, turned, lists(1, 0))
+    last = jax.tree.map(lambda x: x[::-1], last._replace(state=None))
+    whole, first, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, first, last))
+    for found, (b, given) in itertools.product((whole, last), enumerate(LISTS)):
         value = lambda labels, finished, given=given: 0.5 * worth(labels, *given, finished)
         rules = dict(
             fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
             final=lambda labels: value(labels, True) - value(labels, False),
             max_symbols=2,
         )
-        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        if search is decode.greedy:
+            labels, _, score = greedy_loop(model, b, room=MOST, **rules)
+            before = [] if found is whole else trimmed(first, b)[0]
+            assert before + trimmed(found, b)[0] == labels[0]
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+            continue
         expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
-        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
-        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
-        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=EXACT)
+        alive = np.flatnonzero(found.scores[b] > -np.inf)
+        got = {tuple(trimmed(found, b, n)[0]): found.scores[b, n] for n in alive}
+        assert got.keys() == expected.keys() and len(alive) == len(got) > 2
+        np.testing.assert_allclose([got[x] for x in expected], [*expected.values()], rtol=EXACT)
         # The whole of a hypothesis is what it is without phrases and what they are worth.
         plain = enumerate_all(model, b, max_symbols=2)
-        np.testing.assert_allclose([found[y] - plain[y][0] for y in found], [value(y, True) for y in found], atol=EXACT)
-        labels, _, score = greedy_loop(model, b, room=MOST, **rules)
-        assert trimmed(greedy, b) == labels
-        np.testing.assert_allclose(greedy.scores[b], score, rtol=EXACT)
-
-
-@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (9, 4)), (decode.greedy, (9,))], ids=["beam", "greedy"])
-def test_streams_whose_utterances_change_places(search, sizes):
-    """The second part comes in another order, and so do the lists."""
-    model = Model(losses.RNNT, frames=8)
-    lengths = np.array([4, 4], np.int32)
-
-    @jax.jit
-    def part(encoder, lengths, state, phrases):
-        networks = model.parameters.joint, model.parameters.predictor
-        return search(model.loss.value(), *networks, encoder, lengths, *sizes, state=state, fusion=((phrases, 1.0),))
-
-    lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
-    half = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 4), (0, 0)))
-    whole = part(model.encoder, 2 * lengths, None, lists(0, 1))
-    first = part(half(slice(4)), lengths, None, lists(0, 1))
-    turned = jax.tree.map(lambda x: x[::-1], first.state)
-    last = part(half(slice(4, 8))[::-1], lengths, turned, lists(1, 0))
-    np.testing.assert_allclose(last.scores[::-1], whole.scores, rtol=EXACT)
+        np.testing.assert_allclose([got[y] - plain[y][0] for y in got], [value(y, True) for y in got], atol=EXACT)
 
 
 @pytest.mark.parametrize(
