@@ -39,7 +39,8 @@ class Phrases(Automaton):
 
     So the score of a finished sequence is the first sum. A state is one integer, the match in progress: hypotheses with
     equal states share their rows. It is a pytree of arrays, whose shapes depend on `classes`, `size` and the number of
-    utterances alone: as an argument of a jitted function, new lists compile nothing.
+    utterances alone: as an argument of a jitted function, new lists compile nothing. A match in progress belongs to its
+    list: give an utterance of a stream another list where it begins.
 
     Parameters
     ----------
@@ -265,7 +266,8 @@ class Tree:
             array[slot] = values
         number = np.bincount(state[self.parent[deep]], minlength=batch * size).reshape(batch, size)
         first = np.arange(batch)[:, None] * size + np.cumsum(number, 1) - number
-        backoffs, suffixes = np.zeros(batch * size, np.float32), np.arange(batch * size, dtype=np.int32)
+        backoffs = np.zeros(batch * size, np.float32)
+        suffixes = np.repeat(size * np.arange(batch, dtype=np.int32), size)  # to the root, even from what is no state
         after = self.state_of[self.suffix[inner]]
         backoffs[state[inner]] = self.progress[after] - self.progress[inner]
         suffixes[state[inner]] = state[after]

@@ -114,19 +114,31 @@ def test_a_list_without_room():
 def test_place():
     """Matches go on where their rows are now, with the lists of the utterances there."""
     lists = [[[0, 1, 2]], [[0, 1, 2], [3]]]
-    model = decode.Phrases(lists, classes=V)
-    state, step = model.initial(4), jax.jit(model.step)
+    model, step = decode.Phrases(lists, classes=V, size=5), jax.jit(lambda model, *x: model.step(*x))
+    state = model.initial(4)
     for label in (V, 0, 1):
-        _, state = step(state, jnp.full(4, label, jnp.int32))
+        _, state = step(model, state, jnp.full(4, label, jnp.int32))
     first, second = np.asarray(state).reshape(2, 2)
     assert first[0] == first[1] != second[0] == second[1]
     np.testing.assert_array_equal(model.place(state), state)
     np.testing.assert_array_equal(model.place(state[::-1]), state)
     np.testing.assert_array_equal(model.place(state[:2]), [first[0], second[0]])
-    _, again = step(state, jnp.full(4, V, jnp.int32))
+    _, again = step(model, state, jnp.full(4, V, jnp.int32))
     np.testing.assert_array_equal(again, model.initial(4))
     shared = decode.Phrases(lists[0], classes=V)
     np.testing.assert_array_equal(shared.place(state), state)
+
+
+def test_a_match_that_other_lists_do_not_know():
+    """A stream goes on with other lists: the match ends, as if it had not begun."""
+    step = jax.jit(lambda model, *x: model.step(*x))
+    long, short = ([[[0, 1, 2, 0, 1]], [[3, 2, 1, 0, 3]]], [[[3]], [[3, 1]]])
+    long, short = (decode.Phrases(x, classes=V, size=5) for x in (long, short))
+    state = long.initial(4)
+    for labels in ((V, V), (0, 3), (1, 2), (2, 1), (0, 0)):
+        _, state = step(long, state, jnp.repeat(jnp.array(labels, jnp.int32), 2))
+    after = jnp.full(4, 3, jnp.int32)
+    jax.tree.map(np.testing.assert_array_equal, step(short, state, after), step(short, short.initial(4), after))
 
 
 LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
