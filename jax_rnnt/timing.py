@@ -230,11 +230,11 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
     duration = float(_checks.scalar(function, "duration", duration))
     if not 0 < duration < math.inf:
         raise ValueError(f"{function}: duration must be a positive number of seconds, got {duration}.")
-    tiers = _in_microseconds(function, "tiers", tiers, limit=duration)
-    if not tiers:
+    checked = _in_microseconds(function, "tiers", tiers, limit=duration)
+    if not checked:
         raise ValueError(f"{function}: tiers must hold one tier at least, got {{}}.")
     grid = textgrid.Textgrid()
-    for name, spoken in tiers.items():
+    for name, spoken in checked.items():
         if not name.strip():
             raise ValueError(f"{function}: names of tiers must not be empty, got {name!r}.")
         entries = [(start / SECOND, min(end / SECOND, duration), text) for start, end, text in spoken]
@@ -257,7 +257,7 @@ def _in_microseconds(
     """
     if not isinstance(spoken, Mapping):
         raise TypeError(f"{function}: {argument} must be a mapping of names to intervals, got {spoken!r}.")
-    found = {}
+    found: dict[str, list[tuple[int, int, str]]] = {}
     for name, given in spoken.items():
         _check_text(function, f"names of {argument}", name, columns)
         found[name], before = [], 0

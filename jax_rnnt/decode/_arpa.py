@@ -42,7 +42,7 @@ def names_of(function: str, labels, form: typing.Literal["NFC", "NFD"] = "NFC") 
             raise TypeError(f"{function}: labels must be str or None, got {label!r}.")
     names = [None if label is None else canonical(label, form) for label in labels]
     count = collections.Counter(name for name in names if name is not None)
-    twice = [label for label, name in zip(labels, names) if count[name] > 1]
+    twice = [label for label, name in zip(labels, names) if name is not None and count[name] > 1]
     if twice or not count:
         got = f"{twice[:5]}, which are equal in Unicode's form NFC" if twice else f"{len(labels)} that are none"
         raise ValueError(f"{function}: labels must be different texts, at least one, got {got}.")
@@ -178,7 +178,7 @@ class Arpa:
         """(words, log-probabilities, backoffs) of n-grams."""
         tokens = [*itertools.chain.from_iterable(row[1 : order + 1] for row in rows)]
         words = np.fromiter(map(self.tokens.get, tokens, itertools.repeat(UNSEEN)), np.int32, len(tokens))
-        for i in np.flatnonzero(words == UNSEEN):  # another form of a word
+        for i in np.flatnonzero(words == UNSEEN).tolist():  # another form of a word
             name = self.name(tokens[i], line := self.number + 1 + i // order)
             if name not in self.names:
                 self.fail("words of the 1-grams", tokens[i], line)

@@ -111,12 +111,11 @@ class NGram(Automaton):
         TypeError
             Labels that are neither str nor None.
         """
-        vocabulary = Vocabulary(labels)
-        file = Arpa(FUNCTION, path)
-        grams = file.read(lambda *found: vocabulary.number(*found, file.path))
-        columns, size = vocabulary.columns, len(vocabulary.columns)
-        columns = None if (columns == np.arange(size)).all() else jnp.asarray(columns)
-        return ngram_of(cls, file, grams, size, columns, vocabulary)
+        vocabulary, file = Vocabulary(labels, path), Arpa(FUNCTION, path)
+        grams = file.read(vocabulary.number)
+        size = len(vocabulary.columns)
+        own = (vocabulary.columns == np.arange(size)).all()
+        return ngram_of(cls, file, grams, size, None if own else jnp.asarray(vocabulary.columns), vocabulary)
 
     def __repr__(self) -> str:
         return f"NGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
@@ -154,13 +153,13 @@ def ngram_of(cls: type[NGram], file: Arpa, grams: list[Grams], words: int, colum
 class Vocabulary:
     """The numbers of words, of which each label is one."""
 
-    def __init__(self, labels):
-        names = names_of(FUNCTION, labels)
+    def __init__(self, labels, path):
+        names, self.path = names_of(FUNCTION, labels), path
         self.numbers = {name: i for i, name in enumerate(names) if name is not None}
         self.columns = np.arange(len(names), dtype=np.int32)  # the word of each label
         self.begin = self.end = None
 
-    def number(self, words: list[str], marks, path) -> dict[str, int]:
+    def number(self, words: list[str], marks) -> dict[str, int]:
         """The numbers of words and marks, where a file has these unigrams."""
         found, size = {*words, *marks}, len(self.columns)
         missing = {name: i for name, i in self.numbers.items() if name not in found}
@@ -168,8 +167,8 @@ class Vocabulary:
         if missing and "<unk>" not in found:
             names = ", ".join(map(repr, [*missing][:5]))
             raise ValueError(
-                f"{FUNCTION}: labels must be tokens of {path}, as it has no <unk>, got {len(missing)} that are none: "
-                f"{names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
+                f"{FUNCTION}: labels must be tokens of {self.path}, as it has no <unk>, got {len(missing)} that are "
+                f"none: {names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
             )
         if missing:
             rest = [*missing.values()]
