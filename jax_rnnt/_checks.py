@@ -39,13 +39,19 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
-    """x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range anyway."""
+def integral(function: str, name: str, x) -> Any:
+    """x as an array of integers; an empty list, which becomes a float array, is one too."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        if np.size(x) or not isinstance(x, np.ndarray):  # an empty list becomes a float array
+        if np.size(x) or not isinstance(x, np.ndarray):
             raise TypeError(f"{function}: {name} must have an integer dtype, got {x.dtype}.")
         x = x.astype(np.int32)
+    return x
+
+
+def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
+    """x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range anyway."""
+    x = integral(function, name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{function}: {name} must have shape {dimensions} = {tuple(shape)}, got {tuple(x.shape)}.")
     if not np.can_cast(x.dtype, np.int32):

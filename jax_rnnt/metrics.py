@@ -159,11 +159,10 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     labels, counts = _sequences(name, "labels", labels, "counts", counts)
     log_probs = _checks.array(name, "label_log_probs", label_log_probs)
     words = word_of_label(labels) if callable(word_of_label) else word_of_label
-    words = _checks.array(name, "word_of_label", words)
-    for argument, x, kind in (("label_log_probs", log_probs, "a floating"), ("word_of_label", words, "an integer")):
-        fits = str(x.dtype) in _checks.FLOATS if kind == "a floating" else np.issubdtype(x.dtype, np.integer)
-        if not fits:
-            raise TypeError(f"{name}: {argument} must have {kind} dtype, got {x.dtype}.")
+    words = _checks.integral(name, "word_of_label", words)
+    if str(log_probs.dtype) not in _checks.FLOATS:
+        raise TypeError(f"{name}: label_log_probs must have a floating dtype, got {log_probs.dtype}.")
+    for argument, x in (("label_log_probs", log_probs), ("word_of_label", words)):
         if x.shape != labels.shape:
             raise ValueError(f"{name}: {argument} must have shape [..., L] = {labels.shape}, got {x.shape}.")
 
@@ -182,11 +181,8 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
 
 def _sequences(function, name, labels, name_of_lengths, lengths):
     """Labels [..., L] and their numbers [...], as NumPy arrays."""
-    labels, lengths = (_checks.array(function, n, x) for n, x in ((name, labels), (name_of_lengths, lengths)))
-    labels, lengths = np.asarray(labels), np.asarray(lengths)
-    for n, x in ((name, labels), (name_of_lengths, lengths)):
-        if not np.issubdtype(x.dtype, np.integer):
-            raise TypeError(f"{function}: {n} must have an integer dtype, got {x.dtype}.")
+    both = (name, labels), (name_of_lengths, lengths)
+    labels, lengths = (np.asarray(_checks.integral(function, n, x)) for n, x in both)
     if labels.shape[:-1] != lengths.shape or labels.ndim < 1:
         expected = f"shape [...] = {labels.shape[:-1]} of {name} [..., L]"
         raise ValueError(f"{function}: {name_of_lengths} must have {expected}, got {lengths.shape}.")

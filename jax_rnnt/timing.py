@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import typing
+import unicodedata
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 
 __all__ = ["Interval", "frames_to_seconds", "intervals", "write_ctm", "write_textgrid"]
+
+SECOND = 1_000_000  # microseconds, in which files have their times
 
 
 class Interval(typing.NamedTuple):
@@ -74,10 +79,12 @@ def _seconds(function, frames, hop, reduction, offset):
     hop, offset = (float(_checks.scalar(function, n, x)) for n, x in (("hop", hop), ("offset", offset)))
     if not 0 < hop < np.inf:
         raise ValueError(f"{function}: hop must be a positive number of seconds, got {hop}.")
+    if not math.isfinite(offset):
+        raise ValueError(f"{function}: offset must be a finite number of seconds, got {offset}.")
     _checks.positive(function, "reduction", reduction)
     frames = _checks.array(function, "frames", frames)
-    if not np.issubdtype(frames.dtype, np.number):
-        raise TypeError(f"{function}: frames must be numbers, got {frames.dtype}.")
+    if not any(jnp.issubdtype(frames.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(f"{function}: frames must be real numbers, got {frames.dtype}.")
     frames = np.asarray(frames, np.float64)
     return offset + np.where(frames < 0, np.nan, frames) * (reduction * hop)
 
@@ -150,10 +157,13 @@ def intervals(
 def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
     """Writes a CTM file: a line ``utterance channel start duration text`` for each interval, in seconds.
 
+    Times have six decimals. Start and end are rounded, so an interval that begins where another one ends does so in the
+    file too: its start is the other's start plus duration, digit by digit.
+
     Parameters
     ----------
     file : path
-        It is overwritten.
+        It is overwritten, in UTF-8.
     utterances : mapping of str to sequence of Interval
         Names of recordings, and what was said in them.
     channel : str, default "1"
@@ -161,8 +171,12 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
 
     Raises
     ------
+    TypeError
+        `utterances` is no mapping of names to intervals.
     ValueError
-        A name or text is empty or holds white space, which separates the columns.
+        A time is negative or not finite, an interval is shorter than a microsecond or begins before the end of the one
+        before it. A name or text is empty, holds white space, which separates the columns, or control characters; the
+        name of a recording begins with ";;", as comments do. No file is written.
 
     Examples
     --------
@@ -170,24 +184,26 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
 
         timing.write_ctm("test.ctm", {"george-7": timing.intervals(frames, words, hop=0.0125, reduction=4)})
     """
+    function = "write_ctm"
+    _check_text(function, "channel", channel, column=True)
     lines = []
-    for name, spoken in utterances.items():
+    for name, spoken in _in_microseconds(function, "utterances", utterances, columns=True).items():
+        if name.startswith(";;"):
+            raise ValueError(f"{function}: names of utterances must not begin with ';;', as comments do, got {name!r}.")
         for start, end, text in spoken:
-            for argument, word in (("channel", channel), ("utterances", name), ("utterances", text)):
-                if len(word.split()) != 1 or word != word.strip():
-                    expected = "names and texts without white space, which are not empty"
-                    raise ValueError(f"write_ctm: {argument} must hold {expected}, got {word!r}.")
-            lines.append(f"{name} {channel} {start:.3f} {end - start:.3f} {text}\n")
+            lines.append(f"{name} {channel} {start / SECOND:.6f} {(end - start) / SECOND:.6f} {text}\n")
     pathlib.Path(file).write_text("".join(lines), encoding="utf-8")
 
 
 def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], duration: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools. praatio makes it.
 
+    Times are rounded to microseconds. White space at the ends of a text is left out.
+
     Parameters
     ----------
     file : path
-        It is overwritten.
+        It is overwritten, in UTF-8.
     tiers : mapping of str to sequence of Interval
         Names of tiers, and their intervals: labels and words, or one tier a model. Gaps become empty intervals.
     duration : float
@@ -195,8 +211,12 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
 
     Raises
     ------
+    TypeError
+        `tiers` is no mapping of names to intervals.
     ValueError
-        There is no tier, or an interval begins outside [0, duration), is empty or overlaps with the one before.
+        There is no tier, or `duration` is not positive and finite. A time is negative or not finite, an interval has
+        less than a microsecond within the recording or begins before the end of the one before it. A name or text holds
+        line breaks or other control characters; a name is empty. No file is written.
 
     Examples
     --------
@@ -204,19 +224,64 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
 
         timing.write_textgrid("george-7.TextGrid", {"labels": timing.intervals(frames, words, hop=0.01)}, duration=2.5)
     """
-    with needed_by("write_textgrid", "metrics"):
+    function = "write_textgrid"
+    with needed_by(function, "metrics"):
         from praatio import textgrid
-    if not tiers:
-        raise ValueError("write_textgrid: tiers must hold one tier at least, got {}.")
+    duration = float(_checks.scalar(function, "duration", duration))
+    if not 0 < duration < math.inf:
+        raise ValueError(f"{function}: duration must be a positive number of seconds, got {duration}.")
+    checked = _in_microseconds(function, "tiers", tiers, limit=duration)
+    if not checked:
+        raise ValueError(f"{function}: tiers must hold one tier at least, got {{}}.")
     grid = textgrid.Textgrid()
-    for name, spoken in tiers.items():
-        before, entries = 0.0, []
-        for interval in spoken:
-            start, end, text = interval
-            if not before <= start < min(end, duration):
-                expected = f"in order, not empty and begin in [0, {duration})"
-                raise ValueError(f"write_textgrid: intervals of tier {name!r} must be {expected}, got {interval}.")
-            entries.append((start, min(end, duration), text))
-            before = end
+    for name, spoken in checked.items():
+        if not name.strip():
+            raise ValueError(f"{function}: names of tiers must not be empty, got {name!r}.")
+        entries = [(start / SECOND, min(end / SECOND, duration), text) for start, end, text in spoken]
         grid.addTier(textgrid.IntervalTier(name, entries, 0, duration))
     grid.save(os.fspath(file), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
+
+
+def _in_microseconds(
+    function: str,
+    argument: str,
+    spoken,
+    *,
+    columns: bool = False,
+    limit: float = math.inf,
+) -> dict[str, list[tuple[int, int, str]]]:
+    """Intervals {name: [(start, end, text)]} in whole microseconds: what every writer checks.
+
+    Times are rounded first and compared then, so what is right here is right in the file. `columns`: names and texts
+    are columns of a table. `limit`: seconds before which an interval must begin.
+    """
+    if not isinstance(spoken, Mapping):
+        raise TypeError(f"{function}: {argument} must be a mapping of names to intervals, got {spoken!r}.")
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for name, given in spoken.items():
+        _check_text(function, f"names of {argument}", name, columns)
+        found[name], before = [], 0
+        for interval in given:
+            if not isinstance(interval, Sequence) or len(interval) != 3:
+                raise TypeError(f"{function}: {argument} must hold intervals (start, end, text), got {interval!r}.")
+            *times, text = interval
+            _check_text(function, f"texts of {argument}", text, columns)
+            edges = [SECOND * float(_checks.scalar(function, f"times of {argument}", x)) for x in times]
+            start, end = map(round, edges) if all(map(math.isfinite, edges)) else (-1, -1)
+            if not before <= start < min(end, SECOND * limit - 0.5):
+                rule = f"be finite, in order without overlap, a microsecond long or more, and begin in [0, {limit})"
+                raise ValueError(f"{function}: intervals of {name!r} must {rule}, got {interval!r}.")
+            found[name].append((start, end, text))
+            before = end
+    return found
+
+
+def _check_text(function: str, what: str, text, column: bool) -> None:
+    """Raises if a line of a file, or a column of it, cannot hold this text."""
+    if not isinstance(text, str):
+        raise TypeError(f"{function}: {what} must be str, got {text!r}.")
+    if any(unicodedata.category(x) in ("Cc", "Cs", "Zl", "Zp") or x == "\ufeff" for x in text):
+        rule = "be without line breaks, control characters, byte order marks and lone surrogates"
+        raise ValueError(f"{function}: {what} must {rule}, got {text!r}.")
+    if column and text.split() != [text]:
+        raise ValueError(f"{function}: {what} must be without white space and not empty, got {text!r}.")

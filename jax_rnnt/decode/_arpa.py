@@ -1,21 +1,59 @@
 """Reads n-gram models in ARPA format: text becomes numbers line by line, the rest is done for whole arrays.
 
-M n-grams of one order.
+M n-grams of one order. Words that Unicode holds for equal are one; so are <unk> and <UNK>, as in KenLM, <s> and <S>,
+</s> and </S>: these three are marks, and no words.
 """
 
 from __future__ import annotations
 
+import codecs
+import collections
 import gzip
 import itertools
 import math
 import os
 import re
 import typing
-from collections.abc import Callable
+import unicodedata
+import warnings
+import zlib
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 LINES = 1 << 16  # split at once: their tokens take 30 MB
+MARKS = "<unk>", "<s>", "</s>"
+UNSEEN = -2  # a token that no line had before
+LARGEST = 1e30  # backoff weight: float32 holds sums of them
+NAMED = 10  # words that are left out
+
+
+def canonical(word: str, form: typing.Literal["NFC", "NFD"] = "NFC") -> str:
+    """One text for all that are the same word."""
+    mark = word.lower()
+    return mark if mark in MARKS and word in (mark, mark.upper()) else unicodedata.normalize(form, word)
+
+
+def names_of(function: str, labels, form: typing.Literal["NFC", "NFD"] = "NFC") -> list[str | None]:
+    """Labels of the user in canonical form: different ones, at least one."""
+    labels = list(labels)
+    for label in labels:
+        if not isinstance(label, (str, type(None))):
+            raise TypeError(f"{function}: labels must be str or None, got {label!r}.")
+    names = [None if label is None else canonical(label, form) for label in labels]
+    count = collections.Counter(name for name in names if name is not None)
+    twice = [label for label, name in zip(labels, names) if name is not None and count[name] > 1]
+    if twice or not count:
+        got = f"{twice[:5]}, which are equal in Unicode's form NFC" if twice else f"{len(labels)} that are none"
+        raise ValueError(f"{function}: labels must be different texts, at least one, got {got}.")
+    return names
+
+
+def shown(text: bytes | str) -> str:
+    """What an error shows of a file: its beginning, with escapes for what is invisible or no UTF-8."""
+    text = text.decode(errors="backslashreplace") if isinstance(text, bytes) else text
+    text = text if len(text) <= 100 else text[:100] + "..."
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 
 class Grams(typing.NamedTuple):
@@ -30,59 +68,101 @@ class Grams(typing.NamedTuple):
 class Arpa:
     """A file that is read once. `function` is who reads it, in errors."""
 
-    def __init__(self, function: str, path):
-        self.function, self.path = function, os.fspath(path)
-        self.number = 0  # of the last line that was read
-        self.numbers: dict[bytes, int] = {}  # of tokens
+    vocabulary: int  # words
+    spelled: int  # of these, words that have a number
+    unspelled: tuple[str, ...]  # the first NAMED of the others
 
-    def fail(self, expected: str, got: bytes | str, line: int | None = None):
-        got = got.decode(errors="replace") if isinstance(got, bytes) else got
+    def __init__(self, function: str, path, form: typing.Literal["NFC", "NFD"] = "NFC"):
+        self.function, self.path, self.form = function, os.fspath(path), form
+        self.number = 0  # of the last line that was read
+        self.names: dict[str, int] = {}  # numbers of words and marks of the file, -1 for those without
+        self.tokens: dict[bytes, int] = {}  # the same of tokens, as lines have them
+
+    def fail(self, expected: str, got: bytes | str, line: int | None = None) -> typing.NoReturn:
         place = f"{self.path}, line {self.number if line is None else line}"
-        raise ValueError(f"{self.function}: {place}: expected {expected}, got {got}.")
+        raise ValueError(f"{self.function}: {place}: expected {expected}, got {shown(got)}.") from None
 
     def line(self) -> bytes:
-        """The next one that is not blank, stripped."""
+        """The next one that is not blank, stripped; none: the file has ended."""
         for line in self.file:
             self.number += 1
-            if line := line.strip():
+            if line := (line.removeprefix(codecs.BOM_UTF8) if self.number == 1 else line).strip():
                 return line
-        return b"the end of the file"
+        return b""
 
-    def read(self, number: Callable[[list[bytes]], dict[bytes, int]]) -> list[Grams]:
-        """The n-grams of each order; ``number(tokens of the unigrams)`` gives tokens their numbers."""
-        found: list[Grams] = []
+    def expect(self, expected: str, found: bool, line: bytes):
+        if not found:
+            self.fail(expected, line or "the end of the file")
+
+    def read(self, number: Callable[[list[str], Collection[str]], dict[str, int]]) -> list[Grams]:
+        """The n-grams of each order; ``number(words, marks)`` of the unigrams gives those their numbers that have one.
+
+        Warns of words without.
+        """
         with (gzip.open if str(self.path).endswith(".gz") else open)(self.path, "rb") as self.file:
-            if (line := self.line()) != b"\\data\\":
-                self.fail("\\data\\", line)
-            counts: list[int] = []
+            try:
+                found = self.sections(number)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                self.fail("a whole gzip file", str(error))
+        if left := self.vocabulary - self.spelled:
+            names = ", ".join(map(repr, self.unspelled)) + ", ..." * (left > NAMED)
+            message = f"{left} of {self.vocabulary} words of {self.path} are left out, as no labels spell them: {names}"
+            warnings.warn(f"{self.function}: {message}.", stacklevel=3)
+        return found
+
+    def sections(self, number) -> list[Grams]:
+        found: list[Grams] = []
+        first = line = self.line()
+        place = self.number
+        while line != b"\\data\\":  # any text may come before
+            if not line or re.match(rb"[iq]ARPA", line):  # formats of IRSTLM, with other numbers
+                self.fail("\\data\\", first or "the end of the file", place)
             line = self.line()
-            while match := re.fullmatch(rb"ngram\s+%d\s*=\s*(\d+)" % (len(counts) + 1), line):
-                counts.append(int(match[1]))
-                line = self.line()
-            if not counts:
-                self.fail("ngram 1=...", line)
-            for order, count in enumerate(counts, 1):
-                if line != b"\\%d-grams:" % order:
-                    after = f" after {counts[order - 2]} {order - 1}-grams, as \\data\\ says" if order > 1 else ""
-                    self.fail(f"\\{order}-grams:{after}", line)
-                found.append(self.section(order, count, number))
-                line = self.line()
-            if line != b"\\end\\":
-                self.fail(f"\\end\\ after {counts[-1]} {len(counts)}-grams, as \\data\\ says", line)
+        counts: list[int] = []
+        line = self.line()
+        while match := re.fullmatch(rb"ngram\s+%d\s*=\s*(\d{1,18})" % (len(counts) + 1), line):
+            counts.append(int(match[1]))
+            line = self.line()
+        self.expect("ngram 1=...", bool(counts), line)
+        for order, count in enumerate(counts, 1):
+            after = f" after {counts[order - 2]} {order - 1}-grams, as \\data\\ says" if order > 1 else ""
+            self.expect(f"\\{order}-grams:{after}", line == b"\\%d-grams:" % order, line)
+            found.append(self.section(order, count, number))
+            line = self.line()
+        self.expect(f"\\end\\ after {counts[-1]} {len(counts)}-grams, as \\data\\ says", line == b"\\end\\", line)
         return found
 
     def section(self, order: int, count: int, number) -> Grams:
         first, parts = self.number + 1, [self.numeric(order, [])]
-        size = count if order == 1 else LINES  # all unigrams are known before tokens have numbers
-        for done in range(0, count, max(size, 1)):
+        size = max(count, 1) if order == 1 else LINES  # all unigrams are known before tokens have numbers
+        for done in range(0, max(count, order == 1), size):
             rows = [line.split() for line in itertools.islice(self.file, min(size, count - done))]
             self.check_fields(rows, order, min(size, count - done), f"{count} {order}-grams, as \\data\\ says")
             if order == 1:
-                self.numbers = number([row[1] for row in rows])
+                self.number_words([row[1] for row in rows], number)
             parts.append(self.numeric(order, rows))
             self.number += len(rows)
         words, log_probs, backoffs = (np.concatenate(x) for x in zip(*parts))
         return Grams(words, log_probs, backoffs, first)
+
+    def name(self, token: bytes, line: int) -> str:
+        try:
+            return canonical(token.decode(), self.form)
+        except UnicodeDecodeError:
+            self.fail("UTF-8", token, line)
+
+    def number_words(self, tokens: list[bytes], number):
+        names = [self.name(token, self.number + 1 + i) for i, token in enumerate(tokens)]
+        words = [x for x in dict.fromkeys(names) if x not in MARKS]
+        numbers = number(words, {*MARKS} & {*names})
+        self.names = {name: numbers.get(name, -1) for name in names}
+        self.tokens = {token: self.names[name] for token, name in zip(tokens, names)}
+        without = [x for x in words if self.names[x] < 0]
+        self.vocabulary, self.spelled = len(words), len(words) - len(without)
+        self.unspelled = tuple(unicodedata.normalize("NFC", x) for x in without[:NAMED])
+        if not self.spelled:
+            got = f"none of {len(words)}: {list(self.unspelled[:5])}"
+            raise ValueError(f"{self.function}: labels must spell words of {self.path}, got {got}.")
 
     def check_fields(self, rows, order: int, wanted: int, all_of_them: str):
         for i, row in enumerate(rows):
@@ -90,17 +170,22 @@ class Arpa:
                 self.fail(all_of_them, b" ".join(row) or "a blank line", self.number + 1 + i)
             if len(row) not in (order + 1, order + 2):
                 fields = f"{order + 1} or {order + 2} fields of a {order}-gram"
-                self.fail(fields, f"{len(row)}: {b' '.join(row).decode(errors='replace')}", self.number + 1 + i)
+                self.fail(fields, b"%d: %b" % (len(row), b" ".join(row)), self.number + 1 + i)
         if len(rows) < wanted:
             self.fail(all_of_them, "the end of the file", self.number + len(rows))
 
     def numeric(self, order: int, rows):
         """(words, log-probabilities, backoffs) of n-grams."""
-        tokens = itertools.chain.from_iterable(row[1 : order + 1] for row in rows)
-        words = np.fromiter(map(self.numbers.get, tokens, itertools.repeat(-1)), np.int32, order * len(rows))
+        tokens = [*itertools.chain.from_iterable(row[1 : order + 1] for row in rows)]
+        words = np.fromiter(map(self.tokens.get, tokens, itertools.repeat(UNSEEN)), np.int32, len(tokens))
+        for i in np.flatnonzero(words == UNSEEN).tolist():  # another form of a word
+            name = self.name(tokens[i], line := self.number + 1 + i // order)
+            if name not in self.names:
+                self.fail("words of the 1-grams", tokens[i], line)
+            words[i] = self.tokens[tokens[i]] = self.names[name]
         log_probs = self.numbers_of([row[0] for row in rows], "a log-probability of 0 or less", 0)
         backoffs = [row[order + 1] if len(row) > order + 1 else b"0" for row in rows]
-        backoffs = self.numbers_of(backoffs, "a finite backoff or -inf", np.finfo(np.float64).max)
+        backoffs = self.numbers_of(backoffs, f"a backoff of {LARGEST:g} or less", LARGEST)
         return words.reshape(len(rows), order), log_probs, backoffs
 
     def numbers_of(self, fields: list[bytes], expected: str, most: float):
@@ -119,4 +204,4 @@ class Arpa:
         if not (values <= most).all():
             i = int(np.argmin(values <= most))
             self.fail(expected, fields[i], self.number + 1 + i)
-        return values * math.log(10)
+        return np.where(values < -LARGEST, -math.inf, values) * math.log(10)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_rnnt import _pytree
 from jax_rnnt.decode._arcs import Arcs, Automaton, follow, one_root, score_rows
-from jax_rnnt.decode._arpa import Arpa, Grams
+from jax_rnnt.decode._arpa import Arpa, Grams, names_of
 
 FUNCTION = "NGram.from_arpa"
 
@@ -31,6 +31,15 @@ class NGram(Automaton):
     context that has an influence on what follows: hypotheses with equal states share their rows.
 
     As a model of fusion it has `initial`, `step` and `final`. V, its `start`, is the label that begins a sentence.
+
+    Attributes
+    ----------
+    vocabulary : int
+        Words of the file. <s>, </s> and <unk> are none.
+    spelled : int
+        Those of them that are labels; the others are left out, with their n-grams.
+    unspelled : tuple of str
+        The first ten of the others.
 
     References
     ----------
@@ -67,18 +76,23 @@ class NGram(Automaton):
     columns: jax.Array | None  # [V]: the word of each label; None: itself
     begin: int = _pytree.static()  # the state after <s>
     end: int | None = _pytree.static()  # the word </s>
+    vocabulary: int = _pytree.static()
+    spelled: int = _pytree.static()
+    unspelled: tuple[str, ...] = _pytree.static()
 
     @classmethod
     def from_arpa(cls, path: str | os.PathLike, labels: Sequence[str | None]) -> NGram:
         """Reads a model in ARPA format, as lmplz, SRILM and others write it.
 
-        N-grams with a token that is no label cannot be met and are left out. Labels that the file lacks are <unk>. A
-        file without <s> begins in the empty context; one without </s> has no score of the end.
+        N-grams with a token that is no label cannot be met and are left out; a warning tells how many words that are.
+        Labels that the file lacks are <unk>. Texts that are equal in Unicode's form NFC are one token, as composed and
+        decomposed accents; <UNK>, <S> and </S> are <unk>, <s> and </s>. A file without <s> begins in the empty context;
+        one without </s> has no score of the end.
 
         Parameters
         ----------
         path : str or PathLike
-            The file; compressed if its name ends in .gz.
+            The file, in UTF-8; compressed if its name ends in .gz. Text before \\data\\ is not read.
         labels : sequence of str or None
             The token of each class of the joint network, V in all. None for classes that are no labels, as the blank:
             their score is -inf.
@@ -91,22 +105,20 @@ class NGram(Automaton):
         ------
         ValueError
             With file and line: \\data\\, \\end\\ or a section is missing, other numbers of n-grams than \\data\\ says,
-            wrong fields, a positive log-probability, an n-gram that stands twice or whose context is missing. With
-            names: labels that the file lacks if it has no <unk>, or that stand twice.
+            wrong fields, a positive log-probability, a word that is no unigram or not in UTF-8, an n-gram that stands
+            twice or whose context is missing. With names: labels that the file lacks if it has no <unk>, that stand
+            twice, or of which none is a word of the file.
         TypeError
             Labels that are neither str nor None.
         """
-        labels = list(labels)
-        vocabulary = Vocabulary(labels)
-        file = Arpa(FUNCTION, path)
-        grams = file.read(lambda tokens: vocabulary.number(tokens, file.path))
-        arcs, begin = tables(grams, len(labels), vocabulary.begin, file)
-        own = (vocabulary.columns == np.arange(len(labels))).all()
-        fields = arcs, None if own else jnp.asarray(vocabulary.columns), begin, vocabulary.end
-        return _pytree.make(cls, ("arcs", "columns", "begin", "end"), fields)
+        vocabulary, file = Vocabulary(labels, path), Arpa(FUNCTION, path)
+        grams = file.read(vocabulary.number)
+        size = len(vocabulary.columns)
+        own = (vocabulary.columns == np.arange(size)).all()
+        return ngram_of(cls, file, grams, size, None if own else jnp.asarray(vocabulary.columns), vocabulary)
 
     def __repr__(self) -> str:
-        return f"NGram({self.start} labels)"
+        return f"NGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
 
     def initial(self, batch) -> jax.Array:
         """int32 [batch]: the empty context."""
@@ -130,36 +142,38 @@ class NGram(Automaton):
         return follow(self.arcs, state, jnp.full_like(state, self.end))[0]
 
 
-class Vocabulary:
-    """The numbers of words."""
+def ngram_of(cls: type[NGram], file: Arpa, grams: list[Grams], words: int, columns, numbers) -> NGram:
+    """A model of n-grams over this many words; `numbers` has those of the words `begin` and `end`."""
+    arcs, begin = tables(grams, words, numbers.begin, file)
+    fields = dict(arcs=arcs, columns=columns, begin=begin, end=numbers.end)
+    fields |= {name: getattr(file, name) for name in ("vocabulary", "spelled", "unspelled")}
+    return _pytree.make(cls, fields.keys(), fields.values())
 
-    def __init__(self, labels):
-        for label in labels:
-            if not isinstance(label, (str, type(None))):
-                raise TypeError(f"{FUNCTION}: labels must be str or None, got {label!r}.")
-        self.tokens = {label.encode(): i for i, label in enumerate(labels) if label is not None}
-        twice = {x for i, x in enumerate(labels) if x is not None and self.tokens[x.encode()] != i}
-        if twice or not self.tokens:
-            got = f"{sorted(twice)[:5]} twice" if twice else f"{len(labels)} that are none"
-            raise ValueError(f"{FUNCTION}: labels must be different tokens, at least one, got {got}.")
-        self.columns = np.arange(len(labels), dtype=np.int32)  # the word of each label
+
+class Vocabulary:
+    """The numbers of words, of which each label is one."""
+
+    def __init__(self, labels, path):
+        names, self.path = names_of(FUNCTION, labels), path
+        self.numbers = {name: i for i, name in enumerate(names) if name is not None}
+        self.columns = np.arange(len(names), dtype=np.int32)  # the word of each label
         self.begin = self.end = None
 
-    def number(self, tokens: list[bytes], path) -> dict[bytes, int]:
-        """The numbers of words, where a file has these unigrams."""
-        found, size = set(tokens), len(self.columns)
-        missing = [i for token, i in self.tokens.items() if token not in found]
-        numbers = {b"</s>": size, b"<s>": size + 1} | self.tokens
-        if missing and b"<unk>" not in found:
-            names = ", ".join(repr(x.decode()) for x, i in self.tokens.items() if i in missing[:5])
+    def number(self, words: list[str], marks) -> dict[str, int]:
+        """The numbers of words and marks, where a file has these unigrams."""
+        found, size = {*words, *marks}, len(self.columns)
+        missing = {name: i for name, i in self.numbers.items() if name not in found}
+        numbers = {"</s>": size, "<s>": size + 1} | self.numbers
+        if missing and "<unk>" not in found:
+            names = ", ".join(map(repr, [*missing][:5]))
             raise ValueError(
-                f"{FUNCTION}: labels must be tokens of {path}, as it has no <unk>, got {len(missing)} that are none: "
-                f"{names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
+                f"{FUNCTION}: labels must be tokens of {self.path}, as it has no <unk>, got {len(missing)} that are "
+                f"none: {names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
             )
         if missing:
-            numbers.setdefault(b"<unk>", missing[0])
-            self.columns[missing] = numbers[b"<unk>"]
-        self.begin, self.end = (numbers[x] if x in found else None for x in (b"<s>", b"</s>"))
+            rest = [*missing.values()]
+            self.columns[rest] = numbers.setdefault("<unk>", rest[0])
+        self.begin, self.end = (numbers[x] if x in found else None for x in ("<s>", "</s>"))
         return numbers
 
 

@@ -39,7 +39,8 @@ class Phrases(Automaton):
 
     So the score of a finished sequence is the first sum. A state is one integer, the match in progress: hypotheses with
     equal states share their rows. It is a pytree of arrays, whose shapes depend on `classes`, `size` and the number of
-    utterances alone: as an argument of a jitted function, new lists compile nothing.
+    utterances alone: as an argument of a jitted function, new lists compile nothing. A match in progress belongs to its
+    list: give an utterance of a stream another list where it begins.
 
     Parameters
     ----------
@@ -90,9 +91,7 @@ class Phrases(Automaton):
         lengths = np.array([len(phrase) for phrase in flat], np.int64)
         if (lengths == 0).any():
             raise ValueError(f"Phrases: phrases must have one label or more, got phrase {np.argmin(lengths)} without.")
-        labels = np.array([*itertools.chain.from_iterable(flat)] or np.zeros(0, np.int64))
-        if not np.issubdtype(labels.dtype, np.integer):
-            raise TypeError(f"Phrases: phrases must be sequences of integers, got {labels.dtype}.")
+        labels = _checks.integral("Phrases", "phrases", [*itertools.chain.from_iterable(flat)])
         if wrong := labels[(labels < 0) | (labels >= classes)][:5].tolist():
             raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
@@ -267,7 +266,8 @@ class Tree:
             array[slot] = values
         number = np.bincount(state[self.parent[deep]], minlength=batch * size).reshape(batch, size)
         first = np.arange(batch)[:, None] * size + np.cumsum(number, 1) - number
-        backoffs, suffixes = np.zeros(batch * size, np.float32), np.arange(batch * size, dtype=np.int32)
+        backoffs = np.zeros(batch * size, np.float32)
+        suffixes = np.repeat(size * np.arange(batch, dtype=np.int32), size)  # to the root, even from what is no state
         after = self.state_of[self.suffix[inner]]
         backoffs[state[inner]] = self.progress[after] - self.progress[inner]
         suffixes[state[inner]] = state[after]

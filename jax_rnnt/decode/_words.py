@@ -6,12 +6,13 @@ The states of the spelling are 0, outside of the tree, and behind it the nodes. 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import numbers
 import os
+import unicodedata
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ import numpy as np
 
 from jax_rnnt import _pytree
 from jax_rnnt.decode._arcs import Automaton, follow, one_root, score_rows
-from jax_rnnt.decode._arpa import Arpa, Grams
+from jax_rnnt.decode._arpa import Arpa, Grams, names_of
 from jax_rnnt.decode._gather import rows_at
-from jax_rnnt.decode._ngram import NGram, tables
+from jax_rnnt.decode._ngram import NGram, ngram_of
 
 FUNCTION = "WordNGram.from_arpa"
 OUTSIDE, ROOT = 0, 1
@@ -105,13 +106,15 @@ class WordNGram(Automaton):
     ) -> WordNGram:
         """Reads a model over words in ARPA format, as lmplz, SRILM and others write it.
 
-        Words that the labels cannot spell are left out, with their n-grams. A file without <s> begins in the empty
-        context; one without </s> has no score of the end.
+        Words that the labels cannot spell are left out, with their n-grams; a warning tells how many those are. Texts
+        that are equal in Unicode's form NFC are one, as composed and decomposed accents, also where an accent is a
+        label of its own; <UNK>, <S> and </S> are <unk>, <s> and </s>. A file without <s> begins in the empty context;
+        one without </s> has no score of the end.
 
         Parameters
         ----------
         path : str or PathLike
-            The file, in UTF-8; compressed if its name ends in .gz.
+            The file, in UTF-8; compressed if its name ends in .gz. Text before \\data\\ is not read.
         labels : sequence of str or None
             The text of each class of the joint network, V in all. None for classes that are no labels, as the blank:
             their score is -inf.
@@ -139,8 +142,8 @@ class WordNGram(Automaton):
             raise TypeError(f"{FUNCTION}: unknown must be a number or None, got {unknown!r}.")
         if unknown is not None and not unknown <= 0:
             raise ValueError(f"{FUNCTION}: unknown must be a log-probability of 0 or less, got {unknown}.")
-        file = Arpa(FUNCTION, path)
-        grams = file.read(lambda tokens: spelling.number(tokens, file.path))
+        file = Arpa(FUNCTION, path, spelling.form)
+        grams = file.read(spelling.number)
         if not spelling.unknown:
             words, log_probs, backoffs, line = grams[0]
             words = np.append(words, [[spelling.count]], 0)
@@ -148,13 +151,27 @@ class WordNGram(Automaton):
             grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
         elif unknown is not None:
             raise ValueError(f"{FUNCTION}: unknown must be None, as {file.path} has <unk>, got {unknown}.")
-        arcs, begin = tables(grams, spelling.count + 1, spelling.begin, file)
-        ngram = _pytree.make(NGram, ("arcs", "columns", "begin", "end"), (arcs, None, begin, spelling.end))
+        ngram = ngram_of(NGram, file, grams, spelling.count + 1, None, spelling)
         names = "arcs", "words", "ahead", "begins", "ngram"
         return _pytree.make(cls, names, (*spelling.tables(grams[0]), ngram))
 
     def __repr__(self) -> str:
-        return f"WordNGram({self.start} labels, {self.ngram.start - 1} words)"
+        return f"WordNGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
+
+    @property
+    def vocabulary(self) -> int:
+        """Words of the file. <s>, </s> and <unk> are none."""
+        return self.ngram.vocabulary
+
+    @property
+    def spelled(self) -> int:
+        """Words of the file that the labels can spell; the others are left out, with their n-grams."""
+        return self.ngram.spelled
+
+    @property
+    def unspelled(self) -> tuple[str, ...]:
+        """The first ten words of the file that the labels cannot spell."""
+        return self.ngram.unspelled
 
     def initial(self, batch) -> tuple[jax.Array, jax.Array]:
         """int32 [batch] each: the empty context, and no word in progress."""
@@ -232,6 +249,12 @@ class Trie:
         return np.concatenate(found, 1)
 
 
+def joins(label) -> bool:
+    """Whether a label begins with what Unicode may compose with a character before: a mark or a letter of Hangul."""
+    begin = label[:1] if isinstance(label, str) else ""
+    return any(unicodedata.category(x)[0] == "M" or "\u1160" <= x <= "\u11ff" for x in begin)
+
+
 class Spelling:
     """What labels spell, and the words of a file that they can."""
 
@@ -240,36 +263,29 @@ class Spelling:
             raise TypeError(f"{FUNCTION}: separator must be a str, got {separator!r}.")
         if not separator:
             raise ValueError(f"{FUNCTION}: separator must have a character or more, got {separator!r}.")
-        self.labels, self.separator = list(labels), separator
-        for label in self.labels:
-            if not isinstance(label, (str, type(None))):
-                raise TypeError(f"{FUNCTION}: labels must be str or None, got {label!r}.")
+        labels = list(labels)
+        # Composed, but where labels begin with an accent of the character before.
+        self.form: Literal["NFC", "NFD"] = "NFD" if any(map(joins, labels)) else "NFC"
+        self.labels, separator = names_of(FUNCTION, labels, self.form), unicodedata.normalize(self.form, separator)
         given = [label for label in self.labels if label is not None]
         self.texts = {label: label.removeprefix(separator) for label in given}
         wrong = [x for x, text in self.texts.items() if not x or separator in text]
-        wrong += [x for x, count in collections.Counter(given).items() if count > 1]
         if wrong:
-            expected = f"different texts, not empty, with {separator!r} at their beginning alone"
+            expected = f"texts that are not empty, with {separator!r} at their beginning alone"
             raise ValueError(f"{FUNCTION}: labels must be {expected}, got {wrong[:5]}.")
         if all(label == text for label, text in self.texts.items()):
             expected = f"texts of which some begin with {separator!r}, the separator"
             raise ValueError(f"{FUNCTION}: labels must be {expected}, got {given[:5]}.")
 
-    def number(self, tokens: list[bytes], path) -> dict[bytes, int]:
-        """The numbers of words, where a file has these unigrams."""
-        words = [x for x in dict.fromkeys(tokens) if x not in (b"<s>", b"</s>", b"<unk>")]
-        names = [x.decode(errors="surrogateescape") for x in words]
-        spelled = self.spell(names)
-        self.count = int(spelled.sum())
-        if not self.count:
-            got = f"none of {len(names)}: {names[:5]}"
-            raise ValueError(f"{FUNCTION}: labels must spell words of {path}, got {got}.")
-        self.names = [names[i] for i in np.flatnonzero(spelled)]
-        special = {b"<unk>": self.count, b"</s>": self.count + 1, b"<s>": self.count + 2}
-        numbers = {words[i]: n for n, i in enumerate(np.flatnonzero(spelled))}
-        numbers |= {x: n for x, n in special.items() if x in tokens}
-        self.begin, self.end = numbers.get(b"<s>"), numbers.get(b"</s>")
-        self.unknown = b"<unk>" in numbers
+    def number(self, words: list[str], marks) -> dict[str, int]:
+        """The numbers of words and marks, where a file has these unigrams."""
+        spelled = self.spell(words)
+        self.names = [word for word, is_spelled in zip(words, spelled) if is_spelled]
+        self.count = len(self.names)
+        special = {"<unk>": self.count, "</s>": self.count + 1, "<s>": self.count + 2}
+        numbers = {name: i for i, name in enumerate(self.names)} | {x: special[x] for x in marks}
+        self.begin, self.end = numbers.get("<s>"), numbers.get("</s>")
+        self.unknown = "<unk>" in numbers
         return numbers
 
     def places(self, trie: Trie):

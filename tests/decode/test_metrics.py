@@ -1,7 +1,9 @@
 """Are label errors edit distances, seconds those of the frames, and files what other programs read?"""
 
+import decimal
 import itertools
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +36,22 @@ def test_label_errors():
     assert [int(x) for x in single] == [0, 1, 0] and single.total.shape == ()
     none = np.zeros((0, 3), int), np.zeros(0, int)
     assert metrics.label_errors(*none, *none).total.shape == (0,)
+
+
+def test_empty_lists():
+    """NumPy makes floats of them. Without labels there is nothing to count, and everything to insert."""
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    assert [int(x) for x in metrics.label_errors([], 0, [1, 2], 2)] == [0, 2, 0]
+    assert [int(x) for x in metrics.label_errors([1, 2], 2, [], 0)] == [0, 0, 2]
+    assert metrics.label_errors([[], []], [0, 0], [[1], [2]], [1, 0]).total.tolist() == [1, 0]
+    assert metrics.label_errors([[[]]], [[0]], [[[]]], [[0]]).total.tolist() == [[0]]
+    assert metrics.word_confidence([], [], 0, []) == []
+    assert metrics.word_confidence([[], []], [[], []], [0, 0], lambda labels: labels) == [[], []]
+    assert timing.frames_to_seconds([], **HOP).shape == timing.frames_to_seconds([[]], **HOP)[0].shape == (0,)
+    assert timing.intervals([], [], durations=[], **HOP) == []
+    for phrases, utterances in (([], None), ([[]], 1), ([[], [[1]]], 2), ([np.zeros(0)], 1)):
+        assert jax_rnnt.decode.Phrases(phrases, classes=3).utterances == utterances
+    assert jax_rnnt.decode.Phrases([], [], classes=3).utterances is None
 
 
 @pytest.mark.parametrize(
@@ -136,6 +154,8 @@ def test_frames_to_seconds():
     np.testing.assert_allclose(timing.frames_to_seconds(jnp.array([1.5]), hop=0.5, offset=2.0), [2.75])
     padded = timing.frames_to_seconds(jnp.array([-1, 0, -1]), hop=0.5, offset=2.0)
     np.testing.assert_array_equal(padded, [np.nan, 2, np.nan])
+    for dtype in (jnp.bfloat16, np.float16, np.float32, np.uint8, np.int64):
+        np.testing.assert_array_equal(timing.frames_to_seconds(np.array([0, 3], dtype), hop=0.5), [0, 1.5])
 
 
 def test_intervals():
@@ -161,9 +181,9 @@ def test_files_of_an_alignment(tmp_path):
     timing.write_ctm(tmp_path / "x.ctm", {"first": spoken, "silent": [], "second": spoken[1:]}, channel="A")
     lines = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
     assert lines == [
-        ["first", "A", "0.040", "0.040", "two"],
-        ["first", "A", "0.160", "0.040", 'o"ne'],
-        ["second", "A", "0.160", "0.040", 'o"ne'],
+        ["first", "A", "0.040000", "0.040000", "two"],
+        ["first", "A", "0.160000", "0.040000", 'o"ne'],
+        ["second", "A", "0.160000", "0.040000", 'o"ne'],
     ]
     timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, duration=0.19)
     grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
@@ -172,22 +192,93 @@ def test_files_of_an_alignment(tmp_path):
     assert len(grid.getTier("none").entries) == 0
 
 
+def test_edges_in_files(tmp_path):
+    """In the digits of the files, neighbours meet, nothing is empty, and times are right to half a microsecond."""
+    textgrid = pytest.importorskip("praatio.textgrid")
+    rng = np.random.default_rng(0)
+    shared = timing.intervals([7] * 30, ["x"] * 30, hop=0.01)  # of one frame, a third of a millisecond each
+    thirds = timing.intervals(np.arange(99) // 3, ["y"] * 99, hop=0.01, reduction=4, offset=1 / 3)
+    edges = np.cumsum(rng.uniform(1e-4, 0.2, 100))
+    chain = [timing.Interval(*x, "z") for x in itertools.pairwise(edges)]
+    rounded = [timing.Interval(0.1 + 0.2, 0.4, "a"), timing.Interval(0.4, 0.1 + 0.7, "b"), timing.Interval(0.8, 1, "c")]
+    spoken = {"shared": shared, "thirds": thirds, "chain": chain, "rounded": rounded}
+    timing.write_ctm(tmp_path / "x.ctm", spoken)
+    timing.write_textgrid(tmp_path / "x.TextGrid", spoken | {';;a "b"': []}, duration=1 + edges[-1])
+    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
+    assert grid.tierNames == (*spoken, ';;a "b"')
+    rows = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
+    for name, given in spoken.items():
+        ctm = [[decimal.Decimal(x) for x in row[2:4]] for row in rows if row[0] == name]
+        ctm = [(start, start + duration) for start, duration in ctm]
+        praat = [(decimal.Decimal(repr(x.start)), decimal.Decimal(repr(x.end))) for x in grid.getTier(name).entries]
+        assert ctm == praat and len(ctm) == len(given)
+        np.testing.assert_allclose(np.array(ctm, float), [x[:2] for x in given], rtol=0, atol=5.01e-7)
+        assert all(start < end for start, end in ctm)
+        for one, other, *pair in zip(given, given[1:], ctm, ctm[1:]):
+            assert (one.end == pytest.approx(other.start, abs=1e-9)) == (pair[0][1] == pair[1][0])
+
+
+BAD_TIMES = {  # what no file can hold, of intervals in order
+    "negative": [(-0.1, 0.5)],
+    "NaN": [(math.nan, 0.5)],
+    "an end of NaN": [(0.0, math.nan)],
+    "infinite": [(0.0, math.inf)],
+    "turned": [(0.5, 0.4)],
+    "empty": [(0.5, 0.5)],
+    "too short": [(0.5, 0.5 + 4e-7)],
+    "overlapping": [(0.0, 0.5), (0.499, 0.6)],
+    "out of order": [(0.5, 0.6), (0.1, 0.2)],
+}
+NO_LINE = ["a\n", "a\u2028b", "\t", "a\x00", "\ud800", "\ufeffa", "\x85"]
+NO_COLUMN = ["", "a b", " a", "a\u00a0b"]
+WRITERS = {
+    "write_ctm": timing.write_ctm,
+    "write_textgrid": lambda path, spoken: timing.write_textgrid(path, spoken, duration=9.0),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_no_file_can_hold(writer, tmp_path):
+    """All writers refuse the same times, name the recording or tier and the interval, and write nothing."""
+    pytest.importorskip("praatio")
+    path, write, one = tmp_path / "file", WRITERS[writer], timing.Interval(0, 1, "x")
+    for times in BAD_TIMES.values():
+        bad = [timing.Interval(*x, "x") for x in times]
+        with pytest.raises(ValueError, match=rf"{writer}: intervals of 'bad' must be finite, .*, got Interval\("):
+            write(path, {"good": [one], "bad": bad})
+    for text in [*NO_LINE, *(NO_COLUMN if writer == "write_ctm" else [])]:
+        for what, spoken in (("names", {text: []}), ("texts", {"a": [one._replace(text=text)]})):
+            with pytest.raises(ValueError, match=f"{writer}: {what} of .* without .*, got {re.escape(repr(text))}"):
+                write(path, spoken)
+    for spoken in ([], {1: []}, {"a": [(0, 1)]}, {"a": [one._replace(text=7)]}, {"a": [one._replace(start="0")]}):
+        with pytest.raises(TypeError, match=f"{writer}: "):
+            write(path, spoken)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda path: timing.frames_to_seconds([1], hop=0), "frames_to_seconds: hop must be a positive .*got 0"),
         (lambda path: timing.frames_to_seconds([1], hop=1, reduction=0), "reduction must be 1 or more, got 0"),
-        (lambda path: timing.frames_to_seconds(["x"], hop=1), "frames must be numbers"),
+        (lambda path: timing.frames_to_seconds([1], hop=1, offset=math.nan), "offset must be a finite .*got nan"),
+        (lambda path: timing.frames_to_seconds([1], hop=1, offset=-math.inf), "offset must be a finite .*got -inf"),
+        (
+            lambda path: timing.intervals([1], "a", hop=1, offset=math.nan),
+            "intervals: offset must be a finite .*got nan",
+        ),
+        (lambda path: timing.frames_to_seconds(["x"], hop=1), "frames must be real numbers"),
+        (lambda path: timing.frames_to_seconds([1j], hop=1), "frames must be real numbers, got complex128"),
         (lambda path: timing.intervals([1, -1], "ab", hop=1), r"frames must be 0 or more .*got \[1, -1\]"),
         (lambda path: timing.intervals([2, 1], "ab", hop=1), "never go back"),
         (lambda path: timing.intervals([2, 1], "a", hop=1), r"frames must have shape .*\(1,\), got \(2,\)"),
         (lambda path: timing.intervals([2], "a", hop=1, durations=[1.5]), "durations must have an integer dtype"),
-        (lambda path: timing.write_ctm(path, {"a b": [timing.Interval(0, 1, "x")]}), "utterances .*got 'a b'"),
-        (lambda path: timing.write_ctm(path, {"a": [timing.Interval(0, 1, "")]}), "utterances .*got ''"),
-        (lambda path: timing.write_ctm(path, {"a": [timing.Interval(0, 1, "x")]}, "1\n"), "channel .*got '1"),
+        (lambda path: timing.write_ctm(path, {}, "1 "), "channel must be without white space and not empty, got '1 '"),
+        (lambda path: timing.write_ctm(path, {";;u": []}), "names of utterances must not begin with ';;'.* got ';;u'"),
         (lambda path: timing.write_textgrid(path, {}, 1.0), "tiers must hold one"),
         (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(1, 2, "x")]}, 1.0), r"'a'.*\[0, 1.0\)"),
-        (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(0, 1, "x")] * 2}, 1.0), "in order"),
+        (lambda path: timing.write_textgrid(path, {"a": []}, math.nan), "duration must be a positive .*got nan"),
+        (lambda path: timing.write_textgrid(path, {"a": []}, 0), "duration must be a positive .*got 0"),
     ],
 )
 def test_bad_times(tmp_path, call, message):

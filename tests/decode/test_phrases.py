@@ -1,6 +1,7 @@
 """Do phrases earn what their definition says, sequence by sequence?"""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax_rnnt import decode
 from jax_rnnt.decode import _arcs
 
 V = 4
+SIZE = 64  # of lists, so that they share a program
 
 
 def worth(labels, phrases, weights, finished):
@@ -68,24 +70,30 @@ def test_scores_are_the_definition(seed):
     """One list for all rows: overlaps, phrases in phrases, equal ones, negative weights."""
     rng = np.random.default_rng(seed)
     phrases, weights = random_phrases(rng, 3 * seed + 2, classes=2 if seed % 2 else V)
-    model = decode.Phrases(phrases, weights, classes=V)
+    model = decode.Phrases(phrases, weights, classes=V, size=SIZE)
     assert (model.start, model.symbols, model.utterances) == (V, V + 1, None)
     labels = rng.integers(0, 2 if seed % 2 else V, (20, 12))
     check(model, labels, [(phrases, weights)] * 20)
+    assert repr(model) == f"Phrases(one list, classes=4, size={SIZE})"
 
 
 def test_lists_of_utterances():
-    """Each row has that of its utterance; rows of an utterance stand together; no list, an empty and a large one."""
-    rng = np.random.default_rng(5)
-    lists = [random_phrases(rng, n) for n in (3, 0, 9, 1)]
-    model = decode.Phrases([x for x, _ in lists], [x for _, x in lists], classes=V)
-    assert model.utterances == 4
-    check(model, rng.integers(0, V, (12, 10)), [x for x in lists for _ in range(3)])
-    ones = decode.Phrases([x for x, _ in lists], 0.5, classes=V)
-    check(ones, rng.integers(0, V, (4, 10)), [(x, [0.5] * len(x)) for x, _ in lists])
-    none = decode.Phrases([[], []], classes=V)
-    assert none.utterances == 2 and decode.Phrases([], classes=V).utterances is None
-    check(none, rng.integers(0, V, (2, 3)), [([], [])] * 2)
+    """Each row has that of its utterance; rows of an utterance stand together; no list, an empty and a large one.
+
+    New lists compile nothing: other phrases, weights, lengths.
+    """
+    rng, programs = np.random.default_rng(5), run._cache_size()
+    labels = rng.integers(0, V, (12, 10))
+    for numbers in ((3, 0, 9, 1), (1, 4, 0, 2), (0, 0, 0, 0)):
+        lists = [random_phrases(rng, n) for n in numbers]
+        model = decode.Phrases([x for x, _ in lists], [x for _, x in lists], classes=V, size=SIZE)
+        assert model.utterances == 4 and repr(model) == f"Phrases(4 lists, classes=4, size={SIZE})"
+        check(model, labels, [x for x in lists for _ in range(3)])
+        ones = decode.Phrases([x for x, _ in lists], 0.5, classes=V, size=SIZE)
+        check(ones, labels, [(x, [0.5] * len(x)) for x, _ in lists for _ in range(3)])
+    assert run._cache_size() == programs + 1
+    assert decode.Phrases([[], []], classes=V).utterances == 2
+    assert decode.Phrases([], classes=V).utterances is None
 
 
 def test_long_phrases_and_many(monkeypatch):
@@ -98,84 +106,87 @@ def test_long_phrases_and_many(monkeypatch):
 
 def test_a_list_without_room():
     """Of one phrase, whose states and arcs fill the arrays in different places."""
-    labels = np.random.default_rng(8).integers(0, 3, (30, 5))
-    check(decode.Phrases([[0, 1, 2]], 1.0, classes=V), labels, [([[0, 1, 2]], [1.0])] * 30)
-
-
-def test_new_lists_compile_nothing():
-    """Up to the size, for other phrases, weights and lengths."""
-    rng = np.random.default_rng(7)
-    score = jax.jit(lambda model, labels: run(model, labels, 4))
-    for number in (1, 4, 0, 2):
-        lists = [random_phrases(rng, number, longest=number + 1) for _ in range(2)]
-        model = decode.Phrases(*([x[i] for x in lists] for i in (0, 1)), classes=V, size=20)
-        labels = rng.integers(0, V, (4, 5))
-        score(model, labels)
-        check(model, labels, [x for x in lists for _ in range(2)])
-    assert score._cache_size() == 1 and repr(model) == "Phrases(2 lists, classes=4, size=20)"
-    assert repr(decode.Phrases([[0, 1]], classes=3)) == "Phrases(one list, classes=3, size=2)"
+    labels, model = np.random.default_rng(8).integers(0, 3, (30, 5)), decode.Phrases([[0, 1, 2]], 1.0, classes=V)
+    check(model, labels, [([[0, 1, 2]], [1.0])] * 30)
+    assert repr(model) == "Phrases(one list, classes=4, size=3)"
 
 
 def test_place():
     """Matches go on where their rows are now, with the lists of the utterances there."""
     lists = [[[0, 1, 2]], [[0, 1, 2], [3]]]
-    model = decode.Phrases(lists, classes=V)
+    model, step = decode.Phrases(lists, classes=V, size=5), jax.jit(lambda model, *x: model.step(*x))
     state = model.initial(4)
     for label in (V, 0, 1):
-        _, state = model.step(state, jnp.full(4, label, jnp.int32))
+        _, state = step(model, state, jnp.full(4, label, jnp.int32))
     first, second = np.asarray(state).reshape(2, 2)
     assert first[0] == first[1] != second[0] == second[1]
     np.testing.assert_array_equal(model.place(state), state)
     np.testing.assert_array_equal(model.place(state[::-1]), state)
     np.testing.assert_array_equal(model.place(state[:2]), [first[0], second[0]])
-    _, again = model.step(state, jnp.full(4, V, jnp.int32))
+    _, again = step(model, state, jnp.full(4, V, jnp.int32))
     np.testing.assert_array_equal(again, model.initial(4))
     shared = decode.Phrases(lists[0], classes=V)
     np.testing.assert_array_equal(shared.place(state), state)
 
 
+def test_a_match_that_other_lists_do_not_know():
+    """A stream goes on with other lists: the match ends, as if it had not begun."""
+    step = jax.jit(lambda model, *x: model.step(*x))
+    long, short = ([[[0, 1, 2, 0, 1]], [[3, 2, 1, 0, 3]]], [[[3]], [[3, 1]]])
+    long, short = (decode.Phrases(x, classes=V, size=5) for x in (long, short))
+    state = long.initial(4)
+    for labels in ((V, V), (0, 3), (1, 2), (2, 1), (0, 0)):
+        _, state = step(long, state, jnp.repeat(jnp.array(labels, jnp.int32), 2))
+    after = jnp.full(4, 3, jnp.int32)
+    jax.tree.map(np.testing.assert_array_equal, step(short, state, after), step(short, short.initial(4), after))
+
+
 LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
 
 
-def test_searches():
-    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop."""
+@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (64,)), (decode.greedy, ())], ids=["beam", "greedy"])
+def test_searches(search, sizes):
+    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop.
+
+    So they are in a stream whose second part comes in another order, and so do the lists.
+    """
     model = Model(losses.TDT)
-    options = dict(fusion=((decode.Phrases(*zip(*LISTS), classes=model.tokens), 0.5),), max_symbols=2)
-    best = model.search(decode.beam, MOST, 64, **options)
-    greedy = model.search(decode.greedy, MOST, **options)
-    for b, given in enumerate(LISTS):
+
+    @jax.jit
+    def part(encoder, lengths, state, phrases):
+        networks = model.parameters.joint, model.parameters.predictor
+        options = dict(fusion=((phrases, 0.5),), max_symbols=2, state=state)
+        return search(model.loss.value(), *networks, encoder, lengths, MOST, *sizes, **options)
+
+    lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
+    padded = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 3 - len(range(3)[frames])), (0, 0)))
+    whole = part(model.encoder, model.lengths, None, lists(0, 1))
+    first = part(padded(slice(1)), np.array([1, 1], np.int32), None, lists(0, 1))
+    turned = jax.tree.map(lambda x: x[::-1], first.state)
+    last = part(padded(slice(1, 3))[::-1], model.lengths[::-1] - 1, turned, lists(1, 0))
+    last = jax.tree.map(lambda x: x[::-1], last._replace(state=None))
+    whole, first, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, first, last))
+    for found, (b, given) in itertools.product((whole, last), enumerate(LISTS)):
         value = lambda labels, finished, given=given: 0.5 * worth(labels, *given, finished)
         rules = dict(
             fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
             final=lambda labels: value(labels, True) - value(labels, False),
             max_symbols=2,
         )
-        alive = np.flatnonzero(best.scores[b] > -np.inf)
+        if search is decode.greedy:
+            labels, _, score = greedy_loop(model, b, room=MOST, **rules)
+            before = [] if found is whole else trimmed(first, b)[0]
+            assert before + trimmed(found, b)[0] == labels[0]
+            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+            continue
         expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
-        found = {tuple(trimmed(best, b, n)[0]): best.scores[b, n] for n in alive}
-        assert found.keys() == expected.keys() and len(alive) == len(found) > 2
-        np.testing.assert_allclose([found[x] for x in expected], [*expected.values()], rtol=EXACT)
+        alive = np.flatnonzero(found.scores[b] > -np.inf)
+        got = {tuple(trimmed(found, b, n)[0]): found.scores[b, n] for n in alive}
+        assert got.keys() == expected.keys() and len(alive) == len(got) > 2
+        np.testing.assert_allclose([got[x] for x in expected], [*expected.values()], rtol=EXACT)
         # The whole of a hypothesis is what it is without phrases and what they are worth.
         plain = enumerate_all(model, b, max_symbols=2)
-        np.testing.assert_allclose([found[y] - plain[y][0] for y in found], [value(y, True) for y in found], atol=EXACT)
-        labels, _, score = greedy_loop(model, b, room=MOST, **rules)
-        assert trimmed(greedy, b) == labels
-        np.testing.assert_allclose(greedy.scores[b], score, rtol=EXACT)
-
-
-@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (9, 4)), (decode.greedy, (9,))], ids=["beam", "greedy"])
-def test_streams_whose_utterances_change_places(search, sizes):
-    """The second part comes in another order, and so do the lists."""
-    model = Model(losses.RNNT, frames=8)
-    lengths = np.array([4, 4], np.int32)
-    fused = lambda order: dict(
-        fusion=((decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6), 1.0),)
-    )
-    whole = model.search(search, *sizes, lengths=2 * lengths, **fused((0, 1)))
-    first = model.search(search, *sizes, encoder=model.encoder[:, :4], lengths=lengths, **fused((0, 1)))
-    turned = jax.tree.map(lambda x: x[::-1], first.state)
-    last = model.search(search, *sizes, encoder=model.encoder[::-1, 4:], lengths=lengths, state=turned, **fused((1, 0)))
-    np.testing.assert_allclose(last.scores[::-1], whole.scores, rtol=EXACT)
+        np.testing.assert_allclose([got[y] - plain[y][0] for y in got], [value(y, True) for y in got], atol=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +195,7 @@ def test_streams_whose_utterances_change_places(search, sizes):
         ([[0, 4]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[4\]"),
         ([[0, -1]], {}, ValueError, r"phrases must have labels in \[0, 4\), got \[-1\]"),
         ([[0], []], {}, ValueError, "phrases must have one label or more, got phrase 1 without"),
-        ([[0.5]], {}, TypeError, "phrases must be sequences of integers, got float64"),
+        ([[0.5]], {}, TypeError, "phrases must have an integer dtype, got float64"),
         ("ab", {}, TypeError, "phrases must be a list of phrases, which are lists .*, got 'ab'"),
         (["ab"], {}, TypeError, "phrases must be a list of phrases, .* got 'ab'"),
         ([[[0]], [1]], {}, TypeError, "phrases must be .* or such a list for each utterance, got both"),

@@ -37,7 +37,7 @@ def ax():
 @pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
-    p = losses.problem(1, 6, 3, 5 + 3 * (of is TDT)).take(0)
+    p = losses.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
     assert plot.lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
     collections = dict(zip(of.lattice, ax.collections, strict=True))
@@ -112,9 +112,9 @@ def test_no_labels_and_no_path(ax):
     plot.lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
     plot.emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)
     plot.latencies(np.zeros(0), np.zeros(0), np.zeros(0, int), ax=ax)
-    impossible = np.full((3, 2, 4), -np.inf)
-    impossible[..., 3] = 0
-    plot.lattice(RNNT, impossible, np.array([1]), ax=ax)
+    impossible = np.full((6, 4, 9), -np.inf)
+    impossible[..., 8] = 0
+    plot.lattice(RNNT, impossible, np.arange(3, dtype=np.int32), ax=ax)
     plot.emissions(np.zeros((3, 2)), np.zeros((3, 2)), np.array([1]), ax=ax)
     ax.figure.canvas.draw()
 
