@@ -17,7 +17,6 @@ from meshes import KINDS, mesh_of, place
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
 AXES = {"vocabulary": VOCAB, "frames": FRAMES, "both": VOCAB | FRAMES}
 WAYS = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-ONE_SOFTMAX = [loss for loss in losses.LOSSES if loss not in (losses.TDT, losses.HAT)]
 LENGTHS = (8, 5, 8, 3), (4, 2, 0, 3)
 
 
@@ -47,9 +46,8 @@ def inside_shard_map(loss, mesh, axes, check_vma=True):
 def cases():
     for loss in losses.LOSSES:
         for name, axes in AXES.items():
-            if loss in ONE_SOFTMAX or name == "frames":
-                quick = loss is losses.RNNT or (loss is losses.TDT and name == "frames")
-                yield (loss, axes) if quick else losses.slow(loss, axes)
+            quick = loss is losses.RNNT or (loss is losses.TDT and name != "both")
+            yield (loss, axes) if quick else losses.slow(loss, axes)
 
 
 @pytest.mark.parametrize(("loss", "axes"), [*cases()])
@@ -89,8 +87,6 @@ METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs"
 @KINDS
 def test_methods(loss, axes, kind, devices):
     """The answers are those of whole logits; planes of nodes lie as the logits do."""
-    if loss is losses.TDT and axes != FRAMES:
-        pytest.skip("refused: see below")
     p = problem(loss)
     windows = np.broadcast_to(np.array([0, 6], np.int32), (*p.targets.shape, 2))
     with split_mesh(devices, kind, axes) as mesh, jax.set_mesh(mesh):
@@ -280,8 +276,8 @@ def refusals():
     joint = lambda loss: lambda *p: loss(JointLogits(lambda e, q: e + q, draw(4, 8, 24), draw(4, 5, 24)), *p[1:])
     yield "V must be a multiple of the 4 .*got V = 22", whole(RNNTLoss(**VOCAB)), p._replace(logits=p.logits[..., :22])
     yield "T must be a multiple of the 4 .*got T = 7", whole(RNNTLoss(**FRAMES)), p._replace(logits=p.logits[:, :7])
-    yield "one softmax.*got TDTLoss", whole(TDTLoss([0, 1], **VOCAB)), p
-    yield "one softmax.*got HATLoss", whole(jax_rnnt.HATLoss(**VOCAB)), p
+    yield "more logits of a row than the 6 durations, got 24 .* 4 devices", whole(TDTLoss(range(6), **VOCAB)), p
+    yield "blank of HATLoss must be the last class, -1 or 23, got 0", whole(jax_rnnt.HATLoss(blank=0, **VOCAB)), p
     yield "LinearJoint outside of jax.shard_map", joint(RNNTLoss(**VOCAB)), p
     packed = lambda x, *rest: RNNTLoss(**VOCAB)(PackedLogits(x.reshape(-1, 24)), *rest)
     yield "an array .* or JointLogits, got PackedLogits", packed, p
