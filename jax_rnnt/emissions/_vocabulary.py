@@ -170,22 +170,27 @@ class SplitVocabulary(Wrapper):
         return (self._place(blank) >= 0) & (self._place(blank) < self.columns)
 
     def _own_picks(self, inside, all_labels, blanks, label, beside):
-        """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it."""
+        """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it.
+
+        After HAT's blank comes which labels are the blank: types say that labels vary over devices, as logits do.
+        """
         picks = [jnp.where(self._mine(blank), x, 0) for blank, x in zip(self._blanks.values(), blanks)]
         picks.append(jnp.where(self._column(all_labels) >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
+        if self.full.bernoulli:
+            beside = *beside, jnp.where(all_labels == self.full.blanks[0], 1, jnp.zeros_like(label))
         picks += [jnp.where(self._is_last(), x, 0) for x in beside]
         return [jnp.where(inside, x, -jnp.inf) for x in picks]
 
-    def _planes(self, all_labels, tokens, beside, poison):
-        """Planes by slot, from log-probabilities of the softmax and logits of the other head."""
+    def _planes(self, tokens, beside, poison):
+        """Planes by slot, from log-probabilities of the softmax and sums of `_own_picks` for the other head."""
         *blanks, label = tokens
         planes = dict(zip(self._blanks, blanks))
         if self.full.bernoulli:
             impossible = jnp.isneginf(beside[0])  # -inf must not meet the derivative of log_sigmoid
-            z = jnp.where(impossible, 0, beside[0])
+            z, is_blank = jnp.where(impossible, 0, beside[0]), beside[1] > 0
             (slot,), blank = self.full.slots, jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))
             label = label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
-            planes[slot], label = blank, jnp.where(all_labels == self.full.blanks[0], blank, label)
+            planes[slot], label = blank, jnp.where(is_blank, blank, label)
         elif beside:
             if self.full.normalize:
                 row = row_sum(jnp.stack(beside), 0)
@@ -223,10 +228,10 @@ class SplitVocabulary(Wrapper):
             label = jnp.where(column == i, log_mass(i), label)
         blanks = [log_mass(blank % self.columns) for blank in self._blanks.values()]
         picks = self._own_picks(inside, all_labels, blanks, label, beside.values())
-        count = len(picks) - len(beside)
+        count = len(blanks) + 1
         if not self.full.normalize:
             picks = [*_xla.sum_over(self.axis, jnp.stack(picks))]
-            return self._planes(all_labels, picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
+            return self._planes(picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
         own_total = sum((jnp.exp(x - shared) for x in classes.values()), jnp.exp(mass))
         total, *picks = _xla.sum_over(self.axis, jnp.stack([own_total, *picks]))
         tokens, others = picks[:count], picks[count:]
@@ -235,7 +240,7 @@ class SplitVocabulary(Wrapper):
         # NaN in a logit makes all arcs of the node NaN.
         poison = sum((jnp.where(jnp.isnan(x), jnp.nan, 0) for x in others), total - total)
         tokens = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) for x in tokens]
-        made = self._planes(all_labels, tokens, others, poison)
+        made = self._planes(tokens, others, poison)
         # Of the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
         of_head = others if self.full.bernoulli else [jnp.exp(made[f"duration+{i}"]) for i in range(len(others))]
         shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
@@ -288,11 +293,11 @@ class SplitVocabulary(Wrapper):
         blanks = [pick(jnp.reshape(self._place(blank), (1,) * (x.ndim - 1))) for blank in self._blanks.values()]
         beside = list(map(pick, self._beside))
         picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
-        count = len(picks) - len(beside)
+        count = len(blanks) + 1
         if not self.full.normalize:
             picks = _xla.sum_over(self.axis, jnp.stack(picks))
             picks = [*jnp.where(jnp.isposinf(picks), jnp.nan, picks)]
-            return self._planes(all_labels, picks[:count], picks[count:], 0)
+            return self._planes(picks[:count], picks[count:], 0)
         if beside:
             classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
             x = jnp.where(self._is_last() & (classes >= self._beside.start), -jnp.inf, x)
@@ -306,7 +311,7 @@ class SplitVocabulary(Wrapper):
         none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
         tokens = [jnp.where(none, -jnp.inf, pick - peak - log_total) for pick in tokens]
-        planes = self._planes(all_labels, tokens, [jnp.where(bad, 0, x) for x in others], 0)
+        planes = self._planes(tokens, [jnp.where(bad, 0, x) for x in others], 0)
         return {slot: jnp.where(bad, jnp.nan, x) for slot, x in planes.items()}
 
     def pullback(self, logits, nodes, cotangents, scale, clamp):
