@@ -63,8 +63,8 @@ class OwnClasses(Softmax):
         if self.normalize:
             total = cotangents[_TOTAL]
             in_kernel = total - sum(others)
-        params = dict(strict=strict, alias=alias, blanks=self.blanks, normalize=self.normalize)
-        operands = norm, (in_kernel, *others), scale, clamp
+        params = dict(strict=strict, alias=alias, **self._attributes())
+        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.durations), scale, clamp
         gradient = backward(logits, label, num_frames, *operands, **params)
         anew = {logits.shape[-1] - self.durations + i: cotangents[f"beside+{i}"] for i in range(self.durations)}
         if self.normalize:
