@@ -56,10 +56,16 @@ GOOD, FAULTY = np.arange(0, B, 2), np.arange(1, B, 2)
 Batch = collections.namedtuple("Batch", (*losses.Problem._fields, "label_windows"))
 
 
-def batch(loss, faults, dtype=np.float32):
+LOG_PROBS = losses.Loss(  # in float64
+    "log_probs", jax_rnnt.RNNTLoss, {"fused_log_softmax": False}, {"fused_log_softmax": False}
+)
+
+
+def batch(loss, faults):
     """GOOD sequences, which repeat those of FRAMES and LABELS, and FAULTY ones with each of these lists of changes."""
     repeated, lengths = np.resize(np.arange(4), len(GOOD)), (np.full(B, 5), np.full(B, 2))
     lengths[0][GOOD], lengths[1][GOOD] = np.take(FRAMES, repeated), np.take(LABELS, repeated)
+    dtype = np.float64 if loss is LOG_PROBS else np.float32
     p = losses.problem(B, T, U, CLASSES - loss.extra_classes, loss=loss, dtype=dtype, lengths=lengths)
     x = Batch(*p, np.tile(np.array([0, T - 2], np.int32), (B, U, 1)))
     x.targets[GOOD[3], 1] = CLASSES - loss.extra_classes - 1  # the blank
@@ -136,6 +142,7 @@ def answers(loss, methods, **static):
 
         out = {}
         out["loss"], pull = jax.vjp(lambda logits: call({}, logits), logits)
+        weights = weights.astype(out["loss"].dtype)
         out["gradient"] = pull(weights)[0]
         out["learned loss"], pull = jax.vjp(call, leaves, logits)
         out["leaves"], out["learned gradient"] = pull(weights)
@@ -202,8 +209,10 @@ def check_good_sequences(of_clean, of_faulty, exact):
 
 
 def answers_to_faults(loss, x):
-    """Losses in float64."""
-    return loss.expected(losses.Problem(*(y[FAULTY] for y in x[:4])), label_windows=x.label_windows[FAULTY])[0]
+    """Losses in float64, where +inf counts as NaN."""
+    p = losses.Problem(*(y[FAULTY] for y in x[:4]))
+    p = p._replace(logits=np.where(np.isposinf(p.logits), np.nan, p.logits))
+    return loss.expected(p, label_windows=x.label_windows[FAULTY])[0]
 
 
 def check_faults(wanted, x, out, seen, read, close=True):
@@ -236,7 +245,7 @@ def check_faults(wanted, x, out, seen, read, close=True):
 
 def cases():
     """(loss, layout, implementation, whether XLA optimises the programs: it then also splits sums)"""
-    for loss in losses.LOSSES:
+    for loss in (*losses.LOSSES, LOG_PROBS):
         yield loss, "array", "kernel", False
     for name in LAYOUTS:
         case = losses.RNNT, name, "kernel", False
