@@ -18,7 +18,7 @@ def problem(size, loss=losses.RNNT):
     return losses.problem(size, 100, 60, 9, loss=loss, dtype="float32")
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT, losses.slow(losses.TILES)], ids=str)
+@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT), losses.slow(losses.TILES)], ids=str)
 def test_calls_and_batches(loss, native_kernel):
     """Ten times all at once; one by one and in pairs: the split over threads does not show."""
     p = problem(16, loss)
