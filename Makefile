@@ -282,7 +282,7 @@ mutation-score:
 .PHONY: interpret test-tpu-compile
 
 # The suite on the Pallas kernels for TPUs, interpreted by the CPU. The emission is XLA's there.
-INTERPRETED = tpu lattices values gradients lengths edges sharding vmap remat export accuracy family
+INTERPRETED = tpu lattices values gradients promises edges sharding vmap remat export accuracy family
 interpret: setup
 	JAX_RNNT_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal -m 'not slow' -k 'not reference and not symbolic' \
 	  $(or $(ARGS),$(INTERPRETED:%=tests/*/test_%.py))

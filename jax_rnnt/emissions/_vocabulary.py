@@ -1,4 +1,4 @@
-"""Emission of rows whose classes lie on several devices: each holds V / n of them, in the order of the axis.
+"""Emission of rows whose logits lie on several devices: each holds 1 / n of a row, in the order of the axis.
 
 The kernel makes the softmax of a device's own classes. The devices exchange planes: a reference near the largest logit
 of a node, then sums and picks. With own sums S_d = sum over own v of exp(x[v]) and a reference R that all share:
@@ -10,6 +10,10 @@ Differences of logits stay small where all logits share an offset, so float32 ke
 The backward pass is local. The softmax over all classes is w_d = S_d / S times that of the own ones. So the kernel runs
 on its own sums, with cotangents whose total is w_d times the total of all arcs; one class, the first own column, pays
 for the difference and is written anew.
+
+The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They lie on the last device, and
+every device runs the same kernel. So the kernel leaves the last D columns out on all of them. These columns are planes
+here: classes that join the sums on all devices but the last, the other head there. Their gradient is written anew too.
 """
 
 import dataclasses
@@ -21,7 +25,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _xla
 from jax_rnnt.emissions._emission import NO_LABEL, Wrapper, clip_and_scale
-from jax_rnnt.emissions._norm import is_anchored
+from jax_rnnt.emissions._norm import is_anchored, row_sum
 from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, backward, inside_rows, one_hot
 
 _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
@@ -30,7 +34,10 @@ _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OwnClasses(Softmax):
-    """A softmax over the classes of one device. `slots` are columns of its rows; `classes` is V of all devices."""
+    """A softmax over the first columns of one device; the last ones, `durations`, are planes.
+
+    `slots` are columns of its rows; `classes` is V of all devices.
+    """
 
     classes: int = 0
 
@@ -38,50 +45,69 @@ class OwnClasses(Softmax):
         return logits.shape[-3], self.classes
 
     def forward(self, logits, nodes, *, strict=False):
-        """(planes, (norm, logit of the first column))"""
+        """(planes, (norm, logits of the first column and of the last ones))"""
         planes, norm = super().forward(logits, nodes, strict=strict)
-        anchor = logits[..., self.blanks[0]].astype(norm.dtype)
-        return planes, (norm, jnp.where(inside_rows(logits, *nodes), anchor, 0))
+        columns = self.blanks[0], *range(logits.shape[-1] - self.durations, logits.shape[-1])
+        inside = inside_rows(logits, *nodes)
+        return planes, (norm, *(jnp.where(inside, logits[..., i].astype(norm.dtype), 0) for i in columns))
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """As of a `Softmax` whose cotangents have the total `cotangents[_TOTAL]`; residuals: (norm, first plane)."""
+        """As of a `Softmax` whose cotangents have the total `cotangents[_TOTAL]`; residuals: (norm, first plane).
+
+        The cotangents "beside+i" are the gradients of the last columns.
+        """
         norm, log_first = residuals
         label, num_frames = nodes
-        first, *others = (cotangents[name] for name in self._names())
+        first, *others = (cotangents[name] for name in (*self.slots, "label"))
         in_kernel = first
         if self.normalize:
             total = cotangents[_TOTAL]
             in_kernel = total - sum(others)
         params = dict(strict=strict, alias=alias, **self._attributes())
-        operands = norm, (in_kernel, *others), scale, clamp
+        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.durations), scale, clamp
         gradient = backward(logits, label, num_frames, *operands, **params)
-        if not self.normalize:
-            return gradient
-        used = functools.reduce(jnp.logical_or, (ct != 0 for ct in (first, in_kernel, *others)))
-        exact = first + jnp.where(label == self.blanks[0], others[-1], 0) - jnp.exp(log_first) * total
-        exact = jnp.where(used, clip_and_scale(exact, scale, clamp), 0)
-        return gradient.at[..., self.blanks[0]].set(exact.astype(gradient.dtype))
+        anew = {logits.shape[-1] - self.durations + i: cotangents[f"beside+{i}"] for i in range(self.durations)}
+        if self.normalize:
+            used = functools.reduce(jnp.logical_or, (ct != 0 for ct in (first, in_kernel, *others)))
+            exact = first + jnp.where(label == self.blanks[0], others[-1], 0) - jnp.exp(log_first) * total
+            anew[self.blanks[0]] = jnp.where(used, exact, 0)
+        # Cotangents may be NaN outside too: those of a sequence that a learned option isolates.
+        inside = inside_rows(logits, label, num_frames)
+        for column, exact in anew.items():
+            exact = jnp.where(inside, clip_and_scale(exact, scale, clamp), 0)
+            gradient = gradient.at[..., column].set(exact.astype(gradient.dtype))
+        return gradient
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SplitVocabulary(Wrapper):
-    """A `Softmax` over all classes, from the rows of this device. Runs where `axis` is a manual mesh axis.
+    """A `Softmax` over all logits of a row, from those of this device. Runs where `axis` is a manual mesh axis.
 
-    `inner` reads the rows as `head`, or is another layout of it; `full` reads rows of all classes.
+    `inner` reads the rows as `head`, or is another layout of it. `full` reads rows of all logits, of which a device has
+    `columns`.
     """
 
     head: OwnClasses
     full: Softmax
     axis: str
     size: int
+    columns: int
 
     @classmethod
-    def own_head(cls, full: Softmax, size: int, classes: int) -> OwnClasses:
-        """The emission of the rows of one device of `size`."""
-        own = classes // size
-        columns = tuple(dict.fromkeys(blank % own for blank in full.blanks))
-        return OwnClasses(columns, full.normalize, tuple(f"column+{i}" for i in columns), classes=classes)
+    def own_head(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
+        """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
+        beside, own = full.durations + full.bernoulli, logits // size
+        if own <= beside:
+            head = f"the {beside} durations" if full.durations else "the blank of HATLoss"
+            expected = f"each device must hold more logits of a row than {head}"
+            raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
+        if full.bernoulli and full.blanks[0] != logits - 1:
+            expected = f"the blank of HATLoss must be the last class, -1 or {logits - 1}"
+            raise ValueError(f"{function}: vocab_axis: {expected}, got {full.blanks[0]}.")
+        columns = tuple({blank % own: None for blank in full.blanks if blank % own < own - beside}) or (0,)
+        slots = tuple(f"column+{i}" for i in columns)
+        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.durations)
 
     @property
     def split_axes(self):
@@ -97,34 +123,36 @@ class SplitVocabulary(Wrapper):
     def dimensions(self, logits):
         return self.inner.dimensions(logits)
 
-    def _own(self, logits):
-        """(classes of a device, the first class of this one)"""
-        own = self.head.classes // self.size
-        return own, jax.lax.axis_index(self.axis) * own
+    @property
+    def _beside(self):
+        """The columns that the kernel leaves out."""
+        return range(self.columns - self.head.durations, self.columns)
+
+    def _is_last(self):
+        return jax.lax.axis_index(self.axis) == self.size - 1
+
+    def _place(self, index):
+        """The column of a class on this device, outside of [0, columns) if another one has it."""
+        return index - (jax.lax.axis_index(self.axis) * self.columns).astype(jnp.int32)
+
+    def _column(self, label):
+        """The column of each label in its softmax, -1 where this device has none."""
+        column = self._place(label)
+        mine = (label >= 0) & (column >= 0) & (column < self.columns)
+        if self.full.bernoulli:  # the blank is no class
+            mine &= label != self.full.blanks[0]
+        return jnp.where(mine, column, -1)
 
     def nodes(self, logits, targets, num_frames, num_labels):
         """(nodes of `inner` with own labels, label map of all)"""
         label, *rest = self.inner.nodes(logits, targets, num_frames, num_labels)
-        own, first = self._own(logits)
-        first = first.astype(label.dtype)
-        mine = (label >= first) & (label < first + own)
-        return (jnp.where(mine, label - first, jnp.minimum(label, NO_LABEL)), *rest), label
+        column = self._column(label)
+        in_kernel = (column >= 0) & (column < self._beside.start)
+        return (jnp.where(in_kernel, column, jnp.minimum(label, NO_LABEL)), *rest), label
 
     def without(self, nodes, masked):
         inner, label = nodes
         return self.inner.without(inner, masked), label
-
-    def _own_picks(self, logits, nodes, blanks, label):
-        """Planes to sum over devices, in the order of `_slots`: -inf where there is no arc, 0 where another has it."""
-        (own_label, *_), all_labels = nodes
-        inside = self._inside(logits, nodes)
-        picks = [jnp.where(mine, x, 0) for mine, x in zip(self._mine(logits), blanks)]
-        picks.append(jnp.where(own_label >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
-        return [jnp.where(inside, x, -jnp.inf) for x in picks]
-
-    @property
-    def _slots(self):
-        return *self.full.slots, "label"
 
     def _inside(self, logits, nodes):
         (_, num_frames, *_), label = nodes
@@ -132,69 +160,159 @@ class SplitVocabulary(Wrapper):
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
         return (frame < num_frames[..., None, None]) & (label >= NO_LABEL)
 
-    def _mine(self, logits):
-        """Whether each of `full.blanks` is a class of this device."""
-        own, first = self._own(logits)
-        return [(blank >= first) & (blank < first + own) for blank in self.full.blanks]
+    @property
+    def _blanks(self):
+        """{slot: class} of the blanks in the softmax."""
+        return {} if self.full.bernoulli else dict(zip(self.full.slots, self.full.blanks))
 
-    def _column(self, blank, own):
-        return f"column+{blank % own}"
+    def _mine(self, blank):
+        """Whether a blank is a class of this device."""
+        return (self._place(blank) >= 0) & (self._place(blank) < self.columns)
+
+    def _own_picks(self, inside, all_labels, blanks, label, beside):
+        """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it.
+
+        After HAT's blank comes which labels are the blank: types say that labels vary over devices, as logits do.
+        """
+        picks = [jnp.where(self._mine(blank), x, 0) for blank, x in zip(self._blanks.values(), blanks)]
+        picks.append(jnp.where(self._column(all_labels) >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
+        if self.full.bernoulli:
+            beside = *beside, jnp.where(all_labels == self.full.blanks[0], 1, jnp.zeros_like(label))
+        picks += [jnp.where(self._is_last(), x, 0) for x in beside]
+        return [jnp.where(inside, x, -jnp.inf) for x in picks]
+
+    def _planes(self, tokens, beside, poison):
+        """Planes by slot, from log-probabilities of the softmax and sums of `_own_picks` for the other head."""
+        *blanks, label = tokens
+        planes = dict(zip(self._blanks, blanks))
+        if self.full.bernoulli:
+            impossible = jnp.isneginf(beside[0])  # -inf must not meet the derivative of log_sigmoid
+            z, is_blank = jnp.where(impossible, 0, beside[0]), beside[1] > 0
+            (slot,), blank = self.full.slots, jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))
+            label = label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
+            planes[slot], label = blank, jnp.where(is_blank, blank, label)
+        elif beside:
+            if self.full.normalize:
+                row = row_sum(jnp.stack(beside), 0)
+                beside = [row.log_probability(x) for x in beside]
+            planes |= {f"duration+{i}": x for i, x in enumerate(beside)}
+        return {slot: x + poison for slot, x in (planes | {"label": label}).items()}
 
     def forward(self, logits, nodes, *, strict=False):
         return _forward(self, strict, logits, nodes)
 
     def _forward(self, logits, nodes, strict):
-        planes, (norm, anchor) = self.inner.forward(logits, nodes[0], strict=strict)
-        own, _ = self._own(logits)
+        planes, (norm, anchor, *beside) = self.inner.forward(logits, nodes[0], strict=strict)
+        _, all_labels = nodes
+        inside, column = self._inside(logits, nodes), self._column(all_labels)
+        beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
+        beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
         first = planes[self.head.slots[0]]
-        blanks, label = [planes[self._column(blank, own)] for blank in self.full.blanks], planes["label"]
+        if self.full.normalize:
+            anchored, dead = is_anchored(norm), norm == 0
+            reference = jnp.where(dead, -jnp.inf, jnp.where(anchored, anchor, norm))
+            classes = {i: jnp.where(self._is_last(), -jnp.inf, x) for i, x in beside.items()}
+            largest = functools.reduce(jnp.fmax, classes.values(), reference)
+            shared = jax.lax.pmax(largest, self.axis)
+            shared = jnp.where(jnp.isneginf(shared), 0, shared)
+            mass = reference - shared - jnp.where(anchored, first, 0)  # log(S_d / exp R)
+        else:
+            mass = shared = jnp.zeros_like(norm)
+
+        def log_mass(i):
+            """Log of a class, relative to exp R."""
+            return beside[i] - shared if i in beside else planes[f"column+{i}"] + mass
+
+        label = planes["label"] + mass
+        for i in beside:
+            label = jnp.where(column == i, log_mass(i), label)
+        blanks = [log_mass(blank % self.columns) for blank in self._blanks.values()]
+        picks = self._own_picks(inside, all_labels, blanks, label, beside.values())
+        count = len(blanks) + 1
         if not self.full.normalize:
-            made = _xla.sum_over(self.axis, jnp.stack(self._own_picks(logits, nodes, blanks, label)))
-            return dict(zip(self._slots, made)), (norm, first, jnp.ones_like(norm))
-        anchored, dead = is_anchored(norm), norm == 0
-        reference = jnp.where(dead, -jnp.inf, jnp.where(anchored, anchor, norm))
-        shared = jax.lax.pmax(reference, self.axis)
-        shared = jnp.where(jnp.isneginf(shared), 0, shared)
-        mass = reference - shared - jnp.where(anchored, first, 0)  # log(S_d / exp R)
-        picks = self._own_picks(logits, nodes, [x + mass for x in blanks], label + mass)
-        total, *picks = _xla.sum_over(self.axis, jnp.stack([jnp.exp(mass), *picks]))
+            picks = [*_xla.sum_over(self.axis, jnp.stack(picks))]
+            return self._planes(picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
+        own_total = sum((jnp.exp(x - shared) for x in classes.values()), jnp.exp(mass))
+        total, *picks = _xla.sum_over(self.axis, jnp.stack([own_total, *picks]))
+        tokens, others = picks[:count], picks[count:]
         none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
-        poison = total - total  # NaN in a class makes all arcs of the node NaN
-        picks = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) + poison for x in picks]
-        share = jnp.where(dead, 0, jnp.exp(mass - log_total))
-        return dict(zip(self._slots, picks)), (norm, first, share)
+        # NaN in a logit makes all arcs of the node NaN.
+        poison = sum((jnp.where(jnp.isnan(x), jnp.nan, 0) for x in others), total - total)
+        tokens = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) for x in tokens]
+        made = self._planes(tokens, others, poison)
+        # Of the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
+        of_head = others if self.full.bernoulli else [jnp.exp(made[f"duration+{i}"]) for i in range(len(others))]
+        shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
+        for x, y in zip(classes.values(), of_head):
+            shares.append(jnp.where(self._is_last(), y, jnp.where(none, 0, jnp.exp(x - shared - log_total))))
+        return made, (norm, first, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        (own_label, *_), _ = nodes
-        norm, first, share = residuals
-        own, _ = self._own(logits)
+        (own_label, *_), all_labels = nodes
+        norm, first, share, *beside = residuals
+        label = cotangents["label"]
+        if self.full.bernoulli:  # a label that is the blank counts as one
+            (slot,), same = self.full.slots, all_labels == self.full.blanks[0]
+            blank, label = cotangents[slot] + jnp.where(same, label, 0), jnp.where(same, label - label, label)
+        blanks = {blank: cotangents[slot] for slot, blank in self._blanks.items()}
+        total, column = sum(blanks.values(), label), self._column(all_labels)
+        durations = [cotangents[f"duration+{i}"] for i in range(self.full.durations)]
         local: dict[str, Any] = dict.fromkeys(self.head.slots, 0)
-        for blank, slot, mine in zip(self.full.blanks, self.full.slots, self._mine(logits)):
-            local[self._column(blank, own)] += jnp.where(mine, cotangents[slot], 0)
-        local["label"] = jnp.where(own_label >= 0, cotangents["label"], 0)
-        local[_TOTAL] = sum(cotangents.values()) * share
+        for i, place in enumerate(self._beside):
+            gradient = jnp.where(column == place, label, 0)
+            for blank_class, ct in blanks.items():
+                if blank_class % self.columns == place:
+                    gradient = gradient + jnp.where(self._mine(blank_class), ct, 0)
+            if self.full.bernoulli:
+                of_head = blank * jax.nn.sigmoid(-beside[i]) - label * jax.nn.sigmoid(beside[i])
+            else:
+                of_head = durations[i]
+            if self.full.normalize:
+                gradient = gradient - beside[i] * total
+                of_head = of_head if self.full.bernoulli else of_head - beside[i] * sum(durations)
+            local[f"beside+{i}"] = jnp.where(self._is_last(), of_head, gradient)
+        for blank_class, ct in blanks.items():
+            if blank_class % self.columns not in self._beside:
+                local[f"column+{blank_class % self.columns}"] += jnp.where(self._mine(blank_class), ct, 0)
+        local["label"] = jnp.where(own_label >= 0, label, 0)
+        local[_TOTAL] = total * share
+        planes = (jnp.broadcast_to(jnp.asarray(x, total.dtype), total.shape) for x in local.values())
+        local = dict(zip(local, _xla.vary_together(*planes)))
         operands = logits, nodes[0], (norm, first), local, scale, clamp
         return self.inner.backward(*operands, strict=strict, alias=alias)
 
     def reference(self, logits, nodes):
-        (own_label, _), _ = nodes
-        _, first = self._own(logits)
+        _, all_labels = nodes
         inside = self._inside(logits, nodes)
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
-        own_blanks = [jnp.reshape(blank - first, (1,) * (x.ndim - 1)) for blank in self.full.blanks]
-        picks = [jnp.sum(jnp.where(one_hot(blank, x), x, 0), -1) for blank in own_blanks]
-        picks = self._own_picks(logits, nodes, picks, jnp.sum(jnp.where(one_hot(own_label, x), x, 0), -1))
+
+        def pick(column):
+            return jnp.sum(jnp.where(one_hot(column, x), x, 0), -1)
+
+        blanks = [pick(jnp.reshape(self._place(blank), (1,) * (x.ndim - 1))) for blank in self._blanks.values()]
+        beside = list(map(pick, self._beside))
+        picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
+        count = len(blanks) + 1
         if not self.full.normalize:
             picks = _xla.sum_over(self.axis, jnp.stack(picks))
-            return dict(zip(self._slots, jnp.where(jnp.isposinf(picks), jnp.nan, picks)))
+            picks = [*jnp.where(jnp.isposinf(picks), jnp.nan, picks)]
+            return self._planes(picks[:count], picks[count:], 0)
+        if beside:
+            classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
+            x = jnp.where(self._is_last() & (classes >= self._beside.start), -jnp.inf, x)
         peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x, -1)), self.axis)
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
         total, *picks = _xla.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))
-        none, bad = total == 0, jnp.isnan(total) | jnp.isposinf(peak)
+        tokens, others = picks[:count], picks[count:]
+        bad = jnp.isnan(total) | jnp.isposinf(peak)
+        for pick_of_head in others:
+            bad |= jnp.isnan(pick_of_head) | jnp.isposinf(pick_of_head)
+        none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
-        picks = [jnp.where(none, -jnp.inf, pick - peak - log_total) for pick in picks]
-        return {slot: jnp.where(bad, jnp.nan, pick) for slot, pick in zip(self._slots, picks)}
+        tokens = [jnp.where(none, -jnp.inf, pick - peak - log_total) for pick in tokens]
+        planes = self._planes(tokens, [jnp.where(bad, 0, x) for x in others], 0)
+        return {slot: jnp.where(bad, jnp.nan, x) for slot, x in planes.items()}
 
     def pullback(self, logits, nodes, cotangents, scale, clamp):
         if not isinstance(self.inner, OwnClasses):  # an error

@@ -144,15 +144,15 @@ def add(a, b):
     return Number(m, where(d < 0, b.e, a.e), where(d < 0, b.h, a.h))
 
 
-def total(a):
-    """The sum over the last axis."""
+def total(a, add_up=jnp.sum):
+    """The sum over the last axis; ``add_up(m, axis)`` adds mantissas of one exponent."""
     dtype = a.m.dtype
     size = _RADIX * (a.h - jnp.max(a.h, -1, keepdims=True)) + a.e.astype(dtype)
     place = jnp.argmax(where(a.m == 0, -jnp.inf, size), -1)[..., None]
     largest = lax.broadcasted_iota(place.dtype, a.m.shape, a.m.ndim - 1) == place
     top = [jnp.sum(where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a]
     # Relative to the top by integers, which the float size has rounded.
-    return Number(jnp.sum(a.m * pow2(gap(a, Number(*top)), dtype), -1), *(x[..., 0] for x in top[1:]))
+    return Number(add_up(a.m * pow2(gap(a, Number(*top)), dtype), -1), *(x[..., 0] for x in top[1:]))
 
 
 def _log(m, e, h):

@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_rnnt._xla import shard_like, vary_together
 from jax_rnnt.lattices import _extended as extended
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices._topology import Topology, bounded
 
 
@@ -126,10 +127,10 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
     poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
     diagonals = extended.from_log(skew(planes + poison[None, ..., None, None]))  # [N, A, ..., U1]
     ends, _ = _sweep(topology, num_frames, num_labels, diagonals)
-    # [..., U1 * A]: the last diagonals of all columns and arcs.
-    by_end = (jnp.moveaxis(x, 0, -1) for x in ends)
-    ends = extended.Number(*(x.reshape(*x.shape[:-2], planes.shape[-1] * len(topology)) for x in by_end))
-    return extended.log_of_sum(ends) + poison
+    # At most one column of each arc is not zero, so these sums are exact, whatever the number of columns.
+    e = jnp.sum(extended.where(ends.m == 0, 0, ends.e), -1, dtype=ends.e.dtype)
+    by_arc = (jnp.moveaxis(x, 0, -1) for x in (jnp.sum(ends.m, -1), e, jnp.max(ends.h, -1)))
+    return extended.log_of_sum(extended.Number(*by_arc)) + poison
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,7 +153,7 @@ def label_log_probs(topology: Topology, arcs: dict[str, jax.Array], num_frames: 
         leaves = extended.multiply(alphas, extended.Number(*(x[:, j] for x in diagonals)))
         for k in range(arc.du):  # an arc that leaves column c writes the labels c ... c + du - 1
             written = extended.add(written, _shift(leaves, k))
-    total = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)))
+    total = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)), order.total)
     until, pad = [x[..., :-1] for x in total], [(0, 0)] * num_labels.ndim + [(1, 0)]  # A_1 ... A_U
     before = (jnp.pad(x, pad, constant_values=one)[..., :-1] for x, one in zip(until, (1, 0, 0)))
     ratio = extended.log_of_ratio(extended.Number(*until), extended.Number(*before))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_rnnt._xla import vary_together
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices._reference import prepared, skew
 from jax_rnnt.lattices._topology import Topology
 
@@ -115,8 +116,7 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     diagonal = (t + v).reshape(frames, columns)
     on = jnp.moveaxis(u, 0, -1)[..., diagonal] == v
     which = jnp.moveaxis(rank, 0, -1)[..., diagonal]
-    score = jnp.zeros_like(minus[..., 0])
-    for k, x in enumerate(masked):
-        score = score + jnp.sum(jnp.where(on & (which == k), x, 0), (-1, -2))
+    taken = sum((jnp.where(on & (which == k), x, 0) for k, x in enumerate(masked)), jnp.zeros_like(masked[0]))
+    score = order.total(order.total(taken, -2))
     score = jnp.where((end[2] == none) & (last > 0), -jnp.inf, score)
     return jnp.where(bad, jnp.nan, score), jnp.where(found, at, -1)

@@ -22,6 +22,7 @@ from jax_rnnt import _pytree
 from jax_rnnt._xla import vary_together
 from jax_rnnt.emissions._emission import gradient, has_nan, inside_targets, isolate, scale_cotangent, widened
 from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices import _reference as reference
 from jax_rnnt.lattices._topology import expanded
 from jax_rnnt.lattices._viterbi import best_path
@@ -262,7 +263,7 @@ def _posteriors(loss, emission, *problem):
 def emission_frames(loss, emission, *problem):
     """The expected frame of every label, [..., U]."""
     label = _posteriors(loss, emission, *problem)[1][..., :-1]
-    return emission.joined(jnp.sum(frame(label).astype(label.dtype) * label, -2))
+    return emission.joined(order.total(frame(label).astype(label.dtype) * label, -2))
 
 
 @_marked("reduces")
@@ -270,7 +271,7 @@ def emission_frames(loss, emission, *problem):
 def latency(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """The expected latency, reduced."""
     _, label = _posteriors(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
-    total = emission.joined(jnp.sum((frame(label) + 1).astype(label.dtype) * label, (-1, -2)))
+    total = emission.joined(order.total(order.total((frame(label) + 1).astype(label.dtype) * label, -2)))
     losses = total / jnp.maximum(target_lengths, 1).astype(total.dtype)
     return reduce(losses, target_lengths, loss.reduction)
 

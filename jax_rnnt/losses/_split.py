@@ -36,13 +36,10 @@ def emission(function, loss, layout, full, rows, others):
         rows = targets, own_frames(logit_lengths, layout.frames, loss.frame_axis), target_lengths
     head = full
     if loss.vocab_axis is not None:
-        if full.durations or full.bernoulli:
-            kind = "one softmax: durations (TDT) and a Bernoulli blank (HAT) have logits of their own"
-            raise NotImplementedError(f"{function}: vocab_axis: the loss must have {kind}, got {type(loss).__name__}.")
-        head = SplitVocabulary.own_head(full, vocabulary, layout.classes * vocabulary)
+        head = SplitVocabulary.own_head(function, full, vocabulary, layout.classes * vocabulary)
     made, logits = layout.emission(function, loss, head, *rows)
     if loss.vocab_axis is not None:
-        made = SplitVocabulary(made, head, full, loss.vocab_axis, vocabulary)
+        made = SplitVocabulary(made, head, full, loss.vocab_axis, vocabulary, layout.classes)
     if loss.frame_axis is not None:
         made = SplitFrames(made, loss.frame_axis, jnp.shape(logit_lengths))
     return made, logits

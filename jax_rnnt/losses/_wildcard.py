@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.losses._adjustments import frame, logaddexp
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition, DecodingRules
@@ -28,17 +29,19 @@ def _with_skips(blank, skip, inside, reverse):
     the last frame back. Only blanks `inside` change.
     """
     skip = jnp.asarray(skip, blank.dtype)
-    arcs = jnp.where(inside, blank, 0), jnp.where(inside, skip, -jnp.inf)
-    after = logaddexp(*lax.associative_scan(_then, arcs, reverse=reverse, axis=blank.ndim - 1))
+    # Without the skip's weight, whose size would cost digits: after = log(exp(none) + exp(some)).
+    steps = jnp.where(inside, blank, 0), jnp.where(inside, jnp.zeros_like(blank), -jnp.inf)
+    none, some = order.cumulative(_then, steps, (0, -jnp.inf), reverse)
+    after = logaddexp(none, skip + some)
     one = jnp.zeros_like(after[..., :1])
     before = jnp.concatenate([after[..., 1:], one] if reverse else [one, after[..., :-1]], -1)
-    none = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
-    after, before = jnp.where(none, 0, after), jnp.where(none, 0, before)
+    blocked = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
+    after, before = jnp.where(blocked, 0, after), jnp.where(blocked, 0, before)
     # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a
     # sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
     difference, value = after - before, jnp.logaddexp(blank, skip - before)
     ratio = difference + lax.stop_gradient(value - difference)
-    return jnp.where(inside & ~none, ratio, blank)
+    return jnp.where(inside & ~blocked, ratio, blank)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import losses
 
 # Where what a row says is tested by numbers; names, arguments and defaults of all rows are tested below. The text of
 # its first cell -> a test of this file, or one of another.
-PADDING = "losses/test_lengths.py::test_padding_content_changes_no_bit"
+PADDING = "losses/test_promises.py::test_every_loss_and_layout"
 REDUCTIONS = "losses/test_values.py::test_reductions"
 GREEDY = "decode/test_decode.py::test_greedy_is_the_plain_loop"
 BEAM = "decode/test_decode.py::test_beam_is_the_enumeration"

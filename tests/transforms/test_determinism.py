@@ -1,6 +1,7 @@
-"""Does the same input give the same bits in every call, with any number of threads?"""
+"""Does the same input give the same bits in every call, with any number of threads, whatever memory held?"""
 
 import os
+import platform
 
 import jax
 import numpy as np
@@ -13,16 +14,21 @@ from programs import run
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
-def problem(loss=losses.RNNT, **options):
-    return losses.problem(8, 100, 60, 9, loss=loss, dtype="float32", **options)
+def problem(size, loss=losses.RNNT):
+    return losses.problem(size, 100, 60, 9, loss=loss, dtype="float32")
 
 
-@losses.every_layout
-def test_repeated_calls(loss, implementation):
-    p = problem(loss)
-    first = losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25)
+@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT), losses.slow(losses.TILES)], ids=str)
+def test_calls_and_batches(loss, native_kernel):
+    """Ten times all at once; one by one and in pairs: the split over threads does not show."""
+    p = problem(16, loss)
+    clean = losses.evaluate(loss, p, native_kernel)
     for _ in range(10):
-        losses.assert_same_bits(losses.evaluate(loss, p, implementation, fastemit_lambda=0.5, clamp=0.25), first)
+        losses.assert_same_bits(losses.evaluate(loss, p, native_kernel), clean)
+    if loss is losses.RNNT:
+        for part in (slice(b, b + size) for size in (1, 2) for b in range(0, 16, size)):
+            got = losses.evaluate(loss, p.take(part), native_kernel)
+            losses.assert_same_bits(got, [x[part] for x in clean])
 
 
 PROGRAM = """
@@ -50,6 +56,34 @@ def test_devices_at_once(kernel, devices):
     """Eight devices share one pool of threads; none waits for another."""
     loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
     gradient = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
-    expected, *others = [gradient(*jax.device_put(problem(), device)) for device in devices]
+    expected, *others = [gradient(*jax.device_put(problem(8), device)) for device in devices]
     for got in others:
         losses.assert_same_bits(got, expected)
+
+
+DIRTY = """
+import numpy as np
+import jax, jax_rnnt, losses
+jax.config.update("jax_enable_x64", True)
+assert np.empty(5000, np.uint8).any(), "memory is not dirty"
+for T, U in ((7, 4), (19, 33)):
+    for dtype in (np.float32, np.float64):
+        p = losses.problem(6, T, U, 9, dtype=dtype)
+        for x in jax_rnnt.RNNTLoss(implementation="kernel").posteriors(*p):
+            assert not np.asarray(x)[~losses.inside(p)].any(), "posteriors"
+        for loss in losses.LOSSES if dtype == np.float32 else losses.LOSSES[:1]:
+            p = losses.poisoned(losses.problem(6, T, U, 9, loss=loss, dtype=dtype))
+            for options in ({}, {"fused_log_softmax": False}) if loss is losses.RNNT else ({},):
+                got = losses.evaluate(loss, p, "kernel", **options)
+                losses.assert_matches(got, loss.expected(p, **options), dtype, T + U)
+                assert not got[1][~losses.inside(p)].any(), "gradient"
+print("ok")
+"""
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_what_memory_held(kernel):
+    """glibc fills new memory with a pattern, which reveals elements that a kernel does not write."""
+    if platform.libc_ver()[0] != "glibc" or losses.platform() != "cpu":
+        pytest.skip("MALLOC_PERTURB_ is glibc's")
+    assert run(DIRTY, env=os.environ | {"MALLOC_PERTURB_": "85"}).endswith("ok\n")

@@ -1,5 +1,6 @@
 """Is a loss over classes or frames of several devices that of whole logits, and do only planes travel?"""
 
+import dataclasses
 import functools
 import itertools
 
@@ -17,7 +18,6 @@ from meshes import KINDS, mesh_of, place
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
 AXES = {"vocabulary": VOCAB, "frames": FRAMES, "both": VOCAB | FRAMES}
 WAYS = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-ONE_SOFTMAX = [loss for loss in losses.LOSSES if loss not in (losses.TDT, losses.HAT)]
 LENGTHS = (8, 5, 8, 3), (4, 2, 0, 3)
 
 
@@ -45,14 +45,13 @@ def inside_shard_map(loss, mesh, axes, check_vma=True):
 
 
 def cases():
-    for loss in losses.LOSSES:
-        for name, axes in AXES.items():
-            if loss in ONE_SOFTMAX or name == "frames":
-                quick = loss is losses.RNNT or (loss is losses.TDT and name == "frames")
-                yield (loss, axes) if quick else losses.slow(loss, axes)
+    """One head and two; every other loss: test_promises.py."""
+    for loss in (losses.RNNT, losses.TDT, losses.HAT):
+        for axes in AXES.values():
+            yield (loss, axes) if loss is losses.RNNT else losses.slow(loss, axes)
 
 
-@pytest.mark.parametrize(("loss", "axes"), [*cases()])
+@pytest.mark.parametrize(("loss", "axes"), [*cases()], ids=str)
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", losses.slow("unchecked")])
 def test_value_and_gradient(loss, axes, kind, implementation, devices):
     """Under jit and inside `shard_map`, with every option; no array with all classes or frames of logits exists."""
@@ -75,7 +74,7 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
     np.testing.assert_allclose(got, values, rtol=1e-12)
     np.testing.assert_allclose(grad, gradient * WEIGHTS[:, None, None, None], atol=1e-12)
     # Two sequences of each part of "data", with 8 frames and 5 columns. Planes: a sum, two picks, all batches of them.
-    planes = 2 * 8 * 5 * 5
+    planes = 2 * 8 * 5 * (5 + loss.extra_classes)
     for kind_of_exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
         sizes = [int(np.prod(shape)) for shape in losses.exchanged(text, kind_of_exchange)]
         assert max(sizes, default=0) <= planes, (kind_of_exchange, sizes)
@@ -89,8 +88,6 @@ METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs"
 @KINDS
 def test_methods(loss, axes, kind, devices):
     """The answers are those of whole logits; planes of nodes lie as the logits do."""
-    if loss is losses.TDT and axes != FRAMES:
-        pytest.skip("refused: see below")
     p = problem(loss)
     windows = np.broadcast_to(np.array([0, 6], np.int32), (*p.targets.shape, 2))
     with split_mesh(devices, kind, axes) as mesh, jax.set_mesh(mesh):
@@ -146,53 +143,81 @@ def test_joint(axes, hypotheses, kind, implementation, devices):
     assert max(sizes, default=0) <= 2 * 3 * 8 * 5
 
 
-def odd_logits(dtype, blank):
-    """(name, problem): values that a device, a row or a sequence has alone."""
-    p = problem(dtype=dtype)
-    x = p.logits
-    x[0, 2, 1, 7] = np.nan
+@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), losses.slow(jax_rnnt.HATLoss())], ids=str)
+def test_joint_of_two_heads(loss, kernel, devices):
+    """Durations, or the blank of HAT, lie on the last device."""
+    arguments = network()
+    arguments[4][:] %= 13
+    axes = VOCAB | FRAMES
+    want = jax.value_and_grad(of_joint, (1, 2, 3, 4))(loss, *arguments)
+    with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
+        specs = P(None, "model"), P("model"), P("data", "seq"), *[P("data")] * 4
+        split = dataclasses.replace(loss, implementation=kernel, **axes)
+        step = jax.value_and_grad(functools.partial(of_joint, split), (0, 1, 2, 3))
+        losses.assert_close(jax.jit(step)(*place(arguments, mesh, *specs)), want, 1e-12)
+
+
+def odd_logits(loss, blank):
+    """(name, problem): values that a device, a row or a sequence has alone, among logits [..., 24] on four devices."""
+    p = problem(loss)
+    p.logits[0, 2, 1, 7] = np.nan
     yield "nan", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
     p.logits[0, 2, 1, 17] = np.inf
     yield "inf", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
     p.logits[..., 6:12] = -np.inf  # all classes of a device
     p.targets[:] = np.where((p.targets >= 6) & (p.targets < 12), 1, p.targets)
     yield "device without classes", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
     p.logits[..., :6] = -np.inf
     p.logits[..., 3] = 0  # a device whose lse is 0 beside an anchor of -inf
     p.targets[:] = np.where(p.targets < 6, 3, p.targets)
     yield "one class of logit 0", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
+    p.logits[..., :3] = -np.inf  # also where the kernel leaves out the other columns
+    p.targets[:] = np.where(p.targets < 3, 5, p.targets)
+    yield "classes in the place of another head", p
+    p = problem(loss)
     p.logits[1, 1, 0] = -np.inf
     yield "dead row", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
     first = [c for c in range(blank % 6, 24, 6) if c != blank % 24]  # of other devices, where this one has its blank
     p.logits[..., first] -= 1e9
     p.targets[:] = np.where(np.isin(p.targets, first), 2, p.targets)
     yield "masked", p
-    yield "outside", losses.poisoned(problem(dtype=dtype))
-    p = problem(dtype=dtype)
+    yield "outside", losses.poisoned(problem(loss))
+    p = problem(loss)
     p.targets[0, 1], p.logit_lengths[2], p.target_lengths[3] = 24, 9, 5
     yield "out of range", p
-    p = problem(dtype=dtype)
+    p = problem(loss)
     p.logit_lengths[1] = p.target_lengths[1] = p.logit_lengths[3] = 0
     yield "empty", p
+    for value in (np.nan, np.inf, -np.inf, 1e4, -1e4):
+        for column in (-1, 5):  # the other head's, and a class in its place
+            p = problem(loss)
+            p.logits[0, 1, 1, column], p.targets[:2, :2] = value, [5, 3]
+            yield f"{value} in {column}", p
 
 
-@pytest.mark.parametrize("blank", [-1, losses.slow(0), 12])
-@WAYS
+ODD = (losses.RNNT, -1), losses.slow(losses.RNNT, 0), (losses.RNNT, 12), (losses.TDT, -1), (losses.HAT, -1)
+
+
+@pytest.mark.parametrize(("loss", "blank"), ODD, ids=str)
+@pytest.mark.parametrize("axes", [losses.slow(VOCAB), losses.slow(FRAMES), VOCAB | FRAMES], ids=str)
 @losses.reference_slow
-def test_odd_logits(axes, blank, implementation, devices):
+def test_odd_logits(loss, blank, axes, implementation, devices):
     """NaN, infinity and masks stay where they are, as in whole logits."""
-    step = lambda loss: jax.jit(jax.grad(lambda *p: ((made := loss(*p)).sum(), made), has_aux=True))
-    whole = step(RNNTLoss(blank=blank, reduction="none"))
+    step = lambda value: jax.jit(jax.grad(lambda *p: ((made := value(*p)).sum(), made), has_aux=True))
+    whole = step(loss.value(blank=blank, reduction="none"))
     with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
-        split = step(RNNTLoss(blank=blank, reduction="none", implementation=implementation, **axes))
-        for name, p in odd_logits(np.float64, blank):
-            got = split(*place(p, mesh, spec(axes), *[P("data")] * 3))
-            losses.assert_close(got, whole(*p), rtol=1e-12, atol=1e-11, err_msg=name)
+        split = step(loss.value(blank=blank, reduction="none", implementation=implementation, **axes))
+        for name, p in odd_logits(loss, blank):
+            gradient, values = split(*place(p, mesh, spec(axes), *[P("data")] * 3))
+            of_whole, expected = whole(*p)
+            np.testing.assert_allclose(values, expected, rtol=1e-12, err_msg=name)
+            good = ~np.isnan(expected)
+            np.testing.assert_allclose(gradient[good], of_whole[good], atol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -209,23 +234,6 @@ def test_accuracy(dtype, offset, native_kernel, devices):
     np.testing.assert_allclose(got[0], value, rtol=1e-6)
     relative, smallest = losses.rounding(dtype)
     np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
-
-
-@WAYS
-@losses.reference_slow
-def test_learned_option(axes, implementation, devices):
-    """The gradient of a penalty is counted once, whatever the number of devices."""
-    p = problem()
-
-    def step(penalty, *p, **options):
-        return RNNTLoss(delay_penalty=penalty, **options)(*p)
-
-    want = jax.grad(step)(0.25, *p)
-    for kind in ("auto", "explicit"):
-        with split_mesh(devices, kind, axes) as mesh:
-            placed = place(p, mesh, spec(axes), *[P("data")] * 3)
-            f = functools.partial(step, implementation=implementation, **axes)
-            np.testing.assert_allclose(jax.jit(jax.grad(f))(0.25, *placed), want, rtol=1e-12)
 
 
 @WAYS
@@ -280,8 +288,8 @@ def refusals():
     joint = lambda loss: lambda *p: loss(JointLogits(lambda e, q: e + q, draw(4, 8, 24), draw(4, 5, 24)), *p[1:])
     yield "V must be a multiple of the 4 .*got V = 22", whole(RNNTLoss(**VOCAB)), p._replace(logits=p.logits[..., :22])
     yield "T must be a multiple of the 4 .*got T = 7", whole(RNNTLoss(**FRAMES)), p._replace(logits=p.logits[:, :7])
-    yield "one softmax.*got TDTLoss", whole(TDTLoss([0, 1], **VOCAB)), p
-    yield "one softmax.*got HATLoss", whole(jax_rnnt.HATLoss(**VOCAB)), p
+    yield "more logits of a row than the 6 durations, got 24 .* 4 devices", whole(TDTLoss(range(6), **VOCAB)), p
+    yield "blank of HATLoss must be the last class, -1 or 23, got 0", whole(jax_rnnt.HATLoss(blank=0, **VOCAB)), p
     yield "LinearJoint outside of jax.shard_map", joint(RNNTLoss(**VOCAB)), p
     packed = lambda x, *rest: RNNTLoss(**VOCAB)(PackedLogits(x.reshape(-1, 24)), *rest)
     yield "an array .* or JointLogits, got PackedLogits", packed, p

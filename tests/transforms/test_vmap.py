@@ -97,14 +97,15 @@ def test_reduction_inside_vmap(loss, implementation):
 
 @losses.every
 def test_one_custom_call_and_no_loop(loss, native_kernel):
-    """Without vmap, under one, and under two."""
+    """Without vmap, under one, and under two; `WildcardRNNTLoss` has loops of its own, over powers of two."""
     p = losses.problem(loss=loss, dtype=np.float32)
-    value = per_sequence(loss, native_kernel)
+    value, loops = per_sequence(loss, native_kernel), {}
     for shape in ((4,), (4,), (2, 2)):
         arguments = [x.reshape(*shape, *x.shape[1:]) for x in p]
         gradient = jax.value_and_grad(lambda *p, f=value: f(*p).sum())
         for f, calls in ((value, loss.value_calls), (gradient, loss.gradient_calls)):
             _, text = losses.compiled(f, *arguments)
             assert losses.custom_calls(text) == losses.once(calls)
-            assert " while(" not in text
+            found = text.count(" while(")
+            assert found == loops.setdefault(calls, found) and (found == 0 or loss is losses.WILDCARD)
         value = jax.vmap(value)
