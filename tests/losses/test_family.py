@@ -22,7 +22,7 @@ DURATIONS = (3, 1), (2, 3), (1,), (0, 4, 2, 1, 3), (5,), (0, 9)
 ANY = [*map(losses.tdt, DURATIONS), *map(losses.multiblank, ((2, 3), (4, 2, 9), (2,), (11,)))]
 
 
-def test_any_durations():
+def test_any_durations(kernel):
     """In any order, without 0, without 1, beyond T."""
     for loss in ANY:
         for dtype in (np.float32, np.float64):

@@ -36,7 +36,7 @@ STAGES = {"instantiate": 0, "execute": 3}
 
 
 class _Struct(ctypes.Structure):
-    """The head of every struct below, which checks its size."""
+    """The head of the structs below: their size, which a handler checks, and no extensions."""
 
     _fields_ = [("struct_size", _size), ("extension_start", _pointer)]
 
@@ -97,7 +97,7 @@ class _Version(_Struct):
     _fields_ = [("major", _int), ("minor", _int)]
 
 
-# Later versions append functions. The kernels call no others than those of `_FUNCTIONS`.
+# Places of the functions that the kernels call. Later versions append functions.
 _SLOTS = {"Error_Create": 0, "Error_GetMessage": 1, "Error_Destroy": 2}
 _SLOTS |= {"ThreadPool_Schedule": 11, "ThreadPool_NumThreads": 12}
 _FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)
@@ -263,22 +263,17 @@ def native():
     return losses.platform() == "cpu" and not losses.interpreted() and "cpu" in loading.KERNELS
 
 
-def _targets():
-    """The names of the instruction sets that the CPU kernels have here; one name of no meaning for other kernels."""
-    module = loading.module("cpu")
-    return tuple(module.targets()) if hasattr(module, "targets") else ("only",)
-
-
-TARGETS = _targets()  # best first
+# Instruction sets that the CPU kernels have here, the best first; of other kernels, one name without a meaning.
+TARGETS = tuple(loading.module("cpu").targets()) if native() and not losses.emulated() else ("only",)
 
 
 @contextlib.contextmanager
 def using(target):
-    """On this instruction set."""
-    module = loading.module("cpu")
-    if target is None or not hasattr(module, "use_target"):
+    """On this instruction set; None: on the one in use."""
+    if target in (None, "only"):
         yield
         return
+    module = loading.module("cpu")
     default = module.target()
     module.use_target(target)
     try:
