@@ -40,7 +40,7 @@ def test_bits_of_jax(loss, dtype):
 
 def test_clamp_and_scale_of_jax():
     """The cotangent of the loss is the scale."""
-    p, scale = losses.problem(dtype="float32"), np.array([2, 0, -1, 1e-3], np.float32)
+    p, scale = losses.problem(dtype="float32"), np.array([2, 0.5, -1, 1e-3], np.float32)
     loss = losses.RNNT.value(reduction="none", implementation="kernel", clamp=0.125)
     values, pull = jax.vjp(lambda x: loss(x, *p[1:]), p.logits)
     losses.assert_same_bits((values, pull(scale)[0]), door.evaluate(losses.RNNT, p, clamp=0.125, scale=scale))

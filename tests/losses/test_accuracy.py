@@ -27,7 +27,7 @@ def check(p, implementation, *, value=1e-6, gradient=BOUND):
     if implementation == "reference":
         answers = [(*losses.evaluate(losses.RNNT, p, implementation), {})]
     else:
-        targets = door.TARGETS if p.logits.size < 1 << 24 else [None]
+        targets = door.TARGETS if p.logits.size < 1 << 23 else [None]
         runs = (door.run(losses.RNNT, p, target=target) for target in targets)
         answers = [(values, got, found) for values, found, got in runs]
     for slab in slabs:
@@ -48,12 +48,12 @@ def one_sequence(T, U, V, scale, dtype=np.float32):
     return losses.Problem(logits.astype(dtype), targets, np.array([T], np.int32), np.array([U], np.int32))
 
 
-# T, U, V, scale: U + 1 exceeds any block of threads; T is several minutes of audio; 400 MB of logits; T + U = 4000 with
+# T, U, V, scale: U + 1 exceeds any block of threads; T is several minutes of audio; 130 MB of logits; T + U = 4000 with
 # |log-likelihood| up to ten thousands, where plain float32 log alphas are off by 1e-3 to 5e-3.
 SIZES = (
     (1, 2000, 3, 1.0),
     (20000, 1, 3, 1.0),
-    *(losses.slow(*x) for x in ((3995, 5, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (1000, 3000, 4, 1.0))),
+    *(losses.slow(*x) for x in ((3999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (1000, 3000, 4, 1.0))),
 )
 
 

@@ -250,7 +250,7 @@ def test_norm_is_read_as_it_was_written(kernel, writer, reader, dtype):
         with door.using(target):
             *_, norm = stages(writer, (0,), True)[0](rows, label, frames)
             if reader == "softmax":
-                got, own = softmax.softmax_of_norm(rows, rows[..., 0], norm), 0
+                got, own = softmax.softmax_of_norm(rows, rows[..., 0], jax.numpy.asarray(norm)), 0
             else:
                 got, own = softmax_by(reader, rows, norm)
         assert_softmax(np.asarray(got)[0, :, 0], x, 4 * losses.eps(dtype) * own)

@@ -33,9 +33,9 @@ SIGMA = losses.tdt((0, 4, 2, 1, 3)), losses.multiblank((4, 2, 9))
 
 
 @pytest.mark.parametrize("loss", SIGMA, ids=str)
-def test_sigma(loss, implementation):
+def test_sigma(loss, kernel):
     p = losses.problem(loss=loss)
-    got = losses.evaluate(loss, losses.poisoned(p), implementation, clamp=0.5, sigma=0.3)
+    got = losses.evaluate(loss, losses.poisoned(p), kernel, clamp=0.5, sigma=0.3)
     losses.assert_matches(got, loss.expected(p, clamp=0.5, sigma=0.3), np.float64, 11)
 
 
@@ -134,10 +134,10 @@ def test_topologies_of_hat(alone):
         np.testing.assert_allclose(plain(log_probs, *p[1:]), expected, rtol=EXACT)
 
 
-def test_label_equal_to_a_big_blank_counts_twice(implementation):
+def test_label_equal_to_a_big_blank_counts_twice(kernel):
     """One certain class is both a label and a big blank: two paths sum to 2."""
     certain = np.tile(np.array([0.0, -np.inf]), (4, 2, 1))
-    loss = jax_rnnt.MultiblankRNNTLoss([2], implementation=implementation)
+    loss = jax_rnnt.MultiblankRNNTLoss([2], implementation=kernel)
     np.testing.assert_allclose(loss(certain, np.array([0]), np.int32(4), np.int32(1)), -np.log(2), rtol=EXACT)
 
 

@@ -28,7 +28,8 @@ def compiled(topology, implementation):
     def run(arcs, *lengths):
         call = lambda arcs: lattices.log_likelihood(topology, arcs, *lengths, implementation)
         values, pull = jax.vjp(call, arcs)
-        return call(arcs), values, pull(jnp.ones_like(values))[0]
+        alone = call(arcs) if implementation == "kernel" else values  # of which the kernels have another one
+        return alone, values, pull(jnp.ones_like(values))[0]
 
     return jax.jit(run)
 
@@ -260,13 +261,12 @@ def test_bad_arcs(table, implementation):
         assert np.isfinite(np.stack([x[4] for x in posteriors.values()])).all()
 
 
-@losses.reference_slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
-def test_no_labels_in_many_frames(table, dtype, implementation):
+def test_no_labels_in_many_frames(table, dtype, kernel):
     """One path, so that each of its posteriors is 1; a mantissa that is not scaled overflows or underflows."""
     arcs = {slot: np.full((1, 2400, 2), -0.34, dtype) for slot in ("blank", "label")}
-    for answer in answers(table, implementation):
+    for answer in answers(table, kernel):
         _, value, posteriors = answer(arcs, np.array([2400], np.int32), np.array([0], np.int32))
         np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
         np.testing.assert_allclose(posteriors["blank"][0], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
@@ -284,13 +284,17 @@ def test_expanded_topologies():
 SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
 
 
-@pytest.mark.parametrize(("frames", "labels"), [(70, 20), losses.slow(300, 90)])
 @pytest.mark.parametrize("topology", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
-def test_shifted_arcs(implementation, topology, frames, labels):
+def test_shifted_arcs(implementation, topology):
     """All paths have equal numbers of blanks and labels, so an offset of all blanks or labels moves only the loss.
 
     Arcs and shifts are multiples of the spacing of float32 at their sum; from 1e9 on the arcs are equal.
     """
+    for frames, labels in ((70, 20), (300, 90)) if implementation == "kernel" else ((70, 20),):
+        check_shifted_arcs(implementation, topology, frames, labels)
+
+
+def check_shifted_arcs(implementation, topology, frames, labels):
     rng = np.random.default_rng(0)
     blanks = frames - (labels if topology == lattices.MONOTONIC else 0)
     plain = {slot: -rng.integers(0, 8, (frames, labels + 1)) / 2 for slot in ("blank", "label")}

@@ -166,7 +166,8 @@ def test_magnitudes(loss, implementation, fused):
 def test_scores_that_are_huge(implementation):
     """With huge positive log-weights the loss is negative, and the best path has posterior 1."""
     rng = np.random.default_rng(0)
-    logits = np.concatenate([rng.normal(size=(8, T, U + 1, V)) * size for size in (1e4, 1e9, 1e30)]).astype(np.float32)
+    normal = rng.normal(size=(8, T, U + 1, V))
+    logits = np.concatenate([normal * size for size in (1e4, 1e9, 1e30)]).astype(np.float32)
     logits[np.arange(24) % 8 < 4] = np.abs(logits[np.arange(24) % 8 < 4])
     rows = [row_of(losses.RNNT, "float32", f"{b}", x, T, fused_log_softmax=False) for b, x in enumerate(logits)]
     assert all(row.slack == 0 for row in rows[8:])

@@ -154,7 +154,7 @@ def test_threads(loss, dtype):
     p = losses.poisoned(losses.problem(9, 60, 61, 33, loss=loss, dtype=dtype))
     assert p.logits[..., 0].size > 1 << 15
     alone = door.evaluate(loss, p)
-    losses.assert_matches(alone, loss.expected(p), dtype, 121)
+    losses.assert_matches(alone, loss.expected(p), dtype, 2 * 121)  # many paths, whose errors add up
     for threads in (1, 2, 3, 8):
         losses.assert_same_bits(door.evaluate(loss, p, threads=threads, inplace=threads % 2 == 0), alone)
 
