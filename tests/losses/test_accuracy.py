@@ -48,12 +48,12 @@ def one_sequence(T, U, V, scale, dtype=np.float32):
     return losses.Problem(logits.astype(dtype), targets, np.array([T], np.int32), np.array([U], np.int32))
 
 
-# T, U, V, scale: U + 1 exceeds any block of threads; T is several minutes of audio; 130 MB of logits; T + U = 4000 with
+# T, U, V, scale: U + 1 exceeds any block of threads; T is several minutes of audio; 33 MB of logits; T + U = 4000 with
 # |log-likelihood| up to ten thousands, where plain float32 log alphas are off by 1e-3 to 5e-3.
 SIZES = (
     (1, 2000, 3, 1.0),
     (20000, 1, 3, 1.0),
-    *(losses.slow(*x) for x in ((3999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (1000, 3000, 4, 1.0))),
+    *(losses.slow(*x) for x in ((999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (250, 2500, 4, 1.0))),
 )
 
 
@@ -68,7 +68,10 @@ def test_long_lattice_of_the_reference():
     check(one_sequence(3900, 100, 4, 6.0), "reference")
 
 
-@losses.every
+LONG = [x if x in (losses.RNNT, losses.TDT) else losses.slow(x) for x in (*door.LOSSES, *losses.SKIPPING)]
+
+
+@pytest.mark.parametrize("loss", LONG, ids=str)
 def test_long_lattices_of_every_loss(loss, kernel):
     p = losses.problem(1, 3900, 100, 5, loss=loss, dtype=np.float32, scale=1.0, lengths=([3900], [100]))
     expected, true_gradient = loss.expected(p)

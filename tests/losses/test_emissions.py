@@ -33,22 +33,24 @@ def logits_of(classes, dtype, label):
 
 
 def expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, *, durations=0, bernoulli=False):
-    """(a plane for each blank, the label and each duration, dx), row by row from the float64 emissions."""
-    label = np.broadcast_to(label, inside.shape)
+    """(a plane for each blank, the label and each duration, dx), frame by frame from the float64 emissions."""
+    label = np.broadcast_to(np.where(label == OUTSIDE, NO_LABEL, label), inside.shape)
     outputs, dx = np.full((len(blanks) + 1 + durations, *inside.shape), -np.inf), np.zeros(x.shape)
     further = {f"blank+{i}": k for i, k in enumerate(blanks[1:])}
     softmax = functools.partial(truth.softmax_emission, fused=normalize, blanks=further)
     slots = ["blank", *further, "label"]
-    for b, t, u in zip(*np.nonzero(inside)):
-        row, k, ct = x[b, t, u].astype(np.float64), label[b, t, u, None], cotangents[:, b, t, u, None, None]
-        split = row.size - durations
-        arcs, pullback = (truth.hat_emission if bernoulli else softmax)(row[None, None, :split], k, blank=blanks[0])
-        lengths = truth.log_softmax(row[split:]) if normalize and durations else row[split:]
-        outputs[:, b, t, u] = *(arcs[slot][0, 0] for slot in slots), *lengths
-        of_lengths = ct[len(slots) :, 0, 0]
-        of_lengths = of_lengths - (np.exp(lengths) * of_lengths.sum() if normalize else 0)
-        unit = np.concatenate([pullback(dict(zip(slots, ct)))[0, 0], of_lengths])
-        dx[b, t, u] = scale[b] * (np.clip(unit, -clamp[b], clamp[b]) if clamp[b] > 0 else unit)
+    for b, t in zip(*np.nonzero(inside.any(-1))):
+        here = inside[b, t]
+        rows, ct = x[b, t, here].astype(np.float64), cotangents[:, b, t, here]
+        split = rows.shape[-1] - durations
+        emission = truth.hat_emission if bernoulli else softmax
+        arcs, pullback = emission(rows[None, :, :split], label[b, t, here], blank=blanks[0])
+        lengths = truth.log_softmax(rows[:, split:]) if normalize and durations else rows[:, split:]
+        outputs[:, b, t, here] = np.concatenate([[arcs[slot][0] for slot in slots], lengths.T])
+        of_lengths = ct[len(slots) :].T
+        of_lengths = of_lengths - (np.exp(lengths) * of_lengths.sum(-1, keepdims=True) if normalize else 0)
+        unit = np.concatenate([pullback(dict(zip(slots, ct[:, None])))[0], of_lengths], -1)
+        dx[b, t, here] = scale[b] * (np.clip(unit, -clamp[b], clamp[b]) if clamp[b] > 0 else unit)
     return outputs, dx
 
 
@@ -261,14 +263,15 @@ def test_long_rows(kernel, dtype):
     """Around the blocks in which a long row is read, with its largest value at the end or in the middle."""
     label, frames = np.full((1, 1, 1), NO_LABEL, np.int32), np.array([6], np.int32)
     rng = np.random.default_rng(0)
-    for classes in (1, 2, 1023, 1024, 1025, 1039, 1040, 1041, 2047, 2048, 2049, 3073, 4097, 131072):
+    longest = (131072,) if dtype == "float32" else ()
+    for classes in (1, 2, 1023, 1024, 1025, 1039, 1040, 1041, 2047, 2048, 2049, 3073, 4097, *longest):
         x = rng.normal(0, 1, (1, 6, 1, classes))
         x[0, 0, 0, -1] = x[0, 1, 0, classes // 2] = 60
         x[0, 3, 0, : classes // 2] = -np.inf
         x = losses.Problem(x, 0, 0, 0).astype(dtype).logits
         wide = x.astype(np.float64 if dtype == "float64" else np.float32)
         limit, exact = 4 * losses.eps(wide.dtype), truth.log_softmax(wide)[..., 0]
-        for target in door.TARGETS:
+        for target in door.TARGETS[: 1 if classes in longest else None]:
             with door.using(target):
                 log_blank, _, norm = stages(kernel, (0,), True)[0](x, label, frames)
                 got, own = softmax_by(kernel, wide, norm)

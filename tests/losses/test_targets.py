@@ -151,7 +151,7 @@ def test_threads(loss, dtype):
     """Enough rows and nodes for several threads, which take them in turns. Their number changes no bit."""
     if losses.cuda_kernels():
         pytest.skip("threads are a matter of the CPU kernels")
-    p = losses.poisoned(losses.problem(9, 60, 61, 33, loss=loss, dtype=dtype))
+    p = losses.poisoned(losses.problem(9, 60, 61, 9, loss=loss, dtype=dtype))
     assert p.logits[..., 0].size > 1 << 15
     alone = door.evaluate(loss, p)
     losses.assert_matches(alone, loss.expected(p), dtype, 2 * 121)  # many paths, whose errors add up
