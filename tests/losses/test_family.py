@@ -46,9 +46,10 @@ def test_durations_beyond_any_length(table, implementation):
     p = losses.problem(loss=make(8))
     expected = make(8).expected(p)
     assert np.isfinite(expected[0]).all()
-    for long in (8, 2**64, 2**32 + 1) if implementation == "kernel" else (2**64,):
-        for got in door.answers(make(long), p, implementation):
-            losses.assert_matches(got, expected, np.float64, 11)
+    if implementation == "kernel":
+        for long in (8, 2**64, 2**32 + 1):
+            for got in door.answers(make(long), p, implementation):
+                losses.assert_matches(got, expected, np.float64, 11)
     losses.assert_matches(losses.evaluate(make(2**64), p, implementation), expected, np.float64, 11)
 
 

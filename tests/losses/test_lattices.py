@@ -50,7 +50,7 @@ def answers(topology, implementation):
 
 
 def check(topology, arcs, frames, labels, implementation, limits):
-    """Against the truth, in each dtype with a limit; arcs outside the lengths are NaN."""
+    """Against the truth, in each dtype with a limit; arcs that leave the lengths are NaN."""
     frames, labels = np.array(frames, np.int32), np.array(labels, np.int32)
     _, rows, columns = arcs[topology[1][0].slot].shape
     inside = np.arange(rows)[:, None] < frames[:, None, None]
@@ -61,8 +61,10 @@ def check(topology, arcs, frames, labels, implementation, limits):
         expected[b], posteriors = truth.posteriors(topology[1], own, n, m)
         for slot, x in posteriors.items():
             exact[slot][b, :n, : m + 1] = x[:n, : m + 1]
+    last = np.arange(columns) == labels[:, None, None]  # no label leaves it
+    used = {slot: inside & ~(last & truth.is_label(slot)) for slot in arcs}
     for dtype, limit in limits.items():
-        dirty = {slot: np.where(inside, x, np.nan).astype(dtype) for slot, x in arcs.items()}
+        dirty = {slot: np.where(used[slot], x, np.nan).astype(dtype) for slot, x in arcs.items()}
         for answer in answers(topology[0], implementation):
             alone, values, posteriors = answer(dirty, frames, labels)
             np.testing.assert_array_equal(alone, values)
@@ -89,7 +91,7 @@ def test_arcs_are_the_same(topology):
 def test_every_length(topology, implementation):
     """Every (T, U) up to (9, 9) in one padded batch; no path gives -inf, gradient 0."""
     every = np.array(truth.every_length(9, 9)).T
-    for share in (0, 0.3):
+    for share in (0, 0.3) if implementation == "kernel" else (0.3,):
         arcs = forbid(arcs_of(topology[1], (every.shape[1], 9, 10)), share)
         check(topology, arcs, *every, implementation, {np.float64: 1e-13})
 
@@ -100,7 +102,7 @@ SIZES = (17, 16), (33, 5), (40, 40), (70, 65), (8, 8), (64, 7), (1, 33), (40, 1)
 @ALL
 def test_sizes(topology, kernel):
     """Sizes around strips of frames and vectors of columns; a quarter of the arcs are forbidden."""
-    for frames, labels in (*SIZES, *((7 + i // 3, i) for i in range(36)), *((i, 3 + i % 3) for i in range(1, 36))):
+    for frames, labels in (*SIZES, *((7 + i // 3, i) for i in range(36)), *((i, 3 + i % 3) for i in range(1, 36, 2))):
         arcs = forbid(arcs_of(topology[1], (2, frames, labels + 1), dtype=np.float32, seed=frames), 0.25)
         lengths = [frames, max(frames - frames % 4, 0)], [labels, labels // 2]
         check(topology, arcs, *lengths, kernel, {np.float32: 1e-5, np.float64: 1e-12})
@@ -142,6 +144,8 @@ ORDERS = {
 @FEW
 def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
+    if implementation == "kernel" and order != "forward over reverse":
+        pytest.skip("the kernel's higher derivatives are the reference's")
     frames, labels = 4, 2
     arcs = arcs_of(topology[1], (frames, labels + 1), seed=6)
     slots, scores = list(arcs), np.stack(list(arcs.values()))
@@ -177,7 +181,8 @@ def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
         value = lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
         return jnp.where(jnp.isfinite(value), value, 0.0).sum()
 
-    for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
+    both = jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))
+    for second in both if implementation == "kernel" else both[:1]:
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(second)(arcs)))
 
 

@@ -44,9 +44,18 @@ def test_the_usual_mask(implementation):
         np.testing.assert_allclose(values[1], expected, rtol=1e-6)
 
 
-@losses.every
+@losses.every_kernel
 def test_masks(loss, implementation):
     check(loss, implementation)
+
+
+# The reference of losses that differ in what is between logits and lattice.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss", [losses.TDT, losses.MULTIBLANK, losses.HAT, losses.CONSTRAINED, *losses.SKIPPING], ids=str
+)
+def test_masks_in_the_reference(loss):
+    check(loss, "reference")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -61,9 +70,8 @@ def test_masked_log_probabilities(loss, implementation):
 
 def test_masks_in_other_layouts(kernel):
     check(losses.RNNT, kernel, entry=losses.BAND)
-    for loss in (losses.RNNT, losses.TDT):
-        entry = dataclasses.replace(loss, layout=lambda x: losses.in_tiles(x, chunk=512))
-        check(loss, kernel, entry=entry, twins=False)  # tiles add up in another order
+    entry = dataclasses.replace(losses.TDT, layout=lambda x: losses.in_tiles(x, chunk=512))
+    check(losses.TDT, kernel, entry=entry, twins=False)  # tiles add up in another order
     rows = table(losses.RNNT)
     p = problem_of(rows)
     packed = losses.Loss("packed", jax_rnnt.RNNTLoss, layout=lambda x: jax_rnnt.PackedLogits(x, max_frames=T))
@@ -171,8 +179,12 @@ def check_twins(loss, function):
             np.testing.assert_allclose(x[i], x[ids.index(ids[i])], rtol=1e-5, atol=2e-5, err_msg=row.name)
 
 
-@losses.reference_slow
-@BOTH
+@pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [(losses.RNNT, "kernel"), losses.slow(losses.TDT, "reference")],
+    indirect=["implementation"],
+    ids=str,
+)
 def test_latency_of_masks(loss, implementation):
     """Value and gradient."""
     latency = loss.value(reduction="none", implementation=implementation).latency

@@ -78,7 +78,9 @@ def test_common_offsets(loss, implementation):
     none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
 
 
-@pytest.mark.parametrize("classes", [6, 70])
+@pytest.mark.parametrize(
+    ("classes", "implementation"), [(6, "kernel"), (70, "kernel"), (6, "reference")], indirect=["implementation"]
+)
 def test_common_offsets_of_masked_blanks(implementation, classes):
     """Rows whose anchor, the blank, is masked: labels must come first in that frame."""
     rng = np.random.default_rng(0)

@@ -367,4 +367,5 @@ def check(loss, p, *, clamp=-1.0, scale=1.0, **options):
         got = evaluate(loss, p, **given)
         length = p.logits.shape[-3] + p.logits.shape[-2] - 1
         losses.assert_matches(got, expected, p.logits.dtype, length, scale=np.abs(factor).max(initial=1))
-        losses.assert_same_bits(got, evaluate(loss, p, inplace=False, **given))
+        if target == TARGETS[0]:
+            losses.assert_same_bits(got, evaluate(loss, p, inplace=False, **given))
