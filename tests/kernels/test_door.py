@@ -58,7 +58,7 @@ def lattice_call(num_frames=2, dtype=np.float32, **options):
     arcs, lengths = np.zeros((1, 2, 2), dtype), [np.array([n], np.int32) for n in (num_frames, 1)]
     attributes = {"dt": (1, 0), "du": (0, 1), "may_end": (1, 1), "plane": (0, 1), "other": (-1, -1)}
     terms = door.loading.WORKSPACES["cpu"](True, 2, False)
-    results = [((1,), "float32"), *([((1, 64), "float32")] if terms else [])]
+    results = [((1,), "float32"), *([((1, 4096), "float32")] if terms else [])]
     given = {"operands": [arcs, *lengths, arcs], "attributes": attributes, "results": results}
     return door.call(LATTICE, **given | options)
 
