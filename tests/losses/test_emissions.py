@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import door
 import losses
 import reference_numpy as truth
 from jax_rnnt.emissions import _softmax as softmax
@@ -32,78 +33,135 @@ def logits_of(classes, dtype, label):
 
 
 def expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, *, durations=0, bernoulli=False):
-    """(a plane for each blank, the label and each duration, dx), row by row from the float64 emissions."""
-    label = np.broadcast_to(label, inside.shape)
+    """(a plane for each blank, the label and each duration, dx), frame by frame from the float64 emissions."""
+    label = np.broadcast_to(np.where(label == OUTSIDE, NO_LABEL, label), inside.shape)
     outputs, dx = np.full((len(blanks) + 1 + durations, *inside.shape), -np.inf), np.zeros(x.shape)
     further = {f"blank+{i}": k for i, k in enumerate(blanks[1:])}
     softmax = functools.partial(truth.softmax_emission, fused=normalize, blanks=further)
     slots = ["blank", *further, "label"]
-    for b, t, u in zip(*np.nonzero(inside)):
-        row, k, ct = x[b, t, u].astype(np.float64), label[b, t, u, None], cotangents[:, b, t, u, None, None]
-        split = row.size - durations
-        arcs, pullback = (truth.hat_emission if bernoulli else softmax)(row[None, None, :split], k, blank=blanks[0])
-        lengths = truth.log_softmax(row[split:]) if normalize and durations else row[split:]
-        outputs[:, b, t, u] = *(arcs[slot][0, 0] for slot in slots), *lengths
-        of_lengths = ct[len(slots) :, 0, 0]
-        of_lengths = of_lengths - (np.exp(lengths) * of_lengths.sum() if normalize else 0)
-        unit = np.concatenate([pullback(dict(zip(slots, ct)))[0, 0], of_lengths])
-        dx[b, t, u] = scale[b] * (np.clip(unit, -clamp[b], clamp[b]) if clamp[b] > 0 else unit)
+    for b, t in zip(*np.nonzero(inside.any(-1))):
+        here = inside[b, t]
+        rows, ct = x[b, t, here].astype(np.float64), cotangents[:, b, t, here]
+        split = rows.shape[-1] - durations
+        emission = truth.hat_emission if bernoulli else softmax
+        arcs, pullback = emission(rows[None, :, :split], label[b, t, here], blank=blanks[0])
+        lengths = truth.log_softmax(rows[:, split:]) if normalize and durations else rows[:, split:]
+        outputs[:, b, t, here] = np.concatenate([[arcs[slot][0] for slot in slots], lengths.T])
+        of_lengths = ct[len(slots) :].T
+        of_lengths = of_lengths - (np.exp(lengths) * of_lengths.sum(-1, keepdims=True) if normalize else 0)
+        unit = np.concatenate([pullback(dict(zip(slots, ct[:, None])))[0], of_lengths], -1)
+        dx[b, t, here] = scale[b] * (np.clip(unit, -clamp[b], clamp[b]) if clamp[b] > 0 else unit)
     return outputs, dx
 
 
 @functools.cache
 def stages(implementation, blanks, normalize, **head):
+    """(forward, backward): of the kernels through the door, or of the reference in JAX."""
     options = dict(blanks=blanks, normalize=normalize, **head)
 
-    def forward(*arguments):
-        if implementation == "kernel":
-            return softmax.forward(*arguments, strict=True, **options)
-        return softmax.softmax_emission(*arguments, **options)
+    def forward(*arguments, target=None):
+        with door.opened(), door.using(target):
+            return [np.asarray(x) for x in softmax.forward(*arguments, strict=True, **options)]
 
-    def backward(x, label, frames, norm, scale, clamp, *cotangents):
-        if implementation == "kernel":
-            rest = norm, cotangents, scale, clamp
-            return softmax.backward(x, label, frames, *rest, strict=True, alias=False, **options)
-        return softmax.backward_reference(x, label, frames, norm, scale, clamp, *cotangents, **options)[0]
+    def backward(x, label, frames, norm, scale, clamp, *cotangents, target=None, alias=True):
+        rest = x, label, frames, norm, cotangents, scale, clamp
+        with door.opened(), door.using(target):
+            return np.asarray(softmax.backward(*rest, strict=True, alias=alias, **options))
 
-    return jax.jit(forward), jax.jit(backward)
+    if implementation == "kernel":
+        return forward, backward
+    forward = jax.jit(functools.partial(softmax.softmax_emission, **options))
+    return forward, jax.jit(lambda *arguments: softmax.backward_reference(*arguments, **options)[0])
 
 
-# by label and frame, dtype, classes, blank: rows for every path of the kernels
-SIZES = (
-    *((False, np.float64, 9, 0), (True, np.float32, 37, 5), (False, np.float32, 5, 4)),
-    *((True, np.float32, 301, 300), (False, np.float64, 70, 33), (False, np.float32, 1200, 1100)),
-)
-BLANKS = {"two": (0, 8), "four": (8, 7, 6, 5), "twice the same": (2, 2)}
-KINDS = {"softmax": {}, "durations": dict(durations=4), "one_duration": dict(durations=1)}
+class Case:
+    """Inputs of both stages: a scale and a clamp for each sequence, and a row without cotangents."""
+
+    def __init__(self, by_frame, dtype, classes, blanks, normalize, **head):
+        more, dtype = head.get("durations", 0), np.dtype(dtype)
+        wide = np.float64 if dtype == np.float64 else np.float32
+        self.label = label_map(classes, by_frame, blanks)
+        self.x, self.inside = logits_of(classes + more, dtype, self.label)
+        # An arc that does not exist has no cotangent: the lattice gives it none.
+        cotangents = np.random.default_rng(2).normal(size=(len(blanks) + 1 + more, B, T, U1)).astype(wide) * self.inside
+        cotangents[len(blanks)] *= np.broadcast_to(self.label >= 0, self.inside.shape)
+        cotangents[:, 0, 1, 1] = 0
+        self.cotangents = cotangents
+        self.scale, self.clamp = np.array([1, -2, 0.5], wide), np.array([0.25, -1, 0.5], wide)
+        arguments = self.x, self.label, self.inside, blanks, normalize, cotangents, self.scale, self.clamp
+        self.outputs, self.dx = expected(*arguments, **head)
+        # Scores are below 8 in size and rounded a few times; a 16-bit gradient once more.
+        self.limit = 8 * losses.eps(wide)
+        self.rounding, self.smallest = losses.rounding(dtype)
+
+    def check_forward(self, planes):
+        """The plane `norm`, last, is for the backward pass."""
+        np.testing.assert_allclose(np.stack(planes[:-1]), self.outputs, rtol=self.limit, atol=self.limit)
+
+    def check_backward(self, got):
+        got = np.asarray(got)
+        assert got.dtype == self.x.dtype and not got[~self.inside].any()
+        limits = {"rtol": self.limit + self.rounding, "atol": self.limit + self.smallest}
+        np.testing.assert_allclose(got.astype(np.float64), self.dx, **limits)
+
+
+BLANKS = {"two": (0, 8), "four": (8, 7, 6, 5), "twice the same": (2, 2), "nine": tuple(range(8, -1, -1))}
+KINDS = {"softmax": {}, "durations": dict(durations=4), "one_duration": dict(durations=1), "many": dict(durations=17)}
 KINDS |= {"bernoulli": dict(bernoulli=True)} | {name: dict(blanks=x) for name, x in BLANKS.items()}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_mode = pytest.mark.parametrize("normalize", [True, False], ids=["logits", "log_probs"])
 
 
-@losses.reference_slow
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("normalize", [True, False], ids=["logits", "log_probs"])
-def test_both_stages(implementation, kind, normalize):
-    """Forward, and backward with a scale and a clamp for each sequence."""
+def skip_unless_sensible(kind, normalize):
     if kind.get("bernoulli") and not normalize:
         pytest.skip("HAT takes log-probabilities as a softmax does")
-    head, more = {k: x for k, x in kind.items() if k != "blanks"}, kind.get("durations", 0)
-    for by_frame, dtype, classes, blank in SIZES[:2] if "blanks" in kind else SIZES:
-        blanks = kind.get("blanks", (blank,))
-        label = label_map(classes, by_frame, blanks)
-        x, inside = logits_of(classes + more, dtype, label)
-        # An arc that does not exist has no cotangent: the lattice gives it none.
-        cotangents = np.random.default_rng(2).normal(size=(len(blanks) + 1 + more, B, T, U1)).astype(dtype) * inside
-        cotangents[len(blanks)] *= np.broadcast_to(label >= 0, inside.shape)
-        cotangents[:, 0, 1, 1] = 0  # a row that is left out
-        scale, clamp = np.array([1, -2, 0.5], dtype), np.array([0.25, -1, 0.5], dtype)
-        outputs, dx = expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, **head)
-        forward, backward = stages(implementation, blanks, normalize, **head)
-        *got, norm = forward(x, label, FRAMES)
-        limit = 8 * losses.eps(dtype)  # scores are below 8 in size and rounded a few times
-        np.testing.assert_allclose(np.stack(got), outputs, rtol=limit, atol=limit)
-        got = np.asarray(backward(x, label, FRAMES, norm, scale, clamp, *cotangents))
-        np.testing.assert_allclose(got, dx, rtol=limit, atol=limit)
-        assert not got[~inside].any()
+
+
+# Rows for every path of the kernels: less than a vector, a few of them, with and without a rest, and blocks.
+SIZES = *range(2, 20), 31, 32, 33, 37, 63, 64, 65, 70, 127, 129, 301, 1023, 1025, 1200, 2049
+
+
+@every_kind
+@every_mode
+def test_kernels(kernel, kind, normalize):
+    """Forward and backward, in place and not, on every instruction set."""
+    skip_unless_sensible(kind, normalize)
+    head = {k: x for k, x in kind.items() if k != "blanks"}
+    for i, classes in enumerate(SIZES):
+        dtype = ("float32", "float64", "bfloat16", "float16")[i % 4]
+        dtype = losses.Problem(np.zeros(1), 0, 0, 0).astype(dtype).logits.dtype
+        blanks = kind.get("blanks", ((0, classes // 2, classes - 1)[i % 3],))
+        if max(blanks) >= classes:
+            continue
+        case = Case(i % 2 == 1, dtype, classes, blanks, normalize, **head)
+        forward, backward = stages(kernel, blanks, normalize, **head)
+        for target in door.TARGETS:
+            planes = forward(case.x, case.label, FRAMES, target=target)
+            case.check_forward(planes)
+            arguments = case.x, case.label, FRAMES, planes[-1], case.scale, case.clamp, *case.cotangents
+            got = backward(*arguments, target=target)
+            case.check_backward(got)
+            losses.assert_same_bits(got, backward(*arguments, target=target, alias=False))
+
+
+@pytest.mark.slow
+@every_kind
+@every_mode
+def test_reference(kind, normalize):
+    """Labels of all frames alike, and labels by frame."""
+    skip_unless_sensible(kind, normalize)
+    head = {k: x for k, x in kind.items() if k != "blanks"}
+    blanks = kind.get("blanks", (5,))
+    case = Case(not normalize, "float64" if normalize else "float32", 9, blanks, normalize, **head)
+    forward, backward = stages("reference", blanks, normalize, **head)
+
+    def both(x, label, frames, scale, clamp, *cotangents):
+        planes = forward(x, label, frames)
+        return planes, backward(x, label, frames, planes[-1], scale, clamp, *cotangents)
+
+    planes, got = jax.jit(both)(case.x, case.label, FRAMES, case.scale, case.clamp, *case.cotangents)
+    case.check_forward(planes)
+    case.check_backward(got)
 
 
 @losses.reference_slow
@@ -173,6 +231,16 @@ def codec_rows(dtype):
     return np.concatenate([normal, wide, offset, below, masked, reach, zero, dead]).astype(dtype)
 
 
+def softmax_by(reader, rows, norm):
+    """(softmax of rows [1, N, 1, V] from its code, 1 for class 1): the gradient of label 1 is their difference."""
+    n, dtype = rows.shape[1], rows.dtype
+    one, none = np.ones((1, n, 1), dtype), np.zeros((1, n, 1), dtype)
+    label, frames = np.ones((1, 1, 1), np.int32), np.array([n], np.int32)
+    dx = stages(reader, (0,), True)[1](rows, label, frames, norm, one[0, :1, 0], -one[0, :1, 0], none, one)
+    own = np.arange(rows.shape[-1]) == 1
+    return own.astype(dtype) - np.asarray(dx), own
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("writer", ["kernel", "reference"])
 @pytest.mark.parametrize("reader", ["kernel", "reference", "softmax"])
@@ -180,43 +248,47 @@ def test_norm_is_read_as_it_was_written(kernel, writer, reader, dtype):
     """The forward pass keeps one number a row, and the backward pass makes the softmax of it."""
     x = codec_rows(dtype)
     rows, label, frames = x[None, :, None], np.ones((1, 1, 1), np.int32), np.array([len(x)], np.int32)
-    *_, norm = stages(writer, (0,), True)[0](rows, label, frames)
-    if reader == "softmax":
-        got, own = softmax.softmax_of_norm(rows, rows[..., 0], norm), 0
-    else:
-        one, none = np.ones((1, len(x), 1), dtype), np.zeros((1, len(x), 1), dtype)
-        dx = stages(reader, (0,), True)[1](rows, label, frames, norm, one[0, :1, 0], -one[0, :1, 0], none, one)
-        own = np.arange(6) == 1
-        got = own.astype(dtype) - np.asarray(dx)
-    assert_softmax(np.asarray(got)[0, :, 0], x, 4 * losses.eps(dtype) * own)
+    for target in door.TARGETS if kernel in (writer, reader) else [None]:
+        with door.using(target):
+            *_, norm = stages(writer, (0,), True)[0](rows, label, frames)
+            if reader == "softmax":
+                got, own = softmax.softmax_of_norm(rows, rows[..., 0], jax.numpy.asarray(norm)), 0
+            else:
+                got, own = softmax_by(reader, rows, norm)
+        assert_softmax(np.asarray(got)[0, :, 0], x, 4 * losses.eps(dtype) * own)
 
 
-@pytest.mark.parametrize("classes", [1, 2, 1023, 1024, 1025, 2047, 2048, 4097, 131072])
-def test_long_rows(kernel, classes):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_long_rows(kernel, dtype):
     """Around the blocks in which a long row is read, with its largest value at the end or in the middle."""
-    label, frames = np.full((1, 1, 3), NO_LABEL, np.int32), np.array([2], np.int32)
+    label, frames = np.full((1, 1, 1), NO_LABEL, np.int32), np.array([6], np.int32)
     rng = np.random.default_rng(0)
-    for dtype in ("bfloat16", "float32", "float64"):
-        x = rng.normal(0, 1, (1, 2, 3, classes))
-        x[0, 0, 0, -1] = x[0, 0, 1, classes // 2] = 60
-        x[0, 1, 0, : classes // 2] = -np.inf
+    longest = (131072,) if dtype == "float32" else ()
+    for classes in (1, 2, 1023, 1024, 1025, 1039, 1040, 1041, 2047, 2048, 2049, 3073, 4097, *longest):
+        x = rng.normal(0, 1, (1, 6, 1, classes))
+        x[0, 0, 0, -1] = x[0, 1, 0, classes // 2] = 60
+        x[0, 3, 0, : classes // 2] = -np.inf
         x = losses.Problem(x, 0, 0, 0).astype(dtype).logits
-        log_blank, _, norm = stages(kernel, (0,), True)[0](x, label, frames)
         wide = x.astype(np.float64 if dtype == "float64" else np.float32)
-        limit = 4 * losses.eps(wide.dtype)
-        np.testing.assert_allclose(log_blank, truth.log_softmax(wide)[..., 0], rtol=limit, atol=limit)
-        assert_softmax(np.asarray(softmax.softmax_of_norm(wide, wide[..., 0], norm)), wide)
+        limit, exact = 4 * losses.eps(wide.dtype), truth.log_softmax(wide)[..., 0]
+        for target in door.TARGETS[: 1 if classes in longest else None]:
+            with door.using(target):
+                log_blank, _, norm = stages(kernel, (0,), True)[0](x, label, frames)
+                got, own = softmax_by(kernel, wide, norm)
+            np.testing.assert_allclose(log_blank, exact, rtol=limit, atol=limit)
+            assert_softmax(got, wide, limit * own)
 
 
-def test_error_of_exp(native_kernel):
+@pytest.mark.parametrize("target", door.TARGETS)
+def test_error_of_exp(native_kernel, target):
     """Of a softmax, but for its sum, which all classes share: exp within 2 ulp, and much less on average."""
     if losses.cuda_kernels():
         pytest.skip("GPUs have an instruction for exp")
     x = np.random.default_rng(0).uniform(-8, 0, (1, 1, 1, 4000)).astype(np.float32)
     forward, backward = stages(native_kernel, (0,), True)
     label, frames, one = np.full((1, 1, 1), NO_LABEL, np.int32), np.array([1], np.int32), np.ones((1, 1, 1), np.float32)
-    *_, norm = forward(x, label, frames)
-    dx = np.asarray(backward(x, label, frames, norm, one[0, 0], -one[0, 0], one, 0 * one), np.float64)
+    *_, norm = forward(x, label, frames, target=target)
+    dx = backward(x, label, frames, norm, one[0, 0], -one[0, 0], one, 0 * one, target=target).astype(np.float64)
     ratio = dx[0, 0, 0, 1:] / np.exp(x[0, 0, 0, 1:].astype(np.float64))
     errors = np.abs(ratio / np.median(ratio) - 1) / losses.eps(np.float32)
     assert errors.max() < 3 and np.sqrt((errors**2).mean()) < 0.5

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import door
 import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
-from topologies import TOPOLOGIES, T, U, arcs_of
+from jax_rnnt.lattices import _lattice as lattice
+from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
 
 ALL = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 # For what takes long: unit steps, and arcs that skip frames.
@@ -26,28 +28,51 @@ def compiled(topology, implementation):
     def run(arcs, *lengths):
         call = lambda arcs: lattices.log_likelihood(topology, arcs, *lengths, implementation)
         values, pull = jax.vjp(call, arcs)
-        return call(arcs), values, pull(jnp.ones_like(values))[0]
+        alone = call(arcs) if implementation == "kernel" else values  # of which the kernels have another one
+        return alone, values, pull(jnp.ones_like(values))[0]
 
     return jax.jit(run)
 
 
-def check(topology, arcs, frames, labels, implementation, limit):
-    """Against the truth; arcs outside the lengths are NaN."""
+def by_kernel(topology, arcs, *lengths, target=None, threads=0):
+    """The same through the door."""
+    with door.opened(threads), door.using(target):
+        alone = lattice.value(topology, arcs, *lengths)
+        values, gradients = lattice.value_and_grad(topology, arcs, *lengths)
+    return -np.asarray(alone), -np.asarray(values), {slot: -np.asarray(x) for slot, x in gradients.items()}
+
+
+def answers(topology, implementation):
+    """Functions of (arcs, lengths): the kernel on every instruction set, or the reference."""
+    if implementation == "reference":
+        return [compiled(topology, implementation)]
+    return [functools.partial(by_kernel, topology, target=target) for target in door.TARGETS]
+
+
+def check(topology, arcs, frames, labels, implementation, limits):
+    """Against the truth, in each dtype with a limit; arcs that leave the lengths are NaN."""
     frames, labels = np.array(frames, np.int32), np.array(labels, np.int32)
     _, rows, columns = arcs[topology[1][0].slot].shape
     inside = np.arange(rows)[:, None] < frames[:, None, None]
     inside = inside & (np.arange(columns) <= labels[:, None, None])
-    dirty = {slot: np.where(inside, x, np.nan).astype(x.dtype) for slot, x in arcs.items()}
-    alone, values, posteriors = compiled(topology[0], implementation)(dirty, frames, labels)
-    np.testing.assert_array_equal(alone, values)
+    expected, exact = np.zeros(len(frames)), {slot: np.zeros(x.shape) for slot, x in arcs.items()}
     for b, (n, m) in enumerate(zip(frames, labels)):
-        expected, exact = truth.posteriors(topology[1], {slot: x[b] for slot, x in arcs.items()}, n, m)
-        where = f"T={n}, U={m}"
-        np.testing.assert_allclose(values[b], expected, rtol=limit, atol=limit, err_msg=where)
-        for slot, x in exact.items():
-            got = np.asarray(posteriors[slot][b])
-            np.testing.assert_allclose(got[:n, : m + 1], x[:n, : m + 1], atol=limit, err_msg=f"{where}, {slot}")
-            assert not got[~inside[b]].any()
+        own = {slot: x[b] for slot, x in arcs.items()}
+        expected[b], posteriors = truth.posteriors(topology[1], own, n, m)
+        for slot, x in posteriors.items():
+            exact[slot][b, :n, : m + 1] = x[:n, : m + 1]
+    last = np.arange(columns) == labels[:, None, None]  # no label leaves it
+    used = {slot: inside & ~(last & truth.is_label(slot)) for slot in arcs}
+    for dtype, limit in limits.items():
+        dirty = {slot: np.where(used[slot], x, np.nan).astype(dtype) for slot, x in arcs.items()}
+        for answer in answers(topology[0], implementation):
+            alone, values, posteriors = answer(dirty, frames, labels)
+            np.testing.assert_array_equal(alone, values)
+            np.testing.assert_allclose(values, expected, rtol=limit, atol=limit)
+            for slot, x in exact.items():
+                got = np.asarray(posteriors[slot])
+                np.testing.assert_allclose(got, x, atol=limit, err_msg=slot)
+                assert not got[~inside].any()
 
 
 def forbid(arcs, share, seed=0):
@@ -63,24 +88,49 @@ def test_arcs_are_the_same(topology):
 
 
 @ALL
-@pytest.mark.parametrize("share", [0, 0.3], ids=["all arcs", "forbidden arcs"])
-def test_every_length(topology, implementation, share):
+def test_every_length(topology, implementation):
     """Every (T, U) up to (9, 9) in one padded batch; no path gives -inf, gradient 0."""
     every = np.array(truth.every_length(9, 9)).T
-    arcs = forbid(arcs_of(topology[1], (every.shape[1], 9, 10)), share)
-    check(topology, arcs, *every, implementation, 1e-13)
+    for share in (0, 0.3) if implementation == "kernel" else (0.3,):
+        arcs = forbid(arcs_of(topology[1], (every.shape[1], 9, 10)), share)
+        check(topology, arcs, *every, implementation, {np.float64: 1e-13})
+
+
+SIZES = (17, 16), (33, 5), (40, 40), (70, 65), (8, 8), (64, 7), (1, 33), (40, 1), (21, 64)
 
 
 @ALL
-@pytest.mark.parametrize(
-    ("frames", "labels"), [(17, 16), (33, 5), (40, 40), (70, 65), (8, 8), (64, 7), (1, 33), (40, 1), (21, 64)]
-)
-def test_sizes(topology, kernel, frames, labels):
+def test_sizes(topology, kernel):
     """Sizes around strips of frames and vectors of columns; a quarter of the arcs are forbidden."""
-    for dtype, limit in ((np.float32, 1e-5), (np.float64, 1e-12)):
-        arcs = forbid(arcs_of(topology[1], (3, frames, labels + 1), dtype=dtype, seed=frames), 0.25)
-        lengths = [frames, max(frames - 1, 0), max(frames - 3, 0)], [labels, max(labels - 9, 0), labels // 2]
-        check(topology, arcs, *lengths, kernel, limit)
+    for frames, labels in (*SIZES, *((7 + i // 3, i) for i in range(36)), *((i, 3 + i % 3) for i in range(1, 36, 2))):
+        arcs = forbid(arcs_of(topology[1], (2, frames, labels + 1), dtype=np.float32, seed=frames), 0.25)
+        lengths = [frames, max(frames - frames % 4, 0)], [labels, labels // 2]
+        check(topology, arcs, *lengths, kernel, {np.float32: 1e-5, np.float64: 1e-12})
+
+
+@ALL
+def test_threads(topology, kernel):
+    """Nodes enough for several threads, whose number changes no bit; one long sequence among short ones."""
+    if losses.cuda_kernels():
+        pytest.skip("threads are a matter of the CPU kernels")
+    lengths = np.array([90, 3, 0, 88, 17, 90], np.int32), np.array([69, 2, 1, 60, 0, 40], np.int32)
+    arcs = arcs_of(topology[1], (6, 90, 70), dtype=np.float32)
+    assert 6 * 90 * 70 > 1 << 15
+    alone = by_kernel(topology[0], arcs, *lengths)
+    for threads in (2, 3, 8):
+        losses.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
+    check(topology, arcs, *lengths, kernel, {np.float32: 1e-5})
+
+
+def test_value_and_gradient_in_jax(kernel):
+    """One program with the kernel: the numbers of the door."""
+    topology, lengths = TOPOLOGIES["durations"], np.array(EVERY, np.int32).T
+    arcs = arcs_of(topology[1])
+    *values, posteriors = compiled(topology[0], kernel)(arcs, *lengths)
+    *expected, exact = by_kernel(topology[0], arcs, *lengths)
+    np.testing.assert_array_equal(values, expected)
+    for slot, x in exact.items():
+        np.testing.assert_array_equal(posteriors[slot], x)
 
 
 ORDERS = {
@@ -94,6 +144,8 @@ ORDERS = {
 @FEW
 def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
+    if implementation == "kernel" and order != "forward over reverse":
+        pytest.skip("the kernel's higher derivatives are the reference's")
     frames, labels = 4, 2
     arcs = arcs_of(topology[1], (frames, labels + 1), seed=6)
     slots, scores = list(arcs), np.stack(list(arcs.values()))
@@ -129,13 +181,14 @@ def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
         value = lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
         return jnp.where(jnp.isfinite(value), value, 0.0).sum()
 
-    for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
+    both = jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))
+    for second in both if implementation == "kernel" else both[:1]:
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(second)(arcs)))
 
 
-@FEW
-def test_program_size_does_not_depend_on_the_lattice(topology):
+def test_program_size_does_not_depend_on_the_lattice():
     """The program is a loop; unrolled steps would make compile time grow with the utterance."""
+    topology = TOPOLOGIES["durations"]
 
     def size(frames, labels):
         shapes = {a.slot: jax.ShapeDtypeStruct((2, frames, labels + 1), jnp.float32) for a in topology[0]}
@@ -206,21 +259,22 @@ def test_bad_arcs(table, implementation):
     arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
     bad = arcs[table[0].slot]
     bad[:4, 1, 1], bad[2:4, 0, 0] = [np.inf, np.nan, np.inf, np.nan], -1e6
-    values = lattices.log_likelihood(table, arcs, np.full(5, 4), np.full(5, 2), implementation)
-    assert np.isnan(values).tolist() == [True] * 4 + [False]
+    for answer in answers(table, implementation):
+        _, values, posteriors = answer(arcs, np.full(5, 4, np.int32), np.full(5, 2, np.int32))
+        assert np.isnan(values).tolist() == [True] * 4 + [False]
+        assert np.isfinite(np.stack([x[4] for x in posteriors.values()])).all()
 
 
-@losses.reference_slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
-def test_no_labels_in_many_frames(table, dtype, implementation):
+def test_no_labels_in_many_frames(table, dtype, kernel):
     """One path, so that each of its posteriors is 1; a mantissa that is not scaled overflows or underflows."""
-    arcs = {slot: np.full((2400, 2), -0.34, dtype) for slot in ("blank", "label")}
-    call = lambda arcs: lattices.log_likelihood(table, arcs, 2400, 0, implementation)
-    value, posteriors = jax.value_and_grad(call)(arcs)
-    np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
-    np.testing.assert_allclose(posteriors["blank"], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
-    assert not np.any(posteriors["label"])
+    arcs = {slot: np.full((1, 2400, 2), -0.34, dtype) for slot in ("blank", "label")}
+    for answer in answers(table, kernel):
+        _, value, posteriors = answer(arcs, np.array([2400], np.int32), np.array([0], np.int32))
+        np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
+        np.testing.assert_allclose(posteriors["blank"][0], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
+        assert not np.any(posteriors["label"])
 
 
 def test_expanded_topologies():
@@ -234,27 +288,34 @@ def test_expanded_topologies():
 SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
 
 
-@pytest.mark.parametrize(("frames", "labels"), [(70, 20), losses.slow(300, 90)])
 @pytest.mark.parametrize("topology", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
-def test_shifted_arcs(implementation, topology, frames, labels):
+def test_shifted_arcs(implementation, topology):
     """All paths have equal numbers of blanks and labels, so an offset of all blanks or labels moves only the loss.
 
     Arcs and shifts are multiples of the spacing of float32 at their sum; from 1e9 on the arcs are equal.
     """
+    for frames, labels in ((70, 20), (300, 90)) if implementation == "kernel" else ((70, 20),):
+        check_shifted_arcs(implementation, topology, frames, labels)
+
+
+def check_shifted_arcs(implementation, topology, frames, labels):
     rng = np.random.default_rng(0)
-    lengths = np.array([frames], np.int32), np.array([labels], np.int32)
-    run = lambda arcs: compiled(topology, implementation)(arcs, *lengths)[1:]
     blanks = frames - (labels if topology == lattices.MONOTONIC else 0)
-    size = (1, frames, labels + 1)
+    plain = {slot: -rng.integers(0, 8, (frames, labels + 1)) / 2 for slot in ("blank", "label")}
+    rows, moves = [], []  # each after the row that it moves
     for equal, shifts in ((False, [x for x in SHIFTS if abs(x) < 1e9]), (True, SHIFTS)):
-        draw = lambda: np.zeros(size) if equal else -rng.integers(0, 8, size) / 2
-        arcs = {slot: draw().astype(np.float32) for slot in ("blank", "label")}
-        value, expected = run(arcs)
+        first = len(rows)
+        rows.append({slot: 0 * x if equal else x for slot, x in plain.items()})
         for shift in shifts:
             for shifted, count in ((("blank",), blanks), (("label",), labels), (("blank", "label"), blanks + labels)):
-                moved = {slot: x + np.float32(shift) if slot in shifted else x for slot, x in arcs.items()}
-                got, posteriors = run(moved)
-                wanted = np.asarray(value, np.float64) + count * float(np.float32(shift))
-                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-3)
-                for slot, x in posteriors.items():
-                    np.testing.assert_allclose(x, expected[slot], atol=1e-5, err_msg=f"{shift} {shifted} {slot}")
+                rows.append({slot: x + shift if slot in shifted else x for slot, x in rows[first].items()})
+                moves.append((len(rows) - 1, first, count * float(np.float32(shift)), f"{shift:g} {shifted}"))
+    arcs = {slot: np.stack([row[slot] for row in rows]).astype(np.float32) for slot in plain}
+    lengths = np.full(len(rows), frames, np.int32), np.full(len(rows), labels, np.int32)
+    for answer in answers(topology, implementation):
+        _, values, posteriors = answer(arcs, *lengths)
+        values = np.asarray(values, np.float64)
+        for row, first, more, name in moves:
+            np.testing.assert_allclose(values[row], values[first] + more, rtol=1e-5, atol=1e-3, err_msg=name)
+            for slot, x in posteriors.items():
+                np.testing.assert_allclose(x[row], x[first], atol=1e-5, err_msg=f"{name} {slot}")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import door
 import feeds
 import jax_rnnt
 import losses
@@ -22,29 +23,39 @@ BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
 def check(loss, implementation, dtype="float32", fused=True, entry=None, twins=True):
     """`entry`: the same loss of another layout of the logits. `twins`: equal masks must have equal numbers."""
     rows = table(loss, dtype, fused)
-    got = losses.evaluate(entry or loss, problem_of(rows), implementation, fused_log_softmax=fused)
-    none_of(feeds.all_failures(loss, rows, got, dtype, implementation if twins else "reference", fused))
+    evaluate = (lambda *x, **y: [losses.evaluate(*x, **y)]) if entry else door.answers
+    for got in evaluate(entry or loss, problem_of(rows), implementation, fused_log_softmax=fused):
+        none_of(feeds.all_failures(loss, rows, got, dtype, implementation if twins else "reference", fused))
 
 
 def test_the_usual_mask(implementation):
     """The mask is on all labels of frame 0, or on all labels: numbers by hand."""
-    logits = np.zeros((3, 3, 4), np.float32)
-    rest = np.array([[1, 2]] * 2, np.int32), np.array([3, 3], np.int32), np.array([2, 2], np.int32)
-    for mask in (*feeds.MASKS["float32"], -(2.0**21), -INF):  # 2^21 is the largest size for the kernels' sweeps
-        first, everywhere = logits.copy(), logits.copy()
-        first[0, :, 1:] = everywhere[..., 1:] = mask
-        p = losses.Problem(np.stack([first, everywhere]), *rest)
-        values, _ = losses.evaluate(losses.RNNT, p, implementation, blank=0)
+    masks = np.array([*feeds.MASKS["float32"], -(2.0**21), -INF])  # 2^21 is the largest size for the kernels' sweeps
+    n = len(masks)
+    logits = np.zeros((2, n, 3, 3, 4), np.float32)
+    logits[0, :, 0, :, 1:] = masks[:, None, None]
+    logits[1, ..., 1:] = masks[:, None, None, None]
+    rest = np.array([[[1, 2]] * n] * 2, np.int32), np.full((2, n), 3, np.int32), np.full((2, n), 2, np.int32)
+    expected = -2 * masks - math.log(6)
+    expected[expected > float(np.finfo(np.float32).max)] = INF
+    for values, _ in door.answers(losses.RNNT, losses.Problem(logits, *rest), implementation, blank=0):
         # Two labels fit into two frames in 3 ways, into three in 6; with equal logits an arc costs log 4.
-        np.testing.assert_allclose(values[0], 4 * math.log(4) - math.log(3), rtol=1e-6, err_msg=f"{mask}")
-        expected = -2 * mask - math.log(6)
-        expected = expected if expected <= float(np.finfo(np.float32).max) else INF
-        np.testing.assert_allclose(values[1], expected, rtol=1e-6, err_msg=f"{mask}")
+        np.testing.assert_allclose(values[0], 4 * math.log(4) - math.log(3), rtol=1e-6)
+        np.testing.assert_allclose(values[1], expected, rtol=1e-6)
 
 
-@losses.every
+@losses.every_kernel
 def test_masks(loss, implementation):
     check(loss, implementation)
+
+
+# The reference of losses that differ in what is between logits and lattice.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss", [losses.TDT, losses.MULTIBLANK, losses.HAT, losses.CONSTRAINED, *losses.SKIPPING], ids=str
+)
+def test_masks_in_the_reference(loss):
+    check(loss, "reference")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -59,9 +70,8 @@ def test_masked_log_probabilities(loss, implementation):
 
 def test_masks_in_other_layouts(kernel):
     check(losses.RNNT, kernel, entry=losses.BAND)
-    for loss in (losses.RNNT, losses.TDT):
-        entry = dataclasses.replace(loss, layout=lambda x: losses.in_tiles(x, chunk=512))
-        check(loss, kernel, entry=entry, twins=False)  # tiles add up in another order
+    entry = dataclasses.replace(losses.TDT, layout=lambda x: losses.in_tiles(x, chunk=512))
+    check(losses.TDT, kernel, entry=entry, twins=False)  # tiles add up in another order
     rows = table(losses.RNNT)
     p = problem_of(rows)
     packed = losses.Loss("packed", jax_rnnt.RNNTLoss, layout=lambda x: jax_rnnt.PackedLogits(x, max_frames=T))
@@ -92,7 +102,12 @@ def test_masked_bias():
         assert not np.asarray(gradient)[:, 2].any()
 
 
-@losses.every_kernel
+# The methods see a loss by its arcs alone, so one loss stands for those with the same steps.
+OF_METHODS = [(losses.RNNT, "kernel"), (losses.TDT, "kernel"), losses.slow(losses.RNNT, "reference")]
+OF_METHODS += [losses.slow(x, "kernel") for x in (losses.CONSTRAINED, losses.ROBUST, losses.WILDCARD)]
+
+
+@pytest.mark.parametrize(("loss", "implementation"), OF_METHODS, indirect=["implementation"], ids=str)
 def test_posteriors_of_masks(loss, implementation):
     """Posteriors lie in [0, 1], sum to one emission per label, and are those of the truth, as are expected frames."""
     rows = table(loss)
@@ -164,8 +179,12 @@ def check_twins(loss, function):
             np.testing.assert_allclose(x[i], x[ids.index(ids[i])], rtol=1e-5, atol=2e-5, err_msg=row.name)
 
 
-@losses.reference_slow
-@BOTH
+@pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [(losses.RNNT, "kernel"), losses.slow(losses.TDT, "reference")],
+    indirect=["implementation"],
+    ids=str,
+)
 def test_latency_of_masks(loss, implementation):
     """Value and gradient."""
     latency = loss.value(reduction="none", implementation=implementation).latency

@@ -1,93 +1,175 @@
-"""Is the loss right on every compiled instruction set that this machine can run, not only on its best?"""
+"""Are the kernels right on every compiled instruction set, for rows of any size, in place and not, on many threads?
+
+Nearly all go through the door, without a JAX program.
+"""
 
 import numpy as np
 import pytest
 
+import door
 import losses
 
+pytestmark = pytest.mark.usefixtures("kernel")
 
-@pytest.fixture(scope="module")
-def cpu():
-    if losses.platform() != "cpu" or losses.missing_kernel() or losses.emulated():
-        pytest.skip("instruction sets are a matter of the CPU kernels")
-    return pytest.importorskip("jax_rnnt._cpu")
-
-
-@pytest.fixture
-def use_target(cpu):
-    """Switches the instruction set, and restores the default at the end."""
-    default = cpu.targets()[0] if not hasattr(cpu, "target") else cpu.target()
-    yield cpu.use_target
-    cpu.use_target(default)
+DTYPES = "float16", "bfloat16", "float32", "float64"
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_loss = pytest.mark.parametrize("loss", door.LOSSES, ids=str)
 
 
-def names():
-    try:
-        from jax_rnnt import _cpu
-    except ImportError:
-        return ["none"]
-    return ["none"] if losses.emulated() else list(_cpu.targets())
+@every_dtype
+@every_loss
+def test_options(loss, dtype):
+    """Odd sizes, NaN outside the lengths; the first blank, one amid the classes, the last; both input modes."""
+    clamp, scale = np.array([0.25, -1, 0.01, 0.5]), np.array([1, -2, 0.5, 0])
+    p = losses.poisoned(losses.problem(4, 9, 18, 37, loss=loss, dtype=dtype))
+    for blank in (loss.blank(0), loss.blank(17), -1):
+        door.check(loss, p, blank=blank, clamp=clamp, scale=scale)
+        door.check(loss, p, blank=blank, fused_log_softmax=False)
 
 
-TARGETS = pytest.mark.parametrize("name", names())
+def rows(loss, classes, dtype, seed=0):
+    """Three nodes of two frames: few rows, so that each instruction set has a last, partial group of them."""
+    p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, seed=seed, lengths=([3, 2], [2, 1]))
+    return losses.poisoned(p._replace(targets=p.targets % (classes - 1)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@TARGETS
-def test_value_and_gradient(use_target, name, dtype):
-    """Odd sizes, padding of NaN, every option, both input modes."""
-    use_target(name)
-    p = losses.poisoned(losses.problem(4, 9, 18, 37, dtype=dtype))
-    for options in ({}, {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "fused_log_softmax": False}):
-        got = losses.evaluate(losses.RNNT, p, "kernel", **options)
-        losses.assert_matches(got, losses.RNNT.expected(p, **options), dtype, 27, scale=1.5)
+WIDTHS = 2, 4, 8, 16, 32, 64, 128, 256, 1024
+AROUND = sorted({width + i for width in WIDTHS for i in (-1, 0, 1)})
 
 
-@pytest.mark.parametrize("classes", [2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65])
-@TARGETS
-def test_remainders(use_target, name, classes):
-    use_target(name)
-    for dtype in ("bfloat16", "float32"):
-        p = losses.problem(2, 3, 2, classes, dtype=dtype, lengths=([3, 2], [2, 1]))
-        losses.assert_matches(losses.evaluate(losses.RNNT, p, "kernel"), losses.RNNT.expected(p), dtype, 5)
+@every_dtype
+def test_every_row_size(dtype):
+    """Of one head: a row may end in any lane of any vector."""
+    for i, classes in enumerate([*range(2, 70), *(x for x in AROUND if x > 69)]):
+        blank = (0, classes // 2, classes - 1)[i % 3]
+        door.check(losses.RNNT, rows(losses.RNNT, classes, dtype, i), blank=blank, fused_log_softmax=i % 5 != 4)
 
 
-@TARGETS
-def test_odd_values(use_target, name):
-    """-inf classes, a NaN sequence, an impossible one, and logits of +-1e4, in vector and remainder lanes alike."""
-    use_target(name)
-    p = losses.problem(6, 7, 4, 19, dtype=np.float32, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
+@every_dtype
+@pytest.mark.parametrize("loss", [losses.MULTIBLANK, losses.TDT, losses.HAT], ids=str)
+def test_rows_of_other_heads(loss, dtype):
+    for i, classes in enumerate(x for x in (*AROUND, *range(18, 31)) if 3 < x < 300):
+        door.check(loss, rows(loss, classes, dtype, i), blank=loss.blank((0, classes // 2, -1)[i % 3]))
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31])
+def test_number_of_durations(count, dtype):
+    """Up to a vector and more; in few classes and in many."""
+    loss = losses.tdt(tuple(np.random.default_rng(count).permutation(count + 1)[:count].tolist() if count > 1 else [1]))
+    for classes in (3, 20):
+        p = losses.problem(3, 7, 3, classes, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
+        door.check(loss, losses.poisoned(p))
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 20])
+def test_number_of_big_blanks(count, dtype):
+    loss = losses.multiblank(tuple(range(2, count + 2)))
+    p = losses.problem(3, 7, 3, count + 9, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
+    door.check(loss, losses.poisoned(p))
+    door.check(loss, losses.poisoned(p), blank=count, clamp=0.125)
+
+
+@every_loss
+def test_label_equal_to_blank(loss):
+    """A class that is both blank and label gets both terms; in rows of less than a vector, and of many."""
+    for dtype in DTYPES:
+        for classes, blank in ((5, loss.blank(0)), (5, loss.blank(3)), (40, loss.blank(33)), (300, loss.blank(299))):
+            others = np.array(np.meshgrid([blank - 1, blank], [blank, blank and 0])).T.reshape(4, 2) % classes
+            p = losses.problem(4, 4, 2, classes, loss=loss, dtype=dtype, lengths=([4] * 4, [2] * 4))
+            door.check(loss, p._replace(targets=others.astype(np.int32)), blank=blank, clamp=0.3)
+
+
+@every_loss
+def test_empty_dimensions(loss):
+    """No sequences, no frames, no labels in the arrays themselves."""
+    for B, T, U, V in ((0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3), (0, 0, 0, 4)):
+        door.check(loss, losses.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B])))
+
+
+@every_loss
+def test_every_small_length(loss):
+    """Every (T_b, U_b) up to (9, 5), without frames and labels too, in one batch with room to spare."""
+    frames, labels = np.array([(n, m) for n in range(10) for m in range(6)]).T
+    for dtype in DTYPES:
+        p = losses.problem(60, 10, 7, 6, loss=loss, dtype=dtype, lengths=(frames, labels))
+        door.check(loss, losses.poisoned(p))
+
+
+def odd(classes, dtype):
+    """-inf classes, a NaN sequence, an impossible one, +inf, logits of +-1e4, and an ordinary sequence."""
+    p = losses.problem(6, 7, 4, classes, dtype=dtype, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
     logits = p.logits.copy()
     logits[0, :, :, ::3] = -np.inf
     logits[0][..., p.targets[0]] = 0
     logits[0, ..., -1] = 1
-    logits[1, 3, 2, 17] = np.nan
+    logits[1, 3, 2, classes - 2] = np.nan
     logits[2, 4] = -np.inf
     logits[3, 0, 0, 2] = np.inf
     logits[4] = np.where(logits[4] > 0, 1e4, -1e4)
-    p = p._replace(logits=logits)
-    values, gradient = losses.evaluate(losses.RNNT, p, "kernel")
-    true_values, true_gradient = losses.RNNT.expected(p)
-    np.testing.assert_allclose(values, true_values, rtol=1e-6)
-    np.testing.assert_allclose(gradient, true_gradient, atol=2e4 * 11 * losses.eps(np.float32))
-    for b in (0, 5):
-        np.testing.assert_allclose(gradient[b], true_gradient[b], atol=losses.tolerance(np.float32, 11))
+    return losses.poisoned(p._replace(logits=logits))
+
+
+@pytest.mark.parametrize("classes", [4, 7, 8, 15, 16, 19, 33, 70, 130])
+@every_dtype
+def test_odd_values(classes, dtype):
+    """In vector and remainder lanes alike."""
+    p = odd(classes, dtype)
+    expected, exact = losses.RNNT.expected(p)
+    relative, smallest = losses.rounding(dtype)
+    for target in door.TARGETS:
+        values, gradient = door.evaluate(losses.RNNT, p, target=target)
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+        gradient = gradient.astype(np.float64)
+        np.testing.assert_allclose(gradient, exact, rtol=relative, atol=2e4 * 11 * losses.eps(np.float32))
+        limit = losses.tolerance(dtype, 11) + smallest
+        np.testing.assert_allclose(gradient[[0, 5]], exact[[0, 5]], rtol=relative, atol=limit)
 
 
 @pytest.mark.parametrize("shift", [-1e5, -1e6])
-@TARGETS
-def test_arcs_far_below_zero(use_target, name, shift):
+def test_arcs_far_below_zero(shift):
     """Without FMA, the product of ln 2 and the exponent of such an arc rounds in float32."""
-    use_target(name)
     p = losses.problem(3, 9, 5, 7, dtype=np.float32)
     p = p._replace(logits=(np.round(p.logits * 2) / 2 + shift).astype(np.float32))
-    values, gradient = losses.evaluate(losses.RNNT, p, "kernel", fused_log_softmax=False)
     expected, exact = losses.RNNT.expected(p, fused_log_softmax=False)
-    np.testing.assert_allclose(values, expected, rtol=1e-6)
-    np.testing.assert_allclose(gradient, exact, atol=1e-5)
+    for values, gradient in door.answers(losses.RNNT, p, "kernel", fused_log_softmax=False):
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+        np.testing.assert_allclose(gradient, exact, atol=1e-5)
 
 
-def test_names_of_targets(cpu, use_target):
-    assert "portable" in cpu.targets()
-    with pytest.raises((ValueError, RuntimeError)):
-        use_target("sse9")
+def test_the_last_column_is_scaled_too():
+    """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
+    for U in (8, 16, 32):
+        lengths = [350, 349, 350, 348], [U, U // 2, U // 4, 4]
+        door.check(losses.RNNT, losses.problem(4, 350, U, 3, dtype=np.float32, scale=0, lengths=lengths))
+
+
+@every_dtype
+@every_loss
+def test_threads(loss, dtype):
+    """Enough rows and nodes for several threads, which take them in turns. Their number changes no bit."""
+    if losses.cuda_kernels():
+        pytest.skip("threads are a matter of the CPU kernels")
+    p = losses.poisoned(losses.problem(9, 60, 61, 9, loss=loss, dtype=dtype))
+    assert p.logits[..., 0].size > 1 << 15
+    alone = door.evaluate(loss, p)
+    losses.assert_matches(alone, loss.expected(p), dtype, 2 * 121)  # many paths, whose errors add up
+    for threads in (1, 2, 3, 8):
+        losses.assert_same_bits(door.evaluate(loss, p, threads=threads, inplace=threads % 2 == 0), alone)
+
+
+@pytest.mark.skipif(len(door.TARGETS) == 1, reason="one instruction set")
+def test_jax_runs_the_chosen_one():
+    p = losses.problem(dtype=np.float32, V=37)
+    for target in door.TARGETS:
+        with door.using(target):
+            got = losses.evaluate(losses.RNNT, p, "kernel")
+        losses.assert_same_bits(got, door.evaluate(losses.RNNT, p, target=target))
+
+
+@pytest.mark.skipif(door.TARGETS == ("only",), reason="instruction sets are a matter of the CPU kernels")
+def test_names_of_targets():
+    assert "portable" in door.TARGETS
+    with pytest.raises((ValueError, RuntimeError)), door.using("sse9"):
+        pass

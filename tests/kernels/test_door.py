@@ -1,0 +1,131 @@
+"""Does the door give what JAX gives, bit for bit? Does it see what a kernel must not do?"""
+
+import concurrent.futures
+import ctypes
+
+import jax
+import numpy as np
+import pytest
+
+import door
+import losses
+from jax_rnnt.emissions import _emission
+
+LATTICE = "jax_rnnt_lattice_loss"
+
+
+@pytest.fixture(autouse=True)
+def there(native_kernel):
+    if not door.native():
+        pytest.skip("the door leads to the kernels of the CPU platform")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", door.LOSSES, ids=str)
+def test_bits_of_jax(loss, dtype):
+    """Value and gradient of one program without options."""
+    p = losses.poisoned(losses.problem(loss=loss, dtype=dtype))
+
+    @jax.jit
+    def run(p):
+        def total(logits):
+            values = loss(logits, *p[1:], reduction="none", implementation="kernel")
+            return values.sum(), values
+
+        gradient, values = jax.grad(total, has_aux=True)(p.logits)
+        return values, gradient
+
+    losses.assert_same_bits(run(p), door.evaluate(loss, p))
+
+
+def test_clamp_and_scale_of_jax():
+    """The cotangent of the loss is the scale."""
+    p, scale = losses.problem(dtype="float32"), np.array([2, 0.5, -1, 1e-3], np.float32)
+    loss = losses.RNNT.value(reduction="none", implementation="kernel", clamp=0.125)
+    values, pull = jax.vjp(lambda x: loss(x, *p[1:]), p.logits)
+    losses.assert_same_bits((values, pull(scale)[0]), door.evaluate(losses.RNNT, p, clamp=0.125, scale=scale))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2)], ids=str)
+def test_label_map(batch):
+    """It is the library's, which makes a program for each shape."""
+    rng = np.random.default_rng(0)
+    targets, lengths = rng.integers(0, 5, (*batch, 4)).astype(np.int32), rng.integers(0, 5, batch).astype(np.int32)
+    losses.assert_same_bits(door.label_map(targets, lengths), _emission.label_map(jax.numpy.asarray(targets), lengths))
+
+
+def lattice_call(num_frames=2, dtype=np.float32, **options):
+    arcs, lengths = np.zeros((1, 2, 2), dtype), [np.array([n], np.int32) for n in (num_frames, 1)]
+    attributes = {"dt": (1, 0), "du": (0, 1), "may_end": (1, 1), "plane": (0, 1), "other": (-1, -1)}
+    terms = door.loading.WORKSPACES["cpu"](True, 2, False)
+    results = [((1,), "float32"), *([((1, 4096), "float32")] if terms else [])]
+    given = {"operands": [arcs, *lengths, arcs], "attributes": attributes, "results": results}
+    return door.call(LATTICE, **given | options)
+
+
+def test_call():
+    """Two paths of three arcs with log-probability 0."""
+    loss, *_ = lattice_call()
+    np.testing.assert_allclose(loss, [-np.log(2)], rtol=1e-6)
+
+
+def test_errors():
+    """In the words of the handler, whose message lives no longer than it."""
+    for options, message in (
+        ({"dtype": np.int32}, "arcs must be float32 or float64"),
+        ({"attributes": {"dt": (1,), "du": (0,), "may_end": (1,), "plane": (0,), "other": (0,)}}, "no such plane"),
+        ({"operands": [np.zeros((1, 2, 2), np.float32)]}, "Wrong number of arguments"),
+        ({"attributes": {}}, "attributes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            lattice_call(**options)
+    assert not door._errors
+
+
+def test_guards(monkeypatch):
+    """A handler that writes beyond a result is found, as is one that leaves out an element."""
+
+    def writing(offset):
+        def handler(at):
+            rets = door._Frame.from_address(at).rets
+            first = door._Buffer.from_address(ctypes.c_void_p.from_address(rets.buffers).value)
+            ctypes.c_float.from_address(first.data + offset).value = 0
+
+        monkeypatch.setattr(door, "_handler", lambda target: handler)
+
+    for offset in (4, -4):
+        writing(offset)
+        with pytest.raises(AssertionError, match="outside"):
+            lattice_call()
+    writing(0)
+    assert lattice_call()[0] == 0
+    monkeypatch.setattr(door, "_handler", lambda target: lambda at: None)
+    assert np.isnan(lattice_call()[0])
+
+
+def test_operands_keep_their_values():
+    """In place or not: the door copies."""
+    p = losses.problem(dtype="float32")
+    before = p.logits.copy()
+    for inplace in (True, False):
+        door.evaluate(losses.RNNT, p, inplace=inplace)
+    losses.assert_same_bits(p.logits, before)
+
+
+def test_calls_at_once():
+    """From several threads of Python, each with threads of the kernels."""
+    p = losses.problem(9, 60, 61, 5, dtype="float32")
+    expected = door.evaluate(losses.RNNT, p)
+    with door.opened(), concurrent.futures.ThreadPoolExecutor(4) as pool:
+        emission, _ = door.parts(losses.RNNT, 5)
+        nodes = door.label_map(p.targets, p.target_lengths), p.logit_lengths
+        one, *others = pool.map(lambda _: emission.forward(p.logits, nodes), range(8))
+    for other in others:
+        losses.assert_same_bits(other, one)
+    losses.assert_same_bits(door.evaluate(losses.RNNT, p, threads=4), expected)
+
+
+def test_losses_with_steps_have_no_door():
+    names = {loss.name for loss in losses.LOSSES} - {loss.name for loss in door.LOSSES}
+    assert names == {"monotonic_final_blank", "constrained", "target_robust", "wildcard"}
+    assert door.parts(losses.TDT, 9, sigma=0.1) is None
