@@ -1,6 +1,7 @@
 """Do the decoders find what a plain loop and an enumeration of all alignments find?"""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from decoding import (
     check_all,
     enumerate_all,
     greedy_loop,
+    lossless,
     stateless,
     trimmed,
 )
@@ -69,7 +71,7 @@ def fusion(model):
 
 
 # Greedy search runs on the whole family; beam search has the same moves.
-QUICK = {"exact": ("rnnt", "tdt"), "open": ("tdt",), "fused": ("hat",)}
+QUICK = {"exact": ("rnnt", "tdt", "split"), "open": ("tdt",), "fused": ("hat",)}
 ENUMERATED = [
     pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
     for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")), ("fused", ("tdt", "hat")))
@@ -88,7 +90,8 @@ def test_beam_is_the_enumeration(name, kind):
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
     else:
         search, rules["fuse"] = fusion(model)
-    found = model.search(decode.beam, MOST, 64, **search, **{k: x for k, x in rules.items() if k != "fuse"})
+    width = lossless(model.loss)
+    found = model.search(decode.beam, MOST, width, **search, **{k: x for k, x in rules.items() if k != "fuse"})
     check_all(model, found, rank=rank, **rules)
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
@@ -189,6 +192,20 @@ def test_fingerprints():
     for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
         found = {tuple(x) for x in np.asarray(_hashing.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
         assert len(found) == 3
+
+
+def test_packs_are_of_the_platform():
+    """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
+    model, rows = Model(losses.RNNT, batch=4), 4 * 11
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    search = jax.jit(lambda *batch: decode.beam(*networks, *batch, MOST, 11)[:-1])
+    traced, packed = search.trace(model.encoder, model.lengths), {}
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        sizes = [int(x) for x in re.findall(r"dot_general .*: \(tensor<(\d+)x", text)]
+        assert len(sizes) == 3 and {*sizes} <= {rows, _packing.PACK}, sizes  # start, step and joint network
+        packed[platform] = _packing.PACK in sizes
+    assert packed == {"cpu": True, "cuda": False, "tpu": False}
 
 
 @pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])

@@ -193,8 +193,15 @@ class KnownLoss(SteppedLoss):
         return DecodingRules(self.compose().emission)
 
 
+class Blankless(jax_rnnt.HATLoss):
+    """Changes the arcs of a loss that says what its classes mean."""
+
+    def compose(self):
+        return jax_rnnt.Composition(super().compose().emission, steps=(lambda planes, *lengths: planes,))
+
+
 def test_a_loss_of_ones_own():
-    """Its arcs are its moves; steps need rules."""
+    """Its arcs are its moves; steps need rules, and those of another loss will not do."""
     model = Model(losses.RNNT)
     options = dict(loss=TwoStepLoss(), exact_end=True, max_symbols=MOST)
     found = jax.tree.map(np.asarray, jax.jit(lambda: run(decode.beam, (MOST, 64), model, **options))())
@@ -206,6 +213,8 @@ def test_a_loss_of_ones_own():
     assert KnownLoss().decoding() == RNNTLoss().decoding()
     with pytest.raises(TypeError, match=r"SteppedLoss lacks decoding\(\), which returns its DecodingRules"):
         run(loss=SteppedLoss())
+    with pytest.raises(TypeError, match=r"greedy: Blankless lacks decoding\(\), as its compose\(\) changes .* HATLoss"):
+        run(loss=Blankless())
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
@@ -229,10 +238,6 @@ ERRORS = [
     (dict(lengths=[T + 1, 1]), ValueError, r"lengths must lie in \[0, 3\], as .* 3 frames, got"),
     (dict(lengths=[1]), ValueError, "lengths must have shape"),
     (dict(encoder_out=np.zeros((T, H)), lengths=[]), ValueError, "encoder_out must have shape"),
-    (dict(sizes=(0,)), ValueError, "max_labels must be 1 or more, got 0"),
-    (dict(max_symbols=0), ValueError, "max_symbols must be 1 or more, got 0"),
-    (dict(window=0), ValueError, "window must be 1 or more, got 0"),
-    (dict(function=decode.beam, sizes=(MOST, 0)), ValueError, "width must be 1 or more, got 0"),
     (dict(predictor=broken(state=lambda x: x[:, 1:])), ValueError, r"state is float64 \(2, 4\), got .*2, 3\)"),
     (dict(predictor=broken(state=lambda x: (x, x))), ValueError, "must keep the structure of its state"),
     (dict(predictor=broken(lambda batch: jnp.zeros(3))), ValueError, r"arrays \[2, ...\], got \(3,\)"),
@@ -242,7 +247,6 @@ ERRORS = [
     (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
     (BEAM | dict(fusion=((WIDE, 1.0),)), ValueError, r"fusion\[0\].step must make .* V = 2 .* or 3 .*got \(4, 7\)"),
     (dict(fusion=(WIDE, 1.0)), TypeError, r"fusion must be a sequence of pairs .* got fusion\[0\] = Predictor"),
-    (BEAM | dict(threshold=-1.0), ValueError, "threshold must be 0 or more, got -1.0"),
     (dict(exact_end=1), TypeError, "exact_end must be True or False"),
     (dict(exact_end=np.ones(3, bool)), TypeError, r"exact_end .* bool \[B\] with B = 2, got bool \(3,\)"),
 ]
@@ -272,6 +276,9 @@ RULES = {
     "labels_per_frame must be None or an integer >= 1, got 0": lambda: DecodingRules(SOFTMAX, labels_per_frame=0),
     "DecodingRules: topology must be a sequence of": lambda: DecodingRules(SOFTMAX, ()),
     "topology must be a sequence of": lambda: DecodingRules(SOFTMAX, {*lattices.STANDARD}),
+    "arc_weights must hold one number for each of the 2 arcs": lambda: DecodingRules(SOFTMAX, arc_weights=[0.0]),
+    "arc_weights must be a sequence of numbers, got 1.0": lambda: DecodingRules(SOFTMAX, arc_weights=1.0),
+    r"arc_weights\[1\] must be a real number, got None": lambda: DecodingRules(SOFTMAX, arc_weights=(0, None)),
     "must be a sequence of": lambda: DecodingRules(SOFTMAX, lattices.STANDARD[0]),
 }
 

@@ -121,8 +121,6 @@ def test_without_its_own_row_it_is_zero():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(rounds=-1), ValueError, "parallel: rounds must be 0 or more, got -1"),
-        (dict(rounds=1.0), TypeError, "parallel: rounds must be an integer"),
         (
             dict(masked_row=jnp.zeros(H + 1)),
             ValueError,

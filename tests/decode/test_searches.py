@@ -74,7 +74,7 @@ def test_penalty_is_that_of_the_logit():
 
 @pytest.mark.parametrize("function", [decode.greedy, functools.partial(decode.beam, width=3)], ids=["greedy", "beam"])
 def test_options_that_are_off(function):
-    """The program is the one without them; traced ones out of range give NaN and no labels."""
+    """The program is the one without them."""
     model = Model(NAMED["tdt"])
     networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
     text = lambda **options: (
@@ -82,24 +82,9 @@ def test_options_that_are_off(function):
     ).as_text()
     assert text(blank_penalty=0.0, temperature=1) == text(blank_penalty=0, temperature=1.0) == text()
     assert text(temperature=2.0) != text() != text(blank_penalty=0.5)
-    bad = jax.jit(lambda c, t: function(*networks, model.encoder, model.lengths, MOST, blank_penalty=c, temperature=t))
-    for penalty, temperature in ((0.0, 0.0), (0.0, -1.0), (0.0, np.nan), (0.0, np.inf), (np.nan, 1.0), (np.inf, 1.0)):
-        found = bad(penalty, temperature)
-        assert np.isnan(found.scores).all() and (np.asarray(found.counts) == 0).all()
-    assert np.isfinite(np.asarray(bad(0.0, 1.0).scores).reshape(2, -1)[:, 0]).all()
 
 
 ERRORS = [
-    (dict(temperature=0.0), ValueError, "temperature must be finite and above 0, got 0.0"),
-    (dict(temperature=-1), ValueError, "temperature must be finite and above 0, got -1.0"),
-    (dict(temperature=math.nan), ValueError, "temperature must be finite and above 0, got nan"),
-    (dict(temperature=math.inf), ValueError, "temperature must be finite and above 0, got inf"),
-    (dict(temperature=np.ones(2)), ValueError, r"temperature must be a scalar, got shape \(2,\)"),
-    (dict(temperature="warm"), TypeError, "temperature must be a real number, got 'warm'"),
-    (dict(blank_penalty=math.nan), ValueError, "blank_penalty must be finite, got nan"),
-    (dict(blank_penalty=jnp.float32(-math.inf)), ValueError, "blank_penalty must be finite, got -inf"),
-    (dict(blank_penalty=jnp.ones(1)), ValueError, r"blank_penalty must be a scalar, got shape \(1,\)"),
-    (dict(blank_penalty=None), TypeError, "blank_penalty must be a real number, got None"),
     (
         dict(temperature=2.0, loss=RNNTLoss(fused_log_softmax=False)),
         ValueError,
@@ -111,7 +96,6 @@ ERRORS = [
         ValueError,
         "exact_end must be False with durations='token_first', got True",
     ),
-    (dict(samples=0), ValueError, "sample: samples must be 1 or more, got 0"),
     (dict(key=None), TypeError, "sample: key must be a JAX random key, got None"),
     (dict(key=3), TypeError, "sample: key must be a JAX random key, got 3"),
     (dict(key=np.zeros((2, 2))), TypeError, "sample: key must be a JAX random key"),

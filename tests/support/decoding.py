@@ -11,12 +11,12 @@ import numpy as np
 
 import losses
 import reference_numpy as truth
-from jax_rnnt import Composition, LinearJoint, TransducerLoss, decode, emissions, lattices
+from jax_rnnt import Composition, DecodingRules, LinearJoint, TransducerLoss, decode, emissions, lattices
 
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
-NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
+WAYS = {0: 0.5, 1: 0.8}  # of a label of `SplitLoss` by the frames that it reads: not normalised
 
 
 class TwoStepLoss(TransducerLoss):
@@ -25,6 +25,35 @@ class TwoStepLoss(TransducerLoss):
     def compose(self):
         arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
         return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
+
+
+class SplitLoss(TransducerLoss):
+    """A label stays on its frame or reads it; each way has a weight."""
+
+    stays: float | jax.Array = math.log(WAYS[0])
+    reads: float | jax.Array = math.log(WAYS[1])
+
+    def compose(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("label that reads", 1, 1))
+        return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs, steps=(self.split,))
+
+    def split(self, planes, *lengths):
+        label = planes["label"]
+        return planes | {"label": label + self.stays, "label that reads": label + self.reads}
+
+    def decoding(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("label", 1, 1))
+        return DecodingRules(self.compose().emission, arcs, arc_weights=(0.0, self.stays, self.reads))
+
+
+NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
+NAMED["split"] = losses.Loss("split", SplitLoss)
+LONGEST = {"multiblank": max(losses.BIG), "tdt": max(losses.DURATIONS)}  # frames that an arc reads; else 1
+
+
+def lossless(loss, most=MOST):
+    """The width of a beam that loses none of the label sequences, up to so many labels."""
+    return (1 + LONGEST.get(loss.name, 1)) * sum(LABELS**n for n in range(most + 1))
 
 
 class Parameters(NamedTuple):
@@ -109,6 +138,9 @@ def unpenalized(model, *node):
         found = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
         return {move: x for move, x in found.items() if move != (None, 0)}
     scores = truth.log_softmax(row)
+    if name == "split":
+        found = {(k, d): scores[k] + math.log(way) for k in range(LABELS) for d, way in WAYS.items()}
+        return found | {(None, 1): scores[blank]}
     labels = {(k, int(name.startswith("monotonic"))): scores[k] for k in range(LABELS)}
     big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(losses.BIG)} if name == "multiblank" else {}
     return labels | {(None, 1): scores[blank]} | big
@@ -132,7 +164,8 @@ def label_log_prob(model, b, t, prefix, label):
     row, blank = model.logits(b, t, prefix), model.tokens - 1
     if model.loss.name == "hat":
         return truth.log_softmax(row[:blank])[label] - np.logaddexp(0, row[blank])
-    return truth.log_softmax(row[: blank + 1])[label]
+    more = math.log(sum(WAYS.values())) if model.loss.name == "split" else 0.0
+    return truth.log_softmax(row[: blank + 1])[label] + more
 
 
 def nothing(*labels):
