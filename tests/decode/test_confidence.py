@@ -21,7 +21,7 @@ OFTEN = "constrained", "tdt", "split"
 def table(loss):
     """Logits [T, U + 1, V] with which all alignments of labels pass the same nodes, with the probability 1.
 
-    After a label of the constrained loss, its blank is not certain: the lattice asks for it anyhow.
+    After the last label of the constrained loss its blank is not certain, but the lattice asks for it.
     """
     tokens = LABELS + 1 + loss.first_blank
     rows = np.full((FRAMES, MOST + 1, tokens + loss.extra_classes), -np.inf)
@@ -33,7 +33,7 @@ def table(loss):
         if loss.extra_classes:
             rows[frame, u, tokens:] = np.log(DURATIONS)
         if loss.name == "constrained":
-            rows[frame, u + 1, :LABELS], rows[frame, u + 1, -1] = np.log(0.05), np.log(0.9)
+            rows[AT[-1], MOST, :LABELS], rows[AT[-1], MOST, -1] = np.log(0.05), np.log(0.9)
     return rows
 
 
@@ -62,6 +62,6 @@ def test_one_alignment(name):
     expected = np.log(PROBABILITIES)[[0, 1], found.labels[0, alive]] + more
     np.testing.assert_allclose(found.label_log_probs[0, alive], expected, rtol=EXACT)
     np.testing.assert_allclose(own[alive], expected, rtol=EXACT)
-    blanks = 2 * np.log(0.9) if name == "constrained" else 0.0
+    blanks = np.log(0.9) if name == "constrained" else 0.0
     np.testing.assert_allclose(found.scores[0, alive], expected.sum(1) + blanks, rtol=EXACT)
     np.testing.assert_allclose(-nll[alive], expected.sum(1) + blanks, rtol=EXACT)

@@ -19,6 +19,7 @@ from decoding import (
     Model,
     T,
     check_all,
+    ends,
     enumerate_all,
     greedy_loop,
     lossless,
@@ -30,23 +31,16 @@ from jax_rnnt.decode import _beam_step, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
-GREEDY = (dict(exact_end=False, max_symbols=1), 4), (dict(exact_end=True, max_symbols=3), 9)
-OPEN, ENDED = ("rnnt", "monotonic", "hat"), ("constrained", "tdt", "multiblank", "monotonic_final_blank")
-CASES = [
-    pytest.param(name, case, id=f"{name}-{end}", marks=() if name in often else pytest.mark.slow)
-    for case, end, often in zip(GREEDY, ("open", "exact"), (OPEN, ENDED))
-    for name in NAMED
-]
 
-
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_greedy_is_the_plain_loop(name, case):
-    options, window = case
+@pytest.mark.parametrize("name", NAMED)
+def test_greedy_is_the_plain_loop(name):
+    """With exact ends and open ones, in windows of one frame and more, with room for some labels a frame."""
+    window, max_symbols = {"tdt": (9, 3), "multiblank": (1, 2), "rnnt": (4, 1)}.get(name, (4, 2))
     for seed in range(4):
-        model = Model(NAMED[name], batch=8, frames=7, seed=seed)
-        found = model.search(decode.greedy, ROOM, window=window, **options)
-        for b in range(8):
-            expected, log_probs, score = greedy_loop(model, b, **options)
+        model, exact = Model(NAMED[name], batch=16, frames=7, seed=seed), ends(16)
+        found = model.search(decode.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
+        for b in range(16):
+            expected, log_probs, score = greedy_loop(model, b, exact_end=exact[b], max_symbols=max_symbols)
             assert trimmed(found, b) == expected
             np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
             np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
@@ -99,7 +93,7 @@ def test_beam_is_the_enumeration(name, kind):
 @losses.every
 def test_width_1(loss):
     """Without merging it is greedy search."""
-    model, (options, _) = Model(loss, batch=8, frames=7), GREEDY[1]
+    model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
     greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
     for x, y in zip(one[:-1], greedy[:-1]):

@@ -21,7 +21,10 @@ from decoding import (
     Model,
     assert_same,
     check_all,
+    ends,
     greedy_loop,
+    lossless,
+    select,
     trimmed,
 )
 from jax_rnnt import decode
@@ -100,18 +103,16 @@ def models_of(model, forbidden=None, memory=-0.4):
 @losses.every
 def test_greedy_is_the_plain_loop(loss):
     """Also in exact ends, where a forbidden label may leave no path."""
-    changed = 0
-    for seed in range(2):
-        model = Model(loss, batch=8, frames=7, seed=seed)
-        options, added = models_of(model, forbidden=(..., 0, 1, 1))
-        rules = dict(exact_end=bool(seed), max_symbols=2)
-        found = model.search(decode.greedy, ROOM, window=3, **options, **rules)
-        for b in range(8):
-            expected, log_probs, score = greedy_loop(model, b, **rules, **added)
-            assert trimmed(found, b) == expected
-            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
-            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
-            changed += expected != greedy_loop(model, b, **rules)[0]
+    changed, model, exact = 0, Model(loss, batch=16, frames=7), ends(16)
+    options, added = models_of(model, forbidden=(..., 0, 1, 1))
+    found = model.search(decode.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **options)
+    for b in range(16):
+        rules = dict(exact_end=exact[b], max_symbols=2)
+        expected, log_probs, score = greedy_loop(model, b, **rules, **added)
+        assert trimmed(found, b) == expected
+        np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+        np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
+        changed += expected != greedy_loop(model, b, **rules)[0]
     assert changed > 4
 
 
@@ -120,7 +121,7 @@ def test_beam_is_the_enumeration(name):
     model = Model(NAMED[name])
     options, added = models_of(model)
     rules = dict(max_symbols=2, exact_end=name != "tdt")
-    found = model.search(decode.beam, MOST, 64, **options, **rules)
+    found = model.search(decode.beam, MOST, lossless(model.loss), **options, **rules)
     check_all(model, found, **rules, **added)
 
 
@@ -191,10 +192,9 @@ def test_utterances_with_models_of_their_own(search):
 
     def go_on(first, at, rows):
         """The second half of utterances `rows`, whose first halves are the rows `at`."""
-        state = jax.tree.map(lambda x: x[at], first.state)
-        second = run(tables[rows], model.encoder[rows, 4:], (model.lengths - cut)[rows], state)
+        second = run(tables[rows], model.encoder[rows, 4:], (model.lengths - cut)[rows], select(first.state, at))
         for i, b in enumerate(rows):
-            alone = run(tables[b : b + 1], model.encoder[b : b + 1], model.lengths[b : b + 1])
+            alone = run(tables[[b] * 3], model.encoder[[b] * 3], model.lengths[[b] * 3])
             np.testing.assert_allclose(second.scores[i], alone.scores[0], rtol=EXACT)
 
     first, rows = run(tables, model.encoder, cut), np.array([2, 0])

@@ -103,19 +103,29 @@ class Model:
         return logits / self.temperature
 
     def search(self, function, *sizes, encoder=None, lengths=None, state=None, **options):
-        """Its result as NumPy arrays. Calls that differ in arrays alone share a program."""
+        """Its result as NumPy arrays. Calls that differ in arrays alone, options among them, share a program."""
         encoder, lengths = self.encoder if encoder is None else encoder, self.lengths if lengths is None else lengths
+        traced = {name: options.pop(name) for name in [*options] if isinstance(options[name], (np.ndarray, np.generic))}
+        traced |= {} if state is None else {"state": state}
         run = program(self.loss, function, sizes, tuple(options.items()))
-        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, state))
+        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, traced))
 
 
 @functools.cache
 def program(loss, function, sizes, options):
-    def run(parameters, encoder, lengths, state):
+    def run(parameters, encoder, lengths, traced):
         networks = parameters.joint, parameters.predictor
-        return function(loss.value(), *networks, encoder, lengths, *sizes, state=state, **dict(options))
+        return function(loss.value(), *networks, encoder, lengths, *sizes, **dict(options), **traced)
 
     return jax.jit(run)
+
+
+select, concatenate = jax.jit(decode.select), jax.jit(lambda *states: decode.concatenate(states))
+
+
+def ends(batch):
+    """Whether each utterance ends exactly: every other one. One program then has both rules."""
+    return np.arange(batch) % 2 == 0
 
 
 @functools.cache
