@@ -274,17 +274,13 @@ def test_training_mode(search):
 # --------------------------------------------------------------------------------------- explicit and automatic axes
 
 
-MESHES = [
-    (name, kind)
-    for name in ("nnx lstm", "nnx stateless", "linen lstm", "linen stateless")
-    for kind in ("explicit", "auto")
-]
+KINDS = "explicit", "auto"
+MESHES = [("nnx lstm", KINDS[:1]), losses.slow("nnx lstm", KINDS[1:])]
+MESHES += [losses.slow(name, KINDS) for name in ("nnx stateless", "linen lstm", "linen stateless")]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [MESHES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MESHES[1:])]
-)
-def test_modules_on_meshes(devices, name, kind):
+@pytest.mark.parametrize(("name", "kinds"), MESHES)
+def test_modules_on_meshes(devices, name, kinds):
     """Predictors, with gradients, joints in all logits and in tiles, and both searches, as on one device."""
     tokens, lengths = 5, np.array([4, 3, 0, 4, 2, 4, 1, 3], np.int32)
     rng = np.random.default_rng(0)
@@ -312,13 +308,14 @@ def test_modules_on_meshes(devices, name, kind):
         return best[:-1], rows, pull(jnp.cos(rows)), dense, tiles, lists[:-1], more[:-1]
 
     expected = jax.jit(everything)(encoder, targets, lengths)
-    with meshes.mesh_of(devices[:4], kind, (4,)) as mesh:
-        if kind == "explicit":
-            wide = LinearJoint(jax.device_put(np.zeros((P, 4)), NamedSharding(mesh, PartitionSpec(None, "data"))))
-            with pytest.raises(ValueError, match=r"greedy: logits of joint must not be split over V.*reshard"):
-                decode.greedy(loss, wide, decoder, encoder[..., :P], lengths, MOST)
-        split = NamedSharding(mesh, PartitionSpec("data"))
-        found = jax.jit(everything)(*(jax.device_put(x, split) for x in (encoder, targets, lengths)))
-        assert found[0][0].sharding.is_equivalent_to(split, 2) or kind == "auto"
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+    for kind in kinds:
+        with meshes.mesh_of(devices[:4], kind, (4,)) as mesh:
+            if kind == "explicit":
+                wide = LinearJoint(jax.device_put(np.zeros((P, 4)), NamedSharding(mesh, PartitionSpec(None, "data"))))
+                with pytest.raises(ValueError, match=r"greedy: logits of joint must not be split over V.*reshard"):
+                    decode.greedy(loss, wide, decoder, encoder[..., :P], lengths, MOST)
+            split = NamedSharding(mesh, PartitionSpec("data"))
+            found = jax.jit(everything)(*(jax.device_put(x, split) for x in (encoder, targets, lengths)))
+            assert found[0][0].sharding.is_equivalent_to(split, 2) or kind == "auto"
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 import losses
-import reference_numpy as truth
 from decoding import (
     EXACT,
-    LABELS,
     MOST,
     NAMED,
     ROOM,
@@ -21,6 +19,7 @@ from decoding import (
     check_all,
     ends,
     enumerate_all,
+    every,
     greedy_loop,
     lossless,
     stateless,
@@ -50,25 +49,11 @@ def test_greedy_is_the_plain_loop(name):
 # -------------------------------------------------------------------------------------------------- beam search
 
 
-def fusion(model):
-    """Options of a search with a language model that has memory, and what they add to a label after a prefix."""
-    table = truth.log_softmax(np.random.default_rng(5).normal(0, 2, (model.tokens,) * 3))
-    step = lambda state, labels: (jnp.asarray(table)[state, labels], labels)
-    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
-
-    def added(prefix, label):
-        before = (0, model.tokens - 1, *prefix)[-2:]
-        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
-
-    return dict(fusion=((lm, 0.7),), ilm_weight=0.3), added
-
-
 # Greedy search runs on the whole family; beam search has the same moves.
-QUICK = {"exact": ("rnnt", "tdt", "split"), "open": ("tdt",), "fused": ("hat",)}
+QUICK = {"exact": ("rnnt", "tdt", "split"), "open": ("tdt",)}
 ENUMERATED = [
     pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
-    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")), ("fused", ("tdt", "hat")))
+    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")))
     for name in names
 ]
 
@@ -76,21 +61,17 @@ ENUMERATED = [
 @pytest.mark.parametrize(("name", "kind"), ENUMERATED)
 def test_beam_is_the_enumeration(name, kind):
     """Open ends are ranked by normalised scores."""
-    model, rules, search, rank = Model(NAMED[name]), dict(max_symbols=MOST), {}, lambda scores, counts: scores
-    if kind == "exact":
-        rules |= dict(exact_end=True)
-    elif kind == "open":
+    model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
+    rules = dict(max_symbols=MOST, exact_end=True)
+    if kind == "open":
         rules, search = dict(max_symbols=2), dict(length_norm=0.5)
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
-    else:
-        search, rules["fuse"] = fusion(model)
-    width = lossless(model.loss)
-    found = model.search(decode.beam, MOST, width, **search, **{k: x for k, x in rules.items() if k != "fuse"})
+    found = model.search(decode.beam, MOST, lossless(model.loss), **search, **rules)
     check_all(model, found, rank=rank, **rules)
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
 
-@losses.every
+@every
 def test_width_1(loss):
     """Without merging it is greedy search."""
     model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
@@ -100,16 +81,16 @@ def test_width_1(loss):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=EXACT)
 
 
-@losses.every
+@every
 def test_no_labels_stand_twice(loss):
     """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold."""
     model = Model(loss, batch=3, frames=13)
-    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
+    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4, threshold=np.float64(np.inf))
     assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
     assert same.sum() == alive.sum() > 3
-    near = model.search(decode.beam, 40, 4, threshold=2.0).scores
+    near = model.search(decode.beam, 40, 4, threshold=np.float64(2)).scores
     kept = near > -np.inf
     assert (near >= near[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
 

@@ -22,6 +22,7 @@ from decoding import (
     assert_same,
     check_all,
     ends,
+    every,
     greedy_loop,
     lossless,
     select,
@@ -91,7 +92,7 @@ def models_of(model, forbidden=None, memory=-0.4):
     def fuse(prefix, label):
         internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
         added = 0.7 * grams.by_hand(prefix, label, model.tokens - 1) + memory * second.by_hand(prefix, label)
-        return added - 0.3 * truth.log_softmax(internal[:LABELS])[label]
+        return added - 0.3 * truth.log_softmax(internal[:LABELS] / model.temperature)[label]
 
     final = lambda labels: 0.7 * grams.by_hand(labels, None, model.tokens - 1)
     return dict(fusion=((grams, 0.7), (second, memory)), ilm_weight=0.3), dict(fuse=fuse, final=final)
@@ -100,7 +101,7 @@ def models_of(model, forbidden=None, memory=-0.4):
 # -------------------------------------------------------------------------------------- plain loops and enumeration
 
 
-@losses.every
+@every
 def test_greedy_is_the_plain_loop(loss):
     """Also in exact ends, where a forbidden label may leave no path."""
     changed, model, exact = 0, Model(loss, batch=16, frames=7), ends(16)
@@ -118,10 +119,13 @@ def test_greedy_is_the_plain_loop(loss):
 
 @pytest.mark.parametrize("name", [x if x in ("tdt", "hat") else losses.slow(x) for x in NAMED])
 def test_beam_is_the_enumeration(name):
+    """With a penalty and a temperature, which the internal language model has too."""
     model = Model(NAMED[name])
+    model.temperature, model.penalty = np.float64(1.7), np.float64(0.8)
     options, added = models_of(model)
     rules = dict(max_symbols=2, exact_end=name != "tdt")
-    found = model.search(decode.beam, MOST, lossless(model.loss), **options, **rules)
+    given = dict(temperature=model.temperature, blank_penalty=model.penalty)
+    found = model.search(decode.beam, MOST, lossless(model.loss), **given, **options, **rules)
     check_all(model, found, **rules, **added)
 
 

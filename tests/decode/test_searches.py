@@ -15,16 +15,14 @@ import meshes
 import reference_numpy as truth
 from decoding import (
     EXACT,
-    LABELS,
     MOST,
     NAMED,
     ROOM,
     Model,
     allowed,
     assert_same,
-    check_all,
+    every,
     greedy_loop,
-    lossless,
     trimmed,
 )
 from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
@@ -42,7 +40,7 @@ def adjusted(loss, **sizes):
 # ------------------------------------------------------------------------------------- penalty and temperature
 
 
-@losses.every_quick
+@every
 def test_greedy_with_penalty_and_temperature(loss):
     model, options = adjusted(loss, batch=8, frames=7), dict(max_symbols=3)
     found = model.search(decode.greedy, ROOM, blank_penalty=PENALTY, temperature=TEMPERATURE, **options)
@@ -53,20 +51,6 @@ def test_greedy_with_penalty_and_temperature(loss):
         assert trimmed(found, b) == expected
         np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
         np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
-
-
-@losses.every
-def test_beam_with_penalty_and_temperature(loss):
-    """The internal language model has the temperature too."""
-    model, options = adjusted(loss), dict(exact_end=True, max_symbols=MOST)
-    given = dict(blank_penalty=PENALTY, temperature=TEMPERATURE, ilm_weight=0.3)
-    found = model.search(decode.beam, MOST, lossless(loss), **given, **options)
-
-    def fuse(prefix, label):
-        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        return -0.3 * truth.log_softmax(internal[:LABELS] / TEMPERATURE)[label]
-
-    check_all(model, found, fuse=fuse, **options)
 
 
 def test_penalty_is_that_of_the_logit():

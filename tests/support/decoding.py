@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import losses
 import reference_numpy as truth
@@ -49,6 +50,11 @@ class SplitLoss(TransducerLoss):
 NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
 NAMED["split"] = losses.Loss("split", SplitLoss)
 LONGEST = {"multiblank": max(losses.BIG), "tdt": max(losses.DURATIONS)}  # frames that an arc reads; else 1
+
+
+every = pytest.mark.parametrize(
+    "loss", [x if name in ("rnnt", "tdt") else losses.slow(x) for name, x in NAMED.items()], ids=str
+)
 
 
 def lossless(loss, most=MOST):
