@@ -275,8 +275,8 @@ def test_training_mode(search):
 
 
 KINDS = "explicit", "auto"
-MESHES = [("nnx lstm", KINDS[:1]), losses.slow("nnx lstm", KINDS[1:])]
-MESHES += [losses.slow(name, KINDS) for name in ("nnx stateless", "linen lstm", "linen stateless")]
+MESHES = [("nnx lstm", KINDS[:1]), losses.slow("linen lstm", KINDS[1:])]
+MESHES += [losses.slow("nnx stateless", KINDS[1:]), losses.slow("linen stateless", KINDS)]
 
 
 @pytest.mark.parametrize(("name", "kinds"), MESHES)

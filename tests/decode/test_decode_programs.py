@@ -89,6 +89,7 @@ QUICK = {("tdt124", "greedy"), ("tdt124", "unmerged"), ("monotonic_final_blank",
         pytest.param(late, *ending, id=f"{late}-{name}", marks=() if (late, name) in QUICK else pytest.mark.slow)
         for late in LATE
         for name, ending in ENDING.items()
+        if name in ("greedy", "unmerged") or (name == "wide") == late.startswith("tdt")
     ],
 )
 def test_exact_end_of_a_stream(late, function, sizes):
@@ -112,7 +113,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
         assert_same(np.asarray(two.scores)[good], np.asarray(whole.scores)[good])
         if function is not decode.greedy:
             assert_same(*([np.asarray(x)[good] for x in found[:-1]] for found in (two, whole)))
-        if function is not decode.greedy and not good.all() and cut == 5:
+        if (late, function) == ("tdt124", UNMERGED) and not good.all() and cut == 5:
             with pytest.raises(ValueError, match="exact_end must be False, or True for utterances whose last part has"):
                 part(later, rest, True, one.state)
         kept += good.sum()
