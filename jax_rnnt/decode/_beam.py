@@ -128,7 +128,7 @@ def beam(
     ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
     """
     function = "beam"
-    sizes = _options.sizes(function, width=width, max_labels=max_labels)
+    sizes = _options.size(function, "width", width), _options.size(function, "max_labels", max_labels)
     merge = _checks.boolean(function, "merge", merge)
     numbers = {"length_norm": _checks.scalar(function, "length_norm", length_norm)}
     if threshold is not None:

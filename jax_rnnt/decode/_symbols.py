@@ -186,10 +186,10 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
         lacks = "a method decoding() that returns DecodingRules"
         raise TypeError(f"{function}: loss must be a TransducerLoss, got {loss!r}, which lacks {lacks}.")
     name = f"{type(loss).__name__}.decoding()"
-    changed, known = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
-    if known is not TransducerLoss and issubclass(changed, known) and changed is not known:
-        lacks = f"decoding(), as its compose() changes that of {known.__name__}, whose decoding() may not hold for it"
-        raise TypeError(f"{function}: {changed.__name__} lacks {lacks}.")
+    kind, told = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
+    if told is not TransducerLoss and issubclass(kind, told) and kind is not told:
+        lacks = f"decoding(), as its compose() changes that of {told.__name__}, whose decoding() may not hold for it"
+        raise TypeError(f"{function}: {kind.__name__} lacks {lacks}.")
     rules = loss.decoding()
     if not isinstance(rules, DecodingRules):
         raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")

@@ -39,10 +39,11 @@ def _adjust(loss, planes, num_frames, num_labels, windows, closed=True):
     return adjust(planes, num_frames, num_labels, loss, windows, closed)
 
 
-def _adjust_isolated(loss, planes, *rest, closed=True):
+def _adjust_isolated(loss, planes, num_frames, num_labels, windows, closed=True):
     """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
     bad = has_nan(planes)
-    return _adjust(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, *rest, closed), bad
+    isolated = {slot: isolate(x, bad) for slot, x in planes.items()}
+    return _adjust(loss, isolated, num_frames, num_labels, windows, closed), bad
 
 
 def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):

@@ -131,30 +131,33 @@ def test_scores_are_losses(name, loss):
     of `predict`, with which `mwer_loss` has the probabilities of the search.
     """
     value, joint, predictor, training, encoder, lengths = problem(name, loss, NAMED[loss].first_blank)
-    options = dict(max_symbols=MOST, exact_end=True)
-    width = lossless(NAMED[loss])
-    search = lambda x, n: decode.beam(value, joint, predictor, x, n, MOST, width, **options)
-    found = jax.jit(search)(encoder, lengths)
-    counts, targets = np.asarray(found.counts), np.maximum(found.labels, 0)
-    rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
-    for same in training, functools.partial(decode.predict, still(predictor)):
-        np.testing.assert_allclose(same(targets[:, 0]), rows[:, 0], rtol=EXACT, atol=EXACT)
-    frames = np.broadcast_to(lengths[:, None], counts.shape)
-    nll = np.asarray(value(JointLogits(joint, encoder[:, None], rows), targets, frames, counts))
-    alive = np.asarray(found.scores) > -np.inf
+    options, short = dict(max_symbols=MOST, exact_end=True), np.ones(2, np.int32)
+
+    @jax.jit
+    def everything(x, n):
+        found = decode.beam(value, joint, predictor, x, n, MOST, lossless(NAMED[loss]), **options)
+        targets, frames = jnp.maximum(found.labels, 0), jnp.broadcast_to(n[:, None], found.counts.shape)
+        rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
+        nll = value(JointLogits(joint, x[:, None], rows), targets, frames, found.counts)
+        mwer = jax_rnnt.mwer_loss(jnp.where(found.scores > -jnp.inf, nll, jnp.inf), found.counts, reduction="none")
+        one = decode.greedy(value, joint, predictor, x, short, 1, **options)
+        first = jnp.maximum(one.labels, 0)
+        of_one = value(JointLogits(joint, x, training(first)), first, short, one.counts)
+        predicted = decode.predict(still(predictor), targets[:, 0])
+        return found.scores, found.counts, nll, mwer, rows[:, 0], predicted, one.scores, of_one
+
+    made = map(np.asarray, everything(encoder, lengths))
+    scores, counts, nll, mwer, rows, predicted, score, of_one = made
+    np.testing.assert_allclose(predicted, rows, rtol=EXACT, atol=EXACT)
+    alive = scores > -np.inf
     assert alive.sum() > 8
-    np.testing.assert_allclose(np.asarray(found.scores)[alive], -nll[alive], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(scores[alive], -nll[alive], rtol=1e-9, atol=1e-9)
     expected = [
         np.exp(x) @ (n - n.mean()) / np.exp(x).sum()
-        for x, n in ((found.scores[b][a], counts[b][a]) for b, a in enumerate(alive))
+        for x, n in ((scores[b][a], counts[b][a]) for b, a in enumerate(alive))
     ]
-    mwer = jax_rnnt.mwer_loss(jnp.where(alive, nll, jnp.inf), counts, reduction="none")
     np.testing.assert_allclose(mwer, expected, rtol=1e-9, atol=1e-9)
-    short = np.ones(2, np.int32)
-    one = jax.jit(lambda x, n: decode.greedy(value, joint, predictor, x, n, 1, **options))(encoder, short)
-    targets = np.maximum(one.labels, 0)
-    nll = np.asarray(value(JointLogits(joint, encoder, training(targets)), targets, short, one.counts))
-    less = (-nll - one.scores)[np.isfinite(one.scores)]
+    less = (-of_one - score)[np.isfinite(score)]
     assert (less >= -1e-9).all()
     if loss not in ("multiblank", "tdt", "split"):  # there several arcs may read the same frames
         assert (less <= 1e-9).all()
