@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _fusion
+from jax_rnnt.decode import _fusion, _options
 from jax_rnnt.decode._beam_step import (
     Beam,
     Rules,
@@ -128,20 +128,18 @@ def beam(
     ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
     """
     function = "beam"
-    sizes = _checks.positive(function, "width", width), _checks.positive(function, "max_labels", max_labels)
+    sizes = _options.size(function, "width", width), _options.size(function, "max_labels", max_labels)
     merge = _checks.boolean(function, "merge", merge)
+    numbers = {"length_norm": _checks.scalar(function, "length_norm", length_norm)}
     if threshold is not None:
-        threshold = _checks.scalar(function, "threshold", threshold)
-        if isinstance(threshold, float) and not threshold >= 0:
-            raise ValueError(f"{function}: threshold must be 0 or more, got {threshold!r}.")
-    _checks.scalar(function, "length_norm", length_norm)
+        numbers["threshold"] = _checks.scalar(function, "threshold", threshold)
     scoring = checked_scoring(function, max_symbols, blank_penalty, temperature)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, first = prepare(function, *given, scoring, start, width)
+        search, label, first = prepare(function, *given, scoring, start, width, models.numbers | numbers)
         start_stream = functools.partial(first_stream, search, models, *sizes, label, first)
         stream = begun(function, start_stream, fitted(state, search.lengths.shape[0] * width), search.vary)
         if state is not None:
@@ -177,8 +175,8 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     """The state after all frames of this part; `bad` [B]: utterances without a result."""
     search, beam, networks = rules.search, stream.beam, stream.networks
     score = functools.partial(score_rows, search)
-    results = empty_results(rules.rows, rules.usual_rows, score, search.encoder_out, networks.rows)
-    bad = stream.bad | search.bad | rules.fusion.bad | bad
+    results = empty_results(rules.rows, score, search.encoder_out, networks.rows)
+    bad = stream.bad | search.bad | bad
     state = search.vary(State(first_frame(beam), stream.reached, beam, networks, results, bad))
     return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
@@ -194,14 +192,21 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))
     score, bad = ended(rules, state, score)
-    norm = jnp.asarray(length_norm, rules.search.dtype)
-    ranks = score if _checks.is_zero(length_norm) else score / (now.counts + 1).astype(score.dtype) ** norm
-    _, order = jax.lax.top_k(ranks, rules.width)
+    _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
     arrays = score, now.counts, now.written, now.log_probs
     score, counts, written, log_probs = (take(x, order) for x in arrays)
     score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))
     return hypotheses(labels, frames, durations, log_probs, counts, score, after)
+
+
+def ranks(score, counts, length_norm):
+    """What hypotheses are ordered by [B, W]; the norm of a label may be infinite, or 0."""
+    if _checks.is_zero(length_norm):
+        return score
+    norm = (counts + 1).astype(score.dtype) ** jnp.asarray(length_norm, score.dtype)
+    least = jnp.finfo(score.dtype).min  # of a hypothesis; a dead one has -inf
+    return jnp.where((score == 0) | jnp.isneginf(score), score, jnp.maximum(score / norm, least))
 
 
 def ended(rules: Rules, state: State, score):

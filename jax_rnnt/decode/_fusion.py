@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
@@ -54,11 +53,9 @@ class Fusion(typing.NamedTuple):
         return any(part.function("final") for part in self.models)
 
     @property
-    def bad(self):
-        """Whether a traced weight is NaN or infinite; those that are known have been checked."""
-        weights = (self.internal_weight, *(part.weight for part in self.models))
-        traced = [x for x in weights if _checks.known(x) is None]
-        return ~jnp.isfinite(sum(map(jnp.abs, traced[1:]), traced[0])) if traced else False
+    def numbers(self) -> dict[str, Any]:
+        """The weights, as for `out_of_range`."""
+        return {"ilm_weight": self.internal_weight} | {f"{part.name} weight": part.weight for part in self.models}
 
 
 NO_FUSION = Fusion((), 0.0)
@@ -84,18 +81,10 @@ def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"{function}: fusion must be {expected}, got {name} = {pair!r}.")
         model, weight = pair
-        if not _checks.is_zero(weight := checked_weight(function, f"{name} weight", weight)):
+        if not _checks.is_zero(weight := _checks.scalar(function, f"{name} weight", weight)):
             models.append(Weighted(name, in_evaluation(model), weight))
             check_utterances(function, *models[-1][:2], encoder_out)
-    return Fusion(tuple(models), checked_weight(function, "ilm_weight", ilm_weight))
-
-
-def checked_weight(function, name, x):
-    x = _checks.scalar(function, name, x)
-    known = _checks.known(x)
-    if known is not None and not np.isfinite(known):
-        raise ValueError(f"{function}: {name} must be finite, got {x!r}.")
-    return x
+    return Fusion(tuple(models), _checks.scalar(function, "ilm_weight", ilm_weight))
 
 
 def check_utterances(function, name, model, encoder_out):
@@ -189,7 +178,7 @@ def internal_scores(search: Search, rows):
     symbols = search.symbols
     silence = jnp.zeros((rows.shape[0], search.encoder_out.shape[-1]), search.encoder_out.dtype)
     logits = search.joint(silence, rows).astype(search.dtype)[:, : search.tokens]
-    logits = jnp.where(symbols.is_blank(logits), -jnp.inf, logits)
+    logits = symbols.scoring.tempered(jnp.where(symbols.is_blank(logits), -jnp.inf, logits))
     return row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
 
 

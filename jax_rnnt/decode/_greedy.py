@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _fusion
+from jax_rnnt.decode import _fusion, _options
 from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode._gather import pick, replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
@@ -203,15 +203,15 @@ def greedy(
     ([[1, 2, -1, -1, -1]], [[0, 2, -1, -1, -1]], [2])
     """
     function = "greedy"
-    max_labels = _checks.positive(function, "max_labels", max_labels)
+    max_labels, window = _options.sizes(function, max_labels=max_labels, window=window)
     scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, durations)
-    window = _checks.positive(function, "window", window)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    window = frames_at_once(window, encoder_out)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
         given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, first = prepare(function, *given, scoring, start)
+        search, label, first = prepare(function, *given, scoring, start, numbers=models.numbers)
         if search.symbols.scoring.token_first and exact_end is not False:
             raise ValueError(f"{function}: exact_end must be False with durations='token_first', got {exact_end}.")
         start_stream = functools.partial(first_stream, search, models, label, first)
@@ -223,6 +223,12 @@ def greedy(
         return result(rules, run_steps(rules, stream), bad)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
+
+
+def frames_at_once(window: int, encoder_out) -> int:
+    """Frames of a window; no more than there are."""
+    frames = encoder_out.shape[1]
+    return max(frames, 1) if _checks.smaller(frames, window) else window
 
 
 def first_stream(search: Search, fusion: Fusion, start: int, first) -> Stream:
@@ -245,7 +251,7 @@ def run_steps(rules: Rules, stream: Stream) -> State:
 def result(rules: Rules, state: State, bad) -> Hypotheses:
     """The hypotheses at the end of these frames; `bad` [B]: utterances without a result."""
     search, lengths = rules.search, rules.search.lengths
-    scores = jnp.where(search.bad | rules.fusion.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
+    scores = jnp.where(search.bad | bad | (state.scores == jnp.inf), jnp.nan, state.scores)
     skip, reached = state.frame - lengths, state.reached - lengths
     bad = jnp.isnan(scores)
     after = Stream(jnp.zeros_like(bad), bad, rules.first + lengths, skip, reached, scores, state.networks)

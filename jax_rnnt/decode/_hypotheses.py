@@ -30,8 +30,9 @@ class Hypotheses(typing.NamedTuple):
         hypothesis, so no labels. NaN: logits held NaN or +inf, the length was out of range, or the last part of a
         stream was too short for `exact_end`.
     label_log_probs : Array, dtype of `scores` [..., L]
-        Log-probability of each label where the hypothesis took it, in the model alone: without duration, fusion and
-        internal language model. A merged hypothesis has those of its best alignment. 0 from `counts` on.
+        Log-probability of each label where the hypothesis took it: the sum over all arcs of the loss that write it
+        there, whatever they read. It is that of the model alone, at the temperature of the search: without fusion,
+        internal language model and penalty. A merged hypothesis has those of its best alignment. 0 from `counts` on.
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
     stable : Array, int32 [B]

@@ -2,7 +2,8 @@
 
 B utterances, W hypotheses of each, N = B W rows. On a CPU time is arithmetic, so rows are packed: a network takes
 `size` wanted rows at a time. Rows that would be equal are computed once: `source` [N] is the row that computes this
-one, itself for most. Elsewhere all rows are computed, since packs would exchange those of a sharded batch.
+one, itself for most. Elsewhere all rows are computed, since packs would exchange those of a sharded batch. States of
+streams are the same on all platforms.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt import _xla
 from jax_rnnt.decode._gather import flat, hypothesis_rows, put_hypothesis_rows, rows_at, take
 
 PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
@@ -22,18 +24,28 @@ PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 wei
 class Packing(typing.NamedTuple):
     """Which of N rows are computed, and in which order, `size` at a time."""
 
-    order: jax.Array  # [N and more]: first those that are computed
+    order: jax.Array  # [N]: first those that are computed
     place: jax.Array  # [N]: where in that order the source of this row is
     computed: jax.Array  # how many are computed
     size: int
 
 
 def packs(rows: int) -> bool:
-    """Whether so many rows are packed: on a CPU, where they are more than one pack.
+    """Whether a CPU packs so many rows: where they are more than one pack.
 
     A symbolic number of rows (`jax.export`) is not packed: packs have a static size.
     """
-    return jax.default_backend() == "cpu" and isinstance(rows, int) and rows > PACK
+    return isinstance(rows, int) and rows > PACK
+
+
+def by_platform(rows: int, in_packs, all_rows, *arguments):
+    """``in_packs(*arguments)`` where a program for a CPU has enough rows, else ``all_rows(*arguments)``.
+
+    The platform is that for which the program is lowered, which need not be that of this process.
+    """
+    if not packs(rows):
+        return all_rows(*arguments)
+    return jax.lax.platform_dependent(*arguments, cpu=in_packs, default=all_rows)
 
 
 def pack_size(rows: int, usual: int) -> int:
@@ -41,7 +53,7 @@ def pack_size(rows: int, usual: int) -> int:
 
     Packs that are seldom full take the time of full ones.
     """
-    return min(max(PACK, usual), 4 * PACK) if packs(rows) else rows
+    return min(max(PACK, usual), 4 * PACK)
 
 
 def packing(wanted, source, size, lag=0) -> Packing:
@@ -53,11 +65,14 @@ def packing(wanted, source, size, lag=0) -> Packing:
     lag = jnp.where(computed, jnp.minimum(lag, most - 1), most)
     order = jnp.sort(lag * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
     place = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), mode="promise_in_bounds")
-    return Packing(jnp.pad(order, (0, -rows % size)), rows_at(place, source), jnp.sum(computed, dtype=jnp.int32), size)
+    return Packing(order, rows_at(place, source), jnp.sum(computed, dtype=jnp.int32), size)
 
 
 def each_pack(packs, count, function, made):
-    """`made` after ``made = function(made, place, rows)`` of each pack of the first `count` rows; it is at `place`."""
+    """`made` after ``made = function(made, place, rows)`` of each pack of the first `count` rows; it is at `place`.
+
+    A last one that would end beyond the N rows begins earlier, and some rows are computed twice.
+    """
 
     def step(carry):
         place, made = carry
@@ -70,12 +85,10 @@ def each_pack(packs, count, function, made):
 # ------------------------------------------------------------------------------------------ results of all rows
 
 
-def empty_results(rows, usual, function, *inputs):
+def empty_results(rows, function, *inputs):
     """Arrays for the results of `compute_rows` of so many rows, where `function` takes rows of `inputs` [..., E]."""
-    size = pack_size(rows, usual)
-    shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((size, x.shape[-1]), x.dtype) for x in inputs))
-    count = rows + -rows % max(size, 1) if packs(rows) else rows
-    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), shapes)
+    shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype) for x in inputs))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def compute_rows(wanted, source, usual, function, results):
@@ -83,16 +96,21 @@ def compute_rows(wanted, source, usual, function, results):
 
     About `usual` of them are wanted. The results replace rows of `results`: new arrays would have to be filled.
     """
-    rows = wanted.shape[0]
-    if not packs(rows):
-        return function(None), jnp.arange(rows, dtype=jnp.int32)
-    packed = packing(wanted, source, pack_size(rows, usual))
+    count = wanted.shape[0]
 
-    def put(results, place, rows):
-        put_at = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=0)
-        return jax.tree.map(put_at, results, function(rows))
+    def in_packs(wanted, source, results):
+        packed = packing(wanted, source, pack_size(count, usual))
 
-    return each_pack(packed, packed.computed, put, results), packed.place
+        def put(results, place, rows):
+            put_at = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=0)
+            return jax.tree.map(put_at, results, function(rows))
+
+        return each_pack(packed, packed.computed, put, results), packed.place
+
+    def all_rows(wanted, source, results):
+        return function(None), _xla.vary_together(jnp.arange(count, dtype=jnp.int32), source)[0]
+
+    return by_platform(count, in_packs, all_rows, wanted, source, results)
 
 
 # ------------------------------------------------------------------------------------------ states in their slots
@@ -120,27 +138,32 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
     batch, width = wanted.shape
     own = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
     labels = jnp.where(wanted, labels, 0)
-    if packs(batch * width):
+
+    def targets(steps):
+        """[B, W]: the slots into which hypotheses step; 2 W for those that do not, or share another one's step."""
+        computed = steps & (source == own)
+        return jnp.where(computed, free_slots(computed, slot), 2 * width)
+
+    def advance(target, tree, rows):
+        made = step(jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree), hypothesis_rows(labels, None, rows))
+        return jax.tree.map(lambda x, y: put_hypothesis_rows(x, target, y, rows), tree, made)
+
+    def in_packs(tree, lag, may_wait):
         size = pack_size(batch * width, batch * width // 4)
         packed = packing(flat(wanted), flat(source), size, jnp.repeat(lag, width))
         full = packed.computed // packed.size * packed.size
         count = jnp.where(may_wait | (full > 0), full, packed.computed)
         steps = wanted & (packed.place.reshape(wanted.shape) < count)
-    else:
-        packed, count, steps = None, jnp.sum(wanted, dtype=jnp.int32), wanted
-    computed = steps & (source == own)
-    new = free_slots(computed, slot)
+        target = targets(steps)
+        return steps, target, each_pack(packed, count, lambda tree, _, rows: advance(target, tree, rows), tree)
 
-    def advance(tree, _, rows):
-        made = step(jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree), hypothesis_rows(labels, None, rows))
-        target = jnp.where(computed, new, 2 * width)
-        return jax.tree.map(lambda x, y: put_hypothesis_rows(x, target, y, rows), tree, made)
+    def all_rows(tree, lag, may_wait):
+        target = targets(wanted)
+        stepped = jax.lax.cond(jnp.any(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
+        return wanted, target, stepped
 
-    if packed is None:
-        tree = jax.lax.cond(count > 0, lambda tree: advance(tree, 0, None), lambda tree: tree, tree)
-    else:
-        tree = each_pack(packed, count, advance, tree)
-    return steps, jnp.where(steps, take(new, source % width), slot), tree
+    steps, target, tree = by_platform(batch * width, in_packs, all_rows, tree, lag, may_wait)
+    return steps, jnp.where(steps, take(target, source % width), slot), tree
 
 
 def free_slots(computed, slot):

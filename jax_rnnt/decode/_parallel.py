@@ -10,7 +10,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks
+from jax_rnnt.decode import _options
 from jax_rnnt.decode._gather import in_rows, pick
 from jax_rnnt.decode._greedy import most_probable
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
@@ -100,10 +100,7 @@ def parallel(
     ([[1, 1, -1, -1]], [[1, 2, -1, -1]])
     """
     function = "parallel"
-    max_labels = _checks.positive(function, "max_labels", max_labels)
-    rounds = _checks.integer(function, "rounds", rounds)
-    if rounds < 0:
-        raise ValueError(f"{function}: rounds must be 0 or more, got {rounds}.")
+    max_labels, rounds = _options.sizes(function, max_labels=max_labels, rounds=rounds)
     scoring = checked_scoring(function, 1, blank_penalty, temperature, durations)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _greedy
+from jax_rnnt.decode import _greedy, _options
 from jax_rnnt.decode._fusion import NO_FUSION
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
@@ -89,11 +89,10 @@ def sample(
     [0.8, 0.16, 0.032]
     """
     function = "sample"
-    max_labels = _checks.positive(function, "max_labels", max_labels)
-    samples = _checks.positive(function, "samples", samples)
-    window = _checks.positive(function, "window", window)
+    max_labels, samples, window = _options.sizes(function, max_labels=max_labels, samples=samples, window=window)
     scoring = checked_scoring(function, max_symbols, temperature=temperature)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    window = _greedy.frames_at_once(window, encoder_out)
     seeds = seeds_of(function, key, encoder_out.shape[0])
 
     def run(encoder_out, lengths, exact_end, seeds):

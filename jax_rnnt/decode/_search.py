@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt.decode import _predictor
+from jax_rnnt.decode import _options, _predictor
 from jax_rnnt.decode._gather import take
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._symbols import Symbols, symbols_of
@@ -89,14 +89,14 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
     return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
 
 
-def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start, width=1):
+def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start, width=1, numbers=None):
     """(search, start label, function that makes the predictor rows and state after it).
 
-    For `width` predictors of each utterance.
+    For `width` predictors of each utterance. `numbers`: further options by name, as for `out_of_range`.
     """
     loss, joint, predictor = networks
     batch, frames, _ = encoder_out.shape
-    bad = scoring.with_bad_options((lengths < 0) | (lengths > frames))
+    bad = (lengths < 0) | (lengths > frames)
     if frames == 0:  # nothing is read, but rows are gathered
         encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
     joint, predictor = in_evaluation(joint), in_evaluation(predictor)
@@ -114,14 +114,14 @@ def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start,
         start = _predictor.start_label(function, name, symbols.emission.blanks[0], known)
     first = functools.partial(_predictor.begin, function, "predictor", predictor, batch * width, start)
     dtype = accumulation_dtype(layout.dtype)
+    bad |= _options.out_of_range(function, scoring.numbers | symbols.numbers | (numbers or {}), dtype)
     lengths = jnp.where(bad, 0, lengths)
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
 
     def paired(encoder, predictor):
         if encoder.shape[0] == 0:
             return jnp.zeros((0, layout.classes), dtype)
-        logits = layout.joint(encoder, predictor)
-        return logits.astype(dtype) / jnp.asarray(scoring.temperature, dtype) if scoring.tempers else logits
+        return layout.joint(encoder, predictor)
 
     arrays = encoder_out, lengths, bad, ends_here
     return Search(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first

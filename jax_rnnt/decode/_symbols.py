@@ -6,22 +6,23 @@ V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt.decode import _options
 from jax_rnnt.decode._largest import peak
-from jax_rnnt.emissions._softmax import Softmax, one_hot
+from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, one_hot
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import DecodingRules
 
 
 class Scoring(typing.NamedTuple):
-    """Options of a search that change what its moves are, or what they score; checked."""
+    """Options of a search that change what its moves are, or what they score."""
 
     max_symbols: int
     blank_penalty: Any = 0.0
@@ -36,24 +37,37 @@ class Scoring(typing.NamedTuple):
     def tempers(self) -> bool:
         return not (_checks.is_number(self.temperature) and self.temperature == 1)
 
-    def with_bad_options(self, bad):
-        """`bad` [B], and all utterances where a traced option is out of range."""
-        if self.penalizes:
-            bad |= ~jnp.isfinite(self.blank_penalty)
-        if self.tempers:
-            bad |= ~(jnp.isfinite(self.temperature) & (self.temperature > 0))
-        return bad
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {"blank_penalty": self.blank_penalty, "temperature": self.temperature}
+
+    def tempered(self, logits, apart=None):
+        """Logits [..., V] of one softmax over the temperature, up to a number of each row, in the dtype of scores.
+
+        `apart` [..., V]: logits that belong to no softmax, and are divided alone. The largest one of a row becomes 0
+        before it is multiplied. Otherwise a compiler may contract the product and the subtraction of its maximum, which
+        then differ by the rounding of the product: by more than 100 nats from 2^31 on.
+        """
+        if not self.tempers:
+            return logits
+        x = logits.astype(accumulation_dtype(logits.dtype))
+        apart = False if apart is None else apart
+        peak = jax.lax.stop_gradient(jnp.max(jnp.where(apart, -jnp.inf, x), -1, keepdims=True, initial=-jnp.inf))
+        peak = jnp.where(jnp.isneginf(peak) | apart, 0, peak)
+        return (x - peak) * self._inverse(x.dtype)
+
+    def _inverse(self, dtype):
+        """1 / temperature. XLA divides by a constant in another way than by a number that it does not know."""
+        known = _checks.known(self.temperature)
+        like, given = (jnp, self.temperature) if known is None else (np, known)
+        inverse = like.asarray(1, dtype) / like.asarray(given, dtype)
+        return like.maximum(inverse, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
 
 
 def checked_scoring(function, max_symbols, blank_penalty=0.0, temperature=1.0, durations="pair") -> Scoring:
-    max_symbols = _checks.positive(function, "max_symbols", max_symbols)
+    max_symbols = _options.size(function, "max_symbols", max_symbols)
     blank_penalty = _checks.scalar(function, "blank_penalty", blank_penalty)
     temperature = _checks.scalar(function, "temperature", temperature)
-    for name, x, least in (("blank_penalty", blank_penalty, -math.inf), ("temperature", temperature, 0)):
-        known = _checks.known(x)
-        if known is not None and not (math.isfinite(known) and known > least):
-            expected = "finite" if least else "finite and above 0"
-            raise ValueError(f"{function}: {name} must be {expected}, got {float(known)!r}.")
     first = _checks.choice(function, "durations", durations, ("pair", "token_first")) == "token_first"
     return Scoring(max_symbols, blank_penalty, temperature, first)
 
@@ -65,6 +79,7 @@ class Move(typing.NamedTuple):
     duration: int | None
     frames: int
     may_end: bool
+    weight: Any = 0.0  # in nats, of the arc alone
 
     @property
     def needs(self) -> int:
@@ -81,6 +96,7 @@ class Symbols:
     labels: tuple[Move, ...]
     labels_per_frame: int
     scoring: Scoring
+    numbers: dict[str, Any]  # weights of arcs, as for `out_of_range`
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -107,9 +123,10 @@ class Symbols:
     def scores(self, logits):
         """(log-probability of each move [..., moves] without that of its label, of each label [..., V]).
 
-        The blanks have -inf among the labels.
+        That of a label is the sum over all moves that write it. The blanks have -inf among the labels.
         """
-        tokens, durations = self.emission.log_probabilities(logits)
+        tokens, durations = self.emission.log_probabilities(self.tempered(logits))
+        all_labels = self.all_labels(durations)
         if self.scoring.token_first:  # the best duration alone
             durations = jnp.where(one_hot(peak(durations)[1], durations), durations, -jnp.inf)
         found = []
@@ -117,8 +134,35 @@ class Symbols:
             score = jnp.zeros_like(tokens[..., 0]) if move.token is None else tokens[..., move.token]
             if self.scoring.penalizes and move.token is not None:
                 score = score - jnp.asarray(self.scoring.blank_penalty, score.dtype)
-            found.append(score if move.duration is None else score + durations[..., move.duration])
-        return jnp.stack(found, -1), jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
+            if not _checks.is_zero(move.weight):
+                score = score + jnp.asarray(move.weight, score.dtype)
+            score = score if move.duration is None else score + durations[..., move.duration]
+            if all_labels is not None and move.token is None:
+                score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
+            found.append(score)
+        labels = jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
+        return jnp.stack(found, -1), labels if all_labels is None else labels + all_labels[..., None]
+
+    def tempered(self, logits):
+        """Rows [..., V + D] of logits over the temperature, each head up to a number."""
+        if not self.scoring.tempers:
+            return logits
+        tokens = logits.shape[-1] - self.emission.durations
+        heads = [logits[..., :tokens], logits[..., tokens:]]
+        apart = self.is_blank(heads[0]) if self.emission.bernoulli else None
+        made = [self.scoring.tempered(heads[0], apart)]
+        return jnp.concatenate(made + [self.scoring.tempered(heads[1])] * (heads[1].shape[-1] > 0), -1)
+
+    def all_labels(self, durations):
+        """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0."""
+        every = sorted(-1 if move.duration is None else move.duration for move in self.labels)
+        weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
+        if not weighted and every in ([-1], [*range(self.emission.durations)]):
+            return None
+        nothing = jnp.zeros(durations.shape[:-1], durations.dtype)
+        parts = [nothing if move.duration is None else durations[..., move.duration] for move in self.labels]
+        parts = [x + jnp.asarray(move.weight, x.dtype) for x, move in zip(parts, self.labels)]
+        return jax.nn.logsumexp(jnp.stack(parts), 0)
 
     def allowed(self, frame, lengths, may_write, exact_end):
         """bool [..., moves]: which moves may leave a node of this frame, [...]; `may_write` [...]: a label may be.
@@ -141,8 +185,12 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
         raise TypeError(f"{function}: loss must be a TransducerLoss, got {loss!r}, which lacks {lacks}.")
-    rules = loss.decoding()
     name = f"{type(loss).__name__}.decoding()"
+    kind, told = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
+    if told is not TransducerLoss and issubclass(kind, told) and kind is not told:
+        lacks = f"decoding(), as its compose() changes that of {told.__name__}, whose decoding() may not hold for it"
+        raise TypeError(f"{function}: {kind.__name__} lacks {lacks}.")
+    rules = loss.decoding()
     if not isinstance(rules, DecodingRules):
         raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
     emission = rules.emission.resolved(function, classes)
@@ -150,7 +198,9 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
         expected = "1 with fused_log_softmax=False: rows are log-probabilities already"
         raise ValueError(f"{function}: temperature must be {expected}, got {scoring.temperature!r}.")
     blanks, labels = [], []
-    for arc in rules.topology:
+    weights = rules.arc_weights or (0.0,) * len(rules.topology)
+    numbers = {f"{name} arc_weights[{i}]": x for i, x in enumerate(weights)}
+    for arc, weight in zip(rules.topology, weights, strict=True):
         duration = None
         if arc.other is not None:
             known = [f"duration+{i}" for i in range(emission.durations)]
@@ -160,9 +210,9 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
             duration = known.index(arc.other)
         if arc.du == 0 and arc.slot in emission.slots:
             token = emission.blanks[emission.slots.index(arc.slot)]
-            blanks.append(Move(token, duration, arc.dt, arc.may_end))
+            blanks.append(Move(token, duration, arc.dt, arc.may_end, weight))
         elif arc.du == 1 and arc.slot == "label":
-            labels.append(Move(None, duration, arc.dt, arc.may_end))
+            labels.append(Move(None, duration, arc.dt, arc.may_end, weight))
         else:
             expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
             raise TypeError(f"{function}: {name}: an arc must have {expected}, got {arc}.")
@@ -172,9 +222,9 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     if scoring.token_first:
         blanks += more_blanks(blanks, labels, emission.durations)
     limits = scoring.max_symbols, rules.labels_per_frame
-    limit = min(x for x in limits if x is not None)
+    limit = min(x for x in (*limits, np.iinfo(np.int32).max) if x is not None)
     scoring = scoring._replace(token_first=scoring.token_first and emission.durations > 0)
-    return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring)
+    return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring, numbers)
 
 
 def more_blanks(blanks, labels, durations):

@@ -134,23 +134,29 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def label_log_probs(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
+def label_log_probs(topology: Topology, arcs: dict, num_frames: jax.Array, num_labels: jax.Array, last=None):
     """log(A_u / A_(u - 1)) of every label, [..., U], where A_u is the summed weight of all paths up to label u.
 
-    Such a path ends with the arc that writes the label. Arguments and derivatives are those of `log_likelihood`.
+    Such a path ends with the arc that writes the label. It has its weight in `last`, by default
+    that in `arcs`. Arguments and derivatives are those of `log_likelihood`.
     """
+    end_planes = None if last is None else prepared(topology, last, num_frames, num_labels)[3]
     topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
     frames, columns = planes.shape[-2:]
     # Arcs that lead out of the lattice; those of earlier labels may end in T_b as if they were the last.
     dt, may_end = (per_arc(x, num_frames) for x in ((a.dt for a in topology), (a.may_end for a in topology)))
     leads = inside(num_frames[None] - dt + may_end, num_labels[None], frames, columns)
     poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
-    masked = extended.where(leads, planes, -jnp.inf) + poison[None, ..., None, None]
-    diagonals = extended.from_log(skew(masked))  # [N, A, ..., U1]
+
+    def by_diagonals(planes):  # [N, A, ..., U1]
+        return extended.from_log(skew(extended.where(leads, planes, -jnp.inf) + poison[None, ..., None, None]))
+
+    diagonals = by_diagonals(planes)
+    ends = diagonals if end_planes is None else by_diagonals(end_planes)
     _, alphas = _sweep(topology, num_frames, num_labels, diagonals, keep=True)
     written = extended.zero(alphas.m)  # [N, ..., U1]
     for j, arc in enumerate(topology):
-        leaves = extended.multiply(alphas, extended.Number(*(x[:, j] for x in diagonals)))
+        leaves = extended.multiply(alphas, extended.Number(*(x[:, j] for x in ends)))
         for k in range(arc.du):  # an arc that leaves column c writes the labels c ... c + du - 1
             written = extended.add(written, _shift(leaves, k))
     total = extended.total(extended.Number(*(jnp.moveaxis(x, 0, -1) for x in written)), order.total)

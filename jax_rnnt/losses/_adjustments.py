@@ -138,10 +138,13 @@ def _checked(planes, shape, topology_slots, loss):
             )
 
 
-def adjust(planes, num_frames, num_labels, loss, windows):
-    """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options."""
+def adjust(planes, num_frames, num_labels, loss, windows, closed=True):
+    """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options.
+
+    `closed`: with what labels pay for the rest of their frame (`Composition.closing`).
+    """
     composition, like = loss.compose(), next(iter(planes.values()))
-    for step in composition.steps:
+    for step in (*composition.steps, *(composition.closing if closed else ())):
         planes = step(planes, num_frames, num_labels)
     wanted = slots(composition.topology)
     _checked(planes, like.shape, wanted, loss)

@@ -175,7 +175,7 @@ class TransducerLoss:
         made = self._without_options().compose()
         if not isinstance(made, Composition):
             raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {made!r}.")
-        if made.steps:
+        if made.steps or made.closing:
             lacks = "decoding(), which returns its DecodingRules: compose() has steps, which act on known targets"
             raise TypeError(f"{type(self).__name__} lacks {lacks}.")
         return DecodingRules(made.emission, made.topology)
@@ -373,10 +373,14 @@ class TransducerLoss:
             A_u = sum over t and arcs of y_u of alpha(t, u - 1) * arc(t, u - 1)
             label_log_probs(u) = log A_u - log A_(u - 1)
 
-        A_u is the probability that the labels start with y_1 ... y_u. An arc counts if the lattice has it when y_u is
-        the last label: it leads to a frame t + d < T_b, or ends the path at t + d = T_b. So an entry depends on no
-        later label, and the entries add up to log A_U >= -loss, which leaves the frames after the last label open.
+        A_u is the probability that the labels start with y_1 ... y_u. What must follow a label on its frame, the blank
+        of `ConstrainedRNNTLoss`, belongs to the next entry. An arc counts if the lattice has it when y_u is the last
+        label: it leads to a frame t + d < T_b, or ends the path at t + d = T_b. So an entry depends on no later label,
+        and the entries add up to log A_U >= -loss, which leaves the frames after the last label open.
         Delay penalty, windows and `sigma` act on arcs as in `posteriors`: for confidences take a loss without them.
+
+        `Hypotheses.label_log_probs` of a decoder is the same for one alignment: the sum over the arcs of y_u out of the
+        node where the alignment has it. Where one alignment carries all of the probability, both are equal.
 
         Arguments and errors are those of the call. The recursion is plain JAX, also for implementation="kernel"; the
         logits are read, and their gradient written, by the kernels.

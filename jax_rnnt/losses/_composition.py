@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices._topology import STANDARD, Arc, Topology
 from jax_rnnt.losses._adjustments import Step
@@ -30,6 +31,9 @@ class Composition:
         options of the loss follow: delay penalty, windows and FastEmit act on slots that start with "label".
     bounded : bool, default False
         True: the likelihood is at most 1, so a loss below 0 is rounding and becomes 0.
+    closing : tuple of callable, default ()
+        Further steps, after `steps`: they add to arcs of labels what must follow on the same frame, as the blank of
+        `ConstrainedRNNTLoss`. `label_log_probs` leaves them out of the label's own entry; all else has them.
 
     Examples
     --------
@@ -42,10 +46,12 @@ class Composition:
     topology: Topology = STANDARD
     steps: tuple[Step, ...] = ()
     bounded: bool | jax.Array = False
+    closing: tuple[Step, ...] = ()
 
     def __post_init__(self):
         _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
         _checked_sequence(self, "steps", callable, "functions", 0)
+        _checked_sequence(self, "closing", callable, "functions", 0)
         if not isinstance(self.emission, Softmax):
             raise TypeError(f"Composition: emission must be an emissions.Softmax, got {self.emission!r}.")
 
@@ -54,7 +60,7 @@ class Composition:
 class DecodingRules:
     """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
 
-    A decoder leaves a node by an arc with its log-probability. Adjustments of arcs and options that act in
+    A decoder leaves a node by an arc with its log-probability and weight. Adjustments of arcs and options that act in
     training alone, such as sigma, are no part of it.
 
     Parameters
@@ -66,6 +72,10 @@ class DecodingRules:
         have the slot "label" and stand for every class that is no blank.
     labels_per_frame : int, optional
         Labels that a frame may emit; a blank must follow them. Default: as many as the decoder allows.
+    arc_weights : sequence of float or scalar Array, default ()
+        What is added to the log-probability of each arc of `topology`, in nats: what steps of `compose` add, such as
+        the log of an arc's share in a label. Fields of the loss may be among them, traced or not. -inf forbids an arc;
+        (): 0 for all.
 
     Examples
     --------
@@ -78,9 +88,16 @@ class DecodingRules:
     emission: Softmax
     topology: Topology = STANDARD
     labels_per_frame: int | None = None
+    arc_weights: tuple[float | jax.Array, ...] = ()
 
     def __post_init__(self):
         _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
+        _checked_sequence(self, "arc_weights", lambda x: True, "numbers", 0)
+        if self.arc_weights and len(self.arc_weights) != len(self.topology):
+            expected = f"one number for each of the {len(self.topology)} arcs of topology, or none"
+            raise ValueError(f"DecodingRules: arc_weights must hold {expected}, got {self.arc_weights!r}.")
+        weights = (_checks.scalar("DecodingRules", f"arc_weights[{i}]", x) for i, x in enumerate(self.arc_weights))
+        object.__setattr__(self, "arc_weights", tuple(weights))
         if not isinstance(self.emission, Softmax):
             raise TypeError(f"DecodingRules: emission must be an emissions.Softmax, got {self.emission!r}.")
         limit = self.labels_per_frame

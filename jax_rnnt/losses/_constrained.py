@@ -46,7 +46,8 @@ class ConstrainedRNNTLoss(TransducerLoss):
 
     def compose(self) -> Composition:
         """Softmax, labels that read a frame and pay its blank."""
-        return Composition(Softmax((self.blank,), self.fused_log_softmax), MONOTONIC, (pay_next_blank,), bounded=True)
+        emission = Softmax((self.blank,), self.fused_log_softmax)
+        return Composition(emission, MONOTONIC, bounded=True, closing=(pay_next_blank,))
 
     def decoding(self) -> DecodingRules:
         """The same as standard arcs: after a label its frame must be left by a blank."""

@@ -64,7 +64,7 @@ class HATLoss(TransducerLoss):
     def compose(self) -> Composition:
         """Bernoulli blank, label softmax."""
         same = UNIT_STEP_LOSSES[self.topology]().compose()
-        return Composition(self._emission(), same.topology, same.steps, bounded=True)
+        return Composition(self._emission(), same.topology, same.steps, bounded=True, closing=same.closing)
 
     def decoding(self) -> DecodingRules:
         """As the loss whose lattice it has."""

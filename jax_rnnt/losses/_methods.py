@@ -35,15 +35,16 @@ def _strict(loss) -> bool:
     return loss.implementation == "kernel"
 
 
-def _adjust(loss, planes, num_frames, num_labels, windows):
+def _adjust(loss, planes, num_frames, num_labels, windows, closed=True):
     """The arcs of the topology, from the planes of the emission."""
-    return adjust(planes, num_frames, num_labels, loss, windows)
+    return adjust(planes, num_frames, num_labels, loss, windows, closed)
 
 
-def _adjust_isolated(loss, planes, num_frames, num_labels, windows):
+def _adjust_isolated(loss, planes, num_frames, num_labels, windows, closed=True):
     """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
     bad = has_nan(planes)
-    return _adjust(loss, {slot: isolate(x, bad) for slot, x in planes.items()}, num_frames, num_labels, windows), bad
+    isolated = {slot: isolate(x, bad) for slot, x in planes.items()}
+    return _adjust(loss, isolated, num_frames, num_labels, windows, closed), bad
 
 
 def _reference(emission, loss, logits, nodes, num_frames, num_labels, windows):
@@ -226,11 +227,19 @@ def _pure(loss):
 
 def _lattice(loss, emission, *problem):
     """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN) for methods other than the loss."""
+    return _lattice_and_ends(loss, emission, *problem)[:-1]
+
+
+def _lattice_and_ends(loss, emission, *problem):
+    """`_lattice`, and the arcs without what must follow a label, if they differ."""
     # FastEmit acts on the loss's gradient alone.
     loss = _pytree.replace(loss, fastemit_lambda=None)
     (loss, logits, nodes, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
-    arcs, nan = _adjust_isolated(loss, _plain_planes(loss, emission, logits, nodes), num_frames, num_labels, windows)
-    return loss.compose().topology, arcs, num_frames, num_labels, bad | nan
+    planes, composition = _plain_planes(loss, emission, logits, nodes), loss.compose()
+    rest = num_frames, num_labels, windows
+    arcs, nan = _adjust_isolated(loss, planes, *rest)
+    ends = _adjust_isolated(loss, planes, *rest, closed=False)[0] if composition.closing else None
+    return composition.topology, arcs, num_frames, num_labels, bad | nan, ends
 
 
 @_marked("of_nodes")
@@ -287,8 +296,9 @@ def align(loss, emission, *problem):
 @_jit
 def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """log P(y_u | y_<u, x) of every label, [..., U]."""
-    *arguments, bad = _lattice(loss, emission, logits, targets, logit_lengths, target_lengths, windows)
-    losses = emission.joined(jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments)))
+    problem = logits, targets, logit_lengths, target_lengths, windows
+    *arguments, bad, ends = _lattice_and_ends(loss, emission, *problem)
+    losses = emission.joined(jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments, ends)))
     return 0 - _nonnegative(loss, emission, logits, losses, targets, target_lengths)
 
 

@@ -1,6 +1,7 @@
 """Do the decoders find what a plain loop and an enumeration of all alignments find?"""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,19 @@ import numpy as np
 import pytest
 
 import losses
-import reference_numpy as truth
 from decoding import (
     EXACT,
-    LABELS,
     MOST,
     NAMED,
     ROOM,
     Model,
     T,
     check_all,
+    ends,
     enumerate_all,
+    every,
     greedy_loop,
+    lossless,
     stateless,
     trimmed,
 )
@@ -28,23 +30,16 @@ from jax_rnnt.decode import _beam_step, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
-GREEDY = (dict(exact_end=False, max_symbols=1), 4), (dict(exact_end=True, max_symbols=3), 9)
-OPEN, ENDED = ("rnnt", "monotonic", "hat"), ("constrained", "tdt", "multiblank", "monotonic_final_blank")
-CASES = [
-    pytest.param(name, case, id=f"{name}-{end}", marks=() if name in often else pytest.mark.slow)
-    for case, end, often in zip(GREEDY, ("open", "exact"), (OPEN, ENDED))
-    for name in NAMED
-]
 
-
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_greedy_is_the_plain_loop(name, case):
-    options, window = case
+@pytest.mark.parametrize("name", NAMED)
+def test_greedy_is_the_plain_loop(name):
+    """With exact ends and open ones, in windows of one frame and more, with room for some labels a frame."""
+    window, max_symbols = {"tdt": (9, 3), "multiblank": (1, 2), "rnnt": (4, 1)}.get(name, (4, 2))
     for seed in range(4):
-        model = Model(NAMED[name], batch=8, frames=7, seed=seed)
-        found = model.search(decode.greedy, ROOM, window=window, **options)
-        for b in range(8):
-            expected, log_probs, score = greedy_loop(model, b, **options)
+        model, exact = Model(NAMED[name], batch=16, frames=7, seed=seed), ends(16)
+        found = model.search(decode.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
+        for b in range(16):
+            expected, log_probs, score = greedy_loop(model, b, exact_end=exact[b], max_symbols=max_symbols)
             assert trimmed(found, b) == expected
             np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
             np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
@@ -54,25 +49,11 @@ def test_greedy_is_the_plain_loop(name, case):
 # -------------------------------------------------------------------------------------------------- beam search
 
 
-def fusion(model):
-    """Options of a search with a language model that has memory, and what they add to a label after a prefix."""
-    table = truth.log_softmax(np.random.default_rng(5).normal(0, 2, (model.tokens,) * 3))
-    step = lambda state, labels: (jnp.asarray(table)[state, labels], labels)
-    lm = decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), step)
-
-    def added(prefix, label):
-        before = (0, model.tokens - 1, *prefix)[-2:]
-        internal = np.tanh(model.row(prefix)) @ model.parameters.weight + model.bias
-        return 0.7 * table[before][label] - 0.3 * truth.log_softmax(internal[:LABELS])[label]
-
-    return dict(fusion=((lm, 0.7),), ilm_weight=0.3), added
-
-
 # Greedy search runs on the whole family; beam search has the same moves.
-QUICK = {"exact": ("rnnt", "tdt"), "open": ("tdt",), "fused": ("hat",)}
+QUICK = {"exact": ("rnnt", "tdt", "split"), "open": ("tdt",)}
 ENUMERATED = [
     pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
-    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")), ("fused", ("tdt", "hat")))
+    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")))
     for name in names
 ]
 
@@ -80,39 +61,36 @@ ENUMERATED = [
 @pytest.mark.parametrize(("name", "kind"), ENUMERATED)
 def test_beam_is_the_enumeration(name, kind):
     """Open ends are ranked by normalised scores."""
-    model, rules, search, rank = Model(NAMED[name]), dict(max_symbols=MOST), {}, lambda scores, counts: scores
-    if kind == "exact":
-        rules |= dict(exact_end=True)
-    elif kind == "open":
+    model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
+    rules = dict(max_symbols=MOST, exact_end=True)
+    if kind == "open":
         rules, search = dict(max_symbols=2), dict(length_norm=0.5)
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
-    else:
-        search, rules["fuse"] = fusion(model)
-    found = model.search(decode.beam, MOST, 64, **search, **{k: x for k, x in rules.items() if k != "fuse"})
+    found = model.search(decode.beam, MOST, lossless(model.loss), **search, **rules)
     check_all(model, found, rank=rank, **rules)
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
 
-@losses.every
+@every
 def test_width_1(loss):
     """Without merging it is greedy search."""
-    model, (options, _) = Model(loss, batch=8, frames=7), GREEDY[1]
+    model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
     greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
     for x, y in zip(one[:-1], greedy[:-1]):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=EXACT)
 
 
-@losses.every
+@every
 def test_no_labels_stand_twice(loss):
     """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold."""
     model = Model(loss, batch=3, frames=13)
-    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4)
+    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4, threshold=np.float64(np.inf))
     assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
     assert same.sum() == alive.sum() > 3
-    near = model.search(decode.beam, 40, 4, threshold=2.0).scores
+    near = model.search(decode.beam, 40, 4, threshold=np.float64(2)).scores
     kept = near > -np.inf
     assert (near >= near[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
 
@@ -189,6 +167,20 @@ def test_fingerprints():
     for tree in (rows, {"x": rows["a"].astype(jnp.bfloat16)}, [rows["a"].astype(np.int8), rows["a"][:, :0]]):
         found = {tuple(x) for x in np.asarray(_hashing.fingerprints(jax.tree.map(jnp.asarray, tree))).tolist()}
         assert len(found) == 3
+
+
+def test_packs_are_of_the_platform():
+    """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
+    model, rows = Model(losses.RNNT, batch=4), 4 * 11
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    search = jax.jit(lambda *batch: decode.beam(*networks, *batch, MOST, 11)[:-1])
+    traced, packed = search.trace(model.encoder, model.lengths), {}
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        sizes = [int(x) for x in re.findall(r"dot_general .*: \(tensor<(\d+)x", text)]
+        assert len(sizes) == 3 and {*sizes} <= {rows, _packing.PACK}, sizes  # start, step and joint network
+        packed[platform] = _packing.PACK in sizes
+    assert packed == {"cpu": True, "cuda": False, "tpu": False}
 
 
 @pytest.mark.parametrize("predictor", ["stateless", pytest.param("memory", marks=pytest.mark.slow)])

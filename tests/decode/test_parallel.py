@@ -1,12 +1,13 @@
 """Does the search without a predictor find what plain loops find, and a round what each label says by itself?"""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import losses
-from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, greedy_loop, label_log_prob, trimmed
+from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, ends, greedy_loop, label_log_prob, trimmed
 from jax_rnnt import decode
 
 ROW = np.linspace(-1, 1, H)  # in place of the predictor's
@@ -27,31 +28,37 @@ class Masked(Model):
         return self.parameters.predictor._replace(masked_row=jnp.asarray(ROW))
 
     def find(self, room=ROOM, function=decode.parallel, predictor=None, **options):
-        def run(encoder, lengths):
-            networks = self.parameters.joint, predictor or self.predictor
-            return function(self.loss.value(), *networks, encoder, lengths, room, **options)._replace(state=None)
-
-        return jax.tree.map(np.asarray, jax.jit(run)(self.encoder, self.lengths))
+        """As `search`, with this predictor in place of its own."""
+        search = masked(function) if predictor is None else through(function, predictor)
+        return self.search(search, room, **options)._replace(state=None)
 
 
-OFTEN = {("rnnt", False), ("tdt", True), ("multiblank", False)}
-CASES = [
-    pytest.param(name, end, marks=() if (name, end) in OFTEN else pytest.mark.slow)
-    for name in NAMED
-    for end in (False, True)
-]
+def through(function, predictor):
+    """The search with another predictor than the given one."""
+    return lambda loss, joint, _, *batch, **options: function(loss, joint, predictor, *batch, **options)
 
 
-@pytest.mark.parametrize(("name", "exact_end"), CASES)
-def test_is_the_plain_loop(name, exact_end):
-    """Also where room ends, with a penalty and a temperature."""
+@functools.cache
+def masked(function):
+    """The search with `ROW` for the given predictor."""
+
+    def search(loss, joint, predictor, *batch, **options):
+        return function(loss, joint, predictor._replace(masked_row=jnp.asarray(ROW)), *batch, **options)
+
+    return search
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_is_the_plain_loop(name):
+    """With exact ends and open ones, a penalty and a temperature; also where room ends."""
+    exact = ends(8)
     for seed, room in ((0, ROOM), (1, 3)):
         model = Masked(NAMED[name], seed=seed)
         model.temperature, model.penalty = 1.7, 0.4
-        found = model.find(room, exact_end=exact_end, temperature=1.7, blank_penalty=0.4)
+        found = model.find(room, exact_end=exact, temperature=1.7, blank_penalty=0.4)
         assert found.counts.max() > 2 and (room > 3 or found.full.any())
         for b in range(8):
-            expected, log_probs, score = greedy_loop(model, b, exact_end=exact_end, max_symbols=1, room=room)
+            expected, log_probs, score = greedy_loop(model, b, exact_end=exact[b], max_symbols=1, room=room)
             assert trimmed(found, b) == expected and found.full[b] == (len(log_probs) == room)
             np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
             np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
@@ -121,8 +128,6 @@ def test_without_its_own_row_it_is_zero():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(rounds=-1), ValueError, "parallel: rounds must be 0 or more, got -1"),
-        (dict(rounds=1.0), TypeError, "parallel: rounds must be an integer"),
         (
             dict(masked_row=jnp.zeros(H + 1)),
             ValueError,

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import losses
 import reference_numpy as truth
-from jax_rnnt import Composition, LinearJoint, TransducerLoss, decode, emissions, lattices
+from jax_rnnt import Composition, DecodingRules, LinearJoint, TransducerLoss, decode, emissions, lattices
 
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
-NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
+WAYS = {0: 0.5, 1: 0.8}  # of a label of `SplitLoss` by the frames that it reads: not normalised
 
 
 class TwoStepLoss(TransducerLoss):
@@ -25,6 +26,40 @@ class TwoStepLoss(TransducerLoss):
     def compose(self):
         arcs = (*lattices.STANDARD, lattices.Arc("blank", 2, 0))
         return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs)
+
+
+class SplitLoss(TransducerLoss):
+    """A label stays on its frame or reads it; each way has a weight."""
+
+    stays: float | jax.Array = math.log(WAYS[0])
+    reads: float | jax.Array = math.log(WAYS[1])
+
+    def compose(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("label that reads", 1, 1))
+        return Composition(emissions.Softmax((self.blank,), self.fused_log_softmax), arcs, steps=(self.split,))
+
+    def split(self, planes, *lengths):
+        label = planes["label"]
+        return planes | {"label": label + self.stays, "label that reads": label + self.reads}
+
+    def decoding(self):
+        arcs = (*lattices.STANDARD, lattices.Arc("label", 1, 1))
+        return DecodingRules(self.compose().emission, arcs, arc_weights=(0.0, self.stays, self.reads))
+
+
+NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
+NAMED["split"] = losses.Loss("split", SplitLoss)
+LONGEST = {"multiblank": max(losses.BIG), "tdt": max(losses.DURATIONS)}  # frames that an arc reads; else 1
+
+
+every = pytest.mark.parametrize(
+    "loss", [x if name in ("rnnt", "tdt") else losses.slow(x) for name, x in NAMED.items()], ids=str
+)
+
+
+def lossless(loss, most=MOST):
+    """The width of a beam that loses none of the label sequences, up to so many labels."""
+    return (1 + LONGEST.get(loss.name, 1)) * sum(LABELS**n for n in range(most + 1))
 
 
 class Parameters(NamedTuple):
@@ -74,19 +109,29 @@ class Model:
         return logits / self.temperature
 
     def search(self, function, *sizes, encoder=None, lengths=None, state=None, **options):
-        """Its result as NumPy arrays. Calls that differ in arrays alone share a program."""
+        """Its result as NumPy arrays. Calls that differ in arrays alone, options among them, share a program."""
         encoder, lengths = self.encoder if encoder is None else encoder, self.lengths if lengths is None else lengths
+        traced = {name: options.pop(name) for name in [*options] if isinstance(options[name], (np.ndarray, np.generic))}
+        traced |= {} if state is None else {"state": state}
         run = program(self.loss, function, sizes, tuple(options.items()))
-        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, state))
+        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, traced))
 
 
 @functools.cache
 def program(loss, function, sizes, options):
-    def run(parameters, encoder, lengths, state):
+    def run(parameters, encoder, lengths, traced):
         networks = parameters.joint, parameters.predictor
-        return function(loss.value(), *networks, encoder, lengths, *sizes, state=state, **dict(options))
+        return function(loss.value(), *networks, encoder, lengths, *sizes, **dict(options), **traced)
 
     return jax.jit(run)
+
+
+select, concatenate = jax.jit(decode.select), jax.jit(lambda *states: decode.concatenate(states))
+
+
+def ends(batch):
+    """Whether each utterance ends exactly: every other one. One program then has both rules."""
+    return np.arange(batch) % 2 == 0
 
 
 @functools.cache
@@ -109,6 +154,9 @@ def unpenalized(model, *node):
         found = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
         return {move: x for move, x in found.items() if move != (None, 0)}
     scores = truth.log_softmax(row)
+    if name == "split":
+        found = {(k, d): scores[k] + math.log(way) for k in range(LABELS) for d, way in WAYS.items()}
+        return found | {(None, 1): scores[blank]}
     labels = {(k, int(name.startswith("monotonic"))): scores[k] for k in range(LABELS)}
     big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(losses.BIG)} if name == "multiblank" else {}
     return labels | {(None, 1): scores[blank]} | big
@@ -132,7 +180,8 @@ def label_log_prob(model, b, t, prefix, label):
     row, blank = model.logits(b, t, prefix), model.tokens - 1
     if model.loss.name == "hat":
         return truth.log_softmax(row[:blank])[label] - np.logaddexp(0, row[blank])
-    return truth.log_softmax(row[: blank + 1])[label]
+    more = math.log(sum(WAYS.values())) if model.loss.name == "split" else 0.0
+    return truth.log_softmax(row[: blank + 1])[label] + more
 
 
 def nothing(*labels):

@@ -88,6 +88,17 @@ def enumerate_prefixes(topology, num_frames, num_labels, label):
     return list(extend(0, 0)) if num_frames else []
 
 
+def alone(slot, arcs):
+    """The slot of the same arc without what must follow its label, if there is one."""
+    return f"{slot} alone" if f"{slot} alone" in arcs else slot
+
+
+def sum_of_prefixes(topology, arcs, num_frames, num_labels, label):
+    """The log of the summed weight of `enumerate_prefixes`."""
+    paths = enumerate_prefixes(topology, num_frames, num_labels, label)
+    return sum_of_paths([(*path[:-1], (alone(path[-1][0], arcs), *path[-1][1:])) for path in paths], arcs)[1]
+
+
 def sum_of_paths(paths, arcs):
     """(scores of the paths, log of their summed weight, posterior of each arc); exact sums for Python fractions."""
     scores = [sum(arcs[slot][t, u] for slot, t, u in path) for path in paths]
@@ -158,7 +169,7 @@ def posteriors(topology, arcs, num_frames, num_labels):
 
 
 def label_log_probs(topology, arcs, num_frames, num_labels):
-    """log P(label u | those before it), [U], on arcs that write one label at most."""
+    """log P(label u | those before it), [U], on arcs that write one label at most; the last one is `alone`."""
     if num_frames == 0:
         return np.full(num_labels, NEG)
     alpha = _alpha_beta(topology, arcs, num_frames, num_labels)[0]
@@ -166,7 +177,9 @@ def label_log_probs(topology, arcs, num_frames, num_labels):
     with np.errstate(invalid="ignore"):
         for u in range(num_labels):
             scores = [
-                np.where(t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[arc.slot][t, u], NEG)
+                np.where(
+                    t + arc.dt < num_frames + arc.may_end, alpha[t + u, u] + arcs[alone(arc.slot, arcs)][t, u], NEG
+                )
                 for arc in topology
                 if arc.du
             ]
@@ -260,7 +273,10 @@ def softmax_emission(logits, labels, *, blank, fused=True, blanks=None):
 
 
 def constrained_emission(logits, labels, *, blank, fused=True):
-    """k2's constrained RNN-T: a label arc also pays the blank of the node that it leads to, in the same frame."""
+    """k2's constrained RNN-T: a label arc also pays the blank of the node that it leads to, in the same frame.
+
+    "label alone" does not.
+    """
     head = _Head(logits, fused)
     blanks = head[blank]
     after = np.full_like(blanks, NEG)
@@ -274,7 +290,7 @@ def constrained_emission(logits, labels, *, blank, fused=True):
         head.add(blank, moved)
         return head.pull()
 
-    return {"blank": blanks, "label": head[labels] + after}, pullback
+    return {"blank": blanks, "label": head[labels] + after, "label alone": head[labels]}, pullback
 
 
 def multi_blank_emission(logits, labels, *, blank, durations, fused=True, sigma=0):
