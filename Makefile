@@ -44,9 +44,12 @@ $(TOOLS)/.installed: pyproject.toml
 	$(TOOLS)/bin/pip install --quiet --no-deps cmake ninja packaging pathspec -r $(TOOLS)/requirements.txt
 	touch $@
 
-# The checkout becomes the installed package: Python is live.
+# The checkout becomes the installed package: Python is live. Of scikit-build-core's finder only the path stays: the finder
+# would put the checkout before PYTHONPATH, where other builds and copies are.
 $(VENV)/.editable: pyproject.toml $(VENV)/.packages
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -Ceditable.mode=inplace -Cwheel.cmake=false -e .
+	$(BIN)/python -c "import pathlib, sysconfig; site = pathlib.Path(sysconfig.get_path('purelib')); \
+	  [path.unlink() for path in site.glob('_editable_skbc_jax_rnnt*')]; (site / 'jax_rnnt.pth').write_text('$(CURDIR)\n')"
 	touch $@
 
 # CMake keeps its folder and puts the kernels beside the Python: an edit compiles what includes the edited file. ONLY=avx2, avx512 or portable: the CPU kernels for that instruction

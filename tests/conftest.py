@@ -3,14 +3,14 @@
 Eight CPU devices replace a small cluster. 64-bit types are on, so that the truth can be float64 (test_dtypes repeats
 the essentials without them). Type and rank promotion are strict, so that no library call relies on implicit ones.
 JAX_RNNT_REQUIRE=cpu or cuda turns the skip of a missing kernel into a failure. JAX_RNNT_INTERPRET=1 runs the kernels
-for TPUs, interpreted, in place of the CPU's. JAX_RNNT_INSTALLED=FOLDER tests the package in that folder (a wheel, a build
-with sanitizers) in place of the checkout.
+for TPUs, interpreted, in place of the CPU's. JAX_RNNT_INSTALLED=FOLDER tests the package in that folder (a wheel, a
+build with sanitizers) in place of the checkout.
 
-XLA takes four fifths of the suite's time to compile programs that run once on a few kilobytes. On CPUs, LLVM therefore
-does not optimise them, and XLA takes options with which it compiles a reference in 0.3 s instead of 1.2 s. Custom calls
-and collectives are the same. Tests of rounding over many steps, equal bits or memory use `optimized`. Compiled programs
-are kept in pytest's cache, for all workers and for the next run. A program names its kernels, so it runs with those of
-the day.
+A test costs what its programs cost: a loss on the kernels 0.015 s to trace, 0.02 to lower and 0.03 to compile, one on
+the reference 0.2 s each. So XLA and LLVM do not optimise programs that run once on a few kilobytes, and where XLA
+has the option, it compiles a reference in 0.2 s, not in 0.6. Custom calls and collectives are the same. Tests of rounding
+over many steps, equal bits or memory use `optimized`. Compiled programs are kept in pytest's cache, for all workers and
+for the next run. A program names its kernels, so it runs with those of the day.
 """
 
 import gc

@@ -21,7 +21,9 @@ def digest():
         found += (path for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cc", ".cu", ".cuh", ".py"))
     total = hashlib.sha256()
     for path in sorted(found):
-        total.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+        total.update(
+            f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes().replace(b"\r\n", b"\n") + b"\0"
+        )
     return total.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Does an import without kernels say why and what to do, and point to the importing line?"""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -88,23 +89,32 @@ def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
     assert warning_of(clone, site) == f"{clone / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
 
 
+def test_built_without_a_compiler(tmp_path):
+    copy_without_kernels(tmp_path)
+    install(tmp_path, None, cpu="no working C++ compiler was found when jax_rnnt was built")
+    message = warning_of(tmp_path)
+    assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
+    assert "apt install g++" in message
+    assert "run `pip install --force-reinstall --no-deps --no-cache-dir --no-binary jax_rnnt jax_rnnt`" in message
+
+
 @pytest.mark.parametrize(
     ("origin", "source"),
     [
-        slow({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
-        slow({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
-        slow({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {}}, "/home/me/jax_rnnt"),
+        ({"url": "file:///home/me/jax_rnnt", "dir_info": {"editable": True}}, "-e /home/me/jax_rnnt"),
+        ({"url": "https://host/jax_rnnt", "vcs_info": {"vcs": "git"}}, "git+https://host/jax_rnnt"),
         ({"url": "file:///tmp/jax_rnnt-1-py3-none-any.whl", "archive_info": {}}, "--no-binary jax_rnnt jax_rnnt"),
         (None, "--no-binary jax_rnnt jax_rnnt"),
     ],
 )
-def test_built_without_a_compiler(tmp_path, origin, source):
-    copy_without_kernels(tmp_path)
-    install(tmp_path, origin, cpu="no working C++ compiler was found when jax_rnnt was built")
-    message = warning_of(tmp_path)
-    assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
-    assert "apt install g++" in message
-    assert f"run `pip install --force-reinstall --no-deps --no-cache-dir {source}`" in message
+def test_command_that_installs_again(tmp_path, monkeypatch, origin, source):
+    """It takes the sources from where this copy came."""
+    (tmp_path / "jax_rnnt").mkdir()
+    install(tmp_path, origin)
+    found = importlib.metadata.Distribution.at(tmp_path / "jax_rnnt-0.0.0.dist-info")
+    monkeypatch.setattr(_installation, "_distribution", lambda: found)
+    assert _installation.reinstall() == f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 UNFIT = """

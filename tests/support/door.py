@@ -315,7 +315,7 @@ def label_map(targets, num_labels):
 def parts(loss, classes, **options):
     """(emission, topology) of a loss for rows of `classes` logits; None for one with steps between them."""
     made = _split.switched_off(loss.value(**options)).compose()
-    return None if made.steps else (made.emission.resolved(loss.name, classes), made.topology)
+    return None if made.steps or made.closing else (made.emission.resolved(loss.name, classes), made.topology)
 
 
 LOSSES = tuple(loss for loss in losses.LOSSES if parts(loss, 99))
