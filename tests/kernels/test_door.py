@@ -9,7 +9,7 @@ import pytest
 
 import door
 import losses
-from jax_rnnt.emissions import _emission
+from jax_rnnt.emissions import _emission, _softmax
 
 LATTICE = "jax_rnnt_lattice_loss"
 
@@ -101,6 +101,17 @@ def test_guards(monkeypatch):
     assert lattice_call()[0] == 0
     monkeypatch.setattr(door, "_handler", lambda target: lambda at: None)
     assert np.isnan(lattice_call()[0])
+
+
+@pytest.mark.skipif(not door.FLUSH, reason="how to flush subnormals is not known here")
+def test_subnormals_are_flushed():
+    """As on XLA's threads; here they are not."""
+    small = np.full((1, 1, 1, 2), 1e-40, np.float32)
+    label, frames = np.zeros((1, 1, 1), np.int32), np.ones(1, np.int32)
+    with door.opened():
+        log_blank, log_label, _ = _softmax.forward(small, label, frames, blanks=(1,), normalize=False)
+    assert log_blank == 0 and log_label == 0
+    assert (small * np.float32(1) > 0).all()
 
 
 def test_operands_keep_their_values():
