@@ -8,9 +8,9 @@ build with sanitizers) in place of the checkout.
 
 A test costs what its programs cost: a loss on the kernels 0.015 s to trace, 0.02 to lower and 0.03 to compile, one on
 the reference 0.2 s each. So XLA and LLVM do not optimise programs that run once on a few kilobytes, and where XLA
-has the option, it compiles a reference in 0.2 s, not in 0.6. Custom calls and collectives are the same. Tests of rounding
-over many steps, equal bits or memory use `optimized`. Compiled programs are kept in pytest's cache, for all workers and
-for the next run. A program names its kernels, so it runs with those of the day.
+has the option, it compiles a reference in 0.2 s, not in 0.6. Custom calls and collectives are the same. Tests of
+rounding over many steps, equal bits or memory use `optimized`. Compiled programs are kept in pytest's cache, for all
+workers and for the next run. A program names its kernels, so it runs with those of the day.
 """
 
 import gc
