@@ -1,10 +1,9 @@
 """examples/asr in several processes: the same training as in one, and a run that outlives a process."""
 
+import importlib
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -13,40 +12,69 @@ import numpy as np
 import pytest
 
 import losses
+import programs
 
 pytest.importorskip("orbax.checkpoint")
+soundfile = pytest.importorskip("soundfile")
 pytestmark = pytest.mark.slow
 
 OPTIONS = [
-    "--config", "handwritten-digits", "--width", "16", "--blocks", "1", "--channels", "4",
-    "--batch", "16", "--steps", "12", "--save-every", "4", "--log-every", "1",
+    "--rate", 8000, "--mels", 6, "--encoder", "convolutional", "--width", 16, "--blocks", 1, "--kernel", 3,
+    "--channels", 2, "--batch", 16, "--buckets", 1, "--time-masks", 0, "--mel-masks", 0, "--dropout", 0,
+    "--steps", 8, "--save-every", 4, "--log-every", 1, "--learning-rate", 0.004,
 ]  # fmt: skip
 PATIENCE = 150  # seconds: a process counts as dead after 60
 
 
-def start(workdir, devices, *options):
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A manifest of 32 utterances of noise, and one of 16."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    lines = [json.dumps({"audio": f"{i}.wav", "text": " ".join("ABC"[i % 3 :])}) for i in range(32)]
+    for i in range(32):
+        soundfile.write(folder / f"{i}.wav", 0.1 * rng.normal(size=3200 + 80 * (i % 5)), 8000)
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "valid.jsonl").write_text("\n".join(lines[:16]))
+    return folder
+
+
+def arguments(corpus, workdir, devices, *options):
+    files = "--train", corpus / "train.jsonl", "--valid", corpus / "valid.jsonl", "--workdir", workdir
+    return list(map(str, ["train", *OPTIONS, *files, "--devices", devices, *options]))
+
+
+def start(*given):
     """A process with so many devices; its output is in `stdout` and `stderr`."""
-    command = [
-        sys.executable,
-        losses.ROOT / "examples/asr",
-        "train",
-        *OPTIONS,
-        "--workdir",
-        workdir,
-        "--devices",
-        devices,
-    ]
-    environment = os.environ | {"XLA_FLAGS": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(map(str, [*command, *options])), env=environment, **pipes)
+    environment = programs.environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return programs.start(losses.ROOT / "examples/asr", *arguments(*given), env=environment)
 
 
-def start_two(workdir, *options):
+def run_here(*given):
+    """The exit status in this process, in JAX's default configuration."""
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), pytest.raises(SystemExit) as end:
+            module("commands").main(arguments(*given))
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    return end.value.code
+
+
+def module(name):
+    """One of examples/asr."""
+    sys.path.insert(0, str(losses.ROOT / "examples"))
+    try:
+        return importlib.import_module(f"asr.{name}")
+    finally:
+        sys.path.pop(0)
+
+
+def start_two(corpus, workdir, *options):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     numbers = [("--coordinator", f"localhost:{port}", "--processes", 2, "--process", i) for i in range(2)]
-    return [start(workdir, 4, *x, *options) for x in numbers]
+    return [start(corpus, workdir, 4, *x, *options) for x in numbers]
 
 
 def finished(processes):
@@ -60,13 +88,8 @@ def finished(processes):
 
 
 def parameters(workdir):
-    sys.path.insert(0, str(losses.ROOT / "examples"))
-    try:
-        from asr import recogniser, runs
-    finally:
-        sys.path.pop(0)
-    run = runs.open_run(workdir)
-    (params,) = run.restore(params=recogniser.Recogniser.from_setup(run.setup()).params)
+    run = module("runs").open_run(workdir)
+    (params,) = run.restore(params=module("recogniser").Recogniser.from_setup(run.setup()).params)
     run.close()
     return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(params))]
 
@@ -76,22 +99,21 @@ def metrics(workdir):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(corpus, tmp_path_factory):
     """The folder of a run in two processes of four devices."""
     workdir = tmp_path_factory.mktemp("two") / "run"
-    (first, *_), (second, quiet, _) = found = finished(start_two(workdir))
+    (first, *_), (second, quiet, _) = found = finished(start_two(corpus, workdir))
     assert first == second == 0, found
     printed = [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]  # of JAX's collectives
     assert "held-out CER" in found[0][1] and printed == []
     return workdir
 
 
-def test_as_in_one_process(two, tmp_path):
+def test_as_in_one_process(corpus, devices, two, tmp_path):
     """Losses and error rates are those of one process with all eight devices."""
-    ((status, *texts),) = finished([start(tmp_path / "run", 8)])
-    assert status == 0, texts
+    assert run_here(corpus, tmp_path / "run", 8) == 0
     pairs = [(x, y) for x, y in zip(metrics(two), metrics(tmp_path / "run"), strict=True)]
-    assert sum("loss" in x for x, _ in pairs) >= 12
+    assert sum("loss" in x for x, _ in pairs) == 8
     for x, y in pairs:
         assert x.keys() == y.keys() and x["step"] == y["step"]
         for name in x.keys() - {"seconds"}:
@@ -100,10 +122,10 @@ def test_as_in_one_process(two, tmp_path):
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
-def test_a_process_that_dies(two, tmp_path):
+def test_a_process_that_dies(corpus, two, tmp_path):
     """The other one ends in bounded time; both together resume to the bits of a run without the death."""
     workdir = tmp_path / "run"
-    processes = start_two(workdir)
+    processes = start_two(corpus, workdir)
     deadline = time.monotonic() + 120
     while not (workdir / "checkpoints/4").is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -113,7 +135,7 @@ def test_a_process_that_dies(two, tmp_path):
     finally:
         processes[0].kill()
     finished(processes)
-    (first, *_), (second, *_) = found = finished(start_two(workdir, "--resume"))
+    (first, *_), (second, *_) = found = finished(start_two(corpus, workdir, "--resume"))
     assert first == second == 0, found
     for x, y in zip(parameters(two), parameters(workdir), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -127,6 +149,7 @@ def test_a_process_that_dies(two, tmp_path):
         (["--coordinator", "localhost:1", "--processes", 2, "--process", 2], "with I from 0 to N - 1"),
     ],
 )
-def test_options(tmp_path, options, message):
-    ((status, _, error),) = finished([start(tmp_path / "run", 4, *options)])
-    assert status == 2 and message in error and len(error.strip().splitlines()) == 1
+def test_options(corpus, tmp_path, capsys, options, message):
+    assert run_here(corpus, tmp_path / "run", 4, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1

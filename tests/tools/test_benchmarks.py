@@ -1,12 +1,10 @@
 """Do the benchmarks measure what they say? Everything but time, on tiny problems and without a GPU."""
 
-import functools
 import importlib.util
 import itertools
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import losses
+from programs import environment, run
 
 HERE = losses.ROOT / "benchmarks"
 if not HERE.exists():
@@ -93,9 +92,11 @@ def test_planted_models_of_rivals(kind):
             assert label == predictor.start or np.corrcoef(rows[0], forbid[label])[0, 1] > 0.9
 
 
-def test_help():
-    done = subprocess.run([sys.executable, HERE / "rivals.py", "--help"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "--workdir" in done.stdout, done.stderr
+def test_help(capsys):
+    """Of the one that needs packages of rivals: without them."""
+    with pytest.raises(SystemExit) as ended:
+        load("rivals").main(["--help"])
+    assert ended.value.code == 0 and "--workdir" in capsys.readouterr().out
 
 
 def test_turns_and_aims():
@@ -110,34 +111,54 @@ def test_turns_and_aims():
     assert len(late.seconds) == 1
 
 
+# In one process, in JAX's default configuration: each program imports the others' modules.
+RUNS = """
+import dataclasses, importlib, os, shlex, sys, traceback
+sys.path.insert(0, sys.argv[1])
+from problems import cases
+
+small = {"characters": dict(B=2, T=30, U=20, V=16), "small": dict(B=2, T=30, U=20, V=16)}
+small["characters, 30% padded"] = small["characters"]
+of = lambda found, **more: tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in found)
+cases.LARGE, cases.JOINT = of(cases.LARGE), of(cases.JOINT, H=8)
+cases.CASES = {case.name: case for case in cases.LARGE}
+failed = []
+for command in sys.argv[2:]:
+    print("RUN", command, flush=True)
+    name, *arguments = shlex.split(command)
+    try:
+        if importlib.import_module(name).main(arguments):
+            failed.append(command)
+    except Exception:
+        traceback.print_exc()
+        failed.append(command)
+if failed:
+    sys.exit(f"failed: {failed}")
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        "bench.py --only tiny",
-        "bench.py --family --only characters",
-        "joint.py --hypotheses 2 --only 'characters, 30% padded'",
-        "joint.py --librispeech --batches 1 --share 0.1 --shrink 40",
-        "joint.py --nodes --only characters",
-        "decode.py --only 'stateless 1' --frames 8",
-        "ngram.py --tokens 400",
-        "soak.py --steps 20 --kinds jit eager",
-        "gpu.py --dry-run --only tiny --budget 1000",
-        "gpu.py --dry-run --only tiny --once",
-    ],
-)
-def test_a_run(tmp_path, command):
+def test_runs(tmp_path):
     """Contestants agree, and what is said to be written is there."""
-    script, *arguments = shlex.split(command)
-    if script in ("bench.py", "joint.py", "decode.py", "ngram.py"):
-        arguments += ["--quick", "--repeat", "1", "--output", str(tmp_path / "found.json")]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=600, check=False)
-    done = run([sys.executable, HERE / script, *arguments], env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if "Results" in done.stdout:
-        times = json.loads((tmp_path / "found.json").read_text())["times"]
-        assert all(row["median_ms"] >= row["minimum_ms"] > 0 for rows in times.values() for row in rows.values())
+    written = (
+        "bench --only tiny",
+        "bench --family --only small",
+        "joint --hypotheses 2 --only 'characters, 30% padded'",
+        "joint --librispeech --batches 1 --share 0.1 --shrink 40",
+        "joint --nodes --only characters",
+        "decode --only 'stateless 1' --frames 8",
+        "ngram --tokens 400",
+    )
+    commands = [f"{x} --quick --repeat 1 --output {tmp_path}/{i}.json" for i, x in enumerate(written)]
+    commands += [
+        "soak --steps 20 --kinds jit eager",
+        "gpu --dry-run --only tiny --budget 1000",
+        "gpu --dry-run --only tiny --once",
+    ]
+    run(RUNS, HERE, *commands, env=environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1"))
+    for i in range(len(written)):
+        times = json.loads((tmp_path / f"{i}.json").read_text())["times"]
+        assert times and all(x["median_ms"] >= x["minimum_ms"] > 0 for rows in times.values() for x in rows.values())
 
 
 def test_disagreement_is_found():
