@@ -7,7 +7,7 @@ give NumPy arrays. `evaluate` is the loss and its gradient, of losses whose arcs
 Every buffer lies between guards of NaN, results are NaN at first, and no call may change a guard: kernels that read or
 write too much, or leave elements out, are seen.
 
-One core runs 2000 losses with gradient a second here, of 4 small sequences each; the truth of NumPy takes as long.
+One core ran 1200 losses with gradient a second, of 4 small sequences each; the truth in NumPy takes as long.
 
 Where the default platform is not the CPU (a GPU), or its kernels are interpreted, calls go to JAX as ever.
 """
