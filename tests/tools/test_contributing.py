@@ -12,7 +12,9 @@ import pytest
 import jax_rnnt
 from losses import ROOT
 
-COMMANDS = [line.split("#")[0].split() for line in re.findall(r"(?m)^    (\S.*)$", (ROOT / "CONTRIBUTING.md").read_text())]
+COMMANDS = [
+    line.split("#")[0].split() for line in re.findall(r"(?m)^    (\S.*)$", (ROOT / "CONTRIBUTING.md").read_text())
+]
 
 
 def test_bare_pytest_tests_the_checkout():
