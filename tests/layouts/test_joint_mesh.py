@@ -115,9 +115,9 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize(("case", "kind"), [("in_turn", "auto"), *((case, "explicit") for case in MAPPED)])
-def test_vmap_over_a_mesh(case, kind, devices):
-    """The gradient of every element; on explicit axes each has the type of what it is the gradient of."""
+@pytest.mark.parametrize("case", MAPPED)
+def test_vmap_over_a_mesh(case, devices):
+    """The gradient of every element; each has the type of what it is the gradient of."""
     of_parameters, of_batch = MAPPED[case]
     network, sizes = Network(batch=8), {None: 3, "model": 2}
     random = np.random.default_rng(3)
@@ -135,11 +135,11 @@ def test_vmap_over_a_mesh(case, kind, devices):
         run, expected = (jax.vmap(f, axes) for f in (run, expected))
     parameters = jax.tree.map(functools.partial(stack, of_parameters), network.parameters)
     batch = jax.tree.map(functools.partial(stack, of_batch), network.arguments[1:])
-    with mesh_of(devices, kind, (4, 2), ("data", "model")) as mesh:
+    with mesh_of(devices, "explicit", (4, 2), ("data", "model")) as mesh:
         placed = at(mesh, parameters, *(of_parameters or ())), *at(mesh, batch, *(of_batch or ()), "data")
         got = jax.jit(run)(*placed)
         for axes, x, gradient in zip(MAPPED[case], placed, got[1]):
-            if kind == "explicit" and len(axes or ()) == depth:
+            if len(axes or ()) == depth:
                 shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
                 assert all(jax.tree.leaves(shardings))
     losses.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)

@@ -1,7 +1,5 @@
 """Do learned numbers and arrays get the slope of the loss as gradient, in every layout, on kernels and in plain JAX?"""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,10 +89,10 @@ def test_the_gradient_is_a_loss():
     assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
 
 
-def test_without_jit_and_of_float32(implementation):
+def test_without_jit_and_of_float32(kernel):
     """A Python float, a NumPy scalar and a float32 array give the same numbers."""
     p = small().astype(np.float32)
-    loss = lambda d: jax_rnnt.RNNTLoss(delay_penalty=d, reduction="sum", implementation=implementation)
+    loss = lambda d: jax_rnnt.RNNTLoss(delay_penalty=d, reduction="sum", implementation=kernel)
     for at in (0.25, 0.0):
         wanted = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[0].sum(), at)
         for kind in (float, np.float32, jnp.float32):
@@ -188,20 +186,11 @@ def test_nan_reaches_nothing_shared(implementation, name):
                 assert not np.any(got[1]) if silent else np.isnan(got[1]).any()
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [
-        ("shard_map", "kernel"),
-        ("auto", "kernel"),
-        losses.slow("explicit", "kernel"),
-        losses.slow("shard_map", "reference"),
-    ],
-    indirect=["implementation"],
-)
-def test_on_a_mesh(kind, devices, implementation):
+@pytest.mark.parametrize("kind", ["shard_map", "auto", losses.slow("explicit")])
+def test_on_a_mesh(kind, devices, kernel):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
     p = losses.problem(16, loss=losses.TDT)
-    loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=implementation)
+    loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=kernel)
     total = lambda loss, p: loss(*p)
     wanted = jax.jit(jax.grad(total))(loss, p)
     with meshes.mesh_of(devices, kind) as mesh:
