@@ -16,7 +16,6 @@ from meshes import at, mesh_of
 from slopes import STEP, WEIGHTS, assert_slopes, heads, small
 
 LOWEST = float(np.finfo(np.float32).min)
-REFERENCE_SLOW = pytest.mark.parametrize("way", [None, losses.slow("reference")])  # matrix products have no kernel
 
 
 def dense(am, lm):
@@ -30,7 +29,9 @@ def dense(am, lm):
         return (np.where(np.isneginf(peak), 0, peak) + np.log(total))[..., 0], terms / np.where(total == 0, 1, total)
 
 
-def scores(scale, dtype=np.float32, B=4, seed=5):
+def scores(scale, dtype=np.float32, seed=5):
+    """Of 8 sequences, so that tests share a program."""
+    B = 8
     p = losses.problem(B)
     rng = np.random.default_rng(seed)
     am, lm = (rng.normal(0, scale, (B, n, 9)).astype(dtype) for n in (7, 5))
@@ -60,11 +61,15 @@ def compiled(way, loss=losses.RNNT):
     return run
 
 
-OTHERS = losses.slow(None, losses.MONOTONIC), losses.slow(None, losses.CONSTRAINED)
+WAYS = (
+    (None, losses.RNNT, np.float32),
+    (None, losses.RNNT, np.float64),
+    ("reference", losses.RNNT, np.float32),  # of the lattice: matrix products have no kernel
+    losses.slow(None, losses.CONSTRAINED, np.float32),
+)
 
 
-@pytest.mark.parametrize(("way", "loss"), [(None, losses.RNNT), ("reference", losses.RNNT), *OTHERS], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("way", "loss", "dtype"), WAYS, ids=str)
 def test_scores_of_any_size(way, loss, dtype):
     """Value and gradient are those of the dense sum; float64 exponentials underflow as well, from 700 on."""
     for scale in (1, 50, 100, 1e3, 1e4):
@@ -136,8 +141,9 @@ def test_sums(case):
 
 def test_where_no_class_is_left():
     """A node without a possible class has no arc: loss +inf and gradient 0, as of the sum. So have no frames."""
-    am, lm, p = scores(1.0, B=6)
-    p = p._replace(logit_lengths=np.array([7, 7, 7, 5, 0, 0]), target_lengths=np.array([4, 4, 2, 0, 0, 1]))
+    am, lm, p = scores(1.0)
+    frames, labels = [7, 7, 7, 5, 0, 0, 7, 5], [4, 4, 2, 0, 0, 1, 4, 2]
+    p = p._replace(logit_lengths=np.array(frames, np.int32), target_lengths=np.array(labels, np.int32))
     am[..., 3:], lm[0, :, :3], lm[1, 1, :3] = -np.inf, -np.inf, -np.inf
     values, *gradients = compiled(None)(am, lm, *p[1:])
     np.testing.assert_allclose(values, of_sum(am, lm, p)[0], rtol=1e-6)
@@ -145,9 +151,9 @@ def test_where_no_class_is_left():
     assert all(np.isfinite(g).all() and not np.any(g[np.array([0, 4, 5])]) for g in gradients)
 
 
-def mixed(B):
+def mixed():
     """Arrays of ordinary sequences and of such whose exponentials underflow, in turns."""
-    am, lm, p = scores(2.0, B=B)
+    am, lm, p = scores(2.0)
     am[1::2, :, 1] += 300
     lm[1::2, :, 2] += 300
     return am, lm, *p[1:]
@@ -155,30 +161,24 @@ def mixed(B):
 
 def test_no_sequence_changes_another():
     """An ordinary sequence has the same bits alone, beside others, and under vmap."""
-    arrays = mixed(4)
+    arrays = mixed()
     together = compiled(None)(*arrays)
     ordinary = compiled(None)(*(np.repeat(x[::2], 2, 0) for x in arrays))
-    mapped = jax.vmap(compiled(None))(*(x.reshape(2, 2, *x.shape[1:]) for x in arrays))
+    mapped = jax.vmap(compiled(None))(*(x.reshape(4, 2, *x.shape[1:]) for x in arrays))
     losses.assert_same_bits([x[::2] for x in together], [x[::2] for x in ordinary])
-    losses.assert_same_bits(together, [x.reshape(4, *x.shape[2:]) for x in mapped])
+    losses.assert_same_bits(together, [x.reshape(8, *x.shape[2:]) for x in mapped])
 
 
-MESHES = (
-    ("auto", (8,), (16,)),
-    ("auto", (4, 2), (16,)),
-    losses.slow("explicit", (8,), (16,)),
-    losses.slow("auto", (8,), (8, 2)),  # two batch dimensions
-)
-
-
-@pytest.mark.parametrize(("kind", "shape", "batch"), MESHES, ids=str)
-def test_sharded_over_the_batch(kind, shape, batch, devices):
+@pytest.mark.parametrize(("kind", "batch"), [("auto", (8,)), losses.slow("explicit", (4, 2))], ids=str)
+def test_sharded_over_the_batch(kind, batch, devices):
     """No device waits for another, though some need the loop over classes and others do not."""
-    arrays = [x.reshape(*batch, *x.shape[1:]) for x in mixed(16)]
-    with mesh_of(devices, kind, shape, ("data", "model")[: len(shape)]) as mesh:
-        got, text = losses.compiled(compiled(None), *at(mesh, arrays, "data"))
+    expected = compiled(None)(*mixed())
+    arrays = [x.reshape(*batch, *x.shape[1:]) for x in mixed()]
+    with mesh_of(devices, kind, (4, 2), ("data", "model")) as mesh:
+        split = ("data", "model") if len(batch) == 2 else (("data", "model"),)
+        got, text = losses.compiled(compiled(None), *at(mesh, arrays, *split))
         assert not losses.collectives(text)
-        losses.assert_close(got, compiled(None)(*arrays), rtol=1e-6, atol=1e-5)
+        losses.assert_close([x.reshape(y.shape) for x, y in zip(got, expected)], expected, rtol=1e-6, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing
@@ -203,11 +203,19 @@ def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None, penalty=0.0):
 
 
 @functools.cache
-def smoothed(way):
+def smoothed(places):
+    """(losses [B], gradients of their weighted sum for arguments at these places)"""
+
     @jax.jit
-    def run(am, lm, lm_only, am_only, unigram, penalty, *rest):
-        loss = jax_rnnt.RNNTLoss(reduction="none", delay_penalty=penalty, implementation=way)
-        return loss(AdditiveLogits(am, lm, lm_only, am_only, unigram), *rest)
+    def run(arguments, rest, weights):
+        def total(*arguments):
+            am, lm, lm_only, am_only, unigram, penalty = arguments
+            loss = jax_rnnt.RNNTLoss(reduction="none", delay_penalty=penalty)
+            values = loss(AdditiveLogits(am, lm, lm_only, am_only, unigram), *rest)
+            return jnp.sum(values * weights), values
+
+        gradients, values = jax.grad(total, places, has_aux=True)(*arguments)
+        return values, gradients
 
     return run
 
@@ -216,9 +224,8 @@ WEIGHTS_OF_SMOOTHING = ((0.0, 0.0), (0.2, 0.0), (0.0, 1.0), (1.0, 0.0), (0.6, 0.
 UNIGRAMS = {"own_unigram": None, "unigram_of_each": (2, 6), "unigram_of_all": (6,)}  # their shapes
 
 
-@REFERENCE_SLOW
 @pytest.mark.parametrize("shape", UNIGRAMS.values(), ids=UNIGRAMS)
-def test_slopes_at_every_weight(way, shape):
+def test_slopes_at_every_weight(shape):
     """Scales that are 0, that add up to 1, or lie outside [0, 1]; a unigram that is 0 at a class that no arc reads."""
     p, (am, lm) = small(), heads()
     own, unigram = shape is None, np.exp(np.random.default_rng(1).normal(size=shape))  # any weights
@@ -227,16 +234,13 @@ def test_slopes_at_every_weight(way, shape):
     def unpacked(am, lm, lm_only, am_only, penalty, unigram=None):
         return am, lm, lm_only, am_only, unigram, penalty
 
-    def total(*leaves):
-        return jnp.sum(smoothed(way)(*unpacked(*leaves), *p[1:]) * WEIGHTS)
-
-    gradient = jax.grad(total, tuple(range(5 if own else 6)))
-    traced, along = jax.jit(gradient), lambda *leaves: smoothed_truth(p, *unpacked(*leaves)) @ WEIGHTS
+    run = smoothed((0, 1, 2, 3, 5) if own else (0, 1, 2, 3, 5, 4))
+    along = lambda *leaves: smoothed_truth(p, *unpacked(*leaves)) @ WEIGHTS
     for scales in WEIGHTS_OF_SMOOTHING:
         leaves = (am, lm, *map(np.asarray, (*scales, 0.3))) + (() if own else (unigram,))
-        np.testing.assert_allclose(total(*leaves), along(*leaves), rtol=1e-12)
-        assert_slopes(traced(*leaves), along, leaves)
-    losses.assert_close(gradient(*map(jnp.asarray, leaves)), traced(*leaves), 1e-12)
+        values, gradients = run(unpacked(*leaves), p[1:], WEIGHTS)
+        np.testing.assert_allclose(values @ WEIGHTS, along(*leaves), rtol=1e-12)
+        assert_slopes(gradients, along, leaves)
     if shape != (2, 6):
         return
     unigram[range(2), unread] = 0
@@ -244,12 +248,11 @@ def test_slopes_at_every_weight(way, shape):
     up = np.zeros_like(unigram)
     up[range(2), unread] = STEP  # a probability has no lower side
     none, half, whole = (along(*leaves[:5], unigram + h * up) for h in (0, 0.5, 1))
-    got = np.sum(traced(*leaves)[5] * up)
+    got = np.sum(run(unpacked(*leaves), p[1:], WEIGHTS)[1][5] * up)
     np.testing.assert_allclose(got, 4 * half - whole - 3 * none, rtol=1e-6)
 
 
-@REFERENCE_SLOW
-def test_impossible_classes_of_smoothing(way):
+def test_impossible_classes_of_smoothing():
     """A log-probability of -inf adds 0 at weight 0, and its weight then has no derivative there: 0."""
     p, (am, lm) = small(), heads()
     lm[0, 0, p.targets[0, 0]] = -np.inf  # the first label of the first sequence is impossible
@@ -257,18 +260,16 @@ def test_impossible_classes_of_smoothing(way):
     unigram[1, 5] = 0  # so is the blank of the second, in the prior
     for scales in ((0.0, 0.0), (0.0, 1.0), (0.0, 0.25), (0.25, 0.0)):
         leaves = (am, lm, *map(np.asarray, scales), unigram)
-        run = lambda *x: smoothed(way)(*x, 0.0, *p[1:])
-        np.testing.assert_allclose(run(*leaves), smoothed_truth(p, *leaves), rtol=1e-12)
-        gradients = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x)), (0, 1, 2, 3, 4)))(*leaves)
+        values, gradients = smoothed((0, 1, 2, 3, 5, 4))((*leaves, np.asarray(0.0)), p[1:], np.ones(2))
+        np.testing.assert_allclose(values, smoothed_truth(p, *leaves), rtol=1e-12)
         assert all(np.isfinite(g).all() for g in gradients), scales
     assert np.isposinf(smoothed_truth(p, am, lm, 0.25, 0.0, unigram)[0])
 
 
-@REFERENCE_SLOW
-def test_smoothing_of_large_scores(way):
+def test_smoothing_of_large_scores():
     """In float32, where softmax(lm) underflows; sums of the log-probabilities are rounded relative to their size."""
     scales = np.float32(0.25), np.float32(0.15)
     for scale in (1.0, 100.0, 1e3, 1e4):
-        am, lm, p = scores(scale, B=2)
-        values = smoothed(way)(am, lm, *scales, None, np.float32(0), *p[1:])
+        am, lm, p = scores(scale)
+        values, _ = smoothed((5,))((am, lm, *scales, None, np.float32(0)), p[1:], np.ones(8, np.float32))
         np.testing.assert_allclose(values, smoothed_truth(p, am, lm, *scales), rtol=2e-6, err_msg=f"{scale}")

@@ -3,6 +3,7 @@
 Answers are compared with those for an array, which other files compare with the truth.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -20,6 +21,8 @@ from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, latt
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in losses.LOSSES if loss.name != "monotonic_final_blank"}
 QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs")
+DIFFERENTIATED = ("value", "arcs", "latency")
+OF_LAYOUTS = ("value",)  # the others are functions of the same arcs: those of one loss stand for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
 
 
@@ -45,32 +48,52 @@ def weighted(found, seed):
     return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) * w) for x, w in zip(numbers, weights))
 
 
-def answers(loss, make, arrays, rest):
-    """The gradient of a weighted sum of all numbers in the answers, and {question: answer}: one program."""
+def answers(loss, make, questions=QUESTIONS):
+    """A program of arrays and the rest of a batch: the gradients of a weighted sum of all numbers in the answers, for
+    the arrays and the delay penalty, and {question: answer}.
+    """
 
-    def total(*arrays):
-        found = {question: ask(loss, question, make(*arrays), rest) for question in QUESTIONS}
-        return sum(weighted(x, seed) for seed, x in enumerate(found.values())), found
+    @jax.jit
+    def run(arrays, *rest):
+        def total(arrays, penalty):
+            value = dataclasses.replace(loss, delay_penalty=penalty)
+            found = {question: ask(value, question, make(*arrays), rest) for question in questions}
+            return sum(weighted(found[x], i) for i, x in enumerate(DIFFERENTIATED) if x in found), found
 
-    return jax.jit(jax.grad(total, tuple(range(len(arrays))), has_aux=True))(*arrays)
+        return jax.grad(total, (0, 1), has_aux=True)(arrays, loss.delay_penalty)
+
+    return run
 
 
 def assert_same_answers(got, expected):
-    (gradient, found), (of_array, wanted) = got, expected
-    for question in QUESTIONS:
+    ((gradient, of_penalty), found), ((of_array, penalty), wanted) = got, expected
+    for question in found:
         losses.assert_close(found[question], wanted[question], atol=EXACT, err_msg=question)
     losses.assert_close(gradient, of_array, atol=EXACT)
+    np.testing.assert_allclose(of_penalty, penalty, rtol=EXACT)
     assert all(np.abs(x).max() > 0.1 for x in gradient)
 
 
 OPTIONS = {"reduction": "none", "fastemit_lambda": 0.25, "delay_penalty": 0.125}
 
 
+def questions_of(kind):
+    return QUESTIONS if kind == "RNNTLoss" else OF_LAYOUTS
+
+
 @functools.cache
+def of_array(kind):
+    return answers(LOSSES[kind].value(**OPTIONS), lambda x: x, questions_of(kind))
+
+
 def answers_of_array(kind, name):
-    """The answers for the array that a layout stands for; most stand for all logits."""
+    """The answers for the array that a layout stands for, its gradient by hand."""
     p, arrays = layouts.problem(LOSSES[kind], name)
-    return answers(LOSSES[kind].value(**OPTIONS), layouts.dense(p, name), arrays, p[1:])
+    dense = np.asarray(layouts.dense(p, name)(*arrays))
+    ((gradient,), penalty), found = of_array(kind)((dense,), *p[1:])
+    gradient = np.asarray(gradient)
+    by_array = {"AdditiveLogits": (gradient.sum(2), gradient.sum(1))}.get(name, (gradient,))
+    return (by_array, penalty), found
 
 
 def pairs():
@@ -82,14 +105,14 @@ def pairs():
 
 @pytest.mark.parametrize(("kind", "name"), [*pairs()])
 def test_table(kind, name):
-    """Every question has the value and gradient of the array, or raises a TypeError that names loss and layout."""
+    """Questions have the value and gradients of the array, or raise a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]
     assert table()[kind]["array"] == "yes"
     p, arrays = layouts.problem(variant, name)
     loss, make = variant.value(**OPTIONS), layouts.layout(p, name)
     if cell == "yes":
-        expected = answers_of_array(kind, name if name in ("BandLogits", "AdditiveLogits") else "array")
-        assert_same_answers(answers(loss, make, arrays, p[1:]), expected)
+        got = answers(loss, make, questions_of(kind))(arrays, *p[1:])
+        assert_same_answers(got, answers_of_array(kind, name))
         return
     error, reason = cell.split(": ")
     assert error == "TypeError"
@@ -116,36 +139,28 @@ def test_options(name):
         np.testing.assert_allclose(got[1], expected[1], atol=EXACT)
 
 
-@pytest.mark.parametrize("name", layouts.NAMES[1:])
-def test_what_is_never_read(name):
+def test_what_smoothing_never_reads():
     """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence."""
-    p, arrays = layouts.problem(name=name)
-    make = layouts.layout(p, name)
-    if name == "AdditiveLogits":
-        make = lambda am, lm: AdditiveLogits(am, lm, 0.25, 0.1)
-        used = losses.inside(p)
-        outside = tuple(np.where(kept[..., None], x, np.nan) for kept, x in zip((used[..., 0], used[:, 0]), arrays))
-    else:
-        outside = (losses.poisoned(p).logits,)
+    p, arrays = layouts.problem(name="AdditiveLogits")
+    used = losses.inside(p)
+    outside = tuple(np.where(kept[..., None], x, np.nan) for kept, x in zip((used[..., 0], used[:, 0]), arrays))
 
     @jax.jit
     def run(arrays, targets, frames):
-        values, pull = jax.vjp(lambda *x: RNNT(make(*x), targets, frames, p.target_lengths), *arrays)
+        call = lambda *x: RNNT(AdditiveLogits(*x, 0.25, 0.1), targets, frames, p.target_lengths)
+        values, pull = jax.vjp(call, *arrays)
         return values, *pull(jnp.ones(4))
 
     clean = run(arrays, *p[1:3])
     losses.assert_same_bits(run(outside, *p[1:3]), clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
-    spoiled[0][0, 0, 0], targets[1, 0] = np.nan, 9
-    if name != "PackedLogits":  # whose sequences lie where the lengths say
-        frames[2] = 8
+    spoiled[0][0, 0, 0], targets[1, 0], frames[2] = np.nan, 9, 8
     values, *gradient = run(spoiled, targets, frames)
-    bad = np.array([True, True, name != "PackedLogits", False])
-    np.testing.assert_array_equal(np.isnan(values), bad)
-    np.testing.assert_allclose(values[~bad], np.asarray(clean[0])[~bad], rtol=1e-12)
+    np.testing.assert_array_equal(np.isnan(values), [True, True, True, False])
+    np.testing.assert_allclose(values[3], clean[0][3], rtol=1e-12)
     for got, expected in zip(gradient, clean[1:], strict=True):
-        np.testing.assert_allclose(got[~bad], np.asarray(expected)[~bad], atol=1e-12)
-        assert np.isnan(got[0]).any() and not np.any(got[bad][1:])
+        np.testing.assert_allclose(got[3], expected[3], atol=1e-12)
+        assert np.isnan(got[0]).any() and not np.any(got[1:3])
 
 
 @pytest.mark.parametrize("name", layouts.NAMES[1:])
@@ -165,7 +180,7 @@ def test_are_pytrees(name):
 
 @pytest.mark.parametrize("own", [(2, 1), losses.slow((2, 1, 2)), losses.slow((1, 3, 2))], ids=str)
 def test_hypotheses_of_each_utterance(own):
-    """Encoder rows [2, 1, T, E] of N = 3 hypotheses, or other batch dimensions of 1: all questions and gradients."""
+    """Encoder rows [2, 1, T, E] of N = 3 hypotheses, or other batch dimensions of 1."""
     rng, batch = np.random.default_rng(2), (2, 3, 2)[: len(own)]
     rows = rng.normal(size=(*own, 4, 6)), rng.normal(size=(*batch, 3, 6))
     lengths = np.full(batch, 4, np.int32), rng.integers(0, 3, batch).astype(np.int32)
@@ -173,7 +188,7 @@ def test_hypotheses_of_each_utterance(own):
     in_tiles = lambda *rows: JointLogits(lambda e, q: jnp.tanh(e + q), *rows)
     whole = lambda e, q: jnp.tanh(e[..., :, None, :] + q[..., None, :, :])
     assert in_tiles(*rows).shape == whole(*rows).shape
-    assert_same_answers(*(answers(RNNT, make, rows, rest) for make in (in_tiles, whole)))
+    assert_same_answers(*(answers(RNNT, make, OF_LAYOUTS)(rows, *rest) for make in (in_tiles, whole)))
 
 
 @losses.every_kernel
@@ -192,8 +207,14 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     assert all(np.isnan(x[4]).all() for x in arcs.values())
 
 
-@losses.reference_slow
-@pytest.mark.parametrize("kind", ["RNNTLoss", "MultiblankRNNTLoss", "TDTLoss"])
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        *((kind, "kernel") for kind in ("RNNTLoss", "MultiblankRNNTLoss", "TDTLoss")),
+        losses.slow("TDTLoss", "reference"),
+    ],
+    indirect=["implementation"],
+)
 def test_a_loss_as_an_argument_of_jit(kind, implementation):
     """Numbers that are 0 are not known to be: the same values, never below 0, and the same lattice for the arcs."""
     variant = LOSSES[kind]
@@ -233,13 +254,12 @@ def test_no_known_clamp_where_there_are_no_logits(clamp):
     np.testing.assert_allclose(off(AdditiveLogits(*scores), *p[1:]), expected, rtol=EXACT)
 
 
-def test_additive_logits_with_a_traced_clamp(implementation):
+def test_additive_logits_with_a_traced_clamp():
     """NaN if it is on. Where it is off, gradients of scores and scales stay."""
     p, scores = layouts.problem(name="AdditiveLogits")
-    implementation = None if implementation == "kernel" else implementation  # matrix products have no kernel
 
     def run(clamp, leaves):
-        loss = jax_rnnt.RNNTLoss(clamp=clamp, implementation=implementation)
+        loss = jax_rnnt.RNNTLoss(clamp=clamp)
         return jax.value_and_grad(lambda leaves: loss(AdditiveLogits(*leaves), *p[1:]))(leaves)
 
     leaves, traced = (*scores, 0.25), jax.jit(run)
@@ -280,7 +300,10 @@ def test_validation_of_rows_that_are_missing():
 
 @losses.every_kernel
 def test_padding_of_nan_under_debug_nans(loss, implementation):
-    """jax_debug_nans looks at every operation outside of jit: the library runs none on padding."""
+    """jax_debug_nans looks at every operation outside of jit: the library runs none on padding.
+
+    Other losses have emissions of their own, and no layout: arrays stand for all.
+    """
     p, (am, lm) = layouts.problem(loss, "AdditiveLogits")
     used = losses.inside(p)
     am, lm = (jnp.asarray(np.where(kept[..., None], x, np.nan)) for kept, x in ((used[..., 0], am), (used[:, 0], lm)))
@@ -294,9 +317,9 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         ((rows,), lambda x: PackedLogits(x, 7)),
         ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
         ((am, lm), lambda *x: JointLogits(linear, *x)),
-    ]
-    if layouts.suits(loss, "AdditiveLogits") and implementation == "reference":
-        made.append(((am, lm), AdditiveLogits))
+    ][: None if loss is losses.RNNT else 1]
+    if implementation == "reference":  # which makes all logits of a joint network
+        made = [*made[2:4], ((am, lm), AdditiveLogits)]
     value = loss.value(reduction="sum", implementation=implementation)
     for arrays, make in made:
         with jax.debug_nans(True):

@@ -50,8 +50,7 @@ def check(got, expected, arguments, cotangent=(1.0, -2.0, 0.5, 3.0), limit=EXACT
 
 # --------------------------------------------------------------------------------------------------------- layouts
 QUICK = [("JointLogits", "array"), ("PackedLogits", "PackedLogits"), ("BandLogits",)]
-OTHERS = [("array",), ("JointLogits",), ("PackedLogits",), ("AdditiveLogits",), ("array", "JointLogits")]
-OTHERS += [("AdditiveLogits", "JointLogits"), ("BandLogits", "BandLogits")]
+OTHERS = [("AdditiveLogits", "JointLogits")]
 
 
 @pytest.mark.parametrize("names", [*QUICK, *map(losses.slow, OTHERS)], ids="-".join)
@@ -113,14 +112,13 @@ def test_against_loops():
         np.testing.assert_allclose(sum_over_nodes(entropy, both[0], **lengths(p)), alone, rtol=EXACT)
 
 
-@pytest.mark.parametrize("joint", [linear, losses.slow(closure)])
-def test_joint_networks(joint):
+def test_joint_networks():
     """Two, with parameters of their own, in several tiles; and a scale that the function closes over."""
     a, b = Network(), Network(seed=1)
     p, weights = a.problem, some_weights(a.problem, 3)
 
     def got(first, second, rows, others, scale, weights):
-        logits = JointLogits(joint(*first), *rows, 64), JointLogits(closure(*second), *others, 128)
+        logits = JointLogits(linear(*first), *rows, 64), JointLogits(closure(*second), *others, 128)
         function = functools.partial(mixed, scale=scale)
         return sum_over_nodes(function, *logits, **lengths(p), weights=weights, targets=p.targets)
 
@@ -192,11 +190,8 @@ def singular(rows):
     return jnp.sqrt(jnp.sum((rows - jnp.mean(rows, -1, keepdims=True)) ** 2, -1))
 
 
-@pytest.mark.parametrize("bad", [np.nan, losses.slow(np.inf), losses.slow(0.0)])
-@pytest.mark.parametrize(
-    "name", ["array", losses.slow("JointLogits"), *map(losses.slow, ("PackedLogits", "BandLogits"))]
-)
-def test_nodes_without_weight(name, bad):
+@pytest.mark.parametrize("name", ["array", *map(losses.slow, ("JointLogits", "PackedLogits", "BandLogits"))])
+def test_nodes_without_weight(name):
     """Bad rows there change no bit, whatever the function makes of them: nor of shared arrays."""
     p, weights = losses.problem(scale=1.0), some_weights(losses.problem(scale=1.0))
     found = []
@@ -210,10 +205,11 @@ def test_nodes_without_weight(name, bad):
 
         return jax.value_and_grad(total, (0, 1, 2))(x, scale, weights)
 
-    for value in (bad, 1.5):
+    for value in (np.nan, np.inf, 0.0, 1.5):
         x = np.where(weights[..., None] == 0, value * np.arange(9) if value == 1.5 else value, p.logits)
         found.append(run(np.where(losses.inside(p)[..., None], x, value * np.ones(9)), 0.7))
-    losses.assert_same_bits(*found)
+    for x in found[:-1]:
+        losses.assert_same_bits(x, found[-1])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[0]))
     gradient, of_weights = found[0][1][0], found[0][1][2]
     assert not np.any(gradient[weights == 0]) and not np.any(of_weights[weights == 0])
@@ -253,9 +249,7 @@ def test_joint_network_without_weight(joint):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize(
-    "name", ["JointLogits", *map(losses.slow, ("array", "PackedLogits", "BandLogits", "AdditiveLogits"))]
-)
+@pytest.mark.parametrize("name", ["JointLogits", *map(losses.slow, ("array", "PackedLogits", "BandLogits"))])
 def test_nan_stays_in_its_sequence(name):
     """NaN in a node, and lengths or labels out of range."""
     p = losses.problem(B=6, scale=1.0)
@@ -297,7 +291,8 @@ def test_empty_batches():
         given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
         for make in (jnp.asarray, losses.in_tiles, losses.in_a_band):
             x = jnp.zeros(shape)
-            value, gradient = jax.value_and_grad(lambda x: sum_over_nodes(entropy, make(x), **given).sum())(x)
+            total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
+            value, gradient = jax.jit(jax.value_and_grad(total))(x)
             assert value == 0 and gradient.shape == shape
     packed = PackedLogits(jnp.zeros((3, 5)), 2)
     given = {name: np.zeros(0, np.int32) for name in ("logit_lengths", "target_lengths")}

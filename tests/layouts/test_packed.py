@@ -1,5 +1,7 @@
 """Do packed rows give the loss of the same logits in a padded array, wherever they end?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,19 +14,29 @@ from jax_rnnt import PackedLogits
 EXACT = 1e-12
 
 
+@functools.cache
+def compiled(implementation, max_frames):
+    @jax.jit
+    def run(rows, rest, cotangents, label_windows, options):
+        loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation, **options)
+        call = lambda x: loss(PackedLogits(x, max_frames), *rest, label_windows=label_windows)
+        values, pull = jax.vjp(call, rows)
+        return values, pull(cotangents.astype(values.dtype))[0]
+
+    return run
+
+
 def evaluate(p, rows, implementation, *, cotangents=1.0, max_frames=7, label_windows=None, **options):
     """(losses [B], gradient of the rows for cotangents [B])"""
-    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation, **options)
-
-    @jax.jit
-    def run(x):
-        values, pull = jax.vjp(lambda x: loss(PackedLogits(x, max_frames), *p[1:], label_windows=label_windows), x)
-        return values, pull(jnp.broadcast_to(jnp.asarray(cotangents, values.dtype), values.shape))[0]
-
-    return run(rows)
+    cotangents = np.broadcast_to(np.float64(cotangents), p.logit_lengths.shape)
+    return compiled(implementation, max_frames)(rows, tuple(p[1:]), cotangents, label_windows, options)
 
 
-@pytest.mark.parametrize("dtype", [losses.slow(np.float64), np.float32, "bfloat16"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*(("kernel", x) for x in (np.float64, np.float32, "bfloat16")), losses.slow("reference", np.float32)],
+    indirect=["implementation"],
+)
 def test_value_and_gradient(implementation, dtype):
     """Every option; cotangents of each sequence reach its own rows; rows past the end hold NaN."""
     p = losses.problem(dtype=dtype)
@@ -39,12 +51,12 @@ def test_value_and_gradient(implementation, dtype):
         assert got[1].dtype == rows.dtype and not np.asarray(got[1][-5:]).any()
 
 
-def test_max_frames(implementation):
+def test_max_frames(kernel):
     """It is given, or known from concrete lengths that a trace may close over, or N. A longer sequence is NaN."""
     p = losses.problem()
     rows, (expected, _) = losses.packed(p, p.logits), losses.RNNT.expected(p)
     rest = tuple(map(jnp.asarray, p[1:]))
-    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation)
+    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
     traced = jax.jit(lambda rows, *rest: loss(PackedLogits(rows), *rest))
     closed_over = jax.jit(lambda rows: loss(PackedLogits(rows), *rest))
     for got in (loss(PackedLogits(rows), *p[1:]), traced(rows, *rest), closed_over(rows)):
@@ -52,7 +64,7 @@ def test_max_frames(implementation):
     arcs = jax.eval_shape(lambda rows: loss.arcs(PackedLogits(rows), *rest), rows)
     assert {x.shape for x in arcs.values()} == {(4, 7, 5)}
     rows[: 7 * 5] = np.nan  # never read
-    short, gradient = evaluate(p, rows, implementation, max_frames=6)
+    short, gradient = evaluate(p, rows, kernel, max_frames=6)
     np.testing.assert_allclose(short, np.where(p.logit_lengths > 6, np.nan, expected), rtol=EXACT)
     assert not np.asarray(gradient)[: 7 * 5].any()
 
@@ -79,7 +91,11 @@ def test_odd_sequences(implementation):
         assert np.isnan(values).any() and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(("max_frames", "rows"), [(0, 1), (None, 0), (4, 3)])
+@pytest.mark.parametrize(
+    ("implementation", "max_frames", "rows"),
+    [*(("kernel", *x) for x in ((0, 1), (None, 0), (4, 3))), losses.slow("reference", 0, 1)],
+    indirect=["implementation"],
+)
 def test_nothing_at_all(implementation, max_frames, rows):
     """No frames: no label is a path of no arcs, a label has none. No sequences."""
     for batch, expected in ((2, [0, np.inf]), (0, [])):
