@@ -54,11 +54,14 @@ $(VENV)/.editable: pyproject.toml $(VENV)/.packages
 
 # CMake keeps its folder and puts the kernels beside the Python: an edit compiles what includes the edited file. ONLY=avx2, avx512 or portable: the CPU kernels for that instruction
 # set alone, in a third of the time.
-$(VENV)/.installed$(ONLY): $(KERNEL_SOURCES) $(VENV)/.editable $(TOOLS)/.installed
+# KERNELS=off: those that the checkout already has for this Python.
+$(VENV)/.installed$(ONLY): $(if $(KERNELS),,$(KERNEL_SOURCES) $(TOOLS)/.installed) $(VENV)/.editable
+ifneq ($(KERNELS),off)
 	PATH="$(abspath $(TOOLS)/bin):$$PATH" && cmake -S . -B $(DEV) -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
 	  -DPython_EXECUTABLE=$(abspath $(TOOLS)/bin/python) -Dpybind11_DIR="$$(python -m pybind11 --cmakedir)" \
 	  -DJAX_RNNT_ONLY=$(ONLY) && cmake --build $(DEV) -- --quiet && \
 	  cmake --install $(DEV) --prefix . --strip > $(DEV)/installed.txt
+endif
 	rm -f $(VENV)/.installed*
 	touch $@
 
@@ -155,7 +158,7 @@ from-sdist: $(VENV)/.packages $(TOOLS)/.installed
 
 # The package alone, built in another way and for the tests of $(VENV): $(call package,FOLDER,OPTIONS).
 package = $(TOOLS)/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target $(1) \
-  -Cbuild-dir=$(1)-objects -Ccmake.define.JAX_RNNT_ONLY=$(ONLY) $(2) .
+  -Cbuild-dir=$(1)-objects -Ccmake.define.JAX_RNNT_ONLY=$(SANITIZE_ONLY) $(2) .
 
 # The tests run on the package that is installed there: $(call installed,VENV).
 installed = JAX_RNNT_INSTALLED="$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
@@ -299,10 +302,17 @@ test-tpu-compile:
 # ---- CUDA kernels without a GPU ----
 .PHONY: emulation-check emulation-quick emulation-mutations gpu-compile test-gpu-compile
 
-# Every check of the kernels without a GPU, before a commit that changes them. Records their sources: CI then repeats a part.
-.PHONY: kernels-check
-kernels-check: emulation-check sanitize
+# Every check of the kernels without a GPU, before a commit that changes them. Records their sources: CI then repeats a part,
+# kernels-quick. Under sanitizers: what calls the kernels most in the least time.
+.PHONY: kernels-check kernels-quick
+SANITIZED = -q -x -k 'not reference' tests/kernels/test_door.py \
+  $(addprefix tests/losses/test_,$(addsuffix .py,edges promises targets offsets emissions lattices))
+kernels-check: emulation-check
+	$(MAKE) sanitize ARGS="$(SANITIZED)"
 	$(PYTHON) tools/checked.py --write
+
+kernels-quick: emulation-quick
+	$(MAKE) sanitize ARGS="$(SANITIZED)"
 
 # The kernels run by the CPU, against double precision: in four orders of blocks and threads, and under sanitizers. Needs
 # a C++ compiler only.
