@@ -152,16 +152,6 @@ def test_programs(way, devices):
 
 
 @pytest.mark.slow
-def test_lengths_change_without_compiling():
-    network, weights, _ = step_of_all(16)
-    run = jax.jit(jax.grad(mean))
-    for shift in range(2):
-        targets, frames, labels = network.rest
-        run(network.parameters, network.rows, (targets, np.maximum(frames - shift, 0), labels), weights)
-    assert run._cache_size() == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["joint", "function"])
 def test_random_numbers(name):
     """Those of the forward pass are those of the backward pass."""
