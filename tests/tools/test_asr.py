@@ -755,7 +755,7 @@ def test_a_small_real_run(asr, optimized, tmp_path, capsys):
     options = dict(
         config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2, mel_on="device",
         vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=300, save_every=1000,
+        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
         learning_rate=0.005,
     )  # fmt: skip
     command = ["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))]

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import socket
 import sys
@@ -45,7 +46,8 @@ def arguments(corpus, workdir, devices, *options):
 
 def start(*given):
     """A process with so many devices; its output is in `stdout` and `stderr`."""
-    environment = programs.environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    flags = " ".join(x for x in os.environ["XLA_FLAGS"].split() if "device_count" not in x)
+    environment = programs.environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=flags)
     return programs.start(losses.ROOT / "examples/asr", *arguments(*given), env=environment)
 
 

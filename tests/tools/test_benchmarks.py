@@ -155,7 +155,8 @@ def test_runs(tmp_path):
         "gpu --dry-run --only tiny --budget 1000",
         "gpu --dry-run --only tiny --once",
     ]
-    run(RUNS, HERE, *commands, env=environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1"))
+    quick = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=os.environ["XLA_FLAGS"])
+    run(RUNS, HERE, *commands, env=quick, timeout=900)
     for i in range(len(written)):
         times = json.loads((tmp_path / f"{i}.json").read_text())["times"]
         assert times and all(x["median_ms"] >= x["minimum_ms"] > 0 for rows in times.values() for x in rows.values())

@@ -3,7 +3,6 @@
 import importlib
 import re
 import runpy
-import subprocess
 import sys
 
 import jax
@@ -32,10 +31,7 @@ def test_table():
 
 
 def test_options(tmp_path, monkeypatch, capsys):
-    """As a program from any folder, and in this process."""
-    command = [sys.executable, FOLDER / "latency.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
-    assert done.returncode == 0 and "--tuning-steps" in done.stdout
+    assert run(monkeypatch, tmp_path, "latency", "--help") == 0 and "--tuning-steps" in capsys.readouterr().out
     status = run(monkeypatch, tmp_path, "noisy_transcripts", "--error", "lost")
     assert status.startswith("--error must be one of deleted, inserted")
 
