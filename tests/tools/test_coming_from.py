@@ -30,7 +30,7 @@ TESTS = {
         "`clamp`": "test_clamp_and_cotangent",
         "`reduction`": REDUCTIONS,
         "`RNNTBeamSearch(model, blank)`": BEAM,
-        "`temperature`": "decode/test_searches.py::test_beam_with_penalty_and_temperature",
+        "`temperature`": "decode/test_fusion.py::test_beam_is_the_enumeration",
         "`step_max_tokens`": BEAM,
         "`hypo_sort_key`": "test_ranks_by_score_over_labels_and_one",
         "`infer(state=, hypothesis=)`": "decode/test_streams.py::test_a_server",
