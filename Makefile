@@ -52,8 +52,8 @@ $(VENV)/.editable: pyproject.toml $(VENV)/.packages
 	  [path.unlink() for path in site.glob('_editable_skbc_jax_rnnt*')]; (site / 'jax_rnnt.pth').write_text('$(CURDIR)\n')"
 	touch $@
 
-# CMake keeps its folder and puts the kernels beside the Python: an edit compiles what includes the edited file. ONLY=avx2, avx512 or portable: the CPU kernels for that instruction
-# set alone, in a third of the time.
+# CMake keeps its folder and puts the kernels beside the Python: an edit compiles what includes the edited file.
+# ONLY=avx2, avx512 or portable: the CPU kernels for that instruction set alone, in a third of the time.
 # KERNELS=off: those that the checkout already has for this Python.
 $(VENV)/.installed$(ONLY): $(if $(KERNELS),,$(KERNEL_SOURCES) $(TOOLS)/.installed) $(VENV)/.editable
 ifneq ($(KERNELS),off)

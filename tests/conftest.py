@@ -17,9 +17,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import re
 import sys
-import zlib
 
 # JAX reads them when it is imported, and stops at one that XLA does not know.
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
@@ -59,10 +57,6 @@ if not QUICK:  # GPUs multiply float32 as TF32 and TPUs as bfloat16; tests compa
 jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--part", metavar="I/N", help="the tests of part I of N, 1 <= I <= N, drawn by their names")
-
-
 def pytest_configure(config):
     if QUICK and not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
@@ -74,20 +68,6 @@ def require_kernel():
     if reason is None:
         return
     (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """--part leaves others out."""
-    if given := config.getoption("part"):
-        part, parts = (int(x) for x in given.split("/")) if re.fullmatch(r"\d+/\d+", given) else (0, 0)
-        if not 1 <= part <= parts:
-            raise pytest.UsageError(f"--part must be I/N with 1 <= I <= N, got {given}")
-        mine: dict[bool, list] = {True: [], False: []}
-        for item in items:
-            mine[zlib.crc32(item.nodeid.encode()) % parts == part - 1].append(item)
-        items[:] = mine[True]
-        config.hook.pytest_deselected(items=mine[False])
 
 
 @pytest.fixture(params=["kernel", "reference"])
