@@ -1,0 +1,51 @@
+"""Former public names. Each works for one minor version, with a DeprecationWarning that names the new one."""
+
+import functools
+import importlib
+import warnings
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+
+
+def names(module: str, renamed: dict[str, str], otherwise=None):
+    """`__getattr__` of a module whose names were `renamed`, old to new; other names go to `otherwise`."""
+
+    def __getattr__(name):
+        if name in renamed:
+            _warn(f"{module}.{name}", f"{module}.{renamed[name]}")
+            return getattr(importlib.import_module(module), renamed[name])
+        if otherwise is not None:
+            return otherwise(name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+    return __getattr__
+
+
+def argument(old: str, new: str):
+    """Decorator of a function whose argument `old` is now the keyword `new`."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(f"{function.__name__}: {old} is the former name of {new}; give {new} alone")
+                _warn(f"{function.__name__}: the argument {old}", new)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def attribute(old: str, new: str) -> property:
+    """The former name `old` of the attribute or method `new`, for the body of a class."""
+
+    def get(self):
+        _warn(f"{type(self).__name__}.{old}", f"{type(self).__name__}.{new}")
+        return getattr(self, new)
+
+    return property(get, doc=f"Deprecated: the former name of `{new}`.")
