@@ -14,14 +14,13 @@ import os
 import subprocess
 import time
 
-import measure
 import numpy as np
-import peers
+
+import jax_rnnt as rnnt
+import measure
 import plain_jax
 import problems
 from problems import cases
-
-import jax_rnnt as rnnt
 
 WIDTHS = 5, 10, 20  # of bands
 FAMILY = "subwords", "characters"
@@ -168,17 +167,16 @@ def parse(argv):
     parser = measure.options(__doc__, [case.name for case in cases.LARGE])
     parser.set_defaults(only=None)
     parser.add_argument("--family", action="store_true", help=f"every loss, on {', '.join(FAMILY)}")
-    parser.add_argument("--peers", action="store_true", help=f"install {', '.join(peers.PACKAGES)} under build/")
-    parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
     args = parser.parse_args(argv)
     args.only = args.only or (FAMILY if args.family else [case.name for case in cases.LARGE])
     return args
 
 
-def main(argv=None):
+def main(argv=None, peers=None):
+    """`peers` starts a worker with so many threads, whose contestants join in."""
     args = parse(argv)
     budget = measure.settle(args)
-    worker = None if args.family else peers.start(args, args.peers, warp_transducer=args.warp_transducer)
+    worker = peers(args.threads) if peers and not args.family else None
     results, checks = {}, []
     for case in (cases.CASES[name] for name in args.only):
         bases, judge = (("rnnt", "rnnt, ragged"), family_aims) if args.family else (("floor", "ours"), aims)

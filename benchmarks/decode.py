@@ -11,9 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 
+import measure
 from jax_rnnt import LinearJoint, RNNTLoss, decode
 
 T, V, H = 400, 1024, 640

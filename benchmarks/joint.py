@@ -21,14 +21,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU torc
 
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
-import peers
-import problems
-from problems import cases
 
 import jax_rnnt as rnnt
+import measure
+import problems
 from jax_rnnt.layouts import _tiles
+from problems import cases
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient
@@ -178,14 +177,13 @@ def batch_contestants(batch, worker, limit):
     return found
 
 
-def librispeech(args):
+def librispeech(args, peers):
     """As csukuangfj/transducer-loss-benchmarking does on a GPU; README.md has its published table."""
     deadline, gpu = time.monotonic() + args.limit, jax.default_backend() == "gpu"
     budget = args.budget if gpu else measure.settle(args)
     share = args.share or (1.0 if gpu else 0.1)
-    args.torch_python = args.torch_python or (sys.executable if gpu else None)
     args.threads = 0 if gpu else args.threads
-    worker, results = peers.start(args), {}
+    worker, results = peers and peers(args.threads), {}
     # The same number of batches of either order, spread over those of the published table.
     for i in range(args.batches):
         for order in problems.ORDERS:
@@ -289,7 +287,8 @@ def long(args):
         print(f"loss {float(value):.3f}, {time.perf_counter() - tick:.1f} s", flush=True)
 
 
-def main(argv=None):
+def main(argv=None, peers=None):
+    """`peers` starts a worker with so many threads, whose contestants join in --librispeech."""
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
     parser.add_argument("--hypotheses", type=int, metavar="N", help="of each utterance, for two of the cases")
     parser.add_argument("--librispeech", action="store_true")
@@ -301,8 +300,11 @@ def main(argv=None):
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
     parser.add_argument("--steps", type=int, help="of --long")
     args = parser.parse_args(argv)
-    chosen = [f for f in (hypotheses, librispeech, nodes, long) if getattr(args, f.__name__)]
-    (chosen or [by_shape])[0](args)
+    chosen = [f for f in (hypotheses, nodes, long) if getattr(args, f.__name__)]
+    if args.librispeech:
+        librispeech(args, peers)
+    else:
+        (chosen or [by_shape])[0](args)
 
 
 if __name__ == "__main__":

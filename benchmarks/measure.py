@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,8 +166,7 @@ def options(description, names):
     parser.add_argument("--quick", action="store_true", help="a tenth of the budget")
     parser.add_argument("--threads", type=int, default=2, help="threads and cores of a contestant (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--torch-python", help="Python that has torch and torchaudio, instead of that under build/")
-    parser.add_argument("--output", type=Path, help="JSON of the results (benchmarks/results/DATE.json)")
+    parser.add_argument("--output", type=Path, help="JSON of the results (results/DATE.json beside the program)")
     return parser
 
 
@@ -231,7 +231,7 @@ def save(args, name, aims, results, **more):
         "aims": {what: dict(zip(("by_medians", "by_minima", "aim", "met"), rest)) for what, *rest in aims},
         "times": {case: {c.name: summary(c) for c in found if c.seconds} for case, found in results.items()},
     }
-    output = args.output or HERE / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
+    output = args.output or Path(sys.argv[0]).resolve().parent / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(compact(record) + "\n")
     print(f"Results: {output}")

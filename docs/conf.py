@@ -65,7 +65,7 @@ html_theme_options = {
     "navbar_persistent": [],  # the search is in the sidebar
 }
 html_context = {"default_mode": "auto"}
-if "SITE_VERSION" in os.environ:  # among other versions (tools/release/site.py); a build by itself needs no network
+if "SITE_VERSION" in os.environ:  # among other versions (lab/release/site.py); a build by itself needs no network
     html_theme_options |= {
         "switcher": {"json_url": f"{SITE}/versions.json", "version_match": os.environ["SITE_VERSION"]},
         "check_switcher": False,

@@ -33,7 +33,7 @@ from jax_rnnt.losses import prune_inputs as prune_inputs
 from jax_rnnt.losses import prune_ranges as prune_ranges
 from jax_rnnt.losses import rnnt_loss as rnnt_loss
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "AdditiveLogits",
     "Alignment",

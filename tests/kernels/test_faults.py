@@ -12,6 +12,8 @@ import pytest
 import losses
 from programs import pair, run
 
+pytestmark = pytest.mark.no_kernel
+
 # -------------------------------------------------------------------------------------------------- JAX's settings
 # The whole suite runs with strict promotion of ranks and dtypes (conftest.py).
 SETTINGS = {

@@ -1,7 +1,7 @@
 """Are the Pallas kernels right in the interpreter, and what TPUs get, under every transformation?
 
-Mosaic lowers for TPUs on any machine. `make interpret` runs the other tests on these kernels; `make test-tpu-compile`
-compiles them.
+Mosaic lowers for TPUs on any machine. `lab/suite.sh interpret` runs the other tests on these kernels;
+`lab/study.sh tpu` compiles them.
 """
 
 import functools
@@ -24,9 +24,10 @@ from losses import slow
 from meshes import mean_over_devices, mesh_of
 from topologies import TOPOLOGIES, arcs_of
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < primitive.PALLAS, reason="before the Pallas that runs the TPU kernels"
-)
+pytestmark = [
+    pytest.mark.no_kernel,
+    pytest.mark.skipif(jax.__version_info__ < primitive.PALLAS, reason="before the Pallas that runs the TPU kernels"),
+]
 STANDARD = TOPOLOGIES["standard"]
 
 
@@ -71,7 +72,7 @@ def test_without_blanks():
 def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
     if interpret == "tpu" and not losses.interpreted():
-        pytest.skip("25 s: `make interpret` asks for it")
+        pytest.skip("25 s: `lab/suite.sh interpret` asks for it")
     arcs = arcs_of(STANDARD[0], (2, 2, 515), dtype=np.float32)
     mode = pltpu.InterpretParams() if interpret == "tpu" else True
     check(STANDARD, arcs, ((2, 1), (514, 383)), 1e-5, interpret=mode)

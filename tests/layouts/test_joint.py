@@ -39,6 +39,8 @@ from layouts import (
     tiles,
 )
 
+pytestmark = pytest.mark.no_kernel
+
 # Both kinds of joint, and plain JAX for the one that it does not know.
 WAYS = pytest.mark.parametrize(
     ("joint", "implementation"), [(linear, "kernel"), (closure, "kernel"), (closure, "reference")],

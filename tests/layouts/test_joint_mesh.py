@@ -16,7 +16,7 @@ from jax_rnnt.layouts import _tiles as tiled
 from layouts import CHUNK, H, Network, V, closure, linear, materialized, step_of_logits, tiles
 from meshes import KINDS, at, mean_over_devices, mesh_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.no_kernel, pytest.mark.slow]
 SPECS = P(), P("data"), P("data")  # of parameters, rows and the rest
 
 

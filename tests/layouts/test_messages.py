@@ -11,6 +11,8 @@ import layouts
 import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
 
+pytestmark = pytest.mark.no_kernel
+
 P = losses.problem()
 X = P.logits
 AM, LM = X[:, :, 0], X[:, 0]

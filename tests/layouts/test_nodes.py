@@ -16,6 +16,8 @@ from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, RNNTLos
 from layouts import H, Network, closure, linear
 from nodes import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
+pytestmark = pytest.mark.no_kernel
+
 EXACT = 1e-12
 
 

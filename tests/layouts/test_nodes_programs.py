@@ -16,6 +16,8 @@ from meshes import at, mean_over_devices, mesh_of
 from nodes import entropy, entropy_of_all, lengths, some_weights, total_of_all
 from pages import code
 
+pytestmark = pytest.mark.no_kernel
+
 PAGE = "docs/nodes.md"
 
 

@@ -12,6 +12,8 @@ from jax_rnnt import lattices
 from jax_rnnt.lattices._viterbi import best_path
 from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
 
+pytestmark = pytest.mark.no_kernel
+
 EXACT = 1e-13
 
 

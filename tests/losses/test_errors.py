@@ -13,6 +13,8 @@ import jax_rnnt
 import losses
 import reference_numpy as truth
 
+pytestmark = pytest.mark.no_kernel
+
 # Mistakes in a call of shape B=4, T=7, U=4, V=9: argument, value, text in the message beside the name.
 f32, i32 = functools.partial(np.zeros, dtype=np.float32), functools.partial(np.zeros, dtype=np.int32)
 WRONG = {

@@ -10,6 +10,8 @@ from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, mwer_loss
 from meshes import at, mesh_of
 from slopes import assert_slopes
 
+pytestmark = pytest.mark.no_kernel
+
 B, N, T, U, H, V = 2, 3, 6, 3, 5, 4
 
 

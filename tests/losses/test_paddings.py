@@ -10,6 +10,8 @@ import pytest
 import losses
 from jax_rnnt import RNNTLoss, lengths_from_paddings, paddings_from_lengths
 
+pytestmark = pytest.mark.no_kernel
+
 
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)

@@ -4,11 +4,8 @@ import importlib.util
 import itertools
 import json
 import os
-import re
-import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -69,36 +66,6 @@ def test_inputs_do_not_depend_on_the_padding():
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def test_errors_of_rivals():
-    """One label is wrong, one missing, one extra; utterances that were not decoded do not count."""
-    rivals = load("rivals")
-    found = [[1, 2], [3], [7, 8, 9]]
-    assert rivals.error_rate(found, [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 * 3 / 6)
-    assert rivals.error_rate(found[:1], [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 / 2)
-
-
-@pytest.mark.parametrize("kind", ["stateless", "lstm"])
-def test_planted_models_of_rivals(kind):
-    """Predictors of standard architecture nearly forbid the last label and its rivals, and nothing after the start."""
-    rivals = load("rivals")
-    forbid = 0.05 * np.random.default_rng(0).standard_normal((6, 16), np.float32)
-    forbid[-1] = 0
-    predictor, _ = getattr(rivals, kind)(forbid, 0)
-    state = predictor.initial(1)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for label in (predictor.start, 3, 1):
-            rows, state = predictor.step(state, np.array([label], np.int32))
-            np.testing.assert_allclose(rows[0], forbid[label], atol=0.05)
-            assert label == predictor.start or np.corrcoef(rows[0], forbid[label])[0, 1] > 0.9
-
-
-def test_help(capsys):
-    """Of the one that needs packages of rivals: without them."""
-    with pytest.raises(SystemExit) as ended:
-        load("rivals").main(["--help"])
-    assert ended.value.code == 0 and "--workdir" in capsys.readouterr().out
-
-
 def test_turns_and_aims():
     """The share decides whose turn it is; all end at the deadline; ratios are those of medians."""
     measure = load("measure")
@@ -147,14 +114,8 @@ def test_runs(tmp_path):
         "joint --librispeech --batches 1 --share 0.1 --shrink 40",
         "joint --nodes --only characters",
         "decode --only 'stateless 1' --frames 8",
-        "ngram --tokens 400",
     )
     commands = [f"{x} --quick --repeat 1 --output {tmp_path}/{i}.json" for i, x in enumerate(written)]
-    commands += [
-        "soak --steps 20 --kinds jit eager",
-        "gpu --dry-run --only tiny --budget 1000",
-        "gpu --dry-run --only tiny --once",
-    ]
     quick = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=os.environ["XLA_FLAGS"])
     run(RUNS, HERE, *commands, env=quick, timeout=900)
     for i in range(len(written)):
@@ -167,65 +128,3 @@ def test_disagreement_is_found():
     first, second = (measure.Contestant(name, None, (1.0, np.ones(3) * x)) for name, x in (("a", 1), ("b", 1.1)))
     with pytest.raises(AssertionError, match="gradient of b"):
         measure.agree(first, [second], gradient=0.05)
-
-
-# ------------------------------------------------------------------------------------------------------ parts of gpu.sh
-
-
-def test_parts_fit_into_one_call():
-    """In the order of what they teach first, with time limits that add up to less than the limit of the whole."""
-    text = (HERE / "gpu.sh").read_text()
-    parts = re.search(r"^PARTS=\((.*)\)$", text, re.M)[1].split()
-    seconds = dict(re.findall(r"\[(\w+)\]=(\d+)", re.search(r"declare -A SECONDS_OF=\((.*?)\)\n", text, re.S)[1]))
-    limit = int(re.search(r"DRY_RUN \? \d+ : (\d+)\)\)\}", text)[1])
-    assert set(parts) == set(seconds) and sum(map(int, seconds.values())) <= limit < 600
-    order = ["build", "check", "benchmark", "counters", "suite", "large", "memcheck", "racecheck", "example"]
-    assert [part for part in parts if part in order] == order
-    document = (HERE.parent / "docs/cuda.md").read_text()
-    rows = dict(
-        re.findall(r"^\| (\w+) \| (\d+) \|", document.replace("memcheck, racecheck | 20 each", "memcheck | 20"), re.M)
-    )
-    assert rows == {part: n for part, n in seconds.items() if part != "racecheck"}
-
-
-def test_log_has_the_last_lines(tmp_path):
-    """Whatever `tee` has not written when the parts are done would be lost."""
-    copy = tmp_path / "benchmarks"
-    copy.mkdir()
-    script = (HERE / "gpu.sh").read_text()
-    (copy / "gpu.sh").write_text(script.replace("  case $1 in\n", "  seq 20000\n  return 3\n  case $1 in\n", 1))
-    done = subprocess.run(
-        ["bash", copy / "gpu.sh", "--dry-run", "selftest", "example"], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHON": sys.executable}, check=False,
-    )  # fmt: skip
-    log = (tmp_path / "build/gpu/dry-run/gpu.log").read_text()
-    assert done.returncode == 1 and log == done.stdout
-    assert log.count("20000\n") == 2 and re.search(r"selftest\t[\d.]+\t3\nexample\t[\d.]+\t3\n$", log)
-    done = subprocess.run(
-        ["bash", copy / "gpu.sh", "--dry-run", "nothing"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "no such part: nothing" in done.stdout
-
-
-def test_paths_in_the_script():
-    """What gpu.sh compiles and runs is there."""
-    script = re.sub(r"\n\s*#.*", "", (HERE / "gpu.sh").read_text())
-    names = re.findall(r"\b((?:xla_kernels|tools|tests|benchmarks|examples)/[\w./]*(?:\{[\w,]+\})?[\w.]*\w\b)", script)
-    for name in names:
-        head, group, tail = (re.fullmatch(r"(.*?)(?:\{(.*)\})?([\w.]*)", name)).groups()
-        for choice in group.split(",") if group else [""]:
-            path = HERE.parent / f"{head}{choice}{tail if group else ''}"
-            assert path.exists() or list(path.parent.glob(f"{path.name}*")), path
-    assert len(names) > 8
-
-
-def test_commands_in_the_text():
-    """Pages and docstrings name programs of benchmarks/ and tools/ and targets of make that are there."""
-    makefile = (HERE.parent / "Makefile").read_text()
-    pages = [*HERE.parent.glob("*.md"), *HERE.parent.glob("docs/*.md"), HERE / "README.md"]
-    for page in pages:
-        text = page.read_text() if page.name != "CHANGELOG.md" else ""
-        for name in re.findall(r"\b(?:benchmarks|tools/\w+)/\w+\.(?:py|sh|cu|c)\b", text):
-            assert (HERE.parent / name).exists(), f"{page.name}: {name}"
-        for target in re.findall(r"(?:^    |`)make ([a-z][\w-]*)", text, re.M):
-            assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"

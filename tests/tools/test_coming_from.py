@@ -22,7 +22,7 @@ BEAM = "decode/test_decode.py::test_beam_is_the_enumeration"
 FUSION = "decode/test_fusion.py::test_beam_is_the_enumeration"
 TILES = "layouts/test_joint.py::test_is_that_of_the_logits"
 VECTORS = "losses/test_vectors.py::test_vectors"
-PARAKEET = "tools/test_parakeet.py::test_encoder_logits_and_losses"
+PARAKEET = "../speech/tests/test_parakeet.py::test_encoder_logits_and_losses"
 TESTS = {
     "torchaudio": {
         "`logits`": "losses/test_values.py::test_any_number_of_batch_dimensions",
@@ -107,10 +107,10 @@ TESTS = {
         "`labels`, padded with the blank (RNN-T) or `pad_token_id` (TDT)": PARAKEET,
         '`reduction="mean_volume"`': "test_reductions_of_nemo",
         '`reduction="mean"`': "test_reductions_of_nemo",
-        "`model.generate(...)`": "tools/test_parakeet.py::test_transcripts",
-        "TDT's greedy rule": "tools/test_parakeet.py::test_rule_of_durations",
-        "`max_symbols_per_step`": "tools/test_parakeet.py::test_transcripts",
-        "`ParakeetFeatureExtractor()(audio)`": "tools/test_parakeet.py::test_features",
+        "`model.generate(...)`": "../speech/tests/test_parakeet.py::test_transcripts",
+        "TDT's greedy rule": "../speech/tests/test_parakeet.py::test_rule_of_durations",
+        "`max_symbols_per_step`": "../speech/tests/test_parakeet.py::test_transcripts",
+        "`ParakeetFeatureExtractor()(audio)`": "../speech/tests/test_parakeet.py::test_features",
     },
     "axlearn": {
         "`am_data`": "test_layer_of_axlearn",
@@ -141,7 +141,7 @@ def resolve(path):
     if path.startswith("parakeet."):
         pytest.importorskip("flax")
         _, module, *names = path.split(".")
-        source = ast.parse((losses.ROOT / f"examples/parakeet/{module}.py").read_text())
+        source = ast.parse((losses.ROOT / f"speech/jax_rnnt_speech/parakeet/{module}.py").read_text())
         for name in names:
             (source,) = [x for x in source.body if getattr(x, "name", None) == name]
         return source

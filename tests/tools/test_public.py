@@ -273,9 +273,9 @@ def test_all_dataclasses_are_frozen():
 def test_versions_in_the_text():
     """Pages name the glibc, the JAX and the Python that the wheels and the package ask for."""
     root = losses.ROOT
-    if not (root / "tools/release/wheels.py").exists():
-        pytest.skip("no tools beside the tests")
-    wheels, project = (root / "tools/release/wheels.py").read_text(), (root / "pyproject.toml").read_text()
+    if not (root / "lab/release/wheels.py").exists():
+        pytest.skip("no lab beside the tests")
+    wheels, project = (root / "lab/release/wheels.py").read_text(), (root / "pyproject.toml").read_text()
     glibc = ".".join(re.search(r"^GLIBC = \((\d+), (\d+)\)", wheels, re.M).groups())
     python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
     oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', project)[1]

@@ -23,7 +23,9 @@ def test_a_former_name_warns_and_works(monkeypatch):
     module.new = 3
     module.__getattr__ = _renamed.names("renamed_module", {"old": "new"})
     monkeypatch.setitem(sys.modules, "renamed_module", module)
-    with pytest.warns(DeprecationWarning, match=r"renamed_module\.old is deprecated, use renamed_module\.new") as caught:
+    with pytest.warns(
+        DeprecationWarning, match=r"renamed_module\.old is deprecated, use renamed_module\.new"
+    ) as caught:
         assert module.old == 3
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="function: the argument old is deprecated, use new"):

@@ -11,6 +11,8 @@ import jax_rnnt
 import losses
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode
 
+pytestmark = pytest.mark.no_kernel
+
 
 def step(loss=losses.RNNT, **options):
     return jax.jit(jax.value_and_grad(loss.value(**options).__call__))

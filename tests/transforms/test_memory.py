@@ -9,7 +9,7 @@ import jax_rnnt
 import losses
 from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = [pytest.mark.no_kernel, pytest.mark.usefixtures("optimized")]
 
 B, T, U, V, H = 4, 50, 15, 512, 16
 LOGITS = B * T * (U + 1) * V * 4

@@ -10,6 +10,8 @@ import pytest
 import jax_rnnt
 import losses
 
+pytestmark = pytest.mark.no_kernel
+
 POLICIES = {
     "none": None,
     "everything": jax.checkpoint_policies.everything_saveable,

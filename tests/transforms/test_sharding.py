@@ -16,6 +16,8 @@ from layouts import pruned_step
 from meshes import KINDS, mean_over_devices, mesh_of, place
 from pages import code
 
+pytestmark = pytest.mark.no_kernel
+
 # The two lattice kernels; on a mesh the other losses differ from them in a table of arcs alone.
 BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
 VMA = pytest.mark.parametrize("check_vma", [True, False])

@@ -24,7 +24,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "tools/emulation/cuda_emulation.h"
+#include "lab/emulation/cuda_emulation.h"
 
 #define JAX_RNNT_SHARED_ARRAY(T, name, n) T* const name = ::jax_rnnt::emulation::SharedArray<T, (n)>([] {})
 #define JAX_RNNT_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jax_rnnt::emulation::DynamicShared())

@@ -1,0 +1,197 @@
+#!/usr/bin/env bash
+# Runs everything that needs a GPU, in one command, under ten minutes and without network. See docs/cuda.md.
+#
+#   lab/benchmarks/gpu.sh                    all parts
+#   lab/benchmarks/gpu.sh build benchmark    some of them
+#   lab/benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
+#
+# Needs Python with jax for CUDA, pytest, pytest-xdist, flatbuffers, pybind11 and scikit-build-core, the packages of
+# speech/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and
+# racecheck, ncu for counters.
+# Environment, with defaults: PYTHON (python3); OUT, the folder of results (lab/benchmarks/results); COMMIT, the commit, if
+# git does not know it; LIMIT, seconds of all parts together (585).
+#
+# Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
+# exit code is 1 if any failed. Results: DATE-DEVICE.json, librispeech.json, counters.txt, parts.tsv (part, seconds, exit
+# code), gpu.log.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+PARTS=(build check selftest benchmark counters librispeech suite large memcheck racecheck example)
+# Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
+declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [counters]=45 [librispeech]=55 [suite]=100
+  [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
+# By ncu, for each kernel of the first and of the narrowest large shape: issue slots and DRAM, then what L1 does for loads
+# of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
+LOADS=pipe_lsu_mem_global_op_ld.sum
+COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_issued.avg.per_cycle_active
+COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
+L1=l1tex__t_requests_$LOADS,l1tex__t_sectors_$LOADS,l1tex__t_set_accesses_$LOADS,l1tex__t_output_wavefronts_$LOADS
+L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active
+KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
+
+run_part() {
+  case $1 in
+    build)
+      rm -rf build/gpu/site
+      compile_check > build/gpu/check.log 2>&1 &
+      local check=$!
+      install site "-Ccmake.define.JAX_RNNT_CUDA=on" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$ARCHITECTURE-real"
+      local code=$?
+      wait $check || { code=$?; cat build/gpu/check.log; }
+      if [[ $DRY_RUN ]]; then
+        install emulation-site "-Ccmake.define.JAX_RNNT_EMULATE=ON" || code=$?
+        "${CXX:-g++}" -std=c++17 -O1 -w -I. -x c++ "${KERNELS[@]}" \
+          lab/emulation/{cuda_emulation,check}.cc -o build/gpu/check-emulated -pthread || code=$?
+      fi
+      return $code
+      ;;
+    selftest) "$PYTHON" -P -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1" ;;
+    check) # both runs must give the same bits
+      local first second
+      first=$("$CHECK") && second=$("$CHECK")
+      local code=$?
+      printf '%s\n' "$first"
+      [[ $code == 0 && $first == "$second" ]]
+      ;;
+    memcheck) sanitizer --tool memcheck --padding 32 ;;
+    racecheck) sanitizer --tool racecheck ;;
+    suite)
+      local tests=(--ignore=tests/kernels/test_gpu.py) # a part of its own
+      if [[ $DRY_RUN ]]; then tests=(tests/losses/test_values.py tests/kernels/test_kernel_choice.py); fi
+      # Without autotuning: the matmuls of the tests are not worth it.
+      XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 12))" --dist worksteal -m 'not slow and not no_kernel' -k 'not reference' \
+        "${tests[@]}"
+      ;;
+    large)
+      if [[ $DRY_RUN ]]; then
+        pytest -m 'not slow' tests/kernels/test_gpu.py
+      else
+        pytest -n 4 --dist worksteal tests/kernels/test_gpu.py
+      fi
+      ;;
+    example)
+      local options=(--expect-cer 3)
+      if [[ $DRY_RUN ]]; then options=(--steps 4 --batch 4); fi
+      PYTHONPATH=$PWD/speech:$PYTHONPATH "$PYTHON" -m jax_rnnt_speech train --config handwritten-digits --overwrite --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
+      ;;
+    benchmark)
+      if [[ $DRY_RUN ]]; then
+        "$PYTHON" lab/benchmarks/gpu.py --dry-run --budget 1700 --only tiny
+      else
+        "$PYTHON" lab/benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 15))" --output "$OUT"
+      fi
+      ;;
+    counters)
+      local steps=("$PYTHON" lab/benchmarks/gpu.py --once --only lattice_bound librispeech)
+      if [[ $DRY_RUN ]]; then "${steps[@]}" --dry-run; return; fi
+      # Without command buffers, whose kernels ncu may see as one. A device may lack a counter of L1.
+      profile "$COUNTERS,$L1" "${steps[@]}" || profile "$COUNTERS" "${steps[@]}"
+      ;;
+    librispeech)
+      local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
+      if [[ $DRY_RUN ]]; then options=(--batches 1 --repeat 1 --share 0.1 --shrink 20); fi
+      "$PYTHON" lab/benchmarks/beside.py joint --torch-python "$PYTHON" --librispeech "${options[@]}" --output "$OUT/librispeech.json"
+      ;;
+  esac
+}
+
+# Builds without isolation, so against the XLA headers of the installed jaxlib, which will run the module.
+install() {
+  local folder=$1
+  shift
+  rm -rf "build/gpu/$folder"
+  "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --no-index --target "build/gpu/$folder" \
+    "-Cbuild-dir=build/gpu/objects-$folder" "$@" .
+}
+
+compile_check() {
+  local source pids=()
+  mkdir -p build/gpu/check.d
+  for source in "${KERNELS[@]}" lab/emulation/check.cc; do
+    nvcc -x cu -std=c++17 -O2 -lineinfo -w -I. --extended-lambda --expt-relaxed-constexpr \
+      "-gencode=arch=compute_$ARCHITECTURE,code=sm_$ARCHITECTURE" -c "$source" \
+      -o "build/gpu/check.d/$(basename "$source").o" &
+    pids+=($!)
+  done
+  for source in "${pids[@]}"; do wait "$source" || return; done
+  nvcc -Xcompiler -pthread build/gpu/check.d/*.o -o build/gpu/check
+}
+
+profile() {
+  local metrics=$1
+  shift
+  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' \
+    --metrics "$metrics" "$@" | tee "$OUT/counters.txt"
+}
+
+sanitizer() {
+  if [[ $DRY_RUN ]]; then "$CHECK"; else compute-sanitizer --error-exitcode 9 "$@" "$CHECK"; fi
+}
+
+# Only warnings of this library are errors, not those of the driver or of JAX's plugin.
+pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
+
+# The script calls itself for each part, so that `timeout` can end the part and all that it started.
+if [[ ${1-} == --part ]]; then
+  run_part "$2"
+  exit
+fi
+
+DRY_RUN=
+if [[ ${1-} == --dry-run ]]; then
+  DRY_RUN=1
+  shift
+fi
+if [[ $DRY_RUN ]]; then
+  OUT=build/gpu/dry-run
+  JAX_PLATFORMS=cpu JAX_RNNT_REQUIRE=cpu ARCHITECTURE=90
+  CHECK=build/gpu/check-emulated SITE=$PWD/build/gpu/emulation-site
+else
+  OUT=${OUT:-lab/benchmarks/results}
+  JAX_PLATFORMS=cuda,cpu JAX_RNNT_REQUIRE=cuda
+  ARCHITECTURE=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d ". ") || { echo "no GPU: --dry-run runs without one"; exit 2; }
+  CHECK=build/gpu/check SITE=$PWD/build/gpu/site
+fi
+mkdir -p "$OUT" build/gpu
+PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
+export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE PYTHONPATH PYTHONUNBUFFERED=1 JAX_RNNT_INSTALLED=$SITE
+OUT=$(cd "$OUT" && pwd)
+export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
+LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
+
+chosen=("$@")
+[[ $# == 0 ]] && chosen=("${PARTS[@]}")
+
+main() {
+  local failed=0 part most begun code took
+  rm -f "$OUT/parts.tsv"
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
+  for part in "${chosen[@]}"; do
+    if [[ ! ${SECONDS_OF[$part]-} ]]; then
+      echo "no such part: $part; there are ${PARTS[*]}"
+      return 2
+    fi
+    most=$((DRY_RUN ? 1800 : SECONDS_OF[$part]))
+    most=$((LIMIT - SECONDS < most ? LIMIT - SECONDS : most))
+    begun=$EPOCHREALTIME
+    echo "== $part, $most s at most"
+    if ((most > 0)); then
+      timeout --signal=INT --kill-after=8 "$most" bash lab/benchmarks/gpu.sh --part "$part"
+      code=$?
+    else
+      code=124
+    fi
+    ((code == 0)) || failed=1
+    took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
+    printf '%s\t%s\t%s\n' "$part" "$took" "$code" >> "$OUT/parts.tsv"
+    echo "== $part: exit code $code after $took s"
+  done
+  echo "== part, seconds, exit code"
+  cat "$OUT/parts.tsv"
+  return $failed
+}
+
+# A pipe, whose end the shell awaits, so that the log has the last lines.
+main 2>&1 | tee "$OUT/gpu.log"
+exit "${PIPESTATUS[0]}"

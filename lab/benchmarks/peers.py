@@ -1,0 +1,197 @@
+"""Other libraries' losses, in PyTorch. Those that can be imported take part.
+
+On a CPU they run in an environment and a process of their own: `Worker` starts this file there, which answers a line
+of JSON on standard input after each repetition. On a GPU, gpu.py runs `losses()` in its own process. Each maps
+(logits, targets, logit_lengths, target_lengths) to the mean over the batch; the last class is the blank.
+"""
+
+import argparse
+import ctypes
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import numpy as np
+
+import problems
+
+ENVIRONMENT = Path(__file__).parents[2] / "build/peers"
+PACKAGES = ("torch==2.11.0", "torchaudio==2.11.0", "numpy")
+
+
+# ----------------------------------------------------------------------------------------------------------- losses
+
+
+def torchaudio():
+    from torchaudio.functional import rnnt_loss
+
+    return {
+        "torchaudio": lambda *arrays: rnnt_loss(*arrays, blank=-1, reduction="mean"),
+        "torchaudio, joint": lambda weight, bias, encoder, predictor, *rest: rnnt_loss(
+            (encoder[:, :, None] + predictor[:, None]).tanh() @ weight + bias,
+            *rest,
+            blank=problems.BLANK,
+            reduction="sum",
+        ),
+    }
+
+
+class WarpOptions(ctypes.Structure):
+    """struct rnntOptions of warp-transducer's rnnt.h."""
+
+    _fields_ = (
+        ("location", ctypes.c_int),  # 0: CPU
+        ("num_threads", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("blank_label", ctypes.c_int),
+        ("max_frames", ctypes.c_int),
+        ("max_columns", ctypes.c_int),
+        ("batch_first", ctypes.c_bool),
+    )
+
+
+def warp_transducer(path, threads):
+    """The same steps as its PyTorch wrapper on CPU: log_softmax, then the library, which takes log-probabilities."""
+    import torch
+
+    library = ctypes.CDLL(path)
+
+    def pointer(x):
+        return ctypes.c_void_p(x.data_ptr())
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, log_probs, targets, logit_lengths, target_lengths):
+            B, T, U1, V = log_probs.shape
+            gradient, losses = torch.zeros_like(log_probs), torch.zeros(B)
+            size = ctypes.c_size_t()
+            library.get_workspace_size(T, U1, B, ctypes.c_bool(False), ctypes.byref(size), ctypes.c_size_t(4))
+            workspace = torch.empty(size.value, dtype=torch.uint8)
+            arrays = map(pointer, (log_probs, gradient, targets, target_lengths, logit_lengths))
+            options = WarpOptions(0, threads, None, V - 1, T, U1, True)
+            status = library.compute_rnnt_loss(*arrays, V, B, pointer(losses), pointer(workspace), options)
+            if status:
+                raise RuntimeError(f"compute_rnnt_loss returned {status}")
+            ctx.gradient = gradient.div_(B)
+            return losses.mean()
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return ctx.gradient.mul_(cotangent), None, None, None
+
+    return {"warp-transducer": lambda logits, *rest: Loss.apply(logits.log_softmax(-1), *rest)}
+
+
+def losses(makers):
+    """({name: loss}, {function: why it is missing}) of these functions."""
+    found, missing = {}, {}
+    for make in makers:
+        try:
+            found |= make()
+        except Exception as error:  # an import may raise anything
+            missing[getattr(make, "func", make).__name__] = f"{type(error).__name__}: {error}"
+    return found, missing
+
+
+def versions():
+    names = "torch", "torchaudio"
+    found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
+
+
+# ----------------------------------------------------------------------------------------------------------- worker
+
+
+class Worker:
+    """The process that runs the peers. `names`: those that it has."""
+
+    def __init__(self, python, *, threads=0, warp_transducer=None):
+        command = [str(python), __file__, "--threads", str(threads)]
+        command += ["--warp-transducer", warp_transducer] if warp_transducer else []
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        greeting = json.loads(self.process.stdout.readline() or "{}")
+        self.names, self.versions = greeting.get("names", []), greeting.get("versions", {})
+        for name, why in greeting.get("missing", {"all peers": f"{python} cannot import torch"}).items():
+            print(f"left out: {name}: {why}")
+
+    def ask(self, peer, problem, arguments):
+        """One repetition: seconds, loss, samples of the gradient and, on a GPU, megabytes."""
+        try:
+            print(json.dumps([peer, problem, arguments]), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            raise OSError(f"the process of {peer} ended")
+        return json.loads(answer)
+
+    def contestant(self, peer, problem, *arguments):
+        import measure
+
+        ask = functools.partial(self.ask, peer, problem, arguments)
+        first = ask()
+        check = first["loss"], np.array(first["gradient"])
+        return measure.Contestant(peer, lambda: ask()["seconds"], check, first["megabytes"])
+
+
+def start(python, threads, **options):
+    """A worker in the environment of this Python, or of one under build/, which is made where it is missing."""
+    if python is None:
+        python = ENVIRONMENT / "bin/python"
+        if not python.exists():
+            venv.create(ENVIRONMENT, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    return Worker(python, threads=threads, **options)
+
+
+def main():
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--warp-transducer")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(args.threads or os.cpu_count())
+    # Replies go to the real standard output; output of the libraries goes to standard error.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    makers = [torchaudio]
+    makers += [functools.partial(warp_transducer, args.warp_transducer, args.threads)] if args.warp_transducer else []
+    found, missing = losses(makers)
+    print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)
+    loaded = None
+    for line in sys.stdin:
+        peer, *problem = json.loads(line)
+        if problem != loaded:
+            loaded, (name, arguments) = problem, problem
+            sources, rest = (
+                [torch.from_numpy(x).to(device) for x in part] for part in getattr(problems, name)(*arguments)
+            )
+        leaves = [x.clone().requires_grad_() for x in sources]
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        wait()
+        begun = time.perf_counter()
+        loss = found[peer](*leaves, *rest)
+        loss.backward()
+        wait()
+        seconds = time.perf_counter() - begun
+        strides = [max(1, x.numel() // 1000) for x in leaves]  # as in measure.samples
+        gradient = [g for x, n in zip(leaves, strides) for g in x.grad.flatten()[::n].tolist()]
+        peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
+        answer = {"seconds": seconds, "loss": loss.item(), "gradient": gradient, "megabytes": peak}
+        print(json.dumps(answer), file=replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Does XLA compile a sharded training step for eight H100s or B200s without needless collectives, copies and memory?
+
+Compiling needs jax's CUDA plugin and the names in the extension module of the CUDA kernels, but
+neither driver nor GPU. `lab/suite.sh gpu-compile` sets both up; without them these tests are skipped.
+"""
+
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_rnnt
+import launches
+import losses
+from jax_rnnt._xla import loading
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+DEVICES = 8
+# As large as real shapes, so that sizes independent of the batch do not count.
+B, T, U, V, H = 4 * DEVICES, 128, 63, 1024, 256
+NODES = B * T * (U + 1)
+# Of the joint networks: 32 sequences a device, whose logits would be 3.4 GB in bfloat16.
+BATCH, FRAMES, LABELS, WIDTH = 32, 400, 128, 640
+TILED_NODES = BATCH * FRAMES * (LABELS + 1)
+EMISSION = "jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"
+CALLS = losses.once((*EMISSION, "jax_rnnt_lattice_grad"))
+
+
+def mesh_of(devices, gpu="h100"):
+    missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "gpu-compile" else pytest.skip
+    if "cuda" in loading.MISSING:
+        missing(loading.MISSING["cuda"])
+    config = (pathlib.Path(__file__).with_name(f"{gpu}.txtpb")).read_text()
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{devices}")
+    except (NotImplementedError, RuntimeError) as error:
+        missing(f"this jax cannot compile for CUDA: {error}")
+    return topologies.make_mesh(topology, (devices,), ("data",))
+
+
+def shape(mesh, *sizes, dtype=np.int32, axes=("data",)):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*axes) if mesh.size > 1 else P()))
+
+
+def labels_and_lengths(mesh, batch, labels):
+    return shape(mesh, batch, labels), shape(mesh, batch), shape(mesh, batch)
+
+
+def joint_shapes(mesh, batch, dtype):
+    """(parameters, rows, the rest) of a joint network."""
+    parameters = shape(mesh, WIDTH, V, dtype=dtype, axes=()), shape(mesh, V, dtype=dtype, axes=())
+    rows = [shape(mesh, batch, n, WIDTH, dtype=dtype) for n in (FRAMES, LABELS + 1)]
+    return parameters, rows, labels_and_lengths(mesh, batch, LABELS)
+
+
+def compile_for_gpus(step, shapes, **options):
+    """Autotuning matmuls would need a GPU."""
+    return jax.jit(step, **options).lower(*shapes).compile({"xla_gpu_autotune_level": 0})
+
+
+def temporaries(compiled):
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def over_devices(kind, mean, mesh, batched):
+    """The mean loss of replicated parameters and of arrays of the batch."""
+    if kind == "auto":
+        return mean
+    body = lambda *arguments: jax.lax.pmean(mean(*arguments), "data")
+    return jax.shard_map(body, mesh=mesh, in_specs=(P(), *[P("data")] * batched), out_specs=P())
+
+
+@pytest.fixture(scope="module", params=["h100", "b200"])
+def mesh(request):
+    return mesh_of(DEVICES, request.param)
+
+
+@pytest.fixture(scope="module", params=[np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request):
+    return np.dtype(request.param)
+
+
+@pytest.fixture(scope="module", params=["auto", "shard_map"])
+def kind(request):
+    return request.param
+
+
+def test_training_step(kind, mesh, dtype):
+    """Mean loss of a joint network's last matmul, [N, H] @ [H, V], and the gradients of both."""
+
+    def mean(weight, hidden, targets, *lengths):
+        logits = (hidden @ weight).reshape(len(targets), T, U + 1, V)
+        return jax_rnnt.rnnt_loss(logits, targets, *lengths, blank=0, implementation="kernel")
+
+    shapes = shape(mesh, H, V, dtype=dtype, axes=()), shape(mesh, NODES, H, dtype=dtype)
+    step = jax.value_and_grad(over_devices(kind, mean, mesh, 4), (0, 1))
+    compiled = compile_for_gpus(step, (*shapes, *labels_and_lengths(mesh, B, U)))
+    text, elements = compiled.as_text(), NODES // DEVICES * V
+    # Devices exchange only the mean and the gradient of the replicated weight.
+    assert set(losses.collectives(text)) == {"all-reduce"}
+    assert losses.custom_calls(text) == CALLS
+    # No operation copies a buffer of the logits' size; under shard_map the gradient takes their memory.
+    for copied in re.findall(r"= \w+\[([\d,]*)\][^=]* (?:copy|copy-start|transpose)\(", text):
+        assert np.prod([int(d) for d in copied.split(",") if d], dtype=np.int64) < elements
+    aliased = re.search(r"custom-call\([^\n]*jax_rnnt_softmax_emission_bwd[^\n]*output_to_operand_aliasing", text)
+    assert (aliased is not None) == (kind == "shard_map")
+    used = temporaries(compiled) / (elements * dtype.itemsize)
+    assert used <= {"shard_map": 1.2, "auto": 2.1}[kind], f"{used:.3f} logits"
+
+
+@pytest.mark.parametrize(
+    ("inplace", "gradient", "planes"), [(False, True, 3), (True, True, 5), (False, False, 4)], ids=str
+)
+def test_planes_of_the_loss_alone(inplace, gradient, planes):
+    """Temporaries beside logits and gradient, in float32 planes [B, T, U + 1], and a little for each column: few,
+    long sequences."""
+    mesh = mesh_of(1)
+    loss = lambda *p: jax_rnnt.rnnt_loss(*p, implementation="kernel", inplace=inplace)
+    shapes = shape(mesh, B // 8, 8 * T, U + 1, V, dtype=np.float32), *labels_and_lengths(mesh, B // 8, U)
+    step = jax.value_and_grad(loss) if gradient else loss
+    compiled = compile_for_gpus(step, shapes, donate_argnums=(0,) if inplace else ())
+    assert temporaries(compiled) / (4 * NODES) == pytest.approx(planes, abs=0.2)
+    assert compiled.memory_analysis().alias_size_in_bytes == (4 * NODES * V if inplace else 0)
+
+
+def test_tiles(kind, mesh, dtype):
+    """Tiles of 2,048 rows take 64 MB, where the default takes 256."""
+
+    def mean(parameters, rows, rest):
+        logits = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(*parameters), *rows, 2048)
+        return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
+
+    step = jax.value_and_grad(over_devices(kind, mean, mesh, 2), (0, 1))
+    compiled = compile_for_gpus(step, joint_shapes(mesh, BATCH * DEVICES, dtype))
+    text = compiled.as_text()
+    loops, entry = text.split("\nENTRY ")
+    # Devices exchange the gradient of the parameters, once, and the largest number of tiles.
+    assert not losses.collectives(loops)
+    assert set(losses.collectives(entry)) == {"all-reduce"}
+    assert losses.custom_calls(text) == CALLS
+    assert temporaries(compiled) <= 64e6 + 4 * (4 * TILED_NODES)
+    # Nothing is added atomically: every scatter-add has unique indices.
+    scatters = [line for line in text.splitlines() if re.search(r" scatter\(", line)]
+    assert len(scatters) >= 2  # encoder and predictor
+    assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters
+
+
+JOINTS = {
+    "rnnt": (losses.RNNT, "linear", 1.0),
+    "tdt": (losses.tdt((0, 1, 2, 3, 4)), "linear", 1.01),  # 1,207 launches; with a tile less, 257 MB
+    "hat": (losses.HAT, "linear", 1.0),
+    "function": (losses.RNNT, "function", 1.5),
+}
+
+
+@pytest.mark.parametrize(("loss", "joint", "share"), JOINTS.values(), ids=JOINTS)
+def test_default_tiles(monkeypatch, loss, joint, share):
+    """Without `chunk`, in bfloat16. A launch costs about 2.5 us, the products of the step 15 ms."""
+
+    def mean(parameters, rows, rest):
+        weight, bias = parameters
+        function = lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
+        made = jax_rnnt.LinearJoint(weight, bias) if joint == "linear" else function
+        return loss.value(implementation="kernel")(jax_rnnt.JointLogits(made, *rows), *rest)
+
+    shapes = joint_shapes(mesh_of(1), BATCH, jnp.bfloat16)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # decides the rows of a tile for a function
+    compiled = compile_for_gpus(jax.value_and_grad(mean, (0, 1)), shapes)
+    # At most 256 MB, where the logits have 3.4 GB; an eighth of them would be 420 MB.
+    assert temporaries(compiled) <= 256e6
+    text = compiled.as_text()
+    rows = max(int(n) for n in re.findall(rf"bf16\[(\d+),1,1,{V}\]", text))
+    turns = 1 + 1.03 * TILED_NODES / rows  # with all blocks listed, of which a block's edges take 1%
+    program = launches.Program(text, dict.fromkeys(EMISSION, turns))
+    assert program.launches() <= 1200 * share
+    # The products round to 16 bits: no array has the logits or hidden units of a tile in float32.
+    has_emission = lambda own: any(x.opcode == "custom-call" and "softmax_emission" in x.rest for x in own)
+    loops = [own for own in program.computations.values() if has_emission(own)]
+    assert len(loops) == 2
+    kernels = [x for own in loops for x in own if x.opcode in ("fusion", "custom-call", "copy")]
+    shapes = [dims for x in kernels for dtype, dims in launches.arrays(x.shape) if dtype == "f32"]
+    assert shapes and max(map(np.prod, shapes)) < rows * WIDTH
+
+
+def test_counted_launches():
+    """A loop counts as often as it runs, a fusion once, a custom call by its kernels, a large sort by its stages."""
+    text = """HloModule m
+
+%product (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  ROOT %d = bf16[64,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: (s32[], bf16[64,32], bf16[32,16])) -> (s32[], bf16[64,32], bf16[32,16]) {
+  %p = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+  %f = bf16[64,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%product
+  %c = f32[4]{0} custom-call(%p), custom_call_target="jax_rnnt_lattice_grad"
+  ROOT %t = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) tuple(%p)
+}
+
+%condition (q: (s32[], bf16[64,32], bf16[32,16])) -> pred[] {
+  ROOT %q = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+}
+
+ENTRY %main (v: (s32[], bf16[64,32], bf16[32,16])) -> f32[8192] {
+  %v = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
+  %w = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) while(%v), condition=%condition, body=%body, TRIPS
+  ROOT %s = f32[8192]{0} sort(%v), dimensions={0}, to_apply=%product
+}
+"""
+    known = launches.Program(text.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}'))
+    assert known.launches() == 5 * (1 + 4) + 1 + (1 + 2) + 2  # two stages beyond a tile of 2,048
+    assert launches.Program(text, {"jax_rnnt_lattice_grad": 7}).launches() == 7 * 5 + 6
+    with pytest.raises(ValueError, match="no one said"):
+        launches.Program(text).launches()

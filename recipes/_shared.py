@@ -1,0 +1,130 @@
+"""What recipes share: lines of handwritten digits, a loop over steps, error rates, and figures that are checked.
+
+The model, its batches and its losses are those of jax_rnnt_speech. A recipe is one idea on top of them:
+
+    digits = Digits(steps=1000)
+    recogniser = digits.recogniser()
+    params = fit(recogniser.params, usual_loss(recogniser), digits)
+    check("CER", error_rate(greedy(recogniser, params), digits), 3)
+"""
+
+import argparse
+import copy
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jax_rnnt.metrics import label_errors
+from jax_rnnt_speech import batches, config, corpora, tokens
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.ngrams import Search
+from jax_rnnt_speech.recogniser import Recogniser, statistics
+from jax_rnnt_speech.train import make_optimizer
+
+
+class Digits:
+    """Lines of 3 to 7 handwritten digits: batches of one shape, and the options of the model that reads them."""
+
+    def __init__(self, **options):
+        options = config.read_file("handwritten-digits") | options
+        self.config = Config(**options)
+        train, test = (corpora.open_corpus("handwritten-digits", self.config, x) for x in ("train", "valid"))
+        self.tokens = tokens.train(self.config, (x.text for x in train.utterances))
+        self.blank = len(self.tokens.pieces)
+        reduction = int(np.prod([time for time, _ in self.config.strides]))
+        self.train, self.test = (batches.labelled(x, self.tokens, reduction) for x in (train, test))
+        self.mean, self.deviation = statistics(self.train, self.config)
+
+    def recogniser(self, **options):
+        """A new model; options differ from those of `config`."""
+        return Recogniser(dataclasses.replace(self.config, **options), self.tokens, self.mean, self.deviation)
+
+    def batches(self):
+        """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
+        epoch = batches.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
+        return iter(epoch.repeat(-(-self.config.steps // len(epoch)))[: self.config.steps])
+
+    def with_texts(self, texts):
+        """The same with held-out lines of other texts, of the same scans."""
+        other = copy.copy(self)
+        corpus = copy.copy(self.test.corpus)
+        corpus.utterances = [utterance._replace(text=text) for utterance, text in zip(corpus.utterances, texts)]
+        other.test = batches.labelled(corpus, self.tokens, int(np.prod([time for time, _ in self.config.strides])))
+        return other
+
+    def tests(self):
+        """500 held-out lines."""
+        return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1), (0, 1))
+
+
+def usual_loss(recogniser):
+    """The mean loss of a batch, as jax_rnnt_speech has it."""
+    return lambda params, batch, step: recogniser.mean_loss(params, batch, step, False)
+
+
+def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
+    """Parameters after all steps of AdamW. `loss` is (params, batch, step) -> a mean; `batch_of` may change a batch."""
+    optimizer = make_optimizer(digits.config)
+
+    @jax.jit
+    def train_step(params, state, batch, step):
+        value, gradient = jax.value_and_grad(loss)(params, batch, step)
+        updates, state = optimizer.update(gradient, state, params)
+        return jax.tree.map(lambda x, y: x + y, params, updates), state, value
+
+    state, bar = optimizer.init(params), tqdm(digits.batches(), total=digits.config.steps, unit="step", mininterval=5)
+    for step, batch in enumerate(bar):
+        batch = batch_of(params, batch, step)
+        batch.pop("index", None)
+        params, state, value = train_step(params, state, batch, step)
+        if step % 100 == 0:
+            bar.set_postfix(loss=f"{float(value):.3f}", refresh=False)
+    return params
+
+
+def greedy(recogniser, params):
+    """A function of batches: labels [B, N] and their numbers [B] by greedy search."""
+    params = jax.device_put(params)
+    return lambda batch: recogniser.evaluated(params, batch, False, Search())[1:]
+
+
+def error_rate(search, digits):
+    """Label errors of a search over the held-out lines, in per cent of their labels."""
+    errors = total = 0
+    for batch in digits.tests():
+        batch.pop("index")
+        valid = batch["valid"]
+        labels, counts = jax.device_get(search(batch))
+        found = label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total
+        errors += int(jnp.where(valid, found, 0).sum())
+        total += int(batch["target_lengths"][valid].sum())
+    return 100 * errors / total
+
+
+def parse(doc, **options):
+    """Options of a recipe: those given here, with defaults of their types, and --seed."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=config.seed, default=0, help="(%(default)s)")
+    for name, default in options.items():
+        kind = {int: config.positive, float: config.amount}.get(type(default), str)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="(%(default)s)")
+    return parser.parse_args()
+
+
+def output(name):
+    """A file of the folder runs/recipes below the current one, which is made."""
+    path = Path("runs/recipes") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def check(name, value, limit):
+    """Prints a figure; ends the program with status 1 where it is above its limit."""
+    print(f"{name}: {value:.2f} (at most {limit:g})")
+    if not value <= limit:
+        sys.exit(f"{name} {value:.2f} is above {limit:g}")

@@ -1,0 +1,70 @@
+"""The recipes: short, listed, and they run. `make recipes` checks their figures."""
+
+import importlib
+import pathlib
+import re
+import runpy
+import sys
+
+import jax
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[1]
+RECIPES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+SHORT = {"steps": 2, "mwer-steps": 2, "tuning-steps": 2, "student-steps": 2, "lines": 20}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_page_of_code(name):
+    """Fewer than 150 lines, with the command that runs it, and a row in the table."""
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) < 150
+    assert f"python recipes/{name}.py" in text.split('"""')[1]
+    assert f"[{name}]({name}.py)" in (FOLDER / "README.md").read_text()
+
+
+def test_table():
+    """Every row is a recipe."""
+    rows = re.findall(r"^\| \[(\w+)\]", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(rows) == RECIPES and len(rows) >= 9
+
+
+def test_options(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, tmp_path, "latency", "--help") == 0 and "--tuning-steps" in capsys.readouterr().out
+    status = run(monkeypatch, tmp_path, "noisy_transcripts", "--error", "lost")
+    assert status.startswith("--error must be one of deleted, inserted")
+
+
+def run(monkeypatch, tmp_path, name, *options):
+    """The exit status of a recipe, or its message, in JAX's default configuration."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer lines, and a narrow model of one block."""
+    config, digits = (importlib.import_module(f"jax_rnnt_speech.{name}") for name in ("config", "digits"))
+    usual = config.read_file
+    monkeypatch.setattr(config, "read_file", lambda name: usual(name) | {"width": 16, "blocks": 1, "channels": 2})
+    monkeypatch.setattr(digits, "LINES", {"train": 64, "valid": 32})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_few_steps(tmp_path, monkeypatch, capsys, small, name):
+    """The program comes to its figure, whose limit a model without training may miss."""
+    text = (FOLDER / f"{name}.py").read_text()
+    options = [f"--{key}={value}" for key, value in SHORT.items() if f"{key.replace('-', '_')}=" in text]
+    status = run(monkeypatch, tmp_path, name, *options)
+    assert " (at most " in capsys.readouterr().out
+    assert status is None or re.search(r" is above -?[\d.]+$", status), status

@@ -1,0 +1,140 @@
+"""Batches of similar length with grain: a few static shapes, so XLA compiles few programs and computes little padding.
+
+Utterances are sorted into buckets. A bucket pads to its longest member, and its batches hold about as many frames as
+the others. Grain shuffles within the buckets and then the batches of all. Batch n depends on the seed and n alone, so a
+resumed run sees what an uninterrupted one does.
+"""
+
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from jax_rnnt_speech import features
+from jax_rnnt_speech.config import UserError
+
+
+class Bucket(NamedTuple):
+    frames: int
+    labels: int
+    batch: int  # utterances
+    members: list  # utterances of the corpus
+
+
+class Labelled(NamedTuple):
+    """A corpus and the labels of its usable utterances."""
+
+    corpus: object
+    labels: dict  # by the number of the utterance
+
+
+def labelled(corpus, tokens, reduction):
+    """Labels of what can be trained on; what cannot goes to the corpus's report."""
+    labels = {}
+    for i, x in enumerate(corpus.utterances):
+        found = tokens.encode(x.text)
+        if found is None:
+            unknown = "characters outside the vocabulary"
+            corpus.report.add(unknown, x.name)
+        elif len(found) > -(-x.frames // reduction):
+            corpus.report.add("fewer frames than labels", x.name)
+        else:
+            labels[i] = np.array(found, np.int32)
+    if not labels:
+        raise UserError("no usable utterance is left" + "".join(f"; {x}" for x in corpus.report.lines()))
+    return Labelled(corpus, labels)
+
+
+def make_buckets(data, config, devices):
+    """Buckets with about equally many frames each, from the shortest to the longest."""
+    order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
+    frames = np.array([data.corpus.utterances[i].frames for i in order])
+    share = np.minimum(np.cumsum(frames) * config.buckets // (frames.sum() + 1), config.buckets - 1)
+    limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
+    groups = [[i for i in order if low < data.corpus.utterances[i].frames <= high]
+              for low, high in zip([-1, *limits], limits)]  # fmt: skip
+    buckets, waiting = [], []
+    for group, limit in zip(groups, limits):
+        group = waiting + group
+        size = config.batch
+        if config.batch_seconds:
+            size = max(1, int(config.batch_seconds * 1000 / config.hop / limit))
+        size = max(devices, size // devices * devices)
+        if len(group) < size and limit < limits[-1]:
+            waiting = group  # too few for a batch: they join the next bucket
+            continue
+        waiting, labels = [], max(1, *(len(data.labels[i]) for i in group))
+        buckets.append(Bucket(limit, labels, min(size, max(devices, len(group) // devices * devices)), group))
+    if len(buckets) > 1 and len(buckets[-1].members) < buckets[-1].batch:
+        last, previous = buckets.pop(), buckets.pop()  # the longest ones are few: the bucket before takes them
+        members = previous.members + last.members
+        buckets.append(Bucket(last.frames, max(previous.labels, last.labels), last.batch, members))
+    return buckets
+
+
+def collate(data, config, bucket, items, size):
+    """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`."""
+    corpus, rows = data.corpus, size
+    if corpus.device:
+        window, hop = features.sizes(config)
+        audio = np.zeros((rows, window + (bucket.frames - 1) * hop), np.float32)
+    else:
+        audio = np.zeros((rows, bucket.frames, corpus.features), np.float32)
+    batch = {
+        "audio": audio,
+        "lengths": np.ones(rows, np.int32),
+        "targets": np.zeros((rows, bucket.labels), np.int32),
+        "target_lengths": np.zeros(rows, np.int32),
+        "valid": np.zeros(rows, bool),
+        "spans": np.zeros((rows, config.time_masks + config.mel_masks, 2), np.int32),
+        "index": np.full(rows, -1, np.int32),
+    }
+    for row, (i, x, spans) in enumerate(items):
+        if x is not None:
+            x = x[: audio.shape[1]]
+            audio[row, : len(x)] = x
+            batch["lengths"][row] = features.count(config, len(x)) if corpus.device else len(x)
+            batch["targets"][row, : len(data.labels[i])] = data.labels[i]
+            batch["target_lengths"][row] = len(data.labels[i])
+            batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
+    return batch
+
+
+def training(data, config, buckets, part):
+    """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
+
+    `part`: (i, n) for every n-th row of each batch, from the i-th on.
+    """
+    parts, (first, step) = [], part
+    for bucket in buckets:
+
+        def load(i, rng):
+            x = data.corpus.load(i, rng)
+            frames = data.corpus.utterances[i].frames
+            return i, x, features.draw_spans(config, rng, frames, data.corpus.features)
+
+        def batch(items, bucket=bucket):
+            return collate(data, config, bucket, items, bucket.batch // step)
+
+        whole = grain.MapDataset.source(bucket.members).seed(config.seed).shuffle().random_map(load)
+        whole = whole[: len(whole) // bucket.batch * bucket.batch]
+        parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
+    return grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
+
+
+def testing(data, config, buckets, part):
+    """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
+    for bucket in buckets:
+        size = bucket.batch // part[1]
+        for start in range(0, len(bucket.members), bucket.batch):
+            chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
+            items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
+            yield collate(data, config, bucket, items, size)
+
+
+def padding(data, buckets):
+    """Shares of padding: (frames of these buckets, frames if all batches had one shape)."""
+    frames = {b.frames: [data.corpus.utterances[i].frames for i in b.members] for b in buckets}
+    used = sum(map(sum, frames.values()))
+    utterances, longest = sum(map(len, frames.values())), max(frames)
+    return 1 - used / sum(size * len(x) for size, x in frames.items()), 1 - used / (utterances * longest)

@@ -1,0 +1,157 @@
+"""The command line. Options are checked before anything runs; what is wrong is one line, and the exit status 2."""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from jax_rnnt_speech import config, corpora, hosts, ngrams, recognise, runs, synthesis
+from jax_rnnt_speech.config import Config, UserError, amount, positive
+from jax_rnnt_speech.train import Training
+
+# They decide the shapes of arrays, or their meaning: a checkpoint has them.
+FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "width", "encoder", "blocks"}
+FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
+# At this value the optimiser lacks a part, and so does its state in checkpoints.
+WITHOUT = {"accumulate": 1, "clip": 0.0}
+
+
+class Parser(argparse.ArgumentParser):
+    """An error is one line: the usage has a hundred."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
+
+
+def add_platform(parser):
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+
+
+def add_train(commands):
+    parser = commands.add_parser("train", help="train, or go on, or evaluate with --steps 0")
+    parser.add_argument("--config", metavar="FILE", help="JSON with any of the options below, or a name of configs/")
+    parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
+    earlier.add_argument("--overwrite", action="store_true", help="delete the earlier run first")
+    parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
+    parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
+    parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
+    add_platform(parser)
+    parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
+    parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    hosts.add_options(parser.add_argument_group("several processes"))
+    ngrams.add_options(parser.add_argument_group("search of tests"))
+    parser.add_argument("--expect-cer", type=amount, metavar="PERCENT", help="exit 1 if the error rate is higher")
+    config.add_options(parser.add_argument_group("what decides the result"))
+    parser.set_defaults(run=train)
+
+
+def add_recognition(commands):
+    parser = commands.add_parser("transcribe", help="texts of audio files")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    ngrams.add_options(parser)
+    parser.set_defaults(run=transcribe)
+    live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
+    source = live.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    source.add_argument("--microphone", action="store_true")
+    live.set_defaults(run=stream)
+    for one in (parser, live):
+        one.add_argument("--workdir", type=Path, required=True, help="of a training")
+        add_platform(one)
+
+
+def resumed(given, args):
+    """The configuration of the run in the workdir, with `given` options where they may differ: in tests, most may."""
+    run = runs.Run(args.workdir, resume=True)
+    if run.last is None:
+        if given.get("steps") == 0 or "train" not in given:
+            raise UserError(f"{args.workdir} has no checkpoint: train first")
+        return Config(**given)
+    run.open()
+    # A checkpoint of before an option has its default.
+    earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
+    run.close()
+    changed = {name: x for name, x in given.items() if x != earlier[name]}
+    for name, x in changed.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in FIXED:
+            raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
+        if not args.change and given.get("steps") != 0:
+            raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
+        off = WITHOUT.get(name)
+        if off is not None and given.get("steps") != 0 and (x == off) != (earlier[name] == off):
+            raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
+    return Config(**(earlier | given))
+
+
+def train(args):
+    names = {field.name for field in dataclasses.fields(Config)}
+    given = config.read_file(args.config) if args.config else {}
+    given |= {name: x for name, x in vars(args).items() if name in names}
+    given |= {name: corpora.absolute(given[name]) for name in ("train", "valid") if name in given}
+    ngrams.check(args)
+    if given.get("steps") == 0 and args.overwrite:
+        raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
+    args.resume |= given.get("steps") == 0
+    if args.change and not args.resume:
+        raise UserError("--change needs --resume")
+    args.workdir = args.workdir or Path("runs") / "{}-{}".format(
+        Path(args.config or given.get("train", "")).stem, given.get("loss", Config.loss)
+    )
+    chosen = None if args.resume else Config(**given).checked()
+    hosts.join(args)
+    started = time.perf_counter()
+    with hosts.together():
+        chosen = chosen or resumed(given, args).checked()
+        rates = Training(chosen, args).main()
+    print(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
+    if args.expect_cer is not None and not rates.cer <= args.expect_cer:
+        print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)
+        return 1
+    return 0
+
+
+def transcribe(args):
+    ngrams.check(args)
+    recogniser, params = recognise.load(args.workdir, args.platform)
+    text_of, bad = recognise.make_transcriber(recogniser, params, ngrams.search_of(args, recogniser)), 0
+    for path in args.files:
+        try:
+            print(path, text_of(recognise.read(path, recogniser.config.rate)), sep="\t", flush=True)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            bad += 1
+    return 1 if bad else 0
+
+
+def stream(args):
+    recogniser, params = recognise.load(args.workdir, args.platform)
+    live = recognise.Stream(recogniser, params)
+    rate = recogniser.config.rate
+    blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
+    with contextlib.suppress(*[KeyboardInterrupt] * args.microphone):  # its end
+        for samples in blocks:
+            print(live.feed(samples), end="", flush=True)
+    print(live.finish(), flush=True)
+    return 0
+
+
+def main(arguments=None):
+    parser = Parser(prog="rnnt-speech", description="Speech recognition on any corpus.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train(commands)
+    add_recognition(commands)
+    synthesis.add_command(commands)
+    ngrams.add_command(commands)
+    args = parser.parse_args(arguments)
+    try:
+        status = args.run(args)
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted; a training goes on with --resume\n")
+    raise SystemExit(status)

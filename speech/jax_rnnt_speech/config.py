@@ -1,0 +1,183 @@
+"""What decides the result of a run: one dataclass, whose fields are options of the command line and of a JSON file."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from jax_rnnt_speech.losses import LOSSES
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class UserError(Exception):
+    """A problem with options, files or devices, in one line."""
+
+
+def number(kind, low, below=float("inf")):
+    """A type of argparse: a number from `low` on and less than `below`."""
+
+    def read(text):
+        try:
+            x = kind(text)
+            if isinstance(text, bool) or x != float(text):
+                x = None
+        except (ValueError, TypeError, OverflowError):
+            x = None
+        if x is None or not low <= x < below:
+            limit = "" if below == float("inf") else f" and less than {below:.10g}"
+            name = {int: "whole number", float: "number"}[kind]
+            raise argparse.ArgumentTypeError(f"expected a {name} of {low} or more{limit}, got {text}")
+        return x
+
+    return read
+
+
+natural, positive, amount, share = number(int, 0), number(int, 1), number(float, 0), number(float, 0, 1)
+seed = number(int, 0, 2**32)
+
+
+def strides(text):
+    """Pairs of strides over time and features: 2x2,2x2."""
+    try:
+        pairs = [[int(x) for x in pair.split("x")] for pair in text.split(",")] if isinstance(text, str) else text
+        if all(len(pair) == 2 and all(type(x) is int and x >= 1 for x in pair) for pair in pairs) and pairs:
+            return [list(pair) for pair in pairs]
+    except (ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected strides over time and features such as 2x2,2x2, got {text}")
+
+
+def option(default, kind, text, **more):
+    return dataclasses.field(default=default, metadata={"type": kind, "help": text, **more})
+
+
+def switch(text):
+    return dataclasses.field(default=False, metadata={"action": argparse.BooleanOptionalAction, "help": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    train: str = option("", str, "manifest, LibriSpeech-like folder, handwritten-digits, or spoken-digits:FOLDER")
+    valid: str = option("", str, "the same of held-out utterances; default: what belongs to --train digits")
+    # Audio and text.
+    rate: int = option(16000, positive, "samples a second; other files are resampled")
+    mels: int = option(80, positive, "features of a frame")
+    window: float = option(25.0, amount, "of a frame, in milliseconds")
+    hop: float = option(10.0, amount, "from frame to frame, in milliseconds")
+    mel_on: str = option("host", str, "where spectra are computed", choices=("host", "device"))
+    max_seconds: float = option(20.0, amount, "longer utterances are left out")
+    tokens: str = option("characters", str, "labels", choices=("characters", "subwords"))
+    vocabulary: int = option(256, positive, "number of subwords")
+    alphabet: str = option("", str, "characters that texts may have; default: those of the training texts")
+    lower: bool = switch("texts in lower case")
+    # Batches.
+    batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
+    batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
+    buckets: int = option(4, positive, "shapes of batches, by length")
+    time_masks: int = option(2, natural, "SpecAugment: masks over time")
+    time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
+    mel_masks: int = option(2, natural, "SpecAugment: masks over features")
+    mel_mask: int = option(20, natural, "features that a mask hides at most")
+    # Model.
+    width: int = option(256, positive, "of the encoder")
+    encoder: str = option("conformer", str, "its blocks", choices=("conformer", "convolutional"))
+    blocks: int = option(8, positive, "of the encoder")
+    heads: int = option(4, positive, "of the attention")
+    expansion: int = option(4, positive, "of the feed-forward layers")
+    kernel: int = option(15, positive, "frames of a convolution")
+    strides: list = dataclasses.field(
+        default=((2, 2), (2, 2)), metadata={"type": strides, "help": "of the first convolutions: TIMExFEATURES,..."}
+    )
+    channels: int = option(32, positive, "of the first convolutions")
+    chunk: int = option(0, natural, "encoder frames that see each other and what was before, for streams; 0: all do")
+    past: int = option(64, natural, "encoder frames before its chunk that a frame sees")
+    predictor: str = option("stateless", str, "network of the labels", choices=("stateless", "lstm"))
+    history: int = option(2, positive, "labels that a stateless predictor sees")
+    dropout: float = option(0.1, share, "in the blocks and the joint")
+    dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
+    remat: bool = switch("compute blocks again in the backward pass, which saves memory")
+    # Loss and optimiser.
+    loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
+    joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
+    fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
+    steps: int = option(10000, natural, "batches; 0: evaluate alone")
+    accumulate: int = option(1, positive, "batches of an update")
+    learning_rate: float = option(1e-3, amount, "the highest; then it falls as a cosine")
+    warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
+    clip: float = option(1.0, amount, "norm of the gradient")
+    decay: float = option(0.01, amount, "of weights, by AdamW")
+    seed: int = option(0, seed, "of weights, order and masks")
+
+    def checked(self):
+        """Itself; raises where options contradict each other."""
+        if not self.train:
+            raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
+        if not self.valid and "digits" not in self.train.split(":")[0]:
+            raise UserError("--valid is missing: held-out utterances, as for --train")
+        if self.encoder == "conformer" and self.width % (2 * self.heads):
+            raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
+        if self.joint == "tiles" and self.loss == "pruned":
+            raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
+        if self.hop <= 0 or self.window < self.hop:
+            raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
+        if round(self.rate * self.window / 1000) < 2:
+            raise UserError(f"--window {self.window:g} has fewer than two samples at --rate {self.rate}")
+        if 0 < self.steps < self.accumulate:
+            raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
+        if self.batch_seconds and self.batch != Config.batch:
+            raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
+        if not self.chunk and self.past != Config.past:
+            raise UserError("--past needs --chunk: without one, every frame sees all others")
+        if self.tokens == "subwords" and self.alphabet:
+            raise UserError("--alphabet needs --tokens characters")
+        if self.tokens == "characters" and self.vocabulary != Config.vocabulary:
+            raise UserError("--vocabulary needs --tokens subwords")
+        return self
+
+
+def add_options(parser):
+    """Every field of Config; options that are not given are absent from the result."""
+    for field in dataclasses.fields(Config):
+        more = dict(field.metadata)
+        default = "" if field.default in ("", False, True) or field.name == "strides" else f" ({field.default})"
+        if field.name == "strides":
+            default = " (2x2,2x2)"
+        if "choices" not in more and "action" not in more:
+            more["metavar"] = {str: "TEXT", strides: "STRIDES"}.get(more["type"], "N")
+        more["help"] += default
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
+
+
+def read_file(name):
+    """Options of a JSON file, or of one of the folder `configs` by its name."""
+    path = Path(name) if Path(name).exists() else CONFIGS / f"{name}.json"
+    try:
+        options = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
+        raise UserError(f"--config {name} is neither a readable JSON file nor one of {known} ({error})") from None
+    return from_json(options, f"--config {name}")
+
+
+def from_json(options, name):
+    """The same options with their types checked, as the command line checks them."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    checked = {}
+    if not isinstance(options, dict):
+        raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
+    for key, x in options.items():
+        if key not in fields:
+            raise UserError(f"{name}: there is no option {key}")
+        kind, choices = fields[key].metadata.get("type"), fields[key].metadata.get("choices")
+        try:
+            if kind is None and not isinstance(x, bool):
+                raise argparse.ArgumentTypeError(f"expected true or false, got {x}")
+            if kind is str and not isinstance(x, str):
+                raise argparse.ArgumentTypeError(f"expected text, got {x}")
+            checked[key] = x if kind is None else kind(x)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{name}: {key}: {error}") from None
+        if choices and x not in choices:
+            raise UserError(f"{name}: {key}: expected one of {', '.join(choices)}, got {x}")
+    return checked

@@ -1,0 +1,84 @@
+"""Error rates of held-out utterances, and pictures of some."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from matplotlib import pyplot as plt
+from rapidfuzz.distance import Levenshtein
+
+from jax_rnnt import plot
+from jax_rnnt_speech import batches, hosts
+from jax_rnnt_speech.config import UserError
+
+PICTURES = 3  # utterances
+
+
+class Rates(NamedTuple):
+    loss: float  # nats an utterance
+    cer: float  # per cent
+    wer: float
+
+
+def rates(recogniser, params, data, buckets, split, search, examples=0):
+    """Rates of all utterances, and (reference, hypothesis) of the first ones."""
+    loss, utterances, errors, totals, shown = 0.0, 0, np.zeros(2), np.zeros(2), []
+    for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
+        found = recogniser.evaluated(params, split(batch), data.corpus.device, search)
+        value, labels, counts, index = hosts.gathered((*found, batch["index"]))
+        loss += float(value)
+        for i, row, count in zip(index, labels, counts):
+            if i >= 0:  # its audio is readable
+                utterances += 1
+                pair = data.corpus.utterances[i].text, recogniser.text(row, count)
+                for k, (reference, hypothesis) in enumerate((pair, tuple(x.split() for x in pair))):
+                    errors[k] += Levenshtein.distance(reference, hypothesis)
+                    totals[k] += len(reference)
+                shown += [pair] * (len(shown) < examples)
+    if not utterances:
+        raise UserError("no held-out utterance has readable audio")
+    return Rates(loss / utterances, *map(float, 100 * errors / np.maximum(totals, 1))), shown
+
+
+class Pictures:
+    """Draws some held-out utterances: lattices, alignments, and how the times of their labels have moved."""
+
+    def __init__(self, recogniser, data, buckets, folder):
+        self.recogniser, self.folder, self.first = recogniser, folder, None
+        self.device, self.hop = data.corpus.device, data.corpus.hop
+        few = buckets[0]._replace(members=buckets[0].members[:PICTURES], batch=PICTURES)
+        self.batch = next(iter(batches.testing(data, recogniser.config, [few], (0, 1))))
+        self.count = int(self.batch["valid"].sum())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(self, params, batch):
+        model = self.recogniser.model(params)
+        features = self.recogniser.inputs(batch, self.device)
+        x = self.recogniser.encoded(model, features, batch)
+        logits = model.joint(x.frames[:, :, None], x.states[:, None])
+        _, emitted = self.recogniser.loss.posteriors(logits, *x[2:])
+        return features, x, logits, emitted, self.recogniser.loss.emission_frames(logits, *x[2:])
+
+    def draw(self, params, step):
+        """Writes lattice.png, and latency.png where an earlier step was drawn."""
+        loss, clock = self.recogniser.variant.loss, {"reduction": self.recogniser.reduction, "hop": self.hop}
+        features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
+        self.first = self.first or (step, expected)
+        figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)
+        late, moved = plt.subplots(1, self.count, figsize=(5 * self.count, 5), layout="constrained", squeeze=False)
+        for i in range(self.count):
+            frames, labels = int(x.frame_lengths[i]), int(x.target_lengths[i])
+            targets = x.targets[i, :labels]
+            names = {"symbols": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
+            cut = logits[i, :frames, : labels + 1], targets, frames, labels
+            plot.lattice(loss, *cut, **names, ax=axes[0, i])
+            heard = features[i, : self.batch["lengths"][i]], emitted[i, :frames], targets
+            plot.emissions(*heard, **names, ax=axes[1, i])
+            times = (self.first[1][i, :labels], expected[i, :labels])
+            steps = f"step {self.first[0]}", f"step {step}"
+            plot.latencies(*times, targets, names=steps, **names, ax=moved[0, i])
+        figure.savefig(self.folder / "lattice.png", dpi=100)
+        late.savefig(self.folder / "latency.png", dpi=100)
+        plt.close(figure)
+        plt.close(late)

@@ -1,0 +1,98 @@
+"""Several processes that train together, on one host or many, each with its own devices. Alone, nothing here acts."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_rnnt_speech import devices
+from jax_rnnt_speech.config import UserError, natural, positive
+
+PATIENCE = 60  # seconds without a sign of life after which a process counts as dead
+
+
+def add_options(parser):
+    help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
+    parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
+    parser.add_argument("--processes", type=positive, metavar="N")
+    parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
+
+
+def join(args):
+    """Waits for the other processes; all but process 0 then print nothing more."""
+    numbers = args.processes, args.process
+    if args.coordinator in (None, "auto"):
+        if numbers != (None, None):
+            raise UserError("--processes and --process need --coordinator HOST:PORT")
+    elif None in numbers or args.process >= args.processes:
+        raise UserError(f"--coordinator {args.coordinator} needs --processes N and --process I, with I from 0 to N - 1")
+    if args.coordinator:
+        if args.process:
+            wait_for(args.coordinator)
+        known = {"coordinator_address": args.coordinator, "num_processes": args.processes, "process_id": args.process}
+        more = {"initialization_timeout": PATIENCE, "heartbeat_timeout_seconds": PATIENCE}
+        try:
+            jax.distributed.initialize(**(known if args.coordinator != "auto" else {}), **more)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"--coordinator {args.coordinator}: {str(error).splitlines()[0]}") from None
+    devices.select(args.platform, args.devices)
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def wait_for(address):
+    """Returns when something listens there. JAX itself would abort the process where nothing does."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), 1).close()
+        except (OSError, ValueError, OverflowError) as error:
+            if not isinstance(error, OSError) or time.monotonic() > deadline:
+                raise UserError(f"--coordinator {address}: expected HOST:PORT of process 0 ({error})") from None
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def together():
+    """Ends this process with one line where another one has died. JAX itself would wait for it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(f"rnnt-speech: process {jax.process_index()}: another process has ended or is out of reach; start all "
+              f"again with --resume ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(2)
+
+
+def part():
+    """(number of this process, number of all)."""
+    return jax.process_index(), jax.process_count()
+
+
+def agree(name, x):
+    """Raises unless all processes have the same JSON."""
+    if jax.process_count() > 1:
+        digest = np.frombuffer(hashlib.sha256(json.dumps(x).encode()).digest(), np.uint8)
+        if (multihost_utils.process_allgather(digest) != digest).any():
+            raise UserError(f"{name} differ between the processes")
+
+
+def gathered(tree):
+    """NumPy arrays of all processes, along their first axis."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def wait(name):
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

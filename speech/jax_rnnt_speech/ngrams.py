@@ -1,0 +1,168 @@
+"""Word n-grams of the texts of corpora, and searches with them.
+
+    rnnt-speech ngram words.arpa FOLDER/train --lower
+
+Witten and Bell's estimate (1991): an n-gram's context h gives the share types(h) / (count(h) + types(h)) to the shorter
+context, where types(h) counts the words that follow it. Behind the empty context all words are equally probable, and
+<unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
+"""
+
+import argparse
+import collections
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import decode
+from jax_rnnt_speech import corpora
+from jax_rnnt_speech.config import UserError, amount, natural, positive
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WordBonus:
+    """A model of fusion that adds to the score of every word, as n-grams alone prefer few words."""
+
+    scores: jax.Array  # [V]: 1 for labels that begin a word
+
+    def initial(self, batch):
+        return jnp.zeros((batch, 0))
+
+    def step(self, state, labels):
+        return jnp.broadcast_to(self.scores, (len(labels), len(self.scores))), state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How labels are found. An argument of jitted functions: the n-gram is arrays, the rest decides the program."""
+
+    beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
+    ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
+    fusion: tuple = ()  # of (n-gram, weight)
+
+
+WEIGHTS = {
+    "ngram_weight": (0.3, "of the n-gram"),
+    "word_bonus": (1.5, "nats for each word"),
+    "ilm_weight": (0.1, "share of the network's own language model that --ngram replaces"),
+}
+
+
+def add_options(parser):
+    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
+    parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
+    for name, (default, help) in WEIGHTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
+
+
+def check(args):
+    """Raises where options of a search contradict each other, or there is no n-gram."""
+    if not args.ngram:
+        for name in WEIGHTS:
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} needs --ngram")
+    elif not args.beam:
+        raise UserError("--ngram needs --beam")
+    elif not args.ngram.is_file():
+        raise UserError(f"--ngram {args.ngram} is no file")
+
+
+def read(path, recogniser):
+    """The model of a file, over the classes of a recogniser."""
+    tokens = recogniser.tokens
+    classes = tokens.labels() + [None] * (recogniser.classes - len(tokens.pieces))
+    try:
+        return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ngram {path}: {error}") from None
+
+
+def word_bonus(recogniser):
+    tokens = recogniser.tokens
+    begins = [piece is not None and piece.startswith(tokens.separator) for piece in tokens.labels()]
+    return WordBonus(jnp.zeros(recogniser.classes).at[: len(begins)].set(jnp.asarray(begins, jnp.float32)))
+
+
+def search_of(args, recogniser):
+    """The Search that the options ask for."""
+    if not args.ngram:
+        return Search(args.beam)
+    given = {name: getattr(args, name) for name in WEIGHTS}
+    weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in given.items())
+    return Search(args.beam, ilm, ((read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)))
+
+
+def texts(path, lower):
+    """Sentences of a corpus, or the lines of a text."""
+    try:
+        if path.suffix == ".txt":
+            found = [line for _, line in corpora.lines_of(path)]
+        else:
+            found = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, str)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not readable: {error}") from None
+    return [(x.lower() if lower else x).split() for x in found]
+
+
+def estimate(sentences, order):
+    """Probabilities of n-grams of each order, tuples of words, and the share that each context gives away."""
+    counts = [collections.Counter() for _ in range(order)]
+    for words in sentences:
+        words = "<s>", *words, "</s>"
+        for end in range(1, len(words)):
+            for n in range(min(order, end + 1)):
+                counts[n][words[end - n : end + 1]] += 1
+    probabilities, shares = [], {}
+    unknown = 1 / (len(counts[0]) + 1)
+    for n, grams in enumerate(counts):
+        totals, types = collections.Counter(), collections.Counter()
+        for gram, count in grams.items():
+            totals[gram[:-1]] += count
+            types[gram[:-1]] += 1
+        shares |= {context: types[context] / (totals[context] + types[context]) for context in totals}
+        found = {}
+        for gram, count in grams.items():
+            context = gram[:-1]
+            shorter = probabilities[n - 1][gram[1:]] if n else unknown
+            found[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
+        probabilities.append(found)
+    probabilities[0]["<unk>",] = shares[()] * unknown
+    return probabilities, shares
+
+
+def write(path, probabilities, shares):
+    first = {("<s>",): 0.0} | probabilities[0]
+    with path.open("w", encoding="utf-8") as file:
+        sections = [first, *probabilities[1:]]
+        file.write("\\data\\\n" + "".join(f"ngram {n}={len(x)}\n" for n, x in enumerate(sections, 1)))
+        for n, grams in enumerate(sections, 1):
+            file.write(f"\n\\{n}-grams:\n")
+            for gram, p in sorted(grams.items()):
+                backoff = f"\t{math.log10(shares[gram]):.6f}" if gram in shares else ""
+                file.write(f"{math.log10(p) if p else -99:.6f}\t{' '.join(gram)}{backoff}\n")
+        file.write("\n\\end\\\n")
+    return [len(x) for x in sections]
+
+
+def make(args):
+    sentences = [words for path in args.sources for words in texts(path, args.lower) if words]
+    if not sentences:
+        raise UserError("the sources have no words")
+    sizes = write(args.file, *estimate(sentences, args.order))
+    print(f"{args.file}: {len(sentences)} sentences, " + ", ".join(f"{x} {n}-grams" for n, x in enumerate(sizes, 1)))
+    return 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("ngram", help="make a word n-gram of texts")
+    parser.add_argument("file", type=Path, metavar="FILE", help="to write, in ARPA format")
+    help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
+    parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
+    help = "texts in lower case, as the option of train"
+    parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=False, help=help)
+    parser.set_defaults(run=make)

@@ -1,0 +1,1 @@
+"""Parakeet and Nemotron: checkpoints of Hugging Face, read, trained, written and decoded."""

@@ -1,0 +1,109 @@
+"""Folders of runs: checkpoints with the configuration inside, metrics as JSON lines and for TensorBoard."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from tensorboardX import SummaryWriter
+
+from jax_rnnt_speech import hosts
+from jax_rnnt_speech.config import UserError
+
+METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
+
+
+class Run:
+    """A folder of checkpoints. An earlier run in it is continued or deleted only if that is asked for."""
+
+    def __init__(self, workdir, *, resume=False, overwrite=False):
+        self.workdir = workdir.resolve()
+        folder, self.overwrite = self.workdir / CHECKPOINTS, overwrite
+        found = [int(x.name) for x in folder.iterdir() if x.name.isdigit()] if folder.is_dir() else []
+        self.last = None if overwrite else max(found, default=None)
+        started = self.last is not None or (self.workdir / METRICS).is_file()
+        if started and not (resume or overwrite):
+            raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
+        self.manager = None
+
+    def open(self):
+        """Makes the folder ready for checkpoints. Only now an earlier run is deleted."""
+        if self.overwrite and not jax.process_index():
+            for name in (CHECKPOINTS, TENSORBOARD, METRICS):
+                path = self.workdir / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        hosts.wait("an earlier run is deleted")
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        self.manager = ocp.CheckpointManager(self.workdir / CHECKPOINTS, options=options)
+
+    def setup(self):
+        """What the last checkpoint stores beside its arrays."""
+        try:
+            return self.manager.restore(self.last, args=ocp.args.Composite(setup=ocp.args.JsonRestore()))["setup"]
+        except (OSError, KeyError, ValueError) as error:
+            raise UserError(f"{self.workdir}: checkpoint {self.last} does not say how it was made ({error})") from None
+
+    def restore(self, **trees):
+        """The arrays of the last checkpoint by name, as these trees of arrays have them."""
+        args = {
+            name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x))
+            for name, x in trees.items()
+        }
+        try:
+            found = self.manager.restore(self.last, args=ocp.args.Composite(**args))
+        except (OSError, KeyError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.workdir}: checkpoint {self.last} lacks arrays of this model ({reason})") from None
+        return [found[name] for name in trees]
+
+    def save(self, step, setup, **trees):
+        args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
+        self.manager.save(step, args=ocp.args.Composite(setup=ocp.args.JsonSave(setup), **args))
+
+    def close(self):
+        self.manager.wait_until_finished()
+        self.manager.close()
+
+
+def open_run(workdir):
+    """The run of a folder that must have a checkpoint."""
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise UserError(f"{workdir} has no checkpoint: train first")
+    run = Run(workdir, resume=True)
+    if run.last is None:
+        raise UserError(f"{workdir} has no checkpoint: train first")
+    run.open()
+    return run
+
+
+class Metrics:
+    """Numbers of steps, written by the first process alone.
+
+    What an interrupted run wrote after the step that is resumed is dropped.
+    """
+
+    def __init__(self, workdir, first):
+        self.file = None
+        if jax.process_index():
+            return
+        file = workdir / METRICS
+        lines = file.read_text().splitlines() if file.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first]
+        file.write_text("".join(line + "\n" for line in kept))
+        self.file = file.open("a", buffering=1)
+        self.board = SummaryWriter(str(workdir / TENSORBOARD), purge_step=first + 1)
+
+    def write(self, step, **numbers):
+        if not self.file:
+            return
+        numbers = {name: float(x) for name, x in numbers.items()}
+        self.file.write(json.dumps({"step": step} | numbers) + "\n")
+        for name, x in numbers.items():
+            if np.isfinite(x):
+                self.board.add_scalar(name, x, step)
+
+    def close(self):
+        if self.file:
+            self.file.close()
+            self.board.close()

@@ -1,0 +1,78 @@
+"""Labels of texts: characters, or subwords of sentencepiece. Both can be stored in JSON."""
+
+import base64
+import io
+
+import sentencepiece
+
+from jax_rnnt_speech.config import UserError
+
+
+class Characters:
+    def __init__(self, alphabet):
+        self.pieces = list(alphabet)
+        self.index = {piece: i for i, piece in enumerate(self.pieces)}
+
+    def encode(self, text):
+        """Labels of a text, or None if a character is not in the alphabet."""
+        labels = [self.index.get(x) for x in text]
+        return None if None in labels else labels
+
+    separator = " "  # between words
+
+    def labels(self):
+        """What each label writes, for a model of words."""
+        return self.pieces
+
+    def decode(self, labels):
+        return "".join(self.pieces[i] for i in labels)
+
+    def to_json(self):
+        return {"alphabet": "".join(self.pieces)}
+
+
+class Subwords:
+    def __init__(self, model):
+        self.model = model
+        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.pieces = [self.processor.id_to_piece(i) for i in range(self.processor.get_piece_size())]
+
+    def encode(self, text):
+        """Labels of a text, or None if a character is in no subword."""
+        labels = self.processor.encode(text)
+        return None if self.processor.unk_id() in labels else labels
+
+    separator = "▁"  # the first piece of a word begins with it
+
+    def labels(self):
+        unknown = self.processor.unk_id()
+        return [None if i == unknown else piece for i, piece in enumerate(self.pieces)]
+
+    def decode(self, labels):
+        return self.processor.decode(list(map(int, labels)))
+
+    def to_json(self):
+        return {"sentencepiece": base64.b64encode(self.model).decode()}
+
+
+def from_json(stored):
+    if "alphabet" in stored:
+        return Characters(stored["alphabet"])
+    return Subwords(base64.b64decode(stored["sentencepiece"]))
+
+
+def train(config, texts):
+    """The vocabulary of a configuration, from the training texts."""
+    if config.tokens == "characters":
+        return Characters(sorted(set(config.alphabet) or set().union(*texts)))
+    model = io.BytesIO()
+    options = dict(model_type="unigram", character_coverage=1.0, bos_id=-1, eos_id=-1, minloglevel=2)
+    options |= dict(normalization_rule_name="identity", num_threads=1)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=config.vocabulary, **options
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].split(") ", 1)[-1]
+        raise UserError(f"--vocabulary {config.vocabulary} does not suit the training texts: {reason}") from None
+    return Subwords(model.getvalue())

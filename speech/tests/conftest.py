@@ -1,0 +1,55 @@
+"""Settings of the tests: eight CPU devices, and programs that are compiled in little time and kept for the next run."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import contextlib
+import io
+import json
+
+import jax
+import pytest
+
+from support import arguments, run, write_audio
+
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_configure(config):
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """From here to the end of the module, XLA and LLVM optimise programs as by default."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # the key of a cached program does not contain the compiler's options
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder in LibriSpeech's layout: 10 utterances of 0.3 to 0.75 s. Manifests of all and of the last two."""
+    folder, texts = tmp_path_factory.mktemp("corpus"), [f"{'ABC'[i % 3]}{'' if i < 5 else ' AB'}" for i in range(10)]
+    for i in range(10):
+        write_audio(folder / f"7/{i % 2}/7-{i % 2}-{i:04}.flac", 0.3 + 0.05 * i, seed=i)
+        with (folder / f"7/{i % 2}/7-{i % 2}.trans.txt").open("a") as file:
+            file.write(f"7-{i % 2}-{i:04} {texts[i]}\n")
+    lines = [json.dumps({"audio": f"7/{i % 2}/7-{i % 2}-{i:04}.flac", "text": text}) for i, text in enumerate(texts)]
+    (folder / "all.jsonl").write_text("\n".join(lines))
+    (folder / "held-out.jsonl").write_text("\n".join(lines[-2:]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """(folder of a run of 6 steps, what it printed)."""
+    workdir, out = tmp_path_factory.mktemp("run"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        run(arguments(corpus, workdir))
+    return workdir, out.getvalue()

@@ -1,0 +1,66 @@
+"""Small models, corpora and runs of the tests."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+
+import jax_rnnt_speech as asr
+from jax_rnnt_speech import commands, model, synthesis  # noqa: F401
+
+TINY = {
+    "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
+    "batch": 4, "buckets": 2, "time_mask": 0.2, "mel_mask": 2, "dropout": 0.1, "joint": "logits", "chunk": 4, "past": 4,
+}  # fmt: skip
+# Programs of this encoder compile in half of the time. For tests of anything but the encoder.
+CONVOLUTIONAL = {"encoder": "convolutional"}
+
+
+def configuration(**options):
+    return asr.config.Config(**({"train": "t", "valid": "v"} | TINY | options))
+
+
+def write_audio(path, seconds, rate=8000, channels=1, seed=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    samples = 0.1 * np.random.default_rng(seed).normal(size=(int(seconds * rate), channels))
+    soundfile.write(path, samples, rate, subtype="PCM_16")
+
+
+def prepared(corpus, **options):
+    """(recogniser, a batch) of the corpus."""
+    config = configuration(**options)
+    tokens = asr.tokens.Characters("ABC ")
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), tokens, 4)
+    bucket = asr.batches.make_buckets(data, config, 1)[-1]
+    batch = asr.batches.training(data, config, [bucket], (0, 1))[0]
+    batch.pop("index")
+    zeros = [0.0] * config.mels
+    return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
+
+
+def run(arguments, status=0):
+    """Runs the command line in this process."""
+    with pytest.raises(SystemExit) as caught:
+        asr.commands.main(list(map(str, arguments)))
+    assert caught.value.code == status
+
+
+def arguments(corpus, workdir, **options):
+    usual = {"save_every": 3, "log_every": 1, "devices": 1, "steps": 6, "learning_rate": 0.01}
+    options = TINY | CONVOLUTIONAL | usual | options
+    given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    files = ("--train", corpus / "all.jsonl"), ("--valid", corpus / "held-out.jsonl"), ("--workdir", workdir)
+    return ["train", *itertools.chain(*files), *given]
+
+
+def start(*arguments):
+    """A process of the command line; its output is in `stdout` and `stderr`."""
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "", "PYTHONUNBUFFERED": ""}
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", "jax_rnnt_speech", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

@@ -1,0 +1,229 @@
+"""What the recipe reads and leaves out, features, labels and shapes of batches."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+from support import CONVOLUTIONAL, asr, configuration, write_audio
+
+
+def test_layouts_agree(corpus, tmp_path):
+    """A folder, JSON lines and TSV list the same utterances, with the frames that a loop counts."""
+    config = configuration()
+    whole = asr.corpora.Recordings(corpus, config)
+    rows = [{"audio": str(corpus / x.name), "text": x.text, "duration": None} for x in whole.utterances]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    lines = ["duration\taudio\ttext", *(f"\t{x['audio']}\t{x['text']}" for x in rows)]
+    (tmp_path / "a.tsv").write_text("\n".join(lines))
+    for path in ("a.jsonl", "a.tsv"):
+        other = asr.corpora.Recordings(tmp_path / path, config)
+        assert [x[1:] for x in other.utterances] == [x[1:] for x in whole.utterances] and not other.report.names
+    assert sorted(x.text for x in whole.utterances) == sorted(
+        ["A", "B", "C", "A", "B", "C AB", "A AB", "B AB", "C AB", "A AB"]
+    )
+    for i, x in enumerate(whole.utterances):
+        samples = 2400 + 400 * int(x.name[-6])
+        starts = [n for n in range(0, samples, 80) if n + 200 <= samples]
+        assert x.frames == len(starts) and whole.load(i, None).shape == (x.frames, 6)
+
+
+def test_bad_data_is_left_out_by_name(tmp_path):
+    """Each kind of bad data is in the report under its reason; the good utterance alone remains."""
+    config = configuration(max_seconds=2.0, alphabet="ABC ", tokens="characters")
+    write_audio(tmp_path / "good.wav", 0.5, rate=16000, channels=2)
+    write_audio(tmp_path / "long.wav", 2.5)
+    write_audio(tmp_path / "short.wav", 0.01)
+    write_audio(tmp_path / "crowded.wav", 0.2)
+    (tmp_path / "bad.wav").write_bytes(b"RIFF, not really")
+    rows = [("good.wav", "A  B", 0.5), ("long.wav", "A", 2.5), ("short.wav", "A", 0.01), ("crowded.wav", "ABCABC", 0.2)]
+    rows += [("bad.wav", "A", 1), ("missing.wav", "A", 1)]
+    lines = [json.dumps(dict(zip(("audio", "text", "duration"), row))) for row in rows]
+    for name, text, duration in (("empty.wav", "  ", 0.5), ("foreign.wav", "AXB", 0.5), ("wrong.wav", "A", 0.9)):
+        write_audio(tmp_path / name, 0.5)
+        lines.append(json.dumps({"audio": name, "text": text, "duration": duration}))
+    (tmp_path / "m.jsonl").write_text("\n".join([*lines, "not JSON", '{"audio": "good.wav"}']))
+    corpus = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+    data = asr.batches.labelled(corpus, asr.tokens.train(config, []), 4)
+    assert [corpus.utterances[i].text for i in data.labels] == ["A B"]
+    assert dict(corpus.report.names) == {
+        "not audio, text and duration": ["m.jsonl line 10", "m.jsonl line 11"],
+        "longer than 2 s": ["long.wav"],
+        "shorter than a frame": ["short.wav"],
+        "fewer frames than labels": ["crowded.wav"],
+        "missing or bad audio": ["bad.wav", "missing.wav"],
+        "empty transcript": ["empty.wav"],
+        "characters outside the vocabulary": ["foreign.wav"],
+        "duration differs from the manifest's": ["wrong.wav"],
+    }
+    assert "left out, missing or bad audio: 2 (bad.wav, missing.wav)" in list(corpus.report.lines())
+
+
+def test_odd_manifests(tmp_path):
+    """A byte order mark and ends of lines that only Unicode knows do no harm; every line that is no entry is named."""
+    config = configuration()
+    write_audio(tmp_path / "a.wav", 0.5)
+    good = {"audio": "a.wav", "text": "A\u2028\x85B", "duration": 0.5}
+    bad = [
+        {"text": None},
+        {"text": None},
+        {"text": ["A"]},
+        {"text": "\ud800"},
+        {"audio": None},
+        {"audio": "\ud800.wav"},
+    ]
+    bad += [{"duration": x} for x in (float("nan"), "nan", True, 0, -1, [], "long", 10**400)]
+    lines = [json.dumps(good, ensure_ascii=False), *(json.dumps(good | x) for x in bad), "[" * 100_000, '"x"', "[1]"]
+    (tmp_path / "m.jsonl").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
+    found = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+    assert [x.text for x in found.utterances] == ["A B"]
+    assert {k: len(x) for k, x in found.report.names.items()} == {
+        "not audio, text and duration": len(lines) - 3,
+        "empty transcript": 2,  # of one file
+    }
+    (tmp_path / "m.tsv").write_text("\ufeffaudio\ttext\na.wav\tA\na.wav\n" + "x" * 200_000)
+    found = asr.corpora.Recordings(tmp_path / "m.tsv", config)
+    assert [x.text for x in found.utterances] == ["A"]
+    assert found.report.names["not audio, text and duration"] == ["m.tsv line 3", "m.tsv line 4"]
+    (tmp_path / "l").mkdir()
+    shutil.move(tmp_path / "a.wav", tmp_path / "l/a.flac")
+    (tmp_path / "l/1.trans.txt").write_text("\ufeffa A\n/etc/passwd A\n")
+    found = asr.corpora.Recordings(tmp_path / "l", config)
+    assert [x.text for x in found.utterances] == ["A"]
+    assert found.report.names["not audio, text and duration"] == ["1.trans.txt line 2"]
+
+
+@pytest.mark.parametrize("sample", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("mel_on", ["host", "device"])
+def test_samples_that_are_no_sound(tmp_path, sample, mel_on):
+    """A file with such a sample counts in no statistics, and is named; alone, it is an error."""
+    for name in "ab":
+        write_audio(tmp_path / f"{name}.wav", 0.5)
+    soundfile.write(tmp_path / "c.wav", np.r_[np.zeros(4000), sample].astype(np.float32), 8000, subtype="FLOAT")
+    lines = [json.dumps({"audio": f"{name}.wav", "text": "A"}) for name in "abc"]
+    for some in (lines, lines[2:]):
+        (tmp_path / "m.jsonl").write_text("\n".join(some))
+        config = configuration(mel_on=mel_on)
+        found = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+        data = asr.batches.labelled(found, asr.tokens.Characters("ABC "), 4)
+        if len(some) > 1:
+            assert np.isfinite(asr.recogniser.statistics(data, config)).all()
+        else:
+            with pytest.raises(asr.config.UserError, match="none of the 1 training utterances"):
+                asr.recogniser.statistics(data, config)
+        assert found.report.names["missing or bad audio"] == ["c.wav"]
+    with pytest.raises(asr.config.UserError, match=r"c\.wav is no readable audio file: samples must be numbers"):
+        asr.recognise.read(tmp_path / "c.wav", 8000)
+
+
+def test_audio_that_breaks_later(corpus, tmp_path):
+    """A file that shrinks after it was listed makes a row that does not count, and a name in the report."""
+    shutil.copytree(corpus, tmp_path / "c")
+    config = configuration(buckets=1, **CONVOLUTIONAL)
+    found = asr.corpora.Recordings(tmp_path / "c", config)
+    data = asr.batches.labelled(found, asr.tokens.train(config, ["ABC "]), 4)
+    (tmp_path / "c" / found.utterances[3].name).write_bytes(b"")
+    buckets = asr.batches.make_buckets(data, config, 1)
+    valid = {
+        int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
+    }
+    assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
+    assert found.report.names["missing or bad audio"] == [found.utterances[3].name]
+    recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    rates = lambda data: asr.evaluate.rates(
+        recogniser, recogniser.params, data, asr.batches.make_buckets(data, config, 1), lambda x: x, asr.ngrams.Search()
+    )[0]
+    readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
+    assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)
+    for i in data.labels:
+        (tmp_path / "c" / found.utterances[i].name).write_bytes(b"")
+    with pytest.raises(asr.config.UserError, match="no held-out utterance has readable audio"):
+        rates(data)
+
+
+def test_resampling(tmp_path):
+    """A tone keeps its place among the filters, and the frames are those that the header promised."""
+    config = configuration(mels=20)
+    peaks = []
+    for rate in (8000, 11025, 48000):
+        time = np.arange(int(0.4 * rate)) / rate
+        soundfile.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
+        samples = asr.features.read(tmp_path / "a.wav", 8000)
+        assert len(samples) == asr.features.resampled_size(len(time), rate, 8000)
+        peaks.append(int(asr.features.log_mel(config, samples).mean(0).argmax()))
+    assert len(set(peaks)) == 1
+
+
+def test_host_and_device_features():
+    """The same spectra, against a discrete Fourier sum in float64."""
+    config = configuration()
+    samples = np.random.default_rng(0).normal(size=(2, 900)).astype(np.float32)
+    host = asr.features.log_mel(config, samples)
+    np.testing.assert_allclose(jax.jit(lambda x: asr.features.log_mel(config, x, jax.numpy))(samples), host, atol=1e-4)
+    window = samples[1, 160:360].astype(np.float64) * np.hanning(200)
+    angles = np.outer(np.arange(129), np.arange(200)) * 2 * np.pi / 256
+    power = (window @ np.cos(angles).T) ** 2 + (window @ np.sin(angles).T) ** 2
+    np.testing.assert_allclose(host[1, 2], np.log(power @ asr.features.filters(8000, 6, 256) + 1e-6), atol=1e-4)
+
+
+def test_masks():
+    """Spans over time and features are zeros, nothing else is, and each is as long as allowed at most."""
+    config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
+    spans = np.stack([asr.features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
+    sizes = spans[..., 1] - spans[..., 0]
+    assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
+    x = np.asarray(asr.features.hide(np.ones((50, 20, 6)), spans, 2))
+    for i, (a, b, c) in enumerate(spans):
+        expected = np.ones((20, 6))
+        expected[a[0] : a[1]] = expected[b[0] : b[1]] = expected[:, c[0] : c[1]] = 0
+        np.testing.assert_array_equal(x[i], expected)
+
+
+@pytest.mark.parametrize("kind", ["characters", "subwords"])
+def test_tokens(kind):
+    texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
+    config = configuration(tokens=kind, vocabulary=16)
+    made = asr.tokens.train(config, texts)
+    stored = asr.tokens.from_json(json.loads(json.dumps(made.to_json())))
+    for text in texts:
+        assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
+    assert stored.encode("THE CAT?") is None
+
+
+def test_buckets(corpus):
+    """Every utterance is in one bucket that holds it; shapes are few; epochs differ in masks and order."""
+    config = configuration(batch=2, buckets=3)
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
+    buckets = asr.batches.make_buckets(data, config, 2)
+    assert sorted(i for b in buckets for i in b.members) == list(range(10)) and len(buckets) == 3
+    for bucket in buckets:
+        frames = [data.corpus.utterances[i].frames for i in bucket.members]
+        assert max(frames) == bucket.frames and bucket.batch % 2 == 0
+        assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
+    epoch = asr.batches.training(data, config, buckets, (0, 1))
+    twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
+    shapes = {(b.batch, b.frames, 6) for b in buckets}
+    assert {batch["audio"].shape for batch in twice} == shapes
+    for batch in twice:
+        for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
+            assert length == data.corpus.utterances[i].frames
+            assert asr.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
+    first, second = ([b["index"].tolist() for b in part] for part in (twice[: len(epoch)], twice[len(epoch) :]))
+    assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
+    spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
+             for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
+    assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
+    left, one = asr.batches.padding(data, buckets)
+    frames = np.array([x.frames for x in data.corpus.utterances])
+    assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one
+
+
+def test_batches_of_equal_seconds(corpus):
+    """A bucket has as many utterances as its longest fits into the seconds; few long ones join the others."""
+    config = configuration(batch_seconds=1.6, buckets=4)
+    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
+    for bucket in asr.batches.make_buckets(data, config, 1):
+        assert bucket.batch == min(160 // bucket.frames, len(bucket.members))

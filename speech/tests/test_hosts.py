@@ -1,0 +1,132 @@
+"""Several processes: the same training as in one, and a run that outlives a process."""
+
+import json
+import signal
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+from support import asr, start
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = [
+    "--rate", 8000, "--mels", 6, "--encoder", "convolutional", "--width", 16, "--blocks", 1, "--kernel", 3,
+    "--channels", 2, "--batch", 16, "--buckets", 1, "--time-masks", 0, "--mel-masks", 0, "--dropout", 0,
+    "--steps", 8, "--save-every", 4, "--log-every", 1, "--learning-rate", 0.004,
+]  # fmt: skip
+PATIENCE = 150  # seconds: a process counts as dead after 60
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A manifest of 32 utterances of noise, and one of 16."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    lines = [json.dumps({"audio": f"{i}.wav", "text": " ".join("ABC"[i % 3 :])}) for i in range(32)]
+    for i in range(32):
+        soundfile.write(folder / f"{i}.wav", 0.1 * rng.normal(size=3200 + 80 * (i % 5)), 8000)
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "valid.jsonl").write_text("\n".join(lines[:16]))
+    return folder
+
+
+def arguments(corpus, workdir, devices, *options):
+    files = "--train", corpus / "train.jsonl", "--valid", corpus / "valid.jsonl", "--workdir", workdir
+    return list(map(str, ["train", *OPTIONS, *files, "--devices", devices, *options]))
+
+
+def run_here(*given):
+    """The exit status in this process."""
+    with pytest.raises(SystemExit) as end:
+        asr.commands.main(arguments(*given))
+    return end.value.code
+
+
+def start_two(corpus, workdir, *options):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    numbers = [("--coordinator", f"localhost:{port}", "--processes", 2, "--process", i) for i in range(2)]
+    return [start(*arguments(corpus, workdir, 4, *x, *options)) for x in numbers]
+
+
+def finished(processes):
+    """Status and output of each; none is left behind."""
+    try:
+        texts = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(processes, texts)]
+
+
+def parameters(workdir):
+    run = asr.runs.open_run(workdir)
+    (params,) = run.restore(params=asr.recogniser.Recogniser.from_setup(run.setup()).params)
+    run.close()
+    return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(params))]
+
+
+def metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two(corpus, tmp_path_factory):
+    """The folder of a run in two processes of four devices."""
+    workdir = tmp_path_factory.mktemp("two") / "run"
+    (first, *_), (second, quiet, _) = found = finished(start_two(corpus, workdir))
+    assert first == second == 0, found
+    printed = [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]  # of JAX's collectives
+    assert "held-out CER" in found[0][1] and printed == []
+    return workdir
+
+
+def test_as_in_one_process(corpus, devices, two, tmp_path):
+    """Losses and error rates are those of one process with all eight devices."""
+    assert run_here(corpus, tmp_path / "run", 8) == 0
+    pairs = [(x, y) for x, y in zip(metrics(two), metrics(tmp_path / "run"), strict=True)]
+    assert sum("loss" in x for x, _ in pairs) == 8
+    for x, y in pairs:
+        assert x.keys() == y.keys() and x["step"] == y["step"]
+        for name in x.keys() - {"seconds"}:
+            assert x[name] == pytest.approx(y[name], rel=2e-3), (x, y)
+    for x, y in zip(parameters(two), parameters(tmp_path / "run"), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_a_process_that_dies(corpus, two, tmp_path):
+    """The other one ends in bounded time; both together resume to the bits of a run without the death."""
+    workdir = tmp_path / "run"
+    processes = start_two(corpus, workdir)
+    deadline = time.monotonic() + 120
+    while not (workdir / "checkpoints/4").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGKILL)
+    try:
+        assert processes[0].wait(timeout=PATIENCE) != 0
+    finally:
+        processes[0].kill()
+    finished(processes)
+    (first, *_), (second, *_) = found = finished(start_two(corpus, workdir, "--resume"))
+    assert first == second == 0, found
+    for x, y in zip(parameters(two), parameters(workdir), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", 2], "--processes and --process need --coordinator HOST:PORT"),
+        (["--coordinator", "localhost:1", "--processes", 2], "needs --processes N and --process I"),
+        (["--coordinator", "localhost:1", "--processes", 2, "--process", 2], "with I from 0 to N - 1"),
+    ],
+)
+def test_options(corpus, tmp_path, capsys, options, message):
+    assert run_here(corpus, tmp_path / "run", 4, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1

@@ -1,0 +1,270 @@
+"""The encoder with padding and in chunks; steps, runs that resume exactly, and checked options."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_padding_and_the_future(chunk):
+    """Rows of an utterance are those that it has alone; with a chunk they depend on no later chunk, else they do."""
+    config = configuration(chunk=chunk, blocks=2)
+    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
+    model.eval()
+    x = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
+    encode = jax.jit(lambda *x: model.encode(*x))
+    rows, lengths = encode(x, np.array([50, 37]))
+    alone, _ = encode(x[1:, :37], np.array([37]))
+    assert lengths.tolist() == [13, 10]
+    np.testing.assert_allclose(rows[1, :10], alone[0], atol=1e-5)
+    later = x.copy()
+    later[0, 16:] = 0  # from the second chunk on
+    changed = np.abs(encode(later, np.array([50, 37]))[0] - rows)[0, :4].max()
+    assert changed < 1e-5 if chunk else changed > 1e-3
+
+
+def test_chunks_are_the_whole():
+    """The encoder in chunks gives the rows of whole utterances, of which one ends within a chunk."""
+    config = configuration(chunk=4, past=6, blocks=2, kernel=5)
+    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
+    model.eval()
+    x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
+    whole, _ = jax.jit(lambda *x: model.encode(*x))(x, lengths)
+    step = jax.jit(lambda *x: model.step(*x))
+    state, parts = model.initial(2), []
+    for start in range(0, 64, 16):
+        rows, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
+        parts.append(rows)
+    found = np.concatenate(parts, 1)
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-5)
+    np.testing.assert_allclose(found[1, :10], whole[1, :10], atol=1e-5)
+
+
+def test_steps_that_are_not_finite(corpus):
+    """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
+    recogniser, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
+    optimizer = asr.train.make_optimizer(recogniser.config)
+    step = asr.train.make_train_step(recogniser, optimizer, False)
+    bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
+    copy = lambda: jax.tree.map(np.array, recogniser.params)  # a step takes its state's memory
+    state = jax.tree.map(jax.numpy.asarray, (copy(), optimizer.init(copy())))
+    found, weights = [], []
+    for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
+        state, numbers = step(state, one, 1)
+        found.append(int(numbers["skipped"]))
+        weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[0]))]))
+    assert found == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
+    moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
+    assert moved == [False, False, False, True, False, True]
+
+
+def test_dropout_follows_the_step(corpus):
+    recogniser, batch = prepared(corpus, dropout=0.5)
+    loss = jax.jit(lambda step: recogniser.mean_loss(recogniser.params, batch, step, False))
+    assert loss(1) == loss(1) != loss(2)
+
+
+def weights(workdir):
+    _, params = asr.recognise.load(workdir)
+    return [np.asarray(x) for x in jax.tree.leaves(params)]
+
+
+def losses(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [(x["step"], x["loss"], x["norm"]) for x in lines if "loss" in x]
+
+
+def test_a_run(trained):
+    """Three epochs compile no more than their shapes; error rates, pictures and logs are there."""
+    workdir, out = trained
+    assert "2 programs for 2 shapes of batches" in out and "padding" in out and "held-out CER" in out
+    for name in ("lattice.png", "latency.png"):
+        assert (workdir / name).stat().st_size > 10_000
+    assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_is_exact(corpus, trained, tmp_path, capsys):
+    """A run that was interrupted after step 3 has the same losses and weights, bit for bit."""
+    workdir = tmp_path / "run"
+    shutil.copytree(trained[0], workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    run([*arguments(corpus, workdir), "--resume"])
+    assert losses(workdir) == losses(trained[0])
+    for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    # An earlier run is neither deleted nor continued otherwise without being asked.
+    command, message = arguments(corpus, workdir), lambda: capsys.readouterr().err
+    message()
+    for given, expected in (
+        (command, "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
+        ([*command, "--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
+        ([*command, "--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
+    ):
+        run(given, 2)
+        error = message()
+        assert expected in error and len(error.strip().splitlines()) == 1
+    run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
+    assert (workdir / "checkpoints" / "6").is_dir()
+    run([*command, "--resume", "--steps", 0, "--width", 16], 2)
+    before = {path: path.read_bytes() for path in workdir.glob("*.*")}
+    # Evaluates, with any option that no weight depends on. It needs no --resume, and no optimiser.
+    run([*command, "--steps", 0, "--seed", 7, "--accumulate", 2, "--clip", 0])
+    assert losses(workdir) == losses(trained[0]) and before == {x: x.read_bytes() for x in workdir.glob("*.*")}
+    message()
+    alone = tmp_path / "alone"
+    shutil.copytree(workdir, alone)
+    shutil.rmtree(alone / "checkpoints")  # as of a run that ended before its first checkpoint
+    for given, expected in (
+        ([*command, "--resume", "--change", "--clip", 0], "holds an optimiser with --clip 1.0, which 0.0 does not fit"),
+        ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
+        ([*command, "--steps", 0, "--overwrite"], "--steps 0 evaluates a run, which --overwrite would delete"),
+        ([*command, "--workdir", alone], "alone holds an earlier run"),
+        ([*command, "--workdir", alone, "--steps", 0], "alone has no checkpoint: train first"),
+        (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
+    ):
+        run(given, 2)
+        error = message()
+        assert expected in error and len(error.strip().splitlines()) == 1
+    assert losses(alone) == losses(workdir)
+    shutil.rmtree(workdir / "checkpoints/6/params")
+    run([*command, "--steps", 0], 2)
+    assert "checkpoint 6 lacks arrays of this model" in message()
+
+
+def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
+    """A run whose corpus has changed goes on only if that is asked for. Names of corpora hold in any folder."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    monkeypatch.setattr(asr.train.Training, "main", lambda self: asr.evaluate.Rates(0, 0, 0))  # all is checked before
+    manifest = corpus / "all.jsonl"
+    rows = manifest.read_text()
+    command = [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7]
+    monkeypatch.chdir(corpus)
+    run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
+    try:
+        manifest.write_text(rows.partition("\n")[2])
+        capsys.readouterr()
+        run(["train", "--resume", "--workdir", tmp_path / "run"], 2)
+        assert "holds a run with other training utterances: --change allows that" in capsys.readouterr().err
+        run([*command, "--change"])
+    finally:
+        manifest.write_text(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([1], "expected an object of options, got list"),
+        ({"steps": 1.5}, "steps: expected a whole number of 0 or more, got 1.5"),
+        ({"steps": True}, "steps: expected a whole number of 0 or more, got True"),
+        ({"steps": float("inf")}, "steps: expected a whole number of 0 or more, got inf"),
+        ({"learning_rate": 10**400}, "learning_rate: expected a number of 0 or more, got 1000"),
+        ({"strides": [[2.5, 1]]}, "strides: expected strides over time and features"),
+        ({"strides": [2, 1]}, "strides: expected strides over time and features"),
+        ({"train": None}, "train: expected text, got None"),
+        ({"lower": 1}, "lower: expected true or false, got 1"),
+        ({"speed": 1}, "there is no option speed"),
+    ],
+)
+def test_configurations_are_checked(tmp_path, capsys, options, message):
+    (tmp_path / "c.json").write_text(json.dumps(options))
+    run(["train", "--config", tmp_path / "c.json"], 2)
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1
+
+
+def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asr.batches, "make_buckets", interrupt)
+    run(arguments(corpus, tmp_path / "run"), 130)
+    error = capsys.readouterr().err
+    assert "rnnt-speech: interrupted" in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--save-every", 0], "--save-every: expected a whole number of 1 or more, got 0"),
+        (["--dropout", 1], "--dropout: expected a number of 0 or more and less than 1, got 1"),
+        (["--strides", "2"], "--strides: expected strides over time and features such as 2x2,2x2, got 2"),
+        (["--loss", "ctc"], "--loss: invalid choice: 'ctc'"),
+        (["--resume", "--overwrite"], "not allowed with argument --resume"),
+        (["--change"], "--change needs --resume"),
+        (["--encoder", "conformer", "--width", 9], "--width 9 is not a multiple of 2 x 2 --heads"),
+        (["--loss", "pruned", "--joint", "tiles"], "--joint tiles: the pruned loss has its own way"),
+        (["--devices", 99], "--devices 99: there are"),
+        (["--ngram", "words.arpa"], "--ngram needs --beam"),
+        (["--ngram", "words.arpa", "--beam", 2], "--ngram words.arpa is no file"),
+        (["--beam", 2, "--ilm-weight", 0.2], "--ilm-weight needs --ngram"),
+        (["--expect-cer", "nan"], "--expect-cer: expected a number of 0 or more, got nan"),
+        (["--seed", 2**32], "--seed: expected a whole number of 0 or more and less than 4294967296, got 4294967296"),
+        (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 8000"),
+        (["--accumulate", 7], "--accumulate 7 makes no update in --steps 6"),
+        (["--batch-seconds", 3], "--batch 4 needs --batch-seconds 0, got 3"),
+        (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
+        (["--train", "nowhere"], "nowhere does not exist"),
+        (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
+        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts"),
+    ],
+)
+def test_options_are_checked(corpus, tmp_path, capsys, given, message):
+    run([*arguments(corpus, tmp_path / "run"), *given], 2)
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def fitted(recogniser, batch, optimizer, steps):
+    """The losses of some steps on one batch."""
+    step = asr.train.make_train_step(recogniser, optimizer, False)
+    state, found = (recogniser.params, optimizer.init(recogniser.params)), []
+    for i in range(steps):
+        state, numbers = step(state, batch, i)
+        found.append(float(numbers["loss"]))
+    return found
+
+
+PLAIN = {"dropout": 0.0, "time_masks": 0, "mel_masks": 0, "steps": 1000}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned"]
+)
+def test_every_loss(corpus, name):
+    """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
+    recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
+    first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0, False))(recogniser.params))
+    recogniser.config = dataclasses.replace(recogniser.config, joint="logits" if name == "pruned" else "tiles")
+    optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
+    found = fitted(recogniser, batch, optimizer, 30)
+    assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < 0.6 * found[0]
+
+
+@pytest.mark.slow
+def test_remat_and_bfloat16(corpus):
+    """Recomputed blocks and bfloat16 give nearly the same loss."""
+    recogniser, batch = prepared(corpus, **PLAIN)
+    configs = [dataclasses.replace(recogniser.config, **way) for way in ({}, {"remat": True}, {"dtype": "bfloat16"})]
+    others = [asr.recogniser.Recogniser(x, recogniser.tokens, recogniser.mean, recogniser.deviation) for x in configs]
+    values = jax.jit(lambda params: [x.mean_loss(params, batch, 0, False) for x in others])
+    first, again, rounded = map(float, values(recogniser.params))
+    assert again == pytest.approx(first, rel=1e-4) and rounded == pytest.approx(first, rel=0.1)
+    assert rounded != first
+
+
+@pytest.mark.slow
+def test_dropout_of_recomputed_blocks(corpus):
+    """Beside a scanned predictor: the loss falls."""
+    more = {"remat": True, "predictor": "lstm"}
+    recogniser, batch = prepared(corpus, steps=100, warmup=0.0, learning_rate=0.01, **more)
+    found = fitted(recogniser, batch, asr.train.make_optimizer(recogniser.config), 20)
+    assert found[-1] < 0.8 * found[0]
