@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import runpy
 import shutil
 import sys
@@ -415,3 +416,18 @@ def test_save_refuses(streaming, tmp_path):
     with pytest.raises(ValueError, match=r"save: joint\.head\.bias must be finite"):
         weights.save(model, tmp_path / "tuned", GOLDEN / "streaming")
     assert not (tmp_path / "tuned").exists()
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/parakeet.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE) if PAGE.exists() else ()
+
+
+@SLOW
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_blocks_of_the_page(block, tmp_path, monkeypatch, capsys):
+    """As if pasted into a fresh Python in the clone."""
+    (tmp_path / "speech/tests").mkdir(parents=True)
+    (tmp_path / "speech/tests/golden").symlink_to(GOLDEN)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
