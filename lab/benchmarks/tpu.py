@@ -4,7 +4,7 @@ and the cycles of a diagonal in the compiler's final schedule.
     python lab/benchmarks/tpu.py          # every program for every generation: the tables of docs/tpu.md
     python lab/benchmarks/tpu.py v5e      # of these generations
 
-`lab/study.sh tpu` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, collectives and
+`lab/run.sh tpu` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, collectives and
 VMEM are those that would run. Time on a TPU also depends on what no compiler knows.
 """
 

@@ -1,8 +1,8 @@
 """Faults in the Python sources, by cosmic-ray: how many do the quick tests find?
 
-    lab/study.sh mutation --count 40 --seed 1
+    lab/run.sh mutation --count 40 --seed 1
 
-Works on a copy of the checkout in build/mutation, with the kernels of the installed package. cosmic-ray lists all
+Works on a copy of the checkout in build/mutated, with the kernels of the installed package. cosmic-ray lists all
 faults of its operators, which would take weeks, and has no draw of its own: `count` of them are drawn here.
 """
 
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "build/mutation"
+FOLDER = ROOT / "build/mutated"
 # First what reaches most lines in the least time.
 TESTS = "tests/losses tests/layouts tests/transforms tests/decode tests/kernels tests/tools"
 CONFIG = """[cosmic-ray]

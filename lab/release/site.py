@@ -1,4 +1,4 @@
-"""Builds the site with a folder for each version, by the Python of .venv-docs: site.py FOLDER. docs/releasing.md"""
+"""Builds the site with a folder for each version: python lab/release/site.py FOLDER. docs/releasing.md"""
 
 import json
 import os

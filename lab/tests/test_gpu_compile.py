@@ -1,7 +1,7 @@
 """Does XLA compile a sharded training step for eight H100s or B200s without needless collectives, copies and memory?
 
 Compiling needs jax's CUDA plugin and the names in the extension module of the CUDA kernels, but
-neither driver nor GPU. `lab/suite.sh gpu-compile` sets both up; without them these tests are skipped.
+neither driver nor GPU. `lab/run.sh gpu-compile` sets both up; without them these tests are skipped.
 """
 
 import os

@@ -7,7 +7,6 @@ import pytest
 import losses
 
 pytestmark = pytest.mark.no_kernel
-
 B, T, U1, V = 2, 3, 4, 5
 F32, S32, S64 = np.float32, np.int32, np.int64
 NODES = (B, T, U1)

@@ -23,7 +23,6 @@ from losses import slow
 from programs import environment, run
 
 pytestmark = pytest.mark.no_kernel
-
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
 # Prints the one warning of the import, and uses the reference without another. The loss of one frame without labels is
 # minus the blank's log-probability.

@@ -1,7 +1,7 @@
 """Are the Pallas kernels right in the interpreter, and what TPUs get, under every transformation?
 
-Mosaic lowers for TPUs on any machine. `lab/suite.sh interpret` runs the other tests on these kernels;
-`lab/study.sh tpu` compiles them.
+Mosaic lowers for TPUs on any machine. `lab/run.sh interpret` runs the other tests on these kernels;
+`lab/run.sh tpu` compiles them.
 """
 
 import functools
@@ -72,7 +72,7 @@ def test_without_blanks():
 def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
     if interpret == "tpu" and not losses.interpreted():
-        pytest.skip("25 s: `lab/suite.sh interpret` asks for it")
+        pytest.skip("25 s: `lab/run.sh interpret` asks for it")
     arcs = arcs_of(STANDARD[0], (2, 2, 515), dtype=np.float32)
     mode = pltpu.InterpretParams() if interpret == "tpu" else True
     check(STANDARD, arcs, ((2, 1), (514, 383)), 1e-5, interpret=mode)

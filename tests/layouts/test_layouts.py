@@ -19,7 +19,6 @@ import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
 
 pytestmark = pytest.mark.no_kernel
-
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in losses.LOSSES if loss.name != "monotonic_final_blank"}
 QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs")

@@ -12,7 +12,6 @@ import losses
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
 
 pytestmark = pytest.mark.no_kernel
-
 P = losses.problem()
 X = P.logits
 AM, LM = X[:, :, 0], X[:, 0]

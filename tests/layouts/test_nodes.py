@@ -17,7 +17,6 @@ from layouts import H, Network, closure, linear
 from nodes import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
 pytestmark = pytest.mark.no_kernel
-
 EXACT = 1e-12
 
 

@@ -17,7 +17,6 @@ from nodes import entropy, entropy_of_all, lengths, some_weights, total_of_all
 from pages import code
 
 pytestmark = pytest.mark.no_kernel
-
 PAGE = "docs/nodes.md"
 
 

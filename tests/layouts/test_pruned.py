@@ -16,7 +16,6 @@ from layouts import ranges
 from vectors import LABELS, LENGTHS
 
 pytestmark = pytest.mark.no_kernel
-
 EXACT = 1e-12
 t, u, v = np.arange(5)[:, None], np.arange(4)[:, None], np.arange(6)
 AM, LM = 2 * np.sin(1 + 3 * t + 7 * v), 2 * np.cos(2 + 5 * u + 3 * v)

@@ -13,7 +13,6 @@ from jax_rnnt.lattices._viterbi import best_path
 from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
 
 pytestmark = pytest.mark.no_kernel
-
 EXACT = 1e-13
 
 

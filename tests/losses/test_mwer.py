@@ -11,7 +11,6 @@ from meshes import at, mesh_of
 from slopes import assert_slopes
 
 pytestmark = pytest.mark.no_kernel
-
 B, N, T, U, H, V = 2, 3, 6, 3, 5, 4
 
 

@@ -1,4 +1,4 @@
-"""Runs the TPU's Pallas kernels in Pallas's interpreter on the CPU, not the CPU's kernels: `lab/suite.sh interpret`.
+"""Runs the TPU's Pallas kernels in Pallas's interpreter on the CPU, not the CPU's kernels: `lab/run.sh interpret`.
 
 The interpreter knows float64 too, so tests compare it with the truth as closely as they do the CPU's kernels.
 """

@@ -308,7 +308,7 @@ def once(targets):
 
 
 def emulated():
-    """Whether the CPU platform runs the CUDA kernels in the emulation (`lab/suite.sh emulation`)."""
+    """Whether the CPU platform runs the CUDA kernels in the emulation (`lab/run.sh emulation`)."""
     return loading.KERNELS.get("cpu") == "cuda"
 
 
@@ -318,7 +318,7 @@ def cuda_kernels():
 
 
 def interpreted():
-    """Whether the CPU platform interprets the TPU's kernels (lab/suite.sh interpret). They are no custom calls then."""
+    """Whether the CPU platform interprets the TPU's kernels (lab/run.sh interpret). They are no custom calls then."""
     return bool(os.environ.get("JAX_RNNT_INTERPRET"))
 
 

@@ -15,7 +15,6 @@ from jax_rnnt.flax import nnx as flax_nnx
 from meshes import at, mesh_of
 
 pytestmark = pytest.mark.no_kernel
-
 B, T, U, V, E = 8, 6, 3, 5, 8
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(B, T, E)).astype(np.float32)

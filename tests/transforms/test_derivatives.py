@@ -20,7 +20,6 @@ from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
 from losses import RNNT, TDT, slow
 
 pytestmark = pytest.mark.no_kernel
-
 LENGTHS = [3, 2, 3, 3], [2, 1, 0, 2]
 WEIGHTS = np.array([1.0, -0.5, 2.0, 0.0])  # of the losses; that of the last is exactly 0, and has a tangent
 WINDOWS = np.array([[[0, 1], [0, 2]]] * 4, np.int32)

@@ -10,7 +10,6 @@ import losses
 from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
 
 pytestmark = [pytest.mark.no_kernel, pytest.mark.usefixtures("optimized")]
-
 B, T, U, V, H = 4, 50, 15, 512, 16
 LOGITS = B * T * (U + 1) * V * 4
 PLANE = B * T * (U + 1) * 4

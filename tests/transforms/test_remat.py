@@ -11,7 +11,6 @@ import jax_rnnt
 import losses
 
 pytestmark = pytest.mark.no_kernel
-
 POLICIES = {
     "none": None,
     "everything": jax.checkpoint_policies.everything_saveable,

@@ -16,7 +16,6 @@ from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
 from meshes import KINDS, mesh_of, place
 
 pytestmark = pytest.mark.no_kernel
-
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
 AXES = {"vocabulary": VOCAB, "frames": FRAMES, "both": VOCAB | FRAMES}
 WAYS = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)

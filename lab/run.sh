@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# What no user needs: the library's tests on other kernels and builds, and studies with large packages.
+#
+#   lab/run.sh kernels        every check of the kernels without a GPU, before a commit that changes them; records their
+#                             sources in xla_kernels/checked.txt. --quick: a part. --changed: all where they are not recorded
+#   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
+#   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
+#   lab/run.sh sanitize       on the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+#   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
+#   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
+#   lab/run.sh tpu            the losses compiled for five generations of TPUs
+#   lab/run.sh rivals         the decoders beside those of NeMo, torchaudio and sherpa-onnx
+#   lab/run.sh mutation       random faults in the Python sources: how many the tests find
+#
+# Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3} CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
+mode=${1-}
+shift || true
+
+need() {
+  command -v "$1" > /dev/null || { echo "run.sh: no $1: $2" >&2; exit 2; }
+}
+
+# The package alone, in a folder of its own: build NAME OPTIONS.
+build() {
+  need "$CXX" 'install a C++ compiler (Debian, Ubuntu: apt install g++)'
+  make --silent .venv/.packages .venv/tools/.installed
+  .venv/tools/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target "build/$1" \
+    "-Cbuild-dir=build/$1-objects" "-Ccmake.define.JAX_RNNT_ONLY=${ONLY-}" "${@:2}" .
+  export JAX_RNNT_INSTALLED=$PWD/build/$1
+}
+
+# An environment with these packages, build/MODE, and what to call there: environment PYTHON PACKAGES.
+environment() {
+  test -x "build/$mode/bin/python" || "$1" -m venv "build/$mode"
+  "build/$mode/bin/pip" install --quiet "-Cbuild-dir=build/$mode-objects" "${@:2}"
+  JAX_RNNT_INSTALLED=$("build/$mode/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+  export JAX_RNNT_INSTALLED
+}
+
+library() { "$CXX" -print-file-name="lib$1.so"; }
+quick() { .venv/bin/pytest -n auto --dist worksteal -m "not slow$1" "${@:2}"; }
+recorded() {
+  git ls-files -z --cached --others --exclude-standard CMakeLists.txt xla_kernels/{common,cpu,cuda} lab/emulation |
+    LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
+}
+
+case $mode in
+  kernels)
+    record=xla_kernels/checked.txt part=${1-}
+    if [[ $part == --changed && "$(recorded)" == "$(cat $record)" ]]; then part=--quick; fi
+    tests=(tests/kernels/test_door.py tests/losses/test_targets.py)
+    if [[ $part == --quick ]]; then
+      "$PYTHON" lab/emulation/checks.py --quick
+    else
+      unset ONLY
+      "$PYTHON" lab/emulation/checks.py
+      tests+=(tests/losses/test_{edges,promises,offsets,emissions,lattices}.py)
+    fi
+    lab/run.sh sanitize -q -x -k 'not reference' "${tests[@]}"
+    [[ $part == --quick ]] || recorded > $record
+    ;;
+  emulation)
+    build emulation -Ccmake.define.JAX_RNNT_EMULATE=ON
+    JAX_RNNT_REQUIRE=cpu quick ' and not no_kernel' -k 'not reference' "$@"
+    ;;
+  interpret)
+    make --silent setup "ONLY=${ONLY-}"
+    (($#)) || set -- tests/kernels/test_tpu.py tests/losses/test_{lattices,values,gradients,promises,edges,accuracy,family}.py \
+      tests/transforms/test_{sharding,vmap,remat,export}.py
+    JAX_RNNT_INTERPRET=1 quick '' -k 'not reference and not symbolic' "$@"
+    ;;
+  sanitize) # without products and sums in one instruction: rounding must not matter
+    build sanitize '-Ccmake.define.JAX_RNNT_SANITIZE=address,undefined' -Ccmake.define.JAX_RNNT_CONTRACT=off \
+      -Cinstall.strip=false
+    LD_PRELOAD="$(library asan) $(library ubsan)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+      UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 quick '' --ignore tests/transforms/test_memory.py "$@"
+    ;;
+  threads) # it sees the module's code, not jaxlib's; its memory must not lie at random places
+    need "$FREE" 'a CPython without a GIL; FREE=COMMAND names another one'
+    need setarch 'install util-linux; the tests are for Linux'
+    environment "$FREE" '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false
+    LD_PRELOAD=$(library tsan) JAX_PLATFORMS=cpu \
+      TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$PWD/lab/fuzz/threads.supp" \
+      setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py "$@"
+    ;;
+  gpu-compile) # XLA asks for names and sizes alone: those of the emulation do
+    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON
+    echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
+    JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
+    ;;
+  tpu)
+    environment "$PYTHON" . 'jax[tpu]'
+    build/tpu/bin/python lab/benchmarks/tpu.py "$@"
+    ;;
+  rivals)
+    environment "$PYTHON" . ./speech torch==2.11.0 torchaudio==2.11.0 'nemo_toolkit[asr]==3.0.0' sherpa-onnx==2.0.1 onnx
+    build/rivals/bin/python lab/benchmarks/rivals.py "$@"
+    ;;
+  mutation)
+    environment "$PYTHON" '.[all,test]' 'cosmic-ray>=8.7'
+    build/mutation/bin/python lab/mutation/score.py "$@"
+    ;;
+  *)
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
+    exit 2
+    ;;
+esac
