@@ -113,15 +113,3 @@ def test_log_has_the_last_lines(tmp_path):
         ["bash", copy / "gpu.sh", "--dry-run", "nothing"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "no such part: nothing" in done.stdout
-
-
-def test_paths_in_the_script():
-    """What gpu.sh compiles and runs is there."""
-    script = re.sub(r"\n\s*#.*", "", (HERE / "gpu.sh").read_text())
-    names = re.findall(r"\b((?<!/)(?:xla_kernels|lab|tests)/[\w./]*(?:\{[\w,]+\})?[\w.]*\w\b)", script)
-    for name in names:
-        head, group, tail = (re.fullmatch(r"(.*?)(?:\{(.*)\})?([\w.]*)", name)).groups()
-        for choice in group.split(",") if group else [""]:
-            path = losses.ROOT / f"{head}{choice}{tail if group else ''}"
-            assert path.exists() or list(path.parent.glob(f"{path.name}*")), path
-    assert len(names) > 8

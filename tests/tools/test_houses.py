@@ -1,4 +1,4 @@
-"""Who lives where: what library, speech, recipes and lab import, and the files and commands that pages name."""
+"""Who lives where: what library, speech, recipes and lab import, and what pages and scripts name."""
 
 import ast
 import re
@@ -50,15 +50,18 @@ def test_imports(house):
                 assert not private, f"{path.relative_to(ROOT)} imports {private} of {module}"
 
 
+NAMES = re.compile(
+    r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
+)
+
+
 def test_commands_in_the_text():
-    """Pages and docstrings name programs and targets of make that are there."""
+    """Pages and scripts name files and targets of make that are there."""
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
     assert len(targets) <= 12
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md"), ROOT / ".ci/run"]:
-        text = page.read_text() if page.name != "CHANGELOG.md" else ""
-        for name in re.findall(
-            r"\b(?<!/)(?:benchmarks|lab|recipes|tests|speech)/[\w/]+\.(?:py|sh|cu|c|txt|json)\b", text
-        ):
-            assert (ROOT / name).exists(), f"{page.name}: {name}"
-        for target in re.findall(r"(?:^    |`)make ([a-z][\w-]*)", text, re.M):
-            assert target in targets, f"{page.name}: make {target}"
+    pages = "[!C]*.md", "CONTRIBUTING.md", "docs/*.md", "docs/[!_]*/*.md", "*/README.md", "lab/**/*.sh", ".ci/run"
+    for page in (path for pattern in pages for path in ROOT.glob(pattern)):
+        text = page.read_text()
+        names = [f"{head}{x}{tail}" for head, group, tail in NAMES.findall(text) for x in group.split(",")]
+        assert [name for name in names if not (ROOT / name).exists()] == [], page.name
+        assert set(re.findall(r"(?:^    |`)make ([a-z][\w-]*)", text, re.M)) <= targets, page.name
