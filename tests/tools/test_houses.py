@@ -8,21 +8,23 @@ import pytest
 
 from losses import ROOT
 
-LIBRARY, SPEECH = "jax_rnnt", "jax_rnnt_speech"
-# What each may import of the packages, beside itself.
+LIBRARY, SPEECH = "jax_rnnt", "speech/jax_rnnt_speech"
+# What each may import of the others.
 HOUSES = {
-    "jax_rnnt": set(),
-    "speech/jax_rnnt_speech": {LIBRARY},
+    LIBRARY: set(),
+    SPEECH: {LIBRARY},
     "recipes": {LIBRARY, SPEECH},
-    "benchmarks": {LIBRARY},
-    "tests": {LIBRARY},
-    "lab": {LIBRARY, SPEECH},
+    "benchmarks": {LIBRARY, "tests"},
+    "tests": {LIBRARY, "benchmarks"},
+    "lab": {LIBRARY, SPEECH, "benchmarks", "tests"},
 }
 
 
-def modules(*houses):
-    """The names by which programs import the files of these folders."""
-    return {path.stem for house in houses for path in (ROOT / house).rglob("*.py")}
+def names(houses):
+    """Those by which they are imported: of a package its own, else also those of the files."""
+    folders = [ROOT / house for house in houses]
+    files = {path.stem for x in folders if not (x / "__init__.py").exists() for path in x.rglob("*.py")}
+    return files | {x.name for x in folders}
 
 
 def imports(path):
@@ -36,17 +38,16 @@ def imports(path):
 
 @pytest.mark.parametrize("house", HOUSES)
 def test_imports(house):
-    """A house imports the packages that it may, and nothing of the lab; speech and recipes have public names alone."""
+    """A house imports those that it may; speech and recipes have public names of the library alone."""
     if not (ROOT / house).exists():
         pytest.skip(f"no {house} beside the tests")
-    strangers = {LIBRARY, SPEECH} - HOUSES[house] - {house.rpartition("/")[2]}
-    if house != "lab":
-        strangers |= {"lab"} | modules("lab") - modules(house, "benchmarks", "tests") - sys.stdlib_module_names
+    known = HOUSES[house] | {house}
+    strangers = names(HOUSES.keys() - known) - names(known) - sys.stdlib_module_names
     for path in sorted((ROOT / house).rglob("*.py")):
-        for module, names in imports(path):
+        for module, imported in imports(path):
             assert module.split(".")[0] not in strangers, f"{path.relative_to(ROOT)} imports {module}"
-            if house in ("speech/jax_rnnt_speech", "recipes") and module.startswith(LIBRARY):
-                private = [x for x in (*module.split("."), *names) if x.startswith("_")]
+            if house in (SPEECH, "recipes") and module.split(".")[0] == LIBRARY:
+                private = [x for x in (*module.split("."), *imported) if x.startswith("_")]
                 assert not private, f"{path.relative_to(ROOT)} imports {private} of {module}"
 
 

@@ -98,4 +98,6 @@ def main(arguments=None):
         status = args.run(args)
     except (UserError, OSError) as error:
         parser.exit(2, f"parakeet: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "parakeet: interrupted\n")
     raise SystemExit(status)
