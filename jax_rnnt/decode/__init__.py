@@ -1,25 +1,28 @@
 """Decoding: the label sequences that a trained transducer finds in its input.
 
 All of it runs under `jax.jit`, in batches and with static shapes, for every loss that says what its classes mean
-(`TransducerLoss.decoding`).
+(`TransducerLoss.decoding`). `search` has the searches, `lm` the models that add scores to labels.
 """
 
-from jax_rnnt.decode._beam import beam as beam
-from jax_rnnt.decode._greedy import greedy as greedy
+import typing as _typing
+
+from jax_rnnt import _renamed
 from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
-from jax_rnnt.decode._ngram import NGram as NGram
-from jax_rnnt.decode._parallel import parallel as parallel
-from jax_rnnt.decode._phrases import Phrases as Phrases
 from jax_rnnt.decode._predictor import Predictor as Predictor
 from jax_rnnt.decode._predictor import predict as predict
 from jax_rnnt.decode._predictor import stateless_predictor as stateless_predictor
-from jax_rnnt.decode._sample import sample as sample
-from jax_rnnt.decode._streams import concatenate as concatenate
-from jax_rnnt.decode._streams import reset as reset
-from jax_rnnt.decode._streams import select as select
-from jax_rnnt.decode._words import WordNGram as WordNGram
+from jax_rnnt.decode._streams import concatenate_streams as concatenate_streams
+from jax_rnnt.decode._streams import reset_streams as reset_streams
+from jax_rnnt.decode._streams import select_streams as select_streams
+from jax_rnnt.decode.lm._ngram import NGram as NGram
+from jax_rnnt.decode.lm._phrases import Phrases as Phrases
+from jax_rnnt.decode.lm._words import WordNGram as WordNGram
+from jax_rnnt.decode.search._beam import beam as beam
+from jax_rnnt.decode.search._greedy import greedy as greedy
+from jax_rnnt.decode.search._parallel import parallel as parallel
+from jax_rnnt.decode.search._sample import sample as sample
 
 __all__ = [
     "Hypotheses",
@@ -28,14 +31,18 @@ __all__ = [
     "Predictor",
     "WordNGram",
     "beam",
-    "concatenate",
+    "concatenate_streams",
     "greedy",
     "linen_predictor",
     "nnx_predictor",
     "parallel",
     "predict",
-    "reset",
+    "reset_streams",
     "sample",
-    "select",
+    "select_streams",
     "stateless_predictor",
 ]
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name
+    _names = {name: f"{name}_streams" for name in ("concatenate", "reset", "select")}
+    __getattr__ = _renamed.names(__name__, _names)

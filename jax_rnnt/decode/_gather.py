@@ -22,10 +22,17 @@ def take(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def take_each(arrays, index):
-    """`take` of several arrays of one shape by one gather, in the dtype of the last one."""
-    taken = take(jnp.stack([x.astype(arrays[-1].dtype) for x in arrays], 2), index)
-    return [taken[:, :, i] for i in range(len(arrays))]
+def take_each(tree, index):
+    """`take` of all arrays [B, W] of a pytree, by one gather for each dtype."""
+    leaves, structure = jax.tree.flatten(tree)
+    same_dtype: dict = {}
+    for i, x in enumerate(leaves):
+        same_dtype.setdefault(x.dtype, []).append(i)
+    for places in same_dtype.values():
+        rows = take(jnp.stack([leaves[i] for i in places], 2), index)
+        for column, i in enumerate(places):
+            leaves[i] = rows[:, :, column]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def in_rows(x, index):

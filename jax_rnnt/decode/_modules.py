@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 
-from jax_rnnt.decode._predictor import Predictor, own_start, own_symbols
+from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
 
 
 def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
@@ -34,8 +34,8 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
     def method(name):
         return lambda *arguments: getattr(copy(), name)(*arguments)
 
-    start = own_start("nnx_predictor", "module", module)
-    return Predictor(method(initial), method(step), start, own_symbols(module))
+    start = declared_start("nnx_predictor", "module", module)
+    return Predictor(method(initial), method(step), start, declared_symbols(module))
 
 
 def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
@@ -67,16 +67,16 @@ def linen_predictor(module, variables, *, initial: str = "initial", step: str = 
     def method(name):
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
-    # Bound, so that an attribute made by `setup` counts too.
+    # Bound, so that attributes that `setup` sets count too.
     bound = module.bind(variables)
-    start = own_start("linen_predictor", "module", bound)
-    return Predictor(method(initial), method(step), start, own_symbols(bound))
+    start = declared_start("linen_predictor", "module", bound)
+    return Predictor(method(initial), method(step), start, declared_symbols(bound))
 
 
 def in_evaluation(x):
     """A Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
 
-    Whatever else it is given stays as it is.
+    Anything else is returned unchanged.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -97,19 +97,19 @@ class _Evaluation:
         return self._copy()(*arguments)
 
     def __getattr__(self, name):
-        found = getattr(self._module, name)
-        return (lambda *arguments: getattr(self._copy(), name)(*arguments)) if callable(found) else found
+        attribute = getattr(self._module, name)
+        return (lambda *arguments: getattr(self._copy(), name)(*arguments)) if callable(attribute) else attribute
 
 
 def _copies(module):
-    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change a copy that it has made."""
+    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change its copy."""
     from flax import nnx
 
     graph, values = nnx.split(module)
 
     def copy():
-        made = nnx.merge(graph, values)
-        made.eval()
-        return made
+        module = nnx.merge(graph, values)
+        module.eval()
+        return module
 
     return copy

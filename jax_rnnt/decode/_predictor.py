@@ -29,8 +29,8 @@ class Predictor(typing.NamedTuple):
         ``step(state, labels [B]) -> (rows [B, P], state)``, each sequence by itself. The first label is the start
         label, so the first row is that of column 0. Shapes and dtypes of the state must not change.
     start : int, optional
-        The start label of its training, the first one that `step` gets. Without it, decoders and `predict` take their
-        own argument `start`.
+        The start label of its training, the first one that `step` gets. Without it, decoders and `predict` take an
+        argument `start`.
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
         counts from its end, and is an error without it.
@@ -70,7 +70,7 @@ class Predictor(typing.NamedTuple):
     masked_row: jax.Array | None = None
 
 
-def own_symbols(predictor) -> int | None:
+def declared_symbols(predictor) -> int | None:
     """The number of labels that a predictor declares."""
     symbols = getattr(predictor, "symbols", None)
     if isinstance(symbols, bool) or not isinstance(symbols, (int, np.integer)):
@@ -79,7 +79,7 @@ def own_symbols(predictor) -> int | None:
 
 
 def start_label(function: str, name: str, start, symbols: int | None) -> int:
-    """A start label in [0, symbols). A negative one counts from the end, which may lie beyond the joint's tokens."""
+    """A start label in [0, symbols). A negative one counts from the end, which may be beyond the joint's tokens."""
     if symbols is not None:
         return _checks.class_index(function, name, start, symbols)
     start = _checks.integer(function, name, start)
@@ -92,29 +92,29 @@ def start_label(function: str, name: str, start, symbols: int | None) -> int:
 
 def check_symbols(function: str, name: str, predictor, labels: int):
     """Raises if the predictor lacks one of so many labels."""
-    symbols = own_symbols(predictor)
+    symbols = declared_symbols(predictor)
     if symbols is not None and symbols < labels:
         expected = f"{labels} or more, as the joint network has labels up to {labels - 1}"
         raise ValueError(f"{function}: {name}.symbols must be {expected}, got {symbols}.")
 
 
-def own_start(function: str, name: str, predictor) -> int | None:
+def declared_start(function: str, name: str, predictor) -> int | None:
     """The start label that a predictor declares."""
     start = getattr(predictor, "start", None)
     if start is not None and (isinstance(start, bool) or not isinstance(start, (int, np.integer))):
         wrapped = "decode.Predictor(initial, step, start) makes a predictor of two functions"
         raise TypeError(f"{function}: {name}.start must be an integer or None, got {start!r}; {wrapped}.")
-    return None if start is None else start_label(function, f"{name}.start", start, own_symbols(predictor))
+    return None if start is None else start_label(function, f"{name}.start", start, declared_symbols(predictor))
 
 
-def start_of(function: str, predictor, given) -> int | None:
-    """The start label that the predictor declares, else the one given at the call."""
-    own = own_start(function, "predictor", predictor)
-    given = None if given is None else start_label(function, "start", given, own_symbols(predictor))
-    if own is not None and given is not None and own != given:
-        expected = f"left out, or predictor.start = {own}, the label that the predictor was trained with"
-        raise ValueError(f"{function}: start must be {expected}, got start={given}.")
-    return given if own is None else own
+def start_of(function: str, predictor, start) -> int | None:
+    """The start label that the predictor declares, else the argument `start` of the call."""
+    declared = declared_start(function, "predictor", predictor)
+    start = None if start is None else start_label(function, "start", start, declared_symbols(predictor))
+    if declared is not None and start is not None and declared != start:
+        expected = f"left out, or predictor.start = {declared}, the label that the predictor was trained with"
+        raise ValueError(f"{function}: start must be {expected}, got start={start}.")
+    return start if declared is None else declared
 
 
 def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     ----------
     predictor : Predictor
     targets : Array, integer [B, U]
-        Labels; what stands beyond the lengths is fed in, too, and changes no earlier row.
+        Labels. Padding is read too, and changes no earlier row.
     start : int, optional
         The label before the first one, of a predictor that has no `start`. Negative: from the end of its `symbols`.
 
@@ -216,11 +216,11 @@ def begin(function: str, name: str, predictor, batch: int, start: int, makes: st
                 f"{function}: {name}.initial({batch}) must make arrays [{batch}, ...], got {x.shape} at state{place}."
             )
     labels = jnp.full((batch,), start, jnp.int32)
-    made, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
+    returned, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
     _checks.no_draws(function, f"{name}.step", draws)
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"{function}: {name}.step must return ({makes}, state), got {made!r}.")
-    rows, after = made
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{function}: {name}.step must return ({makes}, state), got {returned!r}.")
+    rows, after = returned
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
         raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
     same_state(function, name, state, after)

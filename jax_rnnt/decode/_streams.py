@@ -1,7 +1,7 @@
 """Streams that come and go: states of `greedy` and `beam`, row by row.
 
 A state is a pytree of arrays [B, ...] with the leaves `fresh` and `bad` [B]. A part that meets a fresh row starts this
-utterance anew: it has the networks at hand, which `reset` has not.
+utterance anew: it has the networks at hand, which `reset_streams` has not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._predictor import same_state
 
 
-def begun(function: str, first, state, vary):
+def begin_part(function: str, first, state, vary):
     """The state from which a part starts; `first` makes that of a stream's start, and `vary` is `Search.vary`."""
     if state is None:
         return first()
@@ -31,7 +31,7 @@ def begun(function: str, first, state, vary):
     return jax.lax.cond(jnp.any(state.fresh), renew, lambda state: state, vary(state))
 
 
-def select(state: Any, rows: jax.Array) -> Any:
+def select_streams(state: Any, rows: jax.Array) -> Any:
     """The state of some utterances of a batch, in a new order: with it the next part decodes a batch of these.
 
     B utterances before, R afterwards.
@@ -41,13 +41,13 @@ def select(state: Any, rows: jax.Array) -> Any:
     state : pytree
         `Hypotheses.state` of `greedy` or `beam`.
     rows : Array, integer [R]
-        Numbers of utterances, in [0, B). One may stand twice.
+        Numbers of utterances, in [0, B). One may occur twice.
 
     Returns
     -------
     pytree
         The state of R utterances, bit for bit that of the chosen ones. A traced number out of range gives an utterance
-        that has the score NaN until `reset`.
+        that has the score NaN until `reset_streams`.
 
     Raises
     ------
@@ -62,11 +62,12 @@ def select(state: Any, rows: jax.Array) -> Any:
     >>> part = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]]))
     >>> networks = RNNTLoss(blank=0), jnp.add, predictor
     >>> state = decode.greedy(*networks, part, jnp.array([1, 1]), 2).state
-    >>> later = decode.greedy(*networks, part[:1], jnp.array([1]), 2, state=decode.select(state, jnp.array([1])))
+    >>> state = decode.select_streams(state, jnp.array([1]))
+    >>> later = decode.greedy(*networks, part[:1], jnp.array([1]), 2, state=state)
     >>> round(float(jnp.exp(later.scores[0])), 2)  # 0.8 * 0.9
     0.72
     """
-    function = "select"
+    function = "select_streams"
     batch = utterances(function, "state", state)
     shape = np.shape(_checks.array(function, "rows", rows))
     if len(shape) != 1:
@@ -79,11 +80,11 @@ def select(state: Any, rows: jax.Array) -> Any:
         raise ValueError(f"{function}: rows must {expected}, got {shape[0]}.")
     index = _xla.shard_like(state.fresh, index)
     outside = (index < 0) | (index >= batch)
-    taken = jax.tree.map(lambda x: _xla.rows_of_batch(jnp.asarray(x), index), state)
-    return taken._replace(fresh=taken.fresh & ~outside, bad=taken.bad | outside)
+    selected = jax.tree.map(lambda x: _xla.rows_of_batch(jnp.asarray(x), index), state)
+    return selected._replace(fresh=selected.fresh & ~outside, bad=selected.bad | outside)
 
 
-def concatenate(states: Sequence[Any]) -> Any:
+def concatenate_streams(states: Sequence[Any]) -> Any:
     """One state of the utterances of several, one after another.
 
     Parameters
@@ -108,11 +109,11 @@ def concatenate(states: Sequence[Any]) -> Any:
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
     >>> search = lambda part: decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, part, jnp.ones(len(part), int), 2)
     >>> part = jnp.zeros((2, 1, 2))
-    >>> state = decode.concatenate([search(part).state, search(part[:1]).state])
+    >>> state = decode.concatenate_streams([search(part).state, search(part[:1]).state])
     >>> state.fresh.shape
     (3,)
     """
-    function = "concatenate"
+    function = "concatenate_streams"
     if not isinstance(states, Sequence) or hasattr(states, "_fields") or not states:
         raise TypeError(f"{function}: states must be a sequence of states, at least one, got {states!r}.")
     expected = None
@@ -126,7 +127,7 @@ def concatenate(states: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *states)
 
 
-def reset(state: Any, where: jax.Array) -> Any:
+def reset_streams(state: Any, where: jax.Array) -> Any:
     """The state with some utterances at their start: the next part begins new ones in their rows.
 
     It only marks them. The next call starts these rows as a call without a state does, bit for bit.
@@ -157,13 +158,13 @@ def reset(state: Any, where: jax.Array) -> Any:
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
     >>> part, ones = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]])), jnp.ones(2, int)
     >>> search = jax.jit(lambda part, state: decode.greedy(RNNTLoss(0), jnp.add, predictor, part, ones, 2, state=state))
-    >>> state = decode.reset(jax.eval_shape(search, part, None).state, jnp.ones(2, bool))
+    >>> state = decode.reset_streams(jax.eval_shape(search, part, None).state, jnp.ones(2, bool))
     >>> state = search(part, state).state
-    >>> later = search(part, decode.reset(state, jnp.array([True, False])))
+    >>> later = search(part, decode.reset_streams(state, jnp.array([True, False])))
     >>> [round(float(x), 2) for x in jnp.exp(later.scores)]
     [0.9, 0.64]
     """
-    function = "reset"
+    function = "reset_streams"
     batch = utterances(function, "state", state)
     where = _checks.array(function, "where", where)
     if where.dtype != np.bool_ or tuple(where.shape) != (batch,):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode._predictor import own_start, own_symbols
+from jax_rnnt.decode._predictor import declared_start, declared_symbols
 
 Layer = Callable[..., Any]
 
@@ -23,8 +23,9 @@ Layer = Callable[..., Any]
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
-    A row of zeros shall mean no encoder. So the predictor's rows hold what `encoder` makes of zeros, its bias; a masked
-    row holds nothing else. The rest is the derivative where `encoder` is affine, without rounding, else the difference.
+    A row of zeros shall mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias; a
+    masked row contains nothing else. The encoder's rows are what remains: the derivative where `encoder` is affine,
+    which has no rounding error, else the difference.
     """
     steps = in_evaluation(steps)
     bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
@@ -34,11 +35,11 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
         rows = encoder(encoder_out) - bias
 
     def step(state, labels):
-        made, state = steps.step(state, labels)
-        return predictor(made) + bias, state
+        row, state = steps.step(state, labels)
+        return predictor(row) + bias, state
 
-    start = own_start("decoder_inputs", "predictor", steps)
-    return Predictor(steps.initial, step, start, own_symbols(steps), bias), rows
+    start = declared_start("decoder_inputs", "predictor", steps)
+    return Predictor(steps.initial, step, start, declared_symbols(steps), bias), rows
 
 
 def dropped(dropout: Layer, rows: jax.Array, **options) -> jax.Array:

@@ -16,8 +16,7 @@ from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.flax import _rows
-from jax_rnnt.layouts import JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint
+from jax_rnnt.layouts import JointLogits, LinearJoint
 
 with needed_by("jax_rnnt.flax", "flax"):
     from flax import linen as nn

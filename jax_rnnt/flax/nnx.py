@@ -1,4 +1,4 @@
-"""Flax NNX modules: the joint network and two predictors, which are predictors of `jax_rnnt.decode` as they stand.
+"""Flax NNX modules: the joint network and two predictors, which `jax_rnnt.decode` takes as predictors.
 
 B sequences, T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
@@ -16,8 +16,7 @@ from jax_rnnt._extras import needed_by
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import shifted
 from jax_rnnt.flax import _rows
-from jax_rnnt.layouts import JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint
+from jax_rnnt.layouts import JointLogits, LinearJoint
 
 with needed_by("jax_rnnt.flax", "flax"):
     from flax import nnx
@@ -114,7 +113,7 @@ class Joint(nnx.Module):
 
     @property
     def linear(self) -> LinearJoint:
-        """The rest of the joint, from projected rows [..., H] to logits [..., V]."""
+        """The joint behind its projections: from projected rows [..., H] to logits [..., V]."""
         _rows.check_output(_is_linear(self.output), self.output, "a flax.nnx.Linear")
         kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
         return LinearJoint(kernel.astype(self.dtype), bias, self.activation)

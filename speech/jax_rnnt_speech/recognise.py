@@ -67,7 +67,7 @@ class Stream:
         model = recogniser.model(params)
         silence = self.chunk(np.zeros((0, len(recogniser.mean))))
         shapes = jax.eval_shape(self.advance, params, *silence, model.initial(1), None)
-        self.state = model.initial(1), decode.reset(shapes[1], np.ones(1, bool))
+        self.state = model.initial(1), decode.reset_streams(shapes[1], np.ones(1, bool))
         self.step = jax.jit(self.advance)
 
     def advance(self, params, x, lengths, encoder, decoder):

@@ -1,5 +1,6 @@
 """Do the decoders find what a plain loop and an enumeration of all alignments find?"""
 
+import itertools
 import math
 import re
 
@@ -17,6 +18,7 @@ from decoding import (
     Model,
     T,
     check_all,
+    common,
     ends,
     enumerate_all,
     every,
@@ -26,7 +28,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode import _beam_step, _hashing, _largest, _packing
+from jax_rnnt.decode.search import _beam_step, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
@@ -49,18 +51,12 @@ def test_greedy_is_the_plain_loop(name):
 # -------------------------------------------------------------------------------------------------- beam search
 
 
-# Greedy search runs on the whole family; beam search has the same moves.
-QUICK = {"exact": ("rnnt", "tdt", "split"), "open": ("tdt",)}
-ENUMERATED = [
-    pytest.param(name, kind, id=f"{name}-{kind}", marks=() if name in QUICK[kind] else pytest.mark.slow)
-    for kind, names in (("exact", NAMED), ("open", ("tdt", "multiblank")))
-    for name in names
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), ENUMERATED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("rnnt", "exact"), ("tdt", "open"), losses.slow("split", "exact"), losses.slow("multiblank", "open")],
+)
 def test_beam_is_the_enumeration(name, kind):
-    """Open ends are ranked by normalised scores."""
+    """Open ends are ranked by normalised scores. (test_fusion has the whole family.)"""
     model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
     rules = dict(max_symbols=MOST, exact_end=True)
     if kind == "open":
@@ -73,26 +69,38 @@ def test_beam_is_the_enumeration(name, kind):
 
 @every
 def test_width_1(loss):
-    """Without merging it is greedy search."""
+    """Without merging it is the plain loop of greedy search."""
     model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
-    greedy = model.search(decode.greedy, ROOM, window=1, **options)
     one = model.search(decode.beam, ROOM, 1, merge=False, **options)
-    for x, y in zip(one[:-1], greedy[:-1]):
-        np.testing.assert_allclose(x.reshape(y.shape), y, rtol=EXACT)
+    for b in range(8):
+        expected, log_probs, score = greedy_loop(model, b, **options)
+        assert trimmed(one, b, 0) == expected
+        np.testing.assert_allclose(one.label_log_probs[b, 0, : len(log_probs)], log_probs, rtol=EXACT)
+        np.testing.assert_allclose(one.scores[b, 0], score, rtol=EXACT)
 
 
 @every
 def test_no_labels_stand_twice(loss):
-    """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold."""
+    """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold.
+
+    Labels are stable that all live hypotheses share; none without a hypothesis.
+    """
     model = Model(loss, batch=3, frames=13)
-    greedy, four = model.search(decode.greedy, 40), model.search(decode.beam, 40, 4, threshold=np.float64(np.inf))
-    assert (four.scores[:, 0] >= greedy.scores - 1e-9).mean() > 0.6
+    search = lambda threshold: model.search(decode.beam, 40, 4, threshold=np.float64(threshold))
+    greedy, four = [greedy_loop(model, b, room=40)[-1] for b in range(3)], search(np.inf)
+    assert (four.scores[:, 0] >= np.array(greedy) - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
     same = (four.labels[:, :, None] == four.labels[:, None]).all(-1) & alive[:, None] & alive[:, :, None]
     assert same.sum() == alive.sum() > 3
-    near = model.search(decode.beam, 40, 4, threshold=np.float64(2)).scores
-    kept = near > -np.inf
-    assert (near >= near[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
+    near = search(2)
+    kept = near.scores > -np.inf
+    assert (near.scores >= near.scores[:, :1] - 2)[kept].all() and 3 <= kept.sum() < alive.sum()
+    for found, b in itertools.product((four, near), range(3)):
+        live = [trimmed(found, b, n)[0] for n in np.flatnonzero(found.scores[b] > -np.inf)]
+        assert found.stable[b] == common(live)
+    model.encoder[0, 0] = np.nan
+    broken = search(np.inf)
+    assert np.isnan(broken.scores[0]).all() and broken.stable[0] == 0 and broken.stable.dtype == np.int32
 
 
 @pytest.mark.slow
@@ -104,10 +112,10 @@ def test_without_merging():
     rows = [(found.scores[0, n], *trimmed(found, 0, n)[:2]) for n in np.flatnonzero(found.scores[0] > -np.inf)]
     assert len(rows) == sum(math.comb(T, len(labels)) for labels in expected)
     for labels, (total, (best, frames, _)) in expected.items():
-        own = [(score, tuple(at)) for score, y, at in rows if tuple(y) == labels]
-        assert max(own)[1] == frames
-        np.testing.assert_allclose(max(own)[0], best, rtol=EXACT)
-        np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in own]), total, rtol=EXACT)
+        paths = [(score, tuple(at)) for score, y, at in rows if tuple(y) == labels]
+        assert max(paths)[1] == frames
+        np.testing.assert_allclose(max(paths)[0], best, rtol=EXACT)
+        np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in paths]), total, rtol=EXACT)
 
 
 def test_weights_of_zero():

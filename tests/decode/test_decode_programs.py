@@ -47,7 +47,7 @@ def test_streams(name, function, sizes):
     model = Model(NAMED[name], batch=3, frames=13)
     model.lengths = np.array([13, 11, 6], np.int32)
     shapes = jax.eval_shape(functools.partial(run, function, sizes, model)).state
-    idle = decode.reset(shapes, np.ones(3, bool))  # so that all parts run in one program
+    idle = decode.reset_streams(shapes, np.ones(3, bool))  # so that all parts run in one program
     whole = model.search(function, *sizes, state=idle)
     assert whole.counts.max() > 4
     state, parts, start = idle, [], 0
@@ -100,7 +100,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
     part = lambda x, n, ends, state: run(function, sizes, model, encoder_out=x, lengths=n, exact_end=ends, state=state)
     compiled, everyone = jax.jit(part), np.ones(batch, bool)
     shapes = jax.eval_shape(compiled, model.encoder, model.lengths, everyone, None).state
-    start = decode.reset(shapes, everyone)  # so that all parts run in one program
+    start = decode.reset_streams(shapes, everyone)  # so that all parts run in one program
     whole = compiled(model.encoder, model.lengths, everyone, start)
     for cut in (3, 4, 5):
         rest, ends = np.maximum(model.lengths - cut, 0), model.lengths <= cut

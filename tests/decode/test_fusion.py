@@ -29,7 +29,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode import _packing
+from jax_rnnt.decode.search import _packing
 
 BEAM = functools.partial(decode.beam, width=11)  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize("search", [decode.greedy, BEAM], ids=["greedy", "beam"])

@@ -16,7 +16,7 @@ import pytest
 import losses
 from decoding import LABELS, MOST, Model, enumerate_all, greedy_loop, trimmed
 from jax_rnnt import _pytree, decode
-from jax_rnnt.decode import _arcs, _arpa
+from jax_rnnt.decode.lm import _arpa, _automaton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are left out, as no labels spell them:UserWarning")
 NATS = math.log(10)
@@ -207,7 +207,7 @@ def test_chunks(monkeypatch, tmp_path):
     rows = sentences(6, 30, 5)
     model = lambda: decode.NGram.from_arpa(path, [*TOKENS, None, None, None])
     whole = run(model(), rows)
-    monkeypatch.setattr(_arcs, "CHUNK", 7)
+    monkeypatch.setattr(_automaton, "CHUNK", 7)
     monkeypatch.setattr(_arpa, "LINES", 5)
     in_parts = run(model(), rows, program=jax.jit(lambda *x: scan(*x)))
     for x, y in zip(whole, in_parts):
@@ -260,11 +260,11 @@ BROKEN = [
     (GOOD.encode().replace(LAST.encode(), b"-1 a caf\xe9"), r"expected UTF-8, got caf\\xe9"),
     (
         GOOD.replace(LAST, GOOD.splitlines()[20]),
-        r"line \d+: expected 2-grams that stand once, got one that stands twice",
+        r"line \d+: expected 2-grams that occur once, got one that occurs twice",
     ),
     (
         GOOD.replace("ngram 1=8", "ngram 1=9").replace("\n\n\\2", "\n-1 </S>\n\n\\2"),
-        r"line 14: expected 1-grams that stand once, got one that stands twice",
+        r"line 14: expected 1-grams that occur once, got one that occurs twice",
     ),
     (GOOD.replace("\\1-grams", "\\1-gram"), r"line 5: expected \\1-grams:, got \\1-gram:"),
 ]

@@ -12,7 +12,7 @@ import pytest
 import losses
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
-from jax_rnnt.decode import _options
+from jax_rnnt.decode.search import _options
 
 SMALLEST, LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 NOT_FINITE = (math.nan, math.inf, -math.inf)

@@ -68,7 +68,7 @@ def test_token_first():
     """As greedy search of a predictor that makes this row alone."""
     model = Masked(losses.tdt((2, 0, 1)))
     constant = lambda state, labels: (jnp.broadcast_to(jnp.asarray(ROW), (len(labels), H)), state)
-    options, same = dict(durations="token_first"), decode.Predictor(lambda batch: (), constant)
+    options, same = dict(duration_choice="token_first"), decode.Predictor(lambda batch: (), constant)
     found = model.find(**options)
     expected = model.find(function=decode.greedy, predictor=same, max_symbols=1, **options)
     assert (found.durations == 0).any() and (found.labels != model.find().labels).any()

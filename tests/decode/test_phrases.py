@@ -11,7 +11,7 @@ import pytest
 import losses
 from decoding import EXACT, MOST, Model, enumerate_all, greedy_loop, trimmed
 from jax_rnnt import decode
-from jax_rnnt.decode import _arcs
+from jax_rnnt.decode.lm import _automaton
 
 V = 4
 SIZE = 64  # of lists, so that they share a program
@@ -98,7 +98,7 @@ def test_lists_of_utterances():
 
 def test_long_phrases_and_many(monkeypatch):
     """More arcs than are put into rows at once; a phrase that is its own suffix again and again."""
-    monkeypatch.setattr(_arcs, "CHUNK", 7)
+    monkeypatch.setattr(_automaton, "CHUNK", 7)
     phrases = [*([0, x] for x in range(9)), [1] * 15, [1, 1, 0]]
     labels = np.random.default_rng(6).choice([0, 1, 1, 1, 1, 5], (5, 20))
     check(decode.Phrases(phrases, 0.5, classes=9), labels, [(phrases, [0.5] * len(phrases))] * 5)

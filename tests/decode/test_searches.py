@@ -82,9 +82,9 @@ ERRORS = [
     ),
     (dict(durations="token"), ValueError, "greedy: durations must be one of 'pair', 'token_first', got 'token'"),
     (
-        dict(durations="token_first", exact_end=True, loss=TDTLoss((1,))),
+        dict(duration_choice="token_first", exact_end=True, loss=TDTLoss((1,))),
         ValueError,
-        "exact_end must be False with durations='token_first', got True",
+        "exact_end must be False with duration_choice='token_first', got True",
     ),
     (dict(key=None), TypeError, "sample: key must be a JAX random key, got None"),
     (dict(key=3), TypeError, "sample: key must be a JAX random key, got 3"),
@@ -140,7 +140,7 @@ def test_token_first(durations):
         model.bias[:2], model.bias[model.tokens :] = 2 * (seed % 2), 2.0 * (np.array(durations) == 0)
         model.penalty = penalty
         rules = dict(max_symbols=max_symbols, window=window, blank_penalty=np.float64(penalty))
-        found = model.search(decode.greedy, room, durations="token_first", **rules)
+        found = model.search(decode.greedy, room, duration_choice="token_first", **rules)
         if max_symbols == 3:
             others += (found.labels != model.search(decode.greedy, room, **rules).labels).any(-1).sum()
         for b in range(12):
@@ -155,7 +155,7 @@ def test_token_first(durations):
 @pytest.mark.parametrize("cuts", [(0, 5, 12), (0, 1, 2, 7, 12)])
 def test_token_first_in_a_stream(cuts):
     model = Model(NAMED["tdt"], batch=8, frames=12)
-    options = dict(max_symbols=2, durations="token_first")
+    options = dict(max_symbols=2, duration_choice="token_first")
     whole, state, parts = model.search(decode.greedy, 40, **options), None, []
     for start, end in itertools.pairwise(cuts):
         encoder = np.zeros_like(model.encoder)
@@ -173,7 +173,7 @@ def test_token_first_in_a_stream(cuts):
 def test_token_first_without_durations(name):
     """It changes nothing."""
     model, options = Model(NAMED[name], batch=4, frames=7), dict(exact_end=True)
-    found = model.search(decode.greedy, ROOM, durations="token_first", **options)
+    found = model.search(decode.greedy, ROOM, duration_choice="token_first", **options)
     assert_same(found, model.search(decode.greedy, ROOM, **options))
 
 
@@ -193,7 +193,7 @@ def test_token_first_of_ones_own():
     encoder = np.concatenate([tokens, lengths])[None, None].repeat(3, 1)
     found = decode.greedy(
         LabelsStay(blank=2), jnp.add, predictor, encoder, np.array([3]), 2,
-        durations="token_first",
+        duration_choice="token_first",
     )  # fmt: skip
     np.testing.assert_allclose(found.scores[0], 3 * np.log(0.1 * 0.5), rtol=EXACT)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decoding import NAMED, Model, assert_same, concatenate, every, select, trimmed
+import losses
+from decoding import NAMED, Model, assert_same, common, concatenate, select
 from jax_rnnt import decode
 
 ROWS, PART, MOST = 3, 4, 30  # utterances in the server's batch, frames of a part, labels
@@ -43,7 +44,7 @@ class Server:
             for row, b in entering:
                 assert now[row] is None
                 now[row], read[row], found[b] = b, 0, []
-            state = decode.reset(state, np.isin(np.arange(ROWS), [row for row, _ in entering]))
+            state = decode.reset_streams(state, np.isin(np.arange(ROWS), [row for row, _ in entering]))
             encoder, lengths = np.full(self.shape, np.nan), np.zeros(ROWS, np.int32)
             for row, b in enumerate(now):
                 if b is not None:
@@ -78,11 +79,7 @@ def alone(model, b):
 
 
 CASES = [("rnnt", "greedy"), ("tdt", "beam"), ("multiblank", "greedy"), ("hat", "wide")]
-CASES = [
-    pytest.param(name, search, marks=() if (name, search) in CASES else pytest.mark.slow)
-    for name in NAMED
-    for search in ("greedy", "beam" if name in ("tdt", "rnnt", "split") else "wide")
-]
+CASES += [losses.slow("tdt", "greedy"), losses.slow("split", "beam"), losses.slow("multiblank", "wide")]
 
 
 @pytest.mark.parametrize(("name", "search"), CASES)
@@ -114,50 +111,49 @@ def hypothesis_labels(part):
     return [part.labels[n, : part.counts[n]].tolist() for n in alive]
 
 
-def common(sequences):
-    """How many leading labels all sequences share."""
-    return next((i for i, column in enumerate(zip(*sequences)) if len({*column}) > 1), min(map(len, sequences)))
-
-
 def whole_and_half(function):
+    """(a function from utterances, their first frame and a state to the result of six frames; the first half)"""
     model = Model(NAMED["tdt"], batch=4, frames=12)
-    part = lambda rows, start, state: model.search(
-        function, MOST, encoder=model.encoder[rows, start : start + 6], lengths=np.full(len(rows), 6), state=state
-    )
-    return part, part([0, 1, 2, 3], 0, None)
+
+    def part(rows, start, state):
+        encoder = model.encoder[rows, start : start + 6]
+        return model.search(function, MOST, encoder=encoder, lengths=np.full(len(rows), 6), state=state)
+
+    idle = model.idle(function, MOST, encoder=model.encoder[:, :6], lengths=np.full(4, 6))
+    return part, part([0, 1, 2, 3], 0, idle)
 
 
 @BOTH
 def test_select_and_concatenate(function):
-    """Rows go on in other batches, in any order, twice, and back together; so they do under jit."""
+    """They are those of NumPy, array by array, and rows go on in another batch as in their own."""
     part, half = whole_and_half(function)
     expected = part([0, 1, 2, 3], 6, half.state)
-    some = part([3, 1, 1], 6, select(half.state, np.array([3, 1, 1])))
-    both = concatenate(select(half.state, np.array([2])), select(half.state, np.array([3, 1])))
-    assert_same(both, concatenate(select(half.state, np.array([2, 3])), select(half.state, np.array([1]))))
-    both = part([2, 3, 1], 6, both)
-    for found, rows in ((some, [3, 1, 1]), (both, [2, 3, 1])):
-        assert_same(found[:4], [x[rows] for x in expected[:4]])
-        np.testing.assert_allclose(found.scores, expected.scores[rows], rtol=1e-11)
-    assert concatenate(half.state, some.state).first.tolist() == [6] * 4 + [12] * 3
-    assert_same(concatenate(select(half.state, np.zeros(0, int)), half.state), half.state)
+    mixed = concatenate(select(half.state, np.array([3])), select(expected.state, np.array([1])))
+    assert_same(mixed, jax.tree.map(lambda x, y: np.stack([x[3], y[1]]), half.state, expected.state))
+    rows = np.array([3, 1, 1])
+    some = select(half.state, rows)
+    assert_same(some, jax.tree.map(lambda x: x[rows], half.state))
+    found = part(rows, 6, some)
+    assert_same(found[:4], [x[rows] for x in expected[:4]])
+    np.testing.assert_allclose(found.scores, expected.scores[rows], rtol=1e-11)
+    assert_same(decode.select_streams(half.state, np.zeros(0, int)), jax.tree.map(lambda x: x[:0], half.state))
     assert all(x.shape[0] == 4 for x in jax.tree.leaves(half.state))
 
 
 def test_batches_that_pack_rows_and_others():
     """Utterances move from a batch whose rows are packed to a smaller one, and back."""
     model = Model(NAMED["tdt"], batch=8, frames=12)
-    search = functools.partial(decode.beam, width=6)
+    search, everyone = functools.partial(decode.beam, width=6), list(range(8))
 
     def part(rows, start, state):
         encoder = model.encoder[rows, start : start + 6]
         return model.search(search, MOST, encoder=encoder, lengths=np.full(len(rows), 6), state=state)
 
-    everyone = list(range(8))
-    half = part(everyone, 0, None)
+    idle = model.idle(search, MOST, encoder=model.encoder[:, :6])
+    half = part(everyone, 0, idle)
     expected = part(everyone, 6, half.state)
     few = part([3, 1], 6, select(half.state, np.array([3, 1])))
-    pairs = [part([b, b + 1], 0, None).state for b in range(0, 8, 2)]
+    pairs = [part([b, b + 1], 0, select(idle, np.array([0, 1]))).state for b in range(0, 8, 2)]
     whole = part(everyone, 6, concatenate(*pairs))
     for found, rows in ((few, [3, 1]), (whole, everyone)):
         assert_same(found.labels, expected.labels[rows])
@@ -168,16 +164,16 @@ def test_batches_that_pack_rows_and_others():
 def test_reset(function):
     """Marked rows start anew bit for bit, marked twice or moved; others go on."""
     part, half = whole_and_half(function)
-    where = np.array([True, False, False, True])
+    where, reset = np.array([True, False, False, True]), decode.reset_streams
     later = part([0, 1, 2, 3], 6, half.state)
     start = jax.tree.map(lambda x: x * 0 + 7 if x.dtype != bool else x, half.state)
-    begun = part([0, 1, 2, 3], 6, decode.reset(start, np.ones(4, bool)))
-    found = part([0, 1, 2, 3], 6, decode.reset(jax.jit(decode.reset)(half.state, where), where & (np.arange(4) < 1)))
+    begun = part([0, 1, 2, 3], 6, reset(start, np.ones(4, bool)))
+    found = part([0, 1, 2, 3], 6, reset(jax.jit(reset)(half.state, where), where & (np.arange(4) < 1)))
     for x, old, new in zip(jax.tree.leaves(found), jax.tree.leaves(later), jax.tree.leaves(begun)):
         assert_same(x, np.where(where.reshape(-1, *(1,) * (x.ndim - 1)), new, old))
     offline = part([0, 1, 2, 3], 6, None)
     assert_same(begun[:6], offline[:6])
-    moved = select(decode.reset(half.state, where), np.array([2, 3, 3]))
+    moved = select(reset(half.state, where), np.array([2, 3, 3]))
     assert_same(part([2, 3, 3], 6, moved).labels, found.labels[[2, 3, 3]])
 
 
@@ -189,61 +185,56 @@ def test_rows_out_of_range(function):
     found = part([0, 1, 2], 6, bad)
     assert np.isnan(found.scores[1:]).all() and np.isfinite(found.scores[0]).any() and (found.counts[1:] == 0).all()
     assert np.isnan(part([0, 1, 2], 6, found.state).scores[1:]).all()
-    again = part([0, 1, 2], 6, decode.reset(found.state, np.array([False, True, True])))
+    again = part([0, 1, 2], 6, decode.reset_streams(found.state, np.array([False, True, True])))
     assert not np.isnan(again.scores).any()
     shapes = jax.eval_shape(lambda: half.state)
-    found = part([0, 1, 2, 3], 6, decode.reset(shapes, np.array([True, True, False, False])))
+    found = part([0, 1, 2, 3], 6, decode.reset_streams(shapes, np.array([True, True, False, False])))
     assert np.isnan(found.scores[2:]).all() and not np.isnan(found.scores[:2]).any()
 
 
 def test_errors():
-    model = Model(NAMED["rnnt"], batch=2)
-    greedy, beam = (model.search(f, MOST).state for f in (decode.greedy, BEAM))
-    others = model.search(decode.beam, MOST, 2).state, model.search(BEAM, MOST + 1).state
+    model, lengths = Model(NAMED["rnnt"], batch=2), np.zeros(2, np.int32)
+    greedy, beam = (model.idle(search, MOST, lengths=lengths) for search in (decode.greedy, BEAM))
+    others = model.idle(decode.beam, MOST, 2), model.idle(BEAM, MOST + 1)
+    select, concatenate, reset = decode.select_streams, decode.concatenate_streams, decode.reset_streams
+    different = r"states\[2\] must be of the same"
     cases = [
-        (lambda: decode.select(greedy, [0, 2]), ValueError, r"select: rows must lie in \[0, 2\), got \[0, 2\]"),
-        (lambda: decode.select(greedy, [-1]), ValueError, r"select: rows must lie in \[0, 2\), got \[-1\]"),
-        (lambda: decode.select(greedy, 1), ValueError, r"select: rows must have shape \[R\], got \(\)"),
-        (lambda: decode.select(greedy, np.ones(2, bool)), TypeError, "select: rows must have an integer dtype"),
-        (lambda: decode.select((1, 2), [0]), TypeError, r"select: state must be Hypotheses.state of .*, got \(1, 2\)"),
-        (lambda: decode.select(None, [0]), TypeError, "select: state must be"),
-        (lambda: decode.concatenate([]), TypeError, "concatenate: states must be a sequence of states"),
-        (lambda: decode.concatenate(greedy), TypeError, "concatenate: states must be a sequence of states"),
-        (lambda: decode.concatenate([greedy, None]), TypeError, r"concatenate: states\[1\] must be Hypotheses.state"),
-        *(
-            (
-                lambda x=x: decode.concatenate([beam, beam, x]),
-                ValueError,
-                r"concatenate: states\[2\] must be of the same",
-            )
-            for x in (greedy, *others)
-        ),
-        (
-            lambda: decode.reset(greedy, [True]),
-            ValueError,
-            r"reset: where must be bool \[B\] with B = 2, got bool \(1,",
-        ),
-        (lambda: decode.reset(greedy, [0, 1]), ValueError, r"reset: where must be bool \[B\] .*, got int64 \(2,\)"),
-        (lambda: decode.reset(3, [True]), TypeError, "reset: state must be Hypotheses.state of .*, got 3"),
-        (lambda: model.search(BEAM, MOST, state=greedy), ValueError, "state of beam must keep the structure"),
+        (select, (greedy, [0, 2]), ValueError, r"rows must lie in \[0, 2\), got \[0, 2\]"),
+        (select, (greedy, [-1]), ValueError, r"rows must lie in \[0, 2\), got \[-1\]"),
+        (select, (greedy, 1), ValueError, r"rows must have shape \[R\], got \(\)"),
+        (select, (greedy, np.ones(2, bool)), TypeError, "rows must have an integer dtype"),
+        (select, ((1, 2), [0]), TypeError, r"state must be Hypotheses.state of .*, got \(1, 2\)"),
+        (select, (None, [0]), TypeError, "state must be"),
+        (concatenate, ([],), TypeError, "states must be a sequence of states"),
+        (concatenate, (greedy,), TypeError, "states must be a sequence of states"),
+        (concatenate, ([greedy, None],), TypeError, r"states\[1\] must be Hypotheses.state"),
+        *((concatenate, ([beam, beam, x],), ValueError, different) for x in (greedy, *others)),
+        (reset, (greedy, [True]), ValueError, r"where must be bool \[B\] with B = 2, got bool \(1,"),
+        (reset, (greedy, [0, 1]), ValueError, r"where must be bool \[B\] .*, got int64 \(2,\)"),
+        (reset, (3, [True]), TypeError, "state must be Hypotheses.state of .*, got 3"),
     ]
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
-            call()
+    for function, arguments, error, message in cases:
+        with pytest.raises(error, match=f"{function.__name__}: {message}"):
+            function(*arguments)
+    with pytest.raises(ValueError, match="state of beam must keep the structure"):
+        model.search(BEAM, MOST, state=greedy)
 
 
-@every
-def test_stable_of_one_part(loss):
-    """The common prefix of live hypotheses, by hand; none without a hypothesis."""
-    model = Model(loss, batch=8, frames=9)
-    search = lambda threshold: model.search(decode.beam, MOST, 3, threshold=np.float64(threshold))
-    for found in map(search, (np.inf, 1)):
-        for b in range(8):
-            live = [trimmed(found, b, n)[0] for n in np.flatnonzero(found.scores[b] > -np.inf)]
-            assert found.stable[b] == common(live)
-    model.encoder[0, 0] = np.nan
-    broken = search(np.inf)
-    assert np.isnan(broken.scores[0]).all() and broken.stable[0] == 0 and broken.stable.dtype == np.int32
+def test_former_names():
+    """Of these functions, and of an option."""
+    for name in ("select", "concatenate", "reset"):
+        message = f"jax_rnnt.decode.{name} is deprecated, use jax_rnnt.decode.{name}_streams"
+        with pytest.warns(DeprecationWarning, match=message):
+            assert getattr(decode, name) is getattr(decode, f"{name}_streams")
+    for search in (decode.greedy, decode.parallel):
+        with (
+            pytest.warns(
+                DeprecationWarning,
+                match=f"{search.__name__}: the argument durations is deprecated, use duration_choice",
+            ),
+            pytest.raises(ValueError, match=f"{search.__name__}: duration_choice must be one of .*, got 'other'"),
+        ):
+            search(None, None, None, None, None, 1, durations="other")
 
 
 def test_a_part_without_fresh_rows_runs_no_network():
@@ -260,6 +251,6 @@ def test_a_part_without_fresh_rows_runs_no_network():
     networks = model.loss.value(), model.parameters.joint, predictor
     run = jax.jit(lambda n, state: decode.greedy(*networks, model.encoder, n, MOST, state=state).scores)
     for where, expected in ((False, 0), (True, 1)):
-        run(np.zeros(2, np.int32), decode.reset(state, np.array([where, False])))
+        run(np.zeros(2, np.int32), decode.reset_streams(state, np.array([where, False])))
         jax.effects_barrier()
         assert len(calls) == expected

@@ -110,11 +110,20 @@ class Model:
 
     def search(self, function, *sizes, encoder=None, lengths=None, state=None, **options):
         """Its result as NumPy arrays. Calls that differ in arrays alone, options among them, share a program."""
+        run, arguments = self.call(function, sizes, options, encoder, lengths)
+        arguments[-1].update({} if state is None else {"state": state})
+        return jax.tree.map(np.asarray, run(*arguments))
+
+    def idle(self, function, *sizes, encoder=None, lengths=None, **options):
+        """The state before the first part of a stream, of shapes alone: then all parts share a program."""
+        run, arguments = self.call(function, sizes, options, encoder, lengths)
+        return decode.reset_streams(jax.eval_shape(run, *arguments).state, np.ones(len(arguments[2]), bool))
+
+    def call(self, function, sizes, options, encoder, lengths):
         encoder, lengths = self.encoder if encoder is None else encoder, self.lengths if lengths is None else lengths
-        traced = {name: options.pop(name) for name in [*options] if isinstance(options[name], (np.ndarray, np.generic))}
-        traced |= {} if state is None else {"state": state}
-        run = program(self.loss, function, sizes, tuple(options.items()))
-        return jax.tree.map(np.asarray, run(self.parameters, encoder, lengths, traced))
+        traced = {name: x for name, x in options.items() if isinstance(x, (np.ndarray, np.generic))}
+        static = tuple((name, x) for name, x in options.items() if name not in traced)
+        return program(self.loss, function, sizes, static), [self.parameters, encoder, lengths, traced]
 
 
 @functools.cache
@@ -126,7 +135,12 @@ def program(loss, function, sizes, options):
     return jax.jit(run)
 
 
-select, concatenate = jax.jit(decode.select), jax.jit(lambda *states: decode.concatenate(states))
+select, concatenate = jax.jit(decode.select_streams), jax.jit(lambda *states: decode.concatenate_streams(states))
+
+
+def common(sequences):
+    """How many leading labels all sequences share."""
+    return next((i for i, column in enumerate(zip(*sequences)) if len({*column}) > 1), min(map(len, sequences)))
 
 
 def ends(batch):
@@ -207,8 +221,8 @@ def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=nothing, fi
                 extend(t + reads, prefix, frames, log_probs, 0, score + gain)
             else:
                 gain = gain + fuse(prefix, label)
-                own = label_log_prob(model, b, t, prefix, label)
-                after = (*prefix, label), (*frames, t), (*log_probs, own), 0 if reads else written + 1
+                log_prob = label_log_prob(model, b, t, prefix, label)
+                after = (*prefix, label), (*frames, t), (*log_probs, log_prob), 0 if reads else written + 1
                 extend(t + reads, *after, score + gain)
 
     extend(0, (), (), (), 0, 0.0)

@@ -121,9 +121,9 @@ def test_decoders(devices, name, predictor):
 ORDER = np.int32([1, 0, 3, 2, 5, 4, 7, 7])
 CHANGES = {
     "none": lambda state, order: state,
-    "select": decode.select,
-    "reset": lambda state, order: decode.reset(state, order > 4),
-    "concatenate": lambda state, order: decode.select(decode.concatenate([state, state]), order + 8),
+    "select": decode.select_streams,
+    "reset": lambda state, order: decode.reset_streams(state, order > 4),
+    "concatenate": lambda state, order: decode.select_streams(decode.concatenate_streams([state, state]), order + 8),
 }
 
 
@@ -144,7 +144,7 @@ def test_rows_that_no_mesh_splits(devices):
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
         state = search("greedy", "LSTM", at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")).state
         with pytest.raises(ValueError, match=r"rows must have a multiple of 4 numbers, .* got 3"):
-            decode.select(state, np.int32([0, 1, 2]))
+            decode.select_streams(state, np.int32([0, 1, 2]))
 
 
 def test_the_axes_of_make_mesh(devices):

@@ -16,7 +16,7 @@ def search(model, rows, lengths, max_labels, state=None):
     """
     config = model.config
     max_symbols = max_labels if config.durations else config.max_symbols_per_step
-    options = dict(max_symbols=max_symbols, durations="token_first", state=state)
+    options = dict(max_symbols=max_symbols, duration_choice="token_first", state=state)
     return decode.greedy(model.criterion(), *model.decoder_inputs(rows, lengths), max_labels, **options)
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks
-from jax_rnnt.decode import _fusion, _options
-from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
+from jax_rnnt import _checks, _renamed
 from jax_rnnt.decode._gather import pick, replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode._largest import peak
-from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
-from jax_rnnt.decode._streams import begun
-from jax_rnnt.decode._symbols import checked_scoring
+from jax_rnnt.decode._streams import begin_part
+from jax_rnnt.decode.lm import _fusion
+from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
+from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._largest import peak
+from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
+from jax_rnnt.decode.search._symbols import checked_scoring
 
 
 class Stream(typing.NamedTuple):
@@ -83,6 +84,7 @@ class Walk(typing.NamedTuple):
     reads: jax.Array  # [B]: frames that it read
 
 
+@_renamed.argument("durations", "duration_choice")
 def greedy(
     loss,
     joint,
@@ -97,7 +99,7 @@ def greedy(
     ilm_weight: float | jax.Array = 0.0,
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
-    durations: str = "pair",
+    duration_choice: str = "pair",
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -146,7 +148,7 @@ def greedy(
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
         scores. Rows that are log-probabilities already (`fused_log_softmax=False`) take 1 alone.
-    durations : {"pair", "token_first"}, default "pair"
+    duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
         one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its
@@ -198,24 +200,26 @@ def greedy(
     >>> predictor = decode.Predictor(lambda batch: (), lambda state, labels: (-9 * jax.nn.one_hot(labels, 3), state))
     >>> frames = 5 * jax.nn.one_hot(jnp.array([[1, 0, 2, 0]]), 3)
     >>> search = lambda frames: decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([4]), 5)
-    >>> found = jax.jit(search)(frames)
-    >>> found.labels.tolist(), found.frames.tolist(), found.counts.tolist()
+    >>> best = jax.jit(search)(frames)
+    >>> best.labels.tolist(), best.frames.tolist(), best.counts.tolist()
     ([[1, 2, -1, -1, -1]], [[0, 2, -1, -1, -1]], [2])
     """
     function = "greedy"
     max_labels, window = _options.sizes(function, max_labels=max_labels, window=window)
-    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, durations)
+    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, duration_choice)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     window = frames_at_once(window, encoder_out)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
-        given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, first = prepare(function, *given, scoring, start, numbers=models.numbers)
+        batch = (loss, joint, predictor), encoder_out, lengths, exact_end
+        search, label, first = prepare(function, *batch, scoring, start, numbers=models.numbers)
         if search.symbols.scoring.token_first and exact_end is not False:
-            raise ValueError(f"{function}: exact_end must be False with durations='token_first', got {exact_end}.")
+            raise ValueError(
+                f"{function}: exact_end must be False with duration_choice='token_first', got {exact_end}."
+            )
         start_stream = functools.partial(first_stream, search, models, label, first)
-        stream = begun(function, start_stream, state, search.vary)
+        stream = begin_part(function, start_stream, state, search.vary)
         if state is not None:
             stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
         bad = stream.bad | beyond_the_end(search, exact_end, stream.reached)
@@ -269,7 +273,7 @@ def running(rules: Rules, state: State):
 
 def step(rules: Rules, state: State) -> State:
     """Every utterance goes on to its next label, or to the end of its window."""
-    walk = follow(rules, state, *best_moves(rules, state))
+    walk = walk_to_label(rules, state, *best_moves(rules, state))
     return advance(rules, write(rules, state, walk), walk.label)
 
 
@@ -304,7 +308,7 @@ def most_probable(symbols, scores, labels, allowed, *_):
     return jnp.max(scores, -1), move, jnp.where(writes[move], label, -1)
 
 
-def follow(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
+def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
     """The best moves up to the first label, or out of the window."""
     search = rules.search
     zeros = jnp.zeros_like(state.frame)
@@ -352,8 +356,8 @@ def advance(rules: Rules, state: State, label) -> State:
     """The networks read the new label [B] where there is one."""
 
     def read(networks):
-        made = _fusion.read(rules.fusion, rules.search, networks, jnp.where(label >= 0, label, 0))
-        return replace_rows(label >= 0, made, networks)
+        after = _fusion.read(rules.fusion, rules.search, networks, jnp.where(label >= 0, label, 0))
+        return replace_rows(label >= 0, after, networks)
 
     networks = jax.lax.cond(jnp.any(label >= 0), read, lambda networks: networks, state.networks)
     return state._replace(networks=networks)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _pytree
-from jax_rnnt.decode._arcs import Arcs, Automaton, follow, one_root, score_rows
-from jax_rnnt.decode._arpa import Arpa, Grams, names_of
+from jax_rnnt.decode.lm._arpa import Arpa, Grams, names_of
+from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, one_root, score_rows
 
 FUNCTION = "NGram.from_arpa"
 
@@ -105,8 +105,8 @@ class NGram(Automaton):
         ------
         ValueError
             With file and line: \\data\\, \\end\\ or a section is missing, other numbers of n-grams than \\data\\ says,
-            wrong fields, a positive log-probability, a word that is no unigram or not in UTF-8, an n-gram that stands
-            twice or whose context is missing. With names: labels that the file lacks if it has no <unk>, that stand
+            wrong fields, a positive log-probability, a word that is no unigram or not in UTF-8, an n-gram that occurs
+            twice or whose context is missing. With names: labels that the file lacks if it has no <unk>, that occur
             twice, or of which none is a word of the file.
         TypeError
             Labels that are neither str nor None.
@@ -114,8 +114,8 @@ class NGram(Automaton):
         vocabulary, file = Vocabulary(labels, path), Arpa(FUNCTION, path)
         grams = file.read(vocabulary.number)
         size = len(vocabulary.columns)
-        own = (vocabulary.columns == np.arange(size)).all()
-        return ngram_of(cls, file, grams, size, None if own else jnp.asarray(vocabulary.columns), vocabulary)
+        same = (vocabulary.columns == np.arange(size)).all()
+        return ngram_of(cls, file, grams, size, None if same else jnp.asarray(vocabulary.columns), vocabulary)
 
     def __repr__(self) -> str:
         return f"NGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
@@ -161,19 +161,19 @@ class Vocabulary:
 
     def number(self, words: list[str], marks) -> dict[str, int]:
         """The numbers of words and marks, where a file has these unigrams."""
-        found, size = {*words, *marks}, len(self.columns)
-        missing = {name: i for name, i in self.numbers.items() if name not in found}
+        unigrams, size = {*words, *marks}, len(self.columns)
+        missing = {name: i for name, i in self.numbers.items() if name not in unigrams}
         numbers = {"</s>": size, "<s>": size + 1} | self.numbers
-        if missing and "<unk>" not in found:
+        if missing and "<unk>" not in unigrams:
             names = ", ".join(map(repr, [*missing][:5]))
             raise ValueError(
                 f"{FUNCTION}: labels must be tokens of {self.path}, as it has no <unk>, got {len(missing)} that are "
                 f"none: {names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
             )
         if missing:
-            rest = [*missing.values()]
-            self.columns[rest] = numbers.setdefault("<unk>", rest[0])
-        self.begin, self.end = (numbers[x] if x in found else None for x in ("<s>", "</s>"))
+            columns = [*missing.values()]
+            self.columns[columns] = numbers.setdefault("<unk>", columns[0])
+        self.begin, self.end = (numbers[x] if x in unigrams else None for x in ("<s>", "</s>"))
         return numbers
 
 
@@ -181,7 +181,7 @@ class Vocabulary:
 
 
 class Level(typing.NamedTuple):
-    """N-grams of one order, sorted by context and word, so that those of a context stand together."""
+    """N-grams of one order, sorted by context and word, so that those of a context are consecutive."""
 
     words: np.ndarray  # [M, order]
     log_probs: np.ndarray  # [M]
@@ -217,12 +217,12 @@ class Contexts:
         keys = keys[ranks]
         if (same := keys[1:] == keys[:-1]).any():
             line = grams.first_line + int(met[ranks[1:][same].min()])
-            file.fail(f"{order}-grams that stand once", "one that stands twice", line)
+            file.fail(f"{order}-grams that occur once", "one that occurs twice", line)
         words, log_probs, backoffs, context = (x[ranks] for x in (words, log_probs, backoffs, context))
         return Level(words, log_probs, backoffs, context, keys, np.full(len(keys), -1, np.int32))
 
     def find(self, words):
-        """[M]: where n-grams [M, order] stand in their level, -1 for those that do not."""
+        """[M]: places of n-grams [M, order] in their level, -1 for those that are not in it."""
         index, there = np.zeros(len(words), np.int64), np.ones(len(words), bool)
         for level, word in zip(self.levels, words.T):
             if not len(level.keys):
@@ -252,14 +252,14 @@ def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tu
     word = unigrams.words[:, 0]
     scores[word], targets[word] = unigrams.log_probs, np.maximum(unigrams.states, 0)
 
-    backoffs, suffixes, arcs = [np.zeros(1)], [np.zeros(1)], []
+    backoffs, suffixes, parts = [np.zeros(1)], [np.zeros(1)], []
     for below, level in zip(contexts.levels, levels):
         matters = below.states > 0
         backoffs.append(below.backoffs[matters])
         suffixes.append(contexts.resolve(below.words[matters, 1:]))
         ends = level.words[:, 1:] if level is levels[-1] else level.words  # the longest n-grams are no contexts
-        arcs.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
-    columns = [np.concatenate(x) for x in zip(*arcs)] if arcs else [np.zeros(0)] * 4
-    rest = columns, np.concatenate(backoffs), np.concatenate(suffixes)
-    made = one_root(scores[: labels + 1], targets[: labels + 1], *rest)
-    return made, 0 if begin is None else int(targets[begin])
+        parts.append((below.states[level.context], level.words[:, -1], level.log_probs, contexts.resolve(ends)))
+    columns = [np.concatenate(x) for x in zip(*parts)] if parts else [np.zeros(0)] * 4
+    root = scores[: labels + 1], targets[: labels + 1]
+    arcs = one_root(*root, columns, np.concatenate(backoffs), np.concatenate(suffixes))
+    return arcs, 0 if begin is None else int(targets[begin])

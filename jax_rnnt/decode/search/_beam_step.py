@@ -1,13 +1,12 @@
-"""One step of beam search: `advance` the networks, `score` and `expand` hypotheses, `merge` equal ones, `select`.
+"""One step of beam search: `advance` the networks, `score` and `expand` hypotheses, `merge` equal ones, `keep_best`.
 
 B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. All utterances step together, each at its
 own frame. A hypothesis that has left the frame waits in the same beam, so those of all frames compete, and one that
 reads several frames at once needs no place of its own.
 
-The networks of a hypothesis lie in one of 2 W slots of its utterance. A new label takes them to a slot that no other
-hypothesis has, so rows are written in place, pack by pack (`_packing`). The arrays of the joint network's scores stay
-from step to step for the same reason. For 128 utterances with an LSTM, selections of whole arrays took 2.5 ms a step,
-and filling new ones 0.5.
+The networks of a hypothesis occupy one of 2 W slots of its utterance. A new label moves them to a free slot, so rows
+are written in place, pack by pack (`_packing`). The arrays of the joint network's scores are kept from step to step for
+the same reason. For 128 utterances with an LSTM, selecting whole arrays took 2.5 ms a step, and filling new ones 0.5.
 
 Hypotheses of an utterance with equal predictor rows and states share one row of both networks: with a predictor that
 sees two labels, a third of the joint network's rows are left.
@@ -23,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.decode import _fusion
-from jax_rnnt.decode._fusion import Fusion, Networks
 from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_each
-from jax_rnnt.decode._hashing import append_label, fingerprints
-from jax_rnnt.decode._largest import largest_sums
-from jax_rnnt.decode._packing import compute_rows, packs, step_rows
-from jax_rnnt.decode._search import Search
+from jax_rnnt.decode.lm import _fusion
+from jax_rnnt.decode.lm._fusion import Fusion, Networks
+from jax_rnnt.decode.search._hashing import append_label, fingerprints
+from jax_rnnt.decode.search._largest import largest_sums
+from jax_rnnt.decode.search._packing import compute_rows, packs, step_rows
+from jax_rnnt.decode.search._search import Search
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
@@ -71,11 +70,26 @@ class Beam(typing.NamedTuple):
     written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
     log_probs: jax.Array  # [B, W, L]: of the labels, in the model alone
 
+    @property
+    def paths(self) -> Paths:
+        return Paths(self.score, self.path_score, self.frame, self.counts, self.count_here, tuple(key_parts(self.key)))
+
+
+class Paths(typing.NamedTuple):
+    """What a move changes of a hypothesis, as in `Beam`."""
+
+    score: jax.Array
+    path_score: jax.Array
+    frame: jax.Array
+    counts: jax.Array
+    count_here: jax.Array
+    key: tuple
+
 
 class State(typing.NamedTuple):
     """Of the loop over steps."""
 
-    frame: jax.Array  # [B]: of the utterance, the first one on which a hypothesis stands
+    frame: jax.Array  # [B]: of the utterance, the first one that a live hypothesis has still to read
     reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
     beam: Beam
     networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
@@ -89,30 +103,43 @@ class Scores(typing.NamedTuple):
     moves: jax.Array  # [B, W, moves]: without those of labels
     labels: jax.Array  # [R, V]: with fusion
     row: jax.Array  # [B, W]: of each hypothesis in `labels`
-    own_labels: jax.Array  # [R, V]: of the model alone
-    own_row: jax.Array  # [B, W]
+    model_labels: jax.Array  # [R, V]: of the model alone
+    model_row: jax.Array  # [B, W]
+
+
+class Move(typing.NamedTuple):
+    """How hypotheses move."""
+
+    parent: jax.Array  # [B, C]: the hypothesis
+    gain: jax.Array  # [B, C]: log-probability
+    label: jax.Array  # [B, C]: -1 for none
+    reads: jax.Array  # [B, C]: frames
 
 
 class Candidates(typing.NamedTuple):
-    """Moves of hypotheses, and hypotheses that wait for their frame: the next beam is among them.
+    """Moves of hypotheses, and hypotheses that wait for their frame: the next beam is chosen from them.
 
     W that wait, then W of each blank, then W of each arc with a label, as no more than these can stay.
     """
 
     score: jax.Array  # [B, C]
     path_score: jax.Array  # [B, C]
-    parent: jax.Array  # [B, C]: the hypothesis
-    label: jax.Array  # [B, C]: -1 for none
-    reads: jax.Array  # [B, C]: frames
+    parent: jax.Array  # [B, C]: the next three as in `Move`
+    label: jax.Array  # [B, C]
+    reads: jax.Array  # [B, C]
     frame: jax.Array  # [B, C]: after the move, as the next two
     counts: jax.Array  # [B, C]
     count_here: jax.Array  # [B, C]
     key: tuple  # two of [B, C]
 
     @property
-    def place(self):
-        """Candidates that are equal here have the same labels and the same future."""
+    def identity(self):
+        """Candidates with equal numbers here have the same labels and the same future."""
         return self.frame, self.count_here, *self.key
+
+    def take(self, chosen) -> Candidates:
+        """The `chosen` ones [B, W]."""
+        return take_each(self, chosen)
 
 
 def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
@@ -152,7 +179,7 @@ def step(rules: Rules, state: State) -> State:
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
-    return select(rules, state, scores, candidates, alive)
+    return keep_best(rules, state, scores, candidates, alive)
 
 
 # ---------------------------------------------------------------------------------------------------- advance
@@ -180,17 +207,22 @@ def advance(rules: Rules, state: State):
 
 def read_label(rules: Rules, networks: Networks, label) -> Networks:
     """Rows of the networks after one more label [N]."""
-    made, key = _fusion.read(rules.fusion, rules.search, networks, label), networks.key
+    after, key = _fusion.read(rules.fusion, rules.search, networks, label), networks.key
     if key is not None and rules.recurrent:
-        key = jnp.stack(append_label((key[:, 0], key[:, 1]), label), 1)
+        key = jnp.stack(append_label(key_parts(key), label), 1)
     elif key is not None:
-        key = fingerprints((made.rows, made.predictor, made.models))
-    return made._replace(key=key)
+        key = fingerprints((after.rows, after.predictor, after.models))
+    return after._replace(key=key)
 
 
 def keys(networks: Networks, slot):
     """[B, W, 2]: of each hypothesis; None where rows are not packed."""
     return None if networks.key is None else take(networks.key, slot)
+
+
+def key_parts(key):
+    """The two numbers of each hash of `key` [..., 2]."""
+    return key[..., 0], key[..., 1]
 
 
 def first_equal(wanted, key, label=None):
@@ -199,7 +231,7 @@ def first_equal(wanted, key, label=None):
     rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     if key is None:
         return rows
-    parts = [key[..., 0], key[..., 1]] + ([] if label is None else [label])
+    parts = [*key_parts(key)] + ([] if label is None else [label])
     same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
     return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
 
@@ -221,14 +253,15 @@ def score(rules: Rules, state: State, active):
     results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
     moves, labels, bad = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
-    own = labels, row = labels, row.reshape(shape)
+    row = row.reshape(shape)
+    model = labels, row
     if rules.fusion.adds:
         labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))
-    return state, Scores(moves, labels, row, *own)
+    return state, Scores(moves, labels, row, *model)
 
 
 def score_rows(search: Search, encoder, rows):
@@ -254,24 +287,29 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
     gains = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
     moves = [gains[..., i] for i in range(len(symbols.moves))]
 
-    own = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
+    itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
     none = jnp.zeros(active.shape, jnp.int32)
-    found = [(own, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
-    for move, gain in zip(symbols.blanks, moves):
-        found.append((own, gain, none - 1, jnp.full_like(own, move.frames)))
-    for move, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
+    kinds = [Move(itself, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
+    for blank, gain in zip(symbols.blanks, moves):
+        kinds.append(Move(itself, gain, none - 1, jnp.full_like(itself, blank.frames)))
+    for arc, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
         parent, label, best = largest_sums(scores.labels, scores.row, now.score + gain, rules.width)
-        found.append((parent, take(gain, parent) + best, label, jnp.full_like(parent, move.frames)))
-    parent, gain, label, reads = (jnp.concatenate(x, 1) for x in zip(*found))
+        kinds.append(Move(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
+    move = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *kinds)
 
-    total, path_total = (x + gain for x in take_each((now.score, now.path_score), parent))
-    old = now.frame, now.counts, now.count_here, now.key[..., 0], now.key[..., 1]
-    frame, count, count_here, *key = take_each(old, parent)
-    writes = label >= 0
-    frame, count = frame + reads, count + writes.astype(jnp.int32)
-    count_here = jnp.where(reads == 0, count_here + writes.astype(jnp.int32), 0)
-    key = tuple(jnp.where(writes, x, y) for x, y in zip(append_label(key, label), key))
-    return Candidates(total, path_total, parent, label, reads, frame, count, count_here, key)
+    before, writes = take_each(now.paths, move.parent), move.label >= 0
+    written = writes.astype(jnp.int32)
+    return Candidates(
+        score=before.score + move.gain,
+        path_score=before.path_score + move.gain,
+        parent=move.parent,
+        label=move.label,
+        reads=move.reads,
+        frame=before.frame + move.reads,
+        counts=before.counts + written,
+        count_here=jnp.where(move.reads == 0, before.count_here + written, 0),
+        key=tuple(jnp.where(writes, x, y) for x, y in zip(append_label(before.key, move.label), before.key)),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ merge
@@ -279,17 +317,17 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
 
 def merge(candidates: Candidates) -> Candidates:
     """Of equal candidates the one with the best path has the summed probability, the others are dead."""
-    total, path_total = merged(candidates.score, candidates.path_score, candidates.place)
+    total, path_total = merged(candidates.score, candidates.path_score, candidates.identity)
     return candidates._replace(score=total, path_score=path_total)
 
 
-def merged(score, path, place):
-    """(scores, path scores) [B, C] after merging candidates with equal arrays [B, C] in `place`."""
+def merged(score, path, identity):
+    """(scores, path scores) [B, C] after merging candidates with equal arrays [B, C] in `identity`."""
 
-    def add(score, path, place):
+    def add(score, path, identity):
         alive = score > -jnp.inf
         path = jnp.where(alive, path, -jnp.inf)
-        differ = functools.reduce(jnp.bitwise_or, [x[:, :, None] ^ x[:, None] for x in place])
+        differ = functools.reduce(jnp.bitwise_or, [x[:, :, None] ^ x[:, None] for x in identity])
         apart = jnp.where(differ == 0, 0, -jnp.inf).astype(score.dtype)
         peak = (apart + score[:, None]).max(-1)
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
@@ -302,16 +340,15 @@ def merged(score, path, place):
         rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
         return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
 
-    # Outside a branch XLA would compute the places, hashes among them, again for each pair.
-    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, place)
+    # Outside a branch XLA would compute the identities, hashes among them, again for each pair.
+    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, identity)
 
 
-# ----------------------------------------------------------------------------------------------------- select
+# -------------------------------------------------------------------------------------------------- keep_best
 
 
-def select(rules: Rules, state: State, scores: Scores, candidates: Candidates, alive) -> State:
+def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates, alive) -> State:
     """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
-    now = state.beam
     score, chosen = jax.lax.top_k(candidates.score, rules.width)
     if rules.threshold is not None:
         worst = score[:, :1] - jnp.asarray(rules.threshold, rules.search.dtype)
@@ -320,27 +357,38 @@ def select(rules: Rules, state: State, scores: Scores, candidates: Candidates, a
     if rules.search.symbols.reach:
         needed = frames_needed(rules, candidates, alive, chosen)
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
-
-    path_score = take(candidates.path_score, chosen)
-    _, _, *rest = candidates
-    parent, label, reads, frame, count, count_here, *key = take_each(jax.tree.leaves(rest), chosen)
-    slot, unread = take_each((now.slot, now.unread), parent)
-    writes = label >= 0
-    here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == count[..., None] - 1) & writes[..., None]
-    new = jnp.stack([label, rules.first[:, None] + frame - reads, reads], 2)
-    written = jnp.where(here[:, :, None], new[..., None], take(now.written, parent))
-    log_prob = scores.own_labels.at[take(scores.own_row, parent), label].get(mode="clip")
-    log_probs = jnp.where(here, log_prob[..., None], take(now.log_probs, parent))
-    unread = jnp.where(writes, label, unread)
-    beam = Beam(score, path_score, frame, count, count_here, unread, slot, jnp.stack(key, -1), written, log_probs)
-
-    # The frame of the utterance stays as long as a hypothesis stands on it.
+    beam = moved(rules, state.beam, scores, candidates.take(chosen)._replace(score=score))
+    # The frame of the utterance stays as long as a hypothesis has still to read it.
     frame = jnp.where(state.frame < rules.search.lengths, first_frame(beam), state.frame)
     return state._replace(frame=frame, reached=reached, beam=beam)
 
 
+def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
+    """The beam after these moves [B, W] of its hypotheses."""
+    parent, label = moves.parent, moves.label
+    slot, unread = take_each((beam.slot, beam.unread), parent)
+    writes = label >= 0
+    here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == moves.counts[..., None] - 1) & writes[
+        ..., None
+    ]
+    new = jnp.stack([label, rules.first[:, None] + moves.frame - moves.reads, moves.reads], 2)
+    log_prob = scores.model_labels.at[take(scores.model_row, parent), label].get(mode="clip")
+    return Beam(
+        score=moves.score,
+        path_score=moves.path_score,
+        frame=moves.frame,
+        counts=moves.counts,
+        count_here=moves.count_here,
+        unread=jnp.where(writes, label, unread),
+        slot=slot,
+        key=jnp.stack(moves.key, -1),
+        written=jnp.where(here[:, :, None], new[..., None], take(beam.written, parent)),
+        log_probs=jnp.where(here, log_prob[..., None], take(beam.log_probs, parent)),
+    )
+
+
 def first_frame(beam: Beam):
-    """[B]: the first frame on which a live hypothesis stands."""
+    """[B]: the first frame that a live hypothesis has still to read."""
     return jnp.where(beam.score > -jnp.inf, beam.frame, NEVER).min(-1)
 
 
@@ -355,7 +403,7 @@ def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):
     needed = take(jnp.where(needs > 0, frame - candidates.reads + needs, 0), chosen)
     longer = needs > reads
     if rules.merge and longer.any():  # what is merged with a kept one counts too
-        equal = [take(x, chosen)[:, :, None] == x[:, None] for x in candidates.place]
+        equal = [take(x, chosen)[:, :, None] == x[:, None] for x in candidates.identity]
         equal = functools.reduce(jnp.logical_and, equal) & (alive & longer)[:, None]
         needed = jnp.where(equal.any(-1), jnp.maximum(needed, take(frame, chosen) + 1), needed)
     return needed

@@ -1,7 +1,7 @@
 """Automata with backoff as arrays, for `NGram` and `Phrases`: scores of all next labels, and the state after one.
 
-N rows, V labels, R roots, S states, A arcs. A label takes a state to another one along its own arc, else along one of
-its suffix, and so on; the arcs of a root stand in dense rows. The last column V, no label, is the end of an utterance.
+N rows, V labels, R roots, S states, A arcs. A label follows the state's arc for it, else that of the state's suffix,
+and so on; the arcs of a root are dense rows. The last column V, no label, is the end of an utterance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK = 512  # arcs that are put into a few rows at once; 8 times as many into m
 
 
 class Arcs(typing.NamedTuple):
-    """States of one root stand together, the root first: S / R of each. Suffixes lead to the root."""
+    """The states of a root are consecutive, the root first: S / R of each. Suffixes lead to the root."""
 
     root_scores: jax.Array  # [R, V + 1]
     root_targets: jax.Array  # [R, V + 1]: states
@@ -88,9 +88,9 @@ def follow(arcs: Arcs, state, label):
 
     def back_off(carry):
         looking, state, added, arc = carry
-        found, at = look(state)
-        arc = jnp.where(looking & found, at, arc)
-        looking &= ~found
+        has_arc, at = look(state)
+        arc = jnp.where(looking & has_arc, at, arc)
+        looking &= ~has_arc
         added = jnp.where(looking, added + rows_at(arcs.backoffs, state), added)
         state = jnp.where(looking, rows_at(arcs.suffixes, state), state)
         return looking & (state % arcs.states != 0), state, added, arc
@@ -122,9 +122,9 @@ def score_rows(arcs: Arcs, state):
 
         def fill_chunk(carry):
             done, scores = carry
-            # The row of an arc: how many have ended. A search takes twice as long as this sum.
-            ended = jnp.zeros(chunk, jnp.int32).at[jnp.maximum(ends - done, 0)].add(1, mode="drop")
-            row = jnp.cumsum(ended, dtype=jnp.int32)
+            # The row of an arc: how many rows end before it. A search takes twice as long as this sum.
+            row_ends = jnp.zeros(chunk, jnp.int32).at[jnp.maximum(ends - done, 0)].add(1, mode="drop")
+            row = jnp.cumsum(row_ends, dtype=jnp.int32)
             at = jnp.minimum(row, count - 1)
             arc = rows_at(to_arc, at) + done + jnp.arange(chunk, dtype=jnp.int32)
             arc = jnp.minimum(arc, arcs.labels.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""The checked arguments that greedy and beam search share."""
+"""The arguments that searches share, checked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt.decode import _options, _predictor
+from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import take
+from jax_rnnt.decode._model import checked_joint, scores_dtype
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode._symbols import Symbols, symbols_of
-from jax_rnnt.emissions._softmax import accumulation_dtype
-from jax_rnnt.layouts import JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint, row_avals
+from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._symbols import Symbols, symbols_of
 
 
 class Search(typing.NamedTuple):
@@ -65,8 +64,8 @@ def checked(function, encoder_out, lengths, exact_end):
         raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
     batch, frames, _ = encoder_out.shape
     _checks.unsplit(function, "encoder_out", encoder_out, {-2: "T", -1: "E"})
-    given, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
-    known = _checks.known(given)
+    raw, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
+    known = _checks.known(raw)
     if known is not None and np.any((known < 0) | (known > frames)):
         expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
         raise ValueError(f"{function}: lengths must {expected}, got {known.tolist()}.")
@@ -110,10 +109,10 @@ def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start,
         labels -= 1
     _predictor.check_symbols(function, "predictor", predictor, labels)
     if start is None:
-        name, known = "start, by default the blank,", _predictor.own_symbols(predictor)
+        name, known = "start, by default the blank,", _predictor.declared_symbols(predictor)
         start = _predictor.start_label(function, name, symbols.emission.blanks[0], known)
     first = functools.partial(_predictor.begin, function, "predictor", predictor, batch * width, start)
-    dtype = accumulation_dtype(layout.dtype)
+    dtype = scores_dtype(layout.dtype)
     bad |= _options.out_of_range(function, scoring.numbers | symbols.numbers | (numbers or {}), dtype)
     lengths = jnp.where(bad, 0, lengths)
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
@@ -125,16 +124,6 @@ def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start,
 
     arrays = encoder_out, lengths, bad, ends_here
     return Search(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first
-
-
-def checked_joint(function, joint, encoder_out, rows) -> JointLogits:
-    """The joint network as a layout of logits, checked: it draws nothing, and its classes are not split."""
-    if callable(joint) and not isinstance(joint, LinearJoint):
-        _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
-        _checks.no_draws(function, "joint", draws)
-    layout = JointLogits(joint, encoder_out, rows).checked(function)
-    _checks.unsplit(function, "logits of joint", layout._made, {-1: "V"})
-    return layout
 
 
 def beyond_the_end(search, exact_end, reached):

@@ -90,8 +90,8 @@ class Arpa:
                 return line
         return b""
 
-    def expect(self, expected: str, found: bool, line: bytes):
-        if not found:
+    def expect(self, expected: str, holds: bool, line: bytes):
+        if not holds:
             self.fail(expected, line or "the end of the file")
 
     def read(self, number: Callable[[list[str], Collection[str]], dict[str, int]]) -> list[Grams]:
@@ -101,17 +101,17 @@ class Arpa:
         """
         with (gzip.open if str(self.path).endswith(".gz") else open)(self.path, "rb") as self.file:
             try:
-                found = self.sections(number)
+                orders = self.sections(number)
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 self.fail("a whole gzip file", str(error))
         if left := self.vocabulary - self.spelled:
             names = ", ".join(map(repr, self.unspelled)) + ", ..." * (left > NAMED)
             message = f"{left} of {self.vocabulary} words of {self.path} are left out, as no labels spell them: {names}"
             warnings.warn(f"{self.function}: {message}.", stacklevel=3)
-        return found
+        return orders
 
     def sections(self, number) -> list[Grams]:
-        found: list[Grams] = []
+        orders: list[Grams] = []
         first = line = self.line()
         place = self.number
         while line != b"\\data\\":  # any text may come before
@@ -127,10 +127,10 @@ class Arpa:
         for order, count in enumerate(counts, 1):
             after = f" after {counts[order - 2]} {order - 1}-grams, as \\data\\ says" if order > 1 else ""
             self.expect(f"\\{order}-grams:{after}", line == b"\\%d-grams:" % order, line)
-            found.append(self.section(order, count, number))
+            orders.append(self.section(order, count, number))
             line = self.line()
         self.expect(f"\\end\\ after {counts[-1]} {len(counts)}-grams, as \\data\\ says", line == b"\\end\\", line)
-        return found
+        return orders
 
     def section(self, order: int, count: int, number) -> Grams:
         first, parts = self.number + 1, [self.numeric(order, [])]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt.decode._arcs import Arcs, Automaton, follow, score_rows
+from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
 
 Labels = typing.Sequence[int]
 
@@ -31,7 +31,7 @@ class Phrases(Automaton):
 
     As a model of fusion it gives a sequence of labels two sums, in nats:
 
-    * for every place where a phrase stands whole, weight times length of the phrase. Phrases may overlap and contain
+    * for every place where a whole phrase occurs, weight times length of the phrase. Phrases may overlap and contain
       others. Equal ones of a list count once, with the largest of their weights.
     * for the match in progress, weight times length of what is matched: of the longest end of the sequence that begins
       a phrase and is shorter than it. Of several such phrases the largest weight counts. A match that breaks gives it
@@ -72,13 +72,13 @@ class Phrases(Automaton):
     >>> import jax.numpy as jnp
     >>> from jax_rnnt import decode
     >>> phrases = decode.Phrases([[1, 2], [1, 2, 3, 4]], weights=[1.0, 0.5], classes=5)
-    >>> state, found = phrases.initial(1), []
+    >>> state, rows = phrases.initial(1), []
     >>> for label in (phrases.start, 1, 2, 3):
     ...     scores, state = phrases.step(state, jnp.array([label]))
-    ...     found.append(scores[0].tolist())
-    >>> found[0], found[1]  # 1 begins both, with the larger weight; 12 is 2 for itself, and 1 on the way to 1234
+    ...     rows.append(scores[0].tolist())
+    >>> rows[0], rows[1]  # 1 begins both, with the larger weight; 12 is 2 for itself, and 1 on the way to 1234
     ([0.0, 1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 2.0, -1.0, -1.0])
-    >>> found[2], found[3], phrases.final(state).tolist()
+    >>> rows[2], rows[3], phrases.final(state).tolist()
     ([-1.0, 0.0, -1.0, 0.5, -1.0], [-1.5, -0.5, -1.5, -1.5, 0.5], [-1.5])
     """
 
@@ -110,7 +110,7 @@ class Phrases(Automaton):
         return None if self.shared else self.arcs.root_scores.shape[0]
 
     def initial(self, batch) -> jax.Array:
-        """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance stand together."""
+        """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance are consecutive."""
         return self.place(jnp.zeros((batch,), jnp.int32))
 
     def place(self, state: jax.Array) -> jax.Array:
@@ -161,17 +161,17 @@ def weights_of(weights, shared: bool, lists) -> np.ndarray:
     """float64 [P]"""
     count = sum(map(len, lists))
     if isinstance(weights, numbers.Real) and not isinstance(weights, bool):
-        made = np.full(count, float(weights))
+        flat = np.full(count, float(weights))
     else:
-        given = [weights] if shared else weights
-        if not is_list(given) or not all(map(is_list, given)) or [*map(len, given)] != [*map(len, lists)]:
+        nested = [weights] if shared else weights
+        if not is_list(nested) or not all(map(is_list, nested)) or [*map(len, nested)] != [*map(len, lists)]:
             raise ValueError(
                 f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
             )
-        made = np.array([*itertools.chain.from_iterable(given)], np.float64)
-    if not np.isfinite(made).all():
+        flat = np.array([*itertools.chain.from_iterable(nested)], np.float64)
+    if not np.isfinite(flat).all():
         raise ValueError(f"Phrases: weights must be finite, got {weights!r}.")
-    return made
+    return flat
 
 
 # ---------------------------------------------------------------------------------------------------------- trees
@@ -218,23 +218,23 @@ class Tree:
             self.utterance[nodes] = self.utterance[parent]
             self.suffix[nodes] = self.longest(parent, label)
             self.earned[nodes] += self.earned[self.suffix[nodes]]
-        # Leaves have no children: their suffix stands for them.
+        # Leaves have no children: their suffix takes their place.
         self.state_of = np.arange(count)
         for nodes in self.depths[1:]:
-            own = np.arange(nodes.start, nodes.stop)
-            self.state_of[nodes] = np.where(self.inner[nodes], own, self.state_of[self.suffix[nodes]])
+            itself = np.arange(nodes.start, nodes.stop)
+            self.state_of[nodes] = np.where(self.inner[nodes], itself, self.state_of[self.suffix[nodes]])
 
     def longest(self, parent, label):
         """The suffixes of the children with a label of these nodes."""
-        found, at = parent.copy(), np.full(len(parent), -1)
-        todo = np.flatnonzero(found >= self.batch)
+        suffix, at = parent.copy(), np.full(len(parent), -1)
+        todo = np.flatnonzero(suffix >= self.batch)
         while len(todo):
-            found[todo] = self.suffix[found[todo]]
-            key = found[todo] * self.classes + label[todo]
+            suffix[todo] = self.suffix[suffix[todo]]
+            key = suffix[todo] * self.classes + label[todo]
             edge = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
             hit = self.keys[edge] == key
             at[todo[hit]] = self.batch + edge[hit]
-            todo = todo[~hit & (found[todo] >= self.batch)]
+            todo = todo[~hit & (suffix[todo] >= self.batch)]
         return np.where(at < 0, self.utterance[parent], at)
 
     def arcs(self, size: int | None) -> Arcs:
@@ -260,9 +260,9 @@ class Tree:
 
         deep = np.flatnonzero(~top)
         slot = self.utterance[child[deep]] * size + ranks(self.utterance[child[deep]])
-        made = [np.full(batch * size, classes + 1, np.int32), np.zeros(batch * size, np.float32)]
-        made.append(np.zeros(batch * size, np.int32))
-        for array, values in zip(made, (self.label[deep], score[deep], state[child[deep]])):
+        columns = [np.full(batch * size, classes + 1, np.int32), np.zeros(batch * size, np.float32)]
+        columns.append(np.zeros(batch * size, np.int32))
+        for array, values in zip(columns, (self.label[deep], score[deep], state[child[deep]])):
             array[slot] = values
         number = np.bincount(state[self.parent[deep]], minlength=batch * size).reshape(batch, size)
         first = np.arange(batch)[:, None] * size + np.cumsum(number, 1) - number
@@ -272,13 +272,13 @@ class Tree:
         backoffs[state[inner]] = self.progress[after] - self.progress[inner]
         suffixes[state[inner]] = state[after]
         first = np.append(first.ravel(), batch * size).astype(np.int32)
-        return Arcs(*map(jnp.asarray, (scores, targets, first, *made, backoffs, suffixes)))
+        return Arcs(*map(jnp.asarray, (scores, targets, first, *columns, backoffs, suffixes)))
 
 
 def ranks(groups):
     """The place of each one in its group, of groups [n] in any order."""
     order = np.argsort(groups, kind="stable")
     starts = np.cumsum(np.bincount(groups)) - np.bincount(groups) if len(groups) else groups
-    made = np.empty(len(groups), np.int64)
-    made[order] = np.arange(len(groups)) - starts[groups[order]]
-    return made
+    places = np.empty(len(groups), np.int64)
+    places[order] = np.arange(len(groups)) - starts[groups[order]]
+    return places

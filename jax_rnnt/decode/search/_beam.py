@@ -16,28 +16,30 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _fusion, _options
-from jax_rnnt.decode._beam_step import (
+from jax_rnnt.decode._gather import flat, hypothesis_rows, take
+from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
+from jax_rnnt.decode._streams import begin_part
+from jax_rnnt.decode.lm import _fusion
+from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
+from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._beam_step import (
     Beam,
     Rules,
     State,
     first_beam,
     first_frame,
     first_networks,
+    key_parts,
     merged,
     recurrent,
     running,
     score_rows,
     step,
 )
-from jax_rnnt.decode._fusion import Fusion, Networks, checked_fusion
-from jax_rnnt.decode._gather import flat, hypothesis_rows, take
-from jax_rnnt.decode._hashing import append_label
-from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode._packing import empty_results, packs
-from jax_rnnt.decode._search import Search, beyond_the_end, checked, on_devices, prepare
-from jax_rnnt.decode._streams import begun
-from jax_rnnt.decode._symbols import checked_scoring
+from jax_rnnt.decode.search._hashing import append_label
+from jax_rnnt.decode.search._packing import empty_results, packs
+from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
+from jax_rnnt.decode.search._symbols import checked_scoring
 
 
 class Stream(typing.NamedTuple):
@@ -123,8 +125,8 @@ def beam(
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
     >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
-    >>> found = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
-    >>> found.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(found.scores[0])]
+    >>> lists = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
+    >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
     ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
     """
     function = "beam"
@@ -138,10 +140,10 @@ def beam(
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
     def run(encoder_out, lengths, exact_end, state):
-        given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, first = prepare(function, *given, scoring, start, width, models.numbers | numbers)
+        batch = (loss, joint, predictor), encoder_out, lengths, exact_end
+        search, label, first = prepare(function, *batch, scoring, start, width, models.numbers | numbers)
         start_stream = functools.partial(first_stream, search, models, *sizes, label, first)
-        stream = begun(function, start_stream, fitted(state, search.lengths.shape[0] * width), search.vary)
+        stream = begin_part(function, start_stream, fitted(state, search.lengths.shape[0] * width), search.vary)
         if state is not None:
             stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
         beyond = beyond_the_end(search, exact_end, stream.reached)
@@ -190,8 +192,8 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     )
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, _ = merged(score, now.path_score, (now.key[..., 0], now.key[..., 1]))
-    score, bad = ended(rules, state, score)
+        score, _ = merged(score, now.path_score, key_parts(now.key))
+    score, bad = with_final_scores(rules, state, score)
     _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
     arrays = score, now.counts, now.written, now.log_probs
     score, counts, written, log_probs = (take(x, order) for x in arrays)
@@ -209,7 +211,7 @@ def ranks(score, counts, length_norm):
     return jnp.where((score == 0) | jnp.isneginf(score), score, jnp.maximum(score / norm, least))
 
 
-def ended(rules: Rules, state: State, score):
+def with_final_scores(rules: Rules, state: State, score):
     """(scores [B, W] of hypotheses that end here, bad [B]): models of fusion may score an end."""
     if not rules.fusion.ends:
         return score, state.bad

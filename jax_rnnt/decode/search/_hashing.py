@@ -22,8 +22,8 @@ def scramble(x):
 def append_label(key, label):
     """The hash, two int32 arrays [...], of the labels behind `key` and one more label [...]."""
     labels = (label + 1).astype(jnp.uint32)
-    made = (scramble(x.astype(jnp.uint32) ^ labels * np.uint32(y)) for x, y in zip(key, ODD))
-    return [x.astype(jnp.int32) for x in made]
+    scrambled = (scramble(x.astype(jnp.uint32) ^ labels * np.uint32(y)) for x, y in zip(key, ODD))
+    return [x.astype(jnp.int32) for x in scrambled]
 
 
 def fingerprints(tree):

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _pytree
-from jax_rnnt.decode._arcs import Automaton, follow, one_root, score_rows
-from jax_rnnt.decode._arpa import Arpa, Grams, names_of
 from jax_rnnt.decode._gather import rows_at
-from jax_rnnt.decode._ngram import NGram, ngram_of
+from jax_rnnt.decode.lm._arpa import Arpa, Grams, names_of
+from jax_rnnt.decode.lm._automaton import Automaton, follow, one_root, score_rows
+from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
 FUNCTION = "WordNGram.from_arpa"
 OUTSIDE, ROOT = 0, 1
@@ -131,7 +131,7 @@ class WordNGram(Automaton):
         Raises
         ------
         ValueError
-            What `NGram.from_arpa` raises for broken files. Labels that stand twice, that are empty, that have the
+            What `NGram.from_arpa` raises for broken files. Labels that occur twice, that are empty, that have the
             separator behind their beginning, of which none begins with it, or that spell no word of the file. An empty
             separator. `unknown` above 0 or NaN, or where the file has <unk>.
         TypeError
@@ -182,21 +182,21 @@ class WordNGram(Automaton):
         labels = jnp.asarray(labels, jnp.int32)
         label = jnp.clip(labels, 0, self.start - 1)
         context, node = state
-        begun = rows_at(self.begins, label)
+        first_node = rows_at(self.begins, label)
         _, after = self.complete(state)
-        context = jnp.where(begun >= 0, after, context)
-        node = jnp.where(begun >= 0, begun, follow(self.arcs, node, label)[1])
+        context = jnp.where(first_node >= 0, after, context)
+        node = jnp.where(first_node >= 0, first_node, follow(self.arcs, node, label)[1])
         starts = labels == self.start
         context, node = jnp.where(starts, self.ngram.begin, context), jnp.where(starts, ROOT, node)
-        ended, _ = self.complete((context, node))
+        completion, _ = self.complete((context, node))
         begins = self.begins[None]
-        next_word = ended[:, None] + rows_at(self.ahead, jnp.maximum(begins, 0))
+        next_word = completion[:, None] + rows_at(self.ahead, jnp.maximum(begins, 0))
         return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node)), (context, node)
 
     def final(self, state) -> jax.Array:
         """[N]: the score of the end of the last word, and the log-probability of </s> after it."""
-        ended, context = self.complete(state)
-        return ended + self.ngram.final(context)
+        completion, context = self.complete(state)
+        return completion + self.ngram.final(context)
 
     def complete(self, state):
         """(what the end of the word in progress adds to its look-ahead, the context after it) [N]; nothing if empty."""
@@ -234,19 +234,19 @@ class Trie:
         return np.where(np.append(self.keys, -1)[at] == key, at, -1)
 
     def within(self, texts: list[str]):
-        """(node, which text, the node after it) of all places where different texts, none empty, stand in the tree."""
+        """(node, which text, the node after it) of all places where different texts, none empty, occur in the tree."""
         backward = Trie([text[::-1] for text in texts])
         which = np.full(len(backward.keys), -1)
         which[backward.ends] = np.arange(len(texts))
         target = node = np.arange(1, len(self.keys))
-        at, found = np.zeros(len(node), np.int64), [np.zeros((3, 0), np.int64)]
+        at, places = np.zeros(len(node), np.int64), [np.zeros((3, 0), np.int64)]
         while len(target):
             at, node = backward.child(at, self.character[node]), self.parent[node]
             here = which[at[at >= 0]] >= 0
-            found.append(np.stack([node, which[at], target])[:, at >= 0][:, here])
+            places.append(np.stack([node, which[at], target])[:, at >= 0][:, here])
             more = (at >= 0) & (node > 0)
             at, node, target = at[more], node[more], target[more]
-        return np.concatenate(found, 1)
+        return np.concatenate(places, 1)
 
 
 def joins(label) -> bool:
@@ -267,15 +267,15 @@ class Spelling:
         # Composed, but where labels begin with an accent of the character before.
         self.form: Literal["NFC", "NFD"] = "NFD" if any(map(joins, labels)) else "NFC"
         self.labels, separator = names_of(FUNCTION, labels, self.form), unicodedata.normalize(self.form, separator)
-        given = [label for label in self.labels if label is not None]
-        self.texts = {label: label.removeprefix(separator) for label in given}
+        names = [label for label in self.labels if label is not None]
+        self.texts = {label: label.removeprefix(separator) for label in names}
         wrong = [x for x, text in self.texts.items() if not x or separator in text]
         if wrong:
             expected = f"texts that are not empty, with {separator!r} at their beginning alone"
             raise ValueError(f"{FUNCTION}: labels must be {expected}, got {wrong[:5]}.")
         if all(label == text for label, text in self.texts.items()):
             expected = f"texts of which some begin with {separator!r}, the separator"
-            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {given[:5]}.")
+            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {names[:5]}.")
 
     def number(self, words: list[str], marks) -> dict[str, int]:
         """The numbers of words and marks, where a file has these unigrams."""
@@ -329,11 +329,11 @@ class Spelling:
         words = np.full(states, self.count, np.int32)
         words[1 + trie.ends] = np.arange(self.count)
 
-        (node, label, target), begun = self.places(trie)
+        (node, label, target), first_nodes = self.places(trie)
         begins = np.full(len(self.labels), -1, np.int32)
-        begins[[*begun]] = [1 + x for x in begun.values()]
+        begins[[*first_nodes]] = [1 + x for x in first_nodes.values()]
         arcs = 1 + node, label, ahead[1 + target] - ahead[1 + node], 1 + target
         stays = np.array([-math.inf if x is None else 0 for x in self.labels] + [0])
         backoffs = np.append(0, unknown - ahead[ROOT:])
-        made = one_root(stays, np.full(len(stays), OUTSIDE), arcs, backoffs, np.full(states, OUTSIDE))
-        return made, *map(jnp.asarray, (words, ahead.astype(np.float32), begins))
+        automaton = one_root(stays, np.full(len(stays), OUTSIDE), arcs, backoffs, np.full(states, OUTSIDE))
+        return automaton, *map(jnp.asarray, (words, ahead.astype(np.float32), begins))

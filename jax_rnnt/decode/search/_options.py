@@ -54,9 +54,9 @@ def size(function: str, name: str, x) -> int:
     return x
 
 
-def sizes(function: str, **given) -> list[int]:
+def sizes(function: str, **options) -> list[int]:
     """`size` of each."""
-    return [size(function, name, x) for name, x in given.items()]
+    return [size(function, name, x) for name, x in options.items()]
 
 
 def out_of_range(function: str, numbers: dict[str, Any], dtype):

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _greedy, _options
-from jax_rnnt.decode._fusion import NO_FUSION
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
-from jax_rnnt.decode._largest import peak
-from jax_rnnt.decode._search import checked, on_devices, prepare
-from jax_rnnt.decode._symbols import checked_scoring
+from jax_rnnt.decode.lm._fusion import NO_FUSION
+from jax_rnnt.decode.search import _greedy, _options
+from jax_rnnt.decode.search._largest import peak
+from jax_rnnt.decode.search._search import checked, on_devices, prepare
+from jax_rnnt.decode.search._symbols import checked_scoring
 
 
 def sample(
@@ -56,7 +56,7 @@ def sample(
         An utterance has the draws of the key's `jax.random.fold_in` with its number, or those of its own key, which do
         not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
     samples : int
-        N. Samples are independent, so labels may stand twice.
+        N. Samples are independent, so labels may repeat.
 
     Returns
     -------
@@ -82,10 +82,10 @@ def sample(
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
     >>> model = RNNTLoss(blank=0), jnp.add, predictor, jnp.log(jnp.array([[[0.8, 0.2]]])), jnp.array([1])
-    >>> found = decode.sample(*model, 5, jax.random.key(0), samples=4000)
-    >>> bool(abs((found.counts == 0).mean() - 0.8) < 0.03)
+    >>> drawn = decode.sample(*model, 5, jax.random.key(0), samples=4000)
+    >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
     True
-    >>> [round(float(jnp.exp(found.scores[found.counts == n][0])), 3) for n in (0, 1, 2)]
+    >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
     [0.8, 0.16, 0.032]
     """
     function = "sample"
@@ -96,8 +96,8 @@ def sample(
     seeds = seeds_of(function, key, encoder_out.shape[0])
 
     def run(encoder_out, lengths, exact_end, seeds):
-        given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, label, first = prepare(function, *given, scoring, start, samples)
+        batch = (loss, joint, predictor), encoder_out, lengths, exact_end
+        search, label, first = prepare(function, *batch, scoring, start, samples)
         lengths, bad, ends_here = (
             x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
             for x in (search.lengths, search.bad, search.ends_here)
@@ -108,9 +108,9 @@ def sample(
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
         choose = functools.partial(draw, keys.reshape(-1))
         rules = _greedy.Rules(search, NO_FUSION, stream.first, window, max_labels, choose)
-        found = _greedy.result(rules, _greedy.run_steps(rules, stream), False)._replace(state=None)
-        found = jax.tree.map(lambda x: x.reshape(x.shape[0] // samples, samples, *x.shape[1:]), found)
-        return found._replace(stable=shared(found.labels, found.counts, ~(found.scores > -jnp.inf)))
+        drawn = _greedy.result(rules, _greedy.run_steps(rules, stream), False)._replace(state=None)
+        drawn = jax.tree.map(lambda x: x.reshape(x.shape[0] // samples, samples, *x.shape[1:]), drawn)
+        return drawn._replace(stable=shared(drawn.labels, drawn.counts, ~(drawn.scores > -jnp.inf)))
 
     return on_devices(run, encoder_out, lengths, exact_end, seeds)
 

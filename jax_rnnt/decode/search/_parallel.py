@@ -1,4 +1,4 @@
-"""Search without a predictor: the joint network runs on all frames at once, and then on the labels that it found.
+"""Search without a predictor: the joint network runs on all frames at once, and then on the labels of these.
 
 B utterances, T frames, E and P the widths of encoder and predictor rows, V classes, L labels at most.
 """
@@ -10,16 +10,17 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.decode import _options
+from jax_rnnt import _renamed
 from jax_rnnt.decode._gather import in_rows, pick
-from jax_rnnt.decode._greedy import most_probable
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode._largest import peak
-from jax_rnnt.decode._search import Search, checked, on_devices, prepare
-from jax_rnnt.decode._symbols import checked_scoring
+from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._greedy import most_probable
+from jax_rnnt.decode.search._largest import peak
+from jax_rnnt.decode.search._search import Search, checked, on_devices, prepare
+from jax_rnnt.decode.search._symbols import checked_scoring
 
 
-class Found(typing.NamedTuple):
+class Draft(typing.NamedTuple):
     """Labels from the first place on, the frames that emitted and that they read, their log-probabilities [B, L]."""
 
     labels: jax.Array
@@ -30,6 +31,7 @@ class Found(typing.NamedTuple):
     bad: jax.Array  # [B]: a label was chosen from NaN or +inf
 
 
+@_renamed.argument("durations", "duration_choice")
 def parallel(
     loss,
     joint,
@@ -41,7 +43,7 @@ def parallel(
     rounds: int = 0,
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
-    durations: str = "pair",
+    duration_choice: str = "pair",
     start: int | None = None,
     exact_end: bool | jax.Array = False,
 ) -> Hypotheses:
@@ -57,7 +59,7 @@ def parallel(
 
     Parameters
     ----------
-    loss, joint, encoder_out, lengths, max_labels, blank_penalty, temperature, durations, exact_end
+    loss, joint, encoder_out, lengths, max_labels, blank_penalty, temperature, duration_choice, exact_end
         As for `greedy`; `exact_end` is that of an utterance, as there are no streams.
     predictor : Predictor
         As for `greedy`. Its `masked_row` takes the place of its rows; zeros where it has none.
@@ -101,19 +103,19 @@ def parallel(
     """
     function = "parallel"
     max_labels, rounds = _options.sizes(function, max_labels=max_labels, rounds=rounds)
-    scoring = checked_scoring(function, 1, blank_penalty, temperature, durations)
+    scoring = checked_scoring(function, 1, blank_penalty, temperature, duration_choice)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
 
     def run(encoder_out, lengths, exact_end, _):
-        given = (loss, joint, predictor), encoder_out, lengths, exact_end
-        search, _, first = prepare(function, *given, scoring, start)
+        batch = (loss, joint, predictor), encoder_out, lengths, exact_end
+        search, _, first = prepare(function, *batch, scoring, start)
         row, _ = jax.eval_shape(first)
-        found, scores = without_predictor(search, masked_row(function, search.predictor, row), max_labels)
+        draft, scores = without_predictor(search, masked_row(function, search.predictor, row), max_labels)
         if rounds:
-            found = jax.lax.fori_loop(0, rounds, lambda _, x: choose_again(search, first, x), search.vary(found))
-        scores = jnp.where(search.bad | found.bad | (scores == jnp.inf), jnp.nan, scores)
-        labels, frames, durations, log_probs, counts, _ = found
-        return hypotheses(labels, frames, durations, log_probs, counts, scores, None)
+            draft = jax.lax.fori_loop(0, rounds, lambda _, x: choose_again(search, first, x), search.vary(draft))
+        scores = jnp.where(search.bad | draft.bad | (scores == jnp.inf), jnp.nan, scores)
+        written = draft.labels, draft.frames, draft.durations, draft.log_probs
+        return hypotheses(*written, draft.counts, scores, None)
 
     return on_devices(run, encoder_out, lengths, exact_end, None)
 
@@ -133,7 +135,7 @@ def masked_row(function: str, predictor, like):
 
 
 def without_predictor(search: Search, row, max_labels: int):
-    """(what is found, scores [B]) with this predictor row [P] at every node."""
+    """(draft, scores [B]) with this predictor row [P] at every node."""
     batch, size, width = search.encoder_out.shape
     rows = jnp.broadcast_to(row, (batch * size, *row.shape))
     logits = search.joint(search.encoder_out.reshape(batch * size, width), rows).reshape(batch, size, search.classes)
@@ -152,15 +154,15 @@ def without_predictor(search: Search, row, max_labels: int):
     ahead = jnp.where(stays, blank, duration)
     if not symbols.scoring.token_first:  # there the frame ends without a move
         score = jnp.where(stays, score + blank_score, score)
-    met, writes = walk(search, label >= 0, ahead, blank, max_labels)
+    met, writes = frames_met(search, label >= 0, ahead, blank, max_labels)
     scores = jnp.sum(jnp.where(met, jnp.where(writes, score, blank_score), 0), 1)
-    place, counts = kept(writes, max_labels)
+    place, counts = first_places(writes, max_labels)
     written = label, frame, duration, pick(labels, jnp.maximum(label, 0))
     label, frame, duration, log_prob = (in_rows(x, place) for x in written)
-    return ended(label, frame, duration, log_prob, counts, jnp.zeros(batch, bool)), scores
+    return filled(label, frame, duration, log_prob, counts, jnp.zeros(batch, bool)), scores
 
 
-def walk(search: Search, label, ahead, blank, max_labels: int):
+def frames_met(search: Search, label, ahead, blank, max_labels: int):
     """bool [B, T] twice: the frames that a move starts from, and those of them that write a label.
 
     `label` [B, T]: the best move writes one, if there is room. Frames that the moves read, one or more [B, T]: `ahead`
@@ -180,40 +182,40 @@ def walk(search: Search, label, ahead, blank, max_labels: int):
         return (goal, count + writes.astype(jnp.int32)), (here, writes)
 
     zeros = search.vary(jnp.zeros_like(search.lengths))
-    _, found = jax.lax.scan(step, (zeros, zeros), (times, label.T, ahead.T, blank.T))
-    return tuple(x.T for x in found)
+    _, (met, writes) = jax.lax.scan(step, (zeros, zeros), (times, label.T, ahead.T, blank.T))
+    return met.T, writes.T
 
 
-def kept(flags, size: int):
+def first_places(flags, size: int):
     """(places int32 [B, size] of the first flags of each row [B, N], how many there are, up to `size` [B])."""
     order = jnp.cumsum(flags, 1, dtype=jnp.int32)
     goal = jnp.where(flags & (order <= size), order - 1, size)
-    own = jnp.broadcast_to(jnp.arange(flags.shape[1], dtype=jnp.int32), flags.shape)
-    place = jax.vmap(lambda i, x: jnp.zeros(size, jnp.int32).at[i].set(x, mode="drop"))(goal, own)
+    places = jnp.broadcast_to(jnp.arange(flags.shape[1], dtype=jnp.int32), flags.shape)
+    place = jax.vmap(lambda i, x: jnp.zeros(size, jnp.int32).at[i].set(x, mode="drop"))(goal, places)
     return place, jnp.minimum(order[:, -1], size)
 
 
-def ended(labels, frames, durations, log_probs, counts, bad) -> Found:
+def filled(labels, frames, durations, log_probs, counts, bad) -> Draft:
     """Arrays [B, L], filled from `counts` on."""
     inside = jnp.arange(labels.shape[1], dtype=jnp.int32)[None] < counts[:, None]
     labels, frames, durations = (jnp.where(inside, x, -1) for x in (labels, frames, durations))
-    return Found(labels, frames, durations, jnp.where(inside, log_probs, 0), counts, bad)
+    return Draft(labels, frames, durations, jnp.where(inside, log_probs, 0), counts, bad)
 
 
 # ------------------------------------------------------------------------------------------------------------- rounds
 
 
-def choose_again(search: Search, first, found: Found) -> Found:
+def choose_again(search: Search, first, draft: Draft) -> Draft:
     """Every label becomes the most probable one at its frame, after those before it."""
-    rows = rows_before(search, first, jnp.maximum(found.labels, 0))
+    rows = rows_before(search, first, jnp.maximum(draft.labels, 0))
     batch, size, width = rows.shape
-    encoder = search.frame(jnp.maximum(found.frames, 0)).reshape(batch * size, search.encoder_out.shape[-1])
+    encoder = search.frame(jnp.maximum(draft.frames, 0)).reshape(batch * size, search.encoder_out.shape[-1])
     logits = search.joint(encoder, rows.reshape(batch * size, width)).reshape(batch, size, search.classes)
     _, labels = search.symbols.scores(logits)
     log_probs, label = peak(labels)
-    inside = found.labels >= 0
-    bad = found.bad | jnp.any(inside & (jnp.isnan(log_probs) | (log_probs == jnp.inf)), 1)
-    return ended(label, found.frames, found.durations, log_probs, found.counts, bad)
+    inside = draft.labels >= 0
+    bad = draft.bad | jnp.any(inside & (jnp.isnan(log_probs) | (log_probs == jnp.inf)), 1)
+    return filled(label, draft.frames, draft.durations, log_probs, draft.counts, bad)
 
 
 def rows_before(search: Search, first, labels):

@@ -6,6 +6,7 @@ V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _options
-from jax_rnnt.decode._largest import peak
-from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, one_hot
-from jax_rnnt.losses._base import TransducerLoss
-from jax_rnnt.losses._composition import DecodingRules
+from jax_rnnt.decode import _model
+from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._largest import peak
+from jax_rnnt.emissions import Softmax
+from jax_rnnt.losses import DecodingRules, TransducerLoss
 
 
 class Scoring(typing.NamedTuple):
@@ -50,26 +51,26 @@ class Scoring(typing.NamedTuple):
         """
         if not self.tempers:
             return logits
-        x = logits.astype(accumulation_dtype(logits.dtype))
+        x = logits.astype(_model.scores_dtype(logits.dtype))
         apart = False if apart is None else apart
-        peak = jax.lax.stop_gradient(jnp.max(jnp.where(apart, -jnp.inf, x), -1, keepdims=True, initial=-jnp.inf))
-        peak = jnp.where(jnp.isneginf(peak) | apart, 0, peak)
-        return (x - peak) * self._inverse(x.dtype)
+        largest = jax.lax.stop_gradient(jnp.max(jnp.where(apart, -jnp.inf, x), -1, keepdims=True, initial=-jnp.inf))
+        largest = jnp.where(jnp.isneginf(largest) | apart, 0, largest)
+        return (x - largest) * self._inverse(x.dtype)
 
     def _inverse(self, dtype):
         """1 / temperature. XLA divides by a constant in another way than by a number that it does not know."""
         known = _checks.known(self.temperature)
-        like, given = (jnp, self.temperature) if known is None else (np, known)
-        inverse = like.asarray(1, dtype) / like.asarray(given, dtype)
-        return like.maximum(inverse, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
+        numpy, temperature = (jnp, self.temperature) if known is None else (np, known)
+        inverse = numpy.asarray(1, dtype) / numpy.asarray(temperature, dtype)
+        return numpy.maximum(inverse, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
 
 
-def checked_scoring(function, max_symbols, blank_penalty=0.0, temperature=1.0, durations="pair") -> Scoring:
+def checked_scoring(function, max_symbols, blank_penalty=0.0, temperature=1.0, duration_choice="pair") -> Scoring:
     max_symbols = _options.size(function, "max_symbols", max_symbols)
     blank_penalty = _checks.scalar(function, "blank_penalty", blank_penalty)
     temperature = _checks.scalar(function, "temperature", temperature)
-    first = _checks.choice(function, "durations", durations, ("pair", "token_first")) == "token_first"
-    return Scoring(max_symbols, blank_penalty, temperature, first)
+    choice = _checks.choice(function, "duration_choice", duration_choice, ("pair", "token_first"))
+    return Scoring(max_symbols, blank_penalty, temperature, choice == "token_first")
 
 
 class Move(typing.NamedTuple):
@@ -114,11 +115,8 @@ class Symbols:
 
     def is_blank(self, like):
         """bool, the shape of `like` [..., V] up to broadcasting."""
-        classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (like.ndim - 1) + like.shape[-1:], like.ndim - 1)
-        found = jnp.zeros(classes.shape, bool)
-        for blank in self.emission.blanks:
-            found |= classes == blank
-        return found
+        blanks = [_model.is_class(blank, like) for blank in self.emission.blanks]
+        return functools.reduce(jnp.logical_or, blanks)
 
     def scores(self, logits):
         """(log-probability of each move [..., moves] without that of its label, of each label [..., V]).
@@ -128,8 +126,8 @@ class Symbols:
         tokens, durations = self.emission.log_probabilities(self.tempered(logits))
         all_labels = self.all_labels(durations)
         if self.scoring.token_first:  # the best duration alone
-            durations = jnp.where(one_hot(peak(durations)[1], durations), durations, -jnp.inf)
-        found = []
+            durations = jnp.where(_model.is_class(peak(durations)[1], durations), durations, -jnp.inf)
+        move_scores = []
         for move in self.moves:
             score = jnp.zeros_like(tokens[..., 0]) if move.token is None else tokens[..., move.token]
             if self.scoring.penalizes and move.token is not None:
@@ -139,9 +137,9 @@ class Symbols:
             score = score if move.duration is None else score + durations[..., move.duration]
             if all_labels is not None and move.token is None:
                 score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
-            found.append(score)
+            move_scores.append(score)
         labels = jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
-        return jnp.stack(found, -1), labels if all_labels is None else labels + all_labels[..., None]
+        return jnp.stack(move_scores, -1), labels if all_labels is None else labels + all_labels[..., None]
 
     def tempered(self, logits):
         """Rows [..., V + D] of logits over the temperature, each head up to a number."""
@@ -150,8 +148,8 @@ class Symbols:
         tokens = logits.shape[-1] - self.emission.durations
         heads = [logits[..., :tokens], logits[..., tokens:]]
         apart = self.is_blank(heads[0]) if self.emission.bernoulli else None
-        made = [self.scoring.tempered(heads[0], apart)]
-        return jnp.concatenate(made + [self.scoring.tempered(heads[1])] * (heads[1].shape[-1] > 0), -1)
+        tempered = [self.scoring.tempered(heads[0], apart)]
+        return jnp.concatenate(tempered + [self.scoring.tempered(heads[1])] * (heads[1].shape[-1] > 0), -1)
 
     def all_labels(self, durations):
         """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0."""
@@ -169,15 +167,15 @@ class Symbols:
 
         `exact_end`: whether the utterance ends here, [...] or one for all.
         """
-        found = []
+        moves = []
         for move in self.moves:
             allowed = jnp.ones_like(frame, bool) if move.token is not None else may_write
             if exact_end is not False:
                 after = frame + move.frames
                 inside = (after <= lengths) if move.may_end else (after < lengths)
                 allowed &= inside if exact_end is True else inside | ~exact_end
-            found.append(allowed)
-        return jnp.stack(found, -1)
+            moves.append(allowed)
+        return jnp.stack(moves, -1)
 
 
 def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
@@ -186,10 +184,10 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
         lacks = "a method decoding() that returns DecodingRules"
         raise TypeError(f"{function}: loss must be a TransducerLoss, got {loss!r}, which lacks {lacks}.")
     name = f"{type(loss).__name__}.decoding()"
-    kind, told = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
-    if told is not TransducerLoss and issubclass(kind, told) and kind is not told:
-        lacks = f"decoding(), as its compose() changes that of {told.__name__}, whose decoding() may not hold for it"
-        raise TypeError(f"{function}: {kind.__name__} lacks {lacks}.")
+    composer, decoder = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
+    if decoder is not TransducerLoss and issubclass(composer, decoder) and composer is not decoder:
+        lacks = f"decoding(), as its compose() changes that of {decoder.__name__}, whose decoding() may not hold for it"
+        raise TypeError(f"{function}: {composer.__name__} lacks {lacks}.")
     rules = loss.decoding()
     if not isinstance(rules, DecodingRules):
         raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
@@ -197,17 +195,26 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     if scoring.tempers and not emission.normalize:
         expected = "1 with fused_log_softmax=False: rows are log-probabilities already"
         raise ValueError(f"{function}: temperature must be {expected}, got {scoring.temperature!r}.")
-    blanks, labels = [], []
     weights = rules.arc_weights or (0.0,) * len(rules.topology)
-    numbers = {f"{name} arc_weights[{i}]": x for i, x in enumerate(weights)}
-    for arc, weight in zip(rules.topology, weights, strict=True):
-        duration = None
-        if arc.other is not None:
-            known = [f"duration+{i}" for i in range(emission.durations)]
-            if arc.other not in known:
-                expected = f"the slot of a duration, one of {known}"
-                raise TypeError(f"{function}: {name}: the second slot of an arc must be {expected}, got {arc}.")
-            duration = known.index(arc.other)
+    blanks, labels = moves_of(f"{function}: {name}", rules.topology, weights, emission)
+    if scoring.token_first:
+        blanks += more_blanks(blanks, labels, emission.durations)
+    limits = scoring.max_symbols, rules.labels_per_frame
+    limit = min(x for x in (*limits, np.iinfo(np.int32).max) if x is not None)
+    scoring = scoring._replace(token_first=scoring.token_first and emission.durations > 0)
+    numbers = {f"{name} arc_weights[{i}]": weight for i, weight in enumerate(weights)}
+    return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring, numbers)
+
+
+def moves_of(source: str, topology, weights, emission: Softmax):
+    """(moves of blanks, moves of labels) of arcs with their weights; errors name the `source` of the arcs."""
+    blanks, labels = [], []
+    durations = [f"duration+{i}" for i in range(emission.durations)]
+    for arc, weight in zip(topology, weights, strict=True):
+        if arc.other is not None and arc.other not in durations:
+            expected = f"the slot of a duration, one of {durations}"
+            raise TypeError(f"{source}: the second slot of an arc must be {expected}, got {arc}.")
+        duration = None if arc.other is None else durations.index(arc.other)
         if arc.du == 0 and arc.slot in emission.slots:
             token = emission.blanks[emission.slots.index(arc.slot)]
             blanks.append(Move(token, duration, arc.dt, arc.may_end, weight))
@@ -215,16 +222,11 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
             labels.append(Move(None, duration, arc.dt, arc.may_end, weight))
         else:
             expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
-            raise TypeError(f"{function}: {name}: an arc must have {expected}, got {arc}.")
+            raise TypeError(f"{source}: an arc must have {expected}, got {arc}.")
     if not blanks or not labels:
         lacks = "an arc without a label (du=0), which reads a frame" if not blanks else "an arc with a label (du=1)"
-        raise TypeError(f"{function}: {name} lacks {lacks}.")
-    if scoring.token_first:
-        blanks += more_blanks(blanks, labels, emission.durations)
-    limits = scoring.max_symbols, rules.labels_per_frame
-    limit = min(x for x in (*limits, np.iinfo(np.int32).max) if x is not None)
-    scoring = scoring._replace(token_first=scoring.token_first and emission.durations > 0)
-    return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring, numbers)
+        raise TypeError(f"{source} lacks {lacks}.")
+    return blanks, labels
 
 
 def more_blanks(blanks, labels, durations):

@@ -68,18 +68,18 @@ def packing(wanted, source, size, lag=0) -> Packing:
     return Packing(order, rows_at(place, source), jnp.sum(computed, dtype=jnp.int32), size)
 
 
-def each_pack(packs, count, function, made):
-    """`made` after ``made = function(made, place, rows)`` of each pack of the first `count` rows; it is at `place`.
+def each_pack(packs, count, function, results):
+    """``results = function(results, place, rows)`` for each pack of the first `count` rows; it begins at `place`.
 
     A last one that would end beyond the N rows begins earlier, and some rows are computed twice.
     """
 
     def step(carry):
-        place, made = carry
+        place, results = carry
         rows = jax.lax.dynamic_slice(packs.order, (place,), (packs.size,))
-        return place + packs.size, function(made, place, rows)
+        return place + packs.size, function(results, place, rows)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.zeros_like(count), made))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.zeros_like(count), results))[1]
 
 
 # ------------------------------------------------------------------------------------------ results of all rows
@@ -136,17 +136,18 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
         Utterances of a lower one come first.
     """
     batch, width = wanted.shape
-    own = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
+    itself = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
     labels = jnp.where(wanted, labels, 0)
 
     def targets(steps):
         """[B, W]: the slots into which hypotheses step; 2 W for those that do not, or share another one's step."""
-        computed = steps & (source == own)
+        computed = steps & (source == itself)
         return jnp.where(computed, free_slots(computed, slot), 2 * width)
 
     def advance(target, tree, rows):
-        made = step(jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree), hypothesis_rows(labels, None, rows))
-        return jax.tree.map(lambda x, y: put_hypothesis_rows(x, target, y, rows), tree, made)
+        before = jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree)
+        after = step(before, hypothesis_rows(labels, None, rows))
+        return jax.tree.map(lambda x, y: put_hypothesis_rows(x, target, y, rows), tree, after)
 
     def in_packs(tree, lag, may_wait):
         size = pack_size(batch * width, batch * width // 4)
@@ -159,8 +160,8 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
 
     def all_rows(tree, lag, may_wait):
         target = targets(wanted)
-        stepped = jax.lax.cond(jnp.any(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
-        return wanted, target, stepped
+        tree = jax.lax.cond(jnp.any(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
+        return wanted, target, tree
 
     steps, target, tree = by_platform(batch * width, in_packs, all_rows, tree, lag, may_wait)
     return steps, jnp.where(steps, take(target, source % width), slot), tree
@@ -171,8 +172,8 @@ def free_slots(computed, slot):
     slots = jnp.arange(2 * computed.shape[1], dtype=jnp.int32)[None, None]
     free = ~jnp.any(slot[:, :, None] == slots, 1)
     same_rank = count_before(computed)[:, :, None] == count_before(free)[:, None]
-    taken = computed[:, :, None] & free[:, None] & same_rank
-    return jnp.sum(jnp.where(taken, slots, 0), 2, dtype=jnp.int32)
+    paired = computed[:, :, None] & free[:, None] & same_rank
+    return jnp.sum(jnp.where(paired, slots, 0), 2, dtype=jnp.int32)
 
 
 def count_before(chosen):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._model import log_softmax
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode._search import Search
-from jax_rnnt.emissions._softmax import row_sum
+from jax_rnnt.decode.search._search import Search
 
 
 class Weighted(typing.NamedTuple):
@@ -68,7 +68,7 @@ class Networks(typing.NamedTuple):
     predictor: Any
     models: tuple
     bonus: Any  # [N, V]: what fusion adds to the score of each next label; None without fusion
-    key: Any = None  # [N, 2]: of beam search, hash that is equal where the rest is equal
+    key: Any = None  # [N, 2]: of beam search: hashes, equal where all other fields are
 
 
 def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
@@ -89,12 +89,12 @@ def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
 
 def check_utterances(function, name, model, encoder_out):
     """Raises if the model has tables for other utterances than these."""
-    own, batch = getattr(model, "utterances", None), encoder_out.shape[0]
-    if own is not None and own != batch:
-        raise ValueError(f"{function}: {name}.utterances must be {batch}, those of encoder_out, or None, got {own}.")
-    if own is not None and _xla.is_split(encoder_out):
+    served, batch = getattr(model, "utterances", None), encoder_out.shape[0]
+    if served is not None and served != batch:
+        raise ValueError(f"{function}: {name}.utterances must be {batch}, those of encoder_out, or None, got {served}.")
+    if served is not None and _xla.is_split(encoder_out):
         cure = "run the search in jax.shard_map, which gives each device the model of its own utterances"
-        got = f"got {own} where a mesh axis of type Explicit splits encoder_out"
+        got = f"got {served} where a mesh axis of type Explicit splits encoder_out"
         raise ValueError(f"{function}: {name}.utterances must be None, {got}: {cure}.")
 
 
@@ -103,34 +103,31 @@ def check_utterances(function, name, model, encoder_out):
 
 def begin(fusion: Fusion, search: Search, start: int, rows, state) -> Networks:
     """The networks after their start labels; `rows` [N, P] and `state` are those of the predictor."""
-    scores, states = [], []
-    for part in fusion.models:
-        made, after = begin_model(part, search, rows.shape[0], start)
-        scores.append(made)
-        states.append(after)
-    return Networks(rows, state, tuple(states), bonus(fusion, search, scores, rows))
+    begun = [begin_model(part, search, rows.shape[0], start) for part in fusion.models]
+    scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
+    return Networks(rows, state, states, bonus(fusion, search, scores, rows))
 
 
 def begin_model(part: Weighted, search: Search, rows: int, start: int):
     """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
     function, (name, model, _) = search.function, part
-    own = _predictor.own_start(function, name, model)
-    if own is None:
+    first_label = _predictor.declared_start(function, name, model)
+    if first_label is None:
         default = f"start, by default that of the predictor, of {name}"
-        own = _predictor.start_label(function, default, start, _predictor.own_symbols(model))
+        first_label = _predictor.start_label(function, default, start, _predictor.declared_symbols(model))
     _predictor.check_symbols(function, name, model, search.labels)
-    scores, state = _predictor.begin(function, name, model, rows, own, "scores [N, V]")
+    scores, state = _predictor.begin(function, name, model, rows, first_label, "scores [N, V]")
     labels, tokens, classes = search.labels, search.tokens, search.classes
     if scores.shape[-1] not in (labels, tokens, classes):
         expected = f"V = {labels} (labels), {tokens} (with blanks) or {classes} (all classes of the joint network)"
         raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
     for option in "final", "place":
-        if (given := part.function(option)) is not None and not callable(given):
-            raise TypeError(f"{function}: {name}.{option} must be a function or None, got {given!r}.")
+        if (method := part.function(option)) is not None and not callable(method):
+            raise TypeError(f"{function}: {name}.{option} must be a function or None, got {method!r}.")
     if final := part.function("final"):
-        made, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
-        if getattr(made, "shape", None) != (rows,):
-            raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {made!r}.")
+        ends, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
+        if getattr(ends, "shape", None) != (rows,):
+            raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {ends!r}.")
     return scores, state
 
 
@@ -140,10 +137,10 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
     rows = math.prod(batch)
     for part, state in zip(fusion.models, networks.models):
         if place := part.function("place"):
-            given = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
-            made = place(given)
-            _predictor.same_state(function, f"{part.name}.place", given, made)
-            state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), made)
+            before = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
+            after = place(before)
+            _predictor.same_state(function, f"{part.name}.place", before, after)
+            state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), after)
         models.append(state)
     return networks._replace(models=tuple(models))
 
@@ -151,8 +148,8 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
 def read(fusion: Fusion, search: Search, networks: Networks, labels) -> Networks:
     """The networks after one more label [N], without a key."""
     rows, state = search.predictor.step(networks.predictor, labels)
-    made = [part.model.step(state, labels) for part, state in zip(fusion.models, networks.models)]
-    scores, states = [x for x, _ in made], tuple(x for _, x in made)
+    steps = [part.model.step(state, labels) for part, state in zip(fusion.models, networks.models)]
+    scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
     return Networks(rows, state, states, bonus(fusion, search, scores, rows))
 
 
@@ -164,12 +161,12 @@ def bonus(fusion: Fusion, search: Search, scores, rows):
     if not fusion.adds:
         return None
     total = jnp.zeros((rows.shape[0], search.tokens), search.dtype)
-    for given, (*_, weight) in zip(scores, fusion.models):
-        given = jnp.pad(given[:, : search.tokens], [(0, 0), (0, max(search.tokens - given.shape[1], 0))])
-        total = added(total, weight, given)
+    for x, part in zip(scores, fusion.models):
+        x = jnp.pad(x[:, : search.tokens], [(0, 0), (0, max(search.tokens - x.shape[1], 0))])
+        total = added(total, part.weight, x)
     if fusion.internal:
-        own, weight = internal_scores(search, rows), jnp.asarray(fusion.internal_weight, search.dtype)
-        total = total - weighted(weight, jnp.where(jnp.isneginf(own), 0, own))
+        internal, weight = internal_scores(search, rows), jnp.asarray(fusion.internal_weight, search.dtype)
+        total = total - weighted(weight, jnp.where(jnp.isneginf(internal), 0, internal))
     return jnp.where(search.symbols.is_blank(total), 0, total)
 
 
@@ -179,7 +176,7 @@ def internal_scores(search: Search, rows):
     silence = jnp.zeros((rows.shape[0], search.encoder_out.shape[-1]), search.encoder_out.dtype)
     logits = search.joint(silence, rows).astype(search.dtype)[:, : search.tokens]
     logits = symbols.scoring.tempered(jnp.where(symbols.is_blank(logits), -jnp.inf, logits))
-    return row_sum(logits).log_probability(logits) if symbols.emission.normalize else logits
+    return log_softmax(logits) if symbols.emission.normalize else logits
 
 
 def at_the_end(fusion: Fusion, states: tuple, unread, scores):
@@ -189,14 +186,14 @@ def at_the_end(fusion: Fusion, states: tuple, unread, scores):
     """
     if not fusion.ends:
         return scores
-    ended = scores
+    total = scores
     for part, state in zip(fusion.models, states):
         if final := part.function("final"):
             if unread is not None:
                 _, after = part.model.step(state, jnp.maximum(unread, 0))
                 state = replace_rows(unread >= 0, after, state)
-            ended = added(ended, part.weight, final(state))
-    return jnp.where(scores > -jnp.inf, jnp.where(ended < jnp.inf, ended, jnp.nan), scores)
+            total = added(total, part.weight, final(state))
+    return jnp.where(scores > -jnp.inf, jnp.where(total < jnp.inf, total, jnp.nan), scores)
 
 
 def added(total, weight, scores):

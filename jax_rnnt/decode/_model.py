@@ -1,0 +1,39 @@
+"""All that decoding takes from the private parts of losses, layouts and emissions, in one place.
+
+Everything else that it uses of them is public: `TransducerLoss` and `DecodingRules`, `JointLogits` and `LinearJoint`,
+`Softmax`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_rnnt import _checks, _xla
+from jax_rnnt.emissions import _softmax
+from jax_rnnt.layouts import JointLogits, LinearJoint
+from jax_rnnt.layouts._joint_networks import row_avals
+
+
+def scores_dtype(logits_dtype) -> np.dtype:
+    """The dtype in which losses sum rows of these logits, and so that of scores."""
+    return _softmax.accumulation_dtype(logits_dtype)
+
+
+def is_class(index, like):
+    """bool, the shape of `like` [..., V] up to broadcasting: where the class is `index`, [...] or one for all."""
+    return _softmax.one_hot(index, like)
+
+
+def log_softmax(logits):
+    """Over the classes of logits [..., V], as losses compute it; a row may hold no NaN or +inf."""
+    return _softmax.row_sum(logits).log_probability(logits)
+
+
+def checked_joint(function: str, joint, encoder_out, rows) -> JointLogits:
+    """The joint network as a layout of logits, checked: it draws nothing, and its classes are not split."""
+    if callable(joint) and not isinstance(joint, LinearJoint):
+        _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
+        _checks.no_draws(function, "joint", draws)
+    layout = JointLogits(joint, encoder_out, rows).checked(function)
+    _checks.unsplit(function, "logits of joint", layout._made, {-1: "V"})
+    return layout

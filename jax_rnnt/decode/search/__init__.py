@@ -1,0 +1,1 @@
+"""Searches: greedy, beam, without a predictor, and ancestral sampling, with what they share."""
