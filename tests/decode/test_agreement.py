@@ -97,14 +97,8 @@ def predictors(name, tokens, start):
 NAMES = (
     "nnx stateless", "nnx lstm", "linen stateless", "linen lstm", "function", "own", "nnx own", "linen own",
 )  # fmt: skip
-PAIRS = [
-    pytest.param(
-        name, loss, id=f"{name}-{loss}", marks=() if (name, loss) == ("nnx lstm", "rnnt") else pytest.mark.slow
-    )
-    for name in NAMES
-    for loss in NAMED
-    if loss == "rnnt" or name == "own"  # how a predictor is called does not depend on the loss
-]
+# How a predictor is called does not depend on the loss.
+PAIRS = [("nnx lstm", "rnnt"), losses.slow("linen own", "rnnt"), *(losses.slow("own", loss) for loss in NAMED)]
 
 
 def problem(name, loss="rnnt", blank=2):
@@ -123,15 +117,20 @@ def still(predictor):
     return decode.nnx_predictor(predictor) if isinstance(predictor, nnx.Module) else predictor
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_training(name):
+    """Step by step, a decoder has the rows with which the model was trained, without a word about the start label."""
+    predictor, training = predictors(name, V, 1)
+    targets = np.array([[0, 1, 0], [1, 1, 2]])
+    steps = jax.jit(lambda targets: decode.predict(still(predictor), targets))(targets)
+    np.testing.assert_allclose(steps, jax.jit(lambda targets: training(targets))(targets), rtol=EXACT, atol=EXACT)
+
+
 @pytest.mark.parametrize(("name", "loss"), PAIRS)
 def test_scores_are_losses(name, loss):
-    """Without a word about the start label: N-best scores are minus the losses of their labels, in the model's rows.
-
-    So is the score of greedy search where one path alone has its labels: in one frame. The rows of training are those
-    of `predict`, with which `mwer_loss` has the probabilities of the search.
-    """
+    """N-best scores are minus the losses of their labels, in the model's rows; `mwer_loss` has their probabilities."""
     value, joint, predictor, training, encoder, lengths = problem(name, loss, NAMED[loss].first_blank)
-    options, short = dict(max_symbols=MOST, exact_end=True), np.ones(2, np.int32)
+    options = dict(max_symbols=MOST, exact_end=True)
 
     @jax.jit
     def everything(x, n):
@@ -140,15 +139,9 @@ def test_scores_are_losses(name, loss):
         rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
         nll = value(JointLogits(joint, x[:, None], rows), targets, frames, found.counts)
         mwer = jax_rnnt.mwer_loss(jnp.where(found.scores > -jnp.inf, nll, jnp.inf), found.counts, reduction="none")
-        one = decode.greedy(value, joint, predictor, x, short, 1, **options)
-        first = jnp.maximum(one.labels, 0)
-        of_one = value(JointLogits(joint, x, training(first)), first, short, one.counts)
-        predicted = decode.predict(still(predictor), targets[:, 0])
-        return found.scores, found.counts, nll, mwer, rows[:, 0], predicted, one.scores, of_one
+        return found.scores, found.counts, nll, mwer
 
-    made = map(np.asarray, everything(encoder, lengths))
-    scores, counts, nll, mwer, rows, predicted, score, of_one = made
-    np.testing.assert_allclose(predicted, rows, rtol=EXACT, atol=EXACT)
+    scores, counts, nll, mwer = map(np.asarray, everything(encoder, lengths))
     alive = scores > -np.inf
     assert alive.sum() > 8
     np.testing.assert_allclose(scores[alive], -nll[alive], rtol=1e-9, atol=1e-9)
@@ -157,10 +150,6 @@ def test_scores_are_losses(name, loss):
         for x, n in ((scores[b][a], counts[b][a]) for b, a in enumerate(alive))
     ]
     np.testing.assert_allclose(mwer, expected, rtol=1e-9, atol=1e-9)
-    less = (-of_one - score)[np.isfinite(score)]
-    assert (less >= -1e-9).all()
-    if loss not in ("multiblank", "tdt", "split"):  # there several arcs may read the same frames
-        assert (less <= 1e-9).all()
 
 
 def call(function, predictor, start=None, **options):
@@ -174,7 +163,7 @@ def call(function, predictor, start=None, **options):
     ).scores
 
 
-@pytest.mark.parametrize("function", ["greedy", "beam", "predict"])
+@pytest.mark.parametrize("function", ["greedy", "predict"])
 def test_start_of_the_call(function):
     """It counts for a predictor without a start; a negative one counts from the end of the symbols."""
     plain = own(None, V + 1)
@@ -216,7 +205,7 @@ def test_wrong_start_of_a_stateless_predictor():
 def test_symbols(name):
     """A predictor or language model must have all labels of the joint network, which never asks for the last blank."""
     few, enough = (predictors(name, tokens, 0)[0] for tokens in (1, V - 1))
-    call("beam", enough)
+    call("greedy", enough)
     with pytest.raises(ValueError, match=r"predictor.symbols must be 2 or more, .* labels up to 1, got 1"):
         call("beam", few)
     lm = decode.Predictor(few.initial, lambda s, y: (jnp.zeros((len(y), V)), s), 0, few.symbols)
@@ -232,7 +221,7 @@ def test_start_of_a_language_model():
     def scores(start):  # the first label is the score of all that follow
         step = lambda first, labels: (-jnp.where(first[:, None], labels[:, None], jnp.zeros((1, V))), first & False)
         lm = decode.Predictor(lambda batch: jnp.ones(batch, bool), step, start)
-        return call("beam", own(1), fusion=((lm, 1.0),))
+        return call("greedy", own(1), fusion=((lm, 1.0),))
 
     assert_same(scores(None), scores(1))
     assert not np.allclose(scores(None), scores(2))
@@ -278,8 +267,7 @@ def test_training_mode(search):
 
 
 KINDS = "explicit", "auto"
-MESHES = [("nnx lstm", KINDS[:1]), losses.slow("linen lstm", KINDS[1:])]
-MESHES += [losses.slow("nnx stateless", KINDS[1:]), losses.slow("linen stateless", KINDS)]
+MESHES = [("nnx lstm", KINDS[:1]), losses.slow("linen lstm", KINDS[1:]), losses.slow("linen stateless", KINDS[:1])]
 
 
 @pytest.mark.parametrize(("name", "kinds"), MESHES)
@@ -307,8 +295,7 @@ def test_modules_on_meshes(devices, name, kinds):
         networks = joint.decoder_inputs(decoder, x)
         best = decode.greedy(loss, *networks, n, MOST, max_symbols=2)
         lists = decode.beam(loss, *networks, n, MOST, 6, max_symbols=2)  # 48 rows are packed, 12 of a device are not
-        more = decode.greedy(loss, *networks, n, MOST, max_symbols=2, state=best.state)
-        return best[:-1], rows, pull(jnp.cos(rows)), dense, tiles, lists[:-1], more[:-1]
+        return best[:-1], rows, pull(jnp.cos(rows)), dense, tiles, lists[:-1]
 
     expected = jax.jit(everything)(encoder, targets, lengths)
     for kind in kinds:

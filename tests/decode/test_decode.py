@@ -21,8 +21,8 @@ from decoding import (
     common,
     ends,
     enumerate_all,
-    every,
     greedy_loop,
+    kinds_of_moves,
     lossless,
     stateless,
     trimmed,
@@ -67,7 +67,7 @@ def test_beam_is_the_enumeration(name, kind):
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
 
-@every
+@kinds_of_moves
 def test_width_1(loss):
     """Without merging it is the plain loop of greedy search."""
     model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
@@ -79,7 +79,7 @@ def test_width_1(loss):
         np.testing.assert_allclose(one.scores[b, 0], score, rtol=EXACT)
 
 
-@every
+@kinds_of_moves
 def test_no_labels_stand_twice(loss):
     """In a beam that loses hypotheses; few are worse than greedy search, none is below a threshold.
 

@@ -98,15 +98,22 @@ def models_of(model, forbidden=None, memory=-0.4):
     return dict(fusion=((grams, 0.7), (second, memory)), ilm_weight=0.3), dict(fuse=fuse, final=final)
 
 
+def adjust(model):
+    """Options of a search, traced, that the truth now has too."""
+    model.temperature, model.penalty = np.float64(1.7), np.float64(0.8)
+    return dict(temperature=model.temperature, blank_penalty=model.penalty)
+
+
 # -------------------------------------------------------------------------------------- plain loops and enumeration
 
 
 @every
 def test_greedy_is_the_plain_loop(loss):
-    """Also in exact ends, where a forbidden label may leave no path."""
+    """With a penalty and a temperature; also in exact ends, where a forbidden label may leave no path."""
     changed, model, exact = 0, Model(loss, batch=16, frames=7), ends(16)
+    traced = adjust(model)
     options, added = models_of(model, forbidden=(..., 0, 1, 1))
-    found = model.search(decode.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **options)
+    found = model.search(decode.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **traced, **options)
     for b in range(16):
         rules = dict(exact_end=exact[b], max_symbols=2)
         expected, log_probs, score = greedy_loop(model, b, **rules, **added)
@@ -121,11 +128,10 @@ def test_greedy_is_the_plain_loop(loss):
 def test_beam_is_the_enumeration(name):
     """With a penalty and a temperature, which the internal language model has too."""
     model = Model(NAMED[name])
-    model.temperature, model.penalty = np.float64(1.7), np.float64(0.8)
+    traced = adjust(model)
     options, added = models_of(model)
     rules = dict(max_symbols=2, exact_end=name != "tdt")
-    given = dict(temperature=model.temperature, blank_penalty=model.penalty)
-    found = model.search(decode.beam, MOST, lossless(model.loss), **given, **options, **rules)
+    found = model.search(decode.beam, MOST, lossless(model.loss), **traced, **options, **rules)
     check_all(model, found, **rules, **added)
 
 
@@ -153,13 +159,14 @@ def test_streams(search):
     model.lengths = np.array([13, 11, 6], np.int32)
     options, _ = models_of(model, forbidden=(..., 0, 1, 1))
     run = lambda *part, state=None: model.search(search, 40, encoder=part[0], lengths=part[1], state=state, **options)
-    whole, state, start, parts = run(model.encoder, model.lengths), None, 0, []
+    idle = model.idle(search, 40, **options)  # so that all parts run in one program
+    whole, state, start, parts = run(model.encoder, model.lengths, state=idle), idle, 0, []
     for size in (5, 1, 7):
         encoder = np.zeros_like(model.encoder)
         encoder[:, :size] = model.encoder[:, start : start + size]
         parts.append(run(encoder, np.clip(model.lengths - start, 0, size).astype(np.int32), state=state))
         state, start = parts[-1].state, start + size
-        until = run(model.encoder, np.minimum(model.lengths, start))
+        until = run(model.encoder, np.minimum(model.lengths, start), state=idle)
         assert_same(parts[-1].scores, until.scores)
     if search is BEAM:
         assert_same(parts[-1][:-1], whole[:-1])
@@ -184,27 +191,31 @@ class Tables:
 def test_utterances_with_models_of_their_own(search):
     """They find what each finds alone, also in a stream of which some are left out."""
     model = Model(losses.RNNT, batch=3, frames=8)
+    later = np.pad(model.encoder[:, 4:], ((0, 0), (0, 4), (0, 0)))
     tables = np.random.default_rng(1).normal(0, 2, (3, model.tokens))
     cut = np.minimum(model.lengths, 4)
     options = dict(max_labels=40, max_symbols=2)
 
     @jax.jit
-    def run(tables, encoder, lengths, state=None):
+    def run(tables, encoder, lengths, state):
         networks = model.parameters.joint, model.parameters.predictor
         models = ((Tables(tables), 1.0),)
         return search(model.loss.value(), *networks, encoder, lengths, fusion=models, state=state, **options)
 
     def go_on(first, at, rows):
         """The second half of utterances `rows`, whose first halves are the rows `at`."""
-        second = run(tables[rows], model.encoder[rows, 4:], (model.lengths - cut)[rows], select(first.state, at))
+        second = run(tables[rows], later[rows], (model.lengths - cut)[rows], select(first.state, at))
         for i, b in enumerate(rows):
-            alone = run(tables[[b] * 3], model.encoder[[b] * 3], model.lengths[[b] * 3])
+            alone = run(tables[[b] * 3], model.encoder[[b] * 3], model.lengths[[b] * 3], idle)
             np.testing.assert_allclose(second.scores[i], alone.scores[0], rtol=EXACT)
 
-    first, rows = run(tables, model.encoder, cut), np.array([2, 0])
+    shapes = jax.eval_shape(run, tables, model.encoder, cut, None).state
+    idle = decode.reset_streams(shapes, np.ones(3, bool))  # so that all parts run in one program
+    first, rows = run(tables, model.encoder, cut, idle), np.array([2, 0])
     go_on(first, rows, rows)  # 33 rows of a beam are packed, 22 are not
-    go_on(run(tables[rows], model.encoder[rows], cut[rows]), np.array([1, 0, 1]), np.array([0, 2, 0]))
-    others = run(tables[::-1], model.encoder, cut)
+    two = run(tables[rows], model.encoder[rows], cut[rows], select(idle, rows))
+    go_on(two, np.array([1, 0, 1]), np.array([0, 2, 0]))
+    others = run(tables[::-1], model.encoder, cut, idle)
     assert not np.allclose(others.scores[0], first.scores[0])
 
 

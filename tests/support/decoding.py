@@ -57,6 +57,12 @@ every = pytest.mark.parametrize(
 )
 
 
+# A label that stays, a label with durations, several blanks, and arcs with weights: all kinds of moves.
+kinds_of_moves = pytest.mark.parametrize(
+    "loss", [NAMED["rnnt"], NAMED["tdt"], losses.slow(NAMED["multiblank"]), losses.slow(NAMED["split"])], ids=str
+)
+
+
 def lossless(loss, most=MOST):
     """The width of a beam that loses none of the label sequences, up to so many labels."""
     return (1 + LONGEST.get(loss.name, 1)) * sum(LABELS**n for n in range(most + 1))

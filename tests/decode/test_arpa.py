@@ -1,0 +1,210 @@
+"""Are ARPA files of any form read, and are broken ones refused by file and line?"""
+
+import gzip
+import io
+import re
+import unicodedata
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from jax_rnnt import decode
+from jax_rnnt.decode.lm import _arpa
+from ngrams import TOKENS, arpa, random_arpa, written
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are left out, as no labels spell them:UserWarning")
+
+GOOD = arpa(random_arpa(0, 2))
+LAST = GOOD.rstrip().splitlines()[-3]
+HUGE = "9" * 19
+BROKEN = [
+    ("", r"line 0: expected \\data\\, got the end of the file"),
+    ("\n\nngram 1=2\n", r"line 3: expected \\data\\, got ngram 1=2"),
+    ("some text\n" + GOOD.replace("\\data\\", "data"), r"line 1: expected \\data\\, got some text"),
+    ("iARPA\n" + GOOD, r"line 1: expected \\data\\, got iARPA"),
+    ("\ufeff\ufeff" + GOOD[5:], r"line 1: expected \\data\\, got \\ufeff"),
+    (GOOD.encode("utf-16"), r"line 1: expected \\data\\, got \\xff\\xfe\\\\x00d"),
+    ("\\data\\\n\nngram 2=1", "line 3: expected ngram 1=..., got ngram 2=1"),
+    (f"\\data\\\nngram 1={HUGE}", f"line 2: expected ngram 1=..., got ngram 1={HUGE}"),
+    (f"\\data\\\nngram 1={HUGE[1:]}\n\\1-grams:\n-1 a\n", f"line 4: expected {HUGE[1:]} 1-grams, .* got the end"),
+    (
+        GOOD.replace("\\2-grams:", "\\3-grams:"),
+        r"expected \\2-grams: after 8 1-grams, as \\data\\ says, got \\3-grams:",
+    ),
+    (GOOD.replace("ngram 1=8", "ngram 1=9"), r"line 14: expected 9 1-grams, as \\data\\ says, got a blank line"),
+    (GOOD.replace("ngram 1=8", "ngram 1=7"), r"line 13: expected \\2-grams: after 7 1-grams.*, got -.*\\te\\t.*"),
+    (GOOD.replace("\\end\\", ""), r"expected \\end\\ after \d+ 2-grams, as \\data\\ says, got the end of the file"),
+    (GOOD[: GOOD.index(LAST)], r"expected \d+ 2-grams, as \\data\\ says, got the end of the file"),
+    (GOOD.replace(LAST, "-1 a"), "expected 3 or 4 fields of a 2-gram, got 2: -1 a"),
+    (GOOD.replace(LAST, "-1 a b -1 -1"), "expected 3 or 4 fields of a 2-gram, got 5: -1 a b -1 -1"),
+    (GOOD.replace(LAST, "-x a b"), "expected a log-probability of 0 or less, got -x"),
+    (GOOD.replace(LAST, "nan a b"), "expected a log-probability of 0 or less, got nan"),
+    (GOOD.replace(LAST, "0.5 a b"), "expected a log-probability of 0 or less, got 0.5"),
+    (GOOD.replace(LAST, "-1 a b inf"), r"expected a backoff of 1e\+30 or less, got inf"),
+    (GOOD.replace(LAST, "-1 a b 1e300"), r"expected a backoff of 1e\+30 or less, got 1e300"),
+    (GOOD.replace(LAST, "-1 a x\u200b"), r"expected words of the 1-grams, got x\\u200b"),
+    (GOOD.replace("\te", "\tcafé").encode("latin-1"), r"line 13: expected UTF-8, got caf\\xe9"),
+    (GOOD.encode().replace(LAST.encode(), b"-1 a caf\xe9"), r"expected UTF-8, got caf\\xe9"),
+    (
+        GOOD.replace(LAST, GOOD.splitlines()[20]),
+        r"line \d+: expected 2-grams that occur once, got one that occurs twice",
+    ),
+    (
+        GOOD.replace("ngram 1=8", "ngram 1=9").replace("\n\n\\2", "\n-1 </S>\n\n\\2"),
+        r"line 14: expected 1-grams that occur once, got one that occurs twice",
+    ),
+    (GOOD.replace("\\1-grams", "\\1-gram"), r"line 5: expected \\1-grams:, got \\1-gram:"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN, ids=[message[-30:] for _, message in BROKEN])
+def test_broken_files(text, message, tmp_path):
+    path = written(tmp_path / "broken.arpa", text)
+    with pytest.raises(
+        ValueError, match=rf"NGram.from_arpa: .*broken.arpa, line \d+: expected .*{message.split('expected ')[1]}"
+    ):
+        decode.NGram.from_arpa(path, TOKENS)
+    with pytest.raises(ValueError, match=message):
+        decode.NGram.from_arpa(str(path), TOKENS)
+    with pytest.raises(ValueError, match=r"WordNGram.from_arpa: .*broken.arpa, line \d+: expected"):
+        decode.WordNGram.from_arpa(path, ["▁", *TOKENS])
+
+
+def test_a_context_that_is_missing(tmp_path):
+    grams = random_arpa(0, 3)
+    gone = next(x[:-1] for x in grams if len(x) == 3)
+    path = written(tmp_path / "m.arpa", arpa({x: y for x, y in grams.items() if x != gone}))
+    with pytest.raises(
+        ValueError, match=r"line .*: expected the context of each 3-gram among the 2-grams, got one without"
+    ):
+        decode.NGram.from_arpa(path, [*TOKENS, "<unk>"])
+
+
+def assert_same_model(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)  # of one structure, which has what is static
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_one_model_in_many_files(form, tmp_path):
+    """Tables are those of the plain file: marks in capitals, a byte order mark, text before the data, other line ends,
+    and accents composed or not, in the file, in a part of it, and in the labels."""
+    tokens = ["a", "caf\u00e9", "\u1ecb", "\ud55c", "e"]
+    plain = arpa(random_arpa(0, 3, tokens=tokens))
+    other = unicodedata.normalize("NFD", plain)
+    assert len(other) > len(plain)
+    section = plain.index("\\2-grams:")
+    files = [
+        plain.replace("<unk>", "<UNK>").replace("<s>", "<S>").replace("</s>", "</S>"),
+        plain.replace("<unk>", "<UNK>", 1),  # in the unigrams alone
+        "\ufeff" + plain,
+        "made by hand\n\n\tngram 7=1\n" + plain,
+        "# as KenLM has it\n\n" + plain.replace("\n", "\r\n"),
+        other,
+        plain[:section] + other[other.index("\\2-grams:") :],
+    ]
+    form = lambda labels, form=form: [x and unicodedata.normalize(form, x) for x in labels]
+    readers = [
+        lambda path: decode.NGram.from_arpa(path, form([*tokens, None, "rare"])),
+        lambda path: decode.WordNGram.from_arpa(path, form(["▁caf", "\u00e9", "▁a", "\ud55c", "▁", "e"])),
+    ]
+    for read in readers:
+        expected = read(written(tmp_path / "plain.arpa", plain))
+        assert (expected.vocabulary, expected.spelled) in ((5, 5), (5, 4))
+        for text in files:
+            assert_same_model(read(written(tmp_path / "other.arpa", text)), expected)
+
+
+def test_words_that_are_left_out(tmp_path):
+    """Models say how many and which, and warn."""
+    tokens = ["a", "b", "ab", *(f"w{i:02}" for i in range(12)), "zwj\u200d"]
+    path = written(tmp_path / "m.arpa", arpa({(x,): (-1.0, 0.0) for x in [*tokens, "<unk>", "<s>", "</s>"]}))
+    labels, left = ["▁", "a", "b", None], tuple(tokens[3:13])
+    with pytest.warns(
+        UserWarning, match=r"WordNGram.from_arpa: 13 of 16 words of .*m.arpa are .*: 'w00',.*'w09', \.\.\."
+    ) as found:
+        words = decode.WordNGram.from_arpa(path, labels)
+    assert found[0].filename == __file__
+    assert repr(words) == "WordNGram(4 labels, 3 of 16 words)"
+    assert (words.vocabulary, words.spelled, words.unspelled) == (16, 3, left)
+    with pytest.warns(UserWarning, match=r"NGram.from_arpa: 1 of 16 words of .*m.arpa are .*: 'zwj\\u200d'\.$"):
+        model = decode.NGram.from_arpa(path, tokens[:-1])
+    assert (model.vocabulary, model.spelled, model.unspelled) == (16, 15, ("zwj\u200d",))
+    with warnings.catch_warnings(action="error"):
+        assert repr(decode.NGram.from_arpa(path, tokens)) == "NGram(16 labels, 16 of 16 words)"
+    with pytest.raises(ValueError, match=r"NGram.from_arpa: labels must spell words of .*, got none of 16: \['a', "):
+        decode.NGram.from_arpa(path, ["A", "B"])
+
+
+NUMBERS = [
+    b"nan",
+    b"inf",
+    b"-inf",
+    b"1e400",
+    b"-1e400",
+    b"1e30",
+    b"-1e38",
+    b"9" * 25,
+    b"-0",
+    b"0x1",
+    b"1_0",
+    b"",
+    b"\xff",
+]
+
+
+def mutated(rng, text):
+    """A byte flipped, put in or taken out; an end cut; a line doubled, taken out or moved; another number."""
+    for _ in range(rng.integers(1, 4)):
+        at, way = int(rng.integers(len(text) + 1)), rng.integers(8)
+        lines = text.split(b"\n")
+        i, j = (int(x) for x in rng.integers(len(lines), size=2))
+        if way == 0:
+            text = text[:at] + bytes(rng.integers(256, size=1, dtype=np.uint8)) + text[at + 1 :]
+        elif way == 1:
+            text = text[:at] + bytes(rng.integers(256, size=rng.integers(4), dtype=np.uint8)) + text[at:]
+        elif way == 2:
+            text = text[:at] if rng.random() < 0.5 else text[at:]
+        elif way == 3:
+            text = b"\n".join([*lines[:i], lines[i], *lines[i:]])
+        elif way == 4:
+            text = b"\n".join([*lines[:i], *lines[i + 1 :]])
+        elif way == 5:
+            lines[i], lines[j] = lines[j], lines[i]
+            text = b"\n".join(lines)
+        else:
+            found = [*re.finditer(rb"-?\d+(\.\d+)?", text)]
+            if found:
+                place = found[rng.integers(len(found))]
+                text = text[: place.start()] + NUMBERS[rng.integers(len(NUMBERS))] + text[place.end() :]
+    return text
+
+
+def test_any_file_is_read_or_refused(monkeypatch):
+    """Thousands of broken ones: a model without NaN, or a ValueError with the file, and the line if there is one."""
+    rng, content = np.random.default_rng(0), b""
+    monkeypatch.setattr(_arpa, "open", lambda path, mode: io.BytesIO(content), raising=False)  # disks are slow
+    monkeypatch.setattr(gzip, "open", lambda path, mode: gzip.GzipFile(fileobj=io.BytesIO(content)))
+    good = arpa(random_arpa(0, 2, sentences=3, tokens=["a", "b\u00e9"])).encode()
+    readers = [
+        lambda path: decode.NGram.from_arpa(path, ["a", "b\u00e9", None]),
+        lambda path: decode.WordNGram.from_arpa(path, ["▁a", "▁b", "\u00e9", None]),
+    ]
+    loaded, with_line, number = 0, 0, 3000
+    for n in range(number):
+        path, content = "m.arpa", mutated(rng, good)
+        if n % 10 == 0:
+            path, content = "m.arpa.gz", mutated(rng, gzip.compress(good)) if n % 20 else gzip.compress(content)
+        try:
+            model = readers[n % 2](path)
+        except ValueError as error:
+            if not (
+                type(error) is ValueError and re.search(rf"{path}(, line \d+: expected |, as |, got )", str(error))
+            ):
+                pytest.fail(f"{error!r} of {content!r}")
+            with_line += ", line " in str(error)
+        else:
+            loaded += 1
+            assert all((x < np.inf).all() for x in jax.tree.map(np.asarray, jax.tree.leaves(model))), content
+    assert loaded > 200 and with_line > 0.9 * (number - loaded)
