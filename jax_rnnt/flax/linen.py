@@ -31,21 +31,9 @@ class Joint(nn.Module):
 
     Parameters
     ----------
-    width : int
-        H.
-    outputs : int
-        V, or V + D with durations.
-    activation : callable, default jnp.tanh
-        Element-wise and hashable: jnp.tanh, jax.nn.relu.
-    dropout : float, default 0.0
-        Share of projected entries that training drops.
-    masking : float, default 0.0
-        Share of projected predictor rows that training masks: a row is zero as a whole, none is scaled. With dropout or
-        masking, calls need ``deterministic=``, and those with False a "dropout" key.
-    dtype : dtype, optional
-        Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
-    param_dtype : dtype, default float32
-        Of the parameters.
+    width, outputs, activation, dropout, masking, dtype, param_dtype
+        As for `jax_rnnt.flax.nnx.Joint`. With dropout or masking, calls need ``deterministic=``,
+        and those with False a "dropout" key.
 
     Examples
     --------
@@ -145,18 +133,8 @@ class StatelessPredictor(nn.Module):
 
     Parameters
     ----------
-    symbols : int
-        Labels that `step` takes, with the start label: V of most losses.
-    width : int
-        P.
-    history : int, default 2
-        Labels that it sees.
-    start : int, default -1
-        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
-    dtype : dtype, optional
-        Of the rows. Default: `param_dtype`.
-    param_dtype : dtype, default float32
-        Of the parameters.
+    symbols, width, history, start, dtype, param_dtype
+        As for `jax_rnnt.flax.nnx.StatelessPredictor`.
 
     Examples
     --------
@@ -211,18 +189,8 @@ class LSTMPredictor(nn.Module):
 
     Parameters
     ----------
-    symbols : int
-        Labels that `step` takes, with the start label: V of most losses.
-    width : int
-        P.
-    layers : int, default 1
-        LSTM layers.
-    start : int, default -1
-        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
-    dtype : dtype, optional
-        Of rows and state. Default: `param_dtype`.
-    param_dtype : dtype, default float32
-        Of the parameters.
+    symbols, width, layers, start, dtype, param_dtype
+        As for `jax_rnnt.flax.nnx.LSTMPredictor`.
 
     Examples
     --------

@@ -115,25 +115,18 @@ def test_tables_are_arguments(tmp_path):
     assert 12 * sum(len(x) > 1 for x in grams) < size < 24 * len(grams) + 8 * 9 + 40
 
 
-@pytest.mark.parametrize(
-    ("labels", "error", "message"),
-    [
-        (
-            ["a", "x", "y"],
-            ValueError,
-            "labels must be tokens of .*m.arpa, as it has no <unk>, got 2 .*: 'x', 'y'; None",
-        ),
-        (["a", *map(str, range(9))], ValueError, "labels .* got 9 that are none: '0', '1', '2', '3', '4', ...;"),
-        (
-            ["a", "b", "a"],
-            ValueError,
-            r"labels must be different texts, at least one, got \['a', 'a'\], which are equal",
-        ),
-        (["e\u0301", "\u00e9"], ValueError, "labels must be different .* are equal in Unicode's form NFC"),
-        ([None, None], ValueError, "labels must be different texts, at least one, got 2 that are none"),
-        (["a", 3], TypeError, "labels must be str or None, got 3"),
-    ],
-)
+DIFFERENT = "labels must be different texts, at least one, got "
+WRONG_LABELS = [
+    (["a", "x", "y"], ValueError, "labels must be tokens of .*m.arpa, as it has no <unk>, got 2 .*: 'x', 'y'; None"),
+    (["a", *map(str, range(9))], ValueError, "labels .* got 9 that are none: '0', '1', '2', '3', '4', ...;"),
+    (["a", "b", "a"], ValueError, DIFFERENT + r"\['a', 'a'\], which are equal"),
+    (["e\u0301", "\u00e9"], ValueError, "labels must be different .* are equal in Unicode's form NFC"),
+    ([None, None], ValueError, DIFFERENT + "2 that are none"),
+    (["a", 3], TypeError, "labels must be str or None, got 3"),
+]
+
+
+@pytest.mark.parametrize(("labels", "error", "message"), WRONG_LABELS)
 def test_labels(labels, error, message, tmp_path):
     path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 2, unk=False)))
     with pytest.raises(error, match=f"NGram.from_arpa: {message}"):

@@ -53,17 +53,19 @@ def test_options_that_are_off(function):
     assert text(temperature=2.0) != text() != text(blank_penalty=0.5)
 
 
+FIRST = dict(duration_choice="token_first")
+ROWS = dict(temperature=2.0, loss=RNNTLoss(fused_log_softmax=False))
 ERRORS = [
+    (ROWS, ValueError, "temperature must be 1 with fused_log_softmax=False.* got 2.0"),
     (
-        dict(temperature=2.0, loss=RNNTLoss(fused_log_softmax=False)),
+        dict(duration_choice="token"),
         ValueError,
-        "temperature must be 1 with fused_log_softmax=False.* got 2.0",
+        "greedy: duration_choice must be one of 'pair', 'token_first', got 'token'",
     ),
-    (dict(duration_choice="token"), ValueError, "greedy: duration_choice must be one of 'pair', 'token_first', got 'token'"),
     (
-        dict(duration_choice="token_first", exact_end=True, loss=TDTLoss((1,))),
+        FIRST | dict(exact_end=True, loss=TDTLoss((1,))),
         ValueError,
-        "exact_end must be False with duration_choice='token_first', got True",
+        "exact_end must be False with duration_choice='token_",
     ),
     (dict(key=None), TypeError, "sample: key must be a JAX random key, got None"),
     (dict(key=3), TypeError, "sample: key must be a JAX random key, got 3"),

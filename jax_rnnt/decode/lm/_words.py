@@ -113,11 +113,8 @@ class WordNGram(Automaton):
 
         Parameters
         ----------
-        path : str or PathLike
-            The file, in UTF-8; compressed if its name ends in .gz. Text before \\data\\ is not read.
-        labels : sequence of str or None
-            The text of each class of the joint network, V in all. None for classes that are no labels, as the blank:
-            their score is -inf.
+        path, labels
+            As for `NGram.from_arpa`; labels are what words are spelled with.
         separator : str, default "▁"
             What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional

@@ -21,21 +21,8 @@ from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
-from jax_rnnt.decode.search import _options
-from jax_rnnt.decode.search._beam_step import (
-    Beam,
-    Rules,
-    State,
-    first_beam,
-    first_frame,
-    first_networks,
-    key_parts,
-    merged,
-    recurrent,
-    running,
-    score_rows,
-    step,
-)
+from jax_rnnt.decode.search import _beam_step, _options
+from jax_rnnt.decode.search._beam_step import Beam, Rules, State
 from jax_rnnt.decode.search._hashing import append_label
 from jax_rnnt.decode.search._packing import empty_results, packs
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
@@ -147,7 +134,7 @@ def beam(
         if state is not None:
             stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
         beyond = beyond_the_end(search, exact_end, stream.reached)
-        rules = Rules(search, models, recurrent(stream.networks), stream.first, *sizes, merge, threshold)
+        rules = Rules(search, models, _beam_step.recurrent(stream.networks), stream.first, *sizes, merge, threshold)
         return result(rules, run_steps(rules, stream, beyond), length_norm)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
@@ -157,8 +144,8 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     """The start of a stream; `first` makes rows and state of the predictor."""
     batch = search.lengths.shape[0]
     zeros, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-    networks = first_networks(search, fusion, batch, width, start, *first())
-    return Stream(none, none, zeros, zeros, first_beam(batch, width, max_labels, search.dtype), networks)
+    networks = _beam_step.first_networks(search, fusion, batch, width, start, *first())
+    return Stream(none, none, zeros, zeros, _beam_step.first_beam(batch, width, max_labels, search.dtype), networks)
 
 
 def fitted(state, rows: int):
@@ -176,11 +163,12 @@ def fitted(state, rows: int):
 def run_steps(rules: Rules, stream: Stream, bad) -> State:
     """The state after all frames of this part; `bad` [B]: utterances without a result."""
     search, beam, networks = rules.search, stream.beam, stream.networks
-    score = functools.partial(score_rows, search)
+    score = functools.partial(_beam_step.score_rows, search)
     results = empty_results(rules.rows, score, search.encoder_out, networks.rows)
     bad = stream.bad | search.bad | bad
-    state = search.vary(State(first_frame(beam), stream.reached, beam, networks, results, bad))
-    return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
+    state = search.vary(State(_beam_step.first_frame(beam), stream.reached, beam, networks, results, bad))
+    running, step = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.step, rules)
+    return jax.lax.while_loop(running, step, state)
 
 
 def result(rules: Rules, state: State, length_norm) -> Hypotheses:
@@ -192,7 +180,7 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     )
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, _ = merged(score, now.path_score, key_parts(now.key))
+        score, _ = _beam_step.merged(score, now.path_score, _beam_step.key_parts(now.key))
     score, bad = with_final_scores(rules, state, score)
     _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
     arrays = score, now.counts, now.written, now.log_probs

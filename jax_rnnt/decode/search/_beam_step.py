@@ -70,21 +70,6 @@ class Beam(typing.NamedTuple):
     written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
     log_probs: jax.Array  # [B, W, L]: of the labels, in the model alone
 
-    @property
-    def paths(self) -> Paths:
-        return Paths(self.score, self.path_score, self.frame, self.counts, self.count_here, tuple(key_parts(self.key)))
-
-
-class Paths(typing.NamedTuple):
-    """What a move changes of a hypothesis, as in `Beam`."""
-
-    score: jax.Array
-    path_score: jax.Array
-    frame: jax.Array
-    counts: jax.Array
-    count_here: jax.Array
-    key: tuple
-
 
 class State(typing.NamedTuple):
     """Of the loop over steps."""
@@ -297,18 +282,20 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
         kinds.append(Move(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
     move = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *kinds)
 
-    before, writes = take_each(now.paths, move.parent), move.label >= 0
+    before = now.score, now.path_score, now.frame, now.counts, now.count_here, key_parts(now.key)
+    score, path_score, frame, counts, count_here, key = take_each(before, move.parent)
+    writes = move.label >= 0
     written = writes.astype(jnp.int32)
     return Candidates(
-        score=before.score + move.gain,
-        path_score=before.path_score + move.gain,
+        score=score + move.gain,
+        path_score=path_score + move.gain,
         parent=move.parent,
         label=move.label,
         reads=move.reads,
-        frame=before.frame + move.reads,
-        counts=before.counts + written,
-        count_here=jnp.where(move.reads == 0, before.count_here + written, 0),
-        key=tuple(jnp.where(writes, x, y) for x, y in zip(append_label(before.key, move.label), before.key)),
+        frame=frame + move.reads,
+        counts=counts + written,
+        count_here=jnp.where(move.reads == 0, count_here + written, 0),
+        key=tuple(jnp.where(writes, x, y) for x, y in zip(append_label(key, move.label), key)),
     )
 
 

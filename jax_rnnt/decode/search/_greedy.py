@@ -336,20 +336,12 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
         frame, count_here = frame + leaves.astype(jnp.int32), jnp.where(leaves, 0, count_here)
     columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
     here = (columns == state.counts[:, None]) & writes[:, None]
-    new = walk.label, rules.first + state.frame + walk.at, walk.reads, walk.log_prob
-    old = state.labels, state.frames, state.durations, state.log_probs
-    labels, frames, durations, log_probs = (jnp.where(here, x[:, None], y) for x, y in zip(new, old))
-    return state._replace(
-        frame=frame,
-        count_here=count_here,
-        counts=state.counts + writes.astype(jnp.int32),
-        reached=walk.reached,
-        scores=walk.score,
-        labels=labels,
-        frames=frames,
-        durations=durations,
-        log_probs=log_probs,
-    )
+    frames = rules.first + state.frame + walk.at
+    new = dict(labels=walk.label, frames=frames, durations=walk.reads, log_probs=walk.log_prob)
+    counts = state.counts + writes.astype(jnp.int32)
+    fields: dict[str, Any] = {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
+    fields |= dict(frame=frame, count_here=count_here, counts=counts, reached=walk.reached, scores=walk.score)
+    return state._replace(**fields)
 
 
 def advance(rules: Rules, state: State, label) -> State:
