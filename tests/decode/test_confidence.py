@@ -36,7 +36,7 @@ def table(loss):
     return rows
 
 
-@pytest.mark.parametrize("name", ["constrained", "tdt", "split", losses.slow("hat")])
+@pytest.mark.parametrize("name", ["constrained", "tdt", "split"])
 def test_one_alignment(name):
     """Both are the probability of the label at its node, also at a temperature.
 

@@ -241,11 +241,10 @@ def check_decoder_inputs(joint, predictor, rows, *, every=False):
 
     def search(*inputs):
         loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, 2)
-        greedy = decode.greedy(loss, *inputs, lengths, 5, max_symbols=2)
+        greedy = decode.greedy(loss, *inputs, lengths, 5, max_symbols=2, ilm_weight=0.5)
         if not every:
             return (greedy[:-1],)
-        parallel = decode.parallel(loss, *inputs, lengths, 5, rounds=1)
-        return greedy[:-1], parallel[:-1], decode.beam(loss, *inputs, lengths, 2, 8, max_symbols=1, ilm_weight=0.5)[:-1]
+        return greedy[:-1], decode.parallel(loss, *inputs, lengths, 5, rounds=1)[:-1]
 
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
     plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])
@@ -303,14 +302,15 @@ def test_bfloat16(flavour, name):
     """Products, rows, state and logits; parameters stay float32."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
     predictor, _ = make(flavour, name, V, P, **options)
-    row, state = predictor.step(predictor.initial(B), jnp.zeros(B, int))
+    row, state = jax.eval_shape(lambda: predictor.step(predictor.initial(B), jnp.zeros(B, int)))
     same = jax.tree.map(lambda x, y: x.dtype == y.dtype, state, predictor.initial(B))
     assert row.dtype == jnp.bfloat16 and all(jax.tree.leaves(same))
     joint, parameters, rows = joint_and_rows(flavour, **options)
-    assert joint.logits(*rows).dtype == joint(*(x[:, 0] for x in rows)).dtype == jnp.bfloat16
+    assert joint.logits(*rows).dtype == jnp.bfloat16
     assert {str(x.dtype) for x in jax.tree.leaves(parameters)} == {"float32"}
-    found = joint(rows[0][:, :, None], rows[1][:, None]).astype(float)
-    np.testing.assert_allclose(found, by_hand(parameters, rows), atol=0.05)
+    found = jax.jit(lambda *rows: joint(*rows))(rows[0][:, :, None], rows[1][:, None])
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(float), by_hand(parameters, rows), atol=0.05)
 
 
 @FLAVOURS

@@ -124,10 +124,12 @@ def test_greedy_is_the_plain_loop(loss):
     assert changed > 4
 
 
-@pytest.mark.parametrize("name", [x if x in ("tdt", "hat") else losses.slow(x) for x in NAMED])
+@pytest.mark.parametrize(
+    "name", ["tdt", "hat", *map(losses.slow, ("rnnt", "multiblank", "split", "monotonic_final_blank"))]
+)
 def test_beam_is_the_enumeration(name):
     """With a penalty and a temperature, which the internal language model has too."""
-    model = Model(NAMED[name])
+    model = Model(NAMED[name], batch=2 if name == "tdt" else 1)
     traced = adjust(model)
     options, added = models_of(model)
     rules = dict(max_symbols=2, exact_end=name != "tdt")
@@ -358,7 +360,8 @@ def test_wrong_parts():
     """Of streams: a model of another kind, a `place` that makes another state."""
     model = Model(losses.RNNT)
     networks = model.parameters.joint, model.parameters.predictor
-    search = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
+    greedy = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
+    search = lambda **options: jax.eval_shape(functools.partial(greedy, fusion=options.pop("fusion", ())), **options)
     state = search(fusion=((GOOD, 1.0),)).state
     with pytest.raises(ValueError, match="greedy: state of greedy must keep the structure of its state"):
         search(state=state)

@@ -134,8 +134,7 @@ def test_static_errors(name, option):
             search(name, ordinary(name) | {option.name: given})
 
 
-ENDS = [*((name, "inside") for name in NUMBERS), losses.slow("greedy", "low"), losses.slow("greedy", "high")]
-ENDS += [losses.slow("beam", "low"), losses.slow("beam", "high")]
+ENDS = [*((name, "inside") for name in SEARCHES), losses.slow("greedy", "low"), losses.slow("greedy", "high")]
 
 
 @pytest.mark.parametrize(("name", "end"), ENDS)
@@ -167,12 +166,10 @@ def test_counts(name, option):
             search(name, {}, **{option: value})
 
 
-@pytest.mark.parametrize("name", ["greedy", losses.slow("beam")])
-def test_large_counts(name):
+def test_large_counts():
     """Limits may be as large as one likes; they are those of as many labels and frames as there are."""
-    frames = {} if name == "beam" else {"window": MODEL.encoder.shape[1]}
-    few = {"max_symbols": MOST} | frames
-    many, few = (jax.jit(lambda x=x: search(name, {}, **x))() for x in (dict.fromkeys(few, 2**70), few))
+    few = {"max_symbols": MOST, "window": MODEL.encoder.shape[1]}
+    many, few = (jax.jit(lambda x=x: search("greedy", {}, **x))() for x in (dict.fromkeys(few, 2**70), few))
     assert_same(many, few)
 
 
@@ -191,10 +188,10 @@ def test_float32():
 # ------------------------------------------------------------------------------------- temperature, in closed form
 
 FRAMES = np.array([[[0.5, 0.2, -0.3], [0.1, 0.7, 0.3], [0.6, 0.5, 0.9]]])  # the largest: blank, label 1, label 2
-COLD = [(name, "monotonic") for name in SEARCHES] + [("greedy", "tdt"), ("greedy", "hat")]
+COLD = [("greedy", "monotonic"), ("beam", "monotonic"), ("greedy", "tdt"), ("greedy", "hat")]
 
 
-@pytest.mark.parametrize(("name", "kind"), [x if x[0] in ("greedy", "beam") else losses.slow(*x) for x in COLD])
+@pytest.mark.parametrize(("name", "kind"), COLD)
 def test_cold(name, kind):
     """The most probable class of each frame has the probability 1, whatever the size of the logits: the score is 0.
 

@@ -86,7 +86,7 @@ def chosen_again(model, b, labels, frames):
     return after, [log_prob(u, label) for u, label in enumerate(after)]
 
 
-@pytest.mark.parametrize("name", ["rnnt", losses.slow("tdt"), losses.slow("hat")])
+@pytest.mark.parametrize("name", ["rnnt", losses.slow("tdt")])
 def test_rounds(name):
     """Each label by a loop; all else stays as it is."""
     model, changes = Masked(NAMED[name], seed=2), [0, 0]

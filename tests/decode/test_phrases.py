@@ -1,7 +1,6 @@
 """Do phrases earn what their definition says, sequence by sequence?"""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import losses
-from decoding import EXACT, MOST, Model, enumerate_all, greedy_loop, trimmed
+from decoding import EXACT, MOST, Model, enumerate_all, trimmed
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _automaton
 
@@ -144,9 +143,8 @@ def test_a_match_that_other_lists_do_not_know():
 LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
 
 
-@pytest.mark.parametrize(("search", "sizes"), [(decode.beam, (64,)), (decode.greedy, ())], ids=["beam", "greedy"])
-def test_searches(search, sizes):
-    """Each utterance with its own list: N-best lists are the enumeration, greedy search is the plain loop.
+def test_searches():
+    """Each utterance with its own list: N-best lists are the enumeration.
 
     So they are in a stream whose second part comes in another order, and so do the lists.
     """
@@ -156,7 +154,7 @@ def test_searches(search, sizes):
     def part(encoder, lengths, state, phrases):
         networks = model.parameters.joint, model.parameters.predictor
         options = dict(fusion=((phrases, 0.5),), max_symbols=2, state=state)
-        return search(model.loss.value(), *networks, encoder, lengths, MOST, *sizes, **options)
+        return decode.beam(model.loss.value(), *networks, encoder, lengths, MOST, 64, **options)
 
     lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
     padded = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 3 - len(range(3)[frames])), (0, 0)))
@@ -167,28 +165,24 @@ def test_searches(search, sizes):
     turned = jax.tree.map(lambda x: x[::-1], first.state)
     last = part(padded(slice(1, 3))[::-1], model.lengths[::-1] - 1, turned, lists(1, 0))
     last = jax.tree.map(lambda x: x[::-1], last._replace(state=None))
-    whole, first, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, first, last))
-    for found, (b, given) in itertools.product((whole, last), enumerate(LISTS)):
-        value = lambda labels, finished, given=given: 0.5 * worth(labels, *given, finished)
+    whole, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, last))
+    for b, phrases in enumerate(LISTS):
+        value = lambda labels, finished, phrases=phrases: 0.5 * worth(labels, *phrases, finished)
         rules = dict(
             fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
             final=lambda labels: value(labels, True) - value(labels, False),
             max_symbols=2,
         )
-        if search is decode.greedy:
-            labels, _, score = greedy_loop(model, b, room=MOST, **rules)
-            before = [] if found is whole else trimmed(first, b)[0]
-            assert before + trimmed(found, b)[0] == labels[0]
-            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
-            continue
         expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
-        alive = np.flatnonzero(found.scores[b] > -np.inf)
-        got = {tuple(trimmed(found, b, n)[0]): found.scores[b, n] for n in alive}
-        assert got.keys() == expected.keys() and len(alive) == len(got) > 2
-        np.testing.assert_allclose([got[x] for x in expected], [*expected.values()], rtol=EXACT)
-        # The whole of a hypothesis is what it is without phrases and what they are worth.
         plain = enumerate_all(model, b, max_symbols=2)
-        np.testing.assert_allclose([got[y] - plain[y][0] for y in got], [value(y, True) for y in got], atol=EXACT)
+        for found in (whole, last):
+            alive = np.flatnonzero(found.scores[b] > -np.inf)
+            scores = {tuple(trimmed(found, b, n)[0]): found.scores[b, n] for n in alive}
+            assert scores.keys() == expected.keys() and len(alive) == len(scores) > 2
+            np.testing.assert_allclose([scores[x] for x in expected], [*expected.values()], rtol=EXACT)
+            # The whole of a hypothesis is what it is without phrases and what they are worth.
+            gains = [scores[y] - plain[y][0] for y in scores]
+            np.testing.assert_allclose(gains, [value(y, True) for y in scores], atol=EXACT)
 
 
 @pytest.mark.parametrize(

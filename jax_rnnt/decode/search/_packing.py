@@ -68,7 +68,7 @@ def packing(wanted, source, size, lag=0) -> Packing:
     return Packing(order, rows_at(place, source), jnp.sum(computed, dtype=jnp.int32), size)
 
 
-def each_pack(packs, count, function, results):
+def each_pack(packed, count, function, results):
     """``results = function(results, place, rows)`` for each pack of the first `count` rows; it begins at `place`.
 
     A last one that would end beyond the N rows begins earlier, and some rows are computed twice.
@@ -76,8 +76,8 @@ def each_pack(packs, count, function, results):
 
     def step(carry):
         place, results = carry
-        rows = jax.lax.dynamic_slice(packs.order, (place,), (packs.size,))
-        return place + packs.size, function(results, place, rows)
+        rows = jax.lax.dynamic_slice(packed.order, (place,), (packed.size,))
+        return place + packed.size, function(results, place, rows)
 
     return jax.lax.while_loop(lambda carry: carry[0] < count, step, (jnp.zeros_like(count), results))[1]
 
