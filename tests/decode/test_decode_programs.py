@@ -76,7 +76,6 @@ ENDS = [
     ("monotonic_final_blank", UNMERGED, (12, 4)),
     losses.slow("monotonic_final_blank", decode.beam, (12, 4)),
     losses.slow("multiblank", decode.greedy, (90,)),
-    losses.slow("multiblank", decode.beam, (12, 4)),
     losses.slow("tdt124", decode.beam, (12, 12)),
 ]
 
@@ -142,7 +141,7 @@ def test_nothing_to_decode(batch, frames, function, width):
 
 
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
-@ALL
+@BOTH
 def test_shard_map(devices, function, sizes):
     """Nothing is exchanged."""
     model = Model(losses.TDT, batch=16)

@@ -50,7 +50,6 @@ ARC = Number("arc_weights", (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf), 
 FUSED = (WEIGHT, INTERNAL)
 NUMBERS = {
     "greedy": (PENALTY, TEMPERATURE, ARC, *FUSED),
-    "stream": (PENALTY, TEMPERATURE, ARC, *FUSED),
     "beam": (PENALTY, TEMPERATURE, ARC, *FUSED, THRESHOLD, NORM),
     "sample": (TEMPERATURE, ARC),
     "parallel": (PENALTY, TEMPERATURE, ARC),
@@ -80,12 +79,8 @@ def search(name, numbers, **counts):
             state,
         )
         given["fusion"] = ((decode.Predictor(lambda batch: (), step), given.pop("weight")),)
-    run = SEARCHES["greedy" if name == "stream" else name]
     options = dict(max_labels=MOST) | given | counts
-    if name != "stream":
-        return run(loss, *networks, MODEL.encoder, MODEL.lengths, **options)._replace(state=None)
-    state = decode.greedy(loss, *networks, MODEL.encoder[:, :1], [1, 1], MOST, fusion=given.get("fusion", ())).state
-    return run(loss, *networks, MODEL.encoder[:, 1:], MODEL.lengths - 1, state=state, **options)._replace(state=None)
+    return SEARCHES[name](loss, *networks, MODEL.encoder, MODEL.lengths, **options)._replace(state=None)
 
 
 @functools.cache
@@ -122,7 +117,7 @@ def test_traced(name, option):
             assert np.isnan(found.scores).all() and (np.asarray(found.counts) == 0).all(), value
 
 
-@pytest.mark.parametrize(("name", "option"), [x for x in PAIRS if x[0] != "stream"], ids=str)
+@pytest.mark.parametrize(("name", "option"), PAIRS, ids=str)
 def test_static_errors(name, option):
     """They name the search, the option, its range and the value."""
     expected = re.escape(f"{name}: {option.shown} must be {_options.RANGES[option.name].expected}")
