@@ -22,7 +22,7 @@ class TileInputs(typing.NamedTuple):
     label: jax.Array  # int32 [B N, 1, U1]
     num_frames: jax.Array  # [B N]
     num_labels: jax.Array  # [B N]
-    counts: jax.Array | None  # of `_nodes`: bool [B N, T, U1], which nodes count
+    counts: Any  # of `_nodes`: bool [B N, T, U1], which nodes count; None: all inside the lengths
     arrays: tuple[jax.Array, ...]  # of `_nodes`: [B N, T, U1, V]
 
     @property

@@ -251,7 +251,7 @@ class Sums(typing.NamedTuple):
 class Backward(typing.NamedTuple):
     """What every turn of the backward pass reads."""
 
-    tiled: Tiled  # for these platforms
+    tiled: Any  # `Tiled`, lowered for these platforms
     strict: bool
     platforms: tuple[str, ...]
     parameters: list[jax.Array]
