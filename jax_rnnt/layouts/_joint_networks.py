@@ -125,9 +125,9 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Any function of rows; its constants are the parameters."""
+    """Any function of parameters and rows."""
 
-    function: Any
+    function: Any  # `Pure` or `Traced` of `_xla.retracing`
 
     @property
     def random(self) -> bool:
@@ -234,12 +234,18 @@ def row_avals(rows: int, encoder, predictor):
     return [_xla.result_aval(jax.typeof(x), (rows, x.shape[-1]), x.dtype, 0) for x in both]
 
 
-def split(function: str, joint, rows: int, encoder, predictor):
-    """(static part, parameters) of a joint network for tiles of `rows` rows."""
+def split(function: str, logits, rows: int):
+    """(static part, parameters) of the joint network of checked `JointLogits`, for tiles of `rows` rows."""
+    joint, parameters = logits.joint, logits.parameters
     if isinstance(joint, LinearJoint):
         return Linear(joint.activation), joint.parameters
-    traced, parameters, made = _xla.trace(joint, *row_avals(rows, encoder, predictor))
-    check_rows(function, made, rows)
+    traced: Any
+    avals = row_avals(rows, logits.encoder_out, logits.predictor_out)
+    if parameters is None:
+        traced, parameters, result = _xla.trace(joint, *avals)
+    else:
+        traced, parameters, result = _xla.pure(f"{function}: joint", joint, parameters, *avals)
+    check_rows(function, result, rows)
     return Rows(traced), parameters
 
 

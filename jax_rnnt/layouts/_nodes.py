@@ -285,7 +285,7 @@ def _in_tiles(function, layouts, batch: Batch, labels):
     parameters = []
     for x in layouts:
         if isinstance(x, JointLogits):
-            joint, own = split(NAME, x.joint, rows, x.encoder_out, x.predictor_out)
+            joint, own = split(NAME, x, rows)
             of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
             parts.append(Network(joint, len(own), of_encoder, of_predictor))
             parameters.append(own)

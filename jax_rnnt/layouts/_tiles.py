@@ -28,14 +28,15 @@ from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
 
 def tiled(function: str, logits, inner: Emission):
     """(emission, its logits) of checked `JointLogits`, in tiles; errors name `function`."""
-    joint, encoder, predictor = logits.joint, logits.encoder_out, logits.predictor_out
-    linear = isinstance(joint, LinearJoint)
+    encoder, predictor = logits.encoder_out, logits.predictor_out
+    linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
-    if not linear:
-        # A function is traced for its number of rows, so there the default backend decides: DECISIONS.md.
+    if not linear and logits.parameters is None:
+        # A closure is traced here, for its number of rows. So the platform is that of the default backend, and not the
+        # one that the program is lowered for: right but for tiles of another size where they differ.
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
-    static, parameters = split(function, joint, rows, encoder, predictor)
+    static, parameters = split(function, logits, rows)
     return dataclasses.replace(emission, joint=static), (parameters, encoder, predictor)
 
 
@@ -57,7 +58,7 @@ class Tiled(Wrapper):
     dtype: Any
     chunk: int | None
     linear: bool
-    blocks: Blocks | None = None  # of a function from the start: it is traced for its rows
+    blocks: Blocks | None = None  # of a closure from the start: it is traced for its rows
 
     def lowered_for(self, platforms, encoder, predictor):
         """The same with the tiles of these platforms, for these rows of one device."""
@@ -274,11 +275,11 @@ class Backward(typing.NamedTuple):
     def zeros(self, goals) -> Sums:
         blocks, inputs, joint = self.tiled.blocks, self.inputs, self.tiled.joint
         sides = zip(goals, (blocks.frames, blocks.columns), (inputs.encoder, inputs.predictor))
-        states = (jnp.zeros((size, rows, x.shape[-1]), sum_dtype(x)) for (size, *_), rows, x in sides)
+        encoder, predictor = (jnp.zeros((size, rows, x.shape[-1]), sum_dtype(x)) for (size, *_), rows, x in sides)
         learned = (inputs.arrays[i] for i in joint.arrays) if inputs.arrays else ()
         arrays = [jnp.zeros((math.prod(x.shape[:3]), *x.shape[3:]), x.dtype) for x in learned]
         infinite = jnp.zeros(self.work.block.size, bool)
-        return Sums(*states, arrays, infinite, joint.zeros(self.parameters, blocks.count))
+        return Sums(encoder, predictor, arrays, infinite, joint.zeros(self.parameters, blocks.count))
 
     def encoder_of(self, tile):
         # A random joint gets zeros for a sequence that is off, as in `without`; one that counts may share its frames.
