@@ -67,7 +67,7 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     """
     lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
     planes, topology = loss.arcs(logits, targets, *lengths, key=key), _apart(loss.lattice)
-    planes = {own.slot: planes[arc.slot] for own, arc in zip(topology, loss.lattice, strict=True)}
+    planes = {apart.slot: planes[arc.slot] for apart, arc in zip(topology, loss.lattice, strict=True)}
     return jax.grad(lambda planes: lattices.log_likelihood(topology, planes, *lengths).sum())(planes)
 
 
@@ -394,8 +394,8 @@ def draw_beam(
     --------
     ::
 
-        found = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
-        plot.draw_beam(found, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
+        hypotheses = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
+        plot.draw_beam(hypotheses, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
     """
     labels = np.asarray(hypotheses.labels)
     if labels.ndim != 3:

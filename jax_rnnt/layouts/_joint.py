@@ -162,9 +162,9 @@ class JointLogits(Layout):
         _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
         _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
         predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
-        own = encoder.shape[:-2]
-        alike = next((i for i, (n, m) in enumerate(zip(own, batch)) if n != m), len(own))
-        if alike == 0 or len(own) < len(batch) or any(n != 1 for n in own[alike:]):
+        outer = encoder.shape[:-2]
+        alike = next((i for i, (n, m) in enumerate(zip(outer, batch)) if n != m), len(outer))
+        if alike == 0 or len(outer) < len(batch) or any(n != 1 for n in outer[alike:]):
             encoder = jnp.broadcast_to(encoder, (*batch, *encoder.shape[-2:]))  # else the emission shares its rows
         if isinstance(joint, LinearJoint):
             joint = _linear(function, joint, (encoder.shape[-1], predictor.shape[-1]))
@@ -177,8 +177,8 @@ class JointLogits(Layout):
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1
-        given = targets, logit_lengths, target_lengths
-        return _checks.sequences(function, *given, *shape, "predictor_out", "encoder_out", self.frames)
+        sequences = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *sequences, *shape, "predictor_out", "encoder_out", self.frames)
 
     def split_arrays(self, function, option):
         if option == "frame_axis":
@@ -195,13 +195,13 @@ class JointLogits(Layout):
         elif not jax.tree_util.all_leaves([joint]):
             joint = jax.tree.map(lambda _: P(), joint)
 
-        def own(x):  # a batch dimension of 1 stands for all
+        def axes_of(x):  # a batch dimension of 1 stands for all
             *shape, _, _ = jnp.shape(x)
             return [None if n == 1 else axes for n, axes in zip(shape, batch[len(batch) - len(shape) :])]
 
-        encoder = P(*own(self.encoder_out), frame_axis)
+        encoder = P(*axes_of(self.encoder_out), frame_axis)
         parameters = jax.tree.map(lambda _: P(), self.parameters)
-        values = joint, encoder, P(*own(self.predictor_out)), self.chunk, parameters
+        values = joint, encoder, P(*axes_of(self.predictor_out)), self.chunk, parameters
         return _pytree.make(JointLogits, _FIELDS, values)
 
     def emission(self, function, loss, head, *sequences):
@@ -224,9 +224,9 @@ def _linear(function, joint, widths):
     if not isinstance(activation, Hashable) or not callable(activation):
         raise TypeError(f"{function}: joint.activation must be a hashable function, got {activation!r}.")
     units = jax.ShapeDtypeStruct((1, 1, 1, weight.shape[0]), accumulation_dtype(weight.dtype))
-    made = jax.eval_shape(activation, units)
-    if getattr(made, "shape", None) != units.shape or not jnp.issubdtype(made.dtype, jnp.floating):
-        raise ValueError(f"{function}: joint.activation must be element-wise, got {made} of {units}.")
+    activated = jax.eval_shape(activation, units)
+    if getattr(activated, "shape", None) != units.shape or not jnp.issubdtype(activated.dtype, jnp.floating):
+        raise ValueError(f"{function}: joint.activation must be element-wise, got {activated} of {units}.")
     return LinearJoint(weight, bias, activation)
 
 

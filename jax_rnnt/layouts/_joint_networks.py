@@ -100,10 +100,10 @@ class Linear:
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
         def gradients(x, totals, encoder, predictor):
-            made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
-            made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
+            sums = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
+            sums += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
             # First of all, so that the memory of the hidden units is free for their gradient.
-            x, totals = self.barrier((x, [a + b for a, b in zip(totals, made)]))
+            x, totals = self.barrier((x, [a + b for a, b in zip(totals, sums)]))
             _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor, counts))
             (grad_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
             if not self.wide:
@@ -151,12 +151,12 @@ class Rows:
             return [x.astype(like.dtype) for x, like in zip(pair(wide[0], wide[1], counts), (encoder, predictor))]
 
         # Rows meet in float32, so that their gradients are summed in it.
-        made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
-        logits, of_values = self.function.vjp(*parameters, *made)
+        pairs, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
+        logits, of_values = self.function.vjp(*parameters, *pairs)
 
         def gradients(x, totals, *_):
-            *made, grad_encoder, grad_predictor = of_values(x)
-            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([grad_encoder, grad_predictor])
+            *of_parameters, grad_encoder, grad_predictor = of_values(x)
+            return [a + b.astype(a.dtype) for a, b in zip(totals, of_parameters)], *pull([grad_encoder, grad_predictor])
 
         return logits, gradients
 
@@ -249,8 +249,8 @@ def split(function: str, logits, rows: int):
     return Rows(traced), parameters
 
 
-def check_rows(function: str, made, rows: int):
-    """Raises unless `made` is [rows, V]."""
-    shape = getattr(made, "shape", None)
+def check_rows(function: str, logits, rows: int):
+    """Raises unless `logits` is [rows, V]."""
+    shape = getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != rows or shape[1] < 1:
-        raise ValueError(f"{function}: joint must make logits [N, V] of N rows, got {made} of {rows} rows.")
+        raise ValueError(f"{function}: joint must make logits [N, V] of N rows, got {logits} of {rows} rows.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import typing
@@ -38,7 +39,7 @@ NAME = "sum_over_nodes"
 
 
 # ---------------------------------------------------------------------------------------------- the sum, in tiles
-class Given(typing.NamedTuple):
+class Inputs(typing.NamedTuple):
     """The arrays of all logits; lists have an entry for each joint network, or for each array."""
 
     parameters: list[list[jax.Array]]
@@ -58,20 +59,20 @@ class Nodes(typing.NamedTuple):
     members: jax.Array | None = None  # bool [B, N] of packed rows: which belong to a sequence
 
 
-def _of_tiles(given, nodes):
+def _of_tiles(inputs, nodes):
     """(logits, nodes) of `Tiled`."""
     *batch, _, columns = nodes.counts.shape
-    encoder = side_by_side(given.encoders, nodes.counts.shape[:-1])
-    predictor = side_by_side(given.predictors, (*batch, columns))
-    parameters = [*(x for own in given.parameters for x in own), *given.constants]
+    encoder = side_by_side(inputs.encoders, nodes.counts.shape[:-1])
+    predictor = side_by_side(inputs.predictors, (*batch, columns))
+    parameters = [*itertools.chain.from_iterable(inputs.parameters), *inputs.constants]
     label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
     of_tiles = label, nodes.num_frames, nodes.num_labels, nodes.counts
-    return (parameters, encoder, predictor, *given.arrays, *given.labels), of_tiles
+    return (parameters, encoder, predictor, *inputs.arrays, *inputs.labels), of_tiles
 
 
-def _weighted(emission, weights, given, nodes):
+def _weighted(emission, weights, inputs, nodes):
     """(sums [...], values [..., T, U1])"""
-    values = emission.forward(*_of_tiles(given, nodes))[0]["value"]
+    values = emission.forward(*_of_tiles(inputs, nodes))[0]["value"]
     values = jnp.where(nodes.counts, values, 0)
     if nodes.members is not None:  # a NaN concerns all rows of its sequence
         bad = jnp.any(nodes.members & jnp.any(jnp.isnan(values), (-1, -2))[None], -1)
@@ -80,39 +81,39 @@ def _weighted(emission, weights, given, nodes):
 
 
 @jax.custom_vjp
-def _sums(emission, weights, given, nodes):
-    return _weighted(emission, weights, given, nodes)[0]
+def _sums(emission, weights, inputs, nodes):
+    return _weighted(emission, weights, inputs, nodes)[0]
 
 
 def _sums_fwd(emission, *primals):
     perturbed = jax.tree.map(lambda x: x.perturbed, primals[1])
-    weights, given, nodes = jax.tree.map(lambda x: x.value, primals)
+    weights, inputs, nodes = jax.tree.map(lambda x: x.value, primals)
     networks = zip(perturbed.parameters, perturbed.encoders, perturbed.predictors)
     of_networks, of_arrays = (any(jax.tree.leaves(x)) for x in networks), iter(perturbed.arrays)
     learned = tuple(next(of_arrays if part is None else of_networks) for part in emission.joint.parts)
     emission = dataclasses.replace(emission, joint=dataclasses.replace(emission.joint, learned=learned))
-    sums, values = _weighted(emission, weights, given, nodes)
-    return sums, (emission, weights, given, nodes, checkpoint_name(values, "rnnt_residuals"))
+    sums, values = _weighted(emission, weights, inputs, nodes)
+    return sums, (emission, weights, inputs, nodes, checkpoint_name(values, "rnnt_residuals"))
 
 
 def _sums_bwd(residuals, cotangent):
-    emission, weights, given, nodes, values = residuals
+    emission, weights, inputs, nodes, values = residuals
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
     # Sequences with a NaN get NaN, and add nothing to the gradient of what all share.
     bad = jnp.any(jnp.isnan(values), (-1, -2), keepdims=True)
     planes = {"value": jnp.where(bad, jnp.nan, jnp.where(nodes.counts, weights, 0))}
-    logits, of_tiles = _of_tiles(given, nodes)
-    made = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
-    parameters, encoder, predictor, *arrays = made
-    parameters, labels = iter(parameters), [arrays.pop() for _ in given.labels]  # None
-    of_networks = [[next(parameters) for _ in own] for own in given.parameters]
+    logits, of_tiles = _of_tiles(inputs, nodes)
+    gradients = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
+    parameters, encoder, predictor, *arrays = gradients
+    parameters, labels = iter(parameters), [arrays.pop() for _ in inputs.labels]  # None
+    of_networks = [[next(parameters) for _ in leaves] for leaves in inputs.parameters]
 
     def of_states(xs, like, gradient):
         return jax.vjp(lambda xs: side_by_side(xs, like.shape[:-1]), xs)[1](gradient)[0]
 
-    states = of_states(given.encoders, logits[1], encoder), of_states(given.predictors, logits[2], predictor)
-    return None, scale_cotangent(values, cotangent), Given(of_networks, *states, arrays, [*parameters], labels), None
+    states = of_states(inputs.encoders, logits[1], encoder), of_states(inputs.predictors, logits[2], predictor)
+    return None, scale_cotangent(values, cotangent), Inputs(of_networks, *states, arrays, [*parameters], labels), None
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
@@ -237,14 +238,14 @@ def _traced(function, rows, like, layouts, labels, dtype):
     avals = [aval((rows, x.classes), x.dtype) for x in layouts] + [aval((rows,), x.dtype) for x in labels]
 
     def values(*arguments):
-        made = function(*arguments)
-        if jnp.shape(made) != (rows,) or jnp.iscomplexobj(made):
+        value = function(*arguments)
+        if jnp.shape(value) != (rows,) or jnp.iscomplexobj(value):
             expected = f"one real number for each row, [N] for rows [N, V], here [{rows}]"
-            raise ValueError(f"{NAME}: function must return {expected}, got {made}.")
-        return jnp.asarray(made).astype(dtype)
+            raise ValueError(f"{NAME}: function must return {expected}, got {value}.")
+        return jnp.asarray(value).astype(dtype)
 
-    made, constants, _ = _xla.trace(values, *avals)
-    return Rows(made), constants
+    traced, constants, _ = _xla.trace(values, *avals)
+    return Rows(traced), constants
 
 
 def _in_tiles(function, layouts, shape, labels):
@@ -270,17 +271,17 @@ def _in_tiles(function, layouts, shape, labels):
     parameters = []
     for x in layouts:
         if isinstance(x, JointLogits):
-            joint, own = split(NAME, x, rows)
+            joint, leaves = split(NAME, x, rows)
             of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
-            parts.append(Network(joint, len(own), of_encoder, of_predictor))
-            parameters.append(own)
+            parts.append(Network(joint, len(leaves), of_encoder, of_predictor))
+            parameters.append(leaves)
         else:
             parts.append(None)
     like, *_ = _xla.vary_together(*encoders, *predictors, *arrays)
     traced, constants = _traced(function, rows, like, layouts, labels, accumulation_dtype(dtype))
     rowwise = Rowwise(tuple(parts), traced, (False,) * len(parts))
-    given = Given(parameters, encoders, predictors, arrays, constants, labels)
-    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), given
+    inputs = Inputs(parameters, encoders, predictors, arrays, constants, labels)
+    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), inputs
 
 
 def sum_over_nodes(
@@ -364,12 +365,12 @@ def sum_over_nodes(
     planes = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
     nodes, inside = planes.nodes, planes.nodes.counts
     labels = [] if targets is None else [jnp.broadcast_to(planes.labels, inside.shape)[..., None]]
-    emission, given = _in_tiles(function, layouts, inside.shape, labels)
+    emission, inputs = _in_tiles(function, layouts, inside.shape, labels)
     plane = jnp.ones(inside.shape, dtype) if planes.weights is None else planes.weights
     nodes = nodes._replace(counts=inside & (plane != 0))
-    leaves, structure = jax.tree.flatten((plane, given, nodes))
-    plane, given, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
-    sums = _sums(emission, plane, given, nodes)
+    leaves, structure = jax.tree.flatten((plane, inputs, nodes))
+    plane, inputs, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
+    sums = _sums(emission, plane, inputs, nodes)
     if nodes.members is not None:  # no scatter: in a fixed order
         sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
     return jnp.where(planes.bad, jnp.nan, sums)

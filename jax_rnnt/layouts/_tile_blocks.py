@@ -100,9 +100,9 @@ class Blocks:
         place = jnp.cumsum(flags, dtype=jnp.int32)
         count = place[-1]
         size = -(-flags.size // self.count) * self.count
-        own = jnp.arange(flags.size, dtype=jnp.int32)
+        index = jnp.arange(flags.size, dtype=jnp.int32)
         order = jnp.zeros(size, jnp.int32)
-        order = order.at[jnp.where(flags, place - 1, size + own)].set(own, mode="drop", unique_indices=True)
+        order = order.at[jnp.where(flags, place - 1, size + index)].set(index, mode="drop", unique_indices=True)
         # Past the end the last block repeats, so that nothing outside is read.
         place = jnp.arange(size, dtype=jnp.int32)
         block = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
@@ -124,8 +124,8 @@ class Blocks:
         """
         keys = key.reshape(-1, self.count)
         place = jnp.argmax(keys[:, :, None] == keys[:, None], -1).astype(jnp.int32)
-        own = row_index(self.count)
-        return place.reshape(-1), jnp.where(place == own, keys, count + own).reshape(-1)
+        index = row_index(self.count)
+        return place.reshape(-1), jnp.where(place == index, keys, count + index).reshape(-1)
 
     def part(self, i, x):
         """That of tile i of an array [n] of all blocks to do."""

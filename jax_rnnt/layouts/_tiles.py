@@ -122,10 +122,10 @@ class Tiled(Wrapper):
         )
 
     def without(self, nodes, masked):
-        label, num_frames, *rest = nodes
+        label, num_frames, *others = nodes
         if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
             return nodes
-        return label, jnp.where(masked, 0, num_frames), *rest
+        return label, jnp.where(masked, 0, num_frames), *others
 
     def _planes(self, strict):
         """What the inner emission makes of a node: (types, what fills nodes outside the lengths, structure)."""
