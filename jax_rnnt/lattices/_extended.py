@@ -1,8 +1,8 @@
 """Extended numbers (m, e, h) = m * 2^(e + 4096 h): the path weights of the reference and of the Pallas kernels.
 
 m is a float mantissa, e an integer exponent, h a float exponent for large arcs. Float32 logs reach 1e3 ... 1e4, where
-their spacing is 1e-4 ... 1e-3, and posteriors, differences of such logs, inherit that error. With an arc x = k ln 2 + r,
-k an integer and |r| < ln 2,
+their spacing is 1e-4 ... 1e-3, and posteriors, differences of such logs, inherit that error. With the log-probability
+x = k ln 2 + r of an arc, k an integer and |r| < ln 2,
 
     w = exp(x) = exp(r) * 2^k                                               is the number (exp(r), k)
     alpha * w = (m * exp(r)) * 2^(e + k)                                    integers add without rounding

@@ -219,14 +219,15 @@ def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
     The cotangents of a node are minus the posteriors of its arcs, so a row of logits has a gradient of the size of the
-    largest, c[t, u]. Nodes with c[t, u] <= eps / (T + U1) are left out. Together they have at most
+    largest, gamma[t, u]. Nodes with gamma[t, u] <= eps / (T + U1) are left out. Together they have at most
 
-        U1 eps / (T + U1) < eps             in a frame,  whose row of the encoder is a sum over columns
-        T eps / (T + U1) < eps              in a column, whose row of the predictor is a sum over frames
+        U1 eps / (T + U1) < eps                in a frame, whose row of the encoder is a sum over columns
+        T eps / (T + U1) < eps                 in a column, whose row of the predictor is a sum over frames
         T U1 eps / (T + U1) < eps min(T, U1)   in the sums of the parameters, over all nodes.
 
-    Every path leaves each column, each frame unless an arc skips it, and so at least max(T, U) nodes. The posteriors
-    that stay in these sums therefore add up to 1, 1 and max(T, U) or more: what is left out is less than eps of them.
+    Every path leaves each column (the last one unless a label ends it), each frame unless an arc skips it, and min(T,
+    U1) nodes or more but for these. So the posteriors in these sums add up to 1, 1 and min(T, U1): what is left out is
+    less than eps of them.
 
     A clamp lowers the limit, since clipped sums are smaller. So does a small largest cotangent: those of a latency have
     any size, and the bound is linear in them.
