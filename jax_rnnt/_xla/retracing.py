@@ -173,9 +173,10 @@ def _primitives(jaxpr) -> Iterator[str]:
 
 # Primitives that do nothing to plain arrays.
 _OF_MESH = ("pvary", "pcast", "reshard", "sharding_constraint")
-# Primitives that call a jaxpr: the name of the parameter that holds it.
+# Primitives that call a jaxpr: the name of the parameter that holds it. The derivative has been taken, so what
+# `jax.checkpoint` computes again is written out.
 _CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-_CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+_CALLS |= dict.fromkeys(("pjit", "jit", "checkpoint", "remat2"), "jaxpr") | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
 
 
 def evaluate(jaxpr, *operands, drop=_OF_MESH):
@@ -195,14 +196,10 @@ def evaluate(jaxpr, *operands, drop=_OF_MESH):
             outputs = arguments
         elif primitive.name in _CALLS:
             called = params[_CALLS[primitive.name]]
+            called = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
             outputs = evaluate(called.jaxpr, *called.consts, *arguments, drop=drop)
         else:
-            params = jax.tree.map(functools.partial(_anew, drop=drop), params)
-            if primitive.name in ("checkpoint", "remat2"):
-                called = _anew(ClosedJaxpr(params["jaxpr"], ()), drop=drop)
-                arguments = [*called.consts, *arguments]
-                params["jaxpr"] = _without_constants(called.jaxpr)
-            outputs = _bind(primitive, arguments, params)
+            outputs = _bind(primitive, arguments, jax.tree.map(functools.partial(_anew, drop=drop), params))
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -222,8 +219,3 @@ def _anew(param, drop):
     if isinstance(param, jax.core.ShapedArray):
         return plain_aval(param)
     return None if isinstance(param, jax.sharding.Sharding) else param
-
-
-def _without_constants(jaxpr):
-    """The same with its constants as its first arguments."""
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -39,8 +39,28 @@ def pair(encoder, predictor, counts=None):
     return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(math.prod(shape), x.shape[-1]) for x in rows]
 
 
+class TileJoint:
+    """The static part of a joint network, as tiles call it. `random`: it may draw random numbers."""
+
+    def differentiable(self):
+        """The same with its derivative. Call it in the mesh context of the loss."""
+        return self
+
+    def lowered_for(self, platforms):
+        """The same for these platforms."""
+        return self
+
+    def barrier(self, x):
+        """x behind a barrier where XLA must share no result with x itself."""
+        return x
+
+    def totals(self, sums):
+        """The gradients of the parameters from those in `zeros`."""
+        return sums
+
+
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(TileJoint):
     """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,).
 
     On a CPU (`wide`), products are rounded to the dtype of the weight after the next operation, and hidden units are
@@ -52,15 +72,10 @@ class Linear:
     wide: bool = True
     random = False
 
-    def differentiable(self):
-        return self
-
     def lowered_for(self, platforms):
-        """The same for these platforms."""
         return dataclasses.replace(self, wide=platforms == ("cpu",))
 
-    def barrier(self, x):
-        """x behind a barrier: XLA shares no result with x itself. On a CPU it would copy x."""
+    def barrier(self, x):  # on a CPU it would copy x
         return x if self.wide else jax.lax.optimization_barrier(x)
 
     def _sum(self, dtype, encoder, predictor, counts=None):
@@ -124,24 +139,17 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(TileJoint):
     """Any function of parameters and rows."""
 
     function: Any  # `Pure` or `Traced` of `_xla.retracing`
 
     @property
     def random(self) -> bool:
-        """Whether it may draw random numbers, which depend on a row's place in the tile."""
         return self.function.random
 
     def differentiable(self):
         return dataclasses.replace(self, function=self.function.differentiable())
-
-    def lowered_for(self, platforms):
-        return self
-
-    def barrier(self, x):
-        return x
 
     def logits(self, parameters, encoder, predictor, counts=None):
         return self.function(*parameters, *pair(encoder, predictor, counts))
@@ -163,9 +171,6 @@ class Rows:
     def zeros(self, parameters, blocks):
         """Where the gradients of the parameters are summed."""
         return [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if _xla.is_trained(x)]
-
-    def totals(self, sums):
-        return sums
 
 
 def sum_dtype(x):

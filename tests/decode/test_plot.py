@@ -218,41 +218,27 @@ def test_beam(ax):
         plot.draw_beam(found._replace(labels=np.zeros(3, int)))
 
 
-@pytest.mark.parametrize("name", ["beam", "emissions", "latencies", "lattice"])
-def test_former_names(name):
-    with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):
-        assert getattr(plot, name) is getattr(plot, f"draw_{name}")
+def test_former_names():
+    for name in ("beam", "emissions", "latencies", "lattice"):
+        with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):
+            assert getattr(plot, name) is getattr(plot, f"draw_{name}")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: plot.draw_lattice(RNNT, np.zeros((1, 3, 2, 4)), np.ones((1, 1), int)),
-            r"draw_lattice: targets .*got \(1, 1\)",
-        ),
-        (
-            lambda: plot.draw_lattice(RNNT, np.zeros((3, 2, 4)), np.array([1]), symbols="ab"),
-            "one for each of 1 .*got 2",
-        ),
-        (lambda: plot.draw_emissions(np.zeros(3), np.zeros((3, 2)), [1]), r"draw_emissions: features .*got \(3,\)"),
-        (lambda: plot.draw_emissions(np.zeros((3, 2)), np.zeros((3, 1)), [1, 2]), r"posteriors .*U = 2.*got \(3, 1\)"),
-        # Exchanged with the features, whose sums are no probabilities.
-        (
-            lambda: plot.draw_emissions(np.zeros((2, 3)), np.ones((8, 3)), [1, 2]),
-            r"posteriors must be those of labels .*to 8",
-        ),
-        (
-            lambda: plot.draw_latencies([1.0], [1.0, 2.0], [1]),
-            r"draw_latencies: second must have shape .*\(1,\), got \(2,\)",
-        ),
-        (lambda: plot.draw_latencies([1.0], [1.0], [1], hop=-1), "hop must be a positive"),
-        (
-            lambda: plot.draw_lattice(RNNT, jax_rnnt.PackedLogits(np.zeros((6, 4)), 3), [1]),
-            "logits .* got PackedLogits",
-        ),
-    ],
-)
-def test_bad_input(call, message):
+X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
+BAD = [
+    ("lattice", (RNNT, X[None], np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),
+    ("lattice", (RNNT, X, np.array([1])), {"symbols": "ab"}, "draw_lattice: symbols .* one for each of 1 .*got 2"),
+    ("lattice", (RNNT, jax_rnnt.PackedLogits(X.reshape(6, 4), 3), [1]), {}, "draw_lattice: logits .* got PackedLogits"),
+    ("emissions", (np.zeros(3), ROWS, [1]), {}, r"draw_emissions: features .*got \(3,\)"),
+    ("emissions", (ROWS, ROWS[:, :1], [1, 2]), {}, r"draw_emissions: posteriors .*U = 2.*got \(3, 1\)"),
+    # Exchanged with the features, whose sums are no probabilities.
+    ("emissions", (ROWS.T, np.ones((8, 3)), [1, 2]), {}, "draw_emissions: posteriors must be those of labels .*to 8"),
+    ("latencies", ([1.0], [1.0, 2.0], [1]), {}, r"draw_latencies: second must have shape .*\(1,\), got \(2,\)"),
+    ("latencies", ([1.0], [1.0], [1]), {"hop": -1}, "hop must be a positive"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "options", "message"), BAD)
+def test_bad_input(name, arguments, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        call()
+        getattr(plot, f"draw_{name}")(*arguments, **options)
