@@ -32,8 +32,8 @@ def tiled(function: str, logits, inner: Emission):
     linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
     if not linear and logits.parameters is None:
-        # A closure is traced here, for its number of rows. So the platform is that of the default backend, and not the
-        # one that the program is lowered for: right but for tiles of another size where they differ.
+        # A closure is traced here, for its number of rows; the platform of the program is not known yet. If it is not
+        # the default backend's, results are right, and only the size of the tiles suits the wrong platform.
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
     static, parameters = split(function, logits, rows)
@@ -85,9 +85,9 @@ class Tiled(Wrapper):
         if 0 in (*batch, *shape):
             planes = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in zip(types, fills)]
         else:
-            operands, inputs = _with_copies(_inputs(logits, nodes), batch)
+            operands, structure_of_inputs = _with_copies(_inputs(logits, nodes), batch)
             results = [((operands[1].shape[1], *shape), x.dtype) for x in types]
-            planes, _ = _forward((self, strict, inputs), parameters, operands, results)
+            planes, _ = _forward((self, strict, structure_of_inputs), parameters, operands, results)
             planes = [x.reshape(*batch, *shape) for x in planes]
         return jax.tree.unflatten(structure, planes)
 
