@@ -56,7 +56,7 @@ def _columns(like, count):
 
 def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
     """(rank of the arc that enters each node [N, ..., U1], the best entry of the terminal node: `Best` [...])."""
-    steps, columns, none = len(diagonals), diagonals.shape[-1], len(arcs)
+    steps, columns, none = diagonals.shape[0], diagonals.shape[-1], len(arcs)
     column, last = _columns(num_frames, columns), num_frames + num_labels
     minus = jnp.full_like(diagonals[0, 0], -jnp.inf)
     nothing = Best(minus, jnp.zeros_like(minus), jnp.full_like(minus, none, dtype=jnp.int32))
@@ -110,12 +110,12 @@ def trace_back(arcs: Topology, entered, end: Best, num_frames, num_labels) -> Pa
         return reached, Path(jnp.where(here, rank, none), source)
 
     carry = vary_together(*(jnp.asarray(x, jnp.int32) for x in (num_frames + num_labels, num_labels, end.rank)))
-    return lax.scan(step, tuple(carry), (jnp.arange(len(entered), dtype=jnp.int32), entered), reverse=True)[1]
+    return lax.scan(step, tuple(carry), (jnp.arange(entered.shape[0], dtype=jnp.int32), entered), reverse=True)[1]
 
 
 def frames_of(arcs: Topology, path: Path, labels: int):
     """int32 [..., U]: the frame in which the path writes each label, -1 where it does not."""
-    n = jnp.arange(len(path.rank), dtype=jnp.int32).reshape(-1, *[1] * (path.rank.ndim - 1))
+    n = jnp.arange(path.rank.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (path.rank.ndim - 1))
     writes = (_of_arc([a.du for a in arcs], path.rank) > 0)[..., None]
     writes &= path.column[..., None] == _columns(path.column, labels)
     frames = jnp.sum(jnp.where(writes, (n - path.column)[..., None], 0), 0, dtype=jnp.int32)

@@ -33,7 +33,7 @@ class TileInputs(typing.NamedTuple):
     @property
     def copies(self) -> int:
         """N."""
-        return len(self.predictor) // len(self.encoder)
+        return self.predictor.shape[0] // self.encoder.shape[0]
 
 
 class Tile(typing.NamedTuple):
@@ -145,7 +145,9 @@ class Blocks:
             node = sequence[:, None, None], frame[:, :, None], column[:, None]
             more = counts[block].reshape(inside.shape), *(_rows_of(x, *node) for x in inputs.arrays)
             rows, width = inputs.shape
-            past = len(inputs.predictor) * rows * width + jnp.arange(inside.size, dtype=jnp.int32).reshape(inside.shape)
+            past = inputs.predictor.shape[0] * rows * width + jnp.arange(inside.size, dtype=jnp.int32).reshape(
+                inside.shape
+            )
             place = jnp.where(inside, (node[0] * rows + node[1]) * width + node[2], past)
         encoder = _rows_of(inputs.encoder, (sequence // inputs.copies)[:, None], frame)
         predictor = _rows_of(inputs.predictor, sequence[:, None], column)

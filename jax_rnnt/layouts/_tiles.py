@@ -270,7 +270,7 @@ class Backward(typing.NamedTuple):
         high, columns = blocks.grid(inputs.shape)
         of_frames = work.sequence // inputs.copies * high + work.block // columns % high
         of_columns = work.sequence * columns + work.block % columns
-        sizes = len(inputs.encoder) * high, len(inputs.predictor) * columns
+        sizes = inputs.encoder.shape[0] * high, inputs.predictor.shape[0] * columns
         return [(size, *blocks.goals(key, size)) for key, size in zip((of_frames, of_columns), sizes)]
 
     def zeros(self, goals) -> Sums:
