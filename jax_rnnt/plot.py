@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import PackedLogits, _checks, lattices, timing
+from jax_rnnt import PackedLogits, _checks, _renamed, lattices, timing
 from jax_rnnt._extras import needed_by
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
@@ -29,7 +29,8 @@ with needed_by("jax_rnnt.plot", "plot"):
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator
 
-__all__ = ["arc_posteriors", "beam", "emissions", "latencies", "lattice"]
+__all__ = ["arc_posteriors", "draw_beam", "draw_emissions", "draw_latencies", "draw_lattice"]
+__getattr__ = _renamed.names(__name__, {name: f"draw_{name}" for name in ("beam", "emissions", "latencies", "lattice")})
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 LETTER = 0.09  # inches of a letter, with room around it
@@ -66,24 +67,24 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     """
     lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
     planes, topology = loss.arcs(logits, targets, *lengths, key=key), _apart(loss.lattice)
-    planes = {own.slot: planes[arc.slot] for own, arc in zip(topology, loss.lattice, strict=True)}
+    planes = {apart.slot: planes[arc.slot] for apart, arc in zip(topology, loss.lattice, strict=True)}
     return jax.grad(lambda planes: lattices.log_likelihood(topology, planes, *lengths).sum())(planes)
 
 
 def _apart(topology: Topology) -> Topology:
     """The same arcs, each with a slot of its own."""
     slots = [arc.slot for arc in topology]
-    taken, made = set(slots), []
+    taken, apart = set(slots), []
     for i, arc in enumerate(topology):
         if slots.count(arc.slot) > 1:
             names = f"{arc.slot}+{arc.dt}", f"{arc.slot}+{arc.dt}+{arc.du}", f"{arc.slot}+{arc.dt}+{arc.du}+{i}"
             arc = dataclasses.replace(arc, slot=next(name for name in names if name not in taken))
         taken.add(arc.slot)
-        made.append(arc)
-    return tuple(made)
+        apart.append(arc)
+    return tuple(apart)
 
 
-def lattice(
+def draw_lattice(
     loss,
     logits,
     targets,
@@ -132,18 +133,16 @@ def lattice(
     ::
 
         figure, ax = plt.subplots()
-        plot.lattice(loss, logits[0], targets[0], logit_lengths[0], target_lengths[0], ax=ax)
+        plot.draw_lattice(loss, logits[0], targets[0], logit_lengths[0], target_lengths[0], ax=ax)
         figure.savefig("lattice.png")
     """
     if isinstance(logits, PackedLogits):
         expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
-        raise TypeError(f"lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
-    targets = _checks.array("lattice", "targets", targets)
-    if targets.ndim != 1:
-        raise ValueError(f"lattice: targets must have shape [U], those of one utterance, got {tuple(targets.shape)}.")
-    labels = targets.shape[0] if target_length is None else int(target_length)
-    names = _names("lattice", targets[:labels], symbols)
-    frames = _layout.of("lattice", logits).frames if logit_length is None else int(logit_length)
+        raise TypeError(f"draw_lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
+    targets = _checks.array("draw_lattice", "targets", targets)
+    names = _names("draw_lattice", targets[:target_length], symbols)
+    labels = len(names) if target_length is None else int(target_length)
+    frames = _layout.of("draw_lattice", logits).frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
     score, best = loss.align(*arguments, key=key)
@@ -177,7 +176,7 @@ def lattice(
     return ax
 
 
-def emissions(
+def draw_emissions(
     features,
     posteriors,
     targets,
@@ -220,29 +219,18 @@ def emissions(
     ::
 
         blank, label = loss.posteriors(logits, *batch)
-        plot.emissions(features[0], label[0], targets[0], hop=0.01, reduction=4, ax=ax)
+        plot.draw_emissions(features[0], label[0], targets[0], hop=0.01, reduction=4, ax=ax)
     """
-    names = _names("emissions", targets, symbols)
+    names = _names("draw_emissions", targets, symbols)
     features, posteriors = np.asarray(features, np.float64), np.asarray(posteriors, np.float64)
-    for name, x, shape in (("features", features, "[reduction T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
-        if x.ndim != 2:
-            raise ValueError(f"emissions: {name} must have shape {shape}, got {x.shape}.")
-    if posteriors.shape[1] < len(names):
-        expected = f"[T, U + 1] with U = {len(names)} or more"
-        raise ValueError(f"emissions: posteriors must have shape {expected}, got {posteriors.shape}.")
-    mass = posteriors[:, : len(names)]
-    if np.any(mass < 0) or np.any(mass.sum(0) > 1.001):  # features, or the posteriors of blanks
-        expected = "those of labels (the second result of loss.posteriors), which add up to 1 over the frames"
-        got = f"values from {mass.min():.3g} and sums up to {mass.sum(0).max():.3g}"
-        raise ValueError(f"emissions: posteriors must be {expected}, got {got}.")
+    _check_emissions(features, posteriors, len(names))
     ax = plt.gca() if ax is None else ax
     times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, reduction=reduction)
     size = features.shape[1]
     extent = (0, len(features) * hop, 0, size)
     ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
     thin = _thin(len(posteriors) / 200, len(names) / 40)
-    means: list[float] = []
-    heard: list[str] = []
+    shown: list[tuple[float, str]] = []
     ends = [-np.inf, -np.inf]  # of the names on either line
     letter = extent[1] * LETTER / _width(ax)
     for u, name in enumerate(names):
@@ -260,25 +248,41 @@ def emissions(
         rows = [row for row in (0, 1) if left >= ends[row]]  # names of neighbours on two lines
         if rows:
             ends[rows[0]] = right
-            means.append(mean)
-            heard.append(name + "\n" * rows[0])
-    ax.secondary_xaxis("top").set_ticks(means, heard)
+            shown.append((mean, name + "\n" * rows[0]))
+    ax.secondary_xaxis("top").set_ticks([mean for mean, _ in shown], [name for _, name in shown])
     if names:
-        key_of_lines = [
-            Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, by turns - and - -"),
-            Line2D([], [], color="black", lw=0.8, label="its mean"),
-            Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
-        ]
-        columns = 3 if _width(ax) > 8 else 1  # three need 8 inches
-        below = ax.legend(
-            handles=key_of_lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=columns
-        )
-        below.set(frame_on=False)
+        _add_key_of_emissions(ax)
     ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=_time_label(hop), ylabel="feature")
     return ax
 
 
-def latencies(
+def _check_emissions(features, posteriors, labels: int) -> None:
+    function = "draw_emissions"
+    for name, x, shape in (("features", features, "[reduction T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
+        if x.ndim != 2:
+            raise ValueError(f"{function}: {name} must have shape {shape}, got {x.shape}.")
+    if posteriors.shape[1] < labels:
+        expected = f"[T, U + 1] with U = {labels} or more"
+        raise ValueError(f"{function}: posteriors must have shape {expected}, got {posteriors.shape}.")
+    mass = posteriors[:, :labels]
+    if np.any(mass < 0) or np.any(mass.sum(0) > 1.001):  # features, or the posteriors of blanks
+        expected = "those of labels (the second result of loss.posteriors), which add up to 1 over the frames"
+        got = f"values from {mass.min():.3g} and sums up to {mass.sum(0).max():.3g}"
+        raise ValueError(f"{function}: posteriors must be {expected}, got {got}.")
+
+
+def _add_key_of_emissions(ax: Axes) -> None:
+    lines = [
+        Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, by turns - and - -"),
+        Line2D([], [], color="black", lw=0.8, label="its mean"),
+        Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
+    ]
+    columns = 3 if _width(ax) > 8 else 1  # three need 8 inches
+    below = ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=columns)
+    below.set(frame_on=False)
+
+
+def draw_latencies(
     first,
     second,
     targets,
@@ -321,13 +325,14 @@ def latencies(
     --------
     ::
 
-        plot.latencies(offline.emission_frames(...)[0], streaming.emission_frames(...)[0], targets[0], hop=0.04, ax=ax)
+        frames = (model.emission_frames(...)[0] for model in (offline, streaming))
+        plot.draw_latencies(*frames, targets[0], names=("offline", "streaming"), hop=0.04, ax=ax)
     """
-    labels = _names("latencies", targets, symbols)
+    labels = _names("draw_latencies", targets, symbols)
     both = []
     for name, frames in (("first", first), ("second", second)):
         if np.shape(frames) != (len(labels),):
-            raise ValueError(f"latencies: {name} must have shape [U] = {(len(labels),)}, got {np.shape(frames)}.")
+            raise ValueError(f"draw_latencies: {name} must have shape [U] = {(len(labels),)}, got {np.shape(frames)}.")
         both.append(timing.frames_to_seconds(frames, hop=hop, reduction=reduction))
     ax = plt.gca() if ax is None else ax
     rows = np.arange(len(labels))
@@ -348,7 +353,7 @@ def latencies(
     return ax
 
 
-def beam(
+def draw_beam(
     hypotheses,
     utterance: int = 0,
     *,
@@ -389,30 +394,29 @@ def beam(
     --------
     ::
 
-        found = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
-        plot.beam(found, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
+        hypotheses = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
+        plot.draw_beam(hypotheses, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
     """
     labels = np.asarray(hypotheses.labels)
     if labels.ndim != 3:
-        raise ValueError(f"beam: hypotheses must have labels [B, N, L], those of decode.beam, got {labels.shape}.")
+        raise ValueError(f"draw_beam: hypotheses must have labels [B, N, L], those of decode.beam, got {labels.shape}.")
     counts, scores, frames, sure = (
         np.asarray(x)[utterance]
         for x in (hypotheses.counts, hypotheses.scores, hypotheses.frames, hypotheses.label_log_probs)
     )
-    rows = [row for row in range(len(scores)) if np.isfinite(scores[row])]
-    labels = labels[utterance]
+    rows, labels = np.flatnonzero(np.isfinite(scores)).tolist(), labels[utterance]
     ax = plt.gca() if ax is None else ax
     second = float(timing.frames_to_seconds(1, hop=hop, reduction=reduction))
     end = second * max([frames[row, : counts[row]].max(initial=0) for row in rows], default=0) + second
     letter = end * LETTER / _width(ax)
     best = labels[rows[0], : counts[rows[0]]].tolist() if rows else []
     for place, row in enumerate(rows):
-        found = labels[row, : counts[row]].tolist()
-        matches = difflib.SequenceMatcher(None, best, found, autojunk=False).get_matching_blocks()
+        hypothesis = labels[row, : counts[row]].tolist()
+        matches = difflib.SequenceMatcher(None, best, hypothesis, autojunk=False).get_matching_blocks()
         shared = {i for match in matches for i in range(match.b, match.b + match.size)}
         times, right = frames[row, : counts[row]] * second, 0.0
         ax.plot(times, np.full(len(times), place + 0.25), "|", color="0.6", markersize=4)
-        for i, (label, time) in enumerate(zip(found, times)):
+        for i, (label, time) in enumerate(zip(hypothesis, times)):
             name = str(label) if symbols is None else _shown(symbols[label])
             left = max(time, right)
             right = left + (len(name) + 0.3) * letter
@@ -429,7 +433,7 @@ def beam(
 
 def _names(function: str, targets: Any, symbols) -> list[str]:
     if np.ndim(targets) != 1:
-        raise ValueError(f"{function}: targets must have shape [U], got {np.shape(targets)}.")
+        raise ValueError(f"{function}: targets must have shape [U], those of one utterance, got {np.shape(targets)}.")
     if symbols is None:
         return [str(label) for label in np.asarray(targets)]
     if len(symbols) != len(targets):

@@ -257,11 +257,11 @@ def _in_microseconds(
     """
     if not isinstance(spoken, Mapping):
         raise TypeError(f"{function}: {argument} must be a mapping of names to intervals, got {spoken!r}.")
-    found: dict[str, list[tuple[int, int, str]]] = {}
-    for name, given in spoken.items():
+    checked: dict[str, list[tuple[int, int, str]]] = {}
+    for name, entries in spoken.items():
         _check_text(function, f"names of {argument}", name, columns)
-        found[name], before = [], 0
-        for interval in given:
+        checked[name], before = [], 0
+        for interval in entries:
             if not isinstance(interval, Sequence) or len(interval) != 3:
                 raise TypeError(f"{function}: {argument} must hold intervals (start, end, text), got {interval!r}.")
             *times, text = interval
@@ -271,9 +271,9 @@ def _in_microseconds(
             if not before <= start < min(end, SECOND * limit - 0.5):
                 rule = f"be finite, in order without overlap, a microsecond long or more, and begin in [0, {limit})"
                 raise ValueError(f"{function}: intervals of {name!r} must {rule}, got {interval!r}.")
-            found[name].append((start, end, text))
+            checked[name].append((start, end, text))
             before = end
-    return found
+    return checked
 
 
 def _check_text(function: str, what: str, text, column: bool) -> None:

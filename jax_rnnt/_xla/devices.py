@@ -38,8 +38,8 @@ def unfit(module) -> str | None:
 
 def limits(module) -> dict[str, int]:
     """Limits of the visible devices, in place of the kernels' general ones: of that with the least shared memory."""
-    found = module.devices() if hasattr(module, "devices") else []
-    return module.limits_of_shared_memory(min(shared for *_, shared in found)) if found else {}
+    visible = module.devices() if hasattr(module, "devices") else []
+    return module.limits_of_shared_memory(min(shared for *_, shared in visible)) if visible else {}
 
 
 def _version(number: int) -> str:

@@ -89,7 +89,7 @@ class Grouped:
         specs = [spec_of(aval)[:depth] for aval, m in zip(avals, mapped) if m]
         outer = [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
 
-        def own(i):
+        def element(i):
             """Shape and sharding of an element of this operand."""
             first = depth if mapped[i] else 0
             return avals[i].shape[first:], spec_of(avals[i])[first:]
@@ -97,9 +97,9 @@ class Grouped:
         def result(i, shape, dtype, spec):
             return aval_like(avals[i], (*extents, *shape), dtype, (*outer, *spec))
 
-        (batch, *_), (axes, *_) = own(num_shared)
+        (batch, *_), (axes, *_) = element(num_shared)
         outputs = [result(num_shared, (batch, *shape), dtype, [axes]) for shape, dtype in batched_results]
-        return outputs + [result(i, own(i)[0], dtype, own(i)[1]) for i, dtype in shared_results]
+        return outputs + [result(i, element(i)[0], dtype, element(i)[1]) for i, dtype in shared_results]
 
     def lower(self, ctx, *operands, mapped, depth, static, num_shared, batched_results, shared_results):
         axes = ctx.module_context.axis_context
@@ -135,9 +135,9 @@ class Grouped:
         groups = _groups(count, devices)
 
         def part(*operands):
-            def one(own):
-                own = iter(own)
-                each = [next(own) if m else x for x, m in zip(operands, mapped)]
+            def one(elements):
+                elements = iter(elements)
+                each = [next(elements) if m else x for x, m in zip(operands, mapped)]
                 return self._over_batch(function, each, 1 if groups > 1 else devices, groups > 1, static, num_shared)
 
             outputs, sums = jax.lax.map(one, [x for x, m in zip(operands, mapped) if m])

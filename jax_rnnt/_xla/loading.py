@@ -37,7 +37,7 @@ LIMITS: dict[str, dict[str, int]] = {
         "columns_by_diagonals": 1 << 14,
     },
 }
-# ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `lattice.workspace`.
+# ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `xla_kernels/common/workspace.h`.
 WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
 
 
@@ -109,10 +109,10 @@ def limits(platform: str) -> dict[str, int]:
 
 def instruction_set(platform: str) -> str:
     """Of the platform's kernels, as far as their module tells."""
-    found = module(platform)
-    if hasattr(found, "target"):
-        return found.target()
-    return f"{KERNELS[platform]} kernels {getattr(found, 'architectures', '')}".strip()
+    kernels = module(platform)
+    if hasattr(kernels, "target"):
+        return kernels.target()
+    return f"{KERNELS[platform]} kernels {getattr(kernels, 'architectures', '')}".strip()
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:

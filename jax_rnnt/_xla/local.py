@@ -48,13 +48,13 @@ class Local:
         return self.primitive.bind(*vary_together(*operands), num_batch_dims=num_batch_dims)
 
     def abstract_eval(self, *avals, num_batch_dims):
-        def made(dimensions):
+        def result(dimensions):
             places = [(avals[i], num_batch_dims + axis) for i, axis in dimensions]
             shape = *avals[0].shape[:num_batch_dims], *(aval.shape[axis] for aval, axis in places)
             spec = *spec_of(avals[0])[:num_batch_dims], *(spec_of(aval)[axis] for aval, axis in places)
             return aval_like(avals[0], shape, avals[0].dtype, spec)
 
-        return list(map(made, self.results))
+        return list(map(result, self.results))
 
     def lower(self, ctx, *operands, num_batch_dims):
         local = is_local(ctx, num_batch_dims)
@@ -72,8 +72,8 @@ class Local:
     def jvp(self, primals, tangents, *, num_batch_dims):
         results = self(*primals, num_batch_dims=num_batch_dims)
         tangents = [None if type(x) is ad.Zero else x for x in tangents]
-        made = self.jvp_rule(primals, results, tangents)
-        zeros = [jnp.zeros_like(x) if t is None else t for x, t in zip(results, made, strict=True)]
+        of_results = self.jvp_rule(primals, results, tangents)
+        zeros = [jnp.zeros_like(x) if t is None else t for x, t in zip(results, of_results, strict=True)]
         return results, zeros
 
     def transpose(self, rule, cotangents, *operands, num_batch_dims):
@@ -81,5 +81,5 @@ class Local:
         (cotangent,) = cotangents
         if type(cotangent) is ad.Zero:
             return [None] * len(operands)
-        made = rule(cotangent, *(None if is_linear else x for x, is_linear in zip(operands, linear)))
-        return [made if is_linear else None for is_linear in linear]
+        of_operand = rule(cotangent, *(None if is_linear else x for x, is_linear in zip(operands, linear)))
+        return [of_operand if is_linear else None for is_linear in linear]

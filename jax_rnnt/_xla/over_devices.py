@@ -32,16 +32,16 @@ def by_shards(function, *trees):
         mesh, place = arrays[0].sharding.mesh, jax.device_put
     arrays = [place(jnp.asarray(x), NamedSharding(mesh, P(axes))) for x in arrays]
     parts = mesh.shape[axes] if isinstance(axes, str) else math.prod(mesh.shape[name] for name in axes)
-    own = [plain_aval(x).update(shape=(x.shape[0] // parts, *x.shape[1:])) for x in map(jax.typeof, arrays)]
+    avals = [plain_aval(x).update(shape=(x.shape[0] // parts, *x.shape[1:])) for x in map(jax.typeof, arrays)]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        made = None
+        structure_of_results = None
 
         def flat(*arrays):
-            nonlocal made
-            results, made = jax.tree.flatten(function(*jax.tree.unflatten(structure, arrays)))
+            nonlocal structure_of_results
+            results, structure_of_results = jax.tree.flatten(function(*jax.tree.unflatten(structure, arrays)))
             return results
 
-        closed = jax.make_jaxpr(flat)(*own)
+        closed = jax.make_jaxpr(flat)(*avals)
     whole = [place(jnp.asarray(x), NamedSharding(mesh, P())) for x in closed.consts]
 
     def run(constants, *arrays):
@@ -50,7 +50,7 @@ def by_shards(function, *trees):
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
     specs = (P(), *[P(axes)] * len(arrays))
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=explicit, check_vma=False)
-    return jax.tree.unflatten(made, jax.jit(mapped)(whole, *arrays))
+    return jax.tree.unflatten(structure_of_results, jax.jit(mapped)(whole, *arrays))
 
 
 _UNKNOWN = "jax_rnnt_devices"  # the one axis of a mesh that is not known
@@ -85,9 +85,9 @@ def _mesh(ctx):
     axes = ctx.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return axes.mesh, set(axes.manual_axes), False
-    own = ctx.avals_in[0].sharding.mesh
-    if not own.empty and jax.sharding.AxisType.Explicit in own.axis_types:
-        return own, set(), True
+    typed = ctx.avals_in[0].sharding.mesh
+    if not typed.empty and jax.sharding.AxisType.Explicit in typed.axis_types:
+        return typed, set(), True
     for mesh in (jax.sharding.get_abstract_mesh(), axes.abstract_mesh):
         if mesh is not None and mesh.size == axes.num_devices:
             return mesh, set(), False

@@ -90,8 +90,8 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
     batch = [factor(d) for d in operands[0].shape[:num_batch_dims]]
 
     def dimensions(aval):
-        own = [factor(d) for d in aval.shape[num_batch_dims:]]
-        return "[" + ", ".join(map(symbol, batch + own)) + "]"
+        others = [factor(d) for d in aval.shape[num_batch_dims:]]
+        return "[" + ", ".join(map(symbol, batch + others)) + "]"
 
     left, right = (", ".join(map(dimensions, avals)) for avals in (operands, results))
     factors = ", ".join(f"{symbol(i)}={size}" for i, size in enumerate(sizes))
@@ -148,7 +148,7 @@ class Kernel:
         ``tpu(*operands, interpret, **attributes) -> results`` on one batch dimension: the kernel for TPUs, in JAX with
         Pallas. None: there the reference is the kernel, as XLA fuses it with its neighbours.
     differentiable : bool
-        False: whoever calls it has a rule of his own.
+        False: the caller defines the derivative.
     """
 
     def __init__(

@@ -1,13 +1,16 @@
 """Traces a function in one place and evaluates it in another: joint networks, which run on tiles.
 
-A function is traced where the user calls the loss. It is evaluated in the lowering of the tiled passes, outside any
-mesh. A jaxpr traced under a mesh carries mesh axes and shardings in all its avals, those of loops and branches too, and
-custom-derivative rules must be traced in the original mesh context. So the derivative is traced there as well, as two
-jaxprs without such rules: one makes the result and the residuals, the other the gradients. Both are evaluated equation
-by equation, on plain arrays.
+The user calls the loss in one context; tiles are evaluated in the lowering of their passes, outside any mesh. A joint
+that takes its arrays as parameters is `Pure`: it is called again there.
+
+A joint that closes over arrays is `Traced`, as a jaxpr whose constants are its parameters. Traced under a mesh, a jaxpr
+carries mesh axes and shardings in all its avals, those of loops and branches too, and custom-derivative rules must be
+traced in the original mesh context. So the derivative is traced there as well, as two jaxprs without such rules: one
+makes the result and the residuals, the other the gradients. Both are evaluated equation by equation, on plain arrays.
 
 JAX has no function for this. `jax.closure_convert` hoists the constants, but returns a function that evaluates the same
-jaxpr. Under an empty mesh, JAX cannot trace a function that closes over arrays with varying manual axes.
+jaxpr, and so does `jax.extend.core.jaxpr_as_fun`. Under an empty mesh, JAX cannot trace a function that closes over
+arrays with varying manual axes.
 """
 
 import dataclasses
@@ -27,6 +30,32 @@ def is_trained(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+class Function:
+    """A function of arrays with one result, which takes its parameters first, then rows."""
+
+    def differentiable(self):
+        """The same with its derivative. Call it in the mesh context of the trace."""
+        return self
+
+    def vjp(self, *values):
+        """(result, function from its cotangent to the gradients of the values that have one)."""
+        result, pull = _vjp(self, values)
+        return result, lambda cotangent: pull(cotangent)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pure(Function):
+    """``function(parameters, *rows)`` that closes over no array."""
+
+    function: Callable
+    structure: Any  # of the parameters
+    random: bool
+
+    def __call__(self, *values):
+        count = self.structure.num_leaves
+        return self.function(jax.tree.unflatten(self.structure, values[:count]), *values[count:])
+
+
 @dataclasses.dataclass(frozen=True)
 class Derivative:
     """The derivative of a function traced on a mesh."""
@@ -36,8 +65,8 @@ class Derivative:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """A function of arrays with one result, as a jaxpr. It takes its constants first, then its arguments."""
+class Traced(Function):
+    """A function as a jaxpr, whose constants are the parameters."""
 
     jaxpr: Jaxpr
     on_mesh: bool  # whether it was traced where there is a mesh
@@ -45,8 +74,7 @@ class Traced:
 
     @property
     def random(self) -> bool:
-        """Whether it may draw random numbers."""
-        return any(word in name for name in _primitives(self.jaxpr) for word in ("random", "threefry", "rng"))
+        return draws(self.jaxpr)
 
     def __call__(self, *values):
         return evaluate(self.jaxpr, *values)[0] if self.on_mesh else self._as_traced(*values)
@@ -55,8 +83,7 @@ class Traced:
         count = len(self.jaxpr.constvars)
         return jax.core.eval_jaxpr(self.jaxpr, values[:count], *values[count:])[0]
 
-    def differentiable(self) -> "Traced":
-        """The same with its derivative. Call it in the mesh context of the trace."""
+    def differentiable(self):
         if not self.on_mesh:
             return self
         structure: Any = None
@@ -70,15 +97,13 @@ class Traced:
         def backward(residuals, cotangent):
             return jax.tree.unflatten(structure, residuals)(cotangent)[0]
 
-        made = jax.make_jaxpr(forward)([v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)])
-        result, *residuals = made.out_avals
-        return dataclasses.replace(self, derivative=Derivative(made, jax.make_jaxpr(backward)(residuals, result)))
+        closed = jax.make_jaxpr(forward)([v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)])
+        result, *residuals = closed.out_avals
+        return dataclasses.replace(self, derivative=Derivative(closed, jax.make_jaxpr(backward)(residuals, result)))
 
     def vjp(self, *values):
-        """(result, function from its cotangent to the gradients of the values that have one)."""
         if self.derivative is None:
-            result, pull = _vjp(self, values)
-            return result, lambda cotangent: pull(cotangent)[0]
+            return super().vjp(*values)
         forward, backward = self.derivative.forward, self.derivative.backward
         result, *residuals = evaluate(forward.jaxpr, *forward.consts, *values)
         # Sums over devices (the transposes of `pvary`) follow after all tiles: their loop cannot wait for devices.
@@ -89,19 +114,24 @@ class Traced:
 def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
     """(the function, its constants, shape and dtype of its result)"""
     # A fresh lambda: JAX caches traces by function identity and could return stale constants.
-    closed, made = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
+    closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     types = (v.aval for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars))
-    return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], made
+    return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], result
 
 
-# Primitives that draw random numbers; making and splitting keys draws none.
-_DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+def pure(what: str, function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array], Any]:
+    """`trace` of ``function(parameters, *rows)``, the leaves of `parameters` in place of constants."""
+    leaves, structure = jax.tree.flatten(parameters)
+    closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(parameters, *avals)
+    if closed_over := [jax.typeof(x) for x in closed.consts if isinstance(x, jax.Array)]:
+        raise TypeError(f"{what} must take all its arrays from parameters, got one that closes over {closed_over}.")
+    return Pure(function, structure, draws(closed.jaxpr)), leaves, result
 
 
 def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
     """(shapes and dtypes of its result, whether it draws random numbers); `what` names the function in errors."""
     try:
-        closed, made = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
+        closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # of Flax NNX
             raise
@@ -111,7 +141,16 @@ def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
             f"{what} must not change anything, got {name}, which changes a Flax NNX module in training mode, as "
             f"dropout and batch norm do: {cure}. Flax says: {error}"
         ) from error
-    return made, not _DRAWS.isdisjoint(_primitives(closed.jaxpr))
+    return result, draws(closed.jaxpr)
+
+
+# Primitives that draw random numbers. Making and splitting keys draws none, but for keys of plain integers.
+_DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform", "prng_random_bits"}
+
+
+def draws(jaxpr) -> bool:
+    """Whether it draws random numbers, which depend on a row's place in the tile."""
+    return not _DRAWS.isdisjoint(_primitives(jaxpr))
 
 
 def _vjp(function, values):
@@ -134,9 +173,10 @@ def _primitives(jaxpr) -> Iterator[str]:
 
 # Primitives that do nothing to plain arrays.
 _OF_MESH = ("pvary", "pcast", "reshard", "sharding_constraint")
-# Primitives that call a jaxpr: the name of the parameter that holds it.
+# Primitives that call a jaxpr: the name of the parameter that holds it. The derivative has been taken, so what
+# `jax.checkpoint` computes again is written out.
 _CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-_CALLS |= {"pjit": "jaxpr", "jit": "jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+_CALLS |= dict.fromkeys(("pjit", "jit", "checkpoint", "remat2"), "jaxpr") | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
 
 
 def evaluate(jaxpr, *operands, drop=_OF_MESH):
@@ -156,14 +196,10 @@ def evaluate(jaxpr, *operands, drop=_OF_MESH):
             outputs = arguments
         elif primitive.name in _CALLS:
             called = params[_CALLS[primitive.name]]
+            called = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
             outputs = evaluate(called.jaxpr, *called.consts, *arguments, drop=drop)
         else:
-            params = jax.tree.map(functools.partial(_anew, drop=drop), params)
-            if primitive.name in ("checkpoint", "remat2"):
-                called = _anew(ClosedJaxpr(params["jaxpr"], ()), drop=drop)
-                arguments = [*called.consts, *arguments]
-                params["jaxpr"] = _without_constants(called.jaxpr)
-            outputs = _bind(primitive, arguments, params)
+            outputs = _bind(primitive, arguments, jax.tree.map(functools.partial(_anew, drop=drop), params))
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -183,8 +219,3 @@ def _anew(param, drop):
     if isinstance(param, jax.core.ShapedArray):
         return plain_aval(param)
     return None if isinstance(param, jax.sharding.Sharding) else param
-
-
-def _without_constants(jaxpr):
-    """The same with its constants as its first arguments."""
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -35,5 +35,5 @@ def checked_joint(function: str, joint, encoder_out, rows) -> JointLogits:
         _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
         _checks.no_draws(function, "joint", draws)
     layout = JointLogits(joint, encoder_out, rows).checked(function)
-    _checks.unsplit(function, "logits of joint", layout._made, {-1: "V"})
+    _checks.unsplit(function, "logits of joint", layout._result, {-1: "V"})
     return layout

@@ -1,9 +1,20 @@
 """Extended numbers (m, e, h) = m * 2^(e + 4096 h): the path weights of the reference and of the Pallas kernels.
 
 m is a float mantissa, e an integer exponent, h a float exponent for large arcs. Float32 logs reach 1e3 ... 1e4, where
-their spacing is 1e-4 ... 1e-3, and posteriors, differences of such logs, inherit that error; mantissas keep it at
-the rounding of single operations. The exponents are piecewise constant, so plain automatic differentiation of the
-mantissas is exact, any number of times and in both modes.
+their spacing is 1e-4 ... 1e-3, and posteriors, differences of such logs, inherit that error. With the log-probability
+x = k ln 2 + r of an arc, k an integer and |r| < ln 2,
+
+    w = exp(x) = exp(r) * 2^k                                               is the number (exp(r), k)
+    alpha * w = (m * exp(r)) * 2^(e + k)                                    integers add without rounding
+    alpha + alpha' = (m + m' * 2^(e' - e)) * 2^e,  e >= e'                  powers of 2 scale without rounding
+
+so a step rounds the mantissa by a few eps, whatever log alpha is, and n steps by a few n eps. The exponents are
+piecewise constant: dw/dx = exp(r) * 2^k comes from the mantissa alone, and the posterior of an arc,
+
+    d log alpha / dx = (dm/dx * 2^e) / (m * 2^e) = (dm/dx) / m
+
+has no exponent at all. So plain automatic differentiation of the mantissas is exact, any number of times and in both
+modes.
 
 Finite arcs may be of any size: users mask with -1e9 or the lowest float. An arc above 2^11 in size gives its whole
 multiples of 4096 ln 2 to h and the rest to e and m, so that no integer overflows. Sums of h are exact up to 5e10 nats.
@@ -77,12 +88,12 @@ def normalize(a):
 
 def _parts_of_ln2(multiple, dtype):
     """multiple * ln 2 as the sum of three floats. The first two have 12 bits: their products with 12 more are exact."""
-    rest, parts = multiple * np.log(2), []
+    left, parts = multiple * np.log(2), []
     for _ in range(2):
-        unit = 2.0 ** (np.floor(np.log2(rest)) - 11)
-        parts.append(np.floor(rest / unit) * unit)
-        rest = rest - parts[-1]
-    return [np.asarray(x, dtype) for x in (*parts, rest)]
+        unit = 2.0 ** (np.floor(np.log2(left)) - 11)
+        parts.append(np.floor(left / unit) * unit)
+        left = left - parts[-1]
+    return [np.asarray(x, dtype) for x in (*parts, left)]
 
 
 def _truncate(x):
@@ -103,21 +114,21 @@ def from_log(x):
     size = jnp.abs(lax.stop_gradient(x))
     near = ~(size > 2.0**11)  # NaN too
     far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # beyond exact reduction
-    high, rest, late = _reduce(where(far, x - lax.stop_gradient(x), x), _RADIX**2)
-    low, rest, later = _reduce(rest, _RADIX)
-    smallest, rest, last = _reduce(rest - (late + later), _RADIX)  # float64: late is large where high is
+    high, left, late = _reduce(where(far, x - lax.stop_gradient(x), x), _RADIX**2)
+    low, left, later = _reduce(left, _RADIX)
+    smallest, left, last = _reduce(left - (late + later), _RADIX)  # float64: late is large where high is
     whole = _truncate(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
     h = where(none, lowest(x.dtype), where(near, 0, where(far, whole, _RADIX * high + (low + smallest))))
-    k, rest, latest = _reduce(where(near, x, rest - last), 1)
+    k, left, latest = _reduce(where(near, x, left - last), 1)
     e = where(jnp.isnan(k), 0, k).astype(jnp.int32)
-    return Number(where(none, 0, jnp.exp(rest - latest)), e, h)
+    return Number(where(none, 0, jnp.exp(left - latest)), e, h)
 
 
 def from_small_log(x):
     """exp(x) without h, for |x| <= 2^11 or -inf."""
     none = x == -jnp.inf
-    k, rest, last = _reduce(where(none, 0, x), 1)
-    return Number(where(none, 0, jnp.exp(rest - last)), where(none, _LOWEST, k.astype(jnp.int32)), None)
+    k, left, last = _reduce(where(none, 0, x), 1)
+    return Number(where(none, 0, jnp.exp(left - last)), where(none, _LOWEST, k.astype(jnp.int32)), None)
 
 
 def multiply(a, b):

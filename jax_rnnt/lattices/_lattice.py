@@ -1,7 +1,7 @@
 """Lattices by kernel: arc log-probabilities -> loss and its gradient, minus the arc posteriors. Any topology.
 
 There are two kernels behind one pair of custom calls: one for unit steps (standard, monotonic), one for arcs that skip
-frames (multi-blank, token and duration). On TPUs there is one kernel for all of them, in Pallas (`pallas.py`).
+frames (multi-blank, token and duration). On TPUs there is one kernel for all of them, in Pallas (`_pallas.py`).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def log_likelihood(
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (num_frames, num_labels))
     arguments = topology, planes, num_frames, num_labels
     if implementation == "reference":
-        made = reference.log_likelihood(*arguments)
+        score = reference.log_likelihood(*arguments)
     else:
-        made = _log_likelihood(*arguments, implementation == "kernel")
-    return jnp.where(bad, jnp.nan, made)
+        score = _log_likelihood(*arguments, implementation == "kernel")
+    return jnp.where(bad, jnp.nan, score)

@@ -7,7 +7,7 @@ step rotates one number, however many arcs there are. XLA masks the planes and s
 streams chunks of diagonals through VMEM, and runs group after group. More columns than four registers hold are taken
 block by block. The first kernel makes alpha, the second beta and the posteriors; its recursion starts from 1 / Z.
 
-Weights are numbers m * 2^e (`extended.py`), so the accuracy is that of the other kernels. A group with a finite arc
+Weights are numbers m * 2^e (`_extended.py`), so the accuracy is that of the other kernels. A group with a finite arc
 above 2^11 in size takes a second loop, with the second exponent h of the reference; its flag is a scalar of the group.
 Large h are rounded sums. So beta has h relative to that of alpha at its node: an arc adds h of alpha times its weight,
 less h of alpha at its end. On the way that gave alpha its h this is 0 exactly, as both come from the same sum.
@@ -61,7 +61,7 @@ class Plan:
         self.depths = [max((a.dt + a.du for a in topology if a.du == du), default=1) for du in (0, 1)]
 
 
-def select(where, a, b):
+def where_number(where, a, b):
     return Number(*(None if x is None else jnp.where(where, x, y) for x, y in zip(a, b)))  # type: ignore[arg-type]
 
 
@@ -131,13 +131,13 @@ class Sweep:
             """`key` names the number, so that a product is taken once."""
             if (key, arc.slot) not in products:
                 products[key, arc.slot] = extended.multiply(number, weights[arc.slot])
-            made = products[key, arc.slot]
+            product = products[key, arc.slot]
             if arc.other is not None:
-                made = extended.multiply(made, weights[arc.other])
+                product = extended.multiply(product, weights[arc.other])
             if arc.may_end:
-                return made
+                return product
             into_end = (n + (arc.dt + arc.du) == self.last) & (column == self.num_labels - arc.du)
-            return select(into_end, self.zero, made)
+            return where_number(into_end, self.zero, product)
 
         return times
 
@@ -179,7 +179,7 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
             for c in range(plan.blocks):
                 total_refs[2][c] = jnp.zeros_like(sweep.zero.m)
                 store(totals, sweep.zero, c)
-            start = select(sweep.column(0) == 0, sweep.one, sweep.zero)
+            start = where_number(sweep.column(0) == 0, sweep.one, sweep.zero)
             store(sweep.carried[0], start, 0, 0)
 
         def step(i, c, beside, normalize):
@@ -188,7 +188,7 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
             alpha = extended.add(load(sweep.carried[0], *sweep.at(0, n, c)), Number(*labels))
             alpha = extended.normalize(alpha) if normalize else alpha
             ends = (n == sweep.last) & (sweep.column(c) == sweep.num_labels)
-            store(totals, select(ends, alpha, load(totals, c)), c)
+            store(totals, where_number(ends, alpha, load(totals, c)), c)
             if keep:
                 store(sweep.of(alphas), alpha, i, c)
             times, leaving = sweep.weighted(i, c), dict[tuple[int, int], list[Number]]()
@@ -232,7 +232,7 @@ def beta_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan):
             total = load(sweep.of(total_refs), c)
             reached = total.m != 0
             inverse = Number(1 / jnp.where(reached, total.m, 1), -total.e, sweep.one.h)
-            return select(reached, inverse, sweep.zero)
+            return where_number(reached, inverse, sweep.zero)
 
         def step(i, c, beside, normalize):
             n = chunk * plan.steps + i
@@ -242,19 +242,19 @@ def beta_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan):
                 k = arc.dt + arc.du
                 at = sweep.at(arc.du, n + k, c)
                 beta = load(sweep.carried[arc.du], *at)
-                made = times(beta, (arc.du, k), arc)
+                path = times(beta, (arc.du, k), arc)
                 if wide:
                     h = (times(alpha, "alpha", arc).h - at_ends[arc.du][at]) + beta.h
                     lowest = sweep.zero.h
-                    made = made._replace(h=jnp.where(made.m == 0, lowest, jnp.maximum(h, lowest)))
-                through.append(made)
+                    path = path._replace(h=jnp.where(path.m == 0, lowest, jnp.maximum(h, lowest)))
+                through.append(path)
             factor = alpha._replace(h=sweep.one.h)
             for slot, ref in zip(slots(topology), gradients):
                 paths = (extended.multiply(factor, x) for a, x in zip(topology, through) if slot in (a.slot, a.other))
                 posteriors = [x.m * extended.pow2(extended.gap(x, sweep.one), x.m.dtype) for x in paths]
                 ref[i, c] = 0 - functools.reduce(jnp.add, posteriors)
             ends = (n == sweep.last) & (sweep.column(c) == sweep.num_labels)
-            beta = select(ends, start(c), functools.reduce(extended.add, through, sweep.zero))
+            beta = where_number(ends, start(c), functools.reduce(extended.add, through, sweep.zero))
             beta = extended.normalize(beta) if normalize else beta
             moved, within = shift([*beta, alpha.h] if wide else beta, -1, beside)
             blanks, labels = sweep.at(0, n, c), sweep.at(1, n, c)
@@ -286,22 +286,22 @@ def call(kernel, name, plan, operands, results, reverse, interpret):
         4: pl.BlockSpec((plan.steps, *tile), lambda g, c: (last - c if reverse else c, zero, g, zero)),
     }
     shape = plan.diagonals, plan.blocks, plan.batch, plan.width
-    made = [struct_like(operands[3], shape[4 - rank :], dtype) for rank, dtype in results]
+    shapes = [struct_like(operands[3], shape[4 - rank :], dtype) for rank, dtype in results]
     nodes, dtype = math.prod(shape), operands[3].dtype
     rings = [(depth, *tile) for depth in plan.depths]
     return pl.pallas_call(
         kernel,
         grid=(plan.batch // group, plan.chunks),
         in_specs=[specs[x.ndim] for x in operands],
-        out_specs=[specs[len(x.shape)] for x in made],
-        out_shape=made,
+        out_specs=[specs[len(x.shape)] for x in shapes],
+        out_shape=shapes,
         scratch_shapes=[pltpu.VMEM(ring, kind) for ring in rings for kind in (dtype, jnp.int32, dtype)]
         + [pltpu.VMEM(ring, dtype) for ring in rings if reverse],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=50 * len(operands) * nodes,
             transcendentals=len(operands) * nodes,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *made)),
+            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *shapes)),
         ),
         interpret=interpret,
         name=f"jax_rnnt_lattice_{name}",
@@ -370,11 +370,11 @@ def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, interpre
     """(`value`, {slot: its gradient [B, T, U1]})"""
     shape = arcs[slots(topology)[0]].shape
     topology, plan, operands, bad = prepare(topology, arcs, num_frames, num_labels, unroll)
-    made = alphas(topology, plan, operands, True, interpret)
+    numbers = alphas(topology, plan, operands, True, interpret)
     kernel = functools.partial(beta_kernel, topology=topology, plan=plan)
     results = [(4, operands[3].dtype)] * len(slots(topology))
-    gradients = call(kernel, "beta", plan, (*operands, *made), results, True, interpret)
+    gradients = call(kernel, "beta", plan, (*operands, *numbers), results, True, interpret)
     used = reference.inside(num_frames, num_labels, *shape[1:])
     nan = jnp.where(bad, jnp.nan, 0).astype(gradients[0].dtype)[:, None, None]
     gradients = (jnp.where(used, nodes(x, *shape) + nan, 0) for x in gradients)
-    return loss_of(made[3:], bad), dict(zip(slots(topology), gradients))
+    return loss_of(numbers[3:], bad), dict(zip(slots(topology), gradients))

@@ -4,7 +4,7 @@ The scan runs over anti-diagonals n = t + u, so one step is element-wise over u 
 inside a frame. A scan over frames needs an associative scan over u for those; it took 9.9 s to compile, this takes less
 than 1 s.
 
-Path weights are extended numbers (`extended.py`), so plain automatic differentiation is exact, any number of times and
+Path weights are extended numbers (`_extended.py`), so plain automatic differentiation is exact, any number of times and
 in both modes.
 """
 

@@ -3,7 +3,11 @@
 Scores are sums of two floats (hi + lo), so that the choice between two paths is as good as if their sums were exact:
 the spacing of float32 at the score of a long utterance is 1e-3. Of equal paths, going back from the end, the one wins
 that enters each node by the first arc of the topology, blanks before labels.
+
+A arcs, N anti-diagonals n = t + u, U1 columns. An arc's rank is its place among the A arcs, A that of no arc.
 """
+
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +19,29 @@ from jax_rnnt.lattices._reference import prepared, skew
 from jax_rnnt.lattices._topology import Topology
 
 
-def _add(a, w):
-    """(hi, lo) + w, hi rounded to nearest (Knuth's exact sum); -inf stays -inf."""
-    hi, lo = a
+class Best(typing.NamedTuple):
+    """The score hi + lo of the best paths to some nodes, and the rank of their last arcs."""
+
+    hi: jax.Array
+    lo: jax.Array
+    rank: jax.Array
+
+    def or_better(self, other: "Best") -> "Best":
+        """Element-wise the larger score, of equal ones the smaller rank."""
+        a, b = self, other
+        wins = (b.hi > a.hi) | ((b.hi == a.hi) & ((b.lo > a.lo) | ((b.lo == a.lo) & (b.rank < a.rank))))
+        return Best(*(jnp.where(wins, y, x) for x, y in zip(a, b)))
+
+
+class Path(typing.NamedTuple):
+    """The arc that leaves each anti-diagonal, and the column that it leaves."""
+
+    rank: jax.Array  # [N, ...]; A where the path does not touch the diagonal
+    column: jax.Array  # [N, ...]
+
+
+def _add(hi, lo, w):
+    """hi + lo + w, hi rounded to nearest (Knuth's exact sum); -inf stays -inf."""
     total = hi + w
     virtual = total - hi
     error = jnp.where(jnp.isfinite(total), (hi - (total - virtual)) + (w - virtual), 0) + lo
@@ -25,10 +49,90 @@ def _add(a, w):
     return top, jnp.where(jnp.isfinite(top), error - (top - total), 0)
 
 
-def _better(a, b):
-    """Element-wise the better of two (hi, lo, rank): the larger score, of equal ones the smaller rank."""
-    wins = (b[0] > a[0]) | ((b[0] == a[0]) & ((b[1] > a[1]) | ((b[1] == a[1]) & (b[2] < a[2]))))
-    return tuple(jnp.where(wins, y, x) for x, y in zip(a, b))
+def _columns(like, count):
+    """0 ... count - 1, with the batch dimensions of `like`."""
+    return lax.broadcasted_iota(jnp.int32, (1,) * like.ndim + (count,), like.ndim)
+
+
+def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
+    """(rank of the arc that enters each node [N, ..., U1], the best entry of the terminal node: `Best` [...])."""
+    steps, columns, none = diagonals.shape[0], diagonals.shape[-1], len(arcs)
+    column, last = _columns(num_frames, columns), num_frames + num_labels
+    minus = jnp.full_like(diagonals[0, 0], -jnp.inf)
+    nothing = Best(minus, jnp.zeros_like(minus), jnp.full_like(minus, none, dtype=jnp.int32))
+    start = nothing._replace(hi=jnp.where(column == 0, 0, minus))
+    end = Best(jnp.full_like(minus[..., 0], -jnp.inf), jnp.zeros_like(minus[..., 0]), jnp.full_like(last, none))
+
+    def shift(x, du, fill):
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
+
+    def step(carry, xs):
+        (alpha, *coming), end = carry  # coming[k]: what already entered diagonal n + 1 + k
+        n, weights = xs
+        coming = [*coming, nothing]
+        for rank, (arc, weight) in enumerate(zip(arcs, weights)):
+            hi, lo = _add(alpha.hi, alpha.lo, weight)
+            k = arc.dt + arc.du
+            which = jnp.where(hi == -jnp.inf, none, rank).astype(jnp.int32)
+            moved = Best(shift(hi, arc.du, -jnp.inf), shift(lo, arc.du, 0), shift(which, arc.du, none))
+            coming[k - 1] = coming[k - 1].or_better(moved)
+            if arc.may_end:
+                ends = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
+                hi = jnp.max(jnp.where(ends, hi, -jnp.inf), -1)
+                lo = jnp.sum(jnp.where(ends, lo, 0), -1)
+                end = end.or_better(Best(hi, lo, jnp.min(jnp.where(ends, which, none), -1)))
+        return (tuple(coming), end), alpha.rank
+
+    depth = max(arc.dt + arc.du for arc in arcs)
+    initial, structure = jax.tree.flatten(((start, *[nothing] * (depth - 1)), end))
+    _, *initial = vary_together(minus, *initial)  # a carry keeps its varying axes
+    xs = jnp.arange(steps, dtype=jnp.int32), diagonals
+    (_, end), entered = lax.scan(step, jax.tree.unflatten(structure, initial), xs)
+    return entered, end
+
+
+def _of_arc(values, rank):
+    """The value of each rank's arc, 0 for none; no gather, so that it shards."""
+    return sum(jnp.where(rank == k, jnp.int32(value), 0) for k, value in enumerate(values))
+
+
+def trace_back(arcs: Topology, entered, end: Best, num_frames, num_labels) -> Path:
+    """The path from the terminal node back to the start."""
+    none, column = len(arcs), _columns(num_frames, entered.shape[-1])
+
+    def step(carry, xs):
+        n, u, rank = carry  # the node that was reached, and by which arc
+        diagonal, ranks = xs
+        here = (rank < none) & (n - _of_arc([a.dt + a.du for a in arcs], rank) == diagonal)
+        source = u - _of_arc([a.du for a in arcs], rank)
+        before = jnp.sum(jnp.where(column == source[..., None], ranks, 0), -1, dtype=jnp.int32)
+        reached = jnp.where(here, diagonal, n), jnp.where(here, source, u), jnp.where(here, before, rank)
+        return reached, Path(jnp.where(here, rank, none), source)
+
+    carry = vary_together(*(jnp.asarray(x, jnp.int32) for x in (num_frames + num_labels, num_labels, end.rank)))
+    return lax.scan(step, tuple(carry), (jnp.arange(entered.shape[0], dtype=jnp.int32), entered), reverse=True)[1]
+
+
+def frames_of(arcs: Topology, path: Path, labels: int):
+    """int32 [..., U]: the frame in which the path writes each label, -1 where it does not."""
+    n = jnp.arange(path.rank.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (path.rank.ndim - 1))
+    writes = (_of_arc([a.du for a in arcs], path.rank) > 0)[..., None]
+    writes &= path.column[..., None] == _columns(path.column, labels)
+    frames = jnp.sum(jnp.where(writes, (n - path.column)[..., None], 0), 0, dtype=jnp.int32)
+    return jnp.where(jnp.any(writes, 0), frames, -1)
+
+
+def score_of(path: Path, planes):
+    """[...]: the sum of the path's arcs, for planes [A, ..., T, U1].
+
+    Summed over the planes and not carried along the scan: this is differentiable, and exact enough.
+    """
+    ndim = planes.ndim - 3
+    t, u = (lax.broadcasted_iota(jnp.int32, (1,) * ndim + planes.shape[-2:], ndim + axis) for axis in (0, 1))
+    diagonal = (t + u).reshape(planes.shape[-2:])
+    column, rank = (jnp.moveaxis(x, 0, -1)[..., diagonal] for x in (path.column, path.rank))
+    arcs = (jnp.where((column == u) & (rank == k), x, 0) for k, x in enumerate(planes))
+    return order.total(order.total(sum(arcs, jnp.zeros_like(planes[0])), -2))
 
 
 def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
@@ -46,77 +150,10 @@ def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Ar
     """
     ranked = tuple(sorted(topology, key=lambda a: a.du))  # stable: blanks first
     ranked, num_frames, num_labels, planes, bad = prepared(ranked, arcs, num_frames, num_labels)
-    masked = jnp.where(bad[None, ..., None, None], -jnp.inf, planes)
-    frames, columns = masked.shape[-2:]
-    diagonals = lax.stop_gradient(skew(masked))  # [N, A, ..., U1]
-
-    none = len(ranked)  # the rank of no arc
-    depth = max(a.dt + a.du for a in ranked)
-    column = lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (columns,), num_frames.ndim)
-    last = num_frames + num_labels
-    minus = jnp.full_like(diagonals[0, 0], -jnp.inf)
-    nothing = minus, jnp.zeros_like(minus), jnp.full_like(minus, none, dtype=jnp.int32)
-    start = jnp.where(column == 0, 0, nothing[0]), nothing[1], nothing[2]
-    end = jnp.full_like(minus[..., 0], -jnp.inf), jnp.zeros_like(minus[..., 0]), jnp.full_like(last, none)
-
-    def shift(x, du, fill):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
-
-    def forward(carry, xs):
-        (alpha, *coming), end = carry
-        n, weights = xs
-        coming = [*coming, nothing]
-        for rank, (arc, weight) in enumerate(zip(ranked, weights)):
-            hi, lo = _add(alpha[:2], weight)
-            k = arc.dt + arc.du
-            which = jnp.where(hi == -jnp.inf, none, rank).astype(jnp.int32)
-            moved = shift(hi, arc.du, -jnp.inf), shift(lo, arc.du, 0), shift(which, arc.du, none)
-            coming[k - 1] = _better(coming[k - 1], moved)
-            if arc.may_end:
-                ends = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)
-                final = (
-                    jnp.max(jnp.where(ends, hi, -jnp.inf), -1),
-                    jnp.sum(jnp.where(ends, lo, 0), -1),
-                    jnp.min(jnp.where(ends, which, none), -1),
-                )
-                end = _better(end, final)
-        return (tuple(coming), end), alpha[2]
-
-    steps = jnp.arange(frames + columns - 1, dtype=jnp.int32)
-    initial, structure = jax.tree.flatten(((start, *[nothing] * (depth - 1)), end))
-    _, *initial = vary_together(minus, *initial)  # a carry keeps its varying axes
-    (_, end), entered = lax.scan(forward, jax.tree.unflatten(structure, initial), (steps, diagonals))
-
-    def of_arc(values, rank):
-        """The value of each rank's arc, 0 for none; no gather, so that it shards."""
-        return sum(jnp.where(rank == k, jnp.int32(value), 0) for k, value in enumerate(values))
-
-    def backward(carry, xs):
-        n, u, rank = carry  # the node that was reached, and by which arc
-        m, came = xs
-        here = (rank < none) & (n - of_arc([a.dt + a.du for a in ranked], rank) == m)
-        source = u - of_arc([a.du for a in ranked], rank)
-        before = jnp.sum(jnp.where(column == source[..., None], came, 0), -1, dtype=jnp.int32)
-        taken = jnp.where(here, rank, none), source
-        return (jnp.where(here, m, n), jnp.where(here, source, u), jnp.where(here, before, rank)), taken
-
-    carry = tuple(vary_together(*(jnp.asarray(x, jnp.int32) for x in (last, num_labels, end[2]))))
-    _, (rank, u) = lax.scan(backward, carry, (steps, entered), reverse=True)  # [N, ...]
-
-    path = jnp.stack([steps.reshape(-1, *[1] * u.ndim)[..., 0] - u, u], -1)  # (t, u) on each diagonal
-    of_label = of_arc([a.du for a in ranked], rank) > 0
-    label = lax.broadcasted_iota(jnp.int32, (1,) * u.ndim + (columns - 1,), u.ndim)
-    emits = of_label[..., None] & (u[..., None] == label)
-    at = jnp.sum(jnp.where(emits, path[..., :1], 0), 0, dtype=jnp.int32)
-    found = jnp.any(emits, 0)
-
-    # Summed over the planes and not carried along the scan: this is differentiable, and exact enough.
-    shape = (1,) * num_frames.ndim + (frames, columns)
-    t, v = (lax.broadcasted_iota(jnp.int32, shape, num_frames.ndim + axis) for axis in (0, 1))
-    diagonal = (t + v).reshape(frames, columns)
-    on = jnp.moveaxis(u, 0, -1)[..., diagonal] == v
-    which = jnp.moveaxis(rank, 0, -1)[..., diagonal]
-    taken = sum((jnp.where(on & (which == k), x, 0) for k, x in enumerate(masked)), jnp.zeros_like(masked[0]))
-    score = order.total(order.total(taken, -2))
-    score = jnp.where((end[2] == none) & (last > 0), -jnp.inf, score)
-    return jnp.where(bad, jnp.nan, score), jnp.where(found, at, -1)
+    planes = jnp.where(bad[None, ..., None, None], -jnp.inf, planes)
+    diagonals = lax.stop_gradient(skew(planes))  # [N, A, ..., U1]
+    entered, end = forward_best(ranked, diagonals, num_frames, num_labels)
+    path = trace_back(ranked, entered, end, num_frames, num_labels)
+    no_path = (end.rank == len(ranked)) & (num_frames + num_labels > 0)
+    score = jnp.where(no_path, -jnp.inf, score_of(path, planes))
+    return jnp.where(bad, jnp.nan, score), frames_of(ranked, path, planes.shape[-1] - 1)

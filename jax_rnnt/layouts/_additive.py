@@ -246,8 +246,8 @@ class AdditiveLogits(Layout):
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.am.shape[:-2], self.lm.shape[-2] - 1
-        given = targets, logit_lengths, target_lengths
-        return _checks.sequences(function, *given, *shape, "lm", "am", self.frames)
+        sequences = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *sequences, *shape, "lm", "am", self.frames)
 
     def emission(self, function, loss, head, *sequences):
         name = type(loss).__name__

@@ -60,8 +60,8 @@ class Band(Wrapper):
         return self.inner.dimensions(logits[0])
 
     def prepare(self, logits, targets, logit_lengths, target_lengths):
-        _, *rest = super().prepare(logits, targets, logit_lengths, target_lengths)
-        return logits[0], *rest
+        _, *sequences = super().prepare(logits, targets, logit_lengths, target_lengths)
+        return logits[0], *sequences
 
     def nodes(self, logits, targets, num_frames, num_labels):
         rows, first = logits

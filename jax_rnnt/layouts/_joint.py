@@ -15,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
 from jax_rnnt.emissions._softmax import accumulation_dtype
-from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals
+from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals, split
 from jax_rnnt.layouts._layout import Layout
 from jax_rnnt.layouts._tiles import tiled
+
+_LEAVES = "parameters", "encoder_out", "predictor_out"
+_FIELDS = "joint", "encoder_out", "predictor_out", "chunk", "parameters"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -32,8 +35,9 @@ class JointLogits(Layout):
     Parameters
     ----------
     joint : callable or LinearJoint
-        ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself. Gradients reach the
-        arrays it closes over. A joint that is a pytree brings its leaves; a function is part of the structure.
+        ``joint(parameters, encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, or
+        without `parameters` ``joint(encoder rows, predictor rows)``. Then gradients reach the arrays it closes over. A
+        joint that is a pytree brings its leaves; a function is part of the structure.
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [..., T, E]
         Output of the encoder; frames from `logit_lengths` on are never read.
     predictor_out : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, P]
@@ -43,6 +47,9 @@ class JointLogits(Layout):
     chunk : int, optional
         Approximate number of rows in a tile; the default depends on the shapes and the device. More rows take more
         memory, fewer rows more time. The result is the same up to rounding.
+    parameters : pytree of Array, optional
+        The first argument of `joint`, which gets their gradients and closes over no other array. `joint` should be the
+        same function in every call: outside of `jax.jit` too it is then compiled once.
 
     See Also
     --------
@@ -60,8 +67,8 @@ class JointLogits(Layout):
     the result is right, but every tile of logits is gathered. Inside `shard_map` a part of V is taken for all of V, and
     the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on the output layer first.
 
-    If `joint` closes over a random key, it draws the same numbers in every tile and in both passes. Outside of
-    `jax.jit`, every call with a joint that is no `LinearJoint` compiles anew.
+    A random key that `joint` closes over, or gets, draws the same numbers in every tile and in both passes. Outside of
+    `jax.jit`, every call with a joint that closes over its arrays compiles anew.
 
     Examples
     --------
@@ -73,42 +80,55 @@ class JointLogits(Layout):
     >>> loss = RNNTLoss()(logits, jnp.array([[1, 2], [3, 0]]), jnp.array([4, 3]), jnp.array([2, 1]))
     >>> round(float(loss), 3)
     6.347
+
+    A joint network with parameters of its own:
+
+    >>> def gated(parameters, encoder, predictor):
+    ...     return jnp.tanh(encoder * predictor) @ parameters["weight"] + parameters["bias"]
+    >>> parameters = {"weight": jnp.zeros((8, 5)), "bias": jnp.zeros(5)}
+    >>> JointLogits(gated, jnp.zeros((2, 4, 8)), jnp.zeros((2, 3, 8)), parameters=parameters).shape
+    (2, 4, 3, 5)
     """
 
-    joint: Callable[[jax.Array, jax.Array], jax.Array]
+    joint: Callable[..., jax.Array]
     encoder_out: jax.Array
     predictor_out: jax.Array
     chunk: int | None = None
+    parameters: Any = None
 
     def tree_flatten_with_keys(self):
         # A function is no array. As part of the structure it lets `jax.jit` take the layout as an argument.
         function = jax.tree_util.all_leaves([self.joint])
-        names = ("encoder_out", "predictor_out") if function else ("joint", "encoder_out", "predictor_out")
+        names = _LEAVES if function else ("joint", *_LEAVES)
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
         return leaves, (self.joint if function else None, self.chunk)
 
     @classmethod
     def tree_unflatten(cls, structure, leaves):
         function, chunk = structure
-        joint, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
-        names = "joint", "encoder_out", "predictor_out", "chunk"
-        return _pytree.make(cls, names, (joint, encoder_out, predictor_out, chunk))
+        joint, parameters, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
+        return _pytree.make(cls, _FIELDS, (joint, encoder_out, predictor_out, chunk, parameters))
+
+    @property
+    def of_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The joint as a function of rows alone."""
+        return self.joint if self.parameters is None else functools.partial(self.joint, self.parameters)
 
     @functools.cached_property
-    def _made(self):
+    def _result(self):
         """Has the dtype of the logits, and V as its last dimension."""
         if isinstance(self.joint, LinearJoint):
             return self.joint.weight
-        return _xla.shape_of("JointLogits: joint", self.joint, *row_avals(2, self.encoder_out, self.predictor_out))[0]
+        return _xla.shape_of("JointLogits: joint", self.of_rows, *row_avals(2, self.encoder_out, self.predictor_out))[0]
 
     @property
     def shape(self):
         batch = jnp.broadcast_shapes(self.encoder_out.shape[:-2], self.predictor_out.shape[:-2])
-        return (*batch, self.encoder_out.shape[-2], self.predictor_out.shape[-2], self._made.shape[-1])
+        return (*batch, self.encoder_out.shape[-2], self.predictor_out.shape[-2], self._result.shape[-1])
 
     @property
     def dtype(self):
-        return self._made.dtype
+        return self._result.dtype
 
     def checked(self, function):
         joint, chunk = self.joint, self.chunk
@@ -116,6 +136,11 @@ class JointLogits(Layout):
             raise TypeError(f"{function}: joint must be callable, got {joint!r}.")
         if chunk is not None:
             _checks.positive(function, "chunk", chunk)
+        parameters = self.parameters
+        if parameters is not None:
+            if not (jax.tree_util.all_leaves([joint]) and isinstance(joint, Hashable)):
+                raise TypeError(f"{function}: joint must be a hashable function beside parameters, got {joint!r}.")
+            parameters = jax.tree.map(lambda x: jnp.asarray(_checks.array(function, "parameters", x)), parameters)
         encoder = _checks.floating(function, "encoder_out", self.encoder_out, 2, "[..., T, E]")
         predictor = _checks.floating(function, "predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
         if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would meet B
@@ -137,23 +162,23 @@ class JointLogits(Layout):
         _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
         _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
         predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
-        own = encoder.shape[:-2]
-        alike = next((i for i, (n, m) in enumerate(zip(own, batch)) if n != m), len(own))
-        if alike == 0 or len(own) < len(batch) or any(n != 1 for n in own[alike:]):
+        outer = encoder.shape[:-2]
+        alike = next((i for i, (n, m) in enumerate(zip(outer, batch)) if n != m), len(outer))
+        if alike == 0 or len(outer) < len(batch) or any(n != 1 for n in outer[alike:]):
             encoder = jnp.broadcast_to(encoder, (*batch, *encoder.shape[-2:]))  # else the emission shares its rows
         if isinstance(joint, LinearJoint):
             joint = _linear(function, joint, (encoder.shape[-1], predictor.shape[-1]))
-        made = JointLogits(joint, encoder, predictor, chunk)
+        logits = JointLogits(joint, encoder, predictor, chunk, parameters)
         if not isinstance(joint, LinearJoint):
-            check_rows(function, made._made, 2)
-            if str(made.dtype) not in _checks.FLOATS:
-                raise TypeError(f"{function}: joint must make logits of a floating dtype, got {made.dtype}.")
-        return made
+            check_rows(function, logits._result, 2)
+            if str(logits.dtype) not in _checks.FLOATS:
+                raise TypeError(f"{function}: joint must make logits of a floating dtype, got {logits.dtype}.")
+        return logits
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1
-        given = targets, logit_lengths, target_lengths
-        return _checks.sequences(function, *given, *shape, "predictor_out", "encoder_out", self.frames)
+        sequences = targets, logit_lengths, target_lengths
+        return _checks.sequences(function, *sequences, *shape, "predictor_out", "encoder_out", self.frames)
 
     def split_arrays(self, function, option):
         if option == "frame_axis":
@@ -170,13 +195,14 @@ class JointLogits(Layout):
         elif not jax.tree_util.all_leaves([joint]):
             joint = jax.tree.map(lambda _: P(), joint)
 
-        def own(x):  # a batch dimension of 1 stands for all
+        def axes_of(x):  # a batch dimension of 1 stands for all
             *shape, _, _ = jnp.shape(x)
             return [None if n == 1 else axes for n, axes in zip(shape, batch[len(batch) - len(shape) :])]
 
-        encoder = P(*own(self.encoder_out), frame_axis)
-        names = "joint", "encoder_out", "predictor_out", "chunk"
-        return _pytree.make(JointLogits, names, (joint, encoder, P(*own(self.predictor_out)), self.chunk))
+        encoder = P(*axes_of(self.encoder_out), frame_axis)
+        parameters = jax.tree.map(lambda _: P(), self.parameters)
+        values = joint, encoder, P(*axes_of(self.predictor_out)), self.chunk, parameters
+        return _pytree.make(JointLogits, _FIELDS, values)
 
     def emission(self, function, loss, head, *sequences):
         if loss.implementation == "reference":
@@ -198,9 +224,9 @@ def _linear(function, joint, widths):
     if not isinstance(activation, Hashable) or not callable(activation):
         raise TypeError(f"{function}: joint.activation must be a hashable function, got {activation!r}.")
     units = jax.ShapeDtypeStruct((1, 1, 1, weight.shape[0]), accumulation_dtype(weight.dtype))
-    made = jax.eval_shape(activation, units)
-    if getattr(made, "shape", None) != units.shape or not jnp.issubdtype(made.dtype, jnp.floating):
-        raise ValueError(f"{function}: joint.activation must be element-wise, got {made} of {units}.")
+    activated = jax.eval_shape(activation, units)
+    if getattr(activated, "shape", None) != units.shape or not jnp.issubdtype(activated.dtype, jnp.floating):
+        raise ValueError(f"{function}: joint.activation must be element-wise, got {activated} of {units}.")
     return LinearJoint(weight, bias, activation)
 
 
@@ -211,6 +237,8 @@ def _materialized(function, logits: JointLogits, emission: Emission, targets, nu
     range. NaN there would reach the gradient of the joint's parameters. A sequence with NaN inside its lengths is made
     of zeros too, and its logits become NaN afterwards.
     """
+    if logits.parameters is not None:
+        split(function, logits, 1)  # which raises where the joint closes over arrays
     frames, classes = emission.dimensions(logits)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
     rows = []
@@ -223,6 +251,6 @@ def _materialized(function, logits: JointLogits, emission: Emission, targets, nu
     if 0 in logits.shape:
         return jnp.zeros(logits.shape, logits.dtype)
     rows = pair(*(isolate(x, bad).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in rows))
-    made = logits.joint(*rows)
-    check_rows(function, made, rows[0].shape[0])
-    return jnp.where(bad[..., None, None, None], jnp.nan, made.reshape(logits.shape))
+    flat = logits.of_rows(*rows)
+    check_rows(function, flat, rows[0].shape[0])
+    return jnp.where(bad[..., None, None, None], jnp.nan, flat.reshape(logits.shape))

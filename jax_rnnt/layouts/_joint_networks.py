@@ -39,8 +39,28 @@ def pair(encoder, predictor, counts=None):
     return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(math.prod(shape), x.shape[-1]) for x in rows]
 
 
+class TileJoint:
+    """The static part of a joint network, as tiles call it. `random`: it may draw random numbers."""
+
+    def differentiable(self):
+        """The same with its derivative. Call it in the mesh context of the loss."""
+        return self
+
+    def lowered_for(self, platforms):
+        """The same for these platforms."""
+        return self
+
+    def barrier(self, x):
+        """x behind a barrier where XLA must share no result with x itself."""
+        return x
+
+    def totals(self, sums):
+        """The gradients of the parameters from those in `zeros`."""
+        return sums
+
+
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(TileJoint):
     """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,).
 
     On a CPU (`wide`), products are rounded to the dtype of the weight after the next operation, and hidden units are
@@ -52,15 +72,10 @@ class Linear:
     wide: bool = True
     random = False
 
-    def differentiable(self):
-        return self
-
     def lowered_for(self, platforms):
-        """The same for these platforms."""
         return dataclasses.replace(self, wide=platforms == ("cpu",))
 
-    def barrier(self, x):
-        """x behind a barrier: XLA shares no result with x itself. On a CPU it would copy x."""
+    def barrier(self, x):  # on a CPU it would copy x
         return x if self.wide else jax.lax.optimization_barrier(x)
 
     def _sum(self, dtype, encoder, predictor, counts=None):
@@ -100,10 +115,10 @@ class Linear:
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1]).astype(weight.dtype)
 
         def gradients(x, totals, encoder, predictor):
-            made = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
-            made += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
+            sums = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
+            sums += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
             # First of all, so that the memory of the hidden units is free for their gradient.
-            x, totals = self.barrier((x, [a + b for a, b in zip(totals, made)]))
+            x, totals = self.barrier((x, [a + b for a, b in zip(totals, sums)]))
             _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor, counts))
             (grad_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
             if not self.wide:
@@ -124,24 +139,17 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Any function of rows; its constants are the parameters."""
+class Rows(TileJoint):
+    """Any function of parameters and rows."""
 
-    function: Any
+    function: Any  # `Pure` or `Traced` of `_xla.retracing`
 
     @property
     def random(self) -> bool:
-        """Whether it may draw random numbers, which depend on a row's place in the tile."""
         return self.function.random
 
     def differentiable(self):
         return dataclasses.replace(self, function=self.function.differentiable())
-
-    def lowered_for(self, platforms):
-        return self
-
-    def barrier(self, x):
-        return x
 
     def logits(self, parameters, encoder, predictor, counts=None):
         return self.function(*parameters, *pair(encoder, predictor, counts))
@@ -151,21 +159,18 @@ class Rows:
             return [x.astype(like.dtype) for x, like in zip(pair(wide[0], wide[1], counts), (encoder, predictor))]
 
         # Rows meet in float32, so that their gradients are summed in it.
-        made, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
-        logits, of_values = self.function.vjp(*parameters, *made)
+        pairs, pull = jax.vjp(rows, *(x.astype(sum_dtype(x)) for x in (encoder, predictor)))
+        logits, of_values = self.function.vjp(*parameters, *pairs)
 
         def gradients(x, totals, *_):
-            *made, grad_encoder, grad_predictor = of_values(x)
-            return [a + b.astype(a.dtype) for a, b in zip(totals, made)], *pull([grad_encoder, grad_predictor])
+            *of_parameters, grad_encoder, grad_predictor = of_values(x)
+            return [a + b.astype(a.dtype) for a, b in zip(totals, of_parameters)], *pull([grad_encoder, grad_predictor])
 
         return logits, gradients
 
     def zeros(self, parameters, blocks):
         """Where the gradients of the parameters are summed."""
         return [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if _xla.is_trained(x)]
-
-    def totals(self, sums):
-        return sums
 
 
 def sum_dtype(x):
@@ -234,17 +239,23 @@ def row_avals(rows: int, encoder, predictor):
     return [_xla.result_aval(jax.typeof(x), (rows, x.shape[-1]), x.dtype, 0) for x in both]
 
 
-def split(function: str, joint, rows: int, encoder, predictor):
-    """(static part, parameters) of a joint network for tiles of `rows` rows."""
+def split(function: str, logits, rows: int):
+    """(static part, parameters) of the joint network of checked `JointLogits`, for tiles of `rows` rows."""
+    joint, parameters = logits.joint, logits.parameters
     if isinstance(joint, LinearJoint):
         return Linear(joint.activation), joint.parameters
-    traced, parameters, made = _xla.trace(joint, *row_avals(rows, encoder, predictor))
-    check_rows(function, made, rows)
+    traced: Any
+    avals = row_avals(rows, logits.encoder_out, logits.predictor_out)
+    if parameters is None:
+        traced, parameters, result = _xla.trace(joint, *avals)
+    else:
+        traced, parameters, result = _xla.pure(f"{function}: joint", joint, parameters, *avals)
+    check_rows(function, result, rows)
     return Rows(traced), parameters
 
 
-def check_rows(function: str, made, rows: int):
-    """Raises unless `made` is [rows, V]."""
-    shape = getattr(made, "shape", None)
+def check_rows(function: str, logits, rows: int):
+    """Raises unless `logits` is [rows, V]."""
+    shape = getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != rows or shape[1] < 1:
-        raise ValueError(f"{function}: joint must make logits [N, V] of N rows, got {made} of {rows} rows.")
+        raise ValueError(f"{function}: joint must make logits [N, V] of N rows, got {logits} of {rows} rows.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import typing
@@ -38,7 +39,7 @@ NAME = "sum_over_nodes"
 
 
 # ---------------------------------------------------------------------------------------------- the sum, in tiles
-class Given(typing.NamedTuple):
+class Inputs(typing.NamedTuple):
     """The arrays of all logits; lists have an entry for each joint network, or for each array."""
 
     parameters: list[list[jax.Array]]
@@ -58,20 +59,20 @@ class Nodes(typing.NamedTuple):
     members: jax.Array | None = None  # bool [B, N] of packed rows: which belong to a sequence
 
 
-def _of_tiles(given, nodes):
+def _of_tiles(inputs, nodes):
     """(logits, nodes) of `Tiled`."""
     *batch, _, columns = nodes.counts.shape
-    encoder = side_by_side(given.encoders, nodes.counts.shape[:-1])
-    predictor = side_by_side(given.predictors, (*batch, columns))
-    parameters = [*(x for own in given.parameters for x in own), *given.constants]
+    encoder = side_by_side(inputs.encoders, nodes.counts.shape[:-1])
+    predictor = side_by_side(inputs.predictors, (*batch, columns))
+    parameters = [*itertools.chain.from_iterable(inputs.parameters), *inputs.constants]
     label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
     of_tiles = label, nodes.num_frames, nodes.num_labels, nodes.counts
-    return (parameters, encoder, predictor, *given.arrays, *given.labels), of_tiles
+    return (parameters, encoder, predictor, *inputs.arrays, *inputs.labels), of_tiles
 
 
-def _weighted(emission, weights, given, nodes):
+def _weighted(emission, weights, inputs, nodes):
     """(sums [...], values [..., T, U1])"""
-    values = emission.forward(*_of_tiles(given, nodes))[0]["value"]
+    values = emission.forward(*_of_tiles(inputs, nodes))[0]["value"]
     values = jnp.where(nodes.counts, values, 0)
     if nodes.members is not None:  # a NaN concerns all rows of its sequence
         bad = jnp.any(nodes.members & jnp.any(jnp.isnan(values), (-1, -2))[None], -1)
@@ -80,39 +81,39 @@ def _weighted(emission, weights, given, nodes):
 
 
 @jax.custom_vjp
-def _sums(emission, weights, given, nodes):
-    return _weighted(emission, weights, given, nodes)[0]
+def _sums(emission, weights, inputs, nodes):
+    return _weighted(emission, weights, inputs, nodes)[0]
 
 
 def _sums_fwd(emission, *primals):
     perturbed = jax.tree.map(lambda x: x.perturbed, primals[1])
-    weights, given, nodes = jax.tree.map(lambda x: x.value, primals)
+    weights, inputs, nodes = jax.tree.map(lambda x: x.value, primals)
     networks = zip(perturbed.parameters, perturbed.encoders, perturbed.predictors)
     of_networks, of_arrays = (any(jax.tree.leaves(x)) for x in networks), iter(perturbed.arrays)
     learned = tuple(next(of_arrays if part is None else of_networks) for part in emission.joint.parts)
     emission = dataclasses.replace(emission, joint=dataclasses.replace(emission.joint, learned=learned))
-    sums, values = _weighted(emission, weights, given, nodes)
-    return sums, (emission, weights, given, nodes, checkpoint_name(values, "rnnt_residuals"))
+    sums, values = _weighted(emission, weights, inputs, nodes)
+    return sums, (emission, weights, inputs, nodes, checkpoint_name(values, "rnnt_residuals"))
 
 
 def _sums_bwd(residuals, cotangent):
-    emission, weights, given, nodes, values = residuals
+    emission, weights, inputs, nodes, values = residuals
     if isinstance(cotangent, SymbolicZero):
         cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
     # Sequences with a NaN get NaN, and add nothing to the gradient of what all share.
     bad = jnp.any(jnp.isnan(values), (-1, -2), keepdims=True)
     planes = {"value": jnp.where(bad, jnp.nan, jnp.where(nodes.counts, weights, 0))}
-    logits, of_tiles = _of_tiles(given, nodes)
-    made = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
-    parameters, encoder, predictor, *arrays = made
-    parameters, labels = iter(parameters), [arrays.pop() for _ in given.labels]  # None
-    of_networks = [[next(parameters) for _ in own] for own in given.parameters]
+    logits, of_tiles = _of_tiles(inputs, nodes)
+    gradients = gradient(emission, False, False, logits, of_tiles, (), planes, cotangent, -jnp.ones_like(cotangent))
+    parameters, encoder, predictor, *arrays = gradients
+    parameters, labels = iter(parameters), [arrays.pop() for _ in inputs.labels]  # None
+    of_networks = [[next(parameters) for _ in leaves] for leaves in inputs.parameters]
 
     def of_states(xs, like, gradient):
         return jax.vjp(lambda xs: side_by_side(xs, like.shape[:-1]), xs)[1](gradient)[0]
 
-    states = of_states(given.encoders, logits[1], encoder), of_states(given.predictors, logits[2], predictor)
-    return None, scale_cotangent(values, cotangent), Given(of_networks, *states, arrays, [*parameters], labels), None
+    states = of_states(inputs.encoders, logits[1], encoder), of_states(inputs.predictors, logits[2], predictor)
+    return None, scale_cotangent(values, cotangent), Inputs(of_networks, *states, arrays, [*parameters], labels), None
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
@@ -129,79 +130,64 @@ class Sequences(typing.NamedTuple):
     columns: int | None  # U + 1, if anything says so
     classes: int  # the most of any logits
 
-    def bad(self, frames):
-        """bool [...]: sequences with a length or a used label out of range."""
-        bad = (self.num_frames < 0) | (self.num_frames > frames) | (self.num_labels < 0)
+    def within(self, frames, unfit):
+        """(bool [...]: sequences that are NaN, both lengths with 0 for them); `unfit`: those known to be."""
+        bad = unfit | (self.num_frames < 0) | (self.num_frames > frames) | (self.num_labels < 0)
         if self.columns is not None:
             bad |= self.num_labels >= self.columns
         if self.targets is not None:
             outside = (self.targets < 0) | (self.targets >= self.classes)
             bad |= jnp.any(inside_targets(self.targets, self.num_labels) & outside, -1)
-        return bad
+        return bad, *(jnp.where(bad, 0, n) for n in (self.num_frames, self.num_labels))
 
 
-class Batch(typing.NamedTuple):
-    """A batch in planes [..., T, U1] of its logits."""
+class Planes(typing.NamedTuple):
+    """The nodes of a batch, in planes [..., T, U1] of its logits."""
 
-    inside: jax.Array  # bool [..., T, U1]
-    num_frames: jax.Array  # [...]
-    num_labels: jax.Array  # [...]
+    nodes: Nodes
     weights: jax.Array | None  # [..., T, U1]
     labels: jax.Array  # int32 [..., T, U1], or what can be broadcast
     bad: jax.Array  # bool: sequences that are NaN
-    members: jax.Array | None = None  # of packed rows
 
 
-def _inside(labels, num_frames, frames):
-    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
-    return (frame < num_frames[..., None, None]) & (labels != OUTSIDE)
-
-
-def _grid(layouts, x: Sequences) -> Batch:
-    """Arrays and joint networks."""
-    *batch, frames, columns, _ = layouts[0].shape
-    bad = x.bad(frames)
-    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
-    targets = jnp.zeros((*batch, columns - 1), jnp.int32) if x.targets is None else x.targets
-    labels = label_map(targets, num_labels)
-    return Batch(_inside(labels, num_frames, frames), num_frames, num_labels, x.weights, labels, bad)
-
-
-def _bands(layouts, x: Sequences) -> Batch:
-    """Bands with the same first columns."""
-    first = layouts[0].first
+def _padded(layouts, x: Sequences) -> Planes:
+    """Arrays and joint networks, or bands with the same first columns."""
     *batch, frames, width, _ = layouts[0].shape
-    differ = (jnp.any(first != other.first, -1) for other in layouts[1:])
-    bad = functools.reduce(jnp.logical_or, differ, x.bad(frames))
-    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
-    targets = jnp.zeros((*batch, 0), jnp.int32) if x.targets is None else x.targets
-    labels = band_label_map(targets, num_labels, first, width)
-    weights = None if x.weights is None else band(x.weights, first, width)
-    last = jnp.full_like(num_labels, width - 1)
-    return Batch(_inside(labels, num_frames, frames), num_frames, last, weights, labels, bad)
+    firsts = [layout.first for layout in layouts if isinstance(layout, BandLogits)]
+    differ = (jnp.any(firsts[0] != first, -1) for first in firsts[1:])
+    bad, num_frames, num_labels = x.within(frames, functools.reduce(operator.or_, differ, jnp.zeros(batch, bool)))
+    targets = jnp.zeros((*batch, (x.columns or 1) - 1), jnp.int32) if x.targets is None else x.targets
+    labels, weights, last = label_map(targets, num_labels), x.weights, num_labels
+    if firsts:
+        labels = band_label_map(targets, num_labels, firsts[0], width)
+        weights = None if weights is None else band(weights, firsts[0], width)
+        last = jnp.full_like(num_labels, width - 1)
+    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
+    inside = (frame < num_frames[..., None, None]) & (labels != OUTSIDE)
+    return Planes(Nodes(inside, num_frames, last), weights, labels, bad)
 
 
-def _packed(layouts, x: Sequences) -> Batch:
+def _packed(layouts, x: Sequences) -> Planes:
     """Every row is a sequence of one node."""
     rows, count = len(layouts[0].rows), len(x.num_frames)
     first, end = offsets(x.num_frames, x.num_labels, rows)
-    bad = x.bad(layouts[0].frames_for(x.num_frames)) | (end > rows)
-    num_frames, num_labels = (jnp.where(bad, 0, n) for n in (x.num_frames, x.num_labels))
+    bad, num_frames, num_labels = x.within(layouts[0].frames_for(x.num_frames), end > rows)
     used, (b, t, u) = nodes_of_rows(num_frames, num_labels, first, end, rows)
     weights, labels = None, jnp.zeros(rows, jnp.int32)
     if x.weights is not None:
         weights = x.weights[b, t, u] if x.weights.size else jnp.zeros(rows, x.weights.dtype)
+        weights = weights[:, None, None]
     if x.targets is not None and count:
         labels = labels_of_rows(x.targets, num_labels, b, u)
     members = (b[None] == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)) & used[None]
-    frames, weights = used.astype(jnp.int32), None if weights is None else weights[:, None, None]
-    used, labels = used[:, None, None], labels[:, None, None]
-    return Batch(used, frames, jnp.zeros_like(frames), weights, labels, bad, members)
+    frames = used.astype(jnp.int32)
+    nodes = Nodes(used[:, None, None], frames, jnp.zeros_like(frames), members)
+    return Planes(nodes, weights, labels[:, None, None], bad)
 
 
 # ------------------------------------------------------------------------------------------------------- arguments
 def _checked_layouts(logits):
-    """The checked layouts, additive ones as joint networks, and the function that makes planes of them."""
+    """The checked layouts, additive ones as joint networks."""
     if not logits:
         raise TypeError(f"{NAME}: logits must be one or several arrays or layouts, got none.")
     layouts = [_layout.of(NAME, x) for x in logits]
@@ -212,13 +198,12 @@ def _checked_layouts(logits):
                 got = f"lm_only_scale {x.lm_only_scale} and am_only_scale {x.am_only_scale}"
                 raise TypeError(f"{NAME}: AdditiveLogits must be {expected}, got {got}.")
             layouts[i] = JointLogits(operator.add, x.am, x.lm).checked(NAME)
-    ways = {_packed if isinstance(x, PackedLogits) else _bands if isinstance(x, BandLogits) else _grid for x in layouts}
-    if len(ways) > 1:
+    if len({x if x in (PackedLogits, BandLogits) else None for x in map(type, layouts)}) > 1:
         got = ", ".join(type(x).__name__ for x in layouts)
         raise TypeError(f"{NAME}: logits must all be PackedLogits, or all BandLogits, or none of them, got {got}.")
     if any(x.shape[:-1] != layouts[0].shape[:-1] for x in layouts):
         raise ValueError(f"{NAME}: logits must have equal shapes but for V, got {[x.shape for x in layouts]}.")
-    return layouts, ways.pop()
+    return layouts
 
 
 def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) -> Sequences:
@@ -253,49 +238,50 @@ def _traced(function, rows, like, layouts, labels, dtype):
     avals = [aval((rows, x.classes), x.dtype) for x in layouts] + [aval((rows,), x.dtype) for x in labels]
 
     def values(*arguments):
-        made = function(*arguments)
-        if jnp.shape(made) != (rows,) or jnp.iscomplexobj(made):
+        value = function(*arguments)
+        if jnp.shape(value) != (rows,) or jnp.iscomplexobj(value):
             expected = f"one real number for each row, [N] for rows [N, V], here [{rows}]"
-            raise ValueError(f"{NAME}: function must return {expected}, got {made}.")
-        return jnp.asarray(made).astype(dtype)
+            raise ValueError(f"{NAME}: function must return {expected}, got {value}.")
+        return jnp.asarray(value).astype(dtype)
 
-    made, constants, _ = _xla.trace(values, *avals)
-    return Rows(made), constants
+    traced, constants, _ = _xla.trace(values, *avals)
+    return Rows(traced), constants
 
 
-def _in_tiles(function, layouts, batch: Batch, labels):
+def _in_tiles(function, layouts, shape, labels):
     """(the emission of `_sums`, its arrays)"""
     dtype = common_dtype(layouts)
     joints = [x for x in layouts if isinstance(x, JointLogits)]
     encoders, predictors = ([getattr(x, name) for x in joints] for name in ("encoder_out", "predictor_out"))
     rows_of = {_layout.ArrayLogits: "logits", BandLogits: "logits", PackedLogits: "rows"}
     arrays = [getattr(x, rows_of[type(x)]) for x in layouts if not isinstance(x, JointLogits)]
-    arrays = [x.reshape(*batch.inside.shape, x.shape[-1]) for x in arrays]
+    arrays = [x.reshape(*shape, x.shape[-1]) for x in arrays]
 
     linear = all(isinstance(x.joint, LinearJoint) for x in joints)
     chunk = min((x.chunk for x in joints if x.chunk is not None), default=None)
     emission = Tiled(Values(), None, sum(x.classes for x in layouts), dtype, chunk, linear)
-    *sequences, frames, columns = batch.inside.shape
-    encoder = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, frames)), encoders)
-    predictor = jax.eval_shape(lambda xs: side_by_side(xs, (*sequences, columns)), predictors)
-    blocks = blocks_for(emission, encoder, predictor, jax.default_backend())  # the function is traced for its rows
+    *batch, frames, columns = shape
+    encoder = jax.eval_shape(lambda xs: side_by_side(xs, (*batch, frames)), encoders)
+    predictor = jax.eval_shape(lambda xs: side_by_side(xs, (*batch, columns)), predictors)
+    # The function is traced here, for its number of rows: as in `tiled`, the default backend decides.
+    blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
     rows = math.prod(dataclasses.astuple(blocks))
 
     parts: list[Network | None] = []
     parameters = []
     for x in layouts:
         if isinstance(x, JointLogits):
-            joint, own = split(NAME, x.joint, rows, x.encoder_out, x.predictor_out)
+            joint, leaves = split(NAME, x, rows)
             of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
-            parts.append(Network(joint, len(own), of_encoder, of_predictor))
-            parameters.append(own)
+            parts.append(Network(joint, len(leaves), of_encoder, of_predictor))
+            parameters.append(leaves)
         else:
             parts.append(None)
     like, *_ = _xla.vary_together(*encoders, *predictors, *arrays)
     traced, constants = _traced(function, rows, like, layouts, labels, accumulation_dtype(dtype))
     rowwise = Rowwise(tuple(parts), traced, (False,) * len(parts))
-    given = Given(parameters, encoders, predictors, arrays, constants, labels)
-    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), given
+    inputs = Inputs(parameters, encoders, predictors, arrays, constants, labels)
+    return dataclasses.replace(emission, joint=rowwise, blocks=blocks), inputs
 
 
 def sum_over_nodes(
@@ -373,18 +359,18 @@ def sum_over_nodes(
     """
     if not callable(function):
         raise TypeError(f"{NAME}: function must be callable, got {function!r}.")
-    layouts, planes_of = _checked_layouts(logits)
+    layouts = _checked_layouts(logits)
     dtype = accumulation_dtype(common_dtype(layouts))
-    batch = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
-    ones, inside = batch.weights is None, batch.inside
-    plane = jnp.ones(inside.shape, dtype) if ones else batch.weights
-    labels = [] if targets is None else [jnp.broadcast_to(batch.labels, inside.shape)[..., None]]
-    emission, given = _in_tiles(function, layouts, batch, labels)
-    counts = inside if ones else inside & (plane != 0)
-    nodes = Nodes(counts, batch.num_frames, batch.num_labels, batch.members)
-    leaves, structure = jax.tree.flatten((plane, given, nodes))
-    plane, given, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
-    sums = _sums(emission, plane, given, nodes)
+    planes_of = _packed if isinstance(layouts[0], PackedLogits) else _padded
+    planes = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
+    nodes, inside = planes.nodes, planes.nodes.counts
+    labels = [] if targets is None else [jnp.broadcast_to(planes.labels, inside.shape)[..., None]]
+    emission, inputs = _in_tiles(function, layouts, inside.shape, labels)
+    plane = jnp.ones(inside.shape, dtype) if planes.weights is None else planes.weights
+    nodes = nodes._replace(counts=inside & (plane != 0))
+    leaves, structure = jax.tree.flatten((plane, inputs, nodes))
+    plane, inputs, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
+    sums = _sums(emission, plane, inputs, nodes)
     if nodes.members is not None:  # no scatter: in a fixed order
         sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
-    return jnp.where(batch.bad, jnp.nan, sums)
+    return jnp.where(planes.bad, jnp.nan, sums)

@@ -32,8 +32,8 @@ class Values(Emission):
 
 def common_dtype(xs):
     """The dtype of all xs; else float64 if one is that, else float32. Users may forbid JAX to promote."""
-    found = {x.dtype for x in xs}
-    return found.pop() if len(found) == 1 else max(map(accumulation_dtype, found), key=lambda x: x.itemsize)
+    dtypes = {x.dtype for x in xs}
+    return dtypes.pop() if len(dtypes) == 1 else max(map(accumulation_dtype, dtypes), key=lambda x: x.itemsize)
 
 
 def side_by_side(xs, shape):
@@ -105,7 +105,7 @@ class Rowwise:
     def barrier(self, x):
         return functools.reduce(lambda x, network: network.joint.barrier(x), self.networks, x)
 
-    def _own(self, parameters):
+    def _by_network(self, parameters):
         """Those of each network, then those of the function."""
         return _cut(list(parameters), [x.parameters for x in self.networks])
 
@@ -113,58 +113,58 @@ class Rowwise:
         """[(encoder rows, predictor rows)] of each network."""
         kinds = [x.encoder for x in self.networks], [x.predictor for x in self.networks]
         parts = [_cut(x, [width for width, _ in kind]) for x, kind in zip((encoder, predictor), kinds)]
-        made = [[x.astype(dtype) for x, (_, dtype) in zip(*each)] for each in zip(parts, kinds)]
-        return list(zip(*made))
+        states = [[x.astype(dtype) for x, (_, dtype) in zip(*each)] for each in zip(parts, kinds)]
+        return list(zip(*states))
 
-    def _arguments(self, made, counts, arrays):
+    def _arguments(self, of_networks, counts, arrays):
         """Rows of the logits in order, then labels."""
         arrays = [instead(x, counts).reshape(-1, x.shape[-1]) for x in arrays]
-        given = iter(arrays)
-        rows = [next(given) if part is None else made.pop(0) for part in self.parts]
-        return *rows, *(labels[:, 0] for labels in given)
+        of_arrays = iter(arrays)
+        rows = [next(of_arrays) if part is None else of_networks.pop(0) for part in self.parts]
+        return *rows, *(labels[:, 0] for labels in of_arrays)
 
     def logits(self, parameters, encoder, predictor, counts, *arrays):
-        *own, constants = self._own(parameters)
+        *by_network, constants = self._by_network(parameters)
         states = self._states(encoder, predictor)
-        made = [x.joint.logits(p, *rows, counts) for x, p, rows in zip(self.networks, own, states)]
-        return self.function.function(*constants, *self._arguments(made, counts, arrays))[:, None]
+        logits = [x.joint.logits(p, *rows, counts) for x, p, rows in zip(self.networks, by_network, states)]
+        return self.function.function(*constants, *self._arguments(logits, counts, arrays))[:, None]
 
     def pullback(self, parameters, encoder, predictor, counts, *arrays):
-        *own, constants = self._own(parameters)
+        *by_network, constants = self._by_network(parameters)
         learned = [x for x, part in zip(self.learned, self.parts) if part is not None]
-        made, pulls = [], []
-        for x, p, rows, is_learned in zip(self.networks, own, self._states(encoder, predictor), learned):
+        rows_of_networks, pulls = [], []
+        for x, p, rows, is_learned in zip(self.networks, by_network, self._states(encoder, predictor), learned):
             pullback = x.joint.pullback if is_learned else functools.partial(_fixed, x.joint)
             logits, pull = pullback(p, rows[0], rows[1], counts)
-            made.append(logits)
+            rows_of_networks.append(logits)
             pulls.append(pull)
-        values, of_values = self.function.function.vjp(*constants, *self._arguments(made, counts, arrays))
+        values, of_values = self.function.function.vjp(*constants, *self._arguments(rows_of_networks, counts, arrays))
 
         def gradients(x, totals, encoder, predictor):
-            found = of_values(x[:, 0])
-            of_constants, of_rows = _cut(list(found), [len(found) - len(self.parts)])
+            of_all = of_values(x[:, 0])
+            of_constants, of_rows = _cut(list(of_all), [len(of_all) - len(self.parts)])
             *totals, total = totals
             total = [a + b.astype(a.dtype) for a, b in zip(total, of_constants, strict=True)]
             of_logits = [g for g, part in zip(of_rows, self.parts) if part is not None]
             of_arrays = [g for g, part, has in zip(of_rows, self.parts, self.learned) if part is None and has]
             states = self._states(encoder, predictor)
-            made = [pull(g, t, *rows) for pull, g, t, rows in zip(pulls, of_logits, totals, states)]
-            totals = [*(t for t, *_ in made), total]
-            grads = (side_by_side([g[i] for g in made], x.shape[:-1]) for i, x in ((1, encoder), (2, predictor)))
+            gradients = [pull(g, t, *rows) for pull, g, t, rows in zip(pulls, of_logits, totals, states)]
+            totals = [*(t for t, *_ in gradients), total]
+            grads = (side_by_side([g[i] for g in gradients], x.shape[:-1]) for i, x in ((1, encoder), (2, predictor)))
             return totals, *grads, *of_arrays
 
         return values[:, None], gradients
 
     def zeros(self, parameters, blocks):
         """Where the gradients of the parameters are summed, by network, those of the function last."""
-        *own, constants = self._own(parameters)
-        sums = [x.joint.zeros(p, blocks) for x, p in zip(self.networks, own)]
+        *by_network, constants = self._by_network(parameters)
+        sums = [x.joint.zeros(p, blocks) for x, p in zip(self.networks, by_network)]
         return [*sums, self.function.zeros(constants, blocks)]
 
     def totals(self, sums):
-        *own, constants = sums
-        made = (x.joint.totals(t) for x, t in zip(self.networks, own))
-        return [*itertools.chain.from_iterable(made), *self.function.totals(constants)]
+        *by_network, constants = sums
+        totals = (x.joint.totals(t) for x, t in zip(self.networks, by_network))
+        return [*itertools.chain.from_iterable(totals), *self.function.totals(constants)]
 
 
 def _fixed(joint, parameters, encoder, predictor, counts):

@@ -14,6 +14,28 @@ from jax_rnnt import _xla
 from jax_rnnt.emissions._emission import OUTSIDE
 
 
+class TileInputs(typing.NamedTuple):
+    """What tiles are made of: B encoders, N sequences for each of them."""
+
+    encoder: jax.Array  # [B, T, E]
+    predictor: jax.Array  # [B N, U1, P]
+    label: jax.Array  # int32 [B N, 1, U1]
+    num_frames: jax.Array  # [B N]
+    num_labels: jax.Array  # [B N]
+    counts: Any  # of `_nodes`: bool [B N, T, U1], which nodes count; None: all inside the lengths
+    arrays: tuple[jax.Array, ...]  # of `_nodes`: [B N, T, U1, V]
+
+    @property
+    def shape(self):
+        """(T, U1)"""
+        return self.encoder.shape[1], self.predictor.shape[1]
+
+    @property
+    def copies(self) -> int:
+        """N."""
+        return self.predictor.shape[0] // self.encoder.shape[0]
+
+
 class Tile(typing.NamedTuple):
     """S blocks: their sequences, their nodes inside the lengths, and their rows of encoder and predictor."""
 
@@ -78,9 +100,9 @@ class Blocks:
         place = jnp.cumsum(flags, dtype=jnp.int32)
         count = place[-1]
         size = -(-flags.size // self.count) * self.count
-        own = jnp.arange(flags.size, dtype=jnp.int32)
+        index = jnp.arange(flags.size, dtype=jnp.int32)
         order = jnp.zeros(size, jnp.int32)
-        order = order.at[jnp.where(flags, place - 1, size + own)].set(own, mode="drop", unique_indices=True)
+        order = order.at[jnp.where(flags, place - 1, size + index)].set(index, mode="drop", unique_indices=True)
         # Past the end the last block repeats, so that nothing outside is read.
         place = jnp.arange(size, dtype=jnp.int32)
         block = order[jnp.clip(place, 0, jnp.maximum(count - 1, 0))]
@@ -102,35 +124,35 @@ class Blocks:
         """
         keys = key.reshape(-1, self.count)
         place = jnp.argmax(keys[:, :, None] == keys[:, None], -1).astype(jnp.int32)
-        own = row_index(self.count)
-        return place.reshape(-1), jnp.where(place == own, keys, count + own).reshape(-1)
+        index = row_index(self.count)
+        return place.reshape(-1), jnp.where(place == index, keys, count + index).reshape(-1)
 
     def part(self, i, x):
         """That of tile i of an array [n] of all blocks to do."""
         return jax.lax.dynamic_slice_in_dim(x, i * self.count, self.count)
 
-    def tile(self, i, work, encoder, predictor, label, num_frames, num_labels, counts=None, *arrays):
-        """Tile i of all. `counts` is a plane cut into blocks; arrays are [B, T, U1, V]."""
+    def tile(self, i, work, inputs: TileInputs, counts=None):
+        """Tile i of all. `counts`: those of the inputs, in blocks; without them the tile has no rows of arrays."""
         names = "block", "sequence", "frame", "column", "live"
         block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
         frame, column = frame[:, None] + row_index(self.frames), column[:, None] + row_index(self.columns)
-        frames, labels = num_frames[sequence][:, None], num_labels[sequence][:, None]
+        frames, labels = inputs.num_frames[sequence][:, None], inputs.num_labels[sequence][:, None]
         inside = ((frame < frames) & live[:, None])[:, :, None] & (column <= labels)[:, None]
         frame, column = jnp.clip(frame, 0, jnp.maximum(frames - 1, 0)), jnp.clip(column, 0, labels)
         more: tuple[jax.Array, ...] = ()
         place = None
         if counts is not None:
-            counts = counts[block].reshape(inside.shape)
             node = sequence[:, None, None], frame[:, :, None], column[:, None]
-            more = counts, *(_rows_of(x, *node) for x in arrays)
-            batch, rows, width = predictor.shape[0], encoder.shape[1], predictor.shape[1]
-            past = batch * rows * width + jnp.arange(inside.size, dtype=jnp.int32).reshape(inside.shape)
+            more = counts[block].reshape(inside.shape), *(_rows_of(x, *node) for x in inputs.arrays)
+            rows, width = inputs.shape
+            past = inputs.predictor.shape[0] * rows * width + jnp.arange(inside.size, dtype=jnp.int32).reshape(
+                inside.shape
+            )
             place = jnp.where(inside, (node[0] * rows + node[1]) * width + node[2], past)
-        shared = sequence // (predictor.shape[0] // encoder.shape[0])
-        places = (encoder, shared, frame), (predictor, sequence, column)
-        rows = [_rows_of(x, sequence[:, None], index) for x, sequence, index in places]
-        encoder, predictor = (jnp.where(work.some, x, 0) for x in rows)
-        labels = jnp.where(inside, label[sequence[:, None], 0, column][:, None], OUTSIDE)
+        encoder = _rows_of(inputs.encoder, (sequence // inputs.copies)[:, None], frame)
+        predictor = _rows_of(inputs.predictor, sequence[:, None], column)
+        encoder, predictor = (jnp.where(work.some, x, 0) for x in (encoder, predictor))
+        labels = jnp.where(inside, inputs.label[sequence[:, None], 0, column][:, None], OUTSIDE)
         nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
         return Tile(block, sequence, inside, encoder, predictor, nodes, more, place)
 

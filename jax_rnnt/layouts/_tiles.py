@@ -12,6 +12,7 @@ a small matrix product over the blocks of a tile, and from tile to tile in float
 import dataclasses
 import functools
 import math
+import typing
 from typing import Any
 
 import jax
@@ -21,20 +22,21 @@ from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
 from jax_rnnt.emissions._emission import Emission, Wrapper, has_nan
 from jax_rnnt.layouts._joint_networks import LinearJoint, split, sum_dtype
-from jax_rnnt.layouts._tile_blocks import Blocks, add_blocks, row_index
+from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
 from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
 
 
 def tiled(function: str, logits, inner: Emission):
     """(emission, its logits) of checked `JointLogits`, in tiles; errors name `function`."""
-    joint, encoder, predictor = logits.joint, logits.encoder_out, logits.predictor_out
-    linear = isinstance(joint, LinearJoint)
+    encoder, predictor = logits.encoder_out, logits.predictor_out
+    linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
-    if not linear:
-        # A function is traced for its number of rows, so there the default backend decides: DECISIONS.md.
+    if not linear and logits.parameters is None:
+        # A closure is traced here, for its number of rows; the platform of the program is not known yet. If it is not
+        # the default backend's, results are right, and only the size of the tiles suits the wrong platform.
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
-    static, parameters = split(function, joint, rows, encoder, predictor)
+    static, parameters = split(function, logits, rows)
     return dataclasses.replace(emission, joint=static), (parameters, encoder, predictor)
 
 
@@ -56,7 +58,7 @@ class Tiled(Wrapper):
     dtype: Any
     chunk: int | None
     linear: bool
-    blocks: Blocks | None = None  # of a function from the start: it is traced for its rows
+    blocks: Blocks | None = None  # of a closure from the start: it is traced for its rows
 
     def lowered_for(self, platforms, encoder, predictor):
         """The same with the tiles of these platforms, for these rows of one device."""
@@ -77,17 +79,17 @@ class Tiled(Wrapper):
         return label, num_frames, num_labels
 
     def forward(self, logits, nodes, *, strict=False):
-        parameters, encoder, predictor, *arrays = logits
+        parameters, encoder, predictor, *_ = logits
         batch, shape = predictor.shape[:-2], (encoder.shape[-2], predictor.shape[-2])
-        (planes, saved), structure = self._planes(strict)
+        types, fills, structure = self._planes(strict)
         if 0 in (*batch, *shape):
-            filled = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in (*planes, *saved)]
+            planes = [jnp.full((*batch, *shape), fill, x.dtype) for x, fill in zip(types, fills)]
         else:
-            flat = _flat(batch, encoder, predictor, *nodes, *arrays)
-            results = [((*flat[1].shape[1:2], *shape), x.dtype) for x, _ in (*planes, *saved)]
-            filled, _ = _forward((self, strict), parameters, flat, results)
-            filled = [x.reshape(*batch, *shape) for x in filled]
-        return jax.tree.unflatten(structure, filled)
+            operands, structure_of_inputs = _with_copies(_inputs(logits, nodes), batch)
+            results = [((operands[1].shape[1], *shape), x.dtype) for x in types]
+            planes, _ = _forward((self, strict, structure_of_inputs), parameters, operands, results)
+            planes = [x.reshape(*batch, *shape) for x in planes]
+        return jax.tree.unflatten(structure, planes)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         parameters, encoder, predictor, *arrays = logits
@@ -96,23 +98,23 @@ class Tiled(Wrapper):
         learned = self.joint.arrays if arrays else ()
         rows = encoder, predictor, *(arrays[i] for i in learned)
         if 0 in (*batch, encoder.shape[-2], predictor.shape[-2]):
-            grad_rows, grad_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
+            of_rows, of_parameters = map(jnp.zeros_like, rows), [jnp.zeros_like(parameters[i]) for i in trained]
         else:
-            planes, structure = jax.tree.flatten((cotangents, residuals))
             differentiable = dataclasses.replace(self, joint=self.joint.differentiable())
-            flat = _flat(batch, encoder, predictor, *nodes, *arrays, scale, clamp, *planes)
-            places = 0, 1, *(2 + len(nodes) + i for i in learned)
-            grad_rows, grad_parameters = _backward(
-                (differentiable, strict, structure), parameters, flat,
-                [(flat[i].shape[1:], flat[i].dtype) for i in places],
+            inputs = BackwardInputs(_inputs(logits, nodes), cotangents, residuals, scale, clamp)
+            operands, structure = _with_copies(inputs, batch)
+            types = jax.tree.unflatten(structure, [(x.shape[1:], x.dtype) for x in operands]).inputs
+            of_rows, of_parameters = _backward(
+                (differentiable, strict, structure), parameters, operands,
+                [types.encoder, types.predictor, *(types.arrays[i] for i in learned)],
                 [(i, sum_dtype(parameters[i])) for i in trained],
             )  # fmt: skip
         gradients: list[Any] = [None] * len(parameters)  # keys and integers have none
-        for i, x in zip(trained, grad_parameters):
+        for i, x in zip(trained, of_parameters):
             gradients[i] = x.astype(parameters[i].dtype)
-        grad_encoder, grad_predictor, *made = (g.reshape(x.shape) for g, x in zip(grad_rows, rows))
-        of_arrays = dict(zip(learned, made))
-        return gradients, grad_encoder, grad_predictor, *(of_arrays.get(i) for i in range(len(arrays)))
+        of_encoder, of_predictor, *of_arrays = (g.reshape(x.shape) for g, x in zip(of_rows, rows))
+        by_array = dict(zip(learned, of_arrays))
+        return gradients, of_encoder, of_predictor, *(by_array.get(i) for i in range(len(arrays)))
 
     def pullback(self, logits, nodes, cotangents, scale, clamp):
         raise NotImplementedError(
@@ -120,28 +122,47 @@ class Tiled(Wrapper):
         )
 
     def without(self, nodes, masked):
-        label, num_frames, *rest = nodes
+        label, num_frames, *others = nodes
         if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
             return nodes
-        return label, jnp.where(masked, 0, num_frames), *rest
+        return label, jnp.where(masked, 0, num_frames), *others
 
     def _planes(self, strict):
-        """((planes, residuals) of the inner emission as lists of (what it makes of a tile, fill), their structure)."""
-        made = tile_types(self.inner, 1, self.classes, self.dtype, strict)
-        planes, saved = (jax.tree.leaves(x) for x in made)
-        return ([(x, -math.inf) for x in planes], [(x, 0) for x in saved]), jax.tree.structure(made)
+        """What the inner emission makes of a node: (types, what fills nodes outside the lengths, structure)."""
+        planes, residuals = both = tile_types(self.inner, 1, self.classes, self.dtype, strict)
+        fills = [-math.inf for _ in jax.tree.leaves(planes)] + [0 for _ in jax.tree.leaves(residuals)]
+        return jax.tree.leaves(both), fills, jax.tree.structure(both)
 
 
-def _flat(batch, encoder, *arrays):
-    """The encoder with one batch dimension, for `_xla.Grouped`; the others with one more: who shares its rows."""
+class BackwardInputs(typing.NamedTuple):
+    """What the backward pass reads, for B N sequences."""
+
+    inputs: TileInputs
+    cotangents: dict[str, jax.Array]  # [B N, T, U1]
+    residuals: Any  # [B N, T, U1]
+    scale: jax.Array  # [B N]
+    clamp: jax.Array  # [B N]
+
+
+def _inputs(logits, nodes):
+    _, encoder, predictor, *arrays = logits
+    label, num_frames, num_labels, *counts = nodes
+    return TileInputs(encoder, predictor, label, num_frames, num_labels, counts[0] if counts else None, tuple(arrays))
+
+
+def _with_copies(inputs, batch):
+    """(operands of `_xla.Grouped`, structure): the encoder [B, T, E], then all [B, N, ...] that share its rows."""
+    (encoder, *others), structure = jax.tree.flatten(inputs)
     count = math.prod(encoder.shape[:-2])
     encoder = encoder.reshape(count, *encoder.shape[-2:])
-    return [encoder, *(x.reshape(count, math.prod(batch) // count, *x.shape[len(batch) :]) for x in arrays)]
+    others = [x.reshape(count, math.prod(batch) // count, *x.shape[len(batch) :]) for x in others]
+    return [encoder, *others], structure
 
 
-def _unshared(encoder, *arrays):
-    """The arrays of `_flat` with one batch dimension each."""
-    return encoder, *(x.reshape(-1, *x.shape[2:]) for x in arrays)
+def _without_copies(operands, structure):
+    """The inputs, with one batch dimension each."""
+    encoder, *others = operands
+    return jax.tree.unflatten(structure, [encoder, *(x.reshape(-1, *x.shape[2:]) for x in others)])
 
 
 def _for_each(tiles, step, carry):
@@ -156,41 +177,37 @@ def _for_each(tiles, step, carry):
 
 def _forward_tiles(static, parameters, batched, grouped, platforms):
     """Planes and residuals [B, N, T, U1] for B encoders and N sequences of each."""
-    tiled, strict = static
-    tiled = tiled.lowered_for(platforms, *batched[:2])
-    blocks = tiled.blocks
-    copies = batched[1].shape[1]
-    batched = _unshared(*batched)
-    encoder, predictor, label, num_frames, num_labels, *more = batched
-    shape = encoder.shape[1], predictor.shape[1]
-    flags, more = _with_nodes(blocks, shape, num_frames, num_labels, more)
+    tiled, strict, structure = static
+    inputs = _without_copies(batched, structure)
+    tiled = tiled.lowered_for(platforms, inputs.encoder, inputs.predictor)
+    blocks, shape = tiled.blocks, inputs.shape
+    flags, counts = _flags(blocks, inputs)
     work = blocks.work(flags, grouped)
 
-    def step(i, stores):
-        tile = blocks.tile(i, work, encoder, predictor, label, num_frames, num_labels, *more)
+    def add_tile(i, stores):
+        tile = blocks.tile(i, work, inputs, counts)
         logits = tiled.joint.logits(parameters, tile.encoder, tile.predictor, *tile.more)
-        made = tiled.inner.forward(logits[:, None, None], tile.nodes, strict=strict)
-        made = jnp.stack([x.reshape(blocks.count, -1) for x in jax.tree.leaves(made)])
-        return jax.lax.dynamic_update_slice_in_dim(stores, made, i * blocks.count, 1)
+        planes = tiled.inner.forward(logits[:, None, None], tile.nodes, strict=strict)
+        planes = jnp.stack([x.reshape(blocks.count, -1) for x in jax.tree.leaves(planes)])
+        return jax.lax.dynamic_update_slice_in_dim(stores, planes, i * blocks.count, 1)
 
-    (planes, saved), _ = tiled._planes(strict)
-    made = *planes, *saved  # of one dtype
-    stores = jnp.zeros((len(made), work.block.size, blocks.frames * blocks.columns), made[0][0].dtype)
-    stores = _for_each(work.tiles, step, stores)
+    types, fills, _ = tiled._planes(strict)  # of one dtype
+    stores = jnp.zeros((len(types), work.block.size, blocks.frames * blocks.columns), types[0].dtype)
+    stores = _for_each(work.tiles, add_tile, stores)
     place = jnp.maximum(jnp.cumsum(flags.reshape(-1), dtype=jnp.int32) - 1, 0)
     frame, column = (jax.lax.broadcasted_iota(jnp.int32, (1, *shape), axis) for axis in (1, 2))
-    inside = (frame < num_frames[:, None, None]) & (column <= num_labels[:, None, None])
-    planes = [jnp.where(inside, blocks.join(x[place], shape), fill) for x, (_, fill) in zip(stores, made)]
-    return [x.reshape(-1, copies, *shape) for x in planes], []
+    inside = (frame < inputs.num_frames[:, None, None]) & (column <= inputs.num_labels[:, None, None])
+    planes = [jnp.where(inside, blocks.join(x[place], shape), fill) for x, fill in zip(stores, fills)]
+    return [x.reshape(-1, inputs.copies, *shape) for x in planes], []
 
 
-def _with_nodes(blocks, shape, num_frames, num_labels, more):
-    """(bool [B, blocks of frames, blocks of columns]: which hold a node that counts; `more` with its plane cut)."""
-    flags = blocks.within(shape, num_frames, num_labels)
-    if more:
-        more = [blocks.cut(more[0]), *more[1:]]
-        flags &= jnp.any(more[0], -1).reshape(flags.shape)
-    return flags, more
+def _flags(blocks, inputs):
+    """(bool [B, blocks of frames, blocks of columns]: which hold a node that counts; `inputs.counts` in blocks)"""
+    flags = blocks.within(inputs.shape, inputs.num_frames, inputs.num_labels)
+    if inputs.counts is None:
+        return flags, None
+    counts = blocks.cut(inputs.counts)
+    return flags & jnp.any(counts, -1).reshape(flags.shape), counts
 
 
 def _largest(plane):
@@ -201,8 +218,19 @@ def _largest(plane):
 def _negligible(cotangents, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
-    The occupancies of a column sum to 1 or more, those of a frame too unless arcs skip it. A clamp lowers the limit,
-    since clipped sums are smaller. So does a small largest cotangent: cotangents of a latency have any size.
+    The cotangents of a node are minus the posteriors of its arcs, so a row of logits has a gradient of the size of the
+    largest, gamma[t, u]. Nodes with gamma[t, u] <= eps / (T + U1) are left out. Together they have at most
+
+        U1 eps / (T + U1) < eps                in a frame, whose row of the encoder is a sum over columns
+        T eps / (T + U1) < eps                 in a column, whose row of the predictor is a sum over frames
+        T U1 eps / (T + U1) < eps min(T, U1)   in the sums of the parameters, over all nodes.
+
+    Every path leaves each column (the last one unless a label ends it), each frame unless an arc skips it, and min(T,
+    U1) nodes or more but for these. So the posteriors in these sums add up to 1, 1 and min(T, U1): what is left out is
+    less than eps of them.
+
+    A clamp lowers the limit, since clipped sums are smaller. So does a small largest cotangent: those of a latency have
+    any size, and the bound is linear in them.
     """
     first = cotangents[0]
     size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
@@ -212,88 +240,132 @@ def _negligible(cotangents, scale, clamp):
     return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
 
 
+class Sums(typing.NamedTuple):
+    """Gradients, summed from tile to tile."""
+
+    encoder: jax.Array  # [B blocks of frames, frames, E]
+    predictor: jax.Array  # [B N blocks of columns, columns, P]
+    arrays: list[jax.Array]  # [B N T U1, V], each row written once
+    infinite: jax.Array  # bool [n]: blocks of the list whose gradient is not finite
+    parameters: Any  # as the joint network sums them
+
+
+class Backward(typing.NamedTuple):
+    """What every turn of the backward pass reads."""
+
+    tiled: Any  # `Tiled`, lowered for these platforms
+    strict: bool
+    platforms: tuple[str, ...]
+    parameters: list[jax.Array]
+    inputs: TileInputs
+    counts: jax.Array | None  # `inputs.counts` cut into blocks
+    planes: Any  # (cotangents, residuals), cut into blocks
+    per_sequence: tuple[jax.Array, jax.Array]  # scale and clamp
+    off: jax.Array  # bool [B N]: sequences that add nothing
+    work: Work
+
+    def goals(self):
+        """For encoder and predictor: (number of keys, `Blocks.goals`)."""
+        blocks, work, inputs = self.tiled.blocks, self.work, self.inputs
+        high, columns = blocks.grid(inputs.shape)
+        of_frames = work.sequence // inputs.copies * high + work.block // columns % high
+        of_columns = work.sequence * columns + work.block % columns
+        sizes = inputs.encoder.shape[0] * high, inputs.predictor.shape[0] * columns
+        return [(size, *blocks.goals(key, size)) for key, size in zip((of_frames, of_columns), sizes)]
+
+    def zeros(self, goals) -> Sums:
+        blocks, inputs, joint = self.tiled.blocks, self.inputs, self.tiled.joint
+        sides = zip(goals, (blocks.frames, blocks.columns), (inputs.encoder, inputs.predictor))
+        encoder, predictor = (jnp.zeros((size, rows, x.shape[-1]), sum_dtype(x)) for (size, *_), rows, x in sides)
+        learned = (inputs.arrays[i] for i in joint.arrays) if inputs.arrays else ()
+        arrays = [jnp.zeros((math.prod(x.shape[:3]), *x.shape[3:]), x.dtype) for x in learned]
+        infinite = jnp.zeros(self.work.block.size, bool)
+        return Sums(encoder, predictor, arrays, infinite, joint.zeros(self.parameters, blocks.count))
+
+    def encoder_of(self, tile):
+        # A random joint gets zeros for a sequence that is off, as in `without`; one that counts may share its frames.
+        off = self.off[tile.sequence][:, None, None]
+        return jnp.where(off, 0, tile.encoder) if self.tiled.joint.random else tile.encoder
+
+    def add_tile(self, goals, i, sums: Sums) -> Sums:
+        blocks, joint = self.tiled.blocks, self.tiled.joint
+        tile = blocks.tile(i, self.work, self.inputs, self.counts)
+        inside = tile.inside.reshape(blocks.count, -1)
+        planes = jax.tree.map(lambda x: jnp.where(inside, x[tile.block], 0).reshape(-1, 1, 1), self.planes)
+        logits, pull = joint.pullback(self.parameters, self.encoder_of(tile), tile.predictor, *tile.more)
+        of_logits = self.of_logits(tile, logits[:, None, None], *planes)
+        again = blocks.tile(joint.barrier(i), self.work, self.inputs)
+        parameters, of_encoder, of_predictor, *of_arrays = pull(
+            of_logits, sums.parameters, self.encoder_of(again), again.predictor
+        )
+
+        def add(x, gradient, goal):
+            _, place, key = goal
+            return add_blocks(x, gradient, blocks.part(i, place), blocks.part(i, key), self.platforms)
+
+        encoder, spoilt = add(sums.encoder, of_encoder, goals[0])
+        predictor, spoilt_too = add(sums.predictor, of_predictor, goals[1])
+        arrays = [
+            x.at[tile.place.reshape(-1)].set(g, mode="drop", unique_indices=True)
+            for x, g in zip(sums.arrays, of_arrays)
+        ]
+        infinite = jax.lax.dynamic_update_slice_in_dim(sums.infinite, spoilt | spoilt_too, i * blocks.count, 0)
+        return Sums(encoder, predictor, arrays, infinite, parameters)
+
+    def of_logits(self, tile, logits, cotangents, residuals):
+        """The gradient of the logits [N, 1, 1, V] of a tile, [N, V]."""
+        rows = self.tiled.blocks.frames * self.tiled.blocks.columns
+        scale, clamp = (jnp.repeat(x[tile.sequence], rows) for x in self.per_sequence)
+        operands = logits, tile.nodes, residuals, cotangents, scale, clamp
+        return self.tiled.inner.backward(*operands, strict=self.strict, alias=True)[:, 0, 0]
+
+    def finish(self, sums: Sums, bad):
+        """(gradients of encoder, predictor and arrays, of the parameters); NaN in what bad sequences [B N] read."""
+        inputs, (frames, columns) = self.inputs, self.inputs.shape
+        bad = bad.at[self.work.sequence].max(sums.infinite & self.work.live)
+        read_frames = row_index(frames) < inputs.num_frames[:, None]
+        read_columns = (row_index(columns) <= inputs.num_labels[:, None]) & (inputs.num_frames > 0)[:, None]
+        of_encoder = _spread_nan(sums.encoder, inputs.encoder, bad[:, None] & read_frames)
+        gradients = [_spread_nan(sums.predictor, inputs.predictor, bad[:, None] & read_columns)]
+        for x in sums.arrays:
+            spoils = (bad[:, None, None] & inputs.counts).reshape(-1, 1)
+            gradients.append(jnp.where(spoils, jnp.nan, x).reshape(*inputs.counts.shape, x.shape[1]))
+        gradients = [of_encoder, *(x.reshape(-1, inputs.copies, *x.shape[1:]) for x in gradients)]
+        trained = (x for x in self.parameters if is_trained(x))
+        totals = self.tiled.joint.totals(sums.parameters)
+        return gradients, [total.astype(sum_dtype(x)) for total, x in zip(totals, trained, strict=True)]
+
+
+def _spread_nan(sums, like, spoils):
+    """The gradient of `like` [B, n, width] from its sums by blocks, NaN in rows that a sequence [B N, n] spoils."""
+    sums = sums.reshape(like.shape[0], -1, like.shape[-1])[:, : like.shape[1]]
+    spoils = spoils.reshape(like.shape[0], -1, like.shape[1]).any(1)
+    return jnp.where(spoils[..., None], jnp.nan, sums).astype(like.dtype)
+
+
 def _backward_tiles(static, parameters, batched, grouped, platforms):
     """Gradients of encoder [B, T, E], predictor [B, N, U1, P] and arrays; of the parameters, summed over the batch."""
     tiled, strict, structure = static
-    tiled = tiled.lowered_for(platforms, *batched[:2])
-    blocks = tiled.blocks
-    copies = batched[1].shape[1]
-    batched = _unshared(*batched)
-    batched, planes = batched[: -structure.num_leaves], batched[-structure.num_leaves :]
-    encoder, predictor, label, num_frames, num_labels, *more, scale, clamp = batched
-    shape = encoder.shape[1], predictor.shape[1]
-    cotangents, _ = jax.tree.unflatten(structure, planes)
-    which = more[:1]  # nodes count
-    flags, more = _with_nodes(blocks, shape, num_frames, num_labels, more)
-    # Sequences whose loss is NaN get NaN, and do not touch the parameters.
+    inputs, cotangents, residuals, scale, clamp = _without_copies(batched, structure)
+    tiled = tiled.lowered_for(platforms, inputs.encoder, inputs.predictor)
+    blocks, planes = tiled.blocks, (cotangents, residuals)
+    flags, counts = _flags(blocks, inputs)
+    # A sequence whose loss is NaN gets NaN, and does not touch the parameters.
     off = has_nan(cotangents) | (scale == 0)
     bad = off & (scale != 0)
     if tiled.joint.random:  # as in `without`
-        predictor, *planes = (jnp.where(off[:, None, None], 0, x) for x in (predictor, *planes))
-        more[1:] = (jnp.where(off[:, None, None, None], 0, x) for x in more[1:])
+        planes, predictor, arrays = jax.tree.map(
+            lambda x: jnp.where(off.reshape(-1, *[1] * (x.ndim - 1)), 0, x), (planes, inputs.predictor, inputs.arrays)
+        )
+        inputs = inputs._replace(predictor=predictor, arrays=arrays)
     else:
         flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
-    work = blocks.work(flags, grouped)
-    planes = [blocks.cut(x) for x in planes]
-    high, columns = blocks.grid(shape)
-    frame_keys = work.sequence // copies * high + work.block // columns % high
-    keys = frame_keys, work.sequence * columns + work.block % columns
-    counts = [x.shape[0] * n for x, n in zip((encoder, predictor), (high, columns))]
-    goals = [blocks.goals(key, count) for key, count in zip(keys, counts)]
-
-    def frames_of(tile):
-        # As in `without`; a sequence that counts may share the frames.
-        return jnp.where(off[tile.sequence][:, None, None], 0, tile.encoder) if tiled.joint.random else tile.encoder
-
-    def step(i, sums):
-        tile = blocks.tile(i, work, encoder, predictor, label, num_frames, num_labels, *more)
-        inside = tile.inside.reshape(blocks.count, -1)
-        rows = [jnp.where(inside, x[tile.block], 0).reshape(-1, 1, 1) for x in planes]
-        cotangents, saved = jax.tree.unflatten(structure, rows)
-        logits, pull = tiled.joint.pullback(parameters, frames_of(tile), tile.predictor, *tile.more)
-        per_row = [jnp.repeat(x[tile.sequence], blocks.frames * blocks.columns) for x in (scale, clamp)]
-        operands = logits[:, None, None], tile.nodes, saved, cotangents, *per_row
-        grad_logits = tiled.inner.backward(*operands, strict=strict, alias=True)[:, 0, 0]
-        grad_states, grad_arrays, infinite, totals = sums
-        again = blocks.tile(tiled.joint.barrier(i), work, encoder, predictor, label, num_frames, num_labels)
-        totals, grad_encoder, grad_predictor, *made = pull(grad_logits, totals, frames_of(again), again.predictor)
-        grad_arrays = [
-            x.at[tile.place.reshape(-1)].set(g, mode="drop", unique_indices=True) for x, g in zip(grad_arrays, made)
-        ]
-        made = [
-            add_blocks(x, g, blocks.part(i, place), blocks.part(i, goal), platforms)
-            for x, g, (place, goal) in zip(grad_states, (grad_encoder, grad_predictor), goals)
-        ]
-        grad_states, flags = zip(*made)
-        infinite = jax.lax.dynamic_update_slice_in_dim(infinite, flags[0] | flags[1], i * blocks.count, 0)
-        return list(grad_states), grad_arrays, infinite, totals
-
-    states = [
-        jnp.zeros((n, size, x.shape[-1]), sum_dtype(x))
-        for n, size, x in zip(counts, (blocks.frames, blocks.columns), (encoder, predictor))
-    ]
-    infinite = jnp.zeros(work.block.size, bool)
-    totals = tiled.joint.zeros(parameters, blocks.count)
-    arrays = [more[1 + i] for i in tiled.joint.arrays] if more else []  # those with a gradient
-    arrays = [jnp.zeros((math.prod(x.shape[:3]), *x.shape[3:]), x.dtype) for x in arrays]
-    states, arrays, infinite, totals = _for_each(work.tiles, step, (states, arrays, infinite, totals))
-    trained = (x for x in parameters if is_trained(x))
-    totals = [total.astype(sum_dtype(x)) for total, x in zip(tiled.joint.totals(totals), trained, strict=True)]
-    bad = bad.at[work.sequence].max(infinite & work.live)
-    used = (
-        row_index(shape[0]) < num_frames[:, None],
-        (row_index(shape[1]) <= num_labels[:, None]) & (num_frames > 0)[:, None],
-    )
-    gradients = []
-    for x, sums, rows in zip((encoder, predictor), states, used):
-        sums = sums.reshape(x.shape[0], -1, x.shape[-1])[:, : x.shape[1]]
-        spoils = (bad[:, None] & rows).reshape(x.shape[0], -1, x.shape[1]).any(1)
-        gradients.append(jnp.where(spoils[..., None], jnp.nan, sums).astype(x.dtype))
-    for x in arrays:
-        spoils = (bad[:, None, None] & which[0]).reshape(-1, 1)
-        gradients.append(jnp.where(spoils, jnp.nan, x).reshape(*which[0].shape, x.shape[1]))
-    grad_encoder, *others = gradients
-    return [grad_encoder, *(x.reshape(-1, copies, *x.shape[1:]) for x in others)], totals
+    work, planes = blocks.work(flags, grouped), jax.tree.map(blocks.cut, planes)
+    per_sequence = scale, clamp
+    backward = Backward(tiled, strict, platforms, parameters, inputs, counts, planes, per_sequence, off, work)
+    goals = backward.goals()
+    sums = _for_each(work.tiles, functools.partial(backward.add_tile, goals), backward.zeros(goals))
+    return backward.finish(sums, bad)
 
 
 def not_skipped(blocks, cotangents, scale, clamp):

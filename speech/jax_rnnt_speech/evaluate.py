@@ -72,12 +72,12 @@ class Pictures:
             targets = x.targets[i, :labels]
             names = {"symbols": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
             cut = logits[i, :frames, : labels + 1], targets, frames, labels
-            plot.lattice(loss, *cut, **names, ax=axes[0, i])
+            plot.draw_lattice(loss, *cut, **names, ax=axes[0, i])
             heard = features[i, : self.batch["lengths"][i]], emitted[i, :frames], targets
-            plot.emissions(*heard, **names, ax=axes[1, i])
+            plot.draw_emissions(*heard, **names, ax=axes[1, i])
             times = (self.first[1][i, :labels], expected[i, :labels])
             steps = f"step {self.first[0]}", f"step {step}"
-            plot.latencies(*times, targets, names=steps, **names, ax=moved[0, i])
+            plot.draw_latencies(*times, targets, names=steps, **names, ax=moved[0, i])
         figure.savefig(self.folder / "lattice.png", dpi=100)
         late.savefig(self.folder / "latency.png", dpi=100)
         plt.close(figure)

@@ -38,7 +38,7 @@ def ax():
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
     p = losses.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
-    assert plot.lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
+    assert plot.draw_lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
     collections = dict(zip(of.lattice, ax.collections, strict=True))
     for arc, drawn in collections.items():
@@ -62,7 +62,7 @@ def test_emissions(ax):
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
     _, label = RNNT.posteriors(*p)
     features = np.random.default_rng(0).normal(size=(22, 8))
-    assert plot.emissions(features, label, p.targets, **TIMES, ax=ax) is ax
+    assert plot.draw_emissions(features, label, p.targets, **TIMES, ax=ax) is ax
     mean = 0.04 * (np.asarray(RNNT.emission_frames(*p)) + 0.5)
     lines = [x.get_xdata()[0] for x in ax.lines if len(x.get_xdata()) == 2 and len(set(x.get_xdata())) == 1]
     np.testing.assert_allclose(lines, mean, rtol=1e-6)
@@ -78,17 +78,17 @@ def test_emissions(ax):
 
 def test_latencies(ax):
     first, second = np.array([1.0, 4.0]), np.array([3.0, 5.0])
-    assert plot.latencies(first, second, np.array([7, 8]), names=("a", "b"), **TIMES, ax=ax) is ax
+    assert plot.draw_latencies(first, second, np.array([7, 8]), names=("a", "b"), **TIMES, ax=ax) is ax
     np.testing.assert_allclose([x.get_xdata() for x in ax.lines], [[0.04, 0.16], [0.12, 0.2]])
     assert ax.get_title() == "b is 0.06 s later"
-    assert plot.latencies(second, first, np.array([7, 8]), ax=ax).get_title() == "second is 1.5 frames earlier"
+    assert plot.draw_latencies(second, first, np.array([7, 8]), ax=ax).get_title() == "second is 1.5 frames earlier"
     ax.clear()  # -1 is no time: such a label has no marks and no part in the average
-    plot.latencies([1, 4, -1, 6, -1], [3, -1, 5, 7, -1], np.arange(5), ax=ax)
+    plot.draw_latencies([1, 4, -1, 6, -1], [3, -1, 5, 7, -1], np.arange(5), ax=ax)
     assert ax.get_title() == "second is 1.5 frames later"
     np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1, 4, np.nan, 6, np.nan])
     ax.figure.canvas.draw()
     current = plt.gca()
-    assert plot.latencies(first, second, np.array([7, 8])) is current
+    assert plot.draw_latencies(first, second, np.array([7, 8])) is current
 
 
 def test_arcs_that_share_a_slot(ax):
@@ -103,19 +103,19 @@ def test_arcs_that_share_a_slot(ax):
     assert found.keys() == names.keys()
     for name, plane in found.items():
         np.testing.assert_allclose(plane, expected[name], atol=1e-12)
-    plot.lattice(TwoStepLoss(), *p, ax=ax)
+    plot.draw_lattice(TwoStepLoss(), *p, ax=ax)
     drawn = [len(x.get_segments()) for x in ax.collections]
     assert drawn == [np.sum(np.asarray(found[name]) > plot.FAINT) for name in names]
 
 
 def test_no_labels_and_no_path(ax):
-    plot.lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
-    plot.emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)
-    plot.latencies(np.zeros(0), np.zeros(0), np.zeros(0, int), ax=ax)
+    plot.draw_lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
+    plot.draw_emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)
+    plot.draw_latencies(np.zeros(0), np.zeros(0), np.zeros(0, int), ax=ax)
     impossible = np.full((6, 4, 9), -np.inf)
     impossible[..., 8] = 0
-    plot.lattice(RNNT, impossible, np.arange(3, dtype=np.int32), ax=ax)
-    plot.emissions(np.zeros((3, 2)), np.zeros((3, 2)), np.array([1]), ax=ax)
+    plot.draw_lattice(RNNT, impossible, np.arange(3, dtype=np.int32), ax=ax)
+    plot.draw_emissions(np.zeros((3, 2)), np.zeros((3, 2)), np.array([1]), ax=ax)
     ax.figure.canvas.draw()
 
 
@@ -123,7 +123,7 @@ def test_titles_and_legends(ax):
     """The utterance and the score of its best path; what darkness, curves and bars mean. A space can be seen."""
     p = losses.problem(1, 6, 3, 9).take(0)
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
-    plot.lattice(RNNT, *p, symbols=["a", " ", "b"], ax=ax)
+    plot.draw_lattice(RNNT, *p, symbols=["a", " ", "b"], ax=ax)
     score = float(RNNT.align(*p).score)  # test_align.py has its truth
     assert ax.get_title() == f"a b\nbest path: {score:.1f} nats"
     assert [x.get_text() for x in ax.get_yticklabels()] == ["start", "a", "␣", "b"]
@@ -131,12 +131,12 @@ def test_titles_and_legends(ax):
     texts = [x.get_text() for x in ax.get_legend().get_texts()]
     assert texts == ["probability 0.1", "probability 0.5", "probability 1", "best path"]
     assert [x.get_linewidth() for x in handles[:3]] == [0.5 + 3.5 * x for x in (0.1, 0.5, 1)]  # as in test_lattice
-    plot.lattice(RNNT, *p, ax=ax)
+    plot.draw_lattice(RNNT, *p, ax=ax)
     assert ax.get_title() == f"best path: {score:.1f} nats"
-    plot.lattice(RNNT, *p, symbols=["▁so", "me", "▁more"], ax=ax)
+    plot.draw_lattice(RNNT, *p, symbols=["▁so", "me", "▁more"], ax=ax)
     assert ax.get_title().startswith("some more\n")
     ax.clear()
-    plot.emissions(np.zeros((6, 8)), RNNT.posteriors(*p)[1], p.targets, symbols=["a", " ", "b"], ax=ax)
+    plot.draw_emissions(np.zeros((6, 8)), RNNT.posteriors(*p)[1], p.targets, symbols=["a", " ", "b"], ax=ax)
     assert len(ax.get_legend().get_texts()) == 3
     assert "␣" in {x.get_text().strip() for x in ax.child_axes[0].get_xticklabels()}
 
@@ -163,10 +163,10 @@ def test_real_lengths():
     logits[..., 26] += 5
     logits[frames, np.arange(90), targets] += 20
     figure, axes = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
-    plot.lattice(RNNT, logits, targets, symbols=symbols, ax=axes[0])
+    plot.draw_lattice(RNNT, logits, targets, symbols=symbols, ax=axes[0])
     _, label = RNNT.posteriors(logits, targets, 400, 90)
-    plot.emissions(rng.normal(size=(400, 8)), label, targets, symbols=symbols, ax=axes[1])
-    plot.latencies(frames, frames + 1, targets, symbols=symbols, ax=axes[2])
+    plot.draw_emissions(rng.normal(size=(400, 8)), label, targets, symbols=symbols, ax=axes[1])
+    plot.draw_latencies(frames, frames + 1, targets, symbols=symbols, ax=axes[2])
     figure.canvas.draw()
     for texts in (axes[0].get_yticklabels(), axes[1].child_axes[0].get_xticklabels(), axes[2].get_yticklabels()):
         assert overlaps(texts) == []
@@ -194,7 +194,7 @@ def test_beam(ax):
     """A row for each hypothesis, labels at their frames in the order of their certainty, what the best lacks framed."""
     fields = dict.fromkeys(jax_rnnt.decode.Hypotheses._fields) | {k: np.array(v) for k, v in BEAM.items()}
     found = jax_rnnt.decode.Hypotheses(**fields)
-    assert plot.beam(found, symbols=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
+    assert plot.draw_beam(found, symbols=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
     rows = [[x for x in ax.texts if x.get_position()[1] == row] for row in range(3)]
     assert [[x.get_text() for x in row] for row in rows] == [["x", "␣", "yy"], ["x", "yy"], ["x", "z", "␣", "yy"]]
     for texts, frames in zip(rows, BEAM["frames"][0]):
@@ -213,28 +213,32 @@ def test_beam(ax):
     figure.canvas.draw()
     ax.clear()
     nothing = found._replace(scores=np.full((1, 4), -np.inf), counts=np.zeros((1, 4), int))
-    assert plot.beam(nothing, ax=ax).get_title() == "no hypothesis"
-    with pytest.raises(ValueError, match=r"beam: hypotheses must have labels \[B, N, L\].*got \(3,\)"):
-        plot.beam(found._replace(labels=np.zeros(3, int)))
+    assert plot.draw_beam(nothing, ax=ax).get_title() == "no hypothesis"
+    with pytest.raises(ValueError, match=r"draw_beam: hypotheses must have labels \[B, N, L\].*got \(3,\)"):
+        plot.draw_beam(found._replace(labels=np.zeros(3, int)))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plot.lattice(RNNT, np.zeros((1, 3, 2, 4)), np.ones((1, 1), int)), r"lattice: targets .*got \(1, 1\)"),
-        (lambda: plot.lattice(RNNT, np.zeros((3, 2, 4)), np.array([1]), symbols="ab"), "one for each of 1 .*got 2"),
-        (lambda: plot.emissions(np.zeros(3), np.zeros((3, 2)), [1]), r"emissions: features .*got \(3,\)"),
-        (lambda: plot.emissions(np.zeros((3, 2)), np.zeros((3, 1)), [1, 2]), r"posteriors .*U = 2.*got \(3, 1\)"),
-        # Exchanged with the features, whose sums are no probabilities.
-        (
-            lambda: plot.emissions(np.zeros((2, 3)), np.ones((8, 3)), [1, 2]),
-            r"posteriors must be those of labels .*to 8",
-        ),
-        (lambda: plot.latencies([1.0], [1.0, 2.0], [1]), r"latencies: second must have shape .*\(1,\), got \(2,\)"),
-        (lambda: plot.latencies([1.0], [1.0], [1], hop=-1), "hop must be a positive"),
-        (lambda: plot.lattice(RNNT, jax_rnnt.PackedLogits(np.zeros((6, 4)), 3), [1]), "logits .* got PackedLogits"),
-    ],
-)
-def test_bad_input(call, message):
+def test_former_names():
+    for name in ("beam", "emissions", "latencies", "lattice"):
+        with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):
+            assert getattr(plot, name) is getattr(plot, f"draw_{name}")
+
+
+X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
+BAD = [
+    ("lattice", (RNNT, X[None], np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),
+    ("lattice", (RNNT, X, np.array([1])), {"symbols": "ab"}, "draw_lattice: symbols .* one for each of 1 .*got 2"),
+    ("lattice", (RNNT, jax_rnnt.PackedLogits(X.reshape(6, 4), 3), [1]), {}, "draw_lattice: logits .* got PackedLogits"),
+    ("emissions", (np.zeros(3), ROWS, [1]), {}, r"draw_emissions: features .*got \(3,\)"),
+    ("emissions", (ROWS, ROWS[:, :1], [1, 2]), {}, r"draw_emissions: posteriors .*U = 2.*got \(3, 1\)"),
+    # Exchanged with the features, whose sums are no probabilities.
+    ("emissions", (ROWS.T, np.ones((8, 3)), [1, 2]), {}, "draw_emissions: posteriors must be those of labels .*to 8"),
+    ("latencies", ([1.0], [1.0, 2.0], [1]), {}, r"draw_latencies: second must have shape .*\(1,\), got \(2,\)"),
+    ("latencies", ([1.0], [1.0], [1]), {"hop": -1}, "hop must be a positive"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "options", "message"), BAD)
+def test_bad_input(name, arguments, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        call()
+        getattr(plot, f"draw_{name}")(*arguments, **options)

@@ -32,6 +32,7 @@ from layouts import (
     U,
     V,
     closure,
+    function,
     gradients,
     gradients_anew,
     linear,
@@ -41,9 +42,13 @@ from layouts import (
 
 pytestmark = pytest.mark.no_kernel
 
-# Both kinds of joint, and plain JAX for the one that it does not know.
+# All kinds of joint, and plain JAX for those that it does not know.
 WAYS = pytest.mark.parametrize(
-    ("joint", "implementation"), [(linear, "kernel"), (closure, "kernel"), (closure, "reference")],
+    ("joint", "implementation"),
+    [
+        (linear, "kernel"), (closure, "kernel"), (closure, "reference"),
+        (function, "kernel"), losses.slow(function, "reference"),
+    ],
     indirect=["implementation"],
 )  # fmt: skip
 
@@ -213,14 +218,26 @@ def test_custom_calls(kernel):
         assert losses.custom_calls(losses.compiled(run, *arguments)[1]) == losses.once(calls)
 
 
-def test_tiles_follow_the_platform():
+def test_parameters_compile_once(caplog):
+    """Outside of jit a function is known again, and its rule too."""
+    network = Network(dtype=np.float32)
+    run = jax.value_and_grad(functools.partial(tiles, joint=function), (0, 1))
+    for parameters in (network.parameters, tuple(2 * x for x in network.parameters)):
+        caplog.clear()
+        with jax.log_compiles():
+            run(parameters, *network.arguments[1:])
+    assert [x.getMessage() for x in caplog.records if "ompil" in x.getMessage()] == []
+
+
+@pytest.mark.parametrize("joint", [linear, function])
+def test_tiles_follow_the_platform(joint):
     """The platform of the lowering chooses the rows of a tile, not the default backend."""
     shape = lambda *x: jax.ShapeDtypeStruct(x, np.float32)
     rest = np.zeros((2, 9), np.int32), np.array([40, 40], np.int32), np.array([9, 9], np.int32)
 
     def rows(platform):
-        call = lambda weight, *rows: jax_rnnt.RNNTLoss()(JointLogits(LinearJoint(weight), *rows), *rest)
-        traced = jax.jit(call).trace(shape(640, 8192), shape(2, 40, 640), shape(2, 10, 640))
+        call = lambda parameters, *rows: tiles(parameters, rows, rest, joint=joint, chunk=None)
+        traced = jax.jit(call).trace([shape(640, 8192), shape(8192)], shape(2, 40, 640), shape(2, 10, 640))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there may be no kernels for it
             text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -293,22 +310,25 @@ def test_complex_parameters():
     losses.assert_close(got, expected, 1e-12)
 
 
-def test_dropout_is_the_same_in_both_passes():
+@pytest.mark.parametrize("has_parameters", [False, losses.slow(True)])
+def test_dropout_is_the_same_in_both_passes(has_parameters):
     """Finite differences would reveal another mask in the backward pass."""
     network = Network()
 
+    def drop(parameters, encoder, predictor):
+        weight, bias, key = parameters
+        hidden = jnp.tanh(encoder + predictor)
+        keep = jax.random.bernoulli(key, 0.5, hidden.shape)
+        return jnp.where(keep, 2 * hidden, 0) @ weight + bias[None]
+
     @jax.jit
     def loss(parameters, rows, key):
-        def joint(weight, bias):
-            def call(encoder, predictor):
-                hidden = jnp.tanh(encoder + predictor)
-                keep = jax.random.bernoulli(key, 0.5, hidden.shape)
-                return jnp.where(keep, 2 * hidden, 0) @ weight + bias[None]
-
-            return call
-
         # Posteriors far from uniform, so that blocks could be skipped by mistake.
-        return tiles((40 * parameters[0], parameters[1]), rows, network.rest, joint=joint)
+        parameters = 40 * parameters[0], parameters[1], key
+        joint = (
+            (drop, *rows, CHUNK, parameters) if has_parameters else (functools.partial(drop, parameters), *rows, CHUNK)
+        )
+        return jax_rnnt.RNNTLoss()(JointLogits(*joint), *network.rest)
 
     key, other = jax.random.key(1), jax.random.key(2)
     parameters, rows = network.arguments[:2]

@@ -13,7 +13,7 @@ import jax_rnnt
 import losses
 from jax_rnnt import JointLogits
 from jax_rnnt.layouts import _tiles as tiled
-from layouts import CHUNK, H, Network, V, closure, linear, materialized, step_of_logits, tiles
+from layouts import CHUNK, H, Network, V, closure, function, linear, materialized, step_of_logits, tiles
 from meshes import KINDS, at, mean_over_devices, mesh_of
 
 pytestmark = [pytest.mark.no_kernel, pytest.mark.slow]
@@ -64,6 +64,7 @@ def mapped(parameters, rows, rest, joint):
 
 WAYS = [(linear, way) for way in ("explicit_two_axes", "vmap", "shard_map")]
 WAYS += [(closure, way) for way in ("two_axes", "shard_map_unchecked")]
+WAYS += [(function, way) for way in ("explicit_two_axes", "shard_map", "two_axes")]
 
 
 @pytest.mark.parametrize(("joint", "way"), WAYS)

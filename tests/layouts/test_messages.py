@@ -16,6 +16,7 @@ P = losses.problem()
 X = P.logits
 AM, LM = X[:, :, 0], X[:, 0]
 WEIGHT, BIAS = np.ones((9, 5)), np.ones(5)
+ARRAY = jnp.asarray(WEIGHT)
 FIRST = np.zeros((4, 7), np.int32)
 
 
@@ -48,6 +49,9 @@ CASES = (
     (lambda: AdditiveLogits(AM, LM, unigram=np.ones(3)), "unigram must have shape"),
     (lambda: AdditiveLogits(AM, LM, lm_only_scale="1"), "lm_only_scale must be a real number"),
     (lambda: joint(None), "joint must be callable"),
+    (lambda: joint(LinearJoint(WEIGHT), parameters=WEIGHT), "joint must be a hashable function beside parameters"),
+    (lambda: joint(lambda p, *x: LinearJoint(ARRAY)(*x), parameters={}), "joint must take all its arrays from parame"),
+    (lambda: joint(lambda p, e, q: e + q, parameters=[object()]), "parameters must be an array"),
     (lambda: joint(LinearJoint(WEIGHT), AM[0, 0]), "encoder_out must"),
     (lambda: joint(LinearJoint(WEIGHT), AM[:3]), "predictor_out must have shape"),
     (lambda: joint(LinearJoint(WEIGHT), AM, LM[:, :0]), "predictor_out must"),

@@ -12,7 +12,7 @@ import pytest
 
 import layouts
 import losses
-from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, RNNTLoss, sum_over_nodes
+from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
 from layouts import H, Network, closure, linear
 from nodes import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
@@ -131,30 +131,6 @@ def test_joint_networks():
         return total_of_all(mixed_of_all(p, *made, scale=scale), weights, losses.inside(p))
 
     check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
-
-
-@pytest.mark.slow
-def test_gradient_of_the_loss():
-    """The loss's gradient is that of minus the arcs' log-probabilities, weighted by posteriors."""
-    network = Network()
-    p, criterion = network.problem, RNNTLoss(reduction="none")
-
-    def logits(parameters, rows):
-        return JointLogits(LinearJoint(*parameters), *rows, 64)
-
-    def of_arcs(parameters, rows, planes):
-        def arcs(rows, posteriors, labels):
-            x = jax.nn.log_softmax(rows)
-            label = jnp.sum(jax.nn.one_hot(labels, rows.shape[-1]) * x, -1)
-            return -posteriors[:, 0] * x[:, -1] - posteriors[:, 1] * label
-
-        made = logits(parameters, rows), jax.lax.stop_gradient(jnp.stack(planes, -1))
-        return jnp.sum(sum_over_nodes(arcs, *made, **lengths(p), targets=p.targets))
-
-    planes = criterion.posteriors(logits(network.parameters, network.rows), *p[1:])
-    got = jax.jit(jax.grad(of_arcs, (0, 1)))(network.parameters, network.rows, planes)
-    loss = lambda parameters, rows: criterion(logits(parameters, rows), *p[1:]).sum()
-    losses.assert_close(got, jax.jit(jax.grad(loss, (0, 1)))(network.parameters, network.rows), EXACT)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import losses
-from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, RNNTLoss, sum_over_nodes
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
 from layouts import Network
 from meshes import at, mean_over_devices, mesh_of
 from nodes import entropy, entropy_of_all, lengths, some_weights, total_of_all
@@ -90,7 +90,7 @@ def test_half_precision():
 
 
 def divergence(parameters, rows, rest, weights):
-    """Of two passes with shared parameters, in tiles; the second pass sees half of the encoder rows."""
+    """Of two passes with shared parameters; the second pass sees half of the encoder rows."""
     given = dict(zip(("targets", "logit_lengths", "target_lengths"), rest))
     made = [JointLogits(LinearJoint(*parameters), rows[0] * scale, rows[1], 64) for scale in (1.0, 0.5)]
 
@@ -100,30 +100,16 @@ def divergence(parameters, rows, rest, weights):
     return sum_over_nodes(function, *made, **given, weights=weights)
 
 
-def divergence_of_all(parameters, rows, rest, weights):
-    weight, bias = parameters
-    inside = (np.arange(rows[0].shape[1])[:, None] < np.asarray(rest[1])[:, None, None]) & (
-        np.arange(rows[1].shape[1]) <= np.asarray(rest[2])[:, None, None]
-    )
-    x, y = (
-        jnp.tanh(scale * rows[0][:, :, None] + rows[1][:, None]) @ weight + bias[None, None, None] for scale in (1, 0.5)
-    )
-    columns = np.arange(rows[1].shape[1] - 1) < np.asarray(rest[2])[:, None]
-    labels = np.pad(np.where(columns, rest[0], 0), ((0, 0), (0, 1)))[:, None]
-    return total_of_all(entropy_of_all(x) * entropy_of_all(y) + labels * x[..., 0], weights, inside)
+def mean(parameters, rows, rest, weights):
+    return divergence(parameters, rows, rest, weights).mean()
 
 
 @functools.cache
-def step_of_all(batch):
+def step_alone(batch):
+    """On one device, without a transformation; test_nodes.py has its truth."""
     network = Network(batch=batch, dtype=np.float32)
     weights = some_weights(network.problem).astype(np.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        run = jax.value_and_grad(lambda p, r, w: divergence_of_all(p, r, network.rest, w).mean(), (0, 1, 2))
-        return network, weights, run(network.parameters, network.rows, weights)
-
-
-def mean(parameters, rows, rest, weights):
-    return divergence(parameters, rows, rest, weights).mean()
+    return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
 
 
 WAYS = ["shard_map", *map(losses.slow, ("vmap", "remat", "explicit"))]
@@ -131,7 +117,7 @@ WAYS = ["shard_map", *map(losses.slow, ("vmap", "remat", "explicit"))]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_programs(way, devices):
-    network, weights, expected = step_of_all(16)
+    network, weights, expected = step_alone(16)
     arguments = *network.arguments, weights
     function = mean
     if way == "vmap":
@@ -269,29 +255,3 @@ def test_example_of_distillation(as_users):
         for kind in kinds:
             expected[1] += p[kind].sum() * np.log(p[kind].sum() / q[kind].sum())
     np.testing.assert_allclose(names["distillation"](names["weight"]), expected / 2, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_example_of_two_passes(as_users):
-    names, _ = code(PAGE, "def divergence(")
-    loss, rest = names["loss"], (names["targets"], *names["lengths"].values())
-    passes = [logits_of(x, names["predictor_out"], names["weight"]) for x in names["encoders"]]
-    expected = sum(np.asarray(loss(jnp.asarray(x), *rest)).sum() for x in passes)
-    weights = sum(sum(map(np.asarray, loss.posteriors(jnp.asarray(x), *rest))) for x in passes) / 2
-    for b, t, u, _ in nodes_of(names["lengths"]):
-        p, q = (softmax(x[b, t, u]) for x in passes)
-        expected += 0.5 * weights[b, t, u] * 0.5 * (p @ np.log(p / q) + q @ np.log(q / p))
-    np.testing.assert_allclose(names["value"], expected / 2, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_example_of_entropy(as_users):
-    names, _ = code(PAGE, "def mean_entropy(")
-    made = logits_of(names["encoder_out"], names["predictor_out"], names["logits"].joint.weight)
-    rest = names["targets"], *names["lengths"].values()
-    weights = sum(map(np.asarray, RNNTLoss(blank=0).posteriors(jnp.asarray(made), *rest)))
-    expected = np.zeros(2)
-    for b, t, u, _ in nodes_of(names["lengths"]):
-        p = softmax(made[b, t, u] / 2)
-        expected[b] -= weights[b, t, u] * (p @ np.log(p))
-    np.testing.assert_allclose(names["mean_entropy"](names["logits"], 2.0), expected / weights.sum((1, 2)), rtol=1e-6)

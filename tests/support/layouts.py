@@ -120,11 +120,17 @@ def closure(weight, bias):
     return lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
 
 
+def function(parameters, encoder, predictor):
+    """The same with parameters of its own: `JointLogits(function, ..., parameters=(weight, bias))`."""
+    return closure(*parameters)(encoder, predictor)
+
+
 JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
 def tiles(parameters, rows, rest, *, joint=linear, loss=losses.RNNT, chunk=CHUNK, **options):
-    return loss.value(**options)(JointLogits(joint(*parameters), *rows, chunk), *rest)
+    logits = (function, *rows, chunk, parameters) if joint is function else (joint(*parameters), *rows, chunk)
+    return loss.value(**options)(JointLogits(*logits), *rest)
 
 
 def materialized(parameters, rows, rest, *, loss=losses.RNNT, **options):
