@@ -6,7 +6,7 @@
 
 #include "xla_kernels/common/extended.h"
 #include "xla_kernels/common/shape.h"
-#include "xla_kernels/cpu/simd.h"
+#include "xla_kernels/cpu/exp_log.h"
 #include "xla_kernels/cpu/wide_lattice.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {

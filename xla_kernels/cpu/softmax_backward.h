@@ -132,180 +132,294 @@ template <class T, class F = typename DurationHead<T>::F>
   }
 }
 
+// What a backward pass keeps of a group of rows in memory: see RowBuffers.
+template <class T>
+struct BackwardBuffers : RowBuffers<T> {
+  using A = Accumulator<T>;
+  static constexpr int kWidth = Simd<A>::kWidth;
+  A scales[kWidth], limits[kWidth];  // limit: kInfinity for none
+  A bases[kWidth], minus_sums[kWidth], factors[kWidth];
+  A of_blank[kWidth];                // gradient of a Bernoulli blank
+  T arc_dx[kMaxBlanks + 1][kWidth];  // logits of classes with arcs, saved from being overwritten; then gradients
+};
+
+// A backward pass over rows of a call. Run takes one group after the other through the steps, which are inlined: what
+// one of them leaves to the next stays in registers.
+//
+// The gradient of a row with logits z, whose arc a has the class k_a and the cotangent c_a of its log-probability
+// z_{k_a} - log(sum_j exp z_j):
+//
+//   dz_k = sum_a c_a ([k = k_a] - softmax_k)          as the logarithm has the derivative softmax_k
+//        = sum_a c_a [k = k_a] - C softmax_k          with C = sum_a c_a
+//
+// In a loss, c_a is minus the posterior of the arc, gamma: this is the equation of docs/gradient.md. So a row takes one
+// exp per element, `minus_sum` = -C / total times exp(z_k - base), and a correction of the classes of arcs. `clamp`
+// limits the gradient of each sequence's own loss, so it comes before `scale`, the cotangent of that loss, which also
+// has the weight of its reduction:
+//
+//   dlogits_k = scale * clip(dz_k, -clamp, clamp)
+//
+// FastEmit and penalties are in c_a already. With a Bernoulli blank of logit z, log_blank = log sigmoid(z), and
+// log sigmoid(-z) is part of log_label: its class has c_blank sigmoid(-z) - c_label sigmoid(z), and C = c_label.
 template <class T, bool kBernoulli>
-void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
+class BackwardPass {
   using A = Accumulator<T>;
   using S = Simd<A>;
   using F = typename S::F;
   using I = typename S::I;
   using Exponent = typename S::Exponent;
-  constexpr int kWidth = S::kWidth;
-  const EmissionShape& shape = args.shape;
-  const bool padding = shape.classes < kWidth;
-  const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
-  const int64_t stride = padding ? kWidth : row_size;
-  const int64_t ahead = n <= kBlock ? kWidth * n : 2 * kBlock;
-  const int num_blanks = shape.num_blanks;
-  const bool is_short = n <= kShortRow * kWidth, stream = IsStreamed<T>(row_size);
-  const Exponent blank = shape.blanks[0];
-  const int64_t anchor = Anchor(shape);
-  const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
-  // exp(logit - base). Only a Bernoulli blank can be above the base by more than Exp takes; its result is not used.
-  const auto exp = [](F x) __attribute__((always_inline)) { return kBernoulli ? ExpOfAny(x) : Exp(x); };
+  static constexpr int kWidth = S::kWidth;
 
-  const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
-  if (begin >= end) return;
-  RowCursor cursor(shape, args.label, args.num_frames, begin);
-  for (int64_t r = begin; r < end; r += kWidth) {
-    const int count = end - r < kWidth ? end - r : kWidth;
-    Exponent labels[kWidth];
-    A scales[kWidth] = {}, limits[kWidth] = {};
-    cursor.template Next<A>(count, labels, [&](int64_t sequence, int first, int last) {
-      const A scale = static_cast<const A*>(args.scale)[sequence];
-      const A clamp = static_cast<const A*>(args.clamp)[sequence];
+ public:
+  [[gnu::always_inline]] BackwardPass(const EmissionBackwardArgs& args, BackwardBuffers<T>& buffers)
+      : args_(args),
+        shape_(args.shape),
+        group_(args.shape, buffers),
+        buffers_(buffers),
+        num_blanks_(args.shape.num_blanks),
+        is_short_(group_.n <= kShortRow * kWidth),
+        is_streamed_(IsStreamed<T>(group_.row_size)),
+        ahead_(group_.n <= kBlock ? kWidth * group_.n : 2 * kBlock) {}
+
+  [[gnu::always_inline]] void Run(int64_t begin, int64_t end) {
+    if (begin >= end) return;  // there may be no columns
+    RowCursor cursor(shape_, args_.label, args_.num_frames, begin);
+    for (int64_t r = begin; r < end; r += kWidth) {
+      group_.r = r;
+      group_.count = end - r < kWidth ? end - r : kWidth;
+      ReadLabels(cursor);
+      ReadCotangents();
+      group_.template Begin<false>(args_.logits, 0);
+      dlogits_ = static_cast<T*>(args_.dlogits) + r * group_.row_size;
+      dx_ = group_.is_padded ? buffers_.padded : dlogits_;
+      if constexpr (kBernoulli) FindBlanks();
+      FindSoftmax();
+      WriteZeros();
+      if (is_short_) {
+        WriteShortRows();
+      } else {
+        WriteLongRows();
+        CorrectArcs();
+      }
+      if (group_.is_padded) CopyPaddedRows();
+      if (shape_.durations > 0) {
+        BackwardDurations<T>(args_, r, group_.count, buffers_.labels, buffers_.ends, limit_, scale_);
+      }
+    }
+    if (is_streamed_) Fence();
+  }
+
+ private:
+  [[gnu::always_inline]] F LoadPlane(const void* plane) const {
+    return LoadLanes(static_cast<const A*>(plane) + group_.r, group_.count);
+  }
+  [[gnu::always_inline]] F Cotangent(int arc) const {
+    return LoadPlane(arc < num_blanks_ ? args_.ct_blank[arc] : args_.ct_label);
+  }
+  // exp(logit - base). Only a Bernoulli blank can be above the base by more than Exp takes; its result is not used.
+  [[gnu::always_inline]] static F Power(F x) { return kBernoulli ? ExpOfAny(x) : Exp(x); }
+
+  [[gnu::always_inline]] void ReadLabels(RowCursor& cursor) {
+    for (int lane = 0; lane < kWidth; ++lane) buffers_.scales[lane] = buffers_.limits[lane] = 0;
+    cursor.template Next<A>(group_.count, buffers_.labels, [&](int64_t sequence, int first, int last) {
+      const A scale = static_cast<const A*>(args_.scale)[sequence];
+      const A clamp = static_cast<const A*>(args_.clamp)[sequence];
       for (int lane = first; lane < last; ++lane) {
-        scales[lane] = scale;
+        buffers_.scales[lane] = scale;
         // No limit: kInfinity chooses the path without Scaled, where 0 times an infinite scale would give NaN.
-        limits[lane] = clamp > 0 ? clamp : scale - scale == 0 ? kInfinity<A> : kLargest<A>;
+        buffers_.limits[lane] = clamp > 0 ? clamp : scale - scale == 0 ? kInfinity<A> : kLargest<A>;
       }
     });
-    const I label = Load(labels);
-    const F scale = Load(scales), limit = Load(limits);
-
-    const auto ct = [&](int arc) {
-      return LoadLanes(static_cast<const A*>(arc < num_blanks ? args.ct_blank[arc] : args.ct_label) + r, count);
-    };
-    const auto ct_duration = [&](int i) { return LoadLanes(static_cast<const A*>(args.ct_duration[i]) + r, count); };
-    F sum = {};
-    auto zero = sum == sum;
-    for (int arc = 0; arc <= num_blanks; ++arc) {
-      sum += ct(arc);
-      zero &= ct(arc) == A(0);
-    }
-    for (int i = 0; i < shape.durations; ++i) zero &= ct_duration(i) == A(0);
-    // From here on, rows without cotangents count as outside: they are not read.
-    const I used_label = zero ? I{} + kOutside : label;
-    const auto outside = used_label == kOutside;
-    Store(used_label, labels);
-    const T* const logits = static_cast<const T*>(args.logits) + r * row_size;
-    T* const dlogits = static_cast<T*>(args.dlogits) + r * row_size;
-
-    A of_blank[kWidth];  // gradient of a Bernoulli blank
-    if constexpr (kBernoulli) {
-      const auto same = label == blank;
-      const F z = Pick(logits, outside ? I{} : lane_number * Exponent(row_size) + blank);
-      const F ct_other = same ? ct(1) - ct(1) : ct(1), ct_blank = same ? sum : ct(0);
-      const auto [yes, no] = Sigmoids(z);
-      sum = ct_other;
-      Store(Scaled(ct_blank * no - ct_other * yes, limit, scale), of_blank);
-    }
-    const T* x = logits;
-    T* dx = dlogits;
-    T padded[kWidth * kWidth];
-    if (padding) {
-      PadRows<false>(x, shape.classes, row_size, 0, labels, padded);
-      x = dx = padded;
-    }
-    // The softmax is exp(x - base) / total. Usually the base is the anchor, and norm the total. If norm is lse, which
-    // is rare, the row is summed once more, since a large lse is rounded too much.
-    const F norm = LoadLanes(static_cast<const A*>(args.norm) + r, count);
-    const auto anchored = (norm > A(0)) & (norm < kTiny<A>);
-    F total = anchored ? norm * (1 / kSumScale<A>) : Broadcast(A(1));
-    A bases[kWidth] = {}, minus_sums[kWidth], factors[kWidth];
-    if (shape.normalize && Any(~anchored & ~outside)) {
-      const RowReader<T, kBernoulli> reader(n, shape.blanks[0]);
-      A totals[kWidth];
-      Store(total, totals);
-      for (int lane = 0; lane < count; ++lane) {
-        if (anchored[lane] || labels[lane] == kOutside) continue;
-        const auto safe = SafeSumExp(reader, x + lane * stride);
-        bases[lane] = safe.sum == 0 ? 0 : safe.max;
-        totals[lane] = safe.sum == 0 ? 1 : safe.sum;
-      }
-      total = Load(totals);
-    }
-    sum /= total;
-    Store(F{} - sum, minus_sums);  // no -0
-    Store((F{} - sum) * scale, factors);
-    T arc_dx[kMaxBlanks + 1][kWidth];  // logits of classes with arcs, saved from being overwritten; then gradients
-    for (int arc = 0; !is_short && arc <= num_blanks; ++arc) Store(F{}, arc_dx[arc]);
-    F ends[kWidth];
-    for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
-    for (int lane = 0; lane < count; ++lane) {
-      const T* const row = x + lane * stride;
-      T* const row_dx = dx + lane * stride;
-      if (labels[lane] == kOutside) {
-        if (!stream) {
-          FillRow(F{}, n, row_dx);
-          continue;
-        }
-        int last = lane;
-        while (last + 1 < count && labels[last + 1] == kOutside) ++last;
-        StreamZeros(row_dx, (last + 1 - lane) * row_size);
-        lane = last;
-        continue;
-      }
-      if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
-      if (anchored[lane]) bases[lane] = LoadAll(row + anchor)[0];
-      const F base = Broadcast(bases[lane]), minus_sum = Broadcast(minus_sums[lane]), scale = Broadcast(scales[lane]);
-      const F limit = Broadcast(limits[lane]), factor = Broadcast(factors[lane]);
-      const F others = minus_sum == minus_sum ? F{} : minus_sum;  // without a softmax: 0, or NaN
-      if (is_short) {
-        WithShortRow(row, n, [&](auto g) __attribute__((always_inline)) {
-          g.Map([&](F v) { return shape.normalize ? exp(v - base) * minus_sum : others; });
-          g.Add(labels[lane], static_cast<const A*>(args.ct_label)[r + lane]);
-          for (int arc = 0; !kBernoulli && arc < num_blanks; ++arc) {
-            g.Add(shape.blanks[arc], static_cast<const A*>(args.ct_blank[arc])[r + lane]);
-          }
-          if (limits[lane] == kInfinity<A>) {
-            g.Map([&](F v) { return v * scale; });
-          } else {
-            g.Map([&](F v) { return Scaled(v, limit, scale); });
-          }
-          if (kBernoulli) g.Set(blank, of_blank[lane]);
-          g.StoreTo(row_dx);
-        });
-        continue;
-      }
-      for (int arc = 0; arc < num_blanks; ++arc) arc_dx[arc][lane] = row[shape.blanks[arc]];
-      if (0 <= labels[lane] && labels[lane] < shape.classes) arc_dx[num_blanks][lane] = row[labels[lane]];
-      if (!shape.normalize) {
-        FillRow(Scaled(others, limit, scale), n, row_dx);
-      } else if (limits[lane] == kInfinity<A>) {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return exp(v - base) * factor; });
-      } else {
-        MapLongRow(row, n, row_dx, ahead, [&](F v) { return Scaled(exp(v - base) * minus_sum, limit, scale); });
-      }
-    }
-
-    for (int arc = 0; !is_short && arc <= num_blanks; ++arc) {
-      F arc_ct = {};
-      for (int other = 0; other <= num_blanks; ++other) {
-        if (arc < num_blanks && other < num_blanks) {
-          if (shape.blanks[arc] == shape.blanks[other]) arc_ct += ct(other);
-        } else if (arc == other) {
-          arc_ct += ct(other);
-        } else {
-          const Exponent blank = shape.blanks[arc < num_blanks ? arc : other];
-          arc_ct += label == blank ? ct(other) : F{};
-        }
-      }
-      // ExpOfAny, since lanes without this arc do not hold a logit of their row.
-      const F softmax = shape.normalize ? ExpOfAny(Load(arc_dx[arc]) - Load(bases)) : F{};
-      F gradient = Scaled(arc_ct - softmax * sum, limit, scale);
-      if constexpr (kBernoulli) gradient = arc == 0 || label == blank ? Load(of_blank) : gradient;
-      Store(gradient, arc_dx[arc]);
-      for (int lane = 0; lane < count; ++lane) {
-        const int64_t k = labels[lane] == kOutside ? -1 : arc < num_blanks ? shape.blanks[arc] : labels[lane];
-        if (0 <= k && k < shape.classes) dx[lane * stride + k] = arc_dx[arc][lane];
-      }
-    }
-    for (int lane = 0; padding && lane < count; ++lane) {
-      for (int64_t k = 0; k < shape.classes; ++k) dlogits[lane * row_size + k] = padded[lane * kWidth + k];
-    }
-    if (shape.durations > 0) BackwardDurations<T>(args, r, count, labels, ends, limit, scale);
+    label_ = Load(buffers_.labels);
+    scale_ = Load(buffers_.scales);
+    limit_ = Load(buffers_.limits);
   }
-  if (stream) Fence();
+
+  // Rows without cotangents, as those of nodes that no path visits, have a gradient of zero. They count as outside from
+  // here on: they are not read.
+  [[gnu::always_inline]] void ReadCotangents() {
+    sum_ = F{};
+    I is_zero = ~I{};
+    for (int arc = 0; arc <= num_blanks_; ++arc) {
+      sum_ += Cotangent(arc);
+      is_zero &= (I)(Cotangent(arc) == A(0));
+    }
+    for (int i = 0; i < shape_.durations; ++i) is_zero &= (I)(LoadPlane(args_.ct_duration[i]) == A(0));
+    const I label = is_zero ? I{} + kOutside : label_;
+    outside_ = (I)(label == kOutside);
+    Store(label, buffers_.labels);
+  }
+
+  // The gradients of Bernoulli blanks. What the softmax multiplies is the cotangent of the label alone.
+  [[gnu::always_inline]] void FindBlanks() {
+    const Exponent blank = shape_.blanks[0];
+    const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
+    const auto same = label_ == blank;
+    const F z = Pick(group_.logits, outside_ ? I{} : lane_number * Exponent(group_.row_size) + blank);
+    const F ct_other = same ? Cotangent(1) - Cotangent(1) : Cotangent(1), ct_blank = same ? sum_ : Cotangent(0);
+    const auto [yes, no] = Sigmoids(z);
+    sum_ = ct_other;
+    Store(Scaled(ct_blank * no - ct_other * yes, limit_, scale_), buffers_.of_blank);
+  }
+
+  // The softmax is exp(x - base) / total. Usually the base is the anchor, and norm the total. If norm is lse, which is
+  // rare, the row is summed once more, since a large lse is rounded too much.
+  [[gnu::always_inline]] void FindSoftmax() {
+    const F norm = LoadPlane(args_.norm);
+    anchored_ = (I)((norm > A(0)) & (norm < kTiny<A>));
+    F total = anchored_ ? norm * (1 / kSumScale<A>) : Broadcast(A(1));
+    for (int lane = 0; lane < kWidth; ++lane) buffers_.bases[lane] = 0;
+    if (shape_.normalize && Any(~anchored_ & ~outside_)) total = SumAgain(total);
+    sum_ /= total;
+    Store(F{} - sum_, buffers_.minus_sums);  // no -0
+    Store((F{} - sum_) * scale_, buffers_.factors);
+  }
+
+  [[gnu::always_inline]] F SumAgain(F total) {
+    const RowReader<T, kBernoulli> reader(group_.n, shape_.blanks[0]);
+    A totals[kWidth];
+    Store(total, totals);
+    for (int lane = 0; lane < group_.count; ++lane) {
+      if (anchored_[lane] || group_.IsOutside(lane)) continue;
+      const auto safe = SafeSumExp(reader, group_.x + lane * group_.stride);
+      buffers_.bases[lane] = safe.sum == 0 ? 0 : safe.max;
+      totals[lane] = safe.sum == 0 ? 1 : safe.sum;
+    }
+    return Load(totals);
+  }
+
+  // Zeros for the rows outside; neighbouring long ones in one piece.
+  [[gnu::always_inline]] void WriteZeros() {
+    if (!Any(outside_)) return;
+    for (int lane = 0, next; lane < group_.count; lane = next) {
+      next = lane + 1;
+      if (!group_.IsOutside(lane)) continue;
+      T* const row_dx = dx_ + lane * group_.stride;
+      if (!is_streamed_) {
+        FillRow(F{}, group_.n, row_dx);
+        continue;
+      }
+      while (next < group_.count && group_.IsOutside(next)) ++next;
+      StreamZeros(row_dx, (next - lane) * group_.row_size);
+    }
+  }
+
+  // Calls write(lane, row, its gradient, base) for the rows that are not outside.
+  template <class Write>
+  [[gnu::always_inline]] void ForRows(Write write) {
+    for (int lane = 0; lane < group_.count; ++lane) {
+      if (group_.IsOutside(lane)) continue;
+      group_.ReadEnd(lane);
+      const T* const row = group_.x + lane * group_.stride;
+      if (anchored_[lane]) buffers_.bases[lane] = LoadAll(row + group_.anchor)[0];
+      write(lane, row, dx_ + lane * group_.stride, Broadcast(buffers_.bases[lane]));
+    }
+  }
+  // Of all classes without an arc where there is no softmax: 0, or NaN.
+  [[gnu::always_inline]] static F WithoutSoftmax(F minus_sum) { return minus_sum == minus_sum ? F{} : minus_sum; }
+
+  [[gnu::always_inline]] void WriteShortRows() {
+    ForRows([&](int lane, const T* row, T* row_dx, F base) __attribute__((always_inline)) {
+      const F minus_sum = Broadcast(buffers_.minus_sums[lane]), scale = Broadcast(buffers_.scales[lane]);
+      const F limit = Broadcast(buffers_.limits[lane]), others = WithoutSoftmax(minus_sum);
+      WithShortRow(row, group_.n, [&](auto g) __attribute__((always_inline)) {
+        g.Map([&](F v) { return shape_.normalize ? Power(v - base) * minus_sum : others; });
+        g.Add(buffers_.labels[lane], static_cast<const A*>(args_.ct_label)[group_.r + lane]);
+        for (int arc = 0; !kBernoulli && arc < num_blanks_; ++arc) {
+          g.Add(shape_.blanks[arc], static_cast<const A*>(args_.ct_blank[arc])[group_.r + lane]);
+        }
+        if (buffers_.limits[lane] == kInfinity<A>) {
+          g.Map([&](F v) { return v * scale; });
+        } else {
+          g.Map([&](F v) { return Scaled(v, limit, scale); });
+        }
+        if (kBernoulli) g.Set(shape_.blanks[0], buffers_.of_blank[lane]);
+        g.StoreTo(row_dx);
+      });
+    });
+  }
+
+  // As if no class had an arc: CorrectArcs follows.
+  [[gnu::always_inline]] void WriteLongRows() {
+    for (int arc = 0; arc <= num_blanks_; ++arc) Store(F{}, buffers_.arc_dx[arc]);
+    ForRows([&](int lane, const T* row, T* row_dx, F base) __attribute__((always_inline)) {
+      const F minus_sum = Broadcast(buffers_.minus_sums[lane]), factor = Broadcast(buffers_.factors[lane]);
+      const F limit = Broadcast(buffers_.limits[lane]), scale = Broadcast(buffers_.scales[lane]);
+      const Exponent label = buffers_.labels[lane];
+      for (int arc = 0; arc < num_blanks_; ++arc) buffers_.arc_dx[arc][lane] = row[shape_.blanks[arc]];
+      if (0 <= label && label < shape_.classes) buffers_.arc_dx[num_blanks_][lane] = row[label];
+      if (!shape_.normalize) {
+        FillRow(Scaled(WithoutSoftmax(minus_sum), limit, scale), group_.n, row_dx);
+      } else if (buffers_.limits[lane] == kInfinity<A>) {
+        MapLongRow(row, group_.n, row_dx, ahead_, [&](F v) { return Power(v - base) * factor; });
+      } else {
+        MapLongRow(row, group_.n, row_dx, ahead_,
+                   [&](F v) { return Scaled(Power(v - base) * minus_sum, limit, scale); });
+      }
+    });
+  }
+
+  // The sum of the cotangents of all arcs that have the class of `arc`.
+  [[gnu::always_inline]] F CotangentOfClass(int arc) const {
+    F sum = {};
+    for (int other = 0; other <= num_blanks_; ++other) {
+      if (arc < num_blanks_ && other < num_blanks_) {
+        if (shape_.blanks[arc] == shape_.blanks[other]) sum += Cotangent(other);
+      } else if (arc == other) {
+        sum += Cotangent(other);
+      } else {
+        const Exponent blank = shape_.blanks[arc < num_blanks_ ? arc : other];
+        sum += label_ == blank ? Cotangent(other) : F{};
+      }
+    }
+    return sum;
+  }
+
+  // Writes the gradients of the classes that have arcs, from the logits that WriteLongRows saved.
+  [[gnu::always_inline]] void CorrectArcs() {
+    for (int arc = 0; arc <= num_blanks_; ++arc) {
+      T* const arc_dx = buffers_.arc_dx[arc];
+      // ExpOfAny, since lanes without this arc do not hold a logit of their row.
+      const F softmax = shape_.normalize ? ExpOfAny(Load(arc_dx) - Load(buffers_.bases)) : F{};
+      F gradient = Scaled(CotangentOfClass(arc) - softmax * sum_, limit_, scale_);
+      if constexpr (kBernoulli) {
+        gradient = arc == 0 || label_ == Exponent(shape_.blanks[0]) ? Load(buffers_.of_blank) : gradient;
+      }
+      Store(gradient, arc_dx);
+      for (int lane = 0; lane < group_.count; ++lane) {
+        if (group_.IsOutside(lane)) continue;
+        const int64_t k = arc < num_blanks_ ? shape_.blanks[arc] : buffers_.labels[lane];
+        if (0 <= k && k < shape_.classes) dx_[lane * group_.stride + k] = arc_dx[lane];
+      }
+    }
+  }
+
+  [[gnu::always_inline]] void CopyPaddedRows() {
+    for (int lane = 0; lane < group_.count; ++lane) {
+      for (int64_t k = 0; k < shape_.classes; ++k) {
+        dlogits_[lane * group_.row_size + k] = buffers_.padded[lane * kWidth + k];
+      }
+    }
+  }
+
+  const EmissionBackwardArgs& args_;
+  const EmissionShape& shape_;
+  RowGroup<T> group_;
+  BackwardBuffers<T>& buffers_;
+  const int num_blanks_;
+  const bool is_short_, is_streamed_;
+  const int64_t ahead_;  // elements from those that are read to those that are prefetched
+
+  // Of the rows of the group.
+  I label_ = {}, outside_ = {}, anchored_ = {};
+  F sum_ = {}, scale_ = {}, limit_ = {};  // sum: of cotangents, later over the total of the softmax
+  T *dlogits_ = nullptr, *dx_ = nullptr;  // the first gradient as it lies in memory, and as it is written
+};
+
+template <class T, bool kBernoulli>
+void Backward(const EmissionBackwardArgs& args, int64_t begin, int64_t end) {
+  BackwardBuffers<T> buffers;
+  BackwardPass<T, kBernoulli>(args, buffers).Run(begin, end);
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

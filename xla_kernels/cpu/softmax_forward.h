@@ -26,14 +26,14 @@ inline F Norm(F anchor, F shift, F sum) {
 // Sum of exp(x - shift) of a row, in lanes. Rows of up to four vectors need no loop. Long rows are summed in blocks, so
 // that no element is added to a sum of very many.
 template <int kWhole, class T, bool kSkip, class F>
-inline F ShortSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift) {
+[[gnu::always_inline]] inline F ShortSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift) {
   F sum = ExpOfAny(reader.Last(x) - shift);
   for (int i = 0; i < kWhole; ++i) sum += ExpOfAny(reader.At(x, i * Width<F>()) - shift);
   return sum;
 }
 
 template <class T, bool kSkip, class F>
-inline F LongSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
+[[gnu::always_inline]] inline F LongSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
   constexpr int kWidth = Width<F>();
   F total = ExpOfAny(reader.Last(x) - shift);
   for (int64_t i = 0; i < reader.whole();) {
@@ -58,7 +58,7 @@ inline F LongSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int6
 }
 
 template <class T, bool kSkip, class F>
-inline F QuickSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
+[[gnu::always_inline]] inline F QuickSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int64_t ahead) {
   switch (reader.whole() / Width<F>()) {
     case 0:
       return ShortSumExp<0>(reader, x, shift);
@@ -72,125 +72,162 @@ inline F QuickSumExp(const RowReader<T, kSkip>& reader, const T* x, F shift, int
   return LongSumExp(reader, x, shift, ahead);
 }
 
+// A forward pass over rows of a call. The functions below Run take one group after the other through its steps; they
+// are inlined, so that what one of them leaves to the next stays in registers.
 template <class T, bool kBernoulli>
-void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
+class ForwardPass {
   using A = Accumulator<T>;
   using S = Simd<A>;
   using F = typename S::F;
   using I = typename S::I;
   using Exponent = typename S::Exponent;
-  constexpr int kWidth = S::kWidth;
+  static constexpr int kWidth = S::kWidth;
   // Up to this sum, subtracting the shift rounds logits no more than subtracting the maximum usually does.
-  constexpr A kTrusted = A(1 << 30);
-  const EmissionShape& shape = args.shape;
-  const bool padding = shape.classes < kWidth;
-  const int64_t n = padding ? kWidth : shape.classes, row_size = shape.row_size();
-  const int64_t stride = padding ? kWidth : row_size;  // between the rows that are summed
-  const int64_t ahead = n * kWidth <= 4 * kBlock ? kWidth * n : 2 * kBlock;
-  const int64_t blank = shape.blanks[0], anchor = Anchor(shape);  // the class that is the shift
-  const RowReader<T, kBernoulli> reader(n, padding ? -1 : blank);
-  const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
+  static constexpr A kTrusted = A(1 << 30);
 
-  const bool has_ends = shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations);
-  if (begin >= end) return;
-  RowCursor cursor(shape, args.label, args.num_frames, begin);
-  for (int64_t r = begin; r < end; r += kWidth) {
-    const int count = end - r < kWidth ? end - r : kWidth;
-    Exponent labels[kWidth];
-    cursor.template Next<A>(count, labels, [](int64_t, int, int) {});
-    const I label = Load(labels);
-    const auto outside = label == kOutside;
-    const T* const logits = static_cast<const T*>(args.logits) + r * row_size;
-    const T* x = logits;
-    T padded[kWidth * kWidth];
-    if (padding) {
-      PadRows<kBernoulli>(x, shape.classes, row_size, blank, labels, padded);
-      x = padded;
-    }
+ public:
+  [[gnu::always_inline]] ForwardPass(const EmissionForwardArgs& args, RowBuffers<T>& buffers)
+      : args_(args),
+        shape_(args.shape),
+        group_(args.shape, buffers),
+        reader_(group_.n, group_.is_padded ? -1 : shape_.blanks[0]),
+        ahead_(group_.n * kWidth <= 4 * kBlock ? kWidth * group_.n : 2 * kBlock) {}
 
-    // The log-sum-exp of a row is shift + log(sum). Rows outside the lengths have 0 for both.
-    F shift = {}, sum = {}, first = {}, norm = {};
-    F ends[kWidth];
-    for (int lane = 0; has_ends && lane < kWidth; ++lane) ends[lane] = F{};
-    if (!shape.normalize) {
-      sum = outside ? F{} : Broadcast(A(1));
-      for (int lane = 0; has_ends && lane < kWidth; ++lane) {
-        if (labels[lane] != kOutside) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
-      }
-    } else {
-      A shifts[kWidth] = {}, sums[kWidth];
-      F part[kWidth];
-      for (int lane = 0; lane < kWidth; ++lane) {
-        const T* const row = x + lane * stride;
-        part[lane] = F{};
-        if (labels[lane] == kOutside) continue;
-        const F row_shift = LoadAll(row + anchor);
-        shifts[lane] = row_shift[0];
-        part[lane] = QuickSumExp(reader, row, row_shift, ahead);
-        if (has_ends) ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
-      }
-      first = shift = Load(shifts);
-      sum = ReduceRows(part, [](F a, F b) { return a + b; });
-      norm = sum * kSumScale<A>;
-      if (Any(~(sum <= kTrusted))) {
-        A maxima[kWidth];
-        Store(sum, sums);
-        Store(shift, maxima);
-        for (int lane = 0; lane < kWidth; ++lane) {
-          if (sums[lane] <= kTrusted) continue;
-          const auto safe = SafeSumExp(reader, x + lane * stride);
-          maxima[lane] = safe.max;
-          sums[lane] = safe.sum;
-        }
-        sum = Load(sums);
-        shift = Shift(Load(maxima));
-        norm = outside ? F{} : Norm(first, shift, sum);
-      }
+  [[gnu::always_inline]] void Run(int64_t begin, int64_t end) {
+    if (begin >= end) return;  // there may be no columns
+    RowCursor cursor(shape_, args_.label, args_.num_frames, begin);
+    for (int64_t r = begin; r < end; r += kWidth) {
+      group_.r = r;
+      group_.count = end - r < kWidth ? end - r : kWidth;
+      cursor.template Next<A>(group_.count, group_.buffers.labels, [](int64_t, int, int) {});
+      label_ = Load(group_.buffers.labels);
+      outside_ = (I)(label_ == kOutside);
+      group_.template Begin<kBernoulli>(args_.logits, shape_.blanks[0]);
+      shape_.normalize ? SumRows() : LeaveRows();
+      WriteDurations();
+      WriteArcs();
     }
-
-    // A NaN in one head makes both NaN.
-    F poison = sum - sum;
-    const auto log_prob = [&](F x, F shift, F sum, SplitLog<F> log_sum) {
-      const F y = x - shift - log_sum.high - log_sum.low;
-      const F capped = shape.normalize ? Min(Broadcast(A(0)), y) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
-      return (((sum == A(0)) & (x == x)) ? Broadcast(-kInfinity<A>) : capped) + poison;
-    };
-    if (shape.durations > 0) {
-      const DurationHead<T> head(logits, row_size, labels, ends, shape.durations, shape.normalize);
-      const SplitLog<F> log_sum = Log(head.sum());
-      poison += outside ? F{} : head.sum() - head.sum();
-      for (int i = 0; i < shape.durations; ++i) {
-        const F y = outside ? Broadcast(-kInfinity<A>) : log_prob(head.logit(i), head.shift(), head.sum(), log_sum);
-        StoreLanes(y, static_cast<A*>(args.log_duration[i]) + r, count);
-      }
-    }
-    const SplitLog<F> log_sum = Log(sum);
-    const auto of_class = [&](I k) {  // the logit of class k, 0 if there is none
-      const auto known = ~outside & (k >= 0) & (k < Exponent(shape.classes));
-      using Unsigned = typename S::Unsigned;  // a label of any size may wrap
-      const I place = (I)((Unsigned)(lane_number * Exponent(row_size)) + (Unsigned)k);
-      return known ? Pick(logits, known ? place : I{}) : F{};
-    };
-    const auto invalid = (label < kOutside) | (label >= Exponent(shape.classes));
-    F picked = of_class(label);
-    picked = label == kNoLabel ? Broadcast(-kInfinity<A>) : invalid ? Broadcast(kNaN<A>) : picked;
-    F log_label = log_prob(picked, shift, sum, log_sum);
-    if constexpr (kBernoulli) {
-      const F z = of_class(I{} + Exponent(blank)), log_blank = (outside ? Broadcast(-kInfinity<A>) : LogSigmoid(z));
-      poison += outside ? F{} : log_blank == -kInfinity<A> ? F{} : log_blank - log_blank;
-      const F other = z == -kInfinity<A> ? F{} : LogSigmoid(-z);
-      log_label = (label == Exponent(blank) ? log_blank : log_label + other) + poison;
-      StoreLanes(log_blank + poison, static_cast<A*>(args.log_blank[0]) + r, count);
-    } else {
-      for (int i = 0; i < shape.num_blanks; ++i) {
-        const bool same = shape.normalize && shape.blanks[i] == anchor;
-        const F picked = same ? first : of_class(I{} + Exponent(shape.blanks[i]));
-        StoreLanes(log_prob(picked, shift, sum, log_sum), static_cast<A*>(args.log_blank[i]) + r, count);
-      }
-    }
-    StoreLanes(log_label, static_cast<A*>(args.log_label) + r, count);
-    StoreLanes(norm, static_cast<A*>(args.norm) + r, count);
   }
+
+ private:
+  // Log-probabilities are taken as they are: their log-sum-exp is 0.
+  [[gnu::always_inline]] void LeaveRows() {
+    anchor_ = shift_ = norm_ = F{};
+    sum_ = outside_ ? F{} : Broadcast(A(1));
+    for (int lane = 0; group_.has_ends && lane < kWidth; ++lane) {
+      if (!group_.IsOutside(lane)) group_.ReadEnd(lane);
+    }
+  }
+
+  // The log-sum-exp of a row is shift + log(sum). Rows outside the lengths have 0 for both.
+  [[gnu::always_inline]] void SumRows() {
+    A shifts[kWidth] = {};
+    F part[kWidth];
+    for (int lane = 0; lane < kWidth; ++lane) {
+      const T* const row = group_.x + lane * group_.stride;
+      part[lane] = F{};
+      if (group_.IsOutside(lane)) continue;
+      const F row_shift = LoadAll(row + group_.anchor);
+      shifts[lane] = row_shift[0];
+      part[lane] = QuickSumExp(reader_, row, row_shift, ahead_);
+      group_.ReadEnd(lane);
+    }
+    anchor_ = shift_ = Load(shifts);
+    sum_ = ReduceRows(part, [](F a, F b) { return a + b; });
+    norm_ = sum_ * kSumScale<A>;
+    if (Any(~(sum_ <= kTrusted))) SumAgain();
+  }
+
+  // Sums the rows whose sum is not to be trusted, with their maximum as the shift.
+  [[gnu::always_inline]] void SumAgain() {
+    const RowReader<T, kBernoulli> reader = reader_;  // whose address may leave this function, unlike that of the pass
+    A maxima[kWidth], sums[kWidth];
+    Store(sum_, sums);
+    Store(shift_, maxima);
+    for (int lane = 0; lane < kWidth; ++lane) {
+      if (sums[lane] <= kTrusted) continue;
+      const auto safe = SafeSumExp(reader, group_.x + lane * group_.stride);
+      maxima[lane] = safe.max;
+      sums[lane] = safe.sum;
+    }
+    sum_ = Load(sums);
+    shift_ = Shift(Load(maxima));
+    norm_ = outside_ ? F{} : Norm(anchor_, shift_, sum_);
+  }
+
+  [[gnu::always_inline]] F LogProbability(F logit, F shift, F sum, SplitLog<F> log_sum) const {
+    const F y = logit - shift - log_sum.high - log_sum.low;
+    const F capped = shape_.normalize ? Min(Broadcast(A(0)), y) : y == kInfinity<A> ? Broadcast(kNaN<A>) : y;
+    return (((sum == A(0)) & (logit == logit)) ? Broadcast(-kInfinity<A>) : capped) + poison_;
+  }
+
+  [[gnu::always_inline]] void StorePlane(F v, void* plane) const {
+    StoreLanes(v, static_cast<A*>(plane) + group_.r, group_.count);
+  }
+
+  [[gnu::always_inline]] void WriteDurations() {
+    poison_ = sum_ - sum_;  // a NaN in one head makes both NaN
+    const int n = shape_.durations;
+    if (n == 0) return;
+    const DurationHead<T> head(group_.logits, group_.row_size, group_.buffers.labels, group_.buffers.ends, n,
+                               shape_.normalize);
+    const SplitLog<F> log_sum = Log(head.sum());
+    poison_ += outside_ ? F{} : head.sum() - head.sum();
+    for (int i = 0; i < n; ++i) {
+      const F y = LogProbability(head.logit(i), head.shift(), head.sum(), log_sum);
+      StorePlane(outside_ ? Broadcast(-kInfinity<A>) : y, args_.log_duration[i]);
+    }
+  }
+
+  // The logits of classes k, 0 where there is none.
+  [[gnu::always_inline]] F LogitOf(I k) const {
+    using Unsigned = typename S::Unsigned;  // a label of any size may wrap
+    const auto known = ~outside_ & (k >= 0) & (k < Exponent(shape_.classes));
+    const I lane_number = LaneNumbers<A>(std::make_integer_sequence<int, kWidth>{});
+    const I place = (I)((Unsigned)(lane_number * Exponent(group_.row_size)) + (Unsigned)k);
+    return known ? Pick(group_.logits, known ? place : I{}) : F{};
+  }
+
+  [[gnu::always_inline]] void WriteArcs() {
+    const Exponent blank = shape_.blanks[0];
+    const SplitLog<F> log_sum = Log(sum_);
+    const auto invalid = (label_ < kOutside) | (label_ >= Exponent(shape_.classes));
+    const F picked = LogitOf(label_);
+    const F logit = label_ == kNoLabel ? Broadcast(-kInfinity<A>) : invalid ? Broadcast(kNaN<A>) : picked;
+    F log_label = LogProbability(logit, shift_, sum_, log_sum);
+    if constexpr (kBernoulli) {
+      const F z = LogitOf(I{} + blank), log_blank = outside_ ? Broadcast(-kInfinity<A>) : LogSigmoid(z);
+      poison_ += outside_ ? F{} : log_blank == -kInfinity<A> ? F{} : log_blank - log_blank;
+      const F other = z == -kInfinity<A> ? F{} : LogSigmoid(-z);
+      log_label = (label_ == blank ? log_blank : log_label + other) + poison_;
+      StorePlane(log_blank + poison_, args_.log_blank[0]);
+    } else {
+      for (int i = 0; i < shape_.num_blanks; ++i) {
+        const bool is_anchor = shape_.normalize && shape_.blanks[i] == blank;
+        const F z = is_anchor ? anchor_ : LogitOf(I{} + Exponent(shape_.blanks[i]));
+        StorePlane(LogProbability(z, shift_, sum_, log_sum), args_.log_blank[i]);
+      }
+    }
+    StorePlane(log_label, args_.log_label);
+    StorePlane(norm_, args_.norm);
+  }
+
+  const EmissionForwardArgs& args_;
+  const EmissionShape& shape_;
+  RowGroup<T> group_;
+  const RowReader<T, kBernoulli> reader_;
+  const int64_t ahead_;  // elements from those that are read to those that are prefetched
+
+  // Of the rows of the group.
+  I label_, outside_;
+  F shift_, sum_, anchor_, norm_;  // anchor: the logit of that class
+  F poison_;                       // 0, or NaN
+};
+
+template <class T, bool kBernoulli>
+void Forward(const EmissionForwardArgs& args, int64_t begin, int64_t end) {
+  RowBuffers<T> buffers;
+  ForwardPass<T, kBernoulli>(args, buffers).Run(begin, end);
 }
 
 }  // namespace jax_rnnt::cpu::JAX_RNNT_TARGET

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "xla_kernels/common/shape.h"
-#include "xla_kernels/cpu/simd.h"
+#include "xla_kernels/cpu/exp_log.h"
 
 namespace jax_rnnt::cpu::JAX_RNNT_TARGET {
 
@@ -37,7 +37,7 @@ class RowCursor {
   // Stores the labels of the next `count` rows, and kOutside for the others up to kWidth. Calls
   // visit(sequence, first, last) for the rows [first, last) of each frame.
   template <class A, class Visit>
-  void Next(int count, typename Simd<A>::Exponent* labels, Visit visit) {
+  [[gnu::always_inline]] void Next(int count, typename Simd<A>::Exponent* labels, Visit visit) {
     constexpr int kWidth = Simd<A>::kWidth;
     for (int lane = 0; lane < count;) {
       const int64_t left = shape_.columns - u_;
@@ -98,9 +98,6 @@ inline auto LoadAll(const T* x) {
   return Load(lanes);
 }
 
-// The class of the anchor (common/shape.h).
-inline int64_t Anchor(const EmissionShape& shape) { return shape.bernoulli ? shape.blanks[0] == 0 : shape.blanks[0]; }
-
 // Subtracted from a row before exp: its maximum, or 0 if that is -inf, since -inf - -inf is NaN.
 template <class F>
 inline F Shift(F max) {
@@ -118,7 +115,7 @@ class RowReader {
   static constexpr int kWidth = Simd<A>::kWidth;
 
   RowReader(int64_t n, int64_t skip)
-      : n_(n), whole_((n - 1) / kWidth * kWidth), skip_(skip), own_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
+      : n_(n), whole_((n - 1) / kWidth * kWidth), skip_(skip), last_(LanesBetween<A>(whole_ + kWidth - n, kWidth)) {}
 
   int64_t whole() const { return whole_; }  // elements before the last vector
   // The end of the pairs of vectors from element i on, up to `end`, that do not hold element `skip`.
@@ -130,11 +127,11 @@ class RowReader {
     if constexpr (kSkip) return IsLane<A>(skip_ - i) ? Broadcast(-kInfinity<A>) : v;
     return v;
   }
-  F Last(const T* x) const { return own_ ? At(x, n_ - kWidth) : Broadcast(-kInfinity<A>); }
+  F Last(const T* x) const { return last_ ? At(x, n_ - kWidth) : Broadcast(-kInfinity<A>); }
 
  private:
   const int64_t n_, whole_, skip_;
-  const typename Simd<A>::I own_;
+  const typename Simd<A>::I last_;  // lanes of the last vector that the one before does not have
 };
 
 template <class A>
@@ -168,7 +165,8 @@ template <class T, bool kSkip>
 // Copies a group of rows of n < kWidth elements into rows of kWidth elements, filled with -inf. If kSkip, element
 // `skip` is also -inf. `inside`: rows with kOutside are not read.
 template <bool kSkip, class T, class Label>
-inline void PadRows(const T* x, int64_t n, int64_t row_size, int64_t skip, const Label* inside, T* padded) {
+[[gnu::always_inline]] inline void PadRows(const T* x, int64_t n, int64_t row_size, int64_t skip, const Label* inside,
+                                           T* padded) {
   using A = Accumulator<T>;
   constexpr int kWidth = Simd<A>::kWidth;
   for (int row = 0; row < kWidth; ++row) {
@@ -207,8 +205,8 @@ class DurationHead {
   static F End(const T* row, int64_t row_size) { return Load(row + row_size - kWidth); }
 
   // `ends`: End of each row, if IsShort. Rows with the label kOutside are not read; their logits are arbitrary.
-  DurationHead(const T* x, int64_t row_size, const typename Simd<A>::Exponent* labels, F* ends, int count,
-               bool normalize)
+  [[gnu::always_inline]] DurationHead(const T* x, int64_t row_size, const typename Simd<A>::Exponent* labels, F* ends,
+                                      int count, bool normalize)
       : normalize_(normalize) {
     F max = Broadcast(-kInfinity<A>);
     if (IsShort(row_size, count)) {
@@ -236,6 +234,60 @@ class DurationHead {
  private:
   const bool normalize_;
   F logits_[kMaxDurations], exps_[kMaxDurations], shift_ = {}, sum_ = {};
+};
+
+// What is kept of a group of rows in memory. Apart from all else: the compiler keeps no member of a class in a register
+// that has an array indexed by a variable.
+template <class T>
+struct RowBuffers {
+  typename Simd<Accumulator<T>>::Exponent labels[Simd<Accumulator<T>>::kWidth];
+  typename Simd<Accumulator<T>>::F ends[Simd<Accumulator<T>>::kWidth];
+  T padded[Simd<Accumulator<T>>::kWidth * Simd<Accumulator<T>>::kWidth];
+};
+
+// A group of up to kWidth rows, one per lane, and how rows of this shape are read.
+template <class T>
+struct RowGroup {
+  using F = typename Simd<Accumulator<T>>::F;
+  static constexpr int kWidth = Width<F>();
+
+  [[gnu::always_inline]] RowGroup(const EmissionShape& shape, RowBuffers<T>& buffers)
+      : classes(shape.classes),
+        row_size(shape.row_size()),
+        is_padded(classes < kWidth),
+        n(is_padded ? kWidth : classes),
+        stride(is_padded ? kWidth : row_size),
+        anchor(shape.bernoulli ? shape.blanks[0] == 0 : shape.blanks[0]),
+        has_ends(shape.durations > 0 && DurationHead<T>::IsShort(row_size, shape.durations)),
+        buffers(buffers) {}
+
+  // Begins to read the rows r ... r + count - 1 of `all`, whose labels are set. Rows shorter than a vector are read
+  // from a copy, filled with -inf; if kSkip, class `skip` also reads as -inf there.
+  template <bool kSkip>
+  [[gnu::always_inline]] void Begin(const void* all, int64_t skip) {
+    logits = x = static_cast<const T*>(all) + r * row_size;
+    if (is_padded) {
+      PadRows<kSkip>(logits, classes, row_size, skip, buffers.labels, buffers.padded);
+      x = buffers.padded;
+    }
+    for (int lane = 0; has_ends && lane < kWidth; ++lane) buffers.ends[lane] = F{};
+  }
+  // Together with the rest of the row: see DurationHead.
+  [[gnu::always_inline]] void ReadEnd(int lane) {
+    if (has_ends) buffers.ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
+  }
+  [[gnu::always_inline]] bool IsOutside(int lane) const { return buffers.labels[lane] == kOutside; }
+
+  const int64_t classes, row_size;
+  const bool is_padded;
+  const int64_t n, stride;  // elements of a row as it is read, and from a row to the next
+  const int64_t anchor;     // the class of the anchor (common/shape.h)
+  const bool has_ends;      // whether the durations are read as a vector at the end of each row
+  RowBuffers<T>& buffers;
+
+  int64_t r = 0;                            // the first row
+  int count = 0;                            // of rows
+  const T *logits = nullptr, *x = nullptr;  // the first row as it lies in memory, and as it is read
 };
 
 // log sigmoid(x), and the sigmoids of x and -x. LogSigmoid is NaN for x = +inf and NaN.

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "xla_kernels/common/extended.h"
-#include "xla_kernels/cuda/runtime.cuh"
+#include "xla_kernels/cuda/memory.cuh"
 
 namespace jax_rnnt::cuda {
 

@@ -12,7 +12,7 @@
 //
 // The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Of the arcs of a
 // node, at most two lead to the next diagonal, for all topologies of the library. The sum over the others is known a
-// diagonal earlier: other warps compute it, a pair of arcs each, beside probabilities and copies (see SweepInShared).
+// diagonal earlier: other warps compute it, a pair of arcs each, beside probabilities and copies (see SharedSweep).
 // This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
 // earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
@@ -21,10 +21,8 @@
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
 // the limits above 24 K + 16 in the sweeps, often from a cache. The logits move 3 V * 4.
-#include <algorithm>
-
-#include "xla_kernels/cuda/lattice.h"
-#include "xla_kernels/cuda/lattice_values.cuh"
+#include "xla_kernels/cuda/skip_shared.cuh"
+#include "xla_kernels/cuda/skip_wide.cuh"
 
 namespace jax_rnnt::cuda {
 namespace {
@@ -33,85 +31,6 @@ namespace {
 #define JAX_RNNT_SKIP_THREADS 256
 #endif
 constexpr int kMaxThreads = JAX_RNNT_SKIP_THREADS;
-
-template <class A>
-struct Arguments {
-  explicit Arguments(const LatticeArgs& args)
-      : batch(int(args.batch)),
-        frames(int(args.frames)),
-        columns(int(args.columns)),
-        num_arcs(args.topology.num_arcs),
-        num_planes(args.topology.num_planes),
-        by_frames(uint32_t(std::max<int64_t>(1, args.frames))),
-        num_frames(args.num_frames),
-        num_labels(args.num_labels),
-        workspace(static_cast<A*>(args.workspace)),
-        stride(LatticeWorkspace(args, true)),
-        loss(static_cast<A*>(args.loss)) {
-    for (int k = 0; k < num_arcs; ++k) {
-      dt[k] = int(std::min<int64_t>(args.topology.dt[k], args.frames + 1));  // no path takes a longer one
-      du[k] = int(args.topology.du[k]);
-      may_end[k] = args.topology.may_end[k] != 0;
-      plane[k] = int(args.topology.plane[k]);
-      other[k] = int(args.topology.other[k]);
-      back[k] = unsigned((dt[k] + du[k]) % std::max(1, frames) * columns + du[k]);
-      span = std::max(span, dt[k] + du[k]);
-      near += dt[k] + du[k] == 1;
-      order[k] = k;
-    }
-    std::stable_sort(order, order + num_arcs, [&](int i, int j) { return dt[i] + du[i] < dt[j] + du[j]; });
-    for (int p = 0; p < num_planes; ++p) {
-      log_plane[p] = static_cast<const A*>(args.log_plane[p]);
-      grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
-    }
-  }
-
-  int batch, frames, columns, num_arcs, num_planes;
-  Divider by_frames;  // diagonals to rows
-  const int32_t *num_frames, *num_labels;
-  A* workspace;
-  int64_t stride;  // of the workspace, from a sequence to the next
-  A* loss;
-  const A* log_plane[kMaxArcs];
-  A* grad_plane[kMaxArcs];
-  int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
-  unsigned back[kMaxArcs];  // from the end of an arc to its beginning, in a plane
-  bool may_end[kMaxArcs];
-  int order[kMaxArcs];  // arcs, those first that span few diagonals
-  int span = 1;         // diagonals that the longest arc spans
-  int near = 0;         // arcs that lead to the next diagonal
-};
-
-// One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag
-// per arc and tile. SkipLoss stores in the first flag whether the sequence needs wide mode. That mode keeps a LogWeight
-// per node in the place of alpha and beta, and replaces arcs by minus their posteriors.
-template <class A>
-struct Sequence {
-  __device__ __forceinline__ Sequence(const Arguments<A>& args, int b)
-      : frames(max(0, min(args.num_frames[b], args.frames))),
-        labels(max(0, min(args.num_labels[b], args.columns - 1))),
-        plane(int64_t(args.frames) * args.columns),
-        alpha(reinterpret_cast<Value<A>*>(args.workspace + b * args.stride)),
-        beta(alpha + plane),
-        arcs(args.workspace + b * args.stride + 4 * plane),
-        flags(arcs + args.num_arcs * plane) {}
-
-  __device__ __forceinline__ bool Inside(int t, int u) const { return 0 <= t && t < frames && 0 <= u && u <= labels; }
-  __device__ __forceinline__ static int Position(const Arguments<A>& args, int n, int u) {
-    return (n - int(args.by_frames(uint32_t(n))) * args.frames) * args.columns + u;
-  }
-  // Beta of the node to which arc k of node (t, u) leads, zero if there is none.
-  __device__ __forceinline__ Value<A> Beyond(const Arguments<A>& args, int k, int t, int u) const {
-    const int to_t = t + args.dt[k], to_u = u + args.du[k];
-    if (Inside(to_t, to_u)) return beta[Position(args, to_t + to_u, to_u)];
-    return to_t == frames && to_u == labels && args.may_end[k] ? One<A>() : Zero<Scalar<A>>();
-  }
-
-  int frames, labels;  // T_b, U_b
-  int64_t plane;
-  Value<A>*alpha, *beta;
-  A *arcs, *flags;
-};
 
 // Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that do not
 // exist become -inf, and a flag gets the bits of the tile's arcs. Back: minus the sum of the posteriors of a plane's
@@ -194,199 +113,6 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_con
   }
 }
 
-// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Arcs are taken in
-// pairs, in `order`; only the first pair may have arcs to the next diagonal, so all others are known a diagonal early.
-// A block has groups of one thread per column, with one barrier per diagonal:
-//
-// * The other groups, a pair of arcs each or all pairs: probabilities of the next diagonal, and for all pairs but the
-//   first the sum of their two terms. They start copies (cp.async) of the arcs of three diagonals after that.
-// * The first group sums the first pair and the sums of the others.
-//
-//   ring   [2 R][W + 1], the last R diagonals, each twice, so that no index wraps; with a column of zeros
-//   first  [2][W][2], probabilities of the first pair
-//   parts  [2][kPairs - 1][W], sums of the other pairs
-//   raw    [4][kPairs][W], logarithms of the arcs that enter (alpha) or leave (beta) a node, two in place of a value
-//          and -inf, for ever, where an arc has no column
-template <class A>
-size_t SharedBytes(int pairs, int columns, int span) {
-  return (size_t(2) * (span + 1) * (columns + 1) + size_t(6 * pairs + 2) * columns) * sizeof(Value<A>);
-}
-
-// An arc as a thread of a column sees it.
-template <class A>
-struct ColumnArc {
-  template <class Sequence>
-  __device__ __forceinline__ ColumnArc(const Arguments<A>& args, const Sequence& sequence, bool up, int i, int u,
-                                       int pitch) {
-    const bool is = i < args.num_arcs;
-    const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
-    exists = Settled(unsigned(is & (u <= sequence.labels) & (!up | (u >= du))));
-    back = Settled(up ? args.back[k] : 0u);
-    // Without an arc, away from the diagonal that others write.
-    reach = Settled(is ? (up ? -du : du) - (dt + du) * pitch : -2 * pitch);
-    log = Settled(sequence.arcs + k * sequence.plane);
-  }
-
-  unsigned exists, back;
-  int reach;  // from the node to its neighbour, in the ring
-  const A* log;
-};
-
-template <class A, bool kUp, int kPairs, int kMine>
-__device__ __forceinline__ void SweepInShared(const Arguments<A>& args, const Sequence<A>& sequence, Value<A>* shared) {
-  using S = Scalar<A>;
-  constexpr int kGroups = 1 + kPairs / kMine, kParts = kPairs - 1;
-  const int W = int(blockDim.x) / kGroups, R = args.span + 1, pitch = W + 1, last = sequence.frames + sequence.labels;
-  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / W, 0), u = int(threadIdx.x) - group * W;
-  Value<A>* const ring = shared;
-  for (int i = int(threadIdx.x); i < 2 * R * pitch; i += int(blockDim.x)) ring[i] = Zero<S>();
-  Value<A>* const in_raw = shared + 2 * R * pitch + 4 * W + 2 * kParts * W;
-  const A never = -kInfinity<A>;
-  for (int i = int(threadIdx.x); i < 4 * kPairs * W; i += int(blockDim.x)) in_raw[i] = {never, S::AsInt(never)};
-  __syncthreads();
-  const int column = u + (kUp ? 1 : 0);  // of this node in the ring
-  if (!kUp && group == 0 && u == sequence.labels) ring[(R - 1) * pitch + u] = ring[(2 * R - 1) * pitch + u] = One<A>();
-  __syncthreads();
-
-  const unsigned plane = unsigned(sequence.plane), columns = unsigned(args.columns);
-  const unsigned begin_at = unsigned(Sequence<A>::Position(args, kUp ? 0 : last - 1, 0)) + unsigned(u);
-  const auto advance = [&](unsigned& at) {
-    at = kUp ? min(at + columns, at + columns - plane) : min(at - columns, at - columns + plane);
-  };
-  A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
-  const bool in_column = u <= sequence.labels;
-  // Places in shared memory; those of a diagonal in the ring lie `reached` further.
-  const SharedAddress<Value<A>> base(shared);
-  const unsigned lap = Settled(unsigned(R * pitch));
-  const SharedAddress<Value<A>> below = base + column, here = below + R * pitch;
-  const SharedAddress<Value<A>> first = base + (2 * R * pitch + u * 2), parts = base + (2 * R * pitch + 4 * W + u);
-  const SharedAddress<Value<A>> raw = base + (2 * R * pitch + 4 * W + 2 * kParts * W + u);
-  const SharedAddress<Value<A>> firsts[2] = {first, first + 2 * W}, in_parts[2] = {parts, parts + kParts * W};
-  unsigned reached = unsigned((R - 4 % R) % R * pitch);
-  // Calls visit(step, quarter) for all diagonals and four before the first. Four at a time, so that places in the
-  // buffers are constants; those after the last have no node.
-  const auto every_diagonal = [&](auto visit) {
-#pragma unroll 1
-    for (int begin = -4; begin < last; begin += 4) {
-#pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        visit(begin + quarter, quarter);
-        reached += unsigned(pitch);
-        reached = min(reached, reached - lap);
-        SyncWarps();
-      }
-    }
-  };
-  const auto frame = [&](int step) { return (kUp ? step : last - 1 - step) - u; };
-
-  if (group == 0) {
-    const ColumnArc<A> arcs[2] = {{args, sequence, kUp, 0, u, pitch}, {args, sequence, kUp, 1, u, pitch}};
-    const SharedAddress<Value<A>> from[2] = {here + arcs[0].reach, here + arcs[1].reach};
-    unsigned at = begin_at;
-    every_diagonal([&](int step, int quarter) {
-      if (step < 0) return;
-      Value<A> terms[2 + kParts];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) terms[i] = Times(Load(from[i] + int(reached)), Load(firsts[quarter & 1] + i));
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) terms[2 + i] = Load(in_parts[quarter & 1] + i * W);
-      // As trees, which are less deep than chains.
-      constexpr int kTerms = 2 + kParts;
-      typename S::I e[kTerms];
-      A sums[kTerms];
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) e[i] = terms[i].e;
-#pragma unroll
-      for (int n = kTerms; n > 1; n = (n + 1) / 2) {
-#pragma unroll
-        for (int i = 0; i < n / 2; ++i) e[i] = S::Max(e[i], e[n - 1 - i]);
-      }
-      const auto shift = S::kExponentBias - e[0];
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) sums[i] = terms[i].m * BiasedPower<S>(terms[i].e + shift);
-#pragma unroll
-      for (int n = kTerms; n > 1; n = (n + 1) / 2) {
-#pragma unroll
-        for (int i = 0; i < n / 2; ++i) sums[i] += sums[n - 1 - i];
-      }
-      Value<A> value = {sums[0], e[0]};
-      if (kUp && step == 0 && u == 0) value = One<A>();
-      if (quarter == 3) value = Normalize(value);
-      const bool node = in_column & (unsigned(frame(step)) < unsigned(sequence.frames));
-      value = {node ? value.m : A(0), node ? value.e : S::kZero};
-      Store(here + int(reached), value);
-      Store(below + int(reached), value);
-      StoreIf(node, values + size_t(at) * 2, value.m, S::AsFloat(value.e));
-      advance(at);
-    });
-    return;
-  }
-
-  // Where there is no node, arcs of others are copied, or memory that nobody wrote. They do not count: upwards, the
-  // value of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before
-  // the first diagonal is not used.
-  const auto prepare = [&](auto is_first) {
-    const int mine = kMine == 1 ? group - 1 : 0;
-    const ColumnArc<A> own[2] = {{args, sequence, kUp, mine * 2, u, pitch},
-                                 {args, sequence, kUp, mine * 2 + 1, u, pitch}};
-    // Places of the arcs that are copied. Upwards, they lie further back; with all pairs, too many to keep.
-    const auto before = [&](unsigned at, unsigned back) { return min(at - back, at - back + plane); };
-    constexpr bool kKept = kUp && kMine == 1;
-    unsigned at = begin_at, places[2] = {before(begin_at, own[0].back), before(begin_at, own[1].back)};
-    const SharedAddress<Value<A>> own_raw = raw + mine * W;
-    const SharedAddress<Value<A>> slots[4] = {own_raw, own_raw + kPairs * W, own_raw + 2 * kPairs * W,
-                                              own_raw + 3 * kPairs * W};
-    every_diagonal([&](int, int quarter) {
-      WaitForCopies<2>();
-      const int now = quarter + 1, later = quarter + 4;
-#pragma unroll(kMine < 8 ? kMine : 1)  // what all 16 arcs need would not fit into registers
-      for (int m = 0; m < kMine; ++m) {
-        // The first pair has no sum.
-        const bool sums = kMine == 1 ? !decltype(is_first)::value : m > 0;
-        const auto arc = [&](int i) {
-          return kMine == 1 ? own[i] : ColumnArc<A>(args, sequence, kUp, m * 2 + i, u, pitch);
-        };
-        const ColumnArc<A> arcs[2] = {arc(0), arc(1)};
-        // All reads first, then copies, whose addresses are found while the reads are under way.
-        const Value<A> x = Load(slots[now & 3] + m * W);
-        const A logarithms[2] = {x.m, S::AsFloat(x.e)};
-        Value<A> from[2], p[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          from[i] = sums ? Load((here + (pitch + arcs[i].reach)) + int(reached)) : Zero<S>();
-        }
-        const SharedAddress<A> to(slots[later & 3] + m * W);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned place = kKept ? places[i] : kUp ? before(at, arcs[i].back) : at;
-          CopyAsyncIf(arcs[i].exists, to + i, arcs[i].log + place);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) p[i] = Probability(logarithms[i]);
-        if (sums) {
-          Store(in_parts[now & 1] + (mine + m - 1) * W, Plus(Times(from[0], p[0]), Times(from[1], p[1])));
-        } else {
-          Store(firsts[now & 1], p[0]);
-          Store(firsts[now & 1] + 1, p[1]);
-        }
-      }
-      if (kKept) {
-        advance(places[0]);
-        advance(places[1]);
-      } else {
-        advance(at);
-      }
-      CommitCopies();
-    });
-    WaitForCopies<0>();  // neither the block's end nor its next sequence may meet them
-  };
-  if (kMine == 1 && group == 1) {
-    prepare(std::true_type());
-  } else {
-    prepare(std::false_type());
-  }
-}
-
 // Threads of a block: with a group per pair of arcs, or one for all pairs. Bounds the registers to 80 or 128.
 template <class A, bool kSpread>
 constexpr int kThreadsInShared = kSpread ? kMaxThreads * 3 / (sizeof(A) / 4) : 2 * kMaxThreads;
@@ -400,9 +126,9 @@ __global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
     const Sequence<A> sequence(args, b);
     if (sequence.frames == 0) continue;
     if (blockIdx.x == 0) {
-      SweepInShared<A, false, kPairs, kMine>(args, sequence, shared);
+      SharedSweep<A, false, kPairs, kMine>(args, sequence, shared).Run();
     } else {
-      SweepInShared<A, true, kPairs, kMine>(args, sequence, shared);
+      SharedSweep<A, true, kPairs, kMine>(args, sequence, shared).Run();
     }
     __syncthreads();  // the next sequence overwrites what copies of this one have written
   }
@@ -437,69 +163,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
       __syncthreads();
     }
   }
-}
-
-// Wide mode: the loss, and posteriors over the arcs. The weight of a node is the sum over the arcs that enter it. The
-// occupancy of the terminal node, 1, flows back: the arcs that enter a node share its occupancy in proportion to their
-// weights. So occupancy is conserved at any size of the arcs.
-template <class A>
-__device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence) {
-  const int diagonals = sequence.frames + sequence.labels;
-  LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.alpha);
-  const auto arc = [&](int k) { return sequence.arcs + k * sequence.plane; };
-  const auto exists = [&](int k, int to_t, int to_u) {
-    const bool end = to_t == sequence.frames && to_u == sequence.labels && args.may_end[k];
-    return sequence.Inside(to_t, to_u) || end;
-  };
-  const auto on_diagonal = [&](int n, auto visit) {
-    for (int u = int(threadIdx.x); u <= sequence.labels; u += int(blockDim.x)) {
-      if (sequence.Inside(n - u, u)) visit(n - u, u, Sequence<A>::Position(args, n, u));
-    }
-    __syncthreads();
-  };
-  // Calls visit(arc, weight) for all arcs that enter node (t, u), the arc by reference.
-  const auto entering = [&](int t, int u, auto visit) {
-    for (int k = 0; k < args.num_arcs; ++k) {
-      const int from_t = t - args.dt[k], from_u = u - args.du[k];
-      if (!sequence.Inside(from_t, from_u) || !exists(k, t, u)) continue;
-      const int from = Sequence<A>::Position(args, from_t + from_u, from_u);
-      visit(arc(k)[from], weights[from] * double(arc(k)[from]));
-    }
-  };
-  const auto sum = [&](int t, int u) {
-    LogWeight total = Impossible();
-    double share;
-    entering(t, u, [&](A&, LogWeight weight) { total = Add(total, weight, &share); });
-    return total;
-  };
-  const auto share_out = [&](int t, int u, LogWeight total, double occupancy) {
-    double parts = 0;
-    if (total.Possible()) entering(t, u, [&](A&, LogWeight weight) { parts += exp(LogRatio(weight, total)); });
-    entering(t, u, [&](A& x, LogWeight weight) {
-      x = total.Possible() ? A(0 - occupancy * (exp(LogRatio(weight, total)) / parts)) : A(0);
-    });
-  };
-
-  for (int n = 0; n < diagonals; ++n) {
-    on_diagonal(n, [&](int t, int u, int at) { weights[at] = n == 0 ? LogWeight{0, 0} : sum(t, u); });
-  }
-  const LogWeight likelihood = sum(sequence.frames, sequence.labels);
-  const A loss = LossOf<A>(likelihood);
-  __syncthreads();  // all have read the last arcs
-  if (args.grad_plane[0] == nullptr || loss == kInfinity<A>) return loss;
-  if (threadIdx.x == 0) share_out(sequence.frames, sequence.labels, likelihood, 1);
-  __syncthreads();
-  for (int n = diagonals - 1; n >= 0; --n) {
-    on_diagonal(n, [&](int t, int u, int at) {
-      double occupancy = 0;
-      for (int k = 0; k < args.num_arcs; ++k) {
-        if (!exists(k, t + args.dt[k], u + args.du[k])) arc(k)[at] = 0;
-        occupancy -= double(arc(k)[at]);
-      }
-      share_out(t, u, weights[at], occupancy);
-    });
-  }
-  return loss;
 }
 
 // Grid: sequences.

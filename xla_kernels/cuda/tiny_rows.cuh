@@ -5,7 +5,7 @@
 // reads its row.
 #pragma once
 
-#include "xla_kernels/cuda/emission_rows.cuh"
+#include "xla_kernels/cuda/emission_sums.cuh"
 
 namespace jax_rnnt::cuda {
 namespace {
