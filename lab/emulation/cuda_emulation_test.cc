@@ -8,7 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "xla_kernels/cuda/runtime.cuh"
+#include "xla_kernels/cuda/elements.cuh"
+#include "xla_kernels/cuda/memory.cuh"
 
 namespace jax_rnnt::cuda {
 namespace {

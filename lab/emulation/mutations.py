@@ -16,15 +16,18 @@ import checks
 
 FOLDER = "xla_kernels/cuda/"
 LATTICE, EMISSION, SKIP, DEVICES = checks.KERNELS[1], checks.KERNELS[0], *checks.KERNELS[2:]
-SKEW, SWEEP, ALONE, WIDE = (f"{FOLDER}lattice_{name}.cuh" for name in ("skew", "sweep", "alone", "wide"))
-VALUES, ROWS, TINY, RUNTIME = (
-    f"{FOLDER}{name}.cuh" for name in ("lattice_values", "emission_rows", "tiny_rows", "runtime")
+SKEW, STAGES, SWEEP, ALONE, WIDE, VALUES = (
+    f"{FOLDER}lattice_{name}.cuh" for name in ("skew", "stages", "sweep", "alone", "wide", "values")
 )
+SKIP_SEQUENCE, SKIP_SHARED, SKIP_WIDE = (f"{FOLDER}skip_{name}.cuh" for name in ("sequence", "shared", "wide"))
+ROWS, SUMS, FORWARD, BACKWARD = (f"{FOLDER}emission_{name}.cuh" for name in ("rows", "sums", "forward", "backward"))
+TINY, MEMORY = (f"{FOLDER}{name}.cuh" for name in ("tiny_rows", "memory"))
 ROUNDING = "xla_kernels/common/rounding.h"
 # The sources that a mutated header concerns.
 HEADERS = {
-    **{header: [LATTICE] for header in (SKEW, SWEEP, ALONE, WIDE)},
-    **{header: [EMISSION] for header in (ROWS, TINY, RUNTIME, ROUNDING)},
+    **{header: [LATTICE] for header in (SKEW, STAGES, SWEEP, ALONE, WIDE)},
+    **{header: [SKIP] for header in (SKIP_SEQUENCE, SKIP_SHARED, SKIP_WIDE)},
+    **{header: [EMISSION] for header in (ROWS, SUMS, FORWARD, BACKWARD, TINY, MEMORY, ROUNDING)},
     VALUES: [LATTICE, SKIP],
 }
 RUNS = (  # the quick ones first
@@ -43,8 +46,13 @@ MUTATIONS = {
         ("groups: more than a plane holds", "/ (2 * kChunk<A> * columns)", "/ (kChunk<A> * columns)"),
         ("groups: begin anywhere", "(p) + 15) & ~uintptr_t{15}", "(p)) & ~uintptr_t{0}"),
         ("flags of empty tiles: not written", "sequence.flags[blockIdx.x] = 0;", ";"),
-        ("label arcs of the last column", "u == sequence.labels ? A(0) : tile[slot(t)].label", "tile[slot(t)].label"),
+        ("label arcs of the last column", "u == sequence.labels ? A(0) : Node(t).label", "Node(t).label"),
         ("terminal node: does not keep its value", "if (u == sequence.labels) x.blank = 0;", ""),
+    ),
+    STAGES: (
+        ("copies into the stage not yet read", "constexpr int kStages = 3;", "constexpr int kStages = 2;"),
+        ("wrong neighbour lane", "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
+        ("too little shared memory", "(size_t(tiles) + 1) * 2 * kChunk<A>", "size_t(tiles) * 2 * kChunk<A>"),
     ),
     SWEEP: (
         ("missing barrier: hand-over between warps", "SyncWarps();", ";"),
@@ -59,7 +67,6 @@ MUTATIONS = {
         ("missing __syncwarp: arcs replaced in place", "        __syncwarp();  // Compute replaces", "        // "),
         ("copies of the wrong chunk", "next[i] = ChunkAt(1, tile_of(i))", "next[i] = ChunkAt(0, tile_of(i))"),
         ("copies before a tile's turn", "if (tile_of(i) < tiles && chunk >= 0)", "if (tile_of(i) < tiles)"),
-        ("copies into the stage not yet read", "constexpr int kStages = 3;", "constexpr int kStages = 2;"),
         ("tiles of warps that copy", "warp < warps ? warp : tiles;", "warp;"),
         ("beta: of the node, not of the next diagonal", "ng[c] = self;", "ng[c] = self, out.of[c][h].of[k] = self.m;"),
         ("groups: wrap too early", "group > last_group ? 0", "group >= last_group ? 0"),
@@ -71,9 +78,7 @@ MUTATIONS = {
         ("no value enters the next tile", "if (lane == kEntry) state.in", "if (false) state.in"),
         ("label posterior of the wrong node", "HasArcs(t + args.skew)", "HasArcs(t)"),
         ("initial value: no label arc to the end", "if (!kUp && u == edge - 1) in = One<A>();", ""),
-        ("wrong neighbour lane", "__shfl_up_sync(kAll, v.m, 1)", "__shfl_up_sync(kAll, v.m, 2)"),
         ("one buffer instead of two", "(chunk & 1) * kVectors", "0 * kVectors"),
-        ("too little shared memory", "(size_t(tiles) + 1) * 2 * kChunk<A>", "size_t(tiles) * 2 * kChunk<A>"),
         ("race between blocks: running values", "nning(args, kSweep - 1, kUp ? 0 : 1)", "nning(args, 0, kUp ? 0 : 1)"),
         ("columns: one too many", ".t[c] = u <= sequence.labels && chunk", ".t[c] = u <= sequence.labels + 1 && chunk"),
         ("barriers without chunks", "rounds(chunks + tiles - 1)", "rounds(chunks == 0 ? 0 : chunks + tiles - 1)"),
@@ -108,37 +113,43 @@ MUTATIONS = {
         ("wide: one sum for masks and all else", "Abs(x) > kCoarse", "Abs(x) > 1e308"),
         ("wide: sums of masks overflow", "kCoarseUnit = 0x1p32", "kCoarseUnit = 1"),
     ),
-    SKIP: (
+    SKIP_SEQUENCE: (("skipping arcs: bound of labels", "0 <= u && u <= labels", "0 <= u && u <= labels + 1"),),
+    SKIP_SHARED: (
         ("forgotten scaling: skipping arcs", "if (quarter == 3) value = Normalize(value);", ""),
-        ("missing __syncthreads: diagonals", "malize(sum);\n      }\n      __syncthreads();", "malize(sum);\n      }"),
         ("skipping arcs: missing barrier in shared memory", "SyncWarps();", ";"),
         ("skipping arcs: copies not waited for", "WaitForCopies<2>()", "WaitForCopies<3>()"),
         ("skipping arcs: copies in flight at the end", "    WaitForCopies<0>();  // neither", "    // neither"),
-        ("skipping arcs: too short a ring", "R = args.span + 1, pitch", "R = args.span, pitch"),
+        ("skipping arcs: too short a ring", "R(args.span + 1)", "R(args.span)"),
         ("skipping arcs: a missing arc reads what others write", ": -2 * pitch)", ": -pitch)"),
-        ("skipping arcs: forgotten arcs that may not end", "(!ends || args.may_end[k])", "true"),
-        ("skipping arcs: sums of the wrong diagonal", "in_parts[now & 1]", "in_parts[(now & 1) ^ 1]"),
+        ("skipping arcs: sums of the wrong diagonal", "at.in_parts[now & 1]", "at.in_parts[(now & 1) ^ 1]"),
         ("skipping arcs: probabilities where there is no column", "never = -kInfinity<A>", "never = 0"),
         ("skipping arcs: a sum without one of its terms", "i) sums[i] += sums[n - 1 - i]", "i) sums[i] += sums[n - 1]"),
         ("skipping arcs: not the largest exponent", "e[i] = S::Max(e[i], e[n - 1 - i])", "e[i] = e[n - 1 - i]"),
-        ("skipping arcs: many arcs to the next diagonal", "arguments.near <= 2", "true"),
         ("skipping arcs: no terminal node", " * R - 1) * pitch + u] = One<A>()", " * R - 1) * pitch + u] = Zero<S>()"),
-        ("skipping arcs: bound of labels", "0 <= u && u <= labels", "0 <= u && u <= labels + 1"),
+    ),
+    SKIP_WIDE: (
         ("wide: missing __syncthreads between diagonals", ", n, u));\n    }\n    __syncthreads();", ", n, u));\n    }"),
         ("wide: last arcs shared out twice", "if (threadIdx.x == 0) share_out", "share_out"),
         ("wide: last arcs replaced too early", "  __syncthreads();  // all have read the last arcs\n", ""),
         ("wide: arcs that do not exist", "arc(k)[at] = 0;", "continue;"),
+    ),
+    SKIP: (
+        ("missing __syncthreads: diagonals", "malize(sum);\n      }\n      __syncthreads();", "malize(sum);\n      }"),
+        ("skipping arcs: forgotten arcs that may not end", "(!ends || args.may_end[k])", "true"),
+        ("skipping arcs: many arcs to the next diagonal", "arguments.near <= 2", "true"),
         ("wide: flags read as they are replaced", "      __syncthreads();  // all have read flags and beta\n", ""),
     ),
     ROWS: (
+        ("anchor: a Bernoulli blank", "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
+        ("missing bound of rows", "in_warp < shape.passes && number < shape.rows()", "in_warp < shape.passes"),
+    ),
+    SUMS: (
         ("sum: of a rounded reference", "RoundedProduct(sum, Exp2(-BinaryError(max)))", "sum"),
         ("missing __syncthreads: block reduction", "dx.x / 32] = total;\n    __syncthreads();", "dx.x / 32] = total;"),
         ("window beyond the tensor", "if (!at_edge) return", "if (true) return"),
         ("last element counted twice", "k < row.n && k != row.skip ?", "k != row.skip ?"),
-        ("anchor: a Bernoulli blank", "int(shape.blanks[0] == 0)", "int(shape.blanks[0])"),
         ("rounding: the maximum as a plain product", "RoundedProduct(x, kLog2E<A>)", "x * kLog2E<A>"),
         ("Bernoulli blank: another vector", "i == row.skip / kSize", "i == row.skip / kSize + 1"),
-        ("missing bound of rows", "team.in_warp < shape.passes && row < shape.rows()", "team.in_warp < shape.passes"),
     ),
     TINY: (
         ("tiny rows: read before they are there", "    WaitForCopies<0>();\n    __syncwarp();\n", ""),
@@ -148,31 +159,33 @@ MUTATIONS = {
         ("tiny rows: elements at the edges", "if (i < end_ - (last - first)) f(", "if (i < first) f("),
         ("tiny rows: another half of a word", ">> bytes * 8)", ">> (2 - bytes) * 8)"),
     ),
-    EMISSION: (
+    FORWARD: (
+        ("total of a row: of the last pass", "if (team.Owns(pass)) sums = sum;", "sums = sum;"),
+        ("anchor: no class", "shape.anchor < shape.classes ?", "true ?"),
+        ("anchor: too far below", "below <= kReach<A>", "below <= 10 * kReach<A>"),
+        ("sum: not repeated", "row.label != kOutside && !sums.Valid()", "false"),
+        ("log of an empty sum", "Log(total.sum == 0 ? A(1) : total.sum)", "Log(total.sum)"),
+        ("log-probability: +inf that is not normalised", "return y > most ? instead : y", "return y"),
+        ("Bernoulli blank in the softmax", "t int skip = shape.bernoulli ? shape.blanks[0] : -1;", "t int skip = -1;"),
+    ),
+    BACKWARD: (
         ("missing barrier: anchor, arcs and durations in place", "eam.lane);\n      SyncTeam<kLanes>();", "eam.lane);"),
         ("missing barrier: arcs after their row", "  SyncTeam<kLanes>();\n      arcs.Write(dx);", "  arcs.Write(dx);"),
         ("arcs: not corrected", "      arcs.Write(dx);\n", ""),
         ("arcs: a class of two arcs", "ct += args.ct_arc[j][index];", "ct = args.ct_arc[j][index];"),
         ("arcs: a class written by two lanes", "if (j < arc) class_[i] = -1;", ""),
-        ("total of a row: of the last pass", "if (team.Owns(pass)) sums = sum;", "sums = sum;"),
         ("tiny rows: a class of two arcs", "(same ? ct_label : A(0))", "A(0)"),
-        ("tiny rows: places that differ", "alike ? kTinyBackward : 0", "kTinyBackward"),
-        ("anchor: no class", "shape.anchor < shape.classes ?", "true ?"),
-        ("anchor: too far below", "below <= kReach<A>", "below <= 10 * kReach<A>"),
         ("sum: not scaled", "norm * (1 / kSumScale<A>)", "norm"),
-        ("sum: not repeated", "own.label != kOutside && !sums.Valid()", "false"),
         ("gradient: of a rounded anchor", "softmax.factor * Exp2(-BinaryError(anchor))", "softmax.factor"),
         ("gradient: an anchor of any size", "Abs(anchor) < A(1 << 20) && ", ""),
         ("gradient: 0 times an infinite scale", " && Abs(factor) < kInfinity<A>;", ";"),
-        ("log of an empty sum", "Log(total.sum == 0 ? A(1) : total.sum)", "Log(total.sum)"),
-        ("log-probability: +inf that is not normalised", "return y > most ? instead : y", "return y"),
         ("durations: a sum for its maximum", "Widen(x[i]) - total.max", "Widen(x[i])"),
-        ("Bernoulli blank in the softmax", "t int skip = shape.bernoulli ? shape.blanks[0] : -1;", "t int skip = -1;"),
         ("0 times an infinite scale", "return v == 0 ? v : v * scale;", "return v * scale;"),
         ("missing bound of a vector", "if (kRead && (j + 1 < kVectors || last)) v[j]", "if (kRead) v[j]"),
         ("misaligned 16-byte access", "head = min(n, (kSize - Misaligned(x)) % kSize);", "head = 0;"),
     ),
-    RUNTIME: (("window: another cut", "bytes & 4 ? w[i + 1] : w[i]", "bytes & 4 ? w[i] : w[i + 1]"),),
+    EMISSION: (("tiny rows: places that differ", "alike ? kTinyBackward : 0", "kTinyBackward"),),
+    MEMORY: (("window: another cut", "bytes & 4 ? w[i + 1] : w[i]", "bytes & 4 ? w[i] : w[i + 1]"),),
     ROUNDING: (("rounding: products that may be fused", "A product = x * y;", "return x * y;\n  A product;"),),
     DEVICES: (
         ("not loaded before a capture: long rows", "classes <= 1 << 20", "classes <= 1 << 8"),

@@ -1,14 +1,19 @@
 // Numbers m * 2^e with their own integer exponent: the values of the lattice recursions, alpha and beta.
 //
-// Why not logarithms: a float32 log alpha of a few thousand has an error of 1e-4 to 1e-3, and a posterior is the exp of
-// three such values, added and subtracted. Here every operation has the relative error of a float product, whatever the
-// size of the likelihood, and the critical path of the recursion contains neither exp nor log.
+// Why not logarithms: a float32 log alpha of a few thousand has an error of 1e-4 to 1e-3, and a posterior
+// gamma = alpha e^l beta / alpha(T, U) is the exp of such values, added and subtracted. Here every operation has the
+// relative error of a float product, whatever the size of the likelihood, and the critical path of the recursion
+// contains neither exp nor log:
+//   (m 2^e) (m' 2^e') = (m m') 2^(e + e')                              one rounding, of m m'
+//   m 2^e + m' 2^e'   = (m + m' 2^(e' - e)) 2^e   with e >= e'         one rounding: powers of two are exact
+// All terms are positive, so relative errors do not grow where they add: n steps have at most 2 n 2^-24 in float32.
 //
 // S describes the lanes: S::F (mantissas), S::I (signed exponents), S::Unsigned (of their size), S::kMantissaBits,
 // S::kExponentBias, S::kZero, S::Max, and the casts S::AsFloat and S::AsInt between F and I.
 //
-// Products and sums do not normalize: a step changes the mantissa by a factor of 2.9 at most, in either direction.
-// Call Normalize at least every 16 steps; then neither a mantissa nor a product of two leaves the float range.
+// Products and sums do not normalize: a step changes the mantissa by a factor of 2.9 at most, in either direction, as a
+// probability has a mantissa in [0.70, 1.42] and a sum has two terms. Call Normalize at least every 16 steps: 2.9^16 is
+// below 2^25, so neither a mantissa nor a product of two leaves the float range.
 #pragma once
 
 #include <stdint.h>

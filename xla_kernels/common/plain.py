@@ -66,11 +66,11 @@ def api_version():
 
 
 def registrations():
-    found: dict[str, dict] = {}
-    for made in _table.registrations[: _table.num_registrations]:
-        stages = {"execute": made.execute, "instantiate": made.instantiate}
-        found[made.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
-    return found
+    capsules: dict[str, dict] = {}
+    for registration in _table.registrations[: _table.num_registrations]:
+        stages = {"execute": registration.execute, "instantiate": registration.instantiate}
+        capsules[registration.target.decode()] = {stage: jax.ffi.pycapsule(at) for stage, at in stages.items() if at}
+    return capsules
 
 
 def limits():
@@ -111,9 +111,9 @@ else:
 
     def devices():
         """[(major, minor, most bytes of shared memory of a block), ...] of the visible devices."""
-        found = (_Device * _table.devices(None, 0))()
-        _table.devices(found, len(found))
-        return [(d.major, d.minor, d.shared_bytes) for d in found]
+        devices = (_Device * _table.devices(None, 0))()
+        _table.devices(devices, len(devices))
+        return [(d.major, d.minor, d.shared_bytes) for d in devices]
 
     def limits_of_shared_memory(bytes):
         """The limits that depend on the shared memory of a block."""

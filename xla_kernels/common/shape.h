@@ -77,7 +77,16 @@ struct EmissionForwardArgs {
   void* norm;                 // plane of A; 0 outside the lengths and where normalize is false
 };
 
-// Cotangents c of the planes -> gradient of the logits:
+// Cotangents c of the planes -> gradient of the logits. Arc a of a row has the class k_a, the log-probability
+// l_a = z[k_a] - lse(z), and the cotangent c_a = dL/dl_a. Since lse has the derivative softmax_k by z_k,
+//   dL/dz_k = sum_a c_a ([k == k_a] - softmax_k) = (sum over a with k_a == k of c_a) - softmax_k * (sum of all c_a)
+// The lattice gives c_a = -gamma_a, minus the posterior of the arc: this is the gradient of docs/gradient.md. So a
+// class without an arc costs one exp and one product, and no array of log-probabilities exists. FastEmit's 1 + lambda,
+// and the penalties' derivatives, are factors of c that the caller has multiplied in.
+//
+// dL/dz is of each sequence's own loss; `clamp` limits it there. `scale` comes after: it is the cotangent of that loss,
+// with the weight of the reduction, so neither the batch nor what follows the loss moves the limit.
+//
 //   unit_k       = c_blank_i [k == blank_i] (summed over i) + c_label [k == label] - softmax_k * (sum of these c's)
 //   unit_(V + i) = c_duration_i - duration_softmax_i * (sum of the c_duration's)
 //   dlogits      = scale[b] * clip(unit, -clamp[b], clamp[b])          (clamp[b] <= 0: no clipping; 0 stays 0)

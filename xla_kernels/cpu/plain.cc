@@ -5,11 +5,11 @@
 
 const jax_rnnt::PlainTable* jax_rnnt_table() {
   static const jax_rnnt::PlainTable table = [] {
-    jax_rnnt::PlainTable made = jax_rnnt::CommonTable("cpu");
-    made.targets = &jax_rnnt::cpu::Targets;
-    made.target = &jax_rnnt::cpu::CurrentTarget;
-    made.use_target = &jax_rnnt::cpu::UseTarget;
-    return made;
+    jax_rnnt::PlainTable table = jax_rnnt::CommonTable("cpu");
+    table.targets = &jax_rnnt::cpu::Targets;
+    table.target = &jax_rnnt::cpu::CurrentTarget;
+    table.use_target = &jax_rnnt::cpu::UseTarget;
+    return table;
   }();
   return &table;
 }

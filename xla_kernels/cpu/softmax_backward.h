@@ -146,21 +146,9 @@ struct BackwardBuffers : RowBuffers<T> {
 // A backward pass over rows of a call. Run takes one group after the other through the steps, which are inlined: what
 // one of them leaves to the next stays in registers.
 //
-// The gradient of a row with logits z, whose arc a has the class k_a and the cotangent c_a of its log-probability
-// z_{k_a} - log(sum_j exp z_j):
-//
-//   dz_k = sum_a c_a ([k = k_a] - softmax_k)          as the logarithm has the derivative softmax_k
-//        = sum_a c_a [k = k_a] - C softmax_k          with C = sum_a c_a
-//
-// In a loss, c_a is minus the posterior of the arc, gamma: this is the equation of docs/gradient.md. So a row takes one
-// exp per element, `minus_sum` = -C / total times exp(z_k - base), and a correction of the classes of arcs. `clamp`
-// limits the gradient of each sequence's own loss, so it comes before `scale`, the cotangent of that loss, which also
-// has the weight of its reduction:
-//
-//   dlogits_k = scale * clip(dz_k, -clamp, clamp)
-//
-// FastEmit and penalties are in c_a already. With a Bernoulli blank of logit z, log_blank = log sigmoid(z), and
-// log sigmoid(-z) is part of log_label: its class has c_blank sigmoid(-z) - c_label sigmoid(z), and C = c_label.
+// common/shape.h derives the gradient. Here C is the sum of a row's cotangents, and softmax_k = exp(z_k - base) / total
+// with any base: a row is exp(z_k - base) * minus_sum, minus_sum = -C / total, and then its few classes with arcs are
+// corrected by their cotangents. Without a limit, minus_sum and `scale` are one factor.
 template <class T, bool kBernoulli>
 class BackwardPass {
   using A = Accumulator<T>;

@@ -93,14 +93,15 @@ void LoadOnThisDevice() {
 template <class Function>
 Function* OfDriver(const char* name, unsigned version) {
   void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
+  cudaDriverEntryPointQueryResult status;
 #if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &status);
 #else
-  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &status);
   (void)version;
 #endif
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
+  return error == cudaSuccess && status == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function)
+                                                                       : nullptr;
 }
 #endif
 

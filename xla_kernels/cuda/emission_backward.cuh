@@ -65,27 +65,27 @@ struct BackwardRow {
 
 // If norm is lse, which is rare, the row will be summed once more, since a large lse is rounded too much.
 template <class T, class A>
-__device__ __forceinline__ BackwardRow<A> ReadRow(const Shape& shape, const BackwardPointers<A>& args, const Row& own,
+__device__ __forceinline__ BackwardRow<A> ReadRow(const Shape& shape, const BackwardPointers<A>& args, const Row& row,
                                                   const T* x) {
-  BackwardRow<A> row;
-  if (own.label == kOutside) return row;
-  const A norm = args.norm[own.index];
+  BackwardRow<A> state;
+  if (row.label == kOutside) return state;
+  const A norm = args.norm[row.index];
   A sum = 0, last = 0;
   for (int arc = 0; arc <= shape.num_blanks; ++arc) {
-    last = args.ct_arc[arc][own.index];
+    last = args.ct_arc[arc][row.index];
     sum += last;
-    row.used |= last != 0;
+    state.used |= last != 0;
   }
-  for (int i = 0; i < shape.durations; ++i) row.used |= args.ct_duration[i][own.index] != 0;
-  if (!row.used) return row;
-  if (shape.bernoulli) sum = own.label == shape.blanks[0] ? last - last : last;  // 0, but NaN stays
-  if (shape.normalize || sum != sum) row.softmax.factor = A(0) - sum;            // no -0
-  if (!shape.normalize) return row;
-  row.summed = norm > 0 && norm < kTiny<A>;
-  if (!row.summed) return row;
-  row.softmax.anchor = Widen(x[shape.anchor]);
-  row.softmax.factor /= norm * (1 / kSumScale<A>);
-  return row;
+  for (int i = 0; i < shape.durations; ++i) state.used |= args.ct_duration[i][row.index] != 0;
+  if (!state.used) return state;
+  if (shape.bernoulli) sum = row.label == shape.blanks[0] ? last - last : last;  // 0, but NaN stays
+  if (shape.normalize || sum != sum) state.softmax.factor = A(0) - sum;          // no -0
+  if (!shape.normalize) return state;
+  state.summed = norm > 0 && norm < kTiny<A>;
+  if (!state.summed) return state;
+  state.softmax.anchor = Widen(x[shape.anchor]);
+  state.softmax.factor /= norm * (1 / kSumScale<A>);
+  return state;
 }
 
 // Writes the gradient of the durations of a row.
@@ -197,7 +197,7 @@ __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned l
     count = (n - head) / kSize;
   }
   MapVectors<kInFlight<T>, kLanes, kRead>(Pinned(x + head), Pinned(dx + head), 0, count, lane, quick);
-  const auto rest = [&](auto gradient) {
+  const auto map_edges = [&](auto gradient) {
 #pragma unroll 1
     for (unsigned i = lane; i < n - count * kSize; i += kLanes) {
       const unsigned k = i < head ? i : i + count * kSize;
@@ -205,9 +205,9 @@ __device__ __forceinline__ void MapRow(const T* x, T* dx, unsigned n, unsigned l
     }
   };
   if (works) {
-    rest(quick);
+    map_edges(quick);
   } else {
-    rest([&](A v) { return finish(softmax(v)); });
+    map_edges([&](A v) { return finish(softmax(v)); });
   }
 }
 
@@ -221,14 +221,14 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
   T* const dlogits = static_cast<T*>(args.dlogits);
   const int row_size = shape.row_size();
   for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
-    const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
+    const Row row = OwnRow(team, shape, args.label, args.num_frames, b);
     const A clamp = args.clamp[b];
     const Finish<A> finish = {args.scale[b], clamp > 0 ? clamp : kInfinity<A>};
-    const BackwardRow<A> row = ReadRow(shape, args, own, logits + own.index * row_size);
-    const unsigned exist = __ballot_sync(kAll, own.exists), used = __ballot_sync(kAll, row.used);
-    const unsigned unsummed = __ballot_sync(kAll, !row.summed);
-    if (shape.durations > 0 && own.exists && team.writes()) {
-      WriteDurations(shape, args, own.index, row.used, logits + own.index * row_size, dlogits + own.index * row_size,
+    const BackwardRow<A> state = ReadRow(shape, args, row, logits + row.index * row_size);
+    const unsigned exist = __ballot_sync(kAll, row.exists), used = __ballot_sync(kAll, state.used);
+    const unsigned unsummed = __ballot_sync(kAll, !state.summed);
+    if (shape.durations > 0 && row.exists && team.writes()) {
+      WriteDurations(shape, args, row.index, state.used, logits + row.index * row_size, dlogits + row.index * row_size,
                      finish);
     }
     int64_t index = int64_t(b) * shape.rows() + team.first + team.group * shape.passes;
@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
       const T* const x = Pinned(logits + index * row_size);
       T* const dx = Pinned(dlogits + index * row_size);
       Softmax<A> softmax;
-      softmax.anchor = __shfl_sync(kAll, row.softmax.anchor, owner);
-      softmax.factor = __shfl_sync(kAll, row.softmax.factor, owner);
-      const int label = __shfl_sync(kAll, own.label, owner);
+      softmax.anchor = __shfl_sync(kAll, state.softmax.anchor, owner);
+      softmax.factor = __shfl_sync(kAll, state.softmax.factor, owner);
+      const int label = __shfl_sync(kAll, row.label, owner);
       if ((unsummed & team.Owners(pass)) != 0) {
         const bool sum = (unsummed >> owner & 1) != 0;
         const auto total =
@@ -276,22 +276,22 @@ __global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
   const int b = shape.first_sequence + int(blockIdx.y);
   const A clamp = args.clamp[b];
   const Finish<A> finish = {args.scale[b], clamp > 0 ? clamp : kInfinity<A>};
-  const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
+  const Row row = OwnRow(team, shape, args.label, args.num_frames, b);
   A norm = 0, ct_blank = 0, ct_label = 0;
-  if (own.exists) {  // at once, not behind the label
-    norm = args.norm[own.index];
-    ct_blank = args.ct_arc[0][own.index];
-    ct_label = args.ct_arc[1][own.index];
+  if (row.exists) {  // at once, not behind the label
+    norm = args.norm[row.index];
+    ct_blank = args.ct_arc[0][row.index];
+    ct_label = args.ct_arc[1][row.index];
   }
-  const bool is_used = own.label != kOutside && (ct_blank != 0 || ct_label != 0);
+  const bool is_used = row.label != kOutside && (ct_blank != 0 || ct_label != 0);
   const int64_t first = (int64_t(b) * shape.rows() + team.first) * shape.classes;
   const T* const x = Pinned(static_cast<const T*>(args.logits) + first);
   const TinyRows<T, kWhole> rows(shape, shared + threadIdx.x / 32 * shape.vectors, x,
                                  min(32u, shape.rows() - team.first) * n, lane);
   rows.Read(x, __ballot_sync(kAll, is_used));
-  if (own.exists) {
+  if (row.exists) {
     T* const mine = rows.Mine();
-    const unsigned blank = unsigned(shape.blanks[0]), label = unsigned(own.label);
+    const unsigned blank = unsigned(shape.blanks[0]), label = unsigned(row.label);
     Softmax<A> softmax;
     A logit_blank = 0, logit_label = 0;
     if (is_used) {

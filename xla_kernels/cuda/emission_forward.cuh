@@ -53,7 +53,7 @@ struct LogProbability {
 
 // Writes the planes at a row inside the lengths. logit_blank, logit_label: of the first blank and of the label.
 template <class T, class ShapeType, class A>
-__device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPointers<A>& args, const Row& own,
+__device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPointers<A>& args, const Row& row,
                                          const T* x, const LogSumExp<A>& total, A logit_blank, A logit_label) {
   LogSumExp<A> of_durations;
   of_durations.max = 0;
@@ -74,18 +74,18 @@ __device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPo
     const A y = log_probability(logit, total, log_sum);
     return (shape.bernoulli ? y + log_not_blank : y) + poison;
   };
-  args.log_arc[0][own.index] = of_class(shape.blanks[0], logit_blank);
+  args.log_arc[0][row.index] = of_class(shape.blanks[0], logit_blank);
   for (int i = 1; i < shape.num_blanks; ++i) {
-    args.log_arc[i][own.index] = of_class(shape.blanks[i], Widen(x[shape.blanks[i]]));
+    args.log_arc[i][row.index] = of_class(shape.blanks[i], Widen(x[shape.blanks[i]]));
   }
-  args.log_arc[shape.num_blanks][own.index] = unsigned(own.label) < unsigned(shape.classes)
-                                                  ? of_class(own.label, logit_label)
-                                                  : (own.label == kNoLabel ? -kInfinity<A> : NaN<A>()) + poison;
+  args.log_arc[shape.num_blanks][row.index] = unsigned(row.label) < unsigned(shape.classes)
+                                                  ? of_class(row.label, logit_label)
+                                                  : (row.label == kNoLabel ? -kInfinity<A> : NaN<A>()) + poison;
   if (shape.durations > 0) {
     const A log_duration_sum = LogOfSum(of_durations);
     for (int i = 0; i < shape.durations; ++i) {
       const A logit = Widen(x[shape.classes + i]);
-      args.log_duration[i][own.index] = log_probability(logit, of_durations, log_duration_sum) + poison;
+      args.log_duration[i][row.index] = log_probability(logit, of_durations, log_duration_sum) + poison;
     }
   }
   A norm = 0;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPo
     if (shape.bernoulli) anchor = shape.anchor < shape.classes ? Widen(x[shape.anchor]) : -kInfinity<A>;
     norm = Normalizer(total, anchor, log_sum);
   }
-  args.norm[own.index] = norm;
+  args.norm[row.index] = norm;
 }
 
 template <class ShapeType, class A>
@@ -114,17 +114,17 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
   const T* const logits = static_cast<const T*>(args.logits);
   const int row_size = shape.row_size();
   for (int b = int(blockIdx.y); b < shape.batch; b += int(gridDim.y)) {
-    const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
+    const Row row = OwnRow(team, shape, args.label, args.num_frames, b);
     const T* const team_x = Pinned(logits + (int64_t(b) * shape.rows() + team.first) * row_size);
-    const T* const own_x = team_x + unsigned(team.group * shape.passes + team.in_warp) * unsigned(row_size);
-    const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
+    const T* const row_x = team_x + unsigned(team.group * shape.passes + team.in_warp) * unsigned(row_size);
+    const unsigned inside = __ballot_sync(kAll, row.label != kOutside);
     const int64_t last = int64_t(shape.batch) * shape.rows() - 1;
-    const bool at_edge = __any_sync(kAll, own.index == last || (own.index == 0 && Misaligned(logits) != 0));
+    const bool at_edge = __any_sync(kAll, row.index == last || (row.index == 0 && Misaligned(logits) != 0));
     // Loaded now, for WriteRow.
     A logit_blank = 0, logit_label = 0;
-    if (own.label != kOutside) {
-      logit_blank = Widen(own_x[shape.blanks[0]]);
-      if (unsigned(own.label) < unsigned(shape.classes)) logit_label = Widen(own_x[own.label]);
+    if (row.label != kOutside) {
+      logit_blank = Widen(row_x[shape.blanks[0]]);
+      if (unsigned(row.label) < unsigned(shape.classes)) logit_label = Widen(row_x[row.label]);
     }
     LogSumExp<A> total;
     total.max = 0;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
         if (team.Owns(pass)) sums = sum;
       }
       total = sums.Natural();
-      const unsigned again = __ballot_sync(kAll, own.label != kOutside && !sums.Valid());
+      const unsigned again = __ballot_sync(kAll, row.label != kOutside && !sums.Valid());
       for (int pass = 0; again != 0 && pass < shape.passes; ++pass) {
         if ((again & team.Owners(pass)) == 0) continue;
         const int n = (again >> team.Owner(pass) & 1) != 0 ? shape.classes : 0;
@@ -153,11 +153,11 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
         if (team.Owns(pass) && n != 0) total = sum;
       }
     }
-    if (!own.exists || !team.writes()) continue;
-    if (own.label == kOutside) {
-      WriteOutside(shape, args, own.index);
+    if (!row.exists || !team.writes()) continue;
+    if (row.label == kOutside) {
+      WriteOutside(shape, args, row.index);
     } else {
-      WriteRow<T>(shape, args, own, own_x, total, logit_blank, logit_label);
+      WriteRow<T>(shape, args, row, row_x, total, logit_blank, logit_label);
     }
   }
 }
@@ -173,23 +173,23 @@ __global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
   if (team.first >= shape.rows()) return;
   const unsigned lane = threadIdx.x % 32, n = unsigned(shape.classes);
   const int b = shape.first_sequence + int(blockIdx.y);
-  const Row own = OwnRow(team, shape, args.label, args.num_frames, b);
-  const unsigned inside = __ballot_sync(kAll, own.label != kOutside);
+  const Row row = OwnRow(team, shape, args.label, args.num_frames, b);
+  const unsigned inside = __ballot_sync(kAll, row.label != kOutside);
   const T* const x =
       Pinned(static_cast<const T*>(args.logits) + (int64_t(b) * shape.rows() + team.first) * shape.classes);
   const TinyRows<T, kWhole> rows(shape, shared + threadIdx.x / 32 * shape.vectors, x,
                                  min(32u, shape.rows() - team.first) * n, lane);
   rows.Read(x, inside);
-  if (own.label == kOutside) {
-    if (own.exists) WriteOutside(shape, args, own.index);
+  if (row.label == kOutside) {
+    if (row.exists) WriteOutside(shape, args, row.index);
     return;
   }
   const T* const mine = rows.Mine();
   const BinarySum<A> sum = SumTinyRow<kWhole>(mine, n);
   const LogSumExp<A> total = sum.Valid() ? sum.Natural() : SumSlowly<T, 1>(mine, int(n), -1, 0);
   const A logit_blank = Widen(mine[shape.blanks[0]]);
-  const A logit_label = Widen(mine[unsigned(own.label) < n ? own.label : 0]);
-  WriteRow<T>(shape, args, own, mine, total, logit_blank, logit_label);
+  const A logit_label = Widen(mine[unsigned(row.label) < n ? row.label : 0]);
+  WriteRow<T>(shape, args, row, mine, total, logit_blank, logit_label);
 }
 
 }  // namespace

@@ -195,15 +195,15 @@ struct Row {
 template <int kLanes, class ShapeType>
 __device__ __forceinline__ Row OwnRow(const Team<kLanes>& team, const ShapeType& shape, const int32_t* labels,
                                       const int32_t* num_frames, int b) {
-  const uint32_t row = team.first + unsigned(team.group * shape.passes + team.in_warp);
-  Row own = {int64_t(b) * shape.rows() + row, team.in_warp < shape.passes && row < shape.rows(), kOutside};
+  const uint32_t number = team.first + unsigned(team.group * shape.passes + team.in_warp);
+  Row row = {int64_t(b) * shape.rows() + number, team.in_warp < shape.passes && number < shape.rows(), kOutside};
   // All lanes read, those without a row as the last one, and at once: not behind the number of frames.
-  const uint32_t valid = min(row, shape.rows() - 1);
+  const uint32_t valid = min(number, shape.rows() - 1);
   const int t = int(shape.by_columns(valid)), u = int(valid) - t * shape.columns;
   const int label = Settled(labels[int64_t(b) * (shape.one_label_row ? shape.columns : shape.rows()) +
                                    (shape.one_label_row ? unsigned(u) : valid)]);
-  if (own.exists && t < num_frames[b]) own.label = label;
-  return own;
+  if (row.exists && t < num_frames[b]) row.label = label;
+  return row;
 }
 
 // ---- elements of 16 bytes ----

@@ -1,4 +1,11 @@
 // The softmax of a row: a maximum and a sum, which lanes, warps or blocks find apart and join.
+//
+// Part p of a row has a reference m_p and the sum s_p = sum of exp(z - m_p) over its logits. For any m,
+//   s = sum_p s_p exp(m_p - m),   lse = m + log(s),   softmax = exp(z - m) / s
+// since exp(z - m_p) exp(m_p - m) = exp(z - m). With m = max_p m_p no factor exceeds 1, and the part that has the
+// maximum keeps its sum of at least 1: nothing overflows, and what underflows is below 2^-126 of s. Devices that share
+// a vocabulary join their parts by the same equation, in the emissions of the package; there the parts are their lse.
+// A rescaled sum is rounded once more, so parts join in an order that depends on the row's length alone.
 #pragma once
 
 #include "xla_kernels/cuda/emission_rows.cuh"
@@ -132,28 +139,28 @@ __device__ __forceinline__ void AddAllVectors(BinarySum<Accumulator<T>>& total, 
 template <unsigned kLanes, Access kAccess, class T>
 __device__ __forceinline__ BinarySum<Accumulator<T>> SumLane(const RowOfLogits<T>& row, unsigned lane) {
   using A = Accumulator<T>;
-  constexpr unsigned kRest = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
+  constexpr unsigned kTail = (kElements<T> - 2 + kLanes) / kLanes;  // elements per lane behind the last vector
   const unsigned behind = row.count * kElements<T>;
-  T rest[kRest] = {};
+  T tail[kTail] = {};
   if (behind < row.n) {
 #pragma unroll
-    for (unsigned i = 0; i < kRest; ++i) rest[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
+    for (unsigned i = 0; i < kTail; ++i) tail[i] = row.x[min(behind + i * kLanes + lane, row.n - 1)];
   }
   BinarySum<A> total;
   const T* const x = Pinned(kAccess == Access::kWindow ? LastBoundary(row.x) : row.x);
   AddAllVectors<kInFlight<T>, kLanes, kAccess>(total, row, x, 0, lane);
   if (behind == row.n) return total;
-  A value[kRest], max = total.max;
+  A value[kTail], max = total.max;
 #pragma unroll
-  for (unsigned i = 0; i < kRest; ++i) {
+  for (unsigned i = 0; i < kTail; ++i) {
     const unsigned k = behind + i * kLanes + lane;
-    value[i] = k < row.n && k != row.skip ? Widen(rest[i]) : -kInfinity<A>;
+    value[i] = k < row.n && k != row.skip ? Widen(tail[i]) : -kInfinity<A>;
     max = Max(max, value[i]);
   }
   const A factor = total.Advance(max);
   total.sum = Fma(total.sum, factor, total.Term(value[0]));
 #pragma unroll
-  for (unsigned i = 1; i < kRest; ++i) total.sum += total.Term(value[i]);
+  for (unsigned i = 1; i < kTail; ++i) total.sum += total.Term(value[i]);
   return total;
 }
 

@@ -130,96 +130,125 @@ struct Sequence {
   A* flags;
 };
 
-// Grid: (tiles of 32 frames x 32 columns, sequences); block (32, 8).
-//
-// Forth: arcs that do not exist become -inf, also those after the last frame in a chunk that has nodes of the column;
-// before the first frame, they leave nodes of value zero or lead from nodes that nobody reads. A flag gets the bits of
-// the tile's arcs. The terminal node has a blank arc of probability one, to itself. Back: from the workspace to the
-// gradients, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
+// A tile of 32 frames x 32 columns of a sequence, and its nodes in either order. Blocks have (32, 8) threads.
+template <class A>
+struct SkewTile {
+  static constexpr int C = kChunk<A>, V = kVector<A>;
+  static constexpr int kPitch = kTile + (sizeof(A) == 4 ? 5 : 3);  // without bank conflicts in either order
+
+  __device__ __forceinline__ SkewTile(const Arguments<A>& args, const Sequence<A>& sequence, int b, Arcs<A>* nodes)
+      : args(args),
+        sequence(sequence),
+        b(b),
+        first_t(int(blockIdx.x) / int(Tiles(args.columns)) * kTile),
+        first_u(int(blockIdx.x) % int(Tiles(args.columns)) * kTile),
+        lane(int(threadIdx.x)),
+        u(first_u + lane),
+        nodes(nodes),
+        blanks(&sequence.arcs->of[0]),
+        labels(blanks + 2 * V * args.columns) {}
+
+  __device__ __forceinline__ bool Empty() const { return first_t >= sequence.frames || first_u > sequence.labels; }
+  __device__ __forceinline__ bool Used(int t) const { return t < sequence.frames && u <= sequence.labels; }
+  __device__ __forceinline__ Arcs<A>& Node(int t) const { return nodes[(t - first_t) * kPitch + lane]; }
+
+  // Calls visit(t, place in a plane) for the nodes of column u.
+  template <class Visit>
+  __device__ __forceinline__ void ByFrames(const Visit& visit) const {
+    for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
+      if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
+    }
+  }
+  // Calls visit(t, column, node, place in blanks and labels). A warp takes one vector of 32 / V columns.
+  template <class Visit>
+  __device__ __forceinline__ void ByDiagonals(const Visit& visit) const {
+    const int first_n = first_t + args.skew * first_u;
+    for (int i = int(threadIdx.y); i < (kTile + args.skew * kTile) / C * 2 * V; i += kSkewRows) {
+      const int column = i % V * (kTile / V) + lane / V, half = i / V % 2, n = first_n + i / (2 * V) * C;
+      const int t = n + half * V + lane % V - args.skew * (first_u + column);
+      const int row = Sequence<A>::Group(args, n) * kVectors + half;
+      if (first_u + column > sequence.labels) continue;
+      visit(t, first_u + column, (t - first_t) * kPitch + column,
+            unsigned(row * args.columns + Sequence<A>::Place(args, first_u + column)) * V + unsigned(lane % V));
+    }
+  }
+
+  // Arcs that do not exist become -inf, also those after the last frame in a chunk that has nodes of the column; before
+  // the first frame, they leave nodes of value zero or lead from nodes that nobody reads. A flag gets the bits of the
+  // tile's arcs. The terminal node has a blank arc of probability one, to itself.
+  __device__ __forceinline__ void Forth() const {
+    const Limits<A> limits(sequence.frames, sequence.labels);
+    int bits = 0;
+    const auto check = [&](A x) {
+      bits |= limits.Bits(x);
+      return x;
+    };
+    ByFrames([&](int t, int64_t i) {
+      if (!Used(t)) return;
+      const A blank = check(args.log_blank[i]);
+      const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
+      const bool leads = t + 1 < sequence.frames;
+      Node(t).blank = leads || u == sequence.labels ? blank : -kInfinity<A>;
+      Node(t).label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
+    });
+    bits = OrBits(bits);
+    ByDiagonals([&](int t, int u, int node, unsigned i) {
+      const int last = sequence.frames - 1, n = t + args.skew * u;
+      Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
+      if (t > last) {
+        if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
+        if (u == sequence.labels) x.blank = 0;
+      } else {
+        if (t < first_t || t >= first_t + kTile) return;
+        x = nodes[node];
+      }
+      blanks[i] = x.blank;
+      labels[i] = x.label;
+    });
+    if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(bits);
+    __syncthreads();
+  }
+
+  // From the workspace to the gradients, with zeros outside the lengths and if there is no path, NaN if the loss is
+  // NaN.
+  __device__ __forceinline__ void Back() const {
+    const A loss = args.loss[b];
+    const bool dead = loss == kInfinity<A>;
+    if (!Empty() && !dead) {
+      ByDiagonals([&](int t, int, int node, unsigned i) {
+        if (t < first_t || t >= min(first_t + kTile, sequence.frames)) return;
+        nodes[node] = {blanks[i], labels[i]};
+      });
+    }
+    __syncthreads();
+    ByFrames([&](int t, int64_t i) {
+      const bool zero = !Used(t) || dead;
+      args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : Node(t).blank;
+      args.grad_label[i] = zero ? A(0) : loss != loss ? loss : u == sequence.labels ? A(0) : Node(t).label;
+    });
+    __syncthreads();
+  }
+
+  const Arguments<A>& args;
+  const Sequence<A>& sequence;
+  const int b, first_t, first_u, lane, u;
+  Arcs<A>* const nodes;            // in shared memory
+  A *const blanks, *const labels;  // in the workspace
+};
+
+// Grid: (tiles, sequences).
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
-  constexpr int C = kChunk<A>, V = kVector<A>;
-  constexpr int kPitch = kTile + (sizeof(A) == 4 ? 5 : 3);  // without bank conflicts in either order
-  JAX_RNNT_SHARED_ARRAY(Arcs<A>, tile, kTile * kPitch);
-  const int tiles_of_columns = int(Tiles(args.columns));
-  const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
-  const int lane = int(threadIdx.x), u = first_u + lane;
+  JAX_RNNT_SHARED_ARRAY(Arcs<A>, nodes, kTile * SkewTile<A>::kPitch);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
-    const bool empty = first_t >= sequence.frames || first_u > sequence.labels;
-    if (!kBack && empty) {
-      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = 0;  // all flags of a row are read
-      continue;
-    }
-    const A loss = kBack ? args.loss[b] : A(0);
-    const bool dead = loss == kInfinity<A>;
-    const auto slot = [&](int t) { return (t - first_t) * kPitch + lane; };
-    const auto used = [&](int t) { return t < sequence.frames && u <= sequence.labels; };
-
-    const auto by_frames = [&](auto visit) {
-      for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-        if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
-      }
-    };
-    // A warp takes one vector of 32 / V columns. visit(t, column, slot, place in blanks and labels).
-    const int first_n = first_t + args.skew * first_u;
-    A *const blanks = &sequence.arcs->of[0], *const labels = blanks + 2 * V * args.columns;
-    const auto by_diagonals = [&](auto visit) {
-      for (int i = int(threadIdx.y); i < (kTile + args.skew * kTile) / C * 2 * V; i += kSkewRows) {
-        const int column = i % V * (kTile / V) + lane / V, half = i / V % 2, n = first_n + i / (2 * V) * C;
-        const int t = n + half * V + lane % V - args.skew * (first_u + column);
-        const int row = Sequence<A>::Group(args, n) * kVectors + half;
-        if (first_u + column > sequence.labels) continue;
-        visit(t, first_u + column, (t - first_t) * kPitch + column,
-              unsigned(row * args.columns + Sequence<A>::Place(args, first_u + column)) * V + unsigned(lane % V));
-      }
-    };
-
+    const SkewTile<A> tile(args, sequence, b, nodes);
     if (kBack) {
-      if (!empty && !dead) {
-        by_diagonals([&](int t, int, int slot, unsigned i) {
-          if (t < first_t || t >= min(first_t + kTile, sequence.frames)) return;
-          tile[slot] = {blanks[i], labels[i]};
-        });
-      }
-      __syncthreads();
-      by_frames([&](int t, int64_t i) {
-        const bool zero = !used(t) || dead;
-        args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : tile[slot(t)].blank;
-        args.grad_label[i] = zero ? A(0) : loss != loss ? loss : u == sequence.labels ? A(0) : tile[slot(t)].label;
-      });
-      __syncthreads();
-    } else {
-      const Limits<A> limits(sequence.frames, sequence.labels);
-      int bits = 0;
-      const auto check = [&](A x) {
-        bits |= limits.Bits(x);
-        return x;
-      };
-      by_frames([&](int t, int64_t i) {
-        if (!used(t)) return;
-        const A blank = check(args.log_blank[i]);
-        const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
-        const bool leads = t + 1 < sequence.frames;
-        tile[slot(t)].blank = leads || u == sequence.labels ? blank : -kInfinity<A>;
-        tile[slot(t)].label = leads || args.skew == 1 || u + 1 == sequence.labels ? label : -kInfinity<A>;
-      });
-      bits = OrBits(bits);
-      by_diagonals([&](int t, int u, int slot, unsigned i) {
-        const int last = sequence.frames - 1, n = t + args.skew * u;
-        Arcs<A> x = {-kInfinity<A>, -kInfinity<A>};
-        if (t > last) {
-          if (first_t + kTile <= last || n / C != (last + args.skew * u) / C) return;
-          if (u == sequence.labels) x.blank = 0;
-        } else {
-          if (t < first_t || t >= first_t + kTile) return;
-          x = tile[slot];
-        }
-        blanks[i] = x.blank;
-        labels[i] = x.label;
-      });
-      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[blockIdx.x] = A(bits);
-      __syncthreads();
+      tile.Back();
+    } else if (!tile.Empty()) {
+      tile.Forth();
+    } else if (threadIdx.x == 0 && threadIdx.y == 0) {
+      sequence.flags[blockIdx.x] = 0;  // all flags of a row are read
     }
   }
 }

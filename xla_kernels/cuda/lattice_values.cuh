@@ -32,8 +32,8 @@ __device__ __forceinline__ Value<A> One() {
   return {A(1), 0};
 }
 
-// A number whose Probability is zero, as it comes out of the arithmetic there: the product is rounded so that the rest
-// is very negative, and the exponent is so low that no value times zero outweighs a value.
+// A number whose Probability is zero, as it comes out of the arithmetic there: the product is rounded so that the
+// fraction is very negative, and the exponent is so low that no value times zero outweighs a value.
 template <class A>
 constexpr A kNever = sizeof(A) == 4 ? A(-0x1p126) : A(-0x1p1022);
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ Value<A> Probability(A x, A limit = kLimit<A>) {
   constexpr A kRound = A(3ll << (S::kMantissaBits - 1));
   x = Abs(x) <= limit ? x : kNever<A>;
   const A rounded = Fma(x, kLog2E, kRound), n = rounded - kRound;
-  const A rest = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
-  return {Exp2(rest), S::AsInt(rounded) - S::AsInt(kRound)};
+  const A fraction = Fma(x, kLow, Fma(x, kLog2E, -n));  // the inner product is exact
+  return {Exp2(fraction), S::AsInt(rounded) - S::AsInt(kRound)};
 }
 
 // a * p and a + b, with exponents of at least kZero. Shorter than the operators, since a sum relies on that bound.
@@ -90,8 +90,13 @@ constexpr int kFaint = 2;  // finite, below -low
 constexpr int kHigh = 4;   // finite, above high
 constexpr int kHuge = 8;   // finite, above low: exponents of fast mode may wrap around, so its values are not used
 
-// If all arcs lie between -low and low, exponents of paths do not saturate. Arcs up to `high` add at most 2^20 to a
-// path.
+// Bounds for paths of at most n = T + U arcs, in nats:
+//
+// * Arcs within [-low, low] make at most 2^28 of a path, and 2^28 / ln 2 < 7e8: no exponent saturates at kZero.
+// * Arcs of at most `high` add at most 2^20 to a path. If none is higher, a path that fast mode loses, since it has an
+//   arc below -kLimit = -2^21 or an exponent below kZero, is at most exp(2^20 - 2^21) = exp(-2^20).
+// * So if the likelihood is at least 2^(-2^20) > exp(-0.7 * 2^20), such a path is less than exp(-2^18) of it. That is
+//   the condition of NeedsWide.
 template <class A>
 struct Limits {
   __device__ __forceinline__ Limits(int frames, int labels)
@@ -115,7 +120,7 @@ __device__ __forceinline__ int OrBits(int bits) {
   return all;
 }
 
-// Whether fast mode may be wrong. Otherwise, a path with a faint arc is less than exp(-2^19) of the likelihood.
+// Whether fast mode may be wrong: see Limits.
 template <class A>
 __device__ __forceinline__ bool NeedsWide(int bits, Value<A> likelihood) {
   if ((bits & kBad) != 0) return false;

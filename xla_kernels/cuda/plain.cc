@@ -7,11 +7,11 @@
 const jax_rnnt::PlainTable* jax_rnnt_table() {
   using namespace jax_rnnt::cuda;
   static const jax_rnnt::PlainTable table = [] {
-    jax_rnnt::PlainTable made = jax_rnnt::CommonTable("cuda");
-    made.architectures = JAX_RNNT_ARCHITECTURES;
-    made.runtime_version = RuntimeVersion();
-    made.driver_version = &DriverVersion;
-    made.devices = [](jax_rnnt::PlainDevice* devices, int32_t room) {
+    jax_rnnt::PlainTable table = jax_rnnt::CommonTable("cuda");
+    table.architectures = JAX_RNNT_ARCHITECTURES;
+    table.runtime_version = RuntimeVersion();
+    table.driver_version = &DriverVersion;
+    table.devices = [](jax_rnnt::PlainDevice* devices, int32_t room) {
       int32_t count = 0;
       for (const Device& d : Devices()) {
         if (count < room) devices[count] = {d.major, d.minor, d.shared_bytes};
@@ -19,8 +19,8 @@ const jax_rnnt::PlainTable* jax_rnnt_table() {
       }
       return count;
     };
-    made.unit_columns = [](int64_t shared_bytes) { return int64_t{MaxUnitColumns(shared_bytes)}; };
-    return made;
+    table.unit_columns = [](int64_t shared_bytes) { return int64_t{MaxUnitColumns(shared_bytes)}; };
+    return table;
   }();
   return &table;
 }

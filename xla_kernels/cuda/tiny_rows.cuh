@@ -167,15 +167,15 @@ template <bool kWhole, class T>
 __device__ __forceinline__ BinarySum<Accumulator<T>> SumTinyRow(const T* x, unsigned n) {
   using A = Accumulator<T>;
   BinarySum<A> total;
-  const unsigned count = n / kElements<T>, rest = n % kElements<T>;
+  const unsigned count = n / kElements<T>, behind = n % kElements<T>;
   AddTinyVectors<kInFlight<T>, kWhole>(total, x, 0, count);
-  if (kWhole || rest == 0) return total;
+  if (kWhole || behind == 0) return total;
   Words v[1];
   ReadVectors<1, kWhole>(x, count, v);
   A value[kElements<T>], max = total.max;
 #pragma unroll
   for (unsigned e = 0; e < kElements<T>; ++e) {
-    value[e] = e < rest ? Element<T>(v[0], int(e)) : -kInfinity<A>;
+    value[e] = e < behind ? Element<T>(v[0], int(e)) : -kInfinity<A>;
     max = Max(max, value[e]);
   }
   const A factor = total.Advance(max);
