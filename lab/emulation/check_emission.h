@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "lab/emulation/check_common.h"
+#include "xla_kernels/cuda/elements.cuh"
 #include "xla_kernels/cuda/softmax_emission.h"
 
 namespace jax_rnnt::cuda {

@@ -180,15 +180,8 @@ class BackwardPass {
       group_.template Begin<false>(args_.logits, 0);
       dlogits_ = static_cast<T*>(args_.dlogits) + r * group_.row_size;
       dx_ = group_.is_padded ? buffers_.padded : dlogits_;
-      if constexpr (kBernoulli) FindBlanks();
-      FindSoftmax();
-      WriteZeros();
-      if (is_short_) {
-        WriteShortRows();
-      } else {
-        WriteLongRows();
-        CorrectArcs();
-      }
+      if (Any(outside_)) WriteZeros();
+      if (Any(~outside_)) WriteRows();
       if (group_.is_padded) CopyPaddedRows();
       if (shape_.durations > 0) {
         BackwardDurations<T>(args_, r, group_.count, buffers_.labels, buffers_.ends, limit_, scale_);
@@ -278,7 +271,6 @@ class BackwardPass {
 
   // Zeros for the rows outside; neighbouring long ones in one piece.
   [[gnu::always_inline]] void WriteZeros() {
-    if (!Any(outside_)) return;
     for (int lane = 0, next; lane < group_.count; lane = next) {
       next = lane + 1;
       if (!group_.IsOutside(lane)) continue;
@@ -289,6 +281,17 @@ class BackwardPass {
       }
       while (next < group_.count && group_.IsOutside(next)) ++next;
       StreamZeros(row_dx, (next - lane) * group_.row_size);
+    }
+  }
+
+  [[gnu::always_inline]] void WriteRows() {
+    if constexpr (kBernoulli) FindBlanks();
+    FindSoftmax();
+    if (is_short_) {
+      WriteShortRows();
+    } else {
+      WriteLongRows();
+      CorrectArcs();
     }
   }
 
