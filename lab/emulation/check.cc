@@ -16,7 +16,7 @@ namespace jax_rnnt::cuda {
 namespace {
 
 #ifndef JAX_RNNT_LATTICE_WARPS
-#define JAX_RNNT_LATTICE_WARPS 16  // as in lattice_sweep.cuh
+#define JAX_RNNT_LATTICE_WARPS 16  // as in lattice_stages.cuh
 #endif
 #ifndef JAX_RNNT_LATTICE_NARROW
 #define JAX_RNNT_LATTICE_NARROW 4
