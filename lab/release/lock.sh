@@ -12,6 +12,6 @@ compile() {
 for name in wheels cuda12 cudart12; do compile --no-deps "lab/release/$name.in" -o "lab/release/$name.txt" "$@"; done
 compile lab/release/check.in -o lab/release/check.txt "$@"
 compile pyproject.toml --extra dev --no-emit-package jax-rnnt -o tests/requirements.txt "$@"
-compile pyproject.toml --extra flax --extra metrics --extra test tests/oldest.in -o tests/oldest.txt "$@"
+compile pyproject.toml --extra all --extra test --no-emit-package jax-rnnt tests/oldest.in -o tests/oldest.txt "$@"
 compile pyproject.toml --extra all --no-emit-package jax-rnnt docs/requirements.in -o docs/requirements.txt "$@"
 compile speech/pyproject.toml --extra test --no-emit-package jax-rnnt -o speech/requirements.txt "$@"
