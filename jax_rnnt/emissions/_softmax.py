@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
 from jax_rnnt.emissions._norm import encoded_norm, row_sum, softmax_of_norm
 
@@ -254,7 +254,7 @@ def backward(
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Softmax(Emission):
+class Softmax(Rows[jax.Array, jax.Array]):
     """One softmax over the classes of a row, or two (TDT), or a softmax and a Bernoulli variable (HAT).
 
     Its planes are `slots`, "label", and "duration+i" for i < `durations`.
@@ -306,11 +306,13 @@ class Softmax(Emission):
             raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
         return dataclasses.replace(self, blanks=tuple(blank % tokens for blank in blanks))
 
-    def normalized(self, logits):
-        return self.normalize
+    def tokens(self, classes: int) -> int:
+        """The classes that a label may be, in rows of `classes` logits."""
+        return classes - self.durations
 
-    def dimensions(self, logits):
-        return logits.shape[-3], logits.shape[-1] - self.durations
+    @property
+    def normalized(self):
+        return self.normalize
 
     def log_probabilities(self, rows):
         """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], of a resolved emission.
@@ -336,15 +338,15 @@ class Softmax(Emission):
         return (*self.slots, "label", *(f"duration+{i}" for i in range(self.durations)))
 
     def reference(self, logits, nodes):
-        *planes, _ = softmax_emission(logits, *nodes, **self._attributes())
+        *planes, _ = softmax_emission(logits, nodes.label, nodes.num_frames, **self._attributes())
         return dict(zip(self._names(), planes))
 
     def forward(self, logits, nodes, *, strict=False):
-        *planes, norm = forward(logits, *nodes, strict=strict, **self._attributes())
+        *planes, norm = forward(logits, nodes.label, nodes.num_frames, strict=strict, **self._attributes())
         return dict(zip(self._names(), planes)), norm
 
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        label, num_frames = nodes
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
-        return backward(logits, label, num_frames, norm, cotangents, scale, clamp, **params)
+        num_frames = jnp.where(scale == 0, 0, nodes.num_frames)
+        return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)

@@ -8,11 +8,11 @@ import typing
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, sharding
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
-from jax_rnnt.losses import _methods, _split, _validation
+from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 
 
@@ -193,7 +193,7 @@ class TransducerLoss:
     @property
     def lattice(self) -> Topology:
         """The topology: a table of arcs, whose slots name the planes of `arcs`."""
-        return expanded(_split.switched_off(self).compose().topology)
+        return expanded(_call.switched_off(self).compose().topology)
 
     def __call__(
         self,
@@ -231,7 +231,7 @@ class TransducerLoss:
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
-        return _split.run(_methods.value, type(self).__name__, problem, self, *batch)
+        return _call.run(_call.prepare(_methods.LOSS, type(self).__name__, self, *batch))
 
     def posteriors(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -263,7 +263,7 @@ class TransducerLoss:
         >>> [round(float(p), 3) for p in label[:, 0]]
         [0.333, 0.333, 0.333]
         """
-        return self._run(_methods.posteriors, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.POSTERIORS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
         """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
@@ -301,7 +301,7 @@ class TransducerLoss:
                 f"{type(self).__name__}.align: implementation='kernel': jax_rnnt has no kernel for the best path; "
             )
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
-        return self._run(_methods.align, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.ALIGN, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def emission_frames(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -327,7 +327,7 @@ class TransducerLoss:
         >>> [round(float(t), 3) for t in frames]
         [1.0]
         """
-        return self._run(_methods.emission_frames, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LABEL_FRAMES, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
         """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to the loss.
@@ -359,7 +359,7 @@ class TransducerLoss:
         >>> round(float(loss.latency(*batch)), 3)
         2.0
         """
-        return self._run(_methods.latency, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LATENCY, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def label_log_probs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -403,7 +403,7 @@ class TransducerLoss:
         >>> round(float(jnp.exp(scores[0])), 4)  # 1/4 in the first frame, 1/4 * 1/4 in the second one
         0.3125
         """
-        return self._run(_methods.label_log_probs, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def arcs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -420,10 +420,10 @@ class TransducerLoss:
             `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus the loss. The
             gradient reads and writes the logits once.
         """
-        return self._run(_methods.arcs, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def _run(self, method, *batch):
-        return _split.run(method, f"{type(self).__name__}.{method.__name__}", problem, self, *batch)
+        return _call.run(_call.prepare(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
         """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
@@ -459,8 +459,8 @@ class TransducerLoss:
         """
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
-        loss = _pytree.replace(self._without_options(), clamp=_split.switched_off(self).clamp, implementation=None)
-        head = _head(name, loss, layout.classes * _split.parts(loss)[1])
+        loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
+        head = _call.resolved_emission(name, loss, layout.classes * sharding.parts(loss)[1])
         _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
 
@@ -472,25 +472,3 @@ def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss
     made = _pytree.make(kind, fields.keys(), fields.values())
     made._check(function)
     return made
-
-
-def problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
-    """The checked arguments of the functions in `_methods`."""
-    layout = _layout.of(function, logits)
-    rest = layout.sequences(function, targets, logit_lengths, target_lengths)
-    if label_windows is not None:
-        shape = (*rest[0].shape, 2)
-        label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
-    _checks.key(function, key)
-    loss = _split.switched_off(loss._draw(function, key))
-    head = _head(function, loss, layout.classes * _split.parts(loss)[1])
-    emission, arrays = _split.emission(function, loss, layout, head, rest, (label_windows, key))
-    return loss, emission, arrays, *rest, label_windows
-
-
-def _head(function, loss, classes):
-    """The emission of a loss, for rows of `classes` logits."""
-    made = loss.compose()
-    if not isinstance(made, Composition):
-        raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {made!r}.")
-    return made.emission.resolved(function, classes)

@@ -17,7 +17,7 @@ from jax_rnnt import _checks
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.losses._adjustments import adjust
-from jax_rnnt.losses._split import parts
+from jax_rnnt.sharding import parts
 
 
 def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:

@@ -28,7 +28,7 @@ import losses
 from jax_rnnt._xla import loading
 from jax_rnnt.emissions._softmax import NO_LABEL, OUTSIDE, accumulation_dtype
 from jax_rnnt.lattices import _lattice as lattice
-from jax_rnnt.losses import _split
+from jax_rnnt.losses import _call
 
 # ----------------------------------------------------------------------------------------- structs of XLA's C interface
 _int, _int64, _size, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
@@ -346,7 +346,7 @@ def label_map(targets, num_labels):
 
 def parts(loss, classes, **options):
     """(emission, topology) of a loss for rows of `classes` logits; None for one with steps between them."""
-    made = _split.switched_off(loss.value(**options)).compose()
+    made = _call.switched_off(loss.value(**options)).compose()
     return None if made.steps or made.closing else (made.emission.resolved(loss.name, classes), made.topology)
 
 

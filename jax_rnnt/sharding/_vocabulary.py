@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
-from jax_rnnt.emissions._emission import NO_LABEL, Wrapper, clip_and_scale
+from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, clip_and_scale
 from jax_rnnt.emissions._norm import is_anchored, row_sum
 from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, backward, inside_rows, one_hot
+from jax_rnnt.sharding import _axes
 
 _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
 
@@ -41,14 +42,14 @@ class OwnClasses(Softmax):
 
     classes: int = 0
 
-    def dimensions(self, logits):
-        return logits.shape[-3], self.classes
+    def tokens(self, classes):
+        return self.classes
 
     def forward(self, logits, nodes, *, strict=False):
         """(planes, (norm, logits of the first column and of the last ones))"""
         planes, norm = super().forward(logits, nodes, strict=strict)
         columns = self.blanks[0], *range(logits.shape[-1] - self.durations, logits.shape[-1])
-        inside = inside_rows(logits, *nodes)
+        inside = inside_rows(logits, nodes.label, nodes.num_frames)
         return planes, (norm, *(jnp.where(inside, logits[..., i].astype(norm.dtype), 0) for i in columns))
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
@@ -57,7 +58,7 @@ class OwnClasses(Softmax):
         The cotangents "beside+i" are the gradients of the last columns.
         """
         norm, log_first = residuals
-        label, num_frames = nodes
+        label, num_frames = nodes.label, jnp.where(scale == 0, 0, nodes.num_frames)
         first, *others = (cotangents[name] for name in (*self.slots, "label"))
         in_kernel = first
         if self.normalize:
@@ -81,13 +82,14 @@ class OwnClasses(Softmax):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class SplitVocabulary(Wrapper):
+class SplitVocabulary(Rows[Any, Any]):
     """A `Softmax` over all logits of a row, from those of this device. Runs where `axis` is a manual mesh axis.
 
-    `inner` reads the rows as `head`, or is another layout of it. `full` reads rows of all logits, of which a device has
+    `inner` reads the rows as `head`, or makes them for it. `full` reads rows of all logits, of which a device has
     `columns`.
     """
 
+    inner: Rows
     head: OwnClasses
     full: Softmax
     axis: str
@@ -110,18 +112,12 @@ class SplitVocabulary(Wrapper):
         return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.durations)
 
     @property
-    def split_axes(self):
-        return (self.axis, *self.inner.split_axes)
-
-    @property
     def blanks(self):
         return self.full.blanks
 
-    def normalized(self, logits):
+    @property
+    def normalized(self):
         return self.full.normalize
-
-    def dimensions(self, logits):
-        return self.inner.dimensions(logits)
 
     @property
     def _beside(self):
@@ -143,22 +139,16 @@ class SplitVocabulary(Wrapper):
             mine &= label != self.full.blanks[0]
         return jnp.where(mine, column, -1)
 
-    def nodes(self, logits, targets, num_frames, num_labels):
-        """(nodes of `inner` with own labels, label map of all)"""
-        label, *rest = self.inner.nodes(logits, targets, num_frames, num_labels)
-        column = self._column(label)
+    def _own(self, nodes):
+        """The nodes with the labels of the kernel's columns alone."""
+        column = self._column(nodes.label)
         in_kernel = (column >= 0) & (column < self._beside.start)
-        return (jnp.where(in_kernel, column, jnp.minimum(label, NO_LABEL)), *rest), label
+        return nodes._replace(label=jnp.where(in_kernel, column, jnp.minimum(nodes.label, NO_LABEL)))
 
-    def without(self, nodes, masked):
-        inner, label = nodes
-        return self.inner.without(inner, masked), label
-
-    def _inside(self, logits, nodes):
-        (_, num_frames, *_), label = nodes
-        frames, _ = self.inner.dimensions(logits)
+    def _inside(self, nodes, frames):
+        num_frames = nodes.num_frames
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
-        return (frame < num_frames[..., None, None]) & (label >= NO_LABEL)
+        return (frame < num_frames[..., None, None]) & (nodes.label >= NO_LABEL)
 
     @property
     def _blanks(self):
@@ -202,9 +192,9 @@ class SplitVocabulary(Wrapper):
         return _forward(self, strict, logits, nodes)
 
     def _forward(self, logits, nodes, strict):
-        planes, (norm, anchor, *beside) = self.inner.forward(logits, nodes[0], strict=strict)
-        _, all_labels = nodes
-        inside, column = self._inside(logits, nodes), self._column(all_labels)
+        planes, (norm, anchor, *beside) = self.inner.forward(logits, self._own(nodes), strict=strict)
+        all_labels = nodes.label
+        inside, column = self._inside(nodes, norm.shape[-2]), self._column(all_labels)
         beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
         beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
         first = planes[self.head.slots[0]]
@@ -230,10 +220,10 @@ class SplitVocabulary(Wrapper):
         picks = self._own_picks(inside, all_labels, blanks, label, beside.values())
         count = len(blanks) + 1
         if not self.full.normalize:
-            picks = [*_xla.sum_over(self.axis, jnp.stack(picks))]
+            picks = [*_axes.sum_over(self.axis, jnp.stack(picks))]
             return self._planes(picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
         own_total = sum((jnp.exp(x - shared) for x in classes.values()), jnp.exp(mass))
-        total, *picks = _xla.sum_over(self.axis, jnp.stack([own_total, *picks]))
+        total, *picks = _axes.sum_over(self.axis, jnp.stack([own_total, *picks]))
         tokens, others = picks[:count], picks[count:]
         none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
@@ -249,7 +239,7 @@ class SplitVocabulary(Wrapper):
         return made, (norm, first, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        (own_label, *_), all_labels = nodes
+        own, all_labels = self._own(nodes), nodes.label
         norm, first, share, *beside = residuals
         label = cotangents["label"]
         if self.full.bernoulli:  # a label that is the blank counts as one
@@ -275,16 +265,17 @@ class SplitVocabulary(Wrapper):
         for blank_class, ct in blanks.items():
             if blank_class % self.columns not in self._beside:
                 local[f"column+{blank_class % self.columns}"] += jnp.where(self._mine(blank_class), ct, 0)
-        local["label"] = jnp.where(own_label >= 0, label, 0)
+        local["label"] = jnp.where(own.label >= 0, label, 0)
         local[_TOTAL] = total * share
         planes = (jnp.broadcast_to(jnp.asarray(x, total.dtype), total.shape) for x in local.values())
         local = dict(zip(local, _xla.vary_together(*planes)))
-        operands = logits, nodes[0], (norm, first), local, scale, clamp
+        operands = logits, own, (norm, first), local, scale, clamp
         return self.inner.backward(*operands, strict=strict, alias=alias)
 
     def reference(self, logits, nodes):
-        _, all_labels = nodes
-        inside = self._inside(logits, nodes)
+        if not isinstance(self.inner, OwnClasses):
+            return self.inner.reference(logits, nodes)  # an error: tiles have none
+        all_labels, inside = nodes.label, self._inside(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
 
         def pick(column):
@@ -295,7 +286,7 @@ class SplitVocabulary(Wrapper):
         picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
         count = len(blanks) + 1
         if not self.full.normalize:
-            picks = _xla.sum_over(self.axis, jnp.stack(picks))
+            picks = _axes.sum_over(self.axis, jnp.stack(picks))
             picks = [*jnp.where(jnp.isposinf(picks), jnp.nan, picks)]
             return self._planes(picks[:count], picks[count:], 0)
         if beside:
@@ -303,7 +294,7 @@ class SplitVocabulary(Wrapper):
             x = jnp.where(self._is_last() & (classes >= self._beside.start), -jnp.inf, x)
         peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x, -1)), self.axis)
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
-        total, *picks = _xla.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))
+        total, *picks = _axes.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))
         tokens, others = picks[:count], picks[count:]
         bad = jnp.isnan(total) | jnp.isposinf(peak)
         for pick_of_head in others:
@@ -314,27 +305,34 @@ class SplitVocabulary(Wrapper):
         planes = self._planes(tokens, [jnp.where(bad, 0, x) for x in others], 0)
         return {slot: jnp.where(bad, jnp.nan, x) for slot, x in planes.items()}
 
-    def pullback(self, logits, nodes, cotangents, scale, clamp):
-        if not isinstance(self.inner, OwnClasses):  # an error
-            return self.inner.pullback(logits, nodes[0], cotangents, scale, clamp)
-        return super().pullback(logits, nodes, cotangents, scale, clamp)
-
-    def joined(self, x):
-        return _xla.shared(self.axis, self.inner.joined(x))
-
-    def joined_planes(self, plane):
-        return _xla.shared(self.axis, self.inner.joined_planes(plane))
-
 
 # Its derivative belongs to `reference`: that of the exchange has none with respect to norm and the largest reference.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _forward(emission, strict, logits, nodes):
-    return emission._forward(logits, nodes, strict)
+def _forward(rows, strict, logits, nodes):
+    return rows._forward(logits, nodes, strict)
 
 
 @_forward.defjvp
-def _(emission, strict, primals, tangents):
+def _(rows, strict, primals, tangents):
     logits, nodes = primals
-    planes, saved = _forward(emission, strict, *primals)
-    _, of_planes = jax.jvp(lambda x: emission.reference(x, nodes), (logits,), tangents[:1])
+    planes, saved = _forward(rows, strict, *primals)
+    _, of_planes = jax.jvp(lambda x: rows.reference(x, nodes), (logits,), tangents[:1])
     return (planes, saved), (of_planes, jax.tree.map(jnp.zeros_like, saved))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class VocabularyExchange(Exchange):
+    """Every device has all sequences, from its classes: results are shared. The planes' sums are those of the rows."""
+
+    axis: str
+
+    @property
+    def axes(self):
+        return (self.axis,)
+
+    def joined(self, x):
+        return _axes.shared(self.axis, x)
+
+    def joined_planes(self, plane):
+        return _axes.shared(self.axis, plane)
