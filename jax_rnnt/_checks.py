@@ -218,7 +218,7 @@ def class_index(function: str, name: str, x, classes: int) -> int:
     return x % classes
 
 
-def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
+def distinct_integers(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
     """A tuple of distinct integers, each at least `smallest`, at least one of them."""
     try:
         values = None if isinstance(x, (Set, Mapping)) else tuple(x)  # their order would choose the classes

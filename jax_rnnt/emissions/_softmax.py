@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _xla
+from jax_rnnt import _checks, _renamed, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
 from jax_rnnt.emissions._norm import encoded_norm, row_sum, softmax_of_norm
@@ -257,7 +257,7 @@ def backward(
 class Softmax(Rows[jax.Array, jax.Array]):
     """One softmax over the classes of a row, or two (TDT), or a softmax and a Bernoulli variable (HAT).
 
-    Its planes are `slots`, "label", and "duration+i" for i < `durations`.
+    Its planes are `slots`, "label", and "duration+i" for i < `num_durations`.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         False: the logits already are log-probabilities.
     slots : tuple of str, default ("blank",)
         The slot of each of `blanks`.
-    durations : int, default 0
+    num_durations : int, default 0
         D: the last D logits of a row are a second softmax.
     bernoulli : bool, default False
         The only blank is no part of the softmax; its logit belongs to a Bernoulli variable.
@@ -276,13 +276,14 @@ class Softmax(Rows[jax.Array, jax.Array]):
     blanks: tuple[int, ...]
     normalize: bool = True
     slots: tuple[str, ...] = ("blank",)
-    durations: int = 0
+    num_durations: int = 0
     bernoulli: bool = False
+    durations = _renamed.attribute("durations", "num_durations")
 
     def __post_init__(self):
         if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
             raise TypeError(f"Softmax: blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
-        own = {"label", *(f"duration+{i}" for i in range(self.durations))}
+        own = {"label", *(f"duration+{i}" for i in range(self.num_durations))}
         if (
             len(self.blanks) != len(self.slots)
             or not self.blanks
@@ -290,15 +291,15 @@ class Softmax(Rows[jax.Array, jax.Array]):
         ):
             expected = "one slot for each blank, at least one, none of them twice or 'label'"
             raise ValueError(f"Softmax: slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
-        if self.durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.durations)):
-            expected = "one blank and no durations with bernoulli, and durations of 0 or more"
+        if self.num_durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.num_durations)):
+            expected = "one blank and no durations with bernoulli, and num_durations of 0 or more"
             raise ValueError(f"Softmax: there must be {expected}, got {self}.")
 
     def resolved(self, function: str, classes: int) -> "Softmax":
         """The same for rows of `classes` logits, with blanks in [0, V)."""
-        tokens = classes - self.durations
+        tokens = classes - self.num_durations
         if tokens < 1:
-            expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.durations}"
+            expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
             raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
         blanks = [_checks.integer(function, "blank", blank) for blank in self.blanks]
         if not all(-tokens <= blank < tokens for blank in blanks):
@@ -308,7 +309,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
 
     def tokens(self, classes: int) -> int:
         """The classes that a label may be, in rows of `classes` logits."""
-        return classes - self.durations
+        return classes - self.num_durations
 
     @property
     def normalized(self):
@@ -320,11 +321,11 @@ class Softmax(Rows[jax.Array, jax.Array]):
         NaN in a head that holds a NaN or +inf; in plain JAX.
         """
         x = rows.astype(accumulation_dtype(rows.dtype))
-        tokens, durations = x[..., : x.shape[-1] - self.durations], x[..., x.shape[-1] - self.durations :]
+        tokens, durations = x[..., : x.shape[-1] - self.num_durations], x[..., x.shape[-1] - self.num_durations :]
         if not self.normalize:
             return tokens, durations
         if not self.bernoulli:
-            durations = _log_softmax(durations) if self.durations else durations
+            durations = _log_softmax(durations) if self.num_durations else durations
             return _log_softmax(tokens), durations
         is_blank = one_hot(self.blanks[0], tokens)
         z = tokens[..., self.blanks[0], None]
@@ -332,10 +333,12 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return jnp.where(is_blank, jax.nn.log_sigmoid(z), labels), durations
 
     def _attributes(self):
-        return {name: getattr(self, name) for name in ("blanks", "normalize", "durations", "bernoulli")}
+        """Of the kernels, by their names."""
+        heads = {"durations": self.num_durations, "bernoulli": self.bernoulli}
+        return {"blanks": self.blanks, "normalize": self.normalize, **heads}
 
     def _names(self):
-        return (*self.slots, "label", *(f"duration+{i}" for i in range(self.durations)))
+        return (*self.slots, "label", *(f"duration+{i}" for i in range(self.num_durations)))
 
     def reference(self, logits, nodes):
         *planes, _ = softmax_emission(logits, nodes.label, nodes.num_frames, **self._attributes())
@@ -350,3 +353,6 @@ class Softmax(Rows[jax.Array, jax.Array]):
         params = dict(strict=strict, alias=alias, **self._attributes())
         num_frames = jnp.where(scale == 0, 0, nodes.num_frames)
         return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
+
+
+Softmax.__init__ = _renamed.argument("durations", "num_durations")(Softmax.__init__)  # type: ignore[method-assign]

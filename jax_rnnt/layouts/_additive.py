@@ -242,10 +242,10 @@ class AdditiveLogits(Layout):
 
     def emission(self, function, loss, head, *sequences):
         name = type(loss).__name__
-        if head.durations or head.bernoulli or not head.normalize:
+        if head.num_durations or head.bernoulli or not head.normalize:
             reason = (
                 "durations are a second softmax"
-                if head.durations
+                if head.num_durations
                 else "the blank is no part of the softmax"
                 if head.bernoulli
                 else "fused_log_softmax=False leaves nothing to normalise"

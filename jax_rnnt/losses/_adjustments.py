@@ -91,7 +91,7 @@ class UnderNormalize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Durations:
+class TokenAndDuration:
     """Token times duration, arc by arc: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d".
 
     Where `sampled` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no durations,

@@ -8,7 +8,7 @@ import typing
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree, sharding
+from jax_rnnt import _checks, _pytree, _renamed, sharding
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
@@ -38,8 +38,8 @@ class TransducerLoss:
     instead, and a new value of it compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
-    A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `emission_frames`,
-    `latency`, `label_log_probs`, `arcs` and `validate`. Each takes logits in any layout that suits the loss. `decoding`
+    A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
+    `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss. `decoding`
     tells `jax_rnnt.decode` what the classes mean.
 
     Parameters
@@ -188,11 +188,16 @@ class TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
         return self
 
+    # Former names.
+    lattice = _renamed.attribute("lattice", "topology")
+    arcs = _renamed.attribute("arcs", "arc_log_probs")
+    emission_frames = _renamed.attribute("emission_frames", "label_frames")
+
     # ---- methods on a batch
 
     @property
-    def lattice(self) -> Topology:
-        """The topology: a table of arcs, whose slots name the planes of `arcs`."""
+    def topology(self) -> Topology:
+        """The table of arcs that leave a node. Their slots name the planes of `arc_log_probs`."""
         return expanded(_call.switched_off(self).compose().topology)
 
     def __call__(
@@ -303,7 +308,7 @@ class TransducerLoss:
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         return self._run(_methods.ALIGN, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def emission_frames(
+    def label_frames(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> jax.Array:
         """Expected frame of every label, over all alignments of the targets.
@@ -323,7 +328,7 @@ class TransducerLoss:
         --------
         >>> import jax.numpy as jnp
         >>> from jax_rnnt import RNNTLoss
-        >>> frames = RNNTLoss().emission_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> frames = RNNTLoss().label_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
         >>> [round(float(t), 3) for t in frames]
         [1.0]
         """
@@ -405,7 +410,7 @@ class TransducerLoss:
         """
         return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def arcs(
+    def arc_log_probs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> dict[str, jax.Array]:
         """Log-probabilities of the arcs, with all options: planes for a dynamic program of one's own.
@@ -415,9 +420,9 @@ class TransducerLoss:
         Returns
         -------
         dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
-            A plane for each slot of `lattice`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
+            A plane for each slot of `topology`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
             the lengths; NaN for a sequence whose lengths or labels are out of range. With
-            `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus the loss. The
+            `lattices.log_likelihood(loss.topology, arc_log_probs, logit_lengths, target_lengths)` they give minus the loss. The
             gradient reads and writes the logits once.
         """
         return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)

@@ -259,7 +259,7 @@ def _posteriors(loss, emission, *problem):
 
 
 @_jit
-def emission_frames(loss, emission, *problem):
+def label_frames(loss, emission, *problem):
     """The expected frame of every label, [..., U]."""
     label = _posteriors(loss, emission, *problem)[1][..., :-1]
     return emission.exchange.joined(order.total(frame(label).astype(label.dtype) * label, -2))
@@ -296,7 +296,7 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 
 
 @_jit
-def arcs(loss, emission, *problem):
+def arc_log_probs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
     planes = _adjust(loss, _plain_planes(loss, emission, logits, placed), num_frames, num_labels, windows)
@@ -323,7 +323,7 @@ class Method:
 LOSS = Method("__call__", loss_of_batch, reduces=True)
 POSTERIORS = Method("posteriors", posteriors, per_node=True)
 ALIGN = Method("align", align)
-LABEL_FRAMES = Method("emission_frames", emission_frames)
+LABEL_FRAMES = Method("label_frames", label_frames)
 LATENCY = Method("latency", latency, reduces=True)
 LABEL_LOG_PROBS = Method("label_log_probs", label_log_probs)
-ARC_LOG_PROBS = Method("arcs", arcs, per_node=True)
+ARC_LOG_PROBS = Method("arc_log_probs", arc_log_probs, per_node=True)

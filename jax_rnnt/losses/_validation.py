@@ -45,12 +45,14 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
     check = functools.partial(_check, function)
     in_frames, in_classes = parts(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
-    classes = layout.classes * in_classes - head.durations
+    classes = layout.classes * in_classes - head.num_durations
     with now():
         check("logit_lengths", num_frames, (num_frames >= 0) & (num_frames <= frames), f"lie in [0, {frames}]")
         check("target_lengths", num_labels, (num_labels >= 0) & (num_labels <= labels), f"lie in [0, {labels}]")
         unused = ~inside_targets(targets, num_labels)
-        tokens = f"lie in [0, {classes})" + (f", before the {head.durations} durations" if head.durations else "")
+        tokens = f"lie in [0, {classes})" + (
+            f", before the {head.num_durations} durations" if head.num_durations else ""
+        )
         check("targets", targets, unused | ((targets >= 0) & (targets < classes)), tokens)
         is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in head.blanks))
         blanks = ", ".join(map(str, head.blanks))

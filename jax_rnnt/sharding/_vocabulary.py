@@ -35,7 +35,7 @@ _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OwnClasses(Softmax):
-    """A softmax over the first columns of one device; the last ones, `durations`, are planes.
+    """A softmax over the first columns of one device; the last ones, `num_durations`, are planes.
 
     `slots` are columns of its rows; `classes` is V of all devices.
     """
@@ -48,7 +48,7 @@ class OwnClasses(Softmax):
     def forward(self, logits, nodes, *, strict=False):
         """(planes, (norm, logits of the first column and of the last ones))"""
         planes, norm = super().forward(logits, nodes, strict=strict)
-        columns = self.blanks[0], *range(logits.shape[-1] - self.durations, logits.shape[-1])
+        columns = self.blanks[0], *range(logits.shape[-1] - self.num_durations, logits.shape[-1])
         inside = inside_rows(logits, nodes.label, nodes.num_frames)
         return planes, (norm, *(jnp.where(inside, logits[..., i].astype(norm.dtype), 0) for i in columns))
 
@@ -65,9 +65,9 @@ class OwnClasses(Softmax):
             total = cotangents[_TOTAL]
             in_kernel = total - sum(others)
         params = dict(strict=strict, alias=alias, **self._attributes())
-        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.durations), scale, clamp
+        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.num_durations), scale, clamp
         gradient = backward(logits, label, num_frames, *operands, **params)
-        anew = {logits.shape[-1] - self.durations + i: cotangents[f"beside+{i}"] for i in range(self.durations)}
+        anew = {logits.shape[-1] - self.num_durations + i: cotangents[f"beside+{i}"] for i in range(self.num_durations)}
         if self.normalize:
             used = functools.reduce(jnp.logical_or, (ct != 0 for ct in (first, in_kernel, *others)))
             exact = first + jnp.where(label == self.blanks[0], others[-1], 0) - jnp.exp(log_first) * total
@@ -99,9 +99,9 @@ class SplitVocabulary(Rows[Any, Any]):
     @classmethod
     def own_head(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
-        beside, own = full.durations + full.bernoulli, logits // size
+        beside, own = full.num_durations + full.bernoulli, logits // size
         if own <= beside:
-            head = f"the {beside} durations" if full.durations else "the blank of HATLoss"
+            head = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
             expected = f"each device must hold more logits of a row than {head}"
             raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
@@ -109,7 +109,7 @@ class SplitVocabulary(Rows[Any, Any]):
             raise ValueError(f"{function}: vocab_axis: {expected}, got {full.blanks[0]}.")
         columns = tuple({blank % own: None for blank in full.blanks if blank % own < own - beside}) or (0,)
         slots = tuple(f"column+{i}" for i in columns)
-        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.durations)
+        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.num_durations)
 
     @property
     def blanks(self):
@@ -122,7 +122,7 @@ class SplitVocabulary(Rows[Any, Any]):
     @property
     def _beside(self):
         """The columns that the kernel leaves out."""
-        return range(self.columns - self.head.durations, self.columns)
+        return range(self.columns - self.head.num_durations, self.columns)
 
     def _is_last(self):
         return jax.lax.axis_index(self.axis) == self.size - 1
@@ -247,7 +247,7 @@ class SplitVocabulary(Rows[Any, Any]):
             blank, label = cotangents[slot] + jnp.where(same, label, 0), jnp.where(same, label - label, label)
         blanks = {blank: cotangents[slot] for slot, blank in self._blanks.items()}
         total, column = sum(blanks.values(), label), self._column(all_labels)
-        durations = [cotangents[f"duration+{i}"] for i in range(self.full.durations)]
+        durations = [cotangents[f"duration+{i}"] for i in range(self.full.num_durations)]
         local: dict[str, Any] = dict.fromkeys(self.head.slots, 0)
         for i, place in enumerate(self._beside):
             gradient = jnp.where(column == place, label, 0)

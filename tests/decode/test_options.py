@@ -192,7 +192,7 @@ def test_cold(name, kind):
 
     With static temperatures and traced ones, which agree in every bit; in one head, two, and with the blank apart.
     """
-    loss = {"monotonic": MonotonicRNNTLoss(0), "tdt": TDTLoss((2, 1), 0), "hat": HATLoss(0, topology="monotonic")}[kind]
+    loss = {"monotonic": MonotonicRNNTLoss(0), "tdt": TDTLoss((2, 1), 0), "hat": HATLoss(0, variant="monotonic")}[kind]
     rows = FRAMES.copy()
     if kind == "hat":
         rows[..., 0] = [0.5, -0.1, -0.6]

@@ -40,7 +40,7 @@ def test_lattice(ax, of):
     p = losses.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
     assert plot.draw_lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
-    collections = dict(zip(of.lattice, ax.collections, strict=True))
+    collections = dict(zip(of.topology, ax.collections, strict=True))
     for arc, drawn in collections.items():
         plane = np.asarray(posteriors[arc.slot])
         assert len(drawn.get_segments()) == np.sum(plane > plot.FAINT)
@@ -63,7 +63,7 @@ def test_emissions(ax):
     _, label = RNNT.posteriors(*p)
     features = np.random.default_rng(0).normal(size=(22, 8))
     assert plot.draw_emissions(features, label, p.targets, **TIMES, ax=ax) is ax
-    mean = 0.04 * (np.asarray(RNNT.emission_frames(*p)) + 0.5)
+    mean = 0.04 * (np.asarray(RNNT.label_frames(*p)) + 0.5)
     lines = [x.get_xdata()[0] for x in ax.lines if len(x.get_xdata()) == 2 and len(set(x.get_xdata())) == 1]
     np.testing.assert_allclose(lines, mean, rtol=1e-6)
     times = 0.04 * (np.arange(6) + 0.5)

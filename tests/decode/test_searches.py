@@ -167,7 +167,7 @@ class LabelsStay(TransducerLoss):
     def compose(self):
         arcs = [lattices.Arc("label", 0, 1, other="duration+0")]
         arcs += [lattices.Arc("blank", i, 0, other=f"duration+{i}") for i in (1, 2)]
-        return Composition(emissions.Softmax((self.blank,), durations=3), tuple(arcs))
+        return Composition(emissions.Softmax((self.blank,), num_durations=3), tuple(arcs))
 
 
 def test_token_first_of_ones_own():

@@ -21,7 +21,7 @@ from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, latt
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in losses.LOSSES if loss.name != "monotonic_final_blank"}
-QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs")
+QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs")
 DIFFERENTIATED = ("value", "arcs", "latency")
 OF_LAYOUTS = ("value",)  # the others are functions of the same arcs: those of one loss stand for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
@@ -198,9 +198,9 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     p = losses.poisoned(losses.problem(5, loss=loss))
     p.logit_lengths[4] = 8
     value = loss.value(reduction="none", implementation=implementation, delay_penalty=0.2)
-    arcs = jax.jit(value.arcs)(*p)
-    assert set(arcs) == set(lattices._topology.slots(value.lattice))
-    by_arcs = lattices.log_likelihood(value.lattice, arcs, *p[2:], implementation=implementation)
+    arcs = jax.jit(value.arc_log_probs)(*p)
+    assert set(arcs) == set(lattices._topology.slots(value.topology))
+    by_arcs = lattices.log_likelihood(value.topology, arcs, *p[2:], implementation=implementation)
     np.testing.assert_allclose(by_arcs, -value(*p), rtol=1e-12)
     for b, (n, m) in enumerate(zip(p.logit_lengths[:4], p.target_lengths[:4], strict=True)):
         for x in arcs.values():
@@ -231,7 +231,7 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
 
     @jax.jit
     def by_arcs(loss):
-        return lattices.log_likelihood(loss.lattice, loss.arcs(*p), *p[2:])
+        return lattices.log_likelihood(loss.topology, loss.arc_log_probs(*p), *p[2:])
 
     np.testing.assert_allclose(by_arcs(loss), -loss(*p), rtol=1e-12)
 

@@ -77,7 +77,11 @@ CASES = (
 def test_errors():
     for make, message in CASES:
         for loss in (jax_rnnt.RNNTLoss(), jax_rnnt.RNNTLoss(implementation="reference")):
-            for name, call in (("RNNTLoss", loss), ("RNNTLoss.align", loss.align), ("RNNTLoss.arcs", loss.arcs)):
+            for name, call in (
+                ("RNNTLoss", loss),
+                ("RNNTLoss.align", loss.align),
+                ("RNNTLoss.arc_log_probs", loss.arc_log_probs),
+            ):
                 with pytest.raises((TypeError, ValueError), match=re.escape(f"{name}: {message}")):
                     call(make(), *P[1:])
 
@@ -131,7 +135,7 @@ def test_ranges_and_their_inputs():
         (lambda: layouts.ranges(lengths, 2, (plane, plane[:, 1:])), "prune_ranges: label_posteriors must"),
         (lambda: layouts.ranges(lengths, 1, (plane, plane)), "prune_ranges: width must"),
         (lambda: layouts.ranges(lengths, 2.0, (plane, plane)), "prune_ranges: width must"),
-        (lambda: layouts.ranges(lengths, 2, (plane, plane), topology="ctc"), "prune_ranges: topology must"),
+        (lambda: layouts.ranges(lengths, 2, (plane, plane), variant="ctc"), "prune_ranges: variant must"),
         (lambda: jax_rnnt.prune_inputs(AM, LM[1:], FIRST, 2), "prune_inputs: predictor_out must"),
         (lambda: jax_rnnt.prune_inputs(AM, LM, FIRST, 0), "prune_inputs: width must"),
         (lambda: jax_rnnt.prune_ranges(plane, plane, *lengths, width=2), "0 positional arguments"),

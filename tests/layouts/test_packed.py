@@ -61,7 +61,7 @@ def test_max_frames(kernel):
     closed_over = jax.jit(lambda rows: loss(PackedLogits(rows), *rest))
     for got in (loss(PackedLogits(rows), *p[1:]), traced(rows, *rest), closed_over(rows)):
         np.testing.assert_allclose(got, expected, rtol=EXACT)
-    arcs = jax.eval_shape(lambda rows: loss.arcs(PackedLogits(rows), *rest), rows)
+    arcs = jax.eval_shape(lambda rows: loss.arc_log_probs(PackedLogits(rows), *rest), rows)
     assert {x.shape for x in arcs.values()} == {(4, 7, 5)}
     rows[: 7 * 5] = np.nan  # never read
     short, gradient = evaluate(p, rows, kernel, max_frames=6)

@@ -44,7 +44,7 @@ def test_best_path(topology):
 
 def check(loss, logits, rest, sequences, align=None, **given):
     """All questions to a loss, and to `align` about the best path, against the truth; nothing outside the lengths."""
-    questions = [loss.posteriors, loss.emission_frames, loss.latency, *([align.align] if align else [])]
+    questions = [loss.posteriors, loss.label_frames, loss.latency, *([align.align] if align else [])]
     answers = jax.jit(lambda *p: [ask(*p, **given) for ask in questions])(logits, *rest)
     posteriors, frames, latency, (score, where) = (*answers, (None, None))[:4]
     assert all(x.shape == (*frames.shape[:-1], 7, 5) for x in posteriors)
@@ -148,13 +148,13 @@ def test_search_has_no_kernel():
         jax_rnnt.RNNTLoss(implementation="kernel").align(*losses.problem())
 
 
-@pytest.mark.parametrize("question", ["emission_frames", "latency"])
+@pytest.mark.parametrize("question", ["label_frames", "latency"])
 @losses.every_kernel
 def test_gradients(loss, implementation, question):
     """The gradient is the slope; odd sequences affect no other; the loss's FastEmit does not enter."""
     p = losses.problem(5, 4, 2, 5, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5], [2, 1, 0, 1, 1]))
     p.logits[1, 0, 1, : 3 - loss.first_blank] = -np.inf
-    options = {} if question == "emission_frames" else {"reduction": "none"}
+    options = {} if question == "label_frames" else {"reduction": "none"}
     value = loss.value(fastemit_lambda=1.0, implementation=implementation, **options)
     ask = jax.jit(lambda x: getattr(value, question)(x, *p[1:]).reshape(5, -1).sum(1))
     weights = np.array([1.0, 2.0, 1.0, 1.0, 0.0])

@@ -33,7 +33,7 @@ def test_result_dtypes(implementation, dtype):
         return  # the types of the others
     options = {"fastemit_lambda": 0.1, "delay_penalty": np.float64(0.1), "clamp": np.float32(1)}
     loss = losses.RNNT.value(reduction="mean_volume", implementation=implementation, **options)
-    asked = loss, loss.posteriors, loss.emission_frames, loss.label_log_probs
+    asked = loss, loss.posteriors, loss.label_frames, loss.label_log_probs
     results = jax.eval_shape(lambda *p: [ask(*p) for ask in asked], *p)
     assert all(x.dtype == values.dtype for x in jax.tree.leaves(results))
 

@@ -47,7 +47,7 @@ WRONG = {
     "label_windows_float": ("label_windows", f32((4, 4, 2)), ["float32", "int"]),
     "implementation": ("implementation", "xla", ["xla", "kernel", "reference"]),
 }
-QUESTIONS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs", "validate"
+QUESTIONS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs", "validate"
 MISTAKE = ValueError, TypeError
 
 

@@ -79,7 +79,7 @@ def test_lattice_and_arcs_agree(omega):
     expected = -jax_rnnt.TDTLoss((3, 1, 2), reduction="none")(*p)
     leaf = jax.tree.map(lambda x: omega if x is loss.omega else x, loss)
     for each, key in itertools.product((loss, leaf), (None, jax.random.key(0))):
-        found = lattices.log_likelihood(each.lattice, each.arcs(*p, key=key), *p[2:])
+        found = lattices.log_likelihood(each.topology, each.arc_log_probs(*p, key=key), *p[2:])
         np.testing.assert_allclose(found, expected, rtol=EXACT)
 
 
@@ -121,7 +121,7 @@ def test_coin_does_not_depend_on_64_bit_types():
 def test_topologies_of_hat(alone):
     """The blank amid the classes; also with the log-probabilities of HAT as they are, and in a band."""
     p, topology = losses.poisoned(losses.problem()), alone.name.replace("rnnt", "standard")
-    loss = lambda **options: jax_rnnt.HATLoss(blank=3, reduction="none", topology=topology, **options)
+    loss = lambda **options: jax_rnnt.HATLoss(blank=3, reduction="none", variant=topology, **options)
     for name in ("array", "BandLogits"):
         logits = np.asarray(layouts.dense(p, name)(p.logits))
         log_probs = np.zeros_like(logits)
@@ -157,7 +157,7 @@ def test_own_arguments_are_checked():
         (lambda: jax_rnnt.MultiblankRNNTLoss([2, 3], blank=1)(*p), r"MultiblankRNNTLoss: blank .* got 1"),
         (lambda: jax_rnnt.MultiblankRNNTLoss([1]), "big_blank_durations"),
         (lambda: jax_rnnt.TDTLoss([0]), "TDTLoss: durations"),
-        (lambda: jax_rnnt.HATLoss(topology="ctc"), "topology"),
+        (lambda: jax_rnnt.HATLoss(variant="ctc"), "variant"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

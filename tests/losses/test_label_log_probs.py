@@ -96,7 +96,7 @@ NORMALIZED = {
     "rnnt": jax_rnnt.RNNTLoss(),
     "monotonic": jax_rnnt.MonotonicRNNTLoss(),
     "hat": jax_rnnt.HATLoss(),
-    "monotonic_hat": jax_rnnt.HATLoss(topology="monotonic"),
+    "monotonic_hat": jax_rnnt.HATLoss(variant="monotonic"),
 }
 
 
@@ -224,7 +224,7 @@ def test_long_utterance(implementation, dtype):
         np.testing.assert_allclose(found[b, :m], expected, rtol=1e-6, atol=1e-6)
         assert not np.asarray(found[b, m:]).any()
     weights = np.random.default_rng(1).normal(size=(2, labels)).astype(np.float32)
-    arcs = loss.arcs(*p)
+    arcs = loss.arc_log_probs(*p)
     call = lambda arcs: (reference.label_log_probs(lattices.STANDARD, arcs, *p[2:]) * weights).sum()
     gradient = np.asarray(jax.jit(jax.grad(call))(arcs)["label"])
     used = np.arange(labels) < p.target_lengths[:, None]

@@ -253,7 +253,9 @@ def test_errors():
 
 
 @losses.reference_slow
-@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.durations((0, 1, 2))], ids=["standard", "durations"])
+@pytest.mark.parametrize(
+    "table", [lattices.STANDARD, lattices.token_and_duration((0, 1, 2))], ids=["standard", "durations"]
+)
 def test_bad_arcs(table, implementation):
     """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
     arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
@@ -279,7 +281,7 @@ def test_no_labels_in_many_frames(table, dtype, kernel):
 
 def test_expanded_topologies():
     """A slot for each sum of two planes, also where arcs share slot and frames."""
-    assert lattices._topology.expanded(lattices.products((2, 0))) == lattices.durations((2, 0))
+    assert lattices._topology.expanded(lattices.products((2, 0))) == lattices.token_and_duration((2, 0))
     arcs = tuple(lattices.Arc("label", 1, 1, other=other) for other in ("slow", "fast"))
     slots = [arc.slot for arc in lattices._topology.expanded((*lattices.STANDARD, *arcs))]
     assert len(set(slots)) == len(slots) and all(slot.startswith("label") for slot in slots[1:])

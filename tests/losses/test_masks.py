@@ -112,7 +112,7 @@ def test_posteriors_of_masks(loss, implementation):
     """Posteriors lie in [0, 1], sum to one emission per label, and are those of the truth, as are expected frames."""
     rows = table(loss)
     value = loss.value(implementation=implementation)
-    got = jax.jit(lambda *p: (*value.posteriors(*p), value.emission_frames(*p)))(*problem_of(rows))
+    got = jax.jit(lambda *p: (*value.posteriors(*p), value.label_frames(*p)))(*problem_of(rows))
     blank, label, frames = map(np.asarray, got)
 
     def failures():
@@ -240,7 +240,7 @@ def test_masked_arcs(implementation):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_beyond_64_bits(implementation, sign):
     """The exponents of three arcs of 3e18 nats add up to no 64-bit number: UndefinedBehaviorSanitizer looks on."""
-    topology = lattices.durations((1, 2))
+    topology = lattices.token_and_duration((1, 2))
     arcs = {slot: np.full((3, 1), sign * 3e18) for slot in {arc.slot for arc in topology}}
     got = lattices.log_likelihood(topology, arcs, 3, 0, implementation=implementation)
     np.testing.assert_allclose(got, 9e18 if sign > 0 else -6e18, rtol=1e-12)  # of most arcs, or of fewest

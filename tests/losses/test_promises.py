@@ -124,7 +124,7 @@ def learned(loss, name):
 
 
 # They depend on arcs alone, so one loss stands for all.
-OF_ARCS = "label_log_probs", "emission_frames", "latency", "align"
+OF_ARCS = "label_log_probs", "label_frames", "latency", "align"
 
 
 def answers(loss, methods, **static):
@@ -234,7 +234,7 @@ def check_faults(wanted, x, out, seen, read, close=True):
         if np.isfinite(answer):
             continue
         bad = np.isnan(answer)
-        for key in ("posteriors", "emission_frames", "latency"):
+        for key in ("posteriors", "label_frames", "latency"):
             for y in jax.tree.leaves(row.get(key)):
                 np.testing.assert_array_equal(y, np.nan if bad else 0, err_msg=f"{key}, {name}")
         if "align" in row:

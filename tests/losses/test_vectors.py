@@ -78,7 +78,7 @@ def test_alignment():
     score, frames = loss.align(X, LABELS, *LENGTHS)
     np.testing.assert_allclose(score, -15.255785035, rtol=1e-9)
     assert frames.dtype == np.int32 and frames.tolist() == [0, 2, 2]
-    expected = loss.emission_frames(X, LABELS, *LENGTHS)
+    expected = loss.label_frames(X, LABELS, *LENGTHS)
     np.testing.assert_allclose((expected + 1).sum(), 8.678643171, rtol=1e-9)  # there frames count from 1
     regularised = loss(X, LABELS, *LENGTHS) + 0.1 * loss.latency(X, LABELS, *LENGTHS)
     np.testing.assert_allclose(regularised, 13.753066395, rtol=1e-9)

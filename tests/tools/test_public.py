@@ -125,7 +125,7 @@ OWN = {  # arguments of each loss before and beside the common ones
     "RNNTLoss": ((), {}),
     "MonotonicRNNTLoss": ((), {"final_blank": False}),
     "ConstrainedRNNTLoss": ((), {}),
-    "HATLoss": ((), {"topology": "standard"}),
+    "HATLoss": ((), {"variant": "standard"}),
     "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
     "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
     "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
@@ -166,10 +166,10 @@ def test_losses_are_pytrees():
 
 def test_a_loss_is_a_value():
     """Frozen, hashable, equal by value, picklable, and printed with the fields that differ from their default."""
-    criterion = jax_rnnt.HATLoss(0, topology="monotonic")
+    criterion = jax_rnnt.HATLoss(0, variant="monotonic")
     with pytest.raises(dataclasses.FrozenInstanceError):
         criterion.blank = 1
-    assert repr(criterion) == "HATLoss(blank=0, topology='monotonic')" and repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
+    assert repr(criterion) == "HATLoss(blank=0, variant='monotonic')" and repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
     for twin in (eval(repr(criterion), vars(jax_rnnt)), pickle.loads(pickle.dumps(criterion)), copy.copy(criterion)):
         assert twin == criterion != jax_rnnt.HATLoss() and hash(twin) == hash(criterion)  # static arguments of jit
     assert dataclasses.replace(criterion, blank=2).blank == 2
@@ -208,7 +208,7 @@ ERRORS = [
     (lambda: jax_rnnt.emissions.Softmax((0, 1)), "one slot for each blank"),
     (lambda: jax_rnnt.emissions.Softmax((0,), slots=("label",)), "or 'label'"),
     (lambda: jax_rnnt.emissions.Softmax((0, 1), slots=("blank", "more"), bernoulli=True), "one blank"),
-    (lambda: jax_rnnt.emissions.Softmax((0,), durations=-1), "durations of 0 or more"),
+    (lambda: jax_rnnt.emissions.Softmax((0,), num_durations=-1), "durations of 0 or more"),
     (lambda: own(COMPOSITION(SOFTMAX, MISSPELT)), r"Own.compose\(\): .*'label', 'lable'\], got \['blank', 'label'\]"),
     (lambda: own(COMPOSITION(SOFTMAX, steps=(cut,))), r"Own.*'label' must have shape .*\(4, 7, 5\).*got \(4, 7, 4\)"),
     (lambda: own(3), r"Own.compose\(\) must return a Composition, got 3"),

@@ -367,7 +367,7 @@ METHODS = {
     "align_durations": DURATIONS.align,
     "posteriors": RNNT.posteriors,
     "posteriors_durations": DURATIONS.posteriors,
-    "expected_frames": RNNT.emission_frames,
+    "expected_frames": RNNT.label_frames,
     "latency": RNNT.latency,
     "label_log_probs": RNNT.label_log_probs,
     "label_log_probs_durations": DURATIONS.label_log_probs,

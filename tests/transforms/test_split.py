@@ -81,7 +81,7 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
         assert max(sizes, default=0) <= planes, (kind_of_exchange, sizes)
 
 
-METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs"
+METHODS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs"
 
 
 @pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT)], ids=str)
