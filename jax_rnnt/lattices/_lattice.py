@@ -204,8 +204,8 @@ def log_likelihood(
     Parameters
     ----------
     topology : tuple of Arc
-        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `token_and_duration(...)`, `TransducerLoss.topology`, or
-        your own.
+        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `token_and_duration(...)`,
+        `TransducerLoss.topology`, or your own.
     arc_log_probs : dict of str to Array, floating [..., T, U1]
         Log-probability of each slot's arcs leaving each node, in nats; -inf forbids them.
     num_frames, num_labels : Array, integer [...]

@@ -39,8 +39,8 @@ class TransducerLoss:
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
-    `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss. `decoding`
-    tells `jax_rnnt.decode` what the classes mean.
+    `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss.
+    `decoding` tells `jax_rnnt.decode` what the classes mean.
 
     Parameters
     ----------
@@ -421,8 +421,8 @@ class TransducerLoss:
         -------
         dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
             A plane for each slot of `topology`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
-            the lengths; NaN for a sequence whose lengths or labels are out of range. With
-            `lattices.log_likelihood(loss.topology, arc_log_probs, logit_lengths, target_lengths)` they give minus the loss. The
+            the lengths; NaN for a sequence whose lengths or labels are out of range.
+            `lattices.log_likelihood(loss.topology, planes, logit_lengths, target_lengths)` is minus the loss. The
             gradient reads and writes the logits once.
         """
         return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
