@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
 from jax_rnnt.decode.search import _options
@@ -66,7 +66,7 @@ SEARCHES = {
     "sample": functools.partial(decode.sample, key=jax.random.key(0), samples=3),
     "parallel": functools.partial(decode.parallel, rounds=1),
 }
-MODEL = Model(losses.RNNT)
+MODEL = Model(family.RNNT)
 
 
 def search(name, numbers, **counts):
@@ -129,7 +129,7 @@ def test_static_errors(name, option):
             search(name, ordinary(name) | {option.name: given})
 
 
-ENDS = [*((name, "inside") for name in SEARCHES), losses.slow("greedy", "low"), losses.slow("greedy", "high")]
+ENDS = [*((name, "inside") for name in SEARCHES), family.slow("greedy", "low"), family.slow("greedy", "high")]
 
 
 @pytest.mark.parametrize(("name", "end"), ENDS)

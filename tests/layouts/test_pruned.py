@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits, BandLogits
-from layouts import ranges
+from layout_table import ranges
 from vectors import LABELS, LENGTHS
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-12
 t, u, v = np.arange(5)[:, None], np.arange(4)[:, None], np.arange(6)
 AM, LM = 2 * np.sin(1 + 3 * t + 7 * v), 2 * np.cos(2 + 5 * u + 3 * v)
-UNIT_STEPS = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}
+UNIT_STEPS = {"standard": family.RNNT, "monotonic": family.MONOTONIC, "constrained": family.CONSTRAINED}
 
 
 # --------------------------------------------------------------------------------------------------------- vectors
@@ -57,7 +58,7 @@ RANGES = {  # width -> (first, pruned loss)
 
 @pytest.mark.parametrize(
     ("variant", "implementation"),
-    [("standard", "kernel"), ("monotonic", "kernel"), losses.slow("standard", "reference")],
+    [("standard", "kernel"), ("monotonic", "kernel"), family.slow("standard", "reference")],
     indirect=["implementation"],
 )
 def test_vectors_of_ranges(implementation, variant):
@@ -106,8 +107,8 @@ def banded(x, first, width):
 @pytest.mark.parametrize(
     ("loss", "implementation"),
     [
-        *((loss, "kernel") for loss in (losses.RNNT, losses.HAT, losses.MONOTONIC, losses.CONSTRAINED)),
-        (losses.RNNT, "reference"),
+        *((loss, "kernel") for loss in (family.RNNT, family.HAT, family.MONOTONIC, family.CONSTRAINED)),
+        (family.RNNT, "reference"),
     ],
     ids=str,
     indirect=["implementation"],
@@ -115,7 +116,7 @@ def banded(x, first, width):
 def test_a_band_is_the_loss_with_other_nodes_forbidden(loss, implementation):
     """For any band, also one without a path, the truth has -inf at all classes of the other nodes."""
     B, width = len(BANDS), 3
-    p = losses.problem(B, 7, 4, 9, lengths=([7] * (B - 1) + [5], [4] * (B - 1) + [2]))
+    p = batches.problem(B, 7, 4, 9, lengths=([7] * (B - 1) + [5], [4] * (B - 1) + [2]))
     first = np.array([*BANDS.values()], np.int32)
     column = np.arange(5)
     inside = (column >= first[..., None]) & (column < first[..., None] + width)

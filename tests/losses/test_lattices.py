@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 import door
-import losses
+import family
+import hlo
+import platforms
 import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt.lattices import _lattice as lattice
@@ -111,14 +114,14 @@ def test_sizes(topology, kernel):
 @ALL
 def test_threads(topology, kernel):
     """Nodes enough for several threads, whose number changes no bit; one long sequence among short ones."""
-    if losses.cuda_kernels():
+    if platforms.cuda_kernels():
         pytest.skip("threads are a matter of the CPU kernels")
     lengths = np.array([90, 3, 0, 88, 17, 90], np.int32), np.array([69, 2, 1, 60, 0, 40], np.int32)
     arcs = arcs_of(topology[1], (6, 90, 70), dtype=np.float32)
     assert 6 * 90 * 70 > 1 << 15
     alone = by_kernel(topology[0], arcs, *lengths)
     for threads in (2, 3, 8):
-        losses.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
+        compare.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
     check(topology, arcs, *lengths, kernel, {np.float32: 1e-5})
 
 
@@ -140,7 +143,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ["forward over reverse", *map(losses.slow, list(ORDERS)[1:])])
+@pytest.mark.parametrize("order", ["forward over reverse", *map(family.slow, list(ORDERS)[1:])])
 @FEW
 def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
@@ -169,7 +172,7 @@ def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
     """The double `where` of a safe logaddexp must hold in the second derivative too."""
     arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
@@ -205,7 +208,7 @@ def test_one_custom_call(kernel):
     arcs = arcs_of(truth.STANDARD, (2, T, U + 1))
     call = lambda arcs: lattices.log_likelihood([*lattices.STANDARD], arcs, np.full(2, T), np.full(2, U)).sum()
     for f, target in ((jax.value_and_grad(call), "jax_rnnt_lattice_grad"), (call, "jax_rnnt_lattice_loss")):
-        assert losses.custom_calls(losses.compiled(f, arcs)[1]) == losses.once([target])
+        assert hlo.custom_calls(hlo.compiled(f, arcs)[1]) == hlo.once([target])
 
 
 @ALL
@@ -252,7 +255,7 @@ def test_errors():
             lattices.Arc("blank", dt, du)
 
 
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize(
     "table", [lattices.STANDARD, lattices.token_and_duration((0, 1, 2))], ids=["standard", "durations"]
 )
