@@ -351,7 +351,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
-        num_frames = jnp.where(scale == 0, 0, nodes.num_frames)
+        num_frames = nodes.num_frames * (scale != 0).astype(nodes.num_frames.dtype)
         return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
 
 

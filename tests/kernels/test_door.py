@@ -131,7 +131,7 @@ def test_calls_at_once():
     expected = door.evaluate(family.RNNT, p)
     with door.opened(), concurrent.futures.ThreadPoolExecutor(4) as pool:
         emission, _ = door.parts(family.RNNT, 5)
-        nodes = door.label_map(p.targets, p.target_lengths), p.logit_lengths
+        nodes = door.nodes_of(p)
         one, *others = pool.map(lambda _: emission.forward(p.logits, nodes), range(8))
     for other in others:
         compare.assert_same_bits(other, one)

@@ -28,6 +28,7 @@ import family
 import jax_rnnt._xla
 import platforms
 from jax_rnnt._xla import loading
+from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._softmax import NO_LABEL, OUTSIDE, accumulation_dtype
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.losses import _call
@@ -337,6 +338,11 @@ def opened(threads=0):
         yield
 
 
+def nodes_of(p):
+    """The nodes of a batch, of NumPy arrays."""
+    return _emission.Nodes(label_map(p.targets, p.target_lengths), p.logit_lengths)
+
+
 def label_map(targets, num_labels):
     """int32 [..., 1, U1]: `emissions._emission.label_map` in NumPy."""
     column = np.arange(targets.shape[-1] + 1)
@@ -361,7 +367,7 @@ def run(loss, p, *, target=None, threads=0, inplace=True, clamp=-1.0, scale=1.0,
     `clamp` and `scale` are numbers, or arrays [...]. The kernel of the loss alone must give the same bits.
     """
     emission, topology = parts(loss, p.logits.shape[-1], **options)
-    nodes, lengths = (label_map(p.targets, p.target_lengths), p.logit_lengths), (p.logit_lengths, p.target_lengths)
+    nodes, lengths = nodes_of(p), (p.logit_lengths, p.target_lengths)
     scale, clamp = (np.full(p.logit_lengths.shape, x, accumulation_dtype(p.logits.dtype)) for x in (scale, clamp))
     with opened(threads), using(target):
         planes, norm = emission.forward(p.logits, nodes)
