@@ -1,8 +1,18 @@
 """The methods of a loss as functions: emission, adjustments and lattice in one program, with one fused gradient.
 
-Chained VJPs of the stages would apply the incoming cotangent before `clamp`. So the pullback through lattice and
-adjustments takes the unit cotangent here. The emission's backward kernel clips the gradient of each sequence, then
-multiplies it by the cotangent, in its single pass over the logits.
+Of one sequence: z its logits, l(z) the planes of the emission, a(l, w) the arcs, which adjustments with leaves w of the
+loss make of them, L(a) the loss, c the cotangent that comes in (docs/gradient.md). The lattice gives dL/da = -gamma,
+minus the posteriors. By the chain rule
+
+    dL/dl = -(da/dl)^T gamma               planes [T, U1], in the forward pass: c is not needed
+    dz    = c clip((dl/dz)^T dL/dl)        in the backward pass, by one kernel that reads z and writes dz over it
+    dw    = sum over sequences of -(da/dw)^T (c gamma)
+
+So alpha, beta and gamma are used up in the forward pass; dL/dl and `norm` are the residuals. For a softmax the second
+line is c clip(dL/dl[k] - softmax(z)[k] sum of dL/dl), with dL/dl[k] = 0 for classes that no arc has.
+
+Chained VJPs of the stages would multiply by c before the clip, which is not linear: `emissions._emission`'s
+`clip_and_scale`. The third line is linear in c and sums over sequences, so there c comes first, and gamma waits for it.
 
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """

@@ -7,9 +7,14 @@ of a node, then sums and picks. With own sums S_d = sum over own v of exp(x[v]) 
 
 Differences of logits stay small where all logits share an offset, so float32 keeps them.
 
-The backward pass is local. The softmax over all classes is w_d = S_d / S times that of the own ones. So the kernel runs
-on its own sums, with cotangents whose total is w_d times the total of all arcs; one class, the first own column, pays
-for the difference and is written anew.
+The backward pass is local. With cotangents c of the arcs, C their sum, and w_d = S_d / S, which is exp(m_d - log(S /
+exp R)), the softmax over all classes is w_d times that of the own ones:
+
+    dx[v] = sum of c over arcs of class v - C exp(x[v]) / S = ... - (w_d C) exp(x[v]) / S_d
+
+The kernel knows S_d, and takes the sum of the cotangents that it gets for the factor of the second term. Those of own
+arcs do not add up to w_d C. So one of them, that of the first own column f, is replaced by w_d C - (sum of the others):
+all classes but f are right, and dx[f] = c_f - w_d C exp(x[f]) / S_d is written anew.
 
 The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They lie on the last device, and
 every device runs the same kernel. So the kernel leaves the last D columns out on all of them. These columns are planes

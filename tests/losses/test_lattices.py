@@ -235,18 +235,21 @@ def test_lengths_out_of_range(implementation):
 
 def test_errors():
     arcs = arcs_of(truth.STANDARD, (T, U + 1))
-    given = {"topology": lattices.STANDARD, "arcs": arcs, "num_frames": T, "num_labels": U}
+    given = {"topology": lattices.STANDARD, "arc_log_probs": arcs, "num_frames": T, "num_labels": U}
     for changes, message in (
-        ({"arcs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
-        ({"arcs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
-        ({"arcs": {slot: np.zeros((2, T, 0)) for slot in arcs}}, "U1 >= 1"),
-        ({"arcs": arcs | {"label": arcs["label"].astype(int)}}, r"arcs\['label'\] must have one of the dtypes"),
+        ({"arc_log_probs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
+        ({"arc_log_probs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
+        ({"arc_log_probs": {slot: np.zeros((2, T, 0)) for slot in arcs}}, "U1 >= 1"),
+        (
+            {"arc_log_probs": arcs | {"label": arcs["label"].astype(int)}},
+            r"arc_log_probs\['label'\] must have one of the dtypes",
+        ),
         ({"num_frames": np.array([T])}, "num_frames must have shape"),
         ({"num_labels": 1.0}, "num_labels must have an integer dtype"),
         ({"implementation": "fast"}, "implementation must be"),
         ({"topology": ()}, "topology must hold one Arc"),
         ({"topology": "standard"}, "topology must be a tuple of Arc"),
-        ({"arcs": arcs["blank"]}, "arcs must be a dict"),
+        ({"arc_log_probs": arcs["blank"]}, "arc_log_probs must be a dict"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"log_likelihood: .*{message}"):
             lattices.log_likelihood(**given | changes)
