@@ -18,7 +18,8 @@ ROOMS = {  # name: (x, y, text)
     "xla_kernels/": (3.6, 0, "common, cpu, cuda"),
 }
 ARROWS = [
-    ("losses/", "layouts/"), ("losses/", "lattices/"), ("decode/, flax/", "losses/"), ("layouts/", "emissions/"), ("losses/", "sharding/"), ("sharding/", "emissions/"),
+    ("losses/", "layouts/"), ("losses/", "lattices/"), ("decode/, flax/", "losses/"), ("layouts/", "emissions/"),
+    ("losses/", "sharding/"), ("sharding/", "emissions/"),
     ("emissions/", "_xla/"), ("lattices/", "_xla/"), ("_xla/", "xla_kernels/"),
 ]  # fmt: skip
 

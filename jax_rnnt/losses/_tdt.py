@@ -85,7 +85,7 @@ class TDTLoss(TransducerLoss, _TokenDurations):
             return self
         if key is None and _checks.known(self.omega):
             raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
-        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `lattice`.
+        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `topology`.
             sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
             return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
         # In float32 always: the coin must not depend on jax_enable_x64.

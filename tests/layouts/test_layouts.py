@@ -19,13 +19,15 @@ import family
 import jax_rnnt
 import layout_table
 import project
-from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, _pytree, lattices
+from jax_rnnt.emissions._emission import OUTSIDE, Emission, Nodes, Placement, label_map
+from jax_rnnt.layouts import _layout
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in family.LOSSES if loss.name != "monotonic_final_blank"}
 QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs")
-DIFFERENTIATED = ("value", "arcs", "latency")
+DIFFERENTIATED = ("value", "arc_log_probs", "latency")
 OF_LAYOUTS = ("value",)  # the others are functions of the same arcs: those of one loss stand for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
 
@@ -329,3 +331,44 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         with jax.debug_nans(True):
             found, gradients = jax.value_and_grad(lambda *x: value(make(*x), *p[1:]), range(len(arrays)))(*arrays)
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ColumnsFirst(Placement[None]):
+    """Of logits [B, U1, T, V]: to `Rows`, the columns are the frames."""
+
+    def nodes(self, logits, targets, num_frames, num_labels, lengths):
+        frame = np.arange(logits.shape[2], dtype=np.int32)
+        label = jnp.where(frame[None, :, None] < num_frames[:, None, None], label_map(targets, num_labels), OUTSIDE)
+        return logits, Nodes(jnp.swapaxes(label, 1, 2), num_labels + 1), None
+
+    def to_planes(self, planes, where):
+        return {slot: jnp.swapaxes(x, 1, 2) for slot, x in planes.items()}
+
+    to_rows = to_planes
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transposed(_layout.ArrayLogits):
+    @property
+    def shape(self):
+        batch, columns, frames, classes = self.logits.shape
+        return batch, frames, columns, classes
+
+    def checked(self, function):
+        return self
+
+    def emission(self, function, loss, head, *sequences):
+        return Emission(head, self.frames, head.tokens(self.classes), ColumnsFirst()), self.logits
+
+
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
+def test_a_layout_is_one_placement(loss, kernel):
+    """A layout that the library lacks: all it adds is where the rows are."""
+    p = batches.poisoned(batches.problem(loss=loss))
+    value = loss.value(reduction="none", implementation=kernel, clamp=0.3)
+    step = lambda x: jnp.sum(value(Transposed(x), *p[1:]))
+    losses, gradient = jax.jit(lambda x: (value(Transposed(x), *p[1:]), jax.grad(step)(x)))(p.logits.swapaxes(1, 2))
+    compare.assert_matches((losses, np.swapaxes(gradient, 1, 2)), loss.expected(p, clamp=0.3), np.float64, 11)

@@ -100,7 +100,7 @@ def test_methods(loss, axes, kind, devices):
             ask = lambda value, *p: getattr(value, name)(*p[:4], label_windows=p[4])
             got = jax.jit(functools.partial(ask, loss.value(**axes)))(*placed)
             compare.assert_close(got, ask(loss.value(), *p, windows), 1e-12)
-            if name in ("posteriors", "arcs"):
+            if name in ("posteriors", "arc_log_probs"):
                 for plane in jax.tree.leaves(got):
                     assert (*plane.sharding.spec, None, None)[1] == axes.get("frame_axis")
 
