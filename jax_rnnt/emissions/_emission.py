@@ -261,7 +261,7 @@ class Exchange:
 
     def joined_planes(self, plane: jax.Array) -> jax.Array:
         """`to_rows`, for a result."""
-        return plane
+        return self.joined(plane)
 
 
 class Placed(typing.NamedTuple):

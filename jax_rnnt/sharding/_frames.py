@@ -69,7 +69,7 @@ class FrameExchange(Exchange):
         return self.vocabulary.joined(self._collected(jax.lax.psum(whole, self.axis)))
 
     def joined_planes(self, plane):
-        return self.vocabulary.joined_planes(self.to_rows(plane))
+        return self.vocabulary.joined(self.to_rows(plane))
 
 
 def own_frames(num_frames, frames: int, axis: str):

@@ -338,6 +338,3 @@ class VocabularyExchange(Exchange):
 
     def joined(self, x):
         return _axes.shared(self.axis, x)
-
-    def joined_planes(self, plane):
-        return _axes.shared(self.axis, plane)
