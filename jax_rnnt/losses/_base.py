@@ -8,12 +8,13 @@ import typing
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree, _renamed, sharding
+from jax_rnnt import _checks, _pytree, _renamed
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
+from jax_rnnt.sharding._device import parts
 
 
 def _equal(x, y) -> bool:
@@ -465,7 +466,7 @@ class TransducerLoss:
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
         loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
-        head = _call.resolved_emission(name, loss, layout.classes * sharding.parts(loss)[1])
+        head = _call.resolved_emission(name, loss, layout.classes * parts(loss)[1])
         _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
 

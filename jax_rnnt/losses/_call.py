@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks, _pytree, sharding
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
 from jax_rnnt.losses._methods import Method
 from jax_rnnt.losses._reductions import reduce
+from jax_rnnt.sharding import _over_mesh
 
 
 @_pytree.register
@@ -69,7 +70,7 @@ def prepare(
 def run(call: Call) -> Any:
     """The result of a call."""
     if call.loss.vocab_axis is not None or call.loss.frame_axis is not None:
-        return sharding.run(call)
+        return _over_mesh.run(call)
     call = call.checked()
     head = call.head(call.layout.classes)
     return call.result(*call.layout.emission(call.function, call.loss, head, *call.sequences))

@@ -17,7 +17,7 @@ from jax_rnnt import _checks
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.losses._adjustments import adjust
-from jax_rnnt.sharding import parts
+from jax_rnnt.sharding._device import parts
 
 
 def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:
@@ -45,7 +45,7 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
     check = functools.partial(_check, function)
     in_frames, in_classes = parts(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
-    classes = layout.classes * in_classes - head.num_durations
+    classes = head.tokens(layout.classes * in_classes)
     with now():
         check("logit_lengths", num_frames, (num_frames >= 0) & (num_frames <= frames), f"lie in [0, {frames}]")
         check("target_lengths", num_labels, (num_labels >= 0) & (num_labels <= labels), f"lie in [0, {labels}]")

@@ -48,7 +48,7 @@ LOSSES += "TargetRobustRNNTLoss WildcardRNNTLoss rnnt_loss"
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs sum_over_nodes"
 BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
 NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
-MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "timing"}
+MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "timing"}
 
 
 def test_names():
