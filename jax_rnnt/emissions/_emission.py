@@ -321,10 +321,10 @@ class Emission(Generic[Logits, Residuals]):
         """As `Rows.backward`, of the lattice; it has derivatives of its own."""
         of_frames = {slot: self.exchange.to_rows(x) for slot, x in cotangents.items()}
         operands = residuals, self.placement.to_rows(of_frames, placed.where), *self._of_rows(placed, scale, clamp)
-        given: Any = logits
-        viewed = self.placement.view(given)
+        stored: Any = logits
+        viewed = self.placement.view(stored)
         of_rows = gradient(self.rows, strict, alias, viewed, placed.nodes, *operands)
-        return of_rows if viewed is given else of_rows.reshape(given.shape)
+        return of_rows if viewed is stored else of_rows.reshape(stored.shape)
 
     def clip_and_scale(self, gradient: Logits, placed: Placed, scale, clamp) -> Logits:
         """scale * clip(gradient, clamp), of own sequences."""

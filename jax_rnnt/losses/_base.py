@@ -173,13 +173,13 @@ class TransducerLoss:
         TypeError
             `compose` has steps, and the loss does not say what they mean to a decoder.
         """
-        made = self._without_options().compose()
-        if not isinstance(made, Composition):
-            raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {made!r}.")
-        if made.steps or made.closing:
+        composition = self._without_options().compose()
+        if not isinstance(composition, Composition):
+            raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {composition!r}.")
+        if composition.steps or composition.closing:
             lacks = "decoding(), which returns its DecodingRules: compose() has steps, which act on known targets"
             raise TypeError(f"{type(self).__name__} lacks {lacks}.")
-        return DecodingRules(made.emission, made.topology)
+        return DecodingRules(composition.emission, composition.topology)
 
     def _without_options(self) -> TransducerLoss:
         """The loss with every option off."""
@@ -475,6 +475,6 @@ _pytree.register(TransducerLoss)
 
 def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss:
     """kind(**fields), of all its fields; errors name `function`."""
-    made = _pytree.make(kind, fields.keys(), fields.values())
-    made._check(function)
-    return made
+    loss = _pytree.make(kind, fields.keys(), fields.values())
+    loss._check(function)
+    return loss

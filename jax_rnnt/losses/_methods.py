@@ -311,13 +311,13 @@ def arc_log_probs(loss, emission, *problem):
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
     planes = _adjust(loss, _plain_planes(loss, emission, logits, placed), num_frames, num_labels, windows)
 
-    def made(arc):
+    def masked(arc):
         x = arc.of(planes)
         inside = reference.inside(num_frames, num_labels - arc.du, *x.shape[-2:])  # a step may fill the rest
         return emission.exchange.joined_planes(jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, x, -jnp.inf)))
 
     topology = loss.compose().topology
-    return {wide.slot: made(arc) for arc, wide in zip(topology, expanded(topology), strict=True)}
+    return {wide.slot: masked(arc) for arc, wide in zip(topology, expanded(topology), strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)

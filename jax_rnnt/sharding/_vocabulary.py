@@ -235,13 +235,13 @@ class SplitVocabulary(Rows[Any, Any]):
         # NaN in a logit makes all arcs of the node NaN.
         poison = sum((jnp.where(jnp.isnan(x), jnp.nan, 0) for x in others), total - total)
         tokens = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) for x in tokens]
-        made = self._planes(tokens, others, poison)
+        results = self._planes(tokens, others, poison)
         # Of the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
-        of_head = others if self.full.bernoulli else [jnp.exp(made[f"duration+{i}"]) for i in range(len(others))]
+        of_head = others if self.full.bernoulli else [jnp.exp(results[f"duration+{i}"]) for i in range(len(others))]
         shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
         for x, y in zip(classes.values(), of_head):
             shares.append(jnp.where(self._is_last(), y, jnp.where(none, 0, jnp.exp(x - shared - log_total))))
-        return made, (norm, first, *shares)
+        return results, (norm, first, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
         own, all_labels = self._own(nodes), nodes.label
