@@ -273,7 +273,7 @@ class Backward(typing.NamedTuple):
         return Sums(encoder, predictor, arrays, infinite, joint.zeros(self.parameters, blocks.count))
 
     def encoder_of(self, tile):
-        # A random joint gets zeros for a sequence that is off, so that rows keep their places; one that counts may share
+        # For a random joint, zeros for a sequence that is off, whose rows keep their places. One that counts may share
         # its frames.
         off = self.off[tile.sequence][:, None, None]
         return jnp.where(off, 0, tile.encoder) if self.tiled.joint.random else tile.encoder

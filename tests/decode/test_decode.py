@@ -53,7 +53,7 @@ def test_greedy_is_the_plain_loop(name):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("rnnt", "exact"), ("tdt", "open"), losses.slow("split", "exact"), losses.slow("multiblank", "open")],
+    [("rnnt", "exact"), ("tdt", "open"), family.slow("split", "exact"), family.slow("multiblank", "open")],
 )
 def test_beam_is_the_enumeration(name, kind):
     """Open ends are ranked by normalised scores. (test_fusion has the whole family.)"""

@@ -49,7 +49,7 @@ WAYS = pytest.mark.parametrize(
     ("joint", "implementation"),
     [
         (linear, "kernel"), (closure, "kernel"), (closure, "reference"),
-        (function, "kernel"), losses.slow(function, "reference"),
+        (function, "kernel"), family.slow(function, "reference"),
     ],
     indirect=["implementation"],
 )  # fmt: skip
@@ -312,7 +312,7 @@ def test_complex_parameters():
     compare.assert_close(got, expected, 1e-12)
 
 
-@pytest.mark.parametrize("has_parameters", [False, losses.slow(True)])
+@pytest.mark.parametrize("has_parameters", [False, family.slow(True)])
 def test_dropout_is_the_same_in_both_passes(has_parameters):
     """Finite differences would reveal another mask in the backward pass."""
     network = Network()

@@ -60,7 +60,7 @@ every = pytest.mark.parametrize(
 
 # A label that stays, a label with durations, several blanks, and arcs with weights: all kinds of moves.
 kinds_of_moves = pytest.mark.parametrize(
-    "loss", [NAMED["rnnt"], NAMED["tdt"], losses.slow(NAMED["multiblank"]), losses.slow(NAMED["split"])], ids=str
+    "loss", [NAMED["rnnt"], NAMED["tdt"], family.slow(NAMED["multiblank"]), family.slow(NAMED["split"])], ids=str
 )
 
 
