@@ -37,7 +37,7 @@ FOLDER = pathlib.Path(os.environ.get("JAX_RNNT_INSTALLED") or pathlib.Path(__fil
 sys.path.insert(0, str(FOLDER))
 
 import jax_rnnt
-import losses
+import platforms
 
 if pathlib.Path(jax_rnnt.__file__).parents[1] != FOLDER:
     raise RuntimeError(f"the tests must run on the jax_rnnt of {FOLDER}, got {jax_rnnt.__file__}")
@@ -46,12 +46,12 @@ if pathlib.Path(jax_rnnt.__file__).parents[1] != FOLDER:
 gc.freeze()
 gc.set_threshold(200_000, 50, 1000)
 
-if losses.interpreted():
+if platforms.interpreted():
     import interpreted
 
     interpreted.install()
 
-QUICK = losses.platform() == "cpu"
+QUICK = platforms.platform() == "cpu"
 if not QUICK:  # GPUs multiply float32 as TF32 and TPUs as bfloat16; tests compare float32 results at 1e-5
     jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_disable_most_optimizations", QUICK)
@@ -70,7 +70,7 @@ def pytest_itemcollected(item):
 
 
 def require_kernel():
-    reason = losses.missing_kernel()
+    reason = platforms.missing_kernel()
     if reason is None:
         return
     (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
@@ -93,7 +93,7 @@ def kernel():
 @pytest.fixture
 def native_kernel(kernel):
     """For properties of custom calls: interpreted kernels are none, and the emission beside them is XLA's."""
-    if losses.interpreted():
+    if platforms.interpreted():
         pytest.skip("interpreted kernels are no custom calls")
     return kernel
 

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 ROOMS = {  # name: (x, y, text)
     "losses/": (0, 3, "a loss as a value;\nits methods"),
     "decode/, flax/": (2.4, 3, "searches; networks"),
+    "sharding/": (4.4, 2, "losses over\nseveral devices"),
     "layouts/": (0, 2, "how logits are given:\nchecks and emission"),
     "emissions/": (0, 1, "logits -> planes\n[..., T, U + 1]"),
     "lattices/": (2.4, 1, "arcs -> loss,\nposteriors, best path"),
@@ -18,6 +19,7 @@ ROOMS = {  # name: (x, y, text)
 }
 ARROWS = [
     ("losses/", "layouts/"), ("losses/", "lattices/"), ("decode/, flax/", "losses/"), ("layouts/", "emissions/"),
+    ("losses/", "sharding/"), ("sharding/", "emissions/"),
     ("emissions/", "_xla/"), ("lattices/", "_xla/"), ("_xla/", "xla_kernels/"),
 ]  # fmt: skip
 
@@ -33,6 +35,6 @@ for start, end in ARROWS:
     else:
         tail, head = (x + (0.85 if y - w > 1 else 0), y - 0.32), (v, w + 0.32)
     axes.annotate("", head, tail, arrowprops={"arrowstyle": "->", "color": "#456"})
-axes.set(xlim=(-1.1, 4.7), ylim=(-0.5, 3.5))
+axes.set(xlim=(-1.1, 5.4), ylim=(-0.5, 3.5))
 axes.axis("off")
 figure.savefig(pathlib.Path(__file__).with_name("house.png"), dpi=110, bbox_inches="tight")

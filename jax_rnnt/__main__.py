@@ -61,7 +61,7 @@ def _info() -> tuple[dict[str, Any], list[str]]:
     kernels = {name: loading.instruction_set(name) for name in loading.KERNELS}
     for name in loading.KERNELS:
         ffi[name] = ".".join(map(str, loading.module(name).api_version()))
-    found = {
+    report = {
         "versions": versions,
         "device": {"kind": devices[0].device_kind, "platform": devices[0].platform, "count": len(devices)},
         "host": platform.machine(),
@@ -76,7 +76,7 @@ def _info() -> tuple[dict[str, Any], list[str]]:
     lines += [f"kernels for {name}: {which}, XLA FFI {ffi[name]}" for name, which in kernels.items()]
     lines += [f"no kernels for {name}: {why}" for name, why in missing.items()]
     lines.append(f"XLA FFI of jaxlib: {ffi['runtime'] or 'unknown'}")
-    return found, lines
+    return report, lines
 
 
 def _selftest(require: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -92,25 +92,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and prints its answer; the exit status is 1 where kernels are missing or wrong."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     lines: list[str] = []
     if options.command in (None, "info"):
-        found, lines = _info()
+        report, lines = _info()
     if options.command in (None, "selftest"):
         try:
             tested, more = _selftest(getattr(options, "require", None))
         except ValueError as error:
             parser.error(str(error))
-        found, lines = found | tested, lines + more
+        report, lines = report | tested, lines + more
     if options.command == "bench":
         shape = options.B, options.T, options.U, options.V
         least = 5 if options.loss == "multiblank" else 2  # three big blanks, the blank, a label
         if least > options.V:
             parser.error(f"bench: V must be at least {least} for --loss {options.loss}, got {options.V}")
-        found = _bench.bench(*shape, options.loss, options.dtype)
-        lines = _bench.text(found)
-    print(json.dumps(found, indent=2) if options.json else "\n".join(lines))
-    return 0 if found.get("ok", True) else 1
+        report = _bench.bench(*shape, options.loss, options.dtype)
+        lines = _bench.text(report)
+    print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
+    return 0 if report.get("ok", True) else 1
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def _in_place(function, first, *rest):
     held = [first]
 
     def again():
-        made = function(held[0], *rest)
-        held[0] = made[-1] if isinstance(made, tuple) else made
-        return made
+        result = function(held[0], *rest)
+        held[0] = result[-1] if isinstance(result, tuple) else result
+        return result
 
     return _seconds(again)
 

@@ -16,14 +16,14 @@ _INCONCLUSIVE = getattr(jax.errors, "InconclusiveDimensionOperation", None) or j
 
 
 def array(function: str, name: str, x) -> Any:
-    """x, made an array if it is none; a TypeError if it cannot be one."""
+    """x, converted to an array if it is none; a TypeError if it cannot be one."""
     try:
-        made = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
+        converted = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
     except ValueError:  # lists of different lengths
-        made = None
-    if (dtype := getattr(made, "dtype", None)) is None or dtype == np.dtype(object):
+        converted = None
+    if (dtype := getattr(converted, "dtype", None)) is None or dtype == np.dtype(object):
         raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
-    return made
+    return converted
 
 
 def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
@@ -218,7 +218,7 @@ def class_index(function: str, name: str, x, classes: int) -> int:
     return x % classes
 
 
-def durations(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
+def distinct_integers(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
     """A tuple of distinct integers, each at least `smallest`, at least one of them."""
     try:
         values = None if isinstance(x, (Set, Mapping)) else tuple(x)  # their order would choose the classes

@@ -26,10 +26,10 @@ def _is_static(field) -> bool:
 
 def make(cls, names, values):
     """A value with these fields, without checks."""
-    made = object.__new__(cls)
+    instance = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def register(cls):

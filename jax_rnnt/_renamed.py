@@ -3,6 +3,10 @@
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _warn(old: str, new: str) -> None:
@@ -23,16 +27,18 @@ def names(module: str, renamed: dict[str, str], otherwise=None):
     return __getattr__
 
 
-def argument(old: str, new: str):
-    """Decorator of a function whose argument `old` is now the keyword `new`."""
+def argument(old: str, new: str) -> Callable[[Function], Function]:
+    """Decorator of a function, or of the `__init__` of a class, whose argument `old` is now the keyword `new`."""
 
     def decorate(function):
+        name = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
             if old in kwargs:
                 if new in kwargs:
-                    raise TypeError(f"{function.__name__}: {old} is the former name of {new}; give {new} alone")
-                _warn(f"{function.__name__}: the argument {old}", new)
+                    raise TypeError(f"{name}: {old} is the former name of {new}; give {new} alone")
+                _warn(f"{name}: the argument {old}", new)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 

@@ -37,27 +37,27 @@ LATTICES = {  # {kind: (arcs, whether every path of a sequence with labels pays 
 
 def _emissions(dtype):
     """{kind: operands}: ragged batches with padding, an empty target and a sequence without frames."""
-    rng, made = np.random.default_rng(0), {}
+    rng, operands = np.random.default_rng(0), {}
     for kind, (classes, _) in EMISSIONS.items():
         frames, columns = (9, 6) if classes < 10000 else (3, 2)
         logits = jnp.asarray(rng.normal(0, 2, (4, frames, columns, classes)), dtype)
         num_frames = jnp.minimum(jnp.array([9, 5, 7, 0], jnp.int32), frames)
         num_labels = jnp.minimum(jnp.array([5, 3, 0, 0], jnp.int32), columns - 1)
         targets = jnp.asarray(rng.integers(0, classes - 3, (4, columns - 1)), jnp.int32)  # below the durations
-        made[kind] = logits, softmax.label_map(targets, num_labels), num_frames
-    return made
+        operands[kind] = logits, softmax.label_map(targets, num_labels), num_frames
+    return operands
 
 
 def _lattices(dtype):
     """{kind: (arcs, num_frames, num_labels)}; the lattice only ever sees the accumulation dtypes."""
-    rng, made = np.random.default_rng(0), {}
+    rng, operands = np.random.default_rng(0), {}
     for kind, (topology, wide) in LATTICES.items() if softmax.accumulation_dtype(jnp.dtype(dtype)) == dtype else ():
         arcs = {slot: -rng.exponential(2, (4, 9, 37)) for slot in slots(topology)}
         if wide:
             arcs["label"][..., 0] -= 1e9
         planes = {slot: jnp.asarray(x, dtype) for slot, x in arcs.items()}
-        made[kind] = planes, jnp.array([9, 5, 7, 0], jnp.int32), jnp.array([7, 3, 0, 0], jnp.int32)
-    return made
+        operands[kind] = planes, jnp.array([9, 5, 7, 0], jnp.int32), jnp.array([7, 3, 0, 0], jnp.int32)
+    return operands
 
 
 def _options(kind):
@@ -92,8 +92,8 @@ def _emission_kernels(emissions, planes):
 
 
 def _lattice_references(lattices):
-    made = {kind: lattice.reference_grad(LATTICES[kind][0], *x) for kind, x in lattices.items()}
-    return dict(zip(loading.TARGETS[2:], ({kind: x[:1] for kind, x in made.items()}, made)))
+    results = {kind: lattice.reference_grad(LATTICES[kind][0], *x) for kind, x in lattices.items()}
+    return dict(zip(loading.TARGETS[2:], ({kind: x[:1] for kind, x in results.items()}, results)))
 
 
 def _lattice_kernels(lattices):

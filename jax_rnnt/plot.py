@@ -41,7 +41,7 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     """Posterior probability of every arc of a loss's lattice, given the targets.
 
     T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
-    of labels; here each arc of `loss.lattice` has its own plane: each duration, each big blank.
+    of labels; here each arc of `loss.topology` has its own plane: each duration, each big blank.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     Returns
     -------
     dict of str to Array, floating [..., T, U + 1]
-        By the slot of the arc, in the order of `loss.lattice`. Arcs that share a slot are told apart by their frames:
+        By the slot of the arc, in the order of `loss.topology`. Arcs that share a slot are told apart by their frames:
         "blank" over 1 and over 2 frames are "blank+1" and "blank+2". All paths cross each frame and each label, so for
         unit steps the blanks of a frame add up to 1, and so do the labels of a column.
 
@@ -66,8 +66,8 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     ['0.333', '0.333', '0.333']
     """
     lengths = jax.numpy.asarray(logit_lengths), jax.numpy.asarray(target_lengths)
-    planes, topology = loss.arcs(logits, targets, *lengths, key=key), _apart(loss.lattice)
-    planes = {apart.slot: planes[arc.slot] for apart, arc in zip(topology, loss.lattice, strict=True)}
+    planes, topology = loss.arc_log_probs(logits, targets, *lengths, key=key), _apart(loss.topology)
+    planes = {apart.slot: planes[arc.slot] for apart, arc in zip(topology, loss.topology, strict=True)}
     return jax.grad(lambda planes: lattices.log_likelihood(topology, planes, *lengths).sum())(planes)
 
 
@@ -154,7 +154,7 @@ def draw_lattice(
     def style(weight):
         return {"linewidth": thin * (0.5 + 3.5 * weight), "color": plt.get_cmap("Greys")(0.25 + 0.75 * weight)}
 
-    for arc in _apart(loss.lattice):
+    for arc in _apart(loss.topology):
         plane = np.asarray(posteriors[arc.slot], np.float64)
         t, u = np.nonzero(plane > FAINT)
         weight = np.minimum(plane[t, u], 1)
@@ -301,7 +301,7 @@ def draw_latencies(
     Parameters
     ----------
     first, second : Array, floating [U]
-        Frames of the encoder: ``loss.emission_frames`` of either model, or frames of best paths.
+        Frames of the encoder: ``loss.label_frames`` of either model, or frames of best paths.
     targets : Array, integer [U]
     names : tuple of two str
         What the models are called.
@@ -325,7 +325,7 @@ def draw_latencies(
     --------
     ::
 
-        frames = (model.emission_frames(...)[0] for model in (offline, streaming))
+        frames = (model.label_frames(...)[0] for model in (offline, streaming))
         plot.draw_latencies(*frames, targets[0], names=("offline", "streaming"), hop=0.04, ax=ax)
     """
     labels = _names("draw_latencies", targets, symbols)

@@ -48,7 +48,7 @@ def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float =
     Parameters
     ----------
     frames : Array, integer or floating [...]
-        Frames of the encoder: those of `align`, of a decoder, or the means of `emission_frames`.
+        Frames of the encoder: those of `align`, of a decoder, or the means of `label_frames`.
     hop : float
         Seconds from one input frame to the next.
     reduction : int, default 1

@@ -39,7 +39,7 @@ def delay(recogniser, params, digits):
     def expected(batch):
         model = recogniser.model(params)
         x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
-        return recogniser.loss.emission_frames(model.joint.logits(x.frames, x.states), *x[2:])
+        return recogniser.loss.label_frames(model.joint.logits(x.frames, x.states), *x[2:])
 
     delays = []
     for batch in digits.tests():

@@ -2,13 +2,14 @@
 
 `loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
 primitive, `grouped` and `local` make one of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
-function where it was not traced, `avals` has the mesh axes and shardings of types, and `axes` the collectives of a loss
-that is split over devices. No other file imports any of it from JAX: `tests/tools/test_public.py`.
+function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports any of it
+from JAX: `tests/tools/test_public.py`.
 """
 
 from jax_rnnt._xla.avals import batch_like as batch_like
 from jax_rnnt._xla.avals import is_split as is_split
 from jax_rnnt._xla.avals import parts as parts
+from jax_rnnt._xla.avals import reshard as reshard
 from jax_rnnt._xla.avals import result_aval as result_aval
 from jax_rnnt._xla.avals import rows_of_batch as rows_of_batch
 from jax_rnnt._xla.avals import rows_of_table as rows_of_table
@@ -16,13 +17,7 @@ from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import spec_of as spec_of
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
-from jax_rnnt._xla.axes import axis_size as axis_size
-from jax_rnnt._xla.axes import is_typed as is_typed
-from jax_rnnt._xla.axes import mesh_with as mesh_with
-from jax_rnnt._xla.axes import over_mesh as over_mesh
-from jax_rnnt._xla.axes import shared as shared
-from jax_rnnt._xla.axes import sum_over as sum_over
-from jax_rnnt._xla.axes import varies as varies
+from jax_rnnt._xla.avals import varying_axes as varying_axes
 from jax_rnnt._xla.grouped import Grouped as Grouped
 from jax_rnnt._xla.grouped import most_over_groups as most_over_groups
 from jax_rnnt._xla.loading import export_checks as export_checks

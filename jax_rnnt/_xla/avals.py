@@ -16,7 +16,8 @@ except ImportError:  # before jax 0.7
     from jax.experimental.shard import reshard  # type: ignore[no-redef]
 
 
-def _varying(aval) -> frozenset:
+def varying_axes(aval) -> frozenset:
+    """The manual mesh axes over which arrays of this type vary."""
     axes = getattr(aval, "mat", None)  # jax >= 0.10
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", None) or ())
 
@@ -27,7 +28,7 @@ def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, .
     The arrays of `like` count, too; the axes of `without` do not.
     """
     avals = [jax.typeof(x) for x in arrays]
-    union = frozenset().union(*map(_varying, (*avals, *map(jax.typeof, like)))) - {*without}
+    union = frozenset().union(*map(varying_axes, (*avals, *map(jax.typeof, like)))) - {*without}
 
     def vary(x, missing):
         if not missing:
@@ -36,7 +37,7 @@ def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, .
             return jax.lax.pcast(x, missing, to="varying")
         return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax < 0.8
 
-    return tuple(vary(x, tuple(sorted(union - _varying(a)))) for x, a in zip(arrays, avals))
+    return tuple(vary(x, tuple(sorted(union - varying_axes(a)))) for x, a in zip(arrays, avals))
 
 
 def spec_of(aval) -> list:
@@ -113,7 +114,7 @@ def struct_like(like: jax.Array, shape, dtype) -> jax.ShapeDtypeStruct:
     if "manual_axis_type" in parameters:  # jax >= 0.10
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=aval.manual_axis_type)
     if "vma" in parameters:
-        return jax.ShapeDtypeStruct(shape, dtype, vma=_varying(aval))  # type: ignore[call-arg]
+        return jax.ShapeDtypeStruct(shape, dtype, vma=varying_axes(aval))  # type: ignore[call-arg]
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

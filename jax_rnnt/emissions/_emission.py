@@ -1,17 +1,46 @@
 """Emissions: logits -> log-probabilities ("planes"), from which adjustments make the arcs of a lattice.
 
-Planes are named by slots; a slot that starts with "label" is a label arc.
+An `Emission` composes three parts, each with a protocol of its own:
+
+    Rows        the arithmetic of a row: logits -> planes, and back
+    Placement   where the rows of a layout are: which node has which row. A new layout of logits implements this one
+    Exchange    what devices tell each other when a loss is split over them: `jax_rnnt/sharding`
+
+Planes are named by slots; a slot that starts with "label" is a label arc. B sequences (`...`, any number of batch
+dimensions), T frames, U1 = U + 1 columns.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import typing
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 NO_LABEL = -1  # label map: no label arc leaves this node
 OUTSIDE = -2  # label map: the node lies outside the sequence, its row is never read
+
+Planes = dict[str, jax.Array]  # by slot, each [..., T, U1]
+Logits = TypeVar("Logits")  # an array, or a pytree of arrays
+Residuals = TypeVar("Residuals")  # a pytree of arrays
+Where = TypeVar("Where")  # a pytree of integers
+
+
+class Nodes(typing.NamedTuple):
+    """Which rows belong to a sequence, and which label arc leaves each node."""
+
+    label: jax.Array  # int32 [..., 1 or T, U1]: class of the label arc, `NO_LABEL` or `OUTSIDE`
+    num_frames: jax.Array  # int32 [...]: rows of later frames are never read
+    num_labels: jax.Array | None = None  # int32 [...]; None where `label` alone tells the columns
+    counts: jax.Array | None = None  # bool [..., T, U1]: nodes that `sum_over_nodes` adds up
+
+    def without(self, masked: jax.Array) -> Nodes:
+        """Without the sequences `masked` [...]: nothing of these is read."""
+        label = jnp.where(masked[..., None, None], OUTSIDE, self.label)
+        return self._replace(label=label, num_frames=jnp.where(masked, 0, self.num_frames))
 
 
 def label_map(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
@@ -29,9 +58,9 @@ def inside_targets(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
     return column < num_labels[..., None]
 
 
-def out_of_range(targets, num_frames, num_labels, frames: int, classes: int) -> jax.Array:
-    """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, classes)."""
-    bad = jnp.any(inside_targets(targets, num_labels) & ((targets < 0) | (targets >= classes)), -1)
+def out_of_range(targets, num_frames, num_labels, frames: int, tokens: int) -> jax.Array:
+    """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, tokens)."""
+    bad = jnp.any(inside_targets(targets, num_labels) & ((targets < 0) | (targets >= tokens)), -1)
     return bad | (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels > targets.shape[-1])
 
 
@@ -44,7 +73,16 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> jax.Array:
-    """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0."""
+    """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0.
+
+    L = sum over b of c_b l_b, for losses l_b and incoming cotangents c_b (`scale`). `clamp` must mean the same whatever
+    multiplies a loss, a mean over the batch or a factor against float16's underflow. So it clips the sequence's own
+    gradient, and only then comes the cotangent:
+
+        dL/dz = c_b clip(dl_b/dz, -clamp, clamp)        and not        clip(c_b dl_b/dz, -clamp, clamp)
+
+    Clipping is not linear, so a backward pass that starts from c_b cannot give this.
+    """
     bound, scale = (_each(x, gradient).astype(gradient.dtype) for x in (clamp, scale))
     return _product(jnp.where(bound > 0, jnp.clip(gradient, -bound, bound), gradient), scale)
 
@@ -76,133 +114,219 @@ def widened(arrays):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, arrays)
 
 
-def has_nan(planes: dict[str, jax.Array]) -> jax.Array:
+def has_nan(planes: Planes) -> jax.Array:
     """bool [...]: sequences with a NaN in a plane [..., T, U1]."""
     return functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in planes.values()))
 
 
-class Emission:
-    """How logits become planes. A frozen, hashable object, static under jit: `jax.tree_util.register_static`.
+class Rows(Generic[Logits, Residuals]):
+    """How rows of logits become planes. A frozen, hashable object, static under jit: `jax.tree_util.register_static`.
 
-    `logits` is an array, or whatever arrays a layout gives in its place.
+    `Softmax` reads an array [..., T, U1, V]. Other rows are made of arrays: of a joint network, of two matrices.
     """
 
     blanks: Any  # classes, a tuple of int
-    clips = True  # whether there are logits whose gradient a clamp can clip
+    clips: Any = True  # whether there are logits whose gradient a clamp can clip
+    normalized: Any  # whether the arcs of a node are probabilities that sum to 1 at most
 
-    def normalized(self, logits) -> bool:
-        """Whether the arcs of a node are probabilities that sum to 1 at most."""
+    def reference(self, logits: Logits, nodes: Nodes) -> Planes:
+        """Planes in plain JAX: -inf outside the sequence, whose rows are masked before use."""
         raise NotImplementedError
 
-    def dimensions(self, logits) -> tuple[int, int]:
-        """(T, V): the bounds of lengths and labels."""
-        raise NotImplementedError
-
-    def prepare(self, logits, targets, logit_lengths, target_lengths):
-        """(logits, nodes, num_frames, num_labels, bad [...]) of a batch.
-
-        A sequence with lengths or labels out of range is bad and gets T_b = U_b = 0. `nodes` holds integers: which rows
-        belong to a sequence, and which label arc leaves each.
-        """
-        bad = out_of_range(targets, logit_lengths, target_lengths, *self.dimensions(logits))
-        num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
-        return logits, self.nodes(logits, targets, num_frames, num_labels), num_frames, num_labels, bad
-
-    def nodes(self, logits, targets, num_frames, num_labels):
-        """(label map, num_frames), or other arrays that tell `reference` which rows to read."""
-        return label_map(targets, num_labels), num_frames
-
-    def reference(self, logits, nodes) -> dict[str, jax.Array]:
-        """Planes [..., T, U1] by slot, in plain JAX: -inf outside the sequence, whose rows are masked before use."""
-        raise NotImplementedError
-
-    def forward(self, logits, nodes, *, strict=False):
+    def forward(self, logits: Logits, nodes: Nodes, *, strict: bool = False) -> tuple[Planes, Residuals]:
         """(planes, residuals of `backward`) by kernel; `strict` insists on one."""
         raise NotImplementedError
 
-    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...]."""
+    def backward(
+        self, logits: Logits, nodes: Nodes, residuals: Residuals, cotangents: Planes, scale: jax.Array,
+        clamp: jax.Array, *, strict: bool = False, alias: bool = True,
+    ) -> Logits:  # fmt: skip
+        """scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...].
+
+        0 for a sequence whose `scale` is 0: a masked loss has gradient 0, whatever its logits. With `alias` the result
+        may take the memory of the logits.
+        """
         raise NotImplementedError
 
-    def without(self, nodes, masked):
-        """The nodes without the sequences `masked` [...]: nothing of these is read."""
-        label, num_frames = nodes
-        return label, jnp.where(masked, 0, num_frames)
-
-    def drop_zero_cotangent(self, nodes, scale):
-        """The nodes without sequences whose `scale` [...] is 0: a masked loss has gradient 0, whatever its logits."""
-        return self.without(nodes, scale == 0)
-
-    def finish(self, gradient, nodes, scale, clamp):
-        """scale * clip(gradient, clamp)."""
-        return jax.tree.map(lambda g: clip_and_scale(g, scale, clamp), gradient)
-
-    # For emissions whose rows lie on several devices.
-    split_axes: Any = ()  # mesh axes over which logits vary, and planes do not
-
-    def own(self, x):
-        """Of numbers of each sequence [..., more], those whose planes this device has."""
-        return x
-
-    def joined(self, x):
-        """Results of all sequences [..., more], from those of `own`."""
-        return x
-
-    def joined_planes(self, plane):
-        """A plane that lies as the rows do, from one of `own` sequences with all frames."""
-        return plane
-
-    def pullback(self, logits, nodes, cotangents, scale, clamp):
+    def pullback(self, logits: Logits, nodes: Nodes, cotangents: Planes, scale: jax.Array, clamp: jax.Array) -> Logits:
         """What `backward` computes, from `reference`: differentiable any number of times, with respect to all of it."""
         # In float32 up to the end, as `backward`: float16 holds neither a large scale nor its product with a small one.
         wide = widened(logits)
         _, pull = jax.vjp(lambda x: self.reference(x, nodes), wide)
         if self.clips:
-            gradient = self.finish(pull(cotangents)[0], nodes, scale, clamp)
+            gradient = jax.tree.map(lambda g: clip_and_scale(g, scale, clamp), pull(cotangents)[0])
         else:  # sequences share leaves, so each is scaled before
             gradient = pull(jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents))[0]
         return jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, logits)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def gradient(emission, strict, alias, logits, nodes, residuals, cotangents, scale, clamp):
-    """`emission.backward`; 0 for a sequence whose `scale` is 0, whatever its logits.
+def gradient(rows: Rows, strict, alias, logits, nodes, residuals, cotangents, scale, clamp):
+    """`rows.backward`, whose derivative is that of `pullback`.
 
-    Its derivative belongs to `pullback`. So `residuals`, a cache of the logits, need none: their sums are scaled by
-    2^-124, where small tangents become 0 and large cotangents infinite. Nor does a loss with weight 0 lose the
-    derivative with respect to its weight.
+    `residuals` cache the logits and need no derivative: they are scaled by 2^-124, so tangents would underflow and
+    cotangents overflow. It also keeps the derivative with respect to a zero weight.
     """
-    problem = logits, emission.drop_zero_cotangent(nodes, scale), residuals, cotangents, scale, clamp
-    return emission.backward(*problem, strict=strict, alias=alias)
+    return rows.backward(logits, nodes, residuals, cotangents, scale, clamp, strict=strict, alias=alias)
 
 
 @gradient.defjvp
-def _(emission, strict, alias, primals, tangents):
+def _(rows, strict, alias, primals, tangents):
     logits, nodes, _, cotangents, scale, clamp = primals
     # A masked loss that is NaN has no derivative either.
-    nodes = emission.without(nodes, (scale == 0) & has_nan(cotangents))
+    counted = nodes.without((scale == 0) & has_nan(cotangents))
     operands = logits, cotangents, scale, clamp
 
-    def function(logits, *rest):
-        return emission.pullback(logits, nodes, *rest)
+    def function(logits, *others):
+        return rows.pullback(logits, counted, *others)
 
     _, tangent = jax.jvp(function, operands, (tangents[0], *tangents[3:]))
-    return gradient(emission, strict, alias, *primals), tangent
+    return gradient(rows, strict, alias, *primals), tangent
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Wrapper(Emission):
-    """Another layout of the rows that `inner` reads."""
+class Placement(Generic[Where]):
+    """Where the rows of a layout are. As it stands, of rows [..., T, U1, V], one for each node of the lattice.
 
-    inner: Any
+    A layout that stores the rows in another way overrides what differs: `nodes` finds them, the other methods carry
+    planes and numbers between the lattice [..., T, U1] and the sequences of which `Rows` are told. These may be others
+    than those of the batch: for packed logits every row is a sequence of one node. A frozen, hashable object, static
+    under jit. `where` is what `nodes` returns, for the methods that follow.
+    """
 
-    @property
-    def blanks(self):
-        return self.inner.blanks
+    def fits(self, logits, num_frames: jax.Array, num_labels: jax.Array) -> jax.Array | None:
+        """bool [...]: whether all rows of a sequence of these lengths, checked or not, exist; None: always."""
+        return None
 
-    @property
-    def split_axes(self):
-        return self.inner.split_axes
+    def nodes(
+        self, logits, targets, num_frames, num_labels, lengths: tuple[jax.Array, jax.Array]
+    ) -> tuple[Any, Nodes, Where | None]:
+        """(the arrays with rows among `logits`, their nodes, where they are), for checked lengths.
 
-    def normalized(self, logits):
-        return self.inner.normalized(logits)
+        `lengths` are both lengths as they came.
+        """
+        return logits, Nodes(label_map(targets, num_labels), num_frames, num_labels), None
+
+    def view(self, logits):
+        """Logits in the shape that `Rows` read, in the same memory."""
+        return logits
+
+    def to_planes(self, planes: Planes, where: Where) -> Planes:
+        """Planes [..., T, U1] of the lattice, from those of the rows; -inf where a node has no row."""
+        return planes
+
+    def to_rows(self, planes: Planes, where: Where) -> Planes:
+        """The transpose of `to_planes`, for cotangents."""
+        return planes
+
+    def of_rows(self, x: jax.Array, where: Where) -> jax.Array:
+        """A number of each of the rows' sequences, from one [...] of each sequence of the batch."""
+        return x
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What devices tell each other. As it stands: nothing, since every device has all of its sequences.
+
+    `own` sequences are those whose lattice is on this device.
+    """
+
+    axes: typing.ClassVar[Any] = ()  # mesh axes over which logits vary, and planes do not
+
+    def own_frames(self, num_frames: jax.Array) -> jax.Array:
+        """The frames of each sequence that are on this device."""
+        return num_frames
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Of numbers of each sequence [..., more], those of own sequences."""
+        return x
+
+    def every(self, x: jax.Array) -> jax.Array:
+        """A number of each sequence [...], from those of own ones; devices may differ in their types."""
+        return x
+
+    def to_lattice(self, plane: jax.Array) -> jax.Array:
+        """All frames of own sequences, from own frames of all sequences."""
+        return plane
+
+    def to_rows(self, plane: jax.Array) -> jax.Array:
+        """Own frames of all sequences, from all frames of own ones."""
+        return plane
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """Results of all sequences [..., more], alike on all devices, from those of own ones."""
+        return x
+
+    def joined_planes(self, plane: jax.Array) -> jax.Array:
+        """`to_rows`, for a result."""
+        return self.joined(plane)
+
+
+class Placed(typing.NamedTuple):
+    """The nodes of a batch, and where their rows are."""
+
+    nodes: Nodes
+    where: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Emission(Generic[Logits, Residuals]):
+    """How the logits of a batch become planes of its lattice: rows, where they are, and what devices exchange.
+
+    `frames` and `tokens` bound lengths and labels.
+    """
+
+    rows: Rows[Logits, Residuals]
+    frames: int
+    tokens: int
+    placement: Placement = Placement()
+    exchange: Exchange = Exchange()
+
+    def prepare(self, logits, targets, logit_lengths, target_lengths):
+        """(logits, `Placed`, num_frames, num_labels, bad [...]) of a batch.
+
+        A sequence with lengths or labels out of range is bad and gets T_b = U_b = 0.
+        """
+        bad = out_of_range(targets, logit_lengths, target_lengths, self.frames, self.tokens)
+        if (fits := self.placement.fits(logits, logit_lengths, target_lengths)) is not None:
+            bad |= ~fits
+        num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
+        own_frames, lengths = self.exchange.own_frames(num_frames), (logit_lengths, target_lengths)
+        logits, nodes, where = self.placement.nodes(logits, targets, own_frames, num_labels, lengths)
+        return logits, Placed(nodes, where), *map(self.exchange.own, (num_frames, num_labels, bad))
+
+    def _to_lattice(self, planes: Planes, placed: Placed) -> Planes:
+        placed_planes = self.placement.to_planes(planes, placed.where)
+        return {slot: self.exchange.to_lattice(x) for slot, x in placed_planes.items()}
+
+    def _of_rows(self, placed: Placed, *numbers):
+        """Of each of the rows' sequences, from own sequences."""
+        return [self.placement.of_rows(self.exchange.every(x), placed.where) for x in numbers]
+
+    def reference(self, logits: Logits, placed: Placed) -> Planes:
+        """As `Rows.reference`, of the lattice."""
+        return self._to_lattice(self.rows.reference(self.placement.view(logits), placed.nodes), placed)
+
+    def forward(self, logits: Logits, placed: Placed, *, strict: bool = False) -> tuple[Planes, Residuals]:
+        """As `Rows.forward`, of the lattice."""
+        planes, residuals = self.rows.forward(self.placement.view(logits), placed.nodes, strict=strict)
+        return self._to_lattice(planes, placed), residuals
+
+    def backward(
+        self, logits: Logits, placed: Placed, residuals: Residuals, cotangents: Planes, scale, clamp, *, strict, alias
+    ) -> Logits:
+        """As `Rows.backward`, of the lattice; it has derivatives of its own."""
+        of_frames = {slot: self.exchange.to_rows(x) for slot, x in cotangents.items()}
+        operands = residuals, self.placement.to_rows(of_frames, placed.where), *self._of_rows(placed, scale, clamp)
+        stored: Any = logits
+        viewed = self.placement.view(stored)
+        of_rows = gradient(self.rows, strict, alias, viewed, placed.nodes, *operands)
+        return of_rows if viewed is stored else of_rows.reshape(stored.shape)
+
+    def clip_and_scale(self, gradient: Logits, placed: Placed, scale, clamp) -> Logits:
+        """scale * clip(gradient, clamp), of own sequences."""
+        numbers = self._of_rows(placed, scale, clamp)
+        return jax.tree.map(lambda g: clip_and_scale(g, *numbers), gradient)

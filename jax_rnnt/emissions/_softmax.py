@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _xla
-from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, clip_and_scale
+from jax_rnnt import _checks, _renamed, _xla
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
 from jax_rnnt.emissions._norm import encoded_norm, row_sum, softmax_of_norm
 
@@ -254,10 +254,10 @@ def backward(
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Softmax(Emission):
+class Softmax(Rows[jax.Array, jax.Array]):
     """One softmax over the classes of a row, or two (TDT), or a softmax and a Bernoulli variable (HAT).
 
-    Its planes are `slots`, "label", and "duration+i" for i < `durations`.
+    Its planes are `slots`, "label", and "duration+i" for i < `num_durations`.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class Softmax(Emission):
         False: the logits already are log-probabilities.
     slots : tuple of str, default ("blank",)
         The slot of each of `blanks`.
-    durations : int, default 0
+    num_durations : int, default 0
         D: the last D logits of a row are a second softmax.
     bernoulli : bool, default False
         The only blank is no part of the softmax; its logit belongs to a Bernoulli variable.
@@ -276,13 +276,14 @@ class Softmax(Emission):
     blanks: tuple[int, ...]
     normalize: bool = True
     slots: tuple[str, ...] = ("blank",)
-    durations: int = 0
+    num_durations: int = 0
     bernoulli: bool = False
+    durations = _renamed.attribute("durations", "num_durations")
 
     def __post_init__(self):
         if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
             raise TypeError(f"Softmax: blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
-        own = {"label", *(f"duration+{i}" for i in range(self.durations))}
+        own = {"label", *(f"duration+{i}" for i in range(self.num_durations))}
         if (
             len(self.blanks) != len(self.slots)
             or not self.blanks
@@ -290,15 +291,15 @@ class Softmax(Emission):
         ):
             expected = "one slot for each blank, at least one, none of them twice or 'label'"
             raise ValueError(f"Softmax: slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
-        if self.durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.durations)):
-            expected = "one blank and no durations with bernoulli, and durations of 0 or more"
+        if self.num_durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.num_durations)):
+            expected = "one blank and no durations with bernoulli, and num_durations of 0 or more"
             raise ValueError(f"Softmax: there must be {expected}, got {self}.")
 
     def resolved(self, function: str, classes: int) -> "Softmax":
         """The same for rows of `classes` logits, with blanks in [0, V)."""
-        tokens = classes - self.durations
+        tokens = classes - self.num_durations
         if tokens < 1:
-            expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.durations}"
+            expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
             raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
         blanks = [_checks.integer(function, "blank", blank) for blank in self.blanks]
         if not all(-tokens <= blank < tokens for blank in blanks):
@@ -306,11 +307,13 @@ class Softmax(Emission):
             raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
         return dataclasses.replace(self, blanks=tuple(blank % tokens for blank in blanks))
 
-    def normalized(self, logits):
-        return self.normalize
+    def tokens(self, classes: int) -> int:
+        """The classes that a label may be, in rows of `classes` logits."""
+        return classes - self.num_durations
 
-    def dimensions(self, logits):
-        return logits.shape[-3], logits.shape[-1] - self.durations
+    @property
+    def normalized(self):
+        return self.normalize
 
     def log_probabilities(self, rows):
         """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], of a resolved emission.
@@ -318,11 +321,11 @@ class Softmax(Emission):
         NaN in a head that holds a NaN or +inf; in plain JAX.
         """
         x = rows.astype(accumulation_dtype(rows.dtype))
-        tokens, durations = x[..., : x.shape[-1] - self.durations], x[..., x.shape[-1] - self.durations :]
+        tokens, durations = x[..., : x.shape[-1] - self.num_durations], x[..., x.shape[-1] - self.num_durations :]
         if not self.normalize:
             return tokens, durations
         if not self.bernoulli:
-            durations = _log_softmax(durations) if self.durations else durations
+            durations = _log_softmax(durations) if self.num_durations else durations
             return _log_softmax(tokens), durations
         is_blank = one_hot(self.blanks[0], tokens)
         z = tokens[..., self.blanks[0], None]
@@ -330,21 +333,26 @@ class Softmax(Emission):
         return jnp.where(is_blank, jax.nn.log_sigmoid(z), labels), durations
 
     def _attributes(self):
-        return {name: getattr(self, name) for name in ("blanks", "normalize", "durations", "bernoulli")}
+        """Of the kernels, by their names."""
+        heads = {"durations": self.num_durations, "bernoulli": self.bernoulli}
+        return {"blanks": self.blanks, "normalize": self.normalize, **heads}
 
     def _names(self):
-        return (*self.slots, "label", *(f"duration+{i}" for i in range(self.durations)))
+        return (*self.slots, "label", *(f"duration+{i}" for i in range(self.num_durations)))
 
     def reference(self, logits, nodes):
-        *planes, _ = softmax_emission(logits, *nodes, **self._attributes())
+        *planes, _ = softmax_emission(logits, nodes.label, nodes.num_frames, **self._attributes())
         return dict(zip(self._names(), planes))
 
     def forward(self, logits, nodes, *, strict=False):
-        *planes, norm = forward(logits, *nodes, strict=strict, **self._attributes())
+        *planes, norm = forward(logits, nodes.label, nodes.num_frames, strict=strict, **self._attributes())
         return dict(zip(self._names(), planes)), norm
 
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        label, num_frames = nodes
         cotangents = tuple(cotangents[name] for name in self._names())
         params = dict(strict=strict, alias=alias, **self._attributes())
-        return backward(logits, label, num_frames, norm, cotangents, scale, clamp, **params)
+        num_frames = nodes.num_frames * (scale != 0).astype(nodes.num_frames.dtype)
+        return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
+
+
+Softmax.__init__ = _renamed.argument("durations", "num_durations")(Softmax.__init__)  # type: ignore[method-assign]

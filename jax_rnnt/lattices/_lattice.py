@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _xla
+from jax_rnnt import _checks, _renamed, _xla
 from jax_rnnt._xla import loading
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _reference as reference
@@ -182,9 +182,10 @@ def _(topology, strict, primals, tangents):
     return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
 
 
+@_renamed.argument("arcs", "arc_log_probs")
 def log_likelihood(
     topology: Topology,
-    arcs: dict[str, jax.Array],
+    arc_log_probs: dict[str, jax.Array],
     num_frames: jax.Array,
     num_labels: jax.Array,
     implementation: str | None = None,
@@ -203,9 +204,9 @@ def log_likelihood(
     Parameters
     ----------
     topology : tuple of Arc
-        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `durations(...)`, `TransducerLoss.lattice`, or
-        your own.
-    arcs : dict of str to Array, floating [..., T, U1]
+        The table of arcs: `STANDARD`, `MONOTONIC`, `multi_blank(...)`, `token_and_duration(...)`,
+        `TransducerLoss.topology`, or your own.
+    arc_log_probs : dict of str to Array, floating [..., T, U1]
         Log-probability of each slot's arcs leaving each node, in nats; -inf forbids them.
     num_frames, num_labels : Array, integer [...]
         Lengths 0 <= T_b <= T and 0 <= U_b <= U of each sequence.
@@ -242,16 +243,19 @@ def log_likelihood(
         raise TypeError(f"{name}: topology must be a tuple of Arc, got {topology!r}.")
     if not topology:
         raise ValueError(f"{name}: topology must hold one Arc at least, got {topology!r}.")
-    if not isinstance(arcs, Mapping):
-        raise TypeError(f"{name}: arcs must be a dict of slot to Array, got {arcs!r}.")
+    if not isinstance(arc_log_probs, Mapping):
+        raise TypeError(f"{name}: arc_log_probs must be a dict of slot to Array, got {arc_log_probs!r}.")
     topology = tuple(topology)  # hashable
     wanted = slots(topology)
-    if missing := set(wanted) - set(arcs):
-        raise ValueError(f"{name}: arcs must hold every slot of the topology; missing: {sorted(missing)}.")
-    planes = {slot: _checks.floating(name, f"arcs[{slot!r}]", arcs[slot], 2, "[..., T, U1]") for slot in wanted}
+    if missing := set(wanted) - set(arc_log_probs):
+        raise ValueError(f"{name}: arc_log_probs must hold every slot of the topology; missing: {sorted(missing)}.")
+    planes = {
+        slot: _checks.floating(name, f"arc_log_probs[{slot!r}]", arc_log_probs[slot], 2, "[..., T, U1]")
+        for slot in wanted
+    }
     shapes = {slot: x.shape for slot, x in planes.items()}
     if len(set(shapes.values())) != 1 or shapes[wanted[0]][-1] < 1:
-        raise ValueError(f"{name}: arcs must all have one shape [..., T, U1] with U1 >= 1, got {shapes}.")
+        raise ValueError(f"{name}: arc_log_probs must all have one shape [..., T, U1] with U1 >= 1, got {shapes}.")
     wide = any(x.dtype == np.float64 for x in planes.values())
     planes = {slot: x.astype(np.float64 if wide else np.float32) for slot, x in planes.items()}
     (*batch, frames, columns) = shapes[wanted[0]]

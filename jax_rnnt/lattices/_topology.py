@@ -71,13 +71,13 @@ def multi_blank(big_blank_durations: tuple[int, ...]) -> Topology:
     return STANDARD + tuple(Arc(f"blank+{d}", d, 0) for d in big_blank_durations)
 
 
-def durations(durations: tuple[int, ...]) -> Topology:
+def token_and_duration(durations: tuple[int, ...]) -> Topology:
     """Token-and-duration transducer (Xu et al. 2023): any arc reads d frames; a path ends with a blank."""
     blanks = tuple(Arc(f"blank+{d}", d, 0) for d in durations if d)
     return blanks + tuple(Arc(f"label+{d}", d, 1, may_end=False) for d in durations)
 
 
 def products(durations: tuple[int, ...]) -> Topology:
-    """`durations` with independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
+    """`token_and_duration` with independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
     blanks = tuple(Arc("blank", d, 0, other=f"duration+{i}") for i, d in enumerate(durations) if d)
     return blanks + tuple(Arc("label", d, 1, False, f"duration+{i}") for i, d in enumerate(durations))

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, isolate, scale_cotangent
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, Rows, isolate, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype, one_hot, row_sum
 from jax_rnnt.layouts import _additive_sums as sums
 from jax_rnnt.layouts._layout import Layout, unsplit_by_reference
@@ -68,7 +68,7 @@ def _log_expectation(x, p):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Additive(Emission):
+class Additive(Rows[Scores, tuple[()]]):
     """Reads `Scores`, each row relative to its largest score: a common offset costs no precision.
 
     `slots` names the plane of each of `blanks`.
@@ -76,17 +76,12 @@ class Additive(Emission):
 
     blanks: tuple[int, ...]
     slots: tuple[str, ...]
+    normalized: bool  # without smoothing
     clips = False
-
-    def dimensions(self, logits):
-        return logits.am.shape[-2:]
-
-    def normalized(self, logits):
-        return logits.lm_only is None and logits.am_only is None
 
     def reference(self, logits, nodes):
         am, lm = logits.am, logits.lm
-        label, num_frames = nodes
+        label, num_frames = nodes.label, nodes.num_frames
         dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
         rows, columns = frame < num_frames[..., None], label[..., 0, :] != OUTSIDE
@@ -147,15 +142,11 @@ class Additive(Emission):
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         return self.reference(logits, nodes), ()
 
-    def without(self, nodes, masked):
-        label, num_frames = nodes
-        return jnp.where(masked[..., None, None], OUTSIDE, label), jnp.where(masked, 0, num_frames)
-
-    def drop_zero_cotangent(self, nodes, scale):
-        return nodes  # as in the forward pass, whose products XLA then keeps for the backward pass
-
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip."""
+        """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip.
+
+        Masked sequences are read as in the forward pass, whose products XLA then keeps for the backward pass.
+        """
         cotangents = jax.tree.map(lambda ct: scale_cotangent(ct, scale), cotangents)
         gradient = jax.vjp(lambda x: self.reference(x, nodes), logits)[1](cotangents)[0]
         masked = (scale == 0)[..., None, None]
@@ -251,10 +242,10 @@ class AdditiveLogits(Layout):
 
     def emission(self, function, loss, head, *sequences):
         name = type(loss).__name__
-        if head.durations or head.bernoulli or not head.normalize:
+        if head.num_durations or head.bernoulli or not head.normalize:
             reason = (
                 "durations are a second softmax"
-                if head.durations
+                if head.num_durations
                 else "the blank is no part of the softmax"
                 if head.bernoulli
                 else "fused_log_softmax=False leaves nothing to normalise"
@@ -274,4 +265,6 @@ class AdditiveLogits(Layout):
         unigram = None if lm_only is None and am_only is None else self.unigram
         if unigram is not None:
             unigram = jnp.broadcast_to(unigram, (*self.am.shape[:-2], self.classes))
-        return Additive(head.blanks, head.slots), Scores(self.am, lm, lm_only, am_only, unigram)
+        arithmetic = Additive(head.blanks, head.slots, normalized=lm_only is None and am_only is None)
+        scores = Scores(self.am, lm, lm_only, am_only, unigram)
+        return Emission(arithmetic, self.frames, self.classes), scores

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Wrapper
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, Nodes, Placement
 from jax_rnnt.layouts._layout import Layout, rows_of_frames, unsplit_by_reference
 
 
@@ -51,39 +51,21 @@ def band(x, first, width):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Band(Wrapper):
-    """Reads (logits [..., T, S, V], first int32 [..., T]); the lattice has `columns` columns."""
+class Band(Placement[jax.Array]):
+    """Of (logits [..., T, S, V], first int32 [..., T]), on a lattice with `columns` columns; where: `first`."""
 
     columns: int
+    width: int  # S
 
-    def dimensions(self, logits):
-        return self.inner.dimensions(logits[0])
-
-    def prepare(self, logits, targets, logit_lengths, target_lengths):
-        _, *sequences = super().prepare(logits, targets, logit_lengths, target_lengths)
-        return logits[0], *sequences
-
-    def nodes(self, logits, targets, num_frames, num_labels):
+    def nodes(self, logits, targets, num_frames, num_labels, lengths):
         rows, first = logits
-        return (band_label_map(targets, num_labels, first, rows.shape[-2]), num_frames), first
+        return rows, Nodes(band_label_map(targets, num_labels, first, self.width), num_frames), first
 
-    def _unband(self, planes, first):
-        return {slot: unband(x, first, self.columns) for slot, x in planes.items()}
+    def to_planes(self, planes, where):
+        return {slot: unband(x, where, self.columns) for slot, x in planes.items()}
 
-    def reference(self, logits, nodes):
-        return self._unband(self.inner.reference(logits, nodes[0]), nodes[1])
-
-    def forward(self, logits, nodes, *, strict=False):
-        planes, saved = self.inner.forward(logits, nodes[0], strict=strict)
-        return self._unband(planes, nodes[1]), saved
-
-    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        inner, first = nodes
-        cotangents = {slot: band(x, first, logits.shape[-2]) for slot, x in cotangents.items()}
-        return self.inner.backward(logits, inner, residuals, cotangents, scale, clamp, strict=strict, alias=alias)
-
-    def without(self, nodes, masked):
-        return self.inner.without(nodes[0], masked), nodes[1]
+    def to_rows(self, planes, where):
+        return {slot: band(x, where, self.width) for slot, x in planes.items()}
 
 
 @_pytree.register
@@ -136,7 +118,8 @@ class BandLogits(Layout):
 
     def emission(self, function, loss, head, targets, *lengths):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "S"})
-        return Band(head, targets.shape[-1] + 1), (self.logits, self.first)
+        placement = Band(targets.shape[-1] + 1, self.shape[-2])
+        return Emission(head, self.frames, head.tokens(self.classes), placement), (self.logits, self.first)
 
     @property
     def integers(self):

@@ -206,8 +206,10 @@ class JointLogits(Layout):
 
     def emission(self, function, loss, head, *sequences):
         if loss.implementation == "reference":
-            return head, _materialized(function, self, head, *sequences)
-        return tiled(function, self, head)
+            logits = _materialized(function, self, head, *sequences)
+            return Emission(head, self.frames, head.tokens(self.classes)), logits
+        rows, logits = tiled(function, self, head)
+        return Emission(rows, self.frames, head.tokens(self.classes)), logits
 
 
 def _linear(function, joint, widths):
@@ -230,7 +232,7 @@ def _linear(function, joint, widths):
     return LinearJoint(weight, bias, activation)
 
 
-def _materialized(function, logits: JointLogits, emission: Emission, targets, num_frames, num_labels):
+def _materialized(function, logits: JointLogits, head, targets, num_frames, num_labels):
     """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
 
     These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
@@ -239,8 +241,8 @@ def _materialized(function, logits: JointLogits, emission: Emission, targets, nu
     """
     if logits.parameters is not None:
         split(function, logits, 1)  # which raises where the joint closes over arrays
-    frames, classes = emission.dimensions(logits)
-    empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, frames, classes)
+    tokens = head.tokens(logits.classes)
+    empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, logits.frames, tokens)
     rows = []
     for x, last in ((logits.encoder_out, num_frames), (logits.predictor_out, num_labels + 1)):
         x = jnp.broadcast_to(x, (*num_frames.shape, *x.shape[-2:]))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt.emissions._emission import Emission
 
 
 class Layout:
@@ -45,8 +46,8 @@ class Layout:
         """targets [..., U] and both lengths [...], checked against the logits."""
         raise NotImplementedError
 
-    def emission(self, function: str, loss, head, targets, logit_lengths, target_lengths) -> tuple[Any, Any]:
-        """(emission, its logits); `head` is the loss's own emission, which reads rows."""
+    def emission(self, function: str, loss, head, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
+        """(emission, its logits); `head` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
         raise NotImplementedError
 
     # What a loss with `vocab_axis` or `frame_axis` asks.
@@ -124,4 +125,4 @@ class ArrayLogits(Layout):
 
     def emission(self, function, loss, head, *sequences):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
-        return head, self.logits
+        return Emission(head, self.frames, head.tokens(self.classes)), self.logits

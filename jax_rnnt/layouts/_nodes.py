@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._emission import OUTSIDE, gradient, inside_targets, label_map, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts import _layout
@@ -66,7 +67,7 @@ def _of_tiles(inputs, nodes):
     predictor = side_by_side(inputs.predictors, (*batch, columns))
     parameters = [*itertools.chain.from_iterable(inputs.parameters), *inputs.constants]
     label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
-    of_tiles = label, nodes.num_frames, nodes.num_labels, nodes.counts
+    of_tiles = _emission.Nodes(label, nodes.num_frames, nodes.num_labels, nodes.counts)
     return (parameters, encoder, predictor, *inputs.arrays, *inputs.labels), of_tiles
 
 

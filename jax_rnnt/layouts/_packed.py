@@ -15,16 +15,17 @@ import numpy as np
 
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._pytree import static
-from jax_rnnt.emissions._emission import NO_LABEL, Wrapper, clip_and_scale, out_of_range
+from jax_rnnt.emissions._emission import NO_LABEL, Emission, Nodes, Placement
 from jax_rnnt.layouts._layout import Layout
 
 
-class Nodes(typing.NamedTuple):
-    label: jax.Array  # [N, 1, 1]
-    used: jax.Array  # [N], 1 where the row belongs to a sequence
-    place: tuple[jax.Array, ...]  # (b, t, u) of each row, 0 where it belongs to none
+class NodesOfRows(typing.NamedTuple):
+    """Which node each row is, and which row each node has."""
+
+    node: tuple[jax.Array, ...]  # (b, t, u), each [N]; 0 where the row belongs to no sequence
+    used: jax.Array  # bool [N]: whether it belongs to one
     row: jax.Array  # [B, T, U1]
-    inside: jax.Array  # [B, T, U1]
+    inside: jax.Array  # bool [B, T, U1]
 
 
 def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -38,78 +39,48 @@ def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[ja
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Packed(Wrapper):
-    """Reads logits [N, V] with at most `frames` frames a sequence."""
+class Packed(Placement[NodesOfRows]):
+    """Of logits [N, V]: every row is a sequence of one node. The lattice has `frames` frames."""
 
     frames: int
 
-    def dimensions(self, logits):
-        return self.frames, self.inner.dimensions(logits[:, None, None])[1]
+    def fits(self, logits, num_frames, num_labels):
+        return offsets(num_frames, num_labels, len(logits))[1] <= len(logits)
 
-    def prepare(self, logits, targets, logit_lengths, target_lengths):
-        # A sequence takes as many rows as its lengths say, in range or not. One that does not fit is out of range.
-        first, end = offsets(logit_lengths, target_lengths, logits.shape[0])
-        fits = jnp.where(end > logits.shape[0], -1, logit_lengths)
-        bad = out_of_range(targets, fits, target_lengths, *self.dimensions(logits))
-        num_frames, num_labels = (jnp.where(bad, 0, n) for n in (fits, target_lengths))
-        return (
-            logits,
-            _nodes(logits, targets, num_frames, num_labels, first, end, self.frames),
-            num_frames,
-            num_labels,
-            bad,
-        )
+    def nodes(self, logits, targets, num_frames, num_labels, lengths):
+        # A sequence takes as many rows as its lengths say, in range or not.
+        (first, end), (batch, labels), rows = offsets(lengths[0], lengths[1], len(logits)), targets.shape, len(logits)
+        shape = (batch, self.frames, labels + 1)
+        t, u = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+        inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
+        row = jnp.where(inside, first[:, None, None] + t * (num_labels[:, None, None] + 1) + u, 0)
+        used, node = nodes_of_rows(num_frames, num_labels, first, end, rows)
+        b, _, u = node
+        label = labels_of_rows(targets, num_labels, b, u) if batch else b
+        nodes = Nodes(label[:, None, None], used.astype(jnp.int32))
+        return logits, nodes, NodesOfRows(node, used, row, inside)
 
-    def _planes(self, rows, nodes):
-        """Planes [B, T, U1] by slot from those of the rows, [N, 1, 1]."""
+    def view(self, logits):
+        return logits[:, None, None]
 
+    def to_planes(self, planes, where):
         def place(x):
             if not x.size:
-                return jnp.full(nodes.row.shape, -jnp.inf, x.dtype)
-            return jnp.where(nodes.inside, x[nodes.row, 0, 0], -jnp.inf)
+                return jnp.full(where.row.shape, -jnp.inf, x.dtype)
+            return jnp.where(where.inside, x[where.row, 0, 0], -jnp.inf)
 
-        return {slot: place(x) for slot, x in rows.items()}
+        return {slot: place(x) for slot, x in planes.items()}
 
-    def reference(self, logits, nodes):
-        return self._planes(self.inner.reference(logits[:, None, None], (nodes.label, nodes.used)), nodes)
+    def to_rows(self, planes, where):
+        def pick(x):
+            if not x.size:
+                return jnp.zeros((len(where.used), 1, 1), x.dtype)
+            return jnp.where(where.used[:, None, None], x[where.node][:, None, None], 0)
 
-    def forward(self, logits, nodes, *, strict=False):
-        rows, norm = self.inner.forward(logits[:, None, None], (nodes.label, nodes.used), strict=strict)
-        return self._planes(rows, nodes), norm
+        return {slot: pick(x) for slot, x in planes.items()}
 
-    def _of_rows(self, x, nodes):
-        """The value of each row's sequence: [B] -> [N]."""
-        return x[nodes.place[0]] if x.size else jnp.zeros(nodes.used.shape, x.dtype)
-
-    def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        zero = jnp.zeros((len(logits), 1, 1), scale.dtype)
-        rows = {
-            slot: jnp.where(nodes.used[:, None, None] > 0, x[nodes.place][:, None, None], 0) if x.size else zero
-            for slot, x in cotangents.items()
-        }
-        scale, clamp = self._of_rows(scale, nodes), self._of_rows(clamp, nodes)
-        operands = logits[:, None, None], (nodes.label, nodes.used), norm, rows, scale, clamp
-        return self.inner.backward(*operands, strict=strict, alias=alias)[:, 0, 0]
-
-    def without(self, nodes, masked):
-        return nodes._replace(used=jnp.where(self._of_rows(masked, nodes), 0, nodes.used))
-
-    def finish(self, gradient, nodes, scale, clamp):
-        return clip_and_scale(gradient, self._of_rows(scale, nodes), self._of_rows(clamp, nodes))
-
-
-def _nodes(logits, targets, num_frames, num_labels, first, end, frames) -> Nodes:
-    (batch, labels), rows = targets.shape, logits.shape[0]
-    shape = (batch, frames, labels + 1)
-    t, u = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
-    inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
-    row = jnp.where(inside, first[:, None, None] + t * (num_labels[:, None, None] + 1) + u, 0)
-
-    used, (b, t, u) = nodes_of_rows(num_frames, num_labels, first, end, rows)
-    if batch == 0:
-        return Nodes(b[:, None, None], b, (b, t, u), row, inside)
-    label = labels_of_rows(targets, num_labels, b, u)
-    return Nodes(label[:, None, None], used.astype(jnp.int32), (b, t, u), row, inside)
+    def of_rows(self, x, where):
+        return x[where.node[0]] if x.size else jnp.zeros(where.used.shape, x.dtype)
 
 
 def nodes_of_rows(num_frames, num_labels, first, end, rows: int):
@@ -195,7 +166,8 @@ class PackedLogits(Layout):
         return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
 
     def emission(self, function, loss, head, targets, logit_lengths, target_lengths):
-        return Packed(head, self.frames_for(logit_lengths)), self.rows
+        frames = self.frames_for(logit_lengths)
+        return Emission(head, frames, head.tokens(self.classes), Packed(frames)), self.rows
 
     def frames_for(self, logit_lengths) -> int:
         """A bound of the frames of sequences of these lengths."""

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions._emission import Emission, scale_cotangent
+from jax_rnnt.emissions._emission import Rows as EmissionRows
+from jax_rnnt.emissions._emission import scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts._joint_networks import Rows, instead
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Values(Emission):
+class Values(EmissionRows[jax.Array, tuple[()]]):
     """Reads "logits" [N, 1, 1, 1] that are values already."""
 
     def forward(self, logits, nodes, *, strict=False):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
-from jax_rnnt.emissions._emission import OUTSIDE
+from jax_rnnt.emissions._emission import OUTSIDE, Nodes
 
 
 class TileInputs(typing.NamedTuple):
@@ -44,7 +44,7 @@ class Tile(typing.NamedTuple):
     inside: jax.Array  # [S, frames, columns]
     encoder: jax.Array  # [S, frames, E]
     predictor: jax.Array  # [S, columns, P]
-    nodes: tuple[jax.Array, jax.Array]  # of the inner emission: label [N, 1, 1], 1 or 0 frames [N]
+    nodes: Nodes  # of the inner rows: label [N, 1, 1], 1 or 0 frames [N]
     more: tuple[jax.Array, ...] = ()  # of `_nodes`: which nodes count, and rows of arrays, [S, frames, columns, ...]
     place: jax.Array | None = None  # of `_nodes`: [S, frames, columns], in a plane [B T U1]; past it: not inside
 
@@ -153,7 +153,7 @@ class Blocks:
         predictor = _rows_of(inputs.predictor, sequence[:, None], column)
         encoder, predictor = (jnp.where(work.some, x, 0) for x in (encoder, predictor))
         labels = jnp.where(inside, inputs.label[sequence[:, None], 0, column][:, None], OUTSIDE)
-        nodes = labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32)
+        nodes = Nodes(labels.reshape(-1, 1, 1), inside.reshape(-1).astype(jnp.int32))
         return Tile(block, sequence, inside, encoder, predictor, nodes, more, place)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.emissions._emission import Emission
+from jax_rnnt.emissions._emission import Nodes, Rows
 from jax_rnnt.layouts._joint_networks import sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks
 
@@ -88,8 +88,8 @@ def _divisor(n: int, sizes: tuple[int, ...]) -> int:
     return min(n, min(sizes, key=lambda size: -n % size))
 
 
-def tile_types(inner: Emission, rows: int, classes: int, dtype, strict=False):
+def tile_types(inner: Rows, rows: int, classes: int, dtype, strict=False):
     """Types of (planes, residuals) that the inner emission makes of a tile."""
     logits = jax.ShapeDtypeStruct((rows, 1, 1, classes), dtype)
-    nodes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,))]
-    return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, tuple(nodes))
+    label, frames = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,)))
+    return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, Nodes(label, frames))  # type: ignore

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
-from jax_rnnt.emissions._emission import Emission, Wrapper, has_nan
+from jax_rnnt.emissions._emission import Rows, has_nan
 from jax_rnnt.layouts._joint_networks import LinearJoint, split, sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
 from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
 
 
-def tiled(function: str, logits, inner: Emission):
-    """(emission, its logits) of checked `JointLogits`, in tiles; errors name `function`."""
+def tiled(function: str, logits, inner: Rows):
+    """(rows, their logits) of checked `JointLogits`, in tiles; errors name `function`."""
     encoder, predictor = logits.encoder_out, logits.predictor_out
     linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
@@ -42,8 +42,8 @@ def tiled(function: str, logits, inner: Emission):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Tiled(Wrapper):
-    """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the emission `inner` runs on the tiles.
+class Tiled(Rows[Any, Any]):
+    """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the rows `inner` run on the tiles.
 
     For `_nodes` arrays [..., T, U1, ...] follow, whose rows the joint gets as well, and `nodes` has one plane more:
     bool [..., T, U1], which nodes count.
@@ -53,6 +53,7 @@ class Tiled(Wrapper):
     the platform, and the sequences of a device.
     """
 
+    inner: Rows
     joint: Any
     classes: int
     dtype: Any
@@ -66,17 +67,18 @@ class Tiled(Wrapper):
         blocks = self.blocks or blocks_for(self, encoder, predictor, platform)
         return dataclasses.replace(self, joint=self.joint.lowered_for(platforms), blocks=blocks)
 
-    def _virtual(self, logits):
-        _, encoder, predictor = logits
-        shape = (*predictor.shape[:-2], encoder.shape[-2], predictor.shape[-2], self.classes)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
+    @property
+    def blanks(self):
+        return self.inner.blanks
 
-    def dimensions(self, logits):
-        return self.inner.dimensions(self._virtual(logits))
+    @property
+    def normalized(self):
+        return self.inner.normalized
 
-    def nodes(self, logits, targets, num_frames, num_labels):
-        label, _ = self.inner.nodes(self._virtual(logits), targets, num_frames, num_labels)
-        return label, num_frames, num_labels
+    def reference(self, logits, nodes):
+        raise NotImplementedError(
+            "Tiles have no second derivative; use implementation='reference', or plain JAX for sum_over_nodes."
+        )
 
     def forward(self, logits, nodes, *, strict=False):
         parameters, encoder, predictor, *_ = logits
@@ -116,17 +118,6 @@ class Tiled(Wrapper):
         by_array = dict(zip(learned, of_arrays))
         return gradients, of_encoder, of_predictor, *(by_array.get(i) for i in range(len(arrays)))
 
-    def pullback(self, logits, nodes, cotangents, scale, clamp):
-        raise NotImplementedError(
-            "Tiles have no second derivative; use implementation='reference', or plain JAX for sum_over_nodes."
-        )
-
-    def without(self, nodes, masked):
-        label, num_frames, *others = nodes
-        if self.joint.random:  # rows keep the places in their tiles that they had in the forward pass
-            return nodes
-        return label, jnp.where(masked, 0, num_frames), *others
-
     def _planes(self, strict):
         """What the inner emission makes of a node: (types, what fills nodes outside the lengths, structure)."""
         planes, residuals = both = tile_types(self.inner, 1, self.classes, self.dtype, strict)
@@ -146,8 +137,7 @@ class BackwardInputs(typing.NamedTuple):
 
 def _inputs(logits, nodes):
     _, encoder, predictor, *arrays = logits
-    label, num_frames, num_labels, *counts = nodes
-    return TileInputs(encoder, predictor, label, num_frames, num_labels, counts[0] if counts else None, tuple(arrays))
+    return TileInputs(encoder, predictor, nodes.label, nodes.num_frames, nodes.num_labels, nodes.counts, tuple(arrays))
 
 
 def _with_copies(inputs, batch):
@@ -283,7 +273,8 @@ class Backward(typing.NamedTuple):
         return Sums(encoder, predictor, arrays, infinite, joint.zeros(self.parameters, blocks.count))
 
     def encoder_of(self, tile):
-        # A random joint gets zeros for a sequence that is off, as in `without`; one that counts may share its frames.
+        # For a random joint, zeros for a sequence that is off, whose rows keep their places. One that counts may share
+        # its frames.
         off = self.off[tile.sequence][:, None, None]
         return jnp.where(off, 0, tile.encoder) if self.tiled.joint.random else tile.encoder
 
@@ -353,7 +344,7 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     # A sequence whose loss is NaN gets NaN, and does not touch the parameters.
     off = has_nan(cotangents) | (scale == 0)
     bad = off & (scale != 0)
-    if tiled.joint.random:  # as in `without`
+    if tiled.joint.random:  # rows keep the places in their tiles that they had in the forward pass
         planes, predictor, arrays = jax.tree.map(
             lambda x: jnp.where(off.reshape(-1, *[1] * (x.ndim - 1)), 0, x), (planes, inputs.predictor, inputs.arrays)
         )

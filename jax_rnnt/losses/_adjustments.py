@@ -39,7 +39,19 @@ def logaddexp(x, y):
 
 
 def fastemit(label, fastemit_lambda):
-    """FastEmit (Yu et al. 2021): the gradient of label arcs times (1 + lambda); values stay."""
+    """FastEmit (Yu et al. 2021): the gradient of label arcs times (1 + lambda); values stay.
+
+    Every path crosses the diagonal t + u = n once, by a blank or by a label. So for each n
+
+        P = exp(-L) = sum over t + u = n of alpha(t, u) (exp(l_blank) beta(t + 1, u) + exp(l_label) beta(t, u + 1))
+
+    FastEmit adds lambda times the second part, the share of the labels, in each diagonal. Its derivative by l_label is
+    alpha exp(l_label) beta = P gamma_label, if alpha and beta count as constants; so, divided by -P,
+
+        dL/dl_label = -(1 + lambda) gamma_label        dL/dl_blank = -gamma_blank
+
+    No function of the arcs has this derivative, so the value stays L, and the factor belongs to the arc.
+    """
     return scale_gradient(label, 1 + fastemit_lambda)
 
 
@@ -91,7 +103,7 @@ class UnderNormalize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Durations:
+class TokenAndDuration:
     """Token times duration, arc by arc: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d".
 
     Where `sampled` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no durations,

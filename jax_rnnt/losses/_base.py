@@ -8,12 +8,13 @@ import typing
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, _renamed
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
-from jax_rnnt.losses import _methods, _split, _validation
+from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
+from jax_rnnt.sharding._device import parts
 
 
 def _equal(x, y) -> bool:
@@ -38,9 +39,9 @@ class TransducerLoss:
     instead, and a new value of it compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
-    A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `emission_frames`,
-    `latency`, `label_log_probs`, `arcs` and `validate`. Each takes logits in any layout that suits the loss. `decoding`
-    tells `jax_rnnt.decode` what the classes mean.
+    A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
+    `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss.
+    `decoding` tells `jax_rnnt.decode` what the classes mean.
 
     Parameters
     ----------
@@ -172,13 +173,13 @@ class TransducerLoss:
         TypeError
             `compose` has steps, and the loss does not say what they mean to a decoder.
         """
-        made = self._without_options().compose()
-        if not isinstance(made, Composition):
-            raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {made!r}.")
-        if made.steps or made.closing:
+        composition = self._without_options().compose()
+        if not isinstance(composition, Composition):
+            raise TypeError(f"{type(self).__name__}.compose() must return a Composition, got {composition!r}.")
+        if composition.steps or composition.closing:
             lacks = "decoding(), which returns its DecodingRules: compose() has steps, which act on known targets"
             raise TypeError(f"{type(self).__name__} lacks {lacks}.")
-        return DecodingRules(made.emission, made.topology)
+        return DecodingRules(composition.emission, composition.topology)
 
     def _without_options(self) -> TransducerLoss:
         """The loss with every option off."""
@@ -188,12 +189,17 @@ class TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
         return self
 
+    # Former names.
+    lattice = _renamed.attribute("lattice", "topology")
+    arcs = _renamed.attribute("arcs", "arc_log_probs")
+    emission_frames = _renamed.attribute("emission_frames", "label_frames")
+
     # ---- methods on a batch
 
     @property
-    def lattice(self) -> Topology:
-        """The topology: a table of arcs, whose slots name the planes of `arcs`."""
-        return expanded(_split.switched_off(self).compose().topology)
+    def topology(self) -> Topology:
+        """The table of arcs that leave a node. Their slots name the planes of `arc_log_probs`."""
+        return expanded(_call.switched_off(self).compose().topology)
 
     def __call__(
         self,
@@ -231,7 +237,7 @@ class TransducerLoss:
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
-        return _split.run(_methods.value, type(self).__name__, problem, self, *batch)
+        return _call.run(_call.prepare(_methods.LOSS, type(self).__name__, self, *batch))
 
     def posteriors(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -263,7 +269,7 @@ class TransducerLoss:
         >>> [round(float(p), 3) for p in label[:, 0]]
         [0.333, 0.333, 0.333]
         """
-        return self._run(_methods.posteriors, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.POSTERIORS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
         """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
@@ -301,9 +307,9 @@ class TransducerLoss:
                 f"{type(self).__name__}.align: implementation='kernel': jax_rnnt has no kernel for the best path; "
             )
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
-        return self._run(_methods.align, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.ALIGN, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def emission_frames(
+    def label_frames(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> jax.Array:
         """Expected frame of every label, over all alignments of the targets.
@@ -323,11 +329,11 @@ class TransducerLoss:
         --------
         >>> import jax.numpy as jnp
         >>> from jax_rnnt import RNNTLoss
-        >>> frames = RNNTLoss().emission_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
+        >>> frames = RNNTLoss().label_frames(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
         >>> [round(float(t), 3) for t in frames]
         [1.0]
         """
-        return self._run(_methods.emission_frames, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LABEL_FRAMES, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
         """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to the loss.
@@ -359,7 +365,7 @@ class TransducerLoss:
         >>> round(float(loss.latency(*batch)), 3)
         2.0
         """
-        return self._run(_methods.latency, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LATENCY, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def label_log_probs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -403,9 +409,9 @@ class TransducerLoss:
         >>> round(float(jnp.exp(scores[0])), 4)  # 1/4 in the first frame, 1/4 * 1/4 in the second one
         0.3125
         """
-        return self._run(_methods.label_log_probs, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def arcs(
+    def arc_log_probs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> dict[str, jax.Array]:
         """Log-probabilities of the arcs, with all options: planes for a dynamic program of one's own.
@@ -415,15 +421,15 @@ class TransducerLoss:
         Returns
         -------
         dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
-            A plane for each slot of `lattice`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
-            the lengths; NaN for a sequence whose lengths or labels are out of range. With
-            `lattices.log_likelihood(loss.lattice, arcs, logit_lengths, target_lengths)` they give minus the loss. The
+            A plane for each slot of `topology`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
+            the lengths; NaN for a sequence whose lengths or labels are out of range.
+            `lattices.log_likelihood(loss.topology, planes, logit_lengths, target_lengths)` is minus the loss. The
             gradient reads and writes the logits once.
         """
-        return self._run(_methods.arcs, logits, targets, logit_lengths, target_lengths, label_windows, key)
+        return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def _run(self, method, *batch):
-        return _split.run(method, f"{type(self).__name__}.{method.__name__}", problem, self, *batch)
+        return _call.run(_call.prepare(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
         """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
@@ -459,8 +465,8 @@ class TransducerLoss:
         """
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
-        loss = _pytree.replace(self._without_options(), clamp=_split.switched_off(self).clamp, implementation=None)
-        head = _head(name, loss, layout.classes * _split.parts(loss)[1])
+        loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
+        head = _call.resolved_emission(name, loss, layout.classes * parts(loss)[1])
         _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
 
 
@@ -469,28 +475,6 @@ _pytree.register(TransducerLoss)
 
 def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss:
     """kind(**fields), of all its fields; errors name `function`."""
-    made = _pytree.make(kind, fields.keys(), fields.values())
-    made._check(function)
-    return made
-
-
-def problem(function, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None):
-    """The checked arguments of the functions in `_methods`."""
-    layout = _layout.of(function, logits)
-    rest = layout.sequences(function, targets, logit_lengths, target_lengths)
-    if label_windows is not None:
-        shape = (*rest[0].shape, 2)
-        label_windows = _checks.integers(function, "label_windows", label_windows, shape, "[..., U, 2]")
-    _checks.key(function, key)
-    loss = _split.switched_off(loss._draw(function, key))
-    head = _head(function, loss, layout.classes * _split.parts(loss)[1])
-    emission, arrays = _split.emission(function, loss, layout, head, rest, (label_windows, key))
-    return loss, emission, arrays, *rest, label_windows
-
-
-def _head(function, loss, classes):
-    """The emission of a loss, for rows of `classes` logits."""
-    made = loss.compose()
-    if not isinstance(made, Composition):
-        raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {made!r}.")
-    return made.emission.resolved(function, classes)
+    loss = _pytree.make(kind, fields.keys(), fields.values())
+    loss._check(function)
+    return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _renamed
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.losses._base import TransducerLoss
@@ -22,7 +22,7 @@ class HATLoss(TransducerLoss):
     """Hybrid autoregressive transducer loss (Variani et al. 2020): first blank or not, then which label.
 
     T frames, U labels, V classes (blank included). With logits x, these log-probabilities replace the softmax in the
-    recursion of the loss that `topology` names::
+    recursion of the loss that `variant` names::
 
         l[blank] = log sigmoid(x[blank])
         l[k]     = log(1 - sigmoid(x[blank])) + x[k] - log sum over classes j other than blank of exp(x[j])
@@ -32,8 +32,8 @@ class HATLoss(TransducerLoss):
 
     Parameters
     ----------
-    topology : {"standard", "monotonic", "constrained"}
-        The lattice: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
+    variant : {"standard", "monotonic", "constrained"}
+        The recursion: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
     implementation, inplace, vocab_axis, frame_axis
         As for `TransducerLoss`.
     blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
@@ -52,21 +52,24 @@ class HATLoss(TransducerLoss):
     4.629
     """
 
-    topology: str = static("standard")
+    variant: str = static("standard")
 
     def _check(self, function):
         super()._check(function)
-        _checks.choice(function, "topology", self.topology, tuple(UNIT_STEP_LOSSES))
+        _checks.choice(function, "variant", self.variant, tuple(UNIT_STEP_LOSSES))
 
     def _emission(self):
         return Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)
 
     def compose(self) -> Composition:
         """Bernoulli blank, label softmax."""
-        same = UNIT_STEP_LOSSES[self.topology]().compose()
+        same = UNIT_STEP_LOSSES[self.variant]().compose()
         return Composition(self._emission(), same.topology, same.steps, bounded=True, closing=same.closing)
 
     def decoding(self) -> DecodingRules:
         """As the loss whose lattice it has."""
-        same = UNIT_STEP_LOSSES[self.topology]().decoding()
+        same = UNIT_STEP_LOSSES[self.variant]().decoding()
         return DecodingRules(self._emission(), same.topology, same.labels_per_frame)
+
+
+HATLoss.__init__ = _renamed.argument("topology", "variant")(HATLoss.__init__)  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
 
     def _check(self, function):
         super()._check(function)
-        durations = _checks.durations(function, "big_blank_durations", self.big_blank_durations, 2)
+        durations = _checks.distinct_integers(function, "big_blank_durations", self.big_blank_durations, 2)
         self._set("big_blank_durations", durations)
         if 0 <= self.blank < len(durations):
             expected = f"at least {len(durations)}, as big blank i is class blank - 1 - i"

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _renamed
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
 
+@_renamed.argument("topology", "variant")
 def prune_ranges(
     *,
     blank_posteriors: jax.Array,
@@ -17,7 +18,7 @@ def prune_ranges(
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
     width: int,
-    topology: str = "standard",
+    variant: str = "standard",
 ) -> jax.Array:
     """First of the `width` columns that every frame keeps, by k2's rule.
 
@@ -37,8 +38,8 @@ def prune_ranges(
         S, the number of columns to keep: 2 or more on the standard lattice, else 1 or more. The band holds a path where
         U_b <= (width - 1) * T_b on the standard lattice, where U_b <= T_b on the monotonic one, and where also width >=
         2 or U_b = 0 on the constrained one. k2 widens the band for the batch, which a static shape forbids.
-    topology : {"standard", "monotonic", "constrained"}
-        The topology of the loss that gave the posteriors.
+    variant : {"standard", "monotonic", "constrained"}
+        The recursion of the loss, as for `HATLoss`, that gave the posteriors.
 
     Returns
     -------
@@ -76,33 +77,33 @@ def prune_ranges(
     batch = blank.shape[:-2]
     num_frames = _checks.integers(name, "logit_lengths", logit_lengths, batch, "[...]")
     num_labels = _checks.integers(name, "target_lengths", target_lengths, batch, "[...]")
-    _checks.choice(name, "topology", topology, tuple(UNIT_STEP_LOSSES))
-    smallest = 2 if topology == "standard" else 1
+    _checks.choice(name, "variant", variant, tuple(UNIT_STEP_LOSSES))
+    smallest = 2 if variant == "standard" else 1
     width = _checks.integer(name, "width", width)
     if width < smallest:
-        raise ValueError(f"{name}: width must be {smallest} or more with topology {topology!r}, got {width}.")
+        raise ValueError(f"{name}: width must be {smallest} or more with variant {variant!r}, got {width}.")
     frames, labels = _checks.known(logit_lengths), _checks.known(target_lengths)
     if frames is not None and labels is not None:
-        _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, topology)
-    return _prune_ranges(blank, label, num_frames, num_labels, width, topology == "standard")
+        _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, variant)
+    return _prune_ranges(blank, label, num_frames, num_labels, width, variant == "standard")
 
 
-def _check_width(name, shape, num_frames, num_labels, width, topology):
+def _check_width(name, shape, num_frames, num_labels, width, variant):
     """Raises if a sequence has a path in its lattice but none in any band of this width."""
     frames, columns = shape[-2:]
     used = (num_frames >= 1) & (num_frames <= frames) & (num_labels >= 0) & (num_labels < columns)
-    if topology == "standard":
+    if variant == "standard":
         needed = 1 - -num_labels // np.maximum(num_frames, 1)  # a frame writes width - 1 labels at most
     else:
         used &= num_labels <= num_frames
         # A constrained label also pays the blank of the next column, which must lie in the band.
-        needed = 1 + (num_labels > 0) * (topology == "constrained")
+        needed = 1 + (num_labels > 0) * (variant == "constrained")
     needed = np.where(used, needed, 0)
     if needed.size and np.max(needed) > width:
         worst = np.unravel_index(np.argmax(needed), needed.shape)
         sequence = f"sequence {list(map(int, worst))}" if worst else "the sequence"
         lengths = f"T_b = {num_frames[worst]} frames and U_b = {num_labels[worst]} labels"
-        expected = f"{needed[worst]} or more with topology {topology!r} for {sequence} with {lengths}"
+        expected = f"{needed[worst]} or more with variant {variant!r} for {sequence} with {lengths}"
         raise ValueError(f"{name}: width must be {expected}: no narrower band holds a path, got {width}.")
 
 

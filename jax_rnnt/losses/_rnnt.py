@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.losses import _methods
-from jax_rnnt.losses._base import TransducerLoss, build, problem
+from jax_rnnt.losses import _call, _methods
+from jax_rnnt.losses._base import TransducerLoss, build
 from jax_rnnt.losses._composition import Composition
 
 
@@ -149,4 +149,5 @@ def rnnt_loss(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
-    return _methods.value(*problem("rnnt_loss", loss, logits, targets, logit_lengths, target_lengths, label_windows))
+    batch = logits, targets, logit_lengths, target_lengths, label_windows
+    return _call.run(_call.prepare(_methods.LOSS, "rnnt_loss", loss, *batch))

@@ -12,7 +12,7 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._pytree import option, static
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices import _topology as topology
-from jax_rnnt.losses._adjustments import Durations, UnderNormalize
+from jax_rnnt.losses._adjustments import TokenAndDuration, UnderNormalize
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition
 
@@ -73,7 +73,7 @@ class TDTLoss(TransducerLoss, _TokenDurations):
 
     def _check(self, function):
         super()._check(function)
-        self._set("durations", _checks.durations(function, "durations", self.durations, 0))
+        self._set("durations", _checks.distinct_integers(function, "durations", self.durations, 0))
         if not any(self.durations):
             raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
         if (omega := _checks.known(self.omega)) is not None and not 0 <= omega <= 1:
@@ -85,7 +85,7 @@ class TDTLoss(TransducerLoss, _TokenDurations):
             return self
         if key is None and _checks.known(self.omega):
             raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
-        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `lattice`.
+        if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `topology`.
             sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
             return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
         # In float32 always: the coin must not depend on jax_enable_x64.
@@ -96,12 +96,12 @@ class TDTLoss(TransducerLoss, _TokenDurations):
     def compose(self) -> Composition:
         """Two softmaxes; an arc is the sum of a token and a duration."""
         durations = tuple(self.durations)
-        emission = Softmax((self.blank,), self.fused_log_softmax, durations=len(durations))
+        emission = Softmax((self.blank,), self.fused_log_softmax, num_durations=len(durations))
         bounded = self.sigma is None or self.sigma == 0
         if self.fastemit_lambda is None and self.omega is None:
             steps = () if self.sigma is None else (UnderNormalize(self.sigma, ("blank", "label")),)
             return Composition(emission, topology.products(durations), steps, bounded)
         # FastEmit scales both heads of label arcs alone, and the RNN-T has arcs without a duration.
         both = durations if self.omega is None else durations + tuple(d for d in (0, 1) if d not in durations)
-        steps = (Durations(durations, self.sigma, self.omega),)
-        return Composition(emission, topology.durations(both), steps, bounded)
+        steps = (TokenAndDuration(durations, self.sigma, self.omega),)
+        return Composition(emission, topology.token_and_duration(both), steps, bounded)

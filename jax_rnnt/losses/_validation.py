@@ -17,7 +17,7 @@ from jax_rnnt import _checks
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.losses._adjustments import adjust
-from jax_rnnt.losses._split import parts
+from jax_rnnt.sharding._device import parts
 
 
 def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:
@@ -26,9 +26,9 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
     `layout` is checked, and `head` is the loss's own resolved emission. `loss` has no option on, which act in training
     alone. Lengths and targets are as the user gave them.
     """
-    given = targets, logit_lengths, target_lengths
+    sequences = targets, logit_lengths, target_lengths
     names = "targets", "logit_lengths", "target_lengths", *("first" for _ in layout.integers)
-    values = *given, *layout.integers, *jax.tree.leaves(loss)
+    values = *sequences, *layout.integers, *jax.tree.leaves(loss)
     traced = [i for i, x in enumerate(values) if _checks.known(x) is None]
     known = not traced
     if traced and not _in_checkify():
@@ -40,17 +40,19 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
         return jax.ensure_compile_time_eval() if known else contextlib.nullcontext()
 
     with now():
-        targets, num_frames, num_labels = layout.sequences(function, *given)
+        targets, num_frames, num_labels = layout.sequences(function, *sequences)
     layout.emission(function, loss, head, targets, num_frames, num_labels)  # raises where the two do not fit
     check = functools.partial(_check, function)
     in_frames, in_classes = parts(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
-    classes = layout.classes * in_classes - head.durations
+    classes = head.tokens(layout.classes * in_classes)
     with now():
         check("logit_lengths", num_frames, (num_frames >= 0) & (num_frames <= frames), f"lie in [0, {frames}]")
         check("target_lengths", num_labels, (num_labels >= 0) & (num_labels <= labels), f"lie in [0, {labels}]")
         unused = ~inside_targets(targets, num_labels)
-        tokens = f"lie in [0, {classes})" + (f", before the {head.durations} durations" if head.durations else "")
+        tokens = f"lie in [0, {classes})" + (
+            f", before the {head.num_durations} durations" if head.num_durations else ""
+        )
         check("targets", targets, unused | ((targets >= 0) & (targets < classes)), tokens)
         is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in head.blanks))
         blanks = ", ".join(map(str, head.blanks))
@@ -68,12 +70,12 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _has_path(loss, kept, num_frames, num_labels, frames, labels):
     """bool [...]: whether a path of the loss leads to (T_b, U_b), over the nodes that the layout keeps."""
-    made = loss.compose()
+    composition = loss.compose()
     zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
     plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
-    arcs = adjust(dict.fromkeys(made.emission._names(), plane), num_frames, num_labels, loss, None)
-    return ~jnp.isneginf(lattice.log_likelihood(made.topology, arcs, num_frames, num_labels))
+    arcs = adjust(dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, loss, None)
+    return ~jnp.isneginf(lattice.log_likelihood(composition.topology, arcs, num_frames, num_labels))
 
 
 def _check(function, argument, values, good, expected, **more):
@@ -85,8 +87,8 @@ def _check(function, argument, values, good, expected, **more):
     if not isinstance(good, jax.core.Tracer):
         if not np.all(good):
             where = tuple(int(i) for i in np.argwhere(~np.asarray(good))[0])
-            found = {name: np.asarray(x)[where] for name, x in more.items()}
-            raise ValueError(message.format(**dict(zip(index, where)), **found))
+            numbers = {name: np.asarray(x)[where] for name, x in more.items()}
+            raise ValueError(message.format(**dict(zip(index, where)), **numbers))
         return
     if values.size:
         first = jnp.argmin(good.ravel())

@@ -28,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
 
 jax.config.update("jax_enable_x64", True)
 
@@ -44,7 +46,7 @@ SIZE, BATCHES = 1024, 40  # problems of a batch, batches of a program
 class Draw(typing.NamedTuple):
     """A program."""
 
-    loss: losses.Loss
+    loss: family.Loss
     layout: str = "array"
     implementation: str = "kernel"
     dtype: str = "float32"
@@ -64,8 +66,8 @@ OPTIONS = {"clamp": 0.25, "fastemit_lambda": 0.5, "delay_penalty": 0.0625, "fuse
 
 @st.composite
 def draws(draw):
-    loss = draw(st.sampled_from(losses.LOSSES))
-    layout = draw(st.just("array") | st.sampled_from(LAYOUTS if loss is losses.RNNT else LAYOUTS[:4]))
+    loss = draw(st.sampled_from(family.LOSSES))
+    layout = draw(st.just("array") | st.sampled_from(LAYOUTS if loss is family.RNNT else LAYOUTS[:4]))
     additive = layout == "AdditiveLogits"
     dtype = draw(st.sampled_from(["float32", "float64"] if additive else ["float32", "float64", "bfloat16", "float16"]))
     options = {"blank": draw(st.sampled_from([-1, loss.first_blank, 4]))}
@@ -85,7 +87,7 @@ def layout(name, x, index):
     if name == "JointLogits":
         column = jnp.broadcast_to(jnp.arange(columns, dtype=x.dtype)[:, None], (size, columns, 1))
         rows = x.reshape(size, frames, columns * classes)
-        return jax_rnnt.JointLogits(losses.lookup(columns), rows, column, chunk=64)
+        return jax_rnnt.JointLogits(family.lookup(columns), rows, column, chunk=64)
     if name == "PackedLogits":
         return jax_rnnt.PackedLogits(x.reshape(-1, classes)[index], frames)
     if name == "BandLogits":
@@ -123,7 +125,7 @@ def program(d):
 
 def rows_of(p):
     """Row of each node in the packed layout, and any row behind them."""
-    inside = losses.inside(p).reshape(-1)
+    inside = batches.inside(p).reshape(-1)
     return np.argsort(~inside, kind="stable").astype(np.int32)
 
 
@@ -157,16 +159,16 @@ def feed(d, rng, size):
         x += np.where((np.arange(classes) == blank) & (d.loss.name == "hat"), 0, offset)
     x = x.astype(jnp.dtype(d.dtype))
     frames, columns = rng.integers(1, T + 1, size), rng.integers(0, U + 1, size)
-    p = losses.Problem(x, targets, frames.astype(np.int32), columns.astype(np.int32))
+    p = batches.Problem(x, targets, frames.astype(np.int32), columns.astype(np.int32))
     # Lattices without an origin are no additive ones: am and lm are read where t = 0 and where u = 0.
-    return (p if d.layout == "AdditiveLogits" else losses.poisoned(p)), scale <= 30
+    return (p if d.layout == "AdditiveLogits" else batches.poisoned(p)), scale <= 30
 
 
 def possible(d, p):
     """[B] whether a path exists: the float64 truth of equal logits is finite."""
     known = {}
     for pair in set(zip(p.logit_lengths.tolist(), p.target_lengths.tolist(), strict=True)):
-        one = losses.problem(1, T, U, V, loss=d.loss, lengths=([pair[0]], [pair[1]]))
+        one = batches.problem(1, T, U, V, loss=d.loss, lengths=([pair[0]], [pair[1]]))
         label = (d.options["blank"] % V + 1) % V  # that is no blank of any loss
         one = one._replace(logits=np.zeros_like(one.logits), targets=np.full((1, U), label))
         options = {k: v for k, v in d.options.items() if k == "blank"}
@@ -182,7 +184,7 @@ def failures(d, p, answer, exists, small):
     """Text of each property that does not hold."""
     values, gradient, posteriors, alignment = answer
     narrow = jnp.dtype(d.dtype).itemsize == 2
-    unit = losses.eps(np.float64 if d.dtype == "float64" else np.float32)
+    unit = compare.eps(np.float64 if d.dtype == "float64" else np.float32)
     fused, lam = d.options.get("fused_log_softmax", True), 1 + d.options.get("fastemit_lambda", 0.0)
     wide = np.asarray(gradient, np.float64)
     most = 64 * unit * (1 + np.abs(np.where(np.isfinite(values), values, 0)))  # of a log-probability
@@ -196,15 +198,15 @@ def failures(d, p, answer, exists, small):
     yield from check("gradient is not finite", ~np.isfinite(wide).all((1, 2, 3)))
     yield from check("a loss without a path", ~exists & (values != np.inf))
     yield from check("gradient without a path", ~exists & wide.any((1, 2, 3)))
-    outside = np.where(losses.inside(p)[..., None], 0, wide).any((1, 2, 3))
+    outside = np.where(batches.inside(p)[..., None], 0, wide).any((1, 2, 3))
     if d.layout != "AdditiveLogits":
         yield from check("gradient outside the lengths", outside)
-    if fused and "delay_penalty" not in d.options and d.loss not in losses.SKIPPING:  # skipped frames add to it
+    if fused and "delay_penalty" not in d.options and d.loss not in family.SKIPPING:  # skipped frames add to it
         yield from check("loss below 0", exists & (values < 0))
     if fused and "clamp" not in d.options and d.layout != "AdditiveLogits":
         # An anchor that is nearly impossible rounds its row's normalizer: see jax_rnnt/emissions/softmax.py.
         tolerance = (1e-4 if unit > 1e-10 else 1e-10) * lam if small else unit * 2 * LARGEST * 8 * lam
-        tolerance += (losses.eps(d.dtype) * V + 2.0**-20) * lam if narrow else 0
+        tolerance += (compare.eps(d.dtype) * V + 2.0**-20) * lam if narrow else 0
         for head in heads(d, wide):
             sums = np.abs(head.sum(-1)).max((1, 2))
             yield from check("gradient of a softmax does not add up to 0", exists & (sums > tolerance))
@@ -228,7 +230,7 @@ def failures(d, p, answer, exists, small):
 def heads(d, gradient):
     if d.loss.name == "hat":
         return [np.delete(gradient, d.options["blank"] % V, -1)]
-    return losses.heads(d.loss, gradient)
+    return batches.heads(d.loss, gradient)
 
 
 def compared(d, p, answer, exists, small, count):
@@ -244,7 +246,7 @@ def compared(d, p, answer, exists, small, count):
     if not close.all():
         yield f"loss {got[~close][0]!r}, expected {values[~close][0]!r}: sequence {np.flatnonzero(~close)[0]}"
     if small and d.layout != "AdditiveLogits":
-        rounding = losses.eps(d.dtype) if jnp.dtype(d.dtype).itemsize == 2 else 0
+        rounding = compare.eps(d.dtype) if jnp.dtype(d.dtype).itemsize == 2 else 0
         error = np.abs(slope - gradient) - rounding * np.abs(gradient) - (1e-9 if wide else 2e-4)
         if error.max() > 0:
             yield f"gradient off by {error.max():.3g}: sequence {np.unravel_index(error.argmax(), error.shape)[0]}"
@@ -263,7 +265,7 @@ def spoiled(rng, p):
     x[odd] = rng.choice([np.nan, np.inf, -np.inf, 3e38], x[odd].shape[:1])[:, None, None, None]
     targets[odd] = rng.choice([-5, V + 9, 2**31 - 1], targets[odd].shape)
     frames[odd], columns[odd] = rng.choice([-7, 0, T + 5, 2**31 - 1], (2, odd.sum()))
-    return losses.Problem(x, targets, frames, columns), ~odd
+    return batches.Problem(x, targets, frames, columns), ~odd
 
 
 def padded(p):
@@ -277,7 +279,7 @@ def variants(d, run, rng, p, answer):
     """Text of each change that must leave all bits, and does not."""
     with np.errstate(over="ignore"):
         if d.layout != "AdditiveLogits":
-            other = losses.poisoned(p, rng.choice([np.inf, -1e30, 0.0]), label=int(rng.integers(-9, 99)))
+            other = batches.poisoned(p, rng.choice([np.inf, -1e30, 0.0]), label=int(rng.integers(-9, 99)))
             if not same(run(other), answer):
                 yield "numbers in the padding change bits"
         order = rng.permutation(len(p.targets))

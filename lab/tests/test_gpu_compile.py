@@ -16,9 +16,10 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import family
+import hlo
 import jax_rnnt
 import launches
-import losses
 from jax_rnnt._xla import loading
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -31,7 +32,7 @@ NODES = B * T * (U + 1)
 BATCH, FRAMES, LABELS, WIDTH = 32, 400, 128, 640
 TILED_NODES = BATCH * FRAMES * (LABELS + 1)
 EMISSION = "jax_rnnt_softmax_emission_fwd", "jax_rnnt_softmax_emission_bwd"
-CALLS = losses.once((*EMISSION, "jax_rnnt_lattice_grad"))
+CALLS = hlo.once((*EMISSION, "jax_rnnt_lattice_grad"))
 
 
 def mesh_of(devices, gpu="h100"):
@@ -105,8 +106,8 @@ def test_training_step(kind, mesh, dtype):
     compiled = compile_for_gpus(step, (*shapes, *labels_and_lengths(mesh, B, U)))
     text, elements = compiled.as_text(), NODES // DEVICES * V
     # Devices exchange only the mean and the gradient of the replicated weight.
-    assert set(losses.collectives(text)) == {"all-reduce"}
-    assert losses.custom_calls(text) == CALLS
+    assert set(hlo.collectives(text)) == {"all-reduce"}
+    assert hlo.custom_calls(text) == CALLS
     # No operation copies a buffer of the logits' size; under shard_map the gradient takes their memory.
     for copied in re.findall(r"= \w+\[([\d,]*)\][^=]* (?:copy|copy-start|transpose)\(", text):
         assert np.prod([int(d) for d in copied.split(",") if d], dtype=np.int64) < elements
@@ -143,9 +144,9 @@ def test_tiles(kind, mesh, dtype):
     text = compiled.as_text()
     loops, entry = text.split("\nENTRY ")
     # Devices exchange the gradient of the parameters, once, and the largest number of tiles.
-    assert not losses.collectives(loops)
-    assert set(losses.collectives(entry)) == {"all-reduce"}
-    assert losses.custom_calls(text) == CALLS
+    assert not hlo.collectives(loops)
+    assert set(hlo.collectives(entry)) == {"all-reduce"}
+    assert hlo.custom_calls(text) == CALLS
     assert temporaries(compiled) <= 64e6 + 4 * (4 * TILED_NODES)
     # Nothing is added atomically: every scatter-add has unique indices.
     scatters = [line for line in text.splitlines() if re.search(r" scatter\(", line)]
@@ -154,10 +155,10 @@ def test_tiles(kind, mesh, dtype):
 
 
 JOINTS = {
-    "rnnt": (losses.RNNT, "linear", 1.0),
-    "tdt": (losses.tdt((0, 1, 2, 3, 4)), "linear", 1.01),  # 1,207 launches; with a tile less, 257 MB
-    "hat": (losses.HAT, "linear", 1.0),
-    "function": (losses.RNNT, "function", 1.5),
+    "rnnt": (family.RNNT, "linear", 1.0),
+    "tdt": (family.tdt((0, 1, 2, 3, 4)), "linear", 1.01),  # 1,207 launches; with a tile less, 257 MB
+    "hat": (family.HAT, "linear", 1.0),
+    "function": (family.RNNT, "function", 1.5),
 }
 
 

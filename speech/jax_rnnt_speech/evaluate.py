@@ -58,7 +58,7 @@ class Pictures:
         x = self.recogniser.encoded(model, features, batch)
         logits = model.joint(x.frames[:, :, None], x.states[:, None])
         _, emitted = self.recogniser.loss.posteriors(logits, *x[2:])
-        return features, x, logits, emitted, self.recogniser.loss.emission_frames(logits, *x[2:])
+        return features, x, logits, emitted, self.recogniser.loss.label_frames(logits, *x[2:])
 
     def draw(self, params, step):
         """Writes lattice.png, and latency.png where an earlier step was drawn."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import family
 import jax_rnnt
-import losses
 import meshes
 from decoding import EXACT, NAMED, T, assert_same, lossless
 from jax_rnnt import JointLogits, LinearJoint, decode
@@ -78,7 +78,7 @@ def predictors(name, tokens, start):
 
 # How a predictor is called does not depend on the loss.
 OTHERS = "tdt", "hat", "multiblank", "split", "monotonic_final_blank"
-PAIRS = [("nnx lstm", "rnnt"), *(losses.slow("own", loss) for loss in OTHERS)]
+PAIRS = [("nnx lstm", "rnnt"), *(family.slow("own", loss) for loss in OTHERS)]
 
 
 def problem(name, loss="rnnt", blank=2):
@@ -235,7 +235,7 @@ def test_training_mode():
 
 
 KINDS = "explicit", "auto"
-MESHES = [("nnx lstm", KINDS[:1]), losses.slow("linen stateless", KINDS)]
+MESHES = [("nnx lstm", KINDS[:1]), family.slow("linen stateless", KINDS)]
 
 
 @pytest.mark.parametrize(("name", "kinds"), MESHES)

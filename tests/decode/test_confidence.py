@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import EXACT, LABELS, NAMED, WAYS, lossless
 from jax_rnnt import decode
 
@@ -26,7 +26,7 @@ def table(loss):
     rows = np.full((FRAMES, MOST + 1, tokens + loss.extra_classes), -np.inf)
     rows[..., tokens - 1] = 60.0 if loss.name == "hat" else 0.0
     if loss.extra_classes:
-        rows[..., tokens + losses.DURATIONS.index(1)] = 0.0
+        rows[..., tokens + family.DURATIONS.index(1)] = 0.0
     for u, (frame, row) in enumerate(zip(AT, np.log(PROBABILITIES))):
         rows[frame, u, :LABELS], rows[frame, u, LABELS:tokens] = row, -np.inf
         if loss.extra_classes:
@@ -45,7 +45,7 @@ def test_one_alignment(name):
     loss, temperature = NAMED[name], 1.7
     rows, columns = table(loss), MOST + 1
     counter = lambda counts, labels: (counts[:, None].astype(float), counts + 1)  # the column of the lattice
-    networks = losses.lookup(columns), decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), counter)
+    networks = family.lookup(columns), decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), counter)
     encoder, value = rows.reshape(1, FRAMES, -1), loss.value(reduction="none")
 
     @jax.jit

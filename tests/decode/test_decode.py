@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import (
     EXACT,
     MOST,
@@ -53,7 +53,7 @@ def test_greedy_is_the_plain_loop(name):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("rnnt", "exact"), ("tdt", "open"), losses.slow("split", "exact"), losses.slow("multiblank", "open")],
+    [("rnnt", "exact"), ("tdt", "open"), family.slow("split", "exact"), family.slow("multiblank", "open")],
 )
 def test_beam_is_the_enumeration(name, kind):
     """Open ends are ranked by normalised scores. (test_fusion has the whole family.)"""
@@ -106,7 +106,7 @@ def test_no_labels_stand_twice(loss):
 @pytest.mark.slow
 def test_without_merging():
     """Alignments stay apart, and have the score of one path."""
-    model = Model(losses.MONOTONIC)
+    model = Model(family.MONOTONIC)
     found = model.search(decode.beam, MOST, 64, merge=False)
     expected = enumerate_all(model, 0)
     rows = [(found.scores[0, n], *trimmed(found, 0, n)[:2]) for n in np.flatnonzero(found.scores[0] > -np.inf)]
@@ -179,7 +179,7 @@ def test_fingerprints():
 
 def test_packs_are_of_the_platform():
     """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
-    model, rows = Model(losses.RNNT, batch=4), 4 * 11
+    model, rows = Model(family.RNNT, batch=4), 4 * 11
     networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
     search = jax.jit(lambda *batch: decode.beam(*networks, *batch, MOST, 11)[:-1])
     traced, packed = search.trace(model.encoder, model.lengths), {}
@@ -195,7 +195,7 @@ def test_packs_are_of_the_platform():
 def test_utterances_in_one_program(predictor, monkeypatch):
     """A batch whose rows are packed, shared and wait for each other finds what each utterance finds alone."""
     monkeypatch.setattr(_beam_step, "WAITING", 1)  # wait as long as one goes on
-    model = Model(losses.TDT, batch=8, frames=7)
+    model = Model(family.TDT, batch=8, frames=7)
     predictor = stateless(model) if predictor == "stateless" else model.parameters.predictor
 
     def search(encoder, lengths):

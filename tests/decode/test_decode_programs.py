@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import family
+import hlo
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from decoding import EXACT, LABELS, MOST, NAMED, H, Model, T, TwoStepLoss, assert_same, stateless, trimmed
 from jax_rnnt import DecodingRules, LinearJoint, RNNTLoss, decode, lattices
@@ -31,7 +32,7 @@ ALL = pytest.mark.parametrize(("function", "sizes"), [*SEARCHES, (parallel, (40,
 
 def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
     """A search by the networks and arrays of a model, with some changed."""
-    model = model or Model(losses.RNNT)
+    model = model or Model(family.RNNT)
     networks = model.parameters.joint, model.parameters.predictor
     known = {"loss": model.loss.value(), "joint": networks[0], "predictor": networks[1]}
     known |= {"encoder_out": model.encoder, "lengths": model.lengths} | changes
@@ -45,7 +46,7 @@ def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
 @BOTH
 def test_streams(function, sizes):
     """Parts of any lengths give bit for bit what the whole gives."""
-    model = Model(losses.TDT, batch=3, frames=13)
+    model = Model(family.TDT, batch=3, frames=13)
     model.lengths = np.array([13, 11, 6], np.int32)
     idle = model.idle(function, *sizes)
     whole = model.search(function, *sizes, state=idle)
@@ -69,14 +70,14 @@ def test_streams(function, sizes):
 
 
 UNMERGED = functools.partial(decode.beam, merge=False)
-MORE = {"tdt124": losses.tdt((1, 2, 4))}
+MORE = {"tdt124": family.tdt((1, 2, 4))}
 ENDS = [
     ("tdt124", decode.greedy, (90,)),
     ("tdt124", UNMERGED, (12, 4)),
     ("monotonic_final_blank", UNMERGED, (12, 4)),
-    losses.slow("monotonic_final_blank", decode.beam, (12, 4)),
-    losses.slow("multiblank", decode.greedy, (90,)),
-    losses.slow("tdt124", decode.beam, (12, 12)),
+    family.slow("monotonic_final_blank", decode.beam, (12, 4)),
+    family.slow("multiblank", decode.greedy, (90,)),
+    family.slow("tdt124", decode.beam, (12, 12)),
 ]
 
 
@@ -112,7 +113,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
 @ALL
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
-    model = Model(losses.TDT, batch=3, frames=13)
+    model = Model(family.TDT, batch=3, frames=13)
     model.lengths = np.array([9, 5, 0], np.int32)
     whole = model.search(function, *sizes)
     encoder = model.encoder.copy()
@@ -128,7 +129,7 @@ def test_padding_and_batch(function, sizes):
 @pytest.mark.parametrize(("function", "width"), [(decode.greedy, None), (decode.beam, 40), (parallel, None)])
 def test_nothing_to_decode(batch, frames, function, width):
     """No frames: one empty hypothesis of score 0. No utterances: empty arrays."""
-    model = Model(losses.TDT)
+    model = Model(family.TDT)
     encoder, lengths = model.encoder[:batch, :frames], np.minimum(model.lengths, frames)[:batch]
     found = model.search(function, MOST, *([width] if width else []), encoder=encoder, lengths=lengths)
     shape = (batch, width) if width else (batch,)
@@ -144,19 +145,19 @@ def test_nothing_to_decode(batch, frames, function, width):
 @BOTH
 def test_shard_map(devices, function, sizes):
     """Nothing is exchanged."""
-    model = Model(losses.TDT, batch=16)
+    model = Model(family.TDT, batch=16)
     search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:-1]
     split = PartitionSpec("data")
     each = jax.jit(jax.shard_map(search, mesh=Mesh(np.array(devices), ("data",)), in_specs=split, out_specs=split))
     program = each.lower(model.encoder, model.lengths).compile()
-    assert not losses.collectives(program.as_text())
+    assert not hlo.collectives(program.as_text())
     for x, y in zip(program(model.encoder, model.lengths), model.search(function, *sizes)[:-1]):
         np.testing.assert_allclose(x, y, rtol=EXACT)
 
 
 def test_bfloat16():
     """Scores are float32."""
-    model, dtype = Model(losses.RNNT), jnp.bfloat16
+    model, dtype = Model(family.RNNT), jnp.bfloat16
     joint = LinearJoint(jnp.asarray(model.parameters.weight, dtype))
     search = lambda x: run(joint=joint, predictor=stateless(model, dtype), encoder_out=x)
     found = jax.jit(search)(jnp.asarray(model.encoder, dtype))
@@ -165,7 +166,7 @@ def test_bfloat16():
 
 def test_known_lengths_under_jit():
     """Arrays of JAX that a program closes over are checked, and used."""
-    model = Model(losses.RNNT)
+    model = Model(family.RNNT)
     search = lambda n: jax.jit(lambda x: run(encoder_out=x, lengths=n)[:-1])(model.encoder)
     assert_same(search(jnp.asarray(model.lengths)), model.search(decode.greedy, MOST)[:-1])
     with pytest.raises(ValueError, match=r"lengths must lie in \[0, 3\], .* got \[4, 0\]"):
@@ -194,7 +195,7 @@ class Blankless(jax_rnnt.HATLoss):
 
 def test_a_loss_of_ones_own():
     """Its arcs are its moves; steps need rules, and those of another loss will not do."""
-    model = Model(losses.RNNT)
+    model = Model(family.RNNT)
     options = dict(loss=TwoStepLoss(), exact_end=True, max_symbols=MOST)
     found = jax.tree.map(np.asarray, jax.jit(lambda: run(decode.beam, (MOST, 64), model, **options))())
     labels, *_ = trimmed(found, 0, 0)
@@ -222,7 +223,7 @@ def test_one_door_to_the_library():
 
 def broken(initial=None, row=lambda x: x, state=lambda x: x):
     """The predictor of a model, broken in one place."""
-    good = Model(losses.RNNT).parameters.predictor
+    good = Model(family.RNNT).parameters.predictor
 
     def step(before, labels):
         rows, after = good.step(before, labels)
@@ -310,7 +311,7 @@ def test_bad_data_spoils_itself_alone(function, sizes):
 @BOTH
 def test_dead_ends(function, sizes):
     """No path of the lattice: the score is -inf, there are no labels, and the search ends."""
-    model = Model(losses.tdt((2,)), batch=40)
+    model = Model(family.tdt((2,)), batch=40)
     model.lengths = np.array([3, 2] * 20, np.int32)
     found, open_end = (model.search(function, *sizes, exact_end=np.full(40, x)) for x in (True, False))
     odd = model.lengths == 3

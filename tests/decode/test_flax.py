@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 from jax_rnnt import decode
 
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
@@ -62,9 +63,9 @@ def test_joint(flavour, activation):
     joint, parameters, rows = joint_and_rows(flavour, activation=activation)
     expected = by_hand(parameters, rows, lambda x: np.asarray(activation(x)))
     np.testing.assert_allclose(joint(rows[0][:, :, None], rows[1][:, None]), expected, rtol=EXACT)
-    p = losses.problem(B, T, U, V)._replace(logits=expected)
+    p = batches.problem(B, T, U, V)._replace(logits=expected)
     tiles = jax_rnnt.RNNTLoss(reduction="none")(joint.logits(*rows), *p[1:])
-    np.testing.assert_allclose(tiles, losses.RNNT.expected(p)[0], rtol=EXACT)
+    np.testing.assert_allclose(tiles, family.RNNT.expected(p)[0], rtol=EXACT)
     assert joint.logits(rows[0][:, None], jnp.stack([rows[1]] * 2, 1)).shape == (B, 2, T, U + 1, V)
 
 
@@ -136,10 +137,10 @@ class Model(nn.Module):
         return jax_rnnt.RNNTLoss()(logits, targets, *lengths)
 
 
-@pytest.mark.parametrize("name", ["LSTMPredictor", losses.slow("StatelessPredictor")])
+@pytest.mark.parametrize("name", ["LSTMPredictor", family.slow("StatelessPredictor")])
 def test_training(name):
     """Under jit, a gradient for every parameter, the same in tiles, and finite whatever the padding holds."""
-    p = losses.poisoned(losses.problem(B, T, U, V))
+    p = batches.poisoned(batches.problem(B, T, U, V))
     batch = np.random.default_rng(0).normal(size=(B, T, E)), *p[1:]
     model = Model(name)
     init = lambda tiles: model.init(jax.random.key(0), *batch, tiles=tiles)
@@ -157,7 +158,7 @@ def test_training(name):
 def test_dropout(flavour, option):
     """Tiles and all logits drop the same; in evaluation nothing is random."""
     joint, parameters, rows = joint_and_rows(flavour, **{option: 0.5})
-    rest = losses.problem(B, T, U, V)[1:]
+    rest = batches.problem(B, T, U, V)[1:]
     loss = jax_rnnt.RNNTLoss(reduction="none")
     paired = rows[0][:, :, None], rows[1][:, None]
     if flavour == "nnx":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import losses
+import family
 import meshes
 import reference_numpy as truth
 from decoding import (
@@ -125,7 +125,7 @@ def test_greedy_is_the_plain_loop(loss):
 
 
 @pytest.mark.parametrize(
-    "name", ["tdt", "hat", *map(losses.slow, ("rnnt", "multiblank", "split", "monotonic_final_blank"))]
+    "name", ["tdt", "hat", *map(family.slow, ("rnnt", "multiblank", "split", "monotonic_final_blank"))]
 )
 def test_beam_is_the_enumeration(name):
     """With a penalty and a temperature, which the internal language model has too."""
@@ -139,7 +139,7 @@ def test_beam_is_the_enumeration(name):
 
 def test_shared_rows():
     """Hypotheses share rows of a predictor that sees one label; 4-grams tell them apart."""
-    model = Model(losses.HAT)
+    model = Model(family.HAT)
     parameters = model.parameters = model.parameters._replace(mix=np.zeros((H, H)))
     embed = jnp.asarray(parameters.embed)
     predictor = decode.stateless_predictor(lambda labels: embed[labels[:, 0]], 1, start=model.tokens - 1)
@@ -157,7 +157,7 @@ def test_shared_rows():
 @BOTH
 def test_streams(search):
     """Each part ends as an utterance would end there; the last one as the whole does, bit for bit."""
-    model = Model(losses.TDT, batch=3, frames=13)
+    model = Model(family.TDT, batch=3, frames=13)
     model.lengths = np.array([13, 11, 6], np.int32)
     options, _ = models_of(model, forbidden=(..., 0, 1, 1))
     run = lambda *part, state=None: model.search(search, 40, encoder=part[0], lengths=part[1], state=state, **options)
@@ -192,7 +192,7 @@ class Tables:
 @BOTH
 def test_utterances_with_models_of_their_own(search):
     """They find what each finds alone, also in a stream of which some are left out."""
-    model = Model(losses.RNNT, batch=3, frames=8)
+    model = Model(family.RNNT, batch=3, frames=8)
     later = np.pad(model.encoder[:, 4:], ((0, 0), (0, 4), (0, 0)))
     tables = np.random.default_rng(1).normal(0, 2, (3, model.tokens))
     cut = np.minimum(model.lengths, 4)
@@ -223,7 +223,7 @@ def test_utterances_with_models_of_their_own(search):
 
 def test_split_batches(devices):
     """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
-    model = Model(losses.RNNT, batch=8)
+    model = Model(family.RNNT, batch=8)
     options, _ = models_of(model)
     networks = model.parameters.joint, model.parameters.predictor
     expected = model.search(decode.greedy, MOST, **options)
@@ -245,7 +245,7 @@ def test_split_batches(devices):
 @BOTH
 def test_weights(search):
     """Traced ones share a program: 0 adds nothing; NaN and +inf of a model spoil an utterance."""
-    model = Model(losses.RNNT)
+    model = Model(family.RNNT)
     model.lengths = np.array([0, 3], np.int32)
     options, _ = models_of(model)
     (one, _), (two, _) = options["fusion"]
@@ -303,7 +303,7 @@ def test_modules(search):
         def __init__(self):
             self.start = 0
 
-    model, noisy = Model(losses.RNNT), Noisy()
+    model, noisy = Model(family.RNNT), Noisy()
     found, expected = (model.search(search, MOST, fusion=((x, 0.5),)) for x in (noisy, Still()))
     assert_same(found[:-1], expected[:-1])
     assert not noisy.noise.deterministic
@@ -349,7 +349,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=range(len(WRONG)))
 def test_wrong_models(given, error, message):
-    model = Model(losses.RNNT)
+    model = Model(family.RNNT)
     networks = model.parameters.joint, model.parameters.predictor
     search, name = (BEAM, "beam") if len(message) % 2 else (decode.greedy, "greedy")
     with pytest.raises(error, match=f"{name}: {message}"):
@@ -358,7 +358,7 @@ def test_wrong_models(given, error, message):
 
 def test_wrong_parts():
     """Of streams: a model of another kind, a `place` that makes another state."""
-    model = Model(losses.RNNT)
+    model = Model(family.RNNT)
     networks = model.parameters.joint, model.parameters.predictor
     greedy = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
     search = lambda **options: jax.eval_shape(functools.partial(greedy, fusion=options.pop("fusion", ())), **options)

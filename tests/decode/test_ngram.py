@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _arpa, _automaton
 from ngrams import NATS, TOKENS, arpa, last, log_prob, random_arpa, run, scan, written
@@ -53,7 +53,7 @@ def test_scores_are_the_definition(order, kind, tmp_path):
     assert len(set.union(*used.values())) == len(used) >= min(order, 2)
 
 
-@pytest.mark.parametrize(("order", "kind"), [losses.slow(*x) if x[0] in (2, 4) else x for x in CASES[1:]])
+@pytest.mark.parametrize(("order", "kind"), [family.slow(*x) if x[0] in (2, 4) else x for x in CASES[1:]])
 def test_scores_are_those_of_kenlm(order, kind, tmp_path):
     """Of 1,000 sentences, with words that the model lacks, and their ends."""
     kenlm = pytest.importorskip("kenlm")

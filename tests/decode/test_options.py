@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
 from jax_rnnt.decode.search import _options
@@ -66,7 +66,7 @@ SEARCHES = {
     "sample": functools.partial(decode.sample, key=jax.random.key(0), samples=3),
     "parallel": functools.partial(decode.parallel, rounds=1),
 }
-MODEL = Model(losses.RNNT)
+MODEL = Model(family.RNNT)
 
 
 def search(name, numbers, **counts):
@@ -129,7 +129,7 @@ def test_static_errors(name, option):
             search(name, ordinary(name) | {option.name: given})
 
 
-ENDS = [*((name, "inside") for name in SEARCHES), losses.slow("greedy", "low"), losses.slow("greedy", "high")]
+ENDS = [*((name, "inside") for name in SEARCHES), family.slow("greedy", "low"), family.slow("greedy", "high")]
 
 
 @pytest.mark.parametrize(("name", "end"), ENDS)
@@ -192,7 +192,7 @@ def test_cold(name, kind):
 
     With static temperatures and traced ones, which agree in every bit; in one head, two, and with the blank apart.
     """
-    loss = {"monotonic": MonotonicRNNTLoss(0), "tdt": TDTLoss((2, 1), 0), "hat": HATLoss(0, topology="monotonic")}[kind]
+    loss = {"monotonic": MonotonicRNNTLoss(0), "tdt": TDTLoss((2, 1), 0), "hat": HATLoss(0, variant="monotonic")}[kind]
     rows = FRAMES.copy()
     if kind == "hat":
         rows[..., 0] = [0.5, -0.1, -0.6]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, ends, greedy_loop, label_log_prob, trimmed
 from jax_rnnt import decode
 
@@ -50,7 +50,7 @@ def masked(function):
 
 
 @pytest.mark.parametrize(
-    "name", [losses.slow(x) if x in ("hat", "constrained") else x for x in NAMED if x != "monotonic"]
+    "name", [family.slow(x) if x in ("hat", "constrained") else x for x in NAMED if x != "monotonic"]
 )
 def test_is_the_plain_loop(name):
     """With exact ends and open ones, a penalty and a temperature; also where room ends."""
@@ -69,7 +69,7 @@ def test_is_the_plain_loop(name):
 
 def test_token_first():
     """As greedy search of a predictor that makes this row alone."""
-    model = Masked(losses.tdt((2, 0, 1)))
+    model = Masked(family.tdt((2, 0, 1)))
     constant = lambda state, labels: (jnp.broadcast_to(jnp.asarray(ROW), (len(labels), H)), state)
     options, same = dict(duration_choice="token_first"), decode.Predictor(lambda batch: (), constant)
     found = model.find(**options)
@@ -86,7 +86,7 @@ def chosen_again(model, b, labels, frames):
     return after, [log_prob(u, label) for u, label in enumerate(after)]
 
 
-@pytest.mark.parametrize("name", ["rnnt", losses.slow("tdt")])
+@pytest.mark.parametrize("name", ["rnnt", family.slow("tdt")])
 def test_rounds(name):
     """Each label by a loop; all else stays as it is."""
     model, changes = Masked(NAMED[name], seed=2), [0, 0]
@@ -108,7 +108,7 @@ def test_rounds(name):
 
 def test_rounds_meet_nan():
     """In the predictor's rows after label 1: the score of the utterance is NaN for good, and of no other one."""
-    model = Masked(losses.RNNT, seed=2)
+    model = Masked(family.RNNT, seed=2)
     after = lambda labels: jnp.where(labels == 1, jnp.nan, 1 - labels.astype(float))
     nan = decode.stateless_predictor(lambda labels: jnp.tile(after(labels), (1, H)), 1, start=2)
     nan = nan._replace(masked_row=jnp.asarray(ROW))
@@ -121,7 +121,7 @@ def test_rounds_meet_nan():
 
 
 def test_without_its_own_row_it_is_zero():
-    model = Masked(losses.RNNT)
+    model = Masked(family.RNNT)
     zero, none = (model.parameters.predictor._replace(masked_row=x) for x in (jnp.zeros(H), None))
     for x, y in zip(*(model.find(predictor=x)[:-1] for x in (zero, none))):
         np.testing.assert_array_equal(x, y)
@@ -129,7 +129,7 @@ def test_without_its_own_row_it_is_zero():
 
 
 def test_wrong_masked_rows():
-    model = Masked(losses.RNNT)
+    model = Masked(family.RNNT)
     for row in (jnp.zeros(H + 1), True):
         message = rf"predictor.masked_row must be an array \[P\] = \(4,\), as a row .* got {re.escape(repr(row))}"
         with pytest.raises(ValueError, match=message):

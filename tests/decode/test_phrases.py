@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import EXACT, MOST, Model, enumerate_all, trimmed
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _automaton
@@ -148,7 +148,7 @@ def test_searches():
 
     So they are in a stream whose second part comes in another order, and so do the lists.
     """
-    model = Model(losses.TDT)
+    model = Model(family.TDT)
 
     @jax.jit
     def part(encoder, lengths, state, phrases):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+import batches
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from decoding import TwoStepLoss
 
@@ -37,10 +37,10 @@ def ax():
 @pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
-    p = losses.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
+    p = batches.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
     assert plot.draw_lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
-    collections = dict(zip(of.lattice, ax.collections, strict=True))
+    collections = dict(zip(of.topology, ax.collections, strict=True))
     for arc, drawn in collections.items():
         plane = np.asarray(posteriors[arc.slot])
         assert len(drawn.get_segments()) == np.sum(plane > plot.FAINT)
@@ -58,12 +58,12 @@ def test_lattice(ax, of):
 
 def test_emissions(ax):
     """A line at the mean of each label, and a bar of its deviation."""
-    p = losses.problem(1, 6, 3, 9).take(0)
+    p = batches.problem(1, 6, 3, 9).take(0)
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
     _, label = RNNT.posteriors(*p)
     features = np.random.default_rng(0).normal(size=(22, 8))
     assert plot.draw_emissions(features, label, p.targets, **TIMES, ax=ax) is ax
-    mean = 0.04 * (np.asarray(RNNT.emission_frames(*p)) + 0.5)
+    mean = 0.04 * (np.asarray(RNNT.label_frames(*p)) + 0.5)
     lines = [x.get_xdata()[0] for x in ax.lines if len(x.get_xdata()) == 2 and len(set(x.get_xdata())) == 1]
     np.testing.assert_allclose(lines, mean, rtol=1e-6)
     times = 0.04 * (np.arange(6) + 0.5)
@@ -93,7 +93,7 @@ def test_latencies(ax):
 
 def test_arcs_that_share_a_slot(ax):
     """Each has its own posterior: the share of the paths through it."""
-    p = losses.problem(1, 4, 2, 5).take(0)
+    p = batches.problem(1, 4, 2, 5).take(0)
     p = p._replace(logit_lengths=np.int32(4), target_lengths=np.int32(2))
     names = {"blank+1": (1, 0), "label": (0, 1), "blank+2": (2, 0)}
     arcs, _ = truth.softmax_emission(p.logits, np.append(p.targets, -1), blank=4)
@@ -121,7 +121,7 @@ def test_no_labels_and_no_path(ax):
 
 def test_titles_and_legends(ax):
     """The utterance and the score of its best path; what darkness, curves and bars mean. A space can be seen."""
-    p = losses.problem(1, 6, 3, 9).take(0)
+    p = batches.problem(1, 6, 3, 9).take(0)
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
     plot.draw_lattice(RNNT, *p, symbols=["a", " ", "b"], ax=ax)
     score = float(RNNT.align(*p).score)  # test_align.py has its truth

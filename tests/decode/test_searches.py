@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 import meshes
 import reference_numpy as truth
 from decoding import (
@@ -113,7 +113,7 @@ def token_first_loop(model, b, durations, max_symbols, room):
 @pytest.mark.parametrize("durations", [(2, 0, 1), (0, 1, 2, 3, 4), (3, 1)], ids=str)
 def test_token_first(durations):
     """As the plain loop, in windows; without a duration 0 it is the rule of pairs."""
-    loss, others, forced = losses.tdt(durations), 0, 0
+    loss, others, forced = family.tdt(durations), 0, 0
     settings = ((3, 40, 1, 0.0), (1, 40, 4, 0.4), (10, 4, 3, 0.0)) if durations[0] == 2 else ((3, 40, 4, 0.4),)
     for seed, options in itertools.product(range(5), settings):
         max_symbols, room, window, penalty = options
@@ -167,7 +167,7 @@ class LabelsStay(TransducerLoss):
     def compose(self):
         arcs = [lattices.Arc("label", 0, 1, other="duration+0")]
         arcs += [lattices.Arc("blank", i, 0, other=f"duration+{i}") for i in (1, 2)]
-        return Composition(emissions.Softmax((self.blank,), durations=3), tuple(arcs))
+        return Composition(emissions.Softmax((self.blank,), num_durations=3), tuple(arcs))
 
 
 def test_token_first_of_ones_own():
@@ -283,7 +283,7 @@ def test_samples_on_meshes(devices):
 
 def test_samples_at_dead_ends_and_bad_rows():
     """No path of the lattice: -inf. NaN: NaN. Neither has labels."""
-    model = Model(losses.tdt((2,)), batch=4)
+    model = Model(family.tdt((2,)), batch=4)
     model.lengths = np.array([3, 2, 2, 9], np.int32)
     model.encoder[2, 1:] = np.nan
     model.encoder[1, 0] = np.nan

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import NAMED, Model, assert_same, common, concatenate, select
 from jax_rnnt import decode
 
@@ -79,7 +79,7 @@ def alone(model, b):
 
 
 CASES = [("rnnt", "greedy"), ("tdt", "beam"), ("multiblank", "greedy"), ("hat", "wide")]
-CASES += [losses.slow("tdt", "greedy"), losses.slow("split", "beam")]
+CASES += [family.slow("tdt", "greedy"), family.slow("split", "beam")]
 
 
 @pytest.mark.parametrize(("name", "search"), CASES)

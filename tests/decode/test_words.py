@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import family
 from decoding import LABELS, MOST, Model, enumerate_all, trimmed
 from jax_rnnt import decode
 from ngrams import NATS, TOKENS, arpa, last, log_prob, random_arpa, run, written
@@ -154,7 +154,7 @@ def test_searches(tmp_path):
 
     -inf leaves no hypothesis.
     """
-    model = Model(losses.HAT, batch=1)
+    model = Model(family.HAT, batch=1)
     others = [None] * (model.tokens - LABELS)
     grams, of_words = random_arpa(8, 3), random_arpa(12, 2, unk=False, tokens=["a", "aa", "ab", "abb", "b"])
     labels, names = TOKENS[:LABELS], ["▁a", "b"]

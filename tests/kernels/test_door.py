@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
 from jax_rnnt.emissions import _emission, _softmax
 
 LATTICE = "jax_rnnt_lattice_loss"
@@ -24,7 +26,7 @@ def there(native_kernel):
 @pytest.mark.parametrize("loss", door.LOSSES, ids=str)
 def test_bits_of_jax(loss, dtype):
     """Value and gradient of one program without options."""
-    p = losses.poisoned(losses.problem(loss=loss, dtype=dtype))
+    p = batches.poisoned(batches.problem(loss=loss, dtype=dtype))
 
     @jax.jit
     def run(p):
@@ -35,15 +37,15 @@ def test_bits_of_jax(loss, dtype):
         gradient, values = jax.grad(total, has_aux=True)(p.logits)
         return values, gradient
 
-    losses.assert_same_bits(run(p), door.evaluate(loss, p))
+    compare.assert_same_bits(run(p), door.evaluate(loss, p))
 
 
 def test_clamp_and_scale_of_jax():
     """The cotangent of the loss is the scale."""
-    p, scale = losses.problem(dtype="float32"), np.array([2, 0.5, -1, 1e-3], np.float32)
-    loss = losses.RNNT.value(reduction="none", implementation="kernel", clamp=0.125)
+    p, scale = batches.problem(dtype="float32"), np.array([2, 0.5, -1, 1e-3], np.float32)
+    loss = family.RNNT.value(reduction="none", implementation="kernel", clamp=0.125)
     values, pull = jax.vjp(lambda x: loss(x, *p[1:]), p.logits)
-    losses.assert_same_bits((values, pull(scale)[0]), door.evaluate(losses.RNNT, p, clamp=0.125, scale=scale))
+    compare.assert_same_bits((values, pull(scale)[0]), door.evaluate(family.RNNT, p, clamp=0.125, scale=scale))
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 2)], ids=str)
@@ -51,7 +53,7 @@ def test_label_map(batch):
     """It is the library's, which makes a program for each shape."""
     rng = np.random.default_rng(0)
     targets, lengths = rng.integers(0, 5, (*batch, 4)).astype(np.int32), rng.integers(0, 5, batch).astype(np.int32)
-    losses.assert_same_bits(door.label_map(targets, lengths), _emission.label_map(jax.numpy.asarray(targets), lengths))
+    compare.assert_same_bits(door.label_map(targets, lengths), _emission.label_map(jax.numpy.asarray(targets), lengths))
 
 
 def lattice_call(num_frames=2, dtype=np.float32, **options):
@@ -116,27 +118,27 @@ def test_subnormals_are_flushed():
 
 def test_operands_keep_their_values():
     """In place or not: the door copies."""
-    p = losses.problem(dtype="float32")
+    p = batches.problem(dtype="float32")
     before = p.logits.copy()
     for inplace in (True, False):
-        door.evaluate(losses.RNNT, p, inplace=inplace)
-    losses.assert_same_bits(p.logits, before)
+        door.evaluate(family.RNNT, p, inplace=inplace)
+    compare.assert_same_bits(p.logits, before)
 
 
 def test_calls_at_once():
     """From several threads of Python, each with threads of the kernels."""
-    p = losses.problem(9, 60, 61, 5, dtype="float32")
-    expected = door.evaluate(losses.RNNT, p)
+    p = batches.problem(9, 60, 61, 5, dtype="float32")
+    expected = door.evaluate(family.RNNT, p)
     with door.opened(), concurrent.futures.ThreadPoolExecutor(4) as pool:
-        emission, _ = door.parts(losses.RNNT, 5)
-        nodes = door.label_map(p.targets, p.target_lengths), p.logit_lengths
+        emission, _ = door.parts(family.RNNT, 5)
+        nodes = door.nodes_of(p)
         one, *others = pool.map(lambda _: emission.forward(p.logits, nodes), range(8))
     for other in others:
-        losses.assert_same_bits(other, one)
-    losses.assert_same_bits(door.evaluate(losses.RNNT, p, threads=4), expected)
+        compare.assert_same_bits(other, one)
+    compare.assert_same_bits(door.evaluate(family.RNNT, p, threads=4), expected)
 
 
 def test_losses_with_steps_have_no_door():
-    names = {loss.name for loss in losses.LOSSES} - {loss.name for loss in door.LOSSES}
+    names = {loss.name for loss in family.LOSSES} - {loss.name for loss in door.LOSSES}
     assert names == {"monotonic_final_blank", "constrained", "target_robust", "wildcard"}
-    assert door.parts(losses.TDT, 9, sigma=0.1) is None
+    assert door.parts(family.TDT, 9, sigma=0.1) is None

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
+import platforms
 from programs import pair, run
 
 pytestmark = pytest.mark.no_kernel
@@ -26,12 +29,12 @@ SETTINGS = {
 def strict_cases():
     """Every loss on the kernels; the reference of those whose steps are their own. Without jit nothing is fast."""
     for setting in SETTINGS:
-        for loss in losses.LOSSES:
-            few = loss in (losses.RNNT, losses.WILDCARD)
+        for loss in family.LOSSES:
+            few = loss in (family.RNNT, family.WILDCARD)
             if setting != "disable_jit" or few:
-                yield (loss, "kernel", setting) if loss is losses.RNNT else losses.slow(loss, "kernel", setting)
+                yield (loss, "kernel", setting) if loss is family.RNNT else family.slow(loss, "kernel", setting)
             if few:
-                yield losses.slow(loss, "reference", setting)
+                yield family.slow(loss, "reference", setting)
 
 
 @pytest.mark.parametrize(("loss", "implementation", "setting"), [*strict_cases()], ids=str, indirect=["implementation"])
@@ -40,12 +43,12 @@ def test_strict_settings(loss, implementation, setting):
 
     A sequence has no path where no setting forbids infinite losses.
     """
-    if setting == "disable_jit" and losses.interpreted():
+    if setting == "disable_jit" and platforms.interpreted():
         pytest.skip("takes minutes")
-    p = losses.poisoned(losses.problem(loss=loss, lengths=([7, 5, 4 * (setting == "debug_infs"), 4], [4, 2, 2, 3])))
+    p = batches.poisoned(batches.problem(loss=loss, lengths=([7, 5, 4 * (setting == "debug_infs"), 4], [4, 2, 2, 3])))
     expected = loss.expected(p)
     assert (expected[0][2] == np.inf) == (setting != "debug_infs")
-    on_device = losses.Problem(*map(jnp.asarray, p))
+    on_device = batches.Problem(*map(jnp.asarray, p))
     with contextlib.ExitStack() as stack:
         for enter in SETTINGS[setting]:
             stack.enter_context(enter())
@@ -54,15 +57,15 @@ def test_strict_settings(loss, implementation, setting):
         with jax.transfer_guard("allow"):
             ones = jnp.ones_like(values)
         (gradient,) = pullback(ones)
-    losses.assert_matches((values, gradient), expected, np.float64, 11)
+    compare.assert_matches((values, gradient), expected, np.float64, 11)
 
 
 def test_debug_nans_finds_a_nan(implementation):
     """The setting still sees a NaN that the loss returns."""
-    p = losses.problem()
+    p = batches.problem()
     p.logits[0, 0, 0, 0] = np.nan
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        jax.block_until_ready(losses.RNNT(*p, implementation=implementation))
+        jax.block_until_ready(family.RNNT(*p, implementation=implementation))
 
 
 @pytest.mark.slow
@@ -154,13 +157,13 @@ def test_too_large_a_problem_is_an_exception(kernel):
     def step():
         logits = jnp.zeros(shapes[0], np.float32)
         rest = [jnp.ones(shape, np.int32) for shape in shapes[1:]]
-        gradient = jax.grad(losses.RNNT)(jax.lax.optimization_barrier(logits), *rest)
+        gradient = jax.grad(family.RNNT)(jax.lax.optimization_barrier(logits), *rest)
         return jax.lax.optimization_barrier(gradient).sum()
 
     with pytest.raises((RuntimeError, ValueError), match=r"(?i)memory|exhausted|alloc"):
         jax.block_until_ready(step())
-    p = losses.problem()
-    losses.assert_matches(losses.evaluate(losses.RNNT, p, kernel), losses.RNNT.expected(p), np.float64, 11)
+    p = batches.problem()
+    compare.assert_matches(compare.evaluate(family.RNNT, p, kernel), family.RNNT.expected(p), np.float64, 11)
 
 
 # Labels of -1e9, which every path must take: the lattice keeps 16 bytes for each node on each thread of the pool, more
@@ -234,7 +237,7 @@ jax.distributed.shutdown()
 
 @pytest.mark.slow
 def test_two_processes(kernel):
-    if losses.platform() != "cpu":
+    if platforms.platform() != "cpu":
         pytest.skip("two processes share no GPU")
     with pair(STEP, XLA_FLAGS="--xla_force_host_platform_device_count=2") as processes:
         for i, process in enumerate(processes):

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
+import platforms
 from programs import run
 
 BOUND = 1e-5  # of gradients: the contract
@@ -25,9 +28,9 @@ def sizes(small, large):
 @pytest.fixture
 def size(request, kernel):
     """The small size is the first of the list."""
-    if request.param_index > 0 and losses.platform() != "cuda" and not os.environ.get("JAX_RNNT_LARGE"):
+    if request.param_index > 0 and platforms.platform() != "cuda" and not os.environ.get("JAX_RNNT_LARGE"):
         missing = pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "cuda" else pytest.skip
-        missing(f"needs a CUDA device, and the default platform is {losses.platform()}")
+        missing(f"needs a CUDA device, and the default platform is {platforms.platform()}")
     return request.param
 
 
@@ -41,12 +44,12 @@ def test_large_axes(size, dtype):
     """(T, U, V), a full sequence and a shorter one, against float64."""
     T, U, V = size
     lengths = (T, max(1, 3 * T // 4)), (U, U // 2)
-    p = losses.problem(2, T, U, V, dtype=dtype, scale=1.0, lengths=lengths)
-    values, gradient = losses.evaluate(losses.RNNT, p, "kernel")
-    expected, exact = losses.RNNT.expected(p)
+    p = batches.problem(2, T, U, V, dtype=dtype, scale=1.0, lengths=lengths)
+    values, gradient = compare.evaluate(family.RNNT, p, "kernel")
+    expected, exact = family.RNNT.expected(p)
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     # One at a time: the errors are as large as the gradients.
-    losses.assert_close([*gradient], [*exact], rtol=losses.rounding(dtype)[0], atol=BOUND)
+    compare.assert_close([*gradient], [*exact], rtol=compare.rounding(dtype)[0], atol=BOUND)
 
 
 @pytest.mark.parametrize("size", sizes((3, 9, 4, 7), [(30, 400, 80, 500), (8, 250, 50, 4096)]), indirect=True, ids=str)
@@ -54,11 +57,11 @@ def test_large_axes(size, dtype):
 def test_a_hundred_runs_give_the_same_bits(size, dtype):
     """(B, T, U, V). Every run gets new memory; results are compared on the device."""
     B, T, U, V = size
-    _, *rest = losses.problem(B, T, U, 2)
+    _, *rest = batches.problem(B, T, U, 2)
     logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, V), dtype)
 
     def total(*p):
-        values = losses.RNNT(*p, implementation="kernel", reduction="none", clamp=0.25, fastemit_lambda=0.5)
+        values = family.RNNT(*p, implementation="kernel", reduction="none", clamp=0.25, fastemit_lambda=0.5)
         return values.sum(), values
 
     @jax.jit
@@ -101,7 +104,7 @@ def test_more_than_2_to_the_31_logits(size):
         logits[b] = one(b)
 
     def loss(*p):
-        values = losses.RNNT.value(implementation="kernel", reduction="none")(*p)
+        values = family.RNNT.value(implementation="kernel", reduction="none")(*p)
         return values.sum(), values
 
     step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=0)
@@ -111,24 +114,27 @@ def test_more_than_2_to_the_31_logits(size):
     gradient, values = np.asarray(gradient), np.asarray(values)
     for b in range(B):
         expected = step(jnp.array(one(b)), targets[b], logit_lengths[b], target_lengths[b])
-        losses.assert_same_bits(values[b], expected[1])
-        losses.assert_same_bits(gradient[b], expected[0])
+        compare.assert_same_bits(values[b], expected[1])
+        compare.assert_same_bits(gradient[b], expected[0])
 
 
 PROGRAM = """
 import hashlib, sys
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_enable_x64", True)
-import losses
+import batches
+import compare
+import family
+import platforms
 digest = hashlib.sha256()
 B, T, U, V, count = map(int, sys.argv[1:])
-for loss in losses.LOSSES[:count]:
-    p = losses.problem(B, T, U, V, loss=loss, dtype="float32")
+for loss in family.LOSSES[:count]:
+    p = batches.problem(B, T, U, V, loss=loss, dtype="float32")
     expected = loss.expected(p)
     kept = []
     for _ in range(6):  # results stay, so every run has new addresses
-        kept.append(losses.evaluate(loss, p, "kernel"))
-        losses.assert_matches(kept[-1], expected, np.float32, T + U)
+        kept.append(compare.evaluate(loss, p, "kernel"))
+        compare.assert_matches(kept[-1], expected, np.float32, T + U)
         digest.update(b"".join(x.tobytes() for x in kept[-1]))
 
     def body(logits, scale):
@@ -145,7 +151,7 @@ COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_S
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(losses.LOSSES))]), indirect=True, ids=str
+    "size", sizes((4, 7, 4, 9, 1), [(8, 200, 70, 300, len(family.LOSSES))]), indirect=True, ids=str
 )
 def test_captured_launches(size):
     """XLA replays calls as a CUDA graph or launches each: the same bits, and right up to rounding.

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-import losses
+import platforms
 
 pytestmark = pytest.mark.no_kernel
 B, T, U1, V = 2, 3, 4, 5
@@ -39,7 +39,7 @@ def lattice_loss(operands=(PLANE, LENGTHS, LENGTHS, PLANE), results=(LOSS,), **o
 
 @pytest.fixture
 def handlers(kernel):
-    if losses.platform() != "cpu" or losses.emulated() or losses.interpreted():
+    if platforms.platform() != "cpu" or platforms.emulated() or platforms.interpreted():
         pytest.skip("calls the handlers of the CPU kernels")
 
 

@@ -16,10 +16,11 @@ import jax
 import pytest
 
 import jax_rnnt
-import losses
+import platforms
+import project
+from family import slow
 from jax_rnnt import __main__, _bench, _installation, _selftest
 from jax_rnnt._xla import loading
-from losses import slow
 from programs import environment, run
 
 pytestmark = pytest.mark.no_kernel
@@ -166,7 +167,7 @@ def test_other_reasons(monkeypatch, tmp_path):
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_note_of_the_build(tmp_path):
     """CMake installs a note if there is no compiler, and looks again in the same build folder."""
-    source = losses.ROOT
+    source = project.ROOT
     if not (source / "CMakeLists.txt").exists():
         pytest.skip("no sources beside the tests")
     run = lambda *command, **variables: subprocess.run(
@@ -184,7 +185,7 @@ def test_note_of_the_build(tmp_path):
 
 def fields(file, struct):
     """Names of a struct of C++, or of a class of ctypes, in order."""
-    text = (losses.ROOT / "xla_kernels/common" / file).read_text()
+    text = (project.ROOT / "xla_kernels/common" / file).read_text()
     if file.endswith(".py"):
         return re.findall(r'\("(\w+)", ', re.search(rf"(?s)\nclass {struct}\b.*?\n\n\n", text)[0])
     lines = re.search(rf"(?s)\nstruct {struct} {{\n(.*?)\n}};", text)[1].splitlines()
@@ -194,7 +195,7 @@ def fields(file, struct):
 
 def test_plain_c_and_ctypes_have_the_same_fields():
     """A field that one side lacks would shift the next ones; the wheels of plain C are built for releases alone."""
-    if not (losses.ROOT / "xla_kernels").exists():
+    if not (project.ROOT / "xla_kernels").exists():
         pytest.skip("no sources beside the tests")
     structs = {"Device": "plain.h", "Table": "plain.h", "Registration": "registration.h", "Limit": "registration.h"}
     for name, file in structs.items():
@@ -266,7 +267,7 @@ def test_selftest_without_the_required_device(pretend, monkeypatch, capsys):
 
 def test_platform_of_the_selftest(monkeypatch):
     """JAX names CUDA and ROCm devices "gpu" alike."""
-    assert loading.default_platform() == losses.platform()
+    assert loading.default_platform() == platforms.platform()
     for version, expected in (("PJRT C API\nrocm 60300", "rocm"), ("PJRT C API\ncuda 12090", "cuda")):
         backend = types.SimpleNamespace(platform="gpu", platform_version=version)
         monkeypatch.setattr(loading.jax.extend.backend, "get_backend", lambda b=backend: b)

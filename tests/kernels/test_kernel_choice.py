@@ -13,19 +13,24 @@ import jax
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
+import platforms
+import project
 from jax_rnnt import __main__, _checks, _selftest
 from jax_rnnt._xla import devices, loading, primitive
 from programs import run
 
 
-def gradient_of(implementation, loss=losses.RNNT, **options):
+def gradient_of(implementation, loss=family.RNNT, **options):
     return jax.jit(jax.value_and_grad(loss.value(implementation=implementation, **options).__call__))
 
 
 def calls(function, p):
-    return losses.custom_calls(jax.jit(function).lower(*p).compile().as_text())
+    return hlo.custom_calls(jax.jit(function).lower(*p).compile().as_text())
 
 
 def shapes(p):
@@ -35,20 +40,20 @@ def shapes(p):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_kernel_is_one_custom_call_each(kernel, dtype):
     """None means the same on a platform with kernels, with every option on. Posteriors call no backward kernel."""
-    p, targets = losses.problem(dtype=dtype), losses.RNNT
+    p, targets = batches.problem(dtype=dtype), family.RNNT
     for implementation in (kernel, None):
         loss = jax_rnnt.RNNTLoss(implementation=implementation)
-        assert calls(loss, p) == losses.once(targets.value_calls)
-        assert calls(jax.value_and_grad(loss), p) == losses.once(targets.gradient_calls)
-        assert calls(loss.label_log_probs, p) == losses.once(targets.value_calls[:1])
-        assert calls(jax.grad(lambda *p, ask=loss.label_log_probs: ask(*p).sum()), p) == losses.once(
+        assert calls(loss, p) == hlo.once(targets.value_calls)
+        assert calls(jax.value_and_grad(loss), p) == hlo.once(targets.gradient_calls)
+        assert calls(loss.label_log_probs, p) == hlo.once(targets.value_calls[:1])
+        assert calls(jax.grad(lambda *p, ask=loss.label_log_probs: ask(*p).sum()), p) == hlo.once(
             targets.gradient_calls[:2]
         )
-        assert calls(loss.posteriors, p) == losses.once([targets.value_calls[0], targets.gradient_calls[2]])
+        assert calls(loss.posteriors, p) == hlo.once([targets.value_calls[0], targets.gradient_calls[2]])
     options = {"fastemit_lambda": 0.1, "clamp": 1.0, "delay_penalty": 0.1, "fused_log_softmax": False}
     loss, windows = jax_rnnt.RNNTLoss(implementation=kernel, **options), np.zeros((4, 4, 2), np.int32)
     gradient = jax.value_and_grad(lambda *p: loss(*p, label_windows=windows))
-    assert calls(gradient, p) == losses.once(targets.gradient_calls)
+    assert calls(gradient, p) == hlo.once(targets.gradient_calls)
 
 
 def lower_for(platform, implementation, p):
@@ -60,10 +65,10 @@ def lower_for(platform, implementation, p):
 
 def test_platform_of_the_lowering_decides(kernel):
     """Not that of the process. Without kernels, implementation="kernel" is an error; None runs the reference."""
-    p = losses.problem(dtype=np.float32)
-    here = lower_for(losses.platform(), None, p)
-    assert all(f"custom_call @{target}" in here for target in losses.RNNT.gradient_calls)
-    assert "custom_call @jax_rnnt" not in lower_for(losses.platform(), "reference", p)
+    p = batches.problem(dtype=np.float32)
+    here = lower_for(platforms.platform(), None, p)
+    assert all(f"custom_call @{target}" in here for target in family.RNNT.gradient_calls)
+    assert "custom_call @jax_rnnt" not in lower_for(platforms.platform(), "reference", p)
     assert "custom_call @jax_rnnt" not in lower_for("tpu", None, p)
     for platform in ("metal", "rocm"):
         with pytest.raises(NotImplementedError, match=platform):
@@ -76,7 +81,7 @@ def test_lowering_warns_in_the_callers_line(monkeypatch):
     primitive._warn_reference.cache_clear()
     loss = jax_rnnt.RNNTLoss()
     with pytest.warns(RuntimeWarning, match="platform rocm") as seen:
-        jax.jit(lambda *p: loss(*p)).trace(*shapes(losses.problem())).lower(lowering_platforms=("rocm",))
+        jax.jit(lambda *p: loss(*p)).trace(*shapes(batches.problem())).lower(lowering_platforms=("rocm",))
     assert {w.filename for w in seen if "platform rocm" in str(w.message)} == {__file__}
 
 
@@ -103,17 +108,17 @@ CUDA = {
     "sequences": (1 << 31) - 1,
     "unit_columns": UNIT_COLUMNS[99],
 }
-EMISSION, LATTICE = losses.RNNT.gradient_calls[:2], losses.RNNT.gradient_calls[2:]
+EMISSION, LATTICE = family.RNNT.gradient_calls[:2], family.RNNT.gradient_calls[2:]
 BOTH = EMISSION + LATTICE
 BEYOND = {
     # name: (problem, the only platform with this limit or None, stages without a kernel, the reason)
-    "durations": (beyond(losses.tdt(range(33)), 3, 2, 4), None, LATTICE, "at most 64 arcs, got 65"),
-    "big_blanks": (beyond(losses.multiblank(range(2, 65)), 3, 2, 65), None, BOTH, "at most (63 blank|64 arcs)"),
-    "classes": (beyond(losses.RNNT, 1, 0, (1 << 26) + 1), None, EMISSION, "at most 67108864 logits of a node"),
-    "nodes": (beyond(losses.RNNT, 1 << 16, (1 << 14) - 1, 2), "cuda", LATTICE, "at most 1073741823 nodes"),
-    "nodes_of_emission": (beyond(losses.RNNT, 1 << 17, (1 << 14) - 1, 2), "cuda", BOTH, "at most .* nodes"),
-    "diagonals": (beyond(losses.RNNT, 1 << 29, 0, 2), "cuda", LATTICE, "at most 536870911 diagonals"),
-    "labels": (beyond(losses.RNNT, 1, 22240, 2), "cuda", LATTICE, "at most 22240 columns"),
+    "durations": (beyond(family.tdt(range(33)), 3, 2, 4), None, LATTICE, "at most 64 arcs, got 65"),
+    "big_blanks": (beyond(family.multiblank(range(2, 65)), 3, 2, 65), None, BOTH, "at most (63 blank|64 arcs)"),
+    "classes": (beyond(family.RNNT, 1, 0, (1 << 26) + 1), None, EMISSION, "at most 67108864 logits of a node"),
+    "nodes": (beyond(family.RNNT, 1 << 16, (1 << 14) - 1, 2), "cuda", LATTICE, "at most 1073741823 nodes"),
+    "nodes_of_emission": (beyond(family.RNNT, 1 << 17, (1 << 14) - 1, 2), "cuda", BOTH, "at most .* nodes"),
+    "diagonals": (beyond(family.RNNT, 1 << 29, 0, 2), "cuda", LATTICE, "at most 536870911 diagonals"),
+    "labels": (beyond(family.RNNT, 1, 22240, 2), "cuda", LATTICE, "at most 22240 columns"),
 }
 
 
@@ -123,7 +128,7 @@ def test_problems_beyond_the_kernels(case, kernel, monkeypatch):
     (loss, p), device, stages, reason = case
     monkeypatch.setattr(devices, "limits", lambda module: {})  # not those of the device here
     if device:
-        monkeypatch.setitem(loading.LIMITS, losses.platform(), CUDA | loading.LIMITS[losses.platform()])
+        monkeypatch.setitem(loading.LIMITS, platforms.platform(), CUDA | loading.LIMITS[platforms.platform()])
     primitive._warn_reference.cache_clear()
     with pytest.raises(NotImplementedError, match=reason):
         gradient_of(kernel, loss).lower(*p)
@@ -137,18 +142,18 @@ def test_limits_of_each_device(kernel):
     common = {"blanks": 63, "durations": 63, "row": 1 << 26, "arcs": 64, "arc_labels": 1}
     for platform, device in loading.KERNELS.items():
         assert loading.LIMITS[platform] == common | (CUDA if device == "cuda" else {})
-        if losses.platform() != "cuda":  # no device changes them
+        if platforms.platform() != "cuda":  # no device changes them
             assert loading.missing(platform) is None
             assert loading.limits(platform) == loading.LIMITS[platform]
 
 
 def test_limits_in_the_text():
     """Docstrings and documentation name the limits that the modules export."""
-    pages = [losses.ROOT / "README.md", *(losses.ROOT / "docs").glob("*.md")]
+    pages = [project.ROOT / "README.md", *(project.ROOT / "docs").glob("*.md")]
     texts = {page.name: page.read_text() for page in pages}
     for name in jax_rnnt.__all__:
         texts[name] = getattr(jax_rnnt, name).__doc__ or ""
-    limits = CUDA | loading.LIMITS[losses.platform()]
+    limits = CUDA | loading.LIMITS[platforms.platform()]
     least, usual, most = map(str, UNIT_COLUMNS.values())
     power = lambda limit: {f"{limit.bit_length() - 1}"}
     for name, text in texts.items():
@@ -168,14 +173,14 @@ def test_limits_in_the_text():
 @pytest.mark.parametrize(("most", "durations"), [(64, 32), (16, 9)])
 def test_as_many_durations_as_the_kernels_take(kernel, monkeypatch, most, durations):
     """With one more, the lattice runs on the reference, and the emission on the kernel."""
-    monkeypatch.setitem(loading.LIMITS, losses.platform(), loading.LIMITS[losses.platform()] | {"arcs": most})
+    monkeypatch.setitem(loading.LIMITS, platforms.platform(), loading.LIMITS[platforms.platform()] | {"arcs": most})
     primitive._warn_reference.cache_clear()
-    loss = losses.tdt(range(durations))
-    p = losses.problem(loss=loss)
+    loss = family.tdt(range(durations))
+    p = batches.problem(loss=loss)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        got = losses.evaluate(loss, p, None)
-    losses.assert_matches(got, loss.expected(p), np.float64, 11)
+        got = compare.evaluate(loss, p, None)
+    compare.assert_matches(got, loss.expected(p), np.float64, 11)
     reasons = [str(w.message) for w in seen if "jax_rnnt" in str(w.message)]
     assert len(reasons) == (most == 16) and all("at most 16 arcs, got 17" in reason for reason in reasons)
 
@@ -246,30 +251,30 @@ def fake(monkeypatch, kernel):
 def test_unfit_devices_run_the_reference(fake, answer):
     """One warning for all kernels; the result is right, and no custom call is left in the program."""
     fake(answer)
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         jax.clear_caches()
-        got = losses.evaluate(losses.RNNT, p, None)
+        got = compare.evaluate(family.RNNT, p, None)
         text = gradient_of(None).lower(*p).as_text()
-    losses.assert_matches(got, losses.RNNT.expected(p), np.float32, 11)
+    compare.assert_matches(got, family.RNNT.expected(p), np.float32, 11)
     assert "custom_call @jax_rnnt" not in text
     (warning,) = (w for w in seen if "jax_rnnt" in str(w.message))
     assert str(warning.message).startswith("jax_rnnt runs on its pure-JAX reference: the CUDA kernels ")
     with pytest.raises(NotImplementedError, match=r"implementation='kernel': .* for this: the CUDA kernels"):
         gradient_of("kernel").lower(*p)
     with pytest.raises(RuntimeError, match=r"required kernels are missing:\n.*the CUDA kernels"):
-        jax_rnnt.selftest(require=(losses.platform(),))
+        jax_rnnt.selftest(require=(platforms.platform(),))
     assert "the reference runs: the CUDA kernels" in jax_rnnt.selftest(require=())[0]
     jax.clear_caches()
-    losses._compiled.cache_clear()
+    compare._compiled.cache_clear()
 
 
 @pytest.mark.parametrize(("answer", "most"), [(module(T4), 13280), (module(H100), 55008)], ids=["T4", "H100"])
 def test_labels_that_fit_the_device(fake, answer, most):
     """The lattice runs on the reference above the limit of the device, and only the lattice."""
     fake(answer)
-    lower = lambda columns: gradient_of(None).lower(*beyond(losses.RNNT, 1, columns - 1, 2)[1]).as_text()
+    lower = lambda columns: gradient_of(None).lower(*beyond(family.RNNT, 1, columns - 1, 2)[1]).as_text()
     assert "custom_call @jax_rnnt_lattice_grad" in lower(most)
     with pytest.warns(RuntimeWarning, match=rf"at most {most} columns U \+ 1, got {most + 1}"):
         text = lower(most + 1)
@@ -279,7 +284,7 @@ def test_labels_that_fit_the_device(fake, answer, most):
 def test_module_without_a_gpu(kernel):
     """What the extension module of CUDA answers on a machine without a driver."""
     found = loading.module("cuda")
-    if found is None or not hasattr(found, "devices") or losses.platform() == "cuda":
+    if found is None or not hasattr(found, "devices") or platforms.platform() == "cuda":
         pytest.skip("needs the kernels of CUDA and no GPU")
     assert devices.unfit(found) is None
     assert found.limits()["unit_columns"] == UNIT_COLUMNS[99]
@@ -296,9 +301,11 @@ def test_selftest(kernel, capsys):
     table = [(_selftest.EMISSIONS, emissions, _checks.FLOATS), (_selftest.LATTICES, lattices, _checks.FLOATS[2:])]
     for kinds, names, dtypes in table:
         for kind, name in itertools.product(kinds, names):
-            (line,) = (line for line in lines if re.match(rf"{losses.platform()} +jax_rnnt_\w+{name} +{kind}  ", line))
+            (line,) = (
+                line for line in lines if re.match(rf"{platforms.platform()} +jax_rnnt_\w+{name} +{kind}  ", line)
+            )
             assert all(f"{dtype} " in line for dtype in dtypes) and line.endswith("  ok")
-    if losses.platform() == "cpu":
+    if platforms.platform() == "cpu":
         assert [line for line in lines if not line.endswith("  ok")] == [lines[-1]] and "not run: " in lines[-1]
 
 
@@ -325,4 +332,4 @@ def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch, capsys, place, fac
     assert __main__.main(["selftest", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and "disagree" in found["error"]
-    assert all(f"{target} " in found["error"] for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls)
+    assert all(f"{target} " in found["error"] for target in family.RNNT.value_calls + family.RNNT.gradient_calls)

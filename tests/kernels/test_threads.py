@@ -10,7 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-import losses
+import batches
+import family
+import platforms
 import reference_numpy as truth
 from jax_rnnt._xla import loading, primitive
 from programs import run
@@ -59,7 +61,7 @@ def test_threads_import_at_once():
 
 def test_threads_ask_the_module(kernel):
     """Its functions answer alike, also where other threads choose the instruction set."""
-    module = loading.module(losses.platform())
+    module = loading.module(platforms.platform())
     targets = module.targets() if hasattr(module, "targets") else []
 
     def ask(i):
@@ -83,23 +85,23 @@ def gradient(loss, problem):
     return jax.tree.map(np.asarray, program(problem.logits))
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 def test_threads_compile_and_run_at_once(loss):
     """Four shapes, each by eight threads: the very numbers of one thread."""
-    problems = [losses.problem(loss=loss, T=3 + i, dtype=np.float32) for i in range(4)]
+    problems = [batches.problem(loss=loss, T=3 + i, dtype=np.float32) for i in range(4)]
     several = at_once(lambda i: gradient(loss, problems[i % 4]))
     alone = [gradient(loss, problem) for problem in problems]
     for i, found in enumerate(several):
         jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_threads_share_a_program(implementation):
     """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
-    p = losses.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
-    expected = losses.RNNT.expected(p)
+    p = batches.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
+    expected = family.RNNT.expected(p)
     gradients = expected[1].astype(np.float32)
-    step = jax.jit(jax.value_and_grad(lambda x, *rest: losses.RNNT(x, *rest, implementation=implementation)))
+    step = jax.jit(jax.value_and_grad(lambda x, *rest: family.RNNT(x, *rest, implementation=implementation)))
     reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
 
     def call(shift):

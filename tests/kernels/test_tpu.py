@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_rnnt
-import losses
+import platforms
 import reference_numpy as truth
+from family import slow
 from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
 from jax_rnnt.lattices import _pallas as pallas
-from losses import slow
 from meshes import mean_over_devices, mesh_of
 from topologies import TOPOLOGIES, arcs_of
 
@@ -71,7 +71,7 @@ def test_without_blanks():
 @pytest.mark.parametrize("interpret", [slow(True), "tpu"])
 def test_columns_beyond_a_block(interpret):
     """515 columns are two blocks of 384 lanes, and a sequence ends in each."""
-    if interpret == "tpu" and not losses.interpreted():
+    if interpret == "tpu" and not platforms.interpreted():
         pytest.skip("25 s: `lab/run.sh interpret` asks for it")
     arcs = arcs_of(STANDARD[0], (2, 2, 515), dtype=np.float32)
     mode = pltpu.InterpretParams() if interpret == "tpu" else True
@@ -185,7 +185,7 @@ def test_export():
     ids=["float64", "diagonals", "columns", "far_arcs", "two_labels"],
 )
 def test_beyond_the_kernels(topology, shape, dtype, reason):
-    if dtype == np.float64 and losses.interpreted():
+    if dtype == np.float64 and platforms.interpreted():
         pytest.skip("the interpreter takes float64")
     arcs = {slot: jax.ShapeDtypeStruct(shape, dtype) for slot in pallas.slots(topology)}
     lengths = jax.ShapeDtypeStruct(shape[:1], np.int32)

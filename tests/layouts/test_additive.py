@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits
 from jax_rnnt.layouts import _additive_sums as sums
@@ -32,13 +35,13 @@ def dense(am, lm):
 def scores(scale, dtype=np.float32, seed=5):
     """Of 8 sequences, so that tests share a program."""
     B = 8
-    p = losses.problem(B)
+    p = batches.problem(B)
     rng = np.random.default_rng(seed)
     am, lm = (rng.normal(0, scale, (B, n, 9)).astype(dtype) for n in (7, 5))
     return am, lm, p
 
 
-def of_sum(am, lm, p, loss=losses.RNNT):
+def of_sum(am, lm, p, loss=family.RNNT):
     """(losses [B], gradient of am, of lm) of the dense sum in float64."""
     logits = am[:, :, None].astype(np.float64) + lm[:, None].astype(np.float64)
     values, gradient = loss.expected(p._replace(logits=logits))
@@ -46,7 +49,7 @@ def of_sum(am, lm, p, loss=losses.RNNT):
 
 
 @functools.cache
-def compiled(way, loss=losses.RNNT):
+def compiled(way, loss=family.RNNT):
     """(losses [B], gradient of am, of lm)"""
 
     @jax.jit
@@ -62,10 +65,10 @@ def compiled(way, loss=losses.RNNT):
 
 
 WAYS = (
-    (None, losses.RNNT, np.float32),
-    (None, losses.RNNT, np.float64),
-    ("reference", losses.RNNT, np.float32),  # of the lattice: matrix products have no kernel
-    losses.slow(None, losses.CONSTRAINED, np.float32),
+    (None, family.RNNT, np.float32),
+    (None, family.RNNT, np.float64),
+    ("reference", family.RNNT, np.float32),  # of the lattice: matrix products have no kernel
+    family.slow(None, family.CONSTRAINED, np.float32),
 )
 
 
@@ -76,14 +79,14 @@ def test_scores_of_any_size(way, loss, dtype):
         am, lm, p = scores(scale, dtype)
         got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
         # Arcs are rounded: at 1e4 to 5e-4 in float32. Paths add up to 11 of them, or of pairs.
-        length = 22 if loss is losses.CONSTRAINED else 11
-        limit = max(losses.tolerance(dtype, length), length * scale * losses.eps(dtype))
-        np.testing.assert_allclose(got[0], wanted[0], rtol=16 * losses.eps(dtype), err_msg=f"{scale}")
-        losses.assert_close(got[1:], wanted[1:], atol=limit, err_msg=f"{scale}")
+        length = 22 if loss is family.CONSTRAINED else 11
+        limit = max(compare.tolerance(dtype, length), length * scale * compare.eps(dtype))
+        np.testing.assert_allclose(got[0], wanted[0], rtol=16 * compare.eps(dtype), err_msg=f"{scale}")
+        compare.assert_close(got[1:], wanted[1:], atol=limit, err_msg=f"{scale}")
     for scale in (1e7, 1e9, 1e20, 1e30) if dtype == np.float32 else ():  # where rounding hides all differences
         am, lm, p = scores(scale, dtype)
         got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
-        np.testing.assert_allclose(got[0], wanted[0], rtol=16 * losses.eps(dtype), err_msg=f"{scale}")
+        np.testing.assert_allclose(got[0], wanted[0], rtol=16 * compare.eps(dtype), err_msg=f"{scale}")
         assert all(np.isfinite(x).all() for x in got[1:]), scale
 
 
@@ -136,7 +139,7 @@ def test_sums(case):
     first = change * cotangent[..., None]
     second = -p * (along - (p * along).sum(-1, keepdims=True)) * cotangent[..., None]
     expected = first.sum(2), first.sum(1), (change * along).sum(-1), second.sum(2), second.sum(1), second.sum(1)
-    losses.assert_close(got, expected, atol=1e-5)
+    compare.assert_close(got, expected, atol=1e-5)
 
 
 def test_where_no_class_is_left():
@@ -165,20 +168,20 @@ def test_no_sequence_changes_another():
     together = compiled(None)(*arrays)
     ordinary = compiled(None)(*(np.repeat(x[::2], 2, 0) for x in arrays))
     mapped = jax.vmap(compiled(None))(*(x.reshape(4, 2, *x.shape[1:]) for x in arrays))
-    losses.assert_same_bits([x[::2] for x in together], [x[::2] for x in ordinary])
-    losses.assert_same_bits(together, [x.reshape(8, *x.shape[2:]) for x in mapped])
+    compare.assert_same_bits([x[::2] for x in together], [x[::2] for x in ordinary])
+    compare.assert_same_bits(together, [x.reshape(8, *x.shape[2:]) for x in mapped])
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("auto", (8,)), losses.slow("explicit", (4, 2))], ids=str)
+@pytest.mark.parametrize(("kind", "batch"), [("auto", (8,)), family.slow("explicit", (4, 2))], ids=str)
 def test_sharded_over_the_batch(kind, batch, devices):
     """No device waits for another, though some need the loop over classes and others do not."""
     expected = compiled(None)(*mixed())
     arrays = [x.reshape(*batch, *x.shape[1:]) for x in mixed()]
     with mesh_of(devices, kind, (4, 2), ("data", "model")) as mesh:
         split = ("data", "model") if len(batch) == 2 else (("data", "model"),)
-        got, text = losses.compiled(compiled(None), *at(mesh, arrays, *split))
-        assert not losses.collectives(text)
-        losses.assert_close([x.reshape(y.shape) for x, y in zip(got, expected)], expected, rtol=1e-6, atol=1e-5)
+        got, text = hlo.compiled(compiled(None), *at(mesh, arrays, *split))
+        assert not hlo.collectives(text)
+        compare.assert_close([x.reshape(y.shape) for x, y in zip(got, expected)], expected, rtol=1e-6, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing

@@ -1,6 +1,6 @@
 """Is the loss of a joint network in tiles that of its logits, for any joint, and in little memory?
 
-Tiles also answer the tests of the family (`losses.in_tiles`). Here is what only a joint has: parameters, rows that many
+Tiles also answer the tests of the family (`family.in_tiles`). Here is what only a joint has: parameters, rows that many
 nodes share, tiles, randomness.
 """
 
@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
 from jax_rnnt import JointLogits, LinearJoint
 from jax_rnnt.layouts import _tile_sizes
 from jax_rnnt.layouts import _tiles as tiled
 from jax_rnnt.layouts._tile_blocks import Blocks
-from layouts import (
+from layout_table import (
     CHUNK,
     JOINTS,
     B,
@@ -47,7 +49,7 @@ WAYS = pytest.mark.parametrize(
     ("joint", "implementation"),
     [
         (linear, "kernel"), (closure, "kernel"), (closure, "reference"),
-        (function, "kernel"), losses.slow(function, "reference"),
+        (function, "kernel"), family.slow(function, "reference"),
     ],
     indirect=["implementation"],
 )  # fmt: skip
@@ -67,7 +69,7 @@ def check_value_and_gradient(joint=linear, made=gradients, **options):
     network, weights = Network(), np.array([1.0, -2.0, 0.0, 3.0])
     got = made(tiles, joint=joint, **options)(network, weights)
     expected = gradients(materialized)(network, weights)
-    losses.assert_close(got, expected, 1e-12)
+    compare.assert_close(got, expected, 1e-12)
 
 
 @WAYS
@@ -75,7 +77,7 @@ def test_is_that_of_the_logits(implementation, joint):
     check_value_and_gradient(joint, implementation=implementation)
 
 
-@pytest.mark.parametrize(("joint", "chunk"), [(linear, None), (linear, 1), (linear, 10**6), losses.slow(closure, None)])
+@pytest.mark.parametrize(("joint", "chunk"), [(linear, None), (linear, 1), (linear, 10**6), family.slow(closure, None)])
 def test_any_chunk(joint, chunk):
     check_value_and_gradient(joint, chunk=chunk)
 
@@ -89,7 +91,7 @@ def check_half_precision(made=gradients, **options):
     expected, peer = (gradients(materialized)(x)[1] for x in (network.widened(), network))
     for got, other, true in zip(*map(jax.tree.leaves, (gradient, peer, expected)), strict=True):
         error, of_peer = (np.abs(np.asarray(x, np.float64) - true).max() for x in (got, other))
-        assert error <= max(1.5 * of_peer, losses.eps(jnp.bfloat16) * np.abs(true).max())
+        assert error <= max(1.5 * of_peer, compare.eps(jnp.bfloat16) * np.abs(true).max())
 
 
 @JOINTS
@@ -140,7 +142,7 @@ def test_parameters_of_two_dtypes(wide):
     narrow.parameters = tuple(x if i == wide else y for i, (x, y) in enumerate(both))
     _, (got, _) = gradients(tiles)(narrow)
     assert [g.dtype for g in got] == [x.dtype for x in narrow.parameters]
-    losses.assert_close(got, expected, atol=4e-5)
+    compare.assert_close(got, expected, atol=4e-5)
 
 
 # ---------------------------------------------------------------------------------------------- what is never read
@@ -153,7 +155,7 @@ def test_nan_stays_in_its_sequence(implementation, joint):
     run = gradients(tiles, joint=joint, implementation=implementation)
     got, (of_parameters, of_rows) = run(network)
     np.testing.assert_array_equal(np.isnan(got), [False, True, True, False])
-    losses.assert_close((got[others], of_parameters), (expected[others], alone), 1e-12)
+    compare.assert_close((got[others], of_parameters), (expected[others], alone), 1e-12)
     for a, b, lengths in zip(of_rows, rows, (network.rest[1], network.rest[2] + 1), strict=True):
         np.testing.assert_allclose(a[others], b[others], atol=1e-12)
         for i in (1, 2):
@@ -165,8 +167,8 @@ def test_nan_stays_in_its_sequence(implementation, joint):
 @pytest.mark.parametrize(
     ("joint", "implementation", "loss"),
     [
-        *((*way, losses.RNNT) for way in ((linear, "kernel"), (closure, "kernel"), (closure, "reference"))),
-        losses.slow(linear, "kernel", losses.TDT),
+        *((*way, family.RNNT) for way in ((linear, "kernel"), (closure, "kernel"), (closure, "reference"))),
+        family.slow(linear, "kernel", family.TDT),
     ],
     indirect=["implementation"],
 )
@@ -188,14 +190,14 @@ def test_what_is_never_read(implementation, joint, loss):
         outside = [np.arange(x.shape[1]) >= n[:, None] for x, n in zip(network.rows, ends, strict=True)]
         network.rows = tuple(np.where(o[..., None], value, x) for o, x in zip(outside, network.rows, strict=True))
         made.append(run(network))
-    losses.assert_same_bits(*made)
+    compare.assert_same_bits(*made)
     values, (of_parameters, of_rows) = made[0]
     assert np.isnan(values[:6]).all() and values[6] == np.inf and values[7] == 0
     assert not any(np.any(np.asarray(g)[o]) for g, o in zip(of_rows, outside, strict=True))
     good = np.arange(8, 12)
     got = values[good], (of_parameters, [g[good] for g in of_rows])
     expected, (alone, rows_alone) = gradients(materialized, loss=loss)(network.take(good))
-    losses.assert_close(got, (expected, (alone, [*rows_alone])), 1e-12)
+    compare.assert_close(got, (expected, (alone, [*rows_alone])), 1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------- programs
@@ -214,8 +216,8 @@ def test_lengths_change_without_compiling():
 def test_custom_calls(kernel):
     """Logits are computed twice: forward, and again for the gradient."""
     arguments = Network(dtype=np.float32).arguments
-    for run, calls in ((jax.value_and_grad(tiles), losses.RNNT.gradient_calls), (tiles, losses.RNNT.value_calls)):
-        assert losses.custom_calls(losses.compiled(run, *arguments)[1]) == losses.once(calls)
+    for run, calls in ((jax.value_and_grad(tiles), family.RNNT.gradient_calls), (tiles, family.RNNT.value_calls)):
+        assert hlo.custom_calls(hlo.compiled(run, *arguments)[1]) == hlo.once(calls)
 
 
 def test_parameters_compile_once(caplog):
@@ -258,7 +260,7 @@ def test_linear_joint():
     doubled = jax.tree.map(lambda x: 2 * x, joint)
     assert doubled.activation is jax.nn.relu and np.array_equal(doubled.weight, 2 * weight)
     usual = LinearJoint(weight, bias)
-    losses.assert_close(pickle.loads(pickle.dumps(usual))(*rows), np.tanh(rows[0] + rows[1]) @ weight + bias, 1e-12)
+    compare.assert_close(pickle.loads(pickle.dumps(usual))(*rows), np.tanh(rows[0] + rows[1]) @ weight + bias, 1e-12)
     for text in (str(inspect.signature(LinearJoint)), pydoc.render_doc(LinearJoint), repr(usual)):
         assert "jnp.tanh" in text and " at 0x" not in text
 
@@ -287,7 +289,7 @@ def test_flax_module():
     step = nnx.jit(lambda joint: [nnx.value_and_grad(f)(joint) for f in (in_tiles, of_logits)])
     for _ in range(2):  # the same module, updated in place
         got, expected = step(joint)
-        losses.assert_close(got, expected, 1e-12)
+        compare.assert_close(got, expected, 1e-12)
         nnx.update(joint, jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(joint), expected[1]))
 
 
@@ -307,10 +309,10 @@ def test_complex_parameters():
 
     arguments = phases, network.parameters[0], network.rows
     got, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*arguments) for f in (in_tiles, of_logits))
-    losses.assert_close(got, expected, 1e-12)
+    compare.assert_close(got, expected, 1e-12)
 
 
-@pytest.mark.parametrize("has_parameters", [False, losses.slow(True)])
+@pytest.mark.parametrize("has_parameters", [False, family.slow(True)])
 def test_dropout_is_the_same_in_both_passes(has_parameters):
     """Finite differences would reveal another mask in the backward pass."""
     network = Network()
@@ -357,7 +359,7 @@ def without_skipping(monkeypatch, **options):
 
 def assert_only_rounding(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=4 * losses.eps(np.float32) * np.abs(b).max())
+        np.testing.assert_allclose(a, b, atol=4 * compare.eps(np.float32) * np.abs(b).max())
 
 
 def test_skipped_blocks_change_nothing_but_rounding(monkeypatch):
@@ -397,7 +399,7 @@ def test_small_cotangents_are_not_skipped():
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("joint", "dtype"),
-    [(linear, jnp.bfloat16), losses.slow(closure, jnp.bfloat16)],
+    [(linear, jnp.bfloat16), family.slow(closure, jnp.bfloat16)],
 )
 def test_workspace(joint, dtype):
     """64 MB beside arguments, gradients and planes, where the logits alone are 3.4 GB in bfloat16."""

@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import compare
+import hlo
 import jax_rnnt
-import losses
 from jax_rnnt import JointLogits
 from jax_rnnt.layouts import _tiles as tiled
-from layouts import CHUNK, H, Network, V, closure, function, linear, materialized, step_of_logits, tiles
+from layout_table import CHUNK, H, Network, V, closure, function, linear, materialized, step_of_logits, tiles
 from meshes import KINDS, at, mean_over_devices, mesh_of
 
 pytestmark = [pytest.mark.no_kernel, pytest.mark.slow]
@@ -31,11 +32,11 @@ def place(network, mesh):
 
 def check_sharded(run, arguments, expected):
     """Exchanged are sums, once each: the loss, the parameters, and twice how many tiles there are at most."""
-    got, text = losses.compiled(run, *arguments)
-    losses.assert_close(got, expected, 1e-5)
+    got, text = hlo.compiled(run, *arguments)
+    compare.assert_close(got, expected, 1e-5)
     loops, entry = text.split("\nENTRY ")
-    assert not losses.collectives(loops.replace("= s32[] all-reduce(", "number of tiles"))
-    found = losses.collectives(entry)
+    assert not hlo.collectives(loops.replace("= s32[] all-reduce(", "number of tiles"))
+    found = hlo.collectives(entry)
     assert set(found) == {"all-reduce"} and found["all-reduce"] <= 5
     return got
 
@@ -91,7 +92,7 @@ def test_pmap(devices):
     split = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), network.arguments[1:])
     value, parameters, rows = jax.pmap(body, "data", in_axes=(None, 0, 0), devices=devices)(network.parameters, *split)
     rows = [g.reshape(x.shape) / 8 for g, x in zip(rows, network.rows, strict=True)]
-    losses.assert_close((value[0], ([x[0] for x in parameters], rows)), step_of_logits(16), 1e-5)
+    compare.assert_close((value[0], ([x[0] for x in parameters], rows)), step_of_logits(16), 1e-5)
 
 
 def test_uneven_batch(devices):
@@ -104,7 +105,7 @@ def test_uneven_batch(devices):
             return step(tiles)(parameters, *batched)
 
         got = run(*at(mesh, Network(batch=10, dtype=np.float32).arguments))
-    losses.assert_close(got, step_of_logits(10), 1e-5)
+    compare.assert_close(got, step_of_logits(10), 1e-5)
 
 
 # Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
@@ -143,7 +144,7 @@ def test_vmap_over_a_mesh(case, devices):
             if len(axes or ()) == depth:
                 shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
                 assert all(jax.tree.leaves(shardings))
-    losses.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
+    compare.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
 
 
 # ----------------------------------------------------------------------------------------------- programs in joints
@@ -157,7 +158,7 @@ def test_constraints_in_the_joint(kind, devices):
             return lambda *rows: jax.lax.with_sharding_constraint(closure(*parameters)(*rows), replicated)
 
         got = jax.jit(step(tiles, joint=constrained))(*Network(batch=8).arguments)
-    losses.assert_close(got, step_of_logits(8, np.float64), 1e-11)
+    compare.assert_close(got, step_of_logits(8, np.float64), 1e-11)
 
 
 @jax.custom_vjp
@@ -208,4 +209,4 @@ def test_programs_in_the_joint(way, devices):
         weight, mix, *batch = arguments
         placed = *at(mesh, (weight, mix)), *at(mesh, batch, *(() if way == "vmap" else ("data",)))
         got = jax.jit(gradient(mesh, True))(*placed)
-    losses.assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)
+    compare.assert_close(got, jax.jit(gradient(mesh, False))(*arguments), 1e-11)

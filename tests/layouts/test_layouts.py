@@ -13,16 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import layouts
-import losses
-from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
+import layout_table
+import project
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, _pytree, lattices
+from jax_rnnt.emissions._emission import OUTSIDE, Emission, Nodes, Placement, label_map
+from jax_rnnt.layouts import _layout
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-11
-LOSSES = {loss.kind.__name__: loss for loss in losses.LOSSES if loss.name != "monotonic_final_blank"}
-QUESTIONS = ("value", "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs")
-DIFFERENTIATED = ("value", "arcs", "latency")
+LOSSES = {loss.kind.__name__: loss for loss in family.LOSSES if loss.name != "monotonic_final_blank"}
+QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs")
+DIFFERENTIATED = ("value", "arc_log_probs", "latency")
 OF_LAYOUTS = ("value",)  # the others are functions of the same arcs: those of one loss stand for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
 
@@ -30,10 +35,10 @@ RNNT = jax_rnnt.RNNTLoss(reduction="none")
 @functools.cache
 def table():
     """{loss: {layout: cell}} of the page."""
-    text = (losses.ROOT / "docs/losses.md").read_text()
+    text = (project.ROOT / "docs/losses.md").read_text()
     (head,) = re.findall(r"^\| loss \| array .*$", text, re.MULTILINE)
     names = [cell.strip(" `") for cell in head.strip("|").split("|")][1:]
-    assert tuple(names) == layouts.NAMES
+    assert tuple(names) == layout_table.NAMES
     rows = [line.strip("|").split("|") for line in text.split(head)[1].splitlines()[2 : 2 + len(LOSSES)]]
     return {row[0].strip(" `"): dict(zip(names, (cell.strip() for cell in row[1:]), strict=True)) for row in rows}
 
@@ -69,8 +74,8 @@ def answers(loss, make, questions=QUESTIONS):
 def assert_same_answers(got, expected):
     ((gradient, of_penalty), found), ((of_array, penalty), wanted) = got, expected
     for question in found:
-        losses.assert_close(found[question], wanted[question], atol=EXACT, err_msg=question)
-    losses.assert_close(gradient, of_array, atol=EXACT)
+        compare.assert_close(found[question], wanted[question], atol=EXACT, err_msg=question)
+    compare.assert_close(gradient, of_array, atol=EXACT)
     np.testing.assert_allclose(of_penalty, penalty, rtol=EXACT)
     assert all(np.abs(x).max() > 0.1 for x in gradient)
 
@@ -89,8 +94,8 @@ def of_array(kind):
 
 def answers_of_array(kind, name):
     """The answers for the array that a layout stands for, its gradient by hand."""
-    p, arrays = layouts.problem(LOSSES[kind], name)
-    dense = np.asarray(layouts.dense(p, name)(*arrays))
+    p, arrays = layout_table.problem(LOSSES[kind], name)
+    dense = np.asarray(layout_table.dense(p, name)(*arrays))
     ((gradient,), penalty), found = of_array(kind)((dense,), *p[1:])
     gradient = np.asarray(gradient)
     by_array = {"AdditiveLogits": (gradient.sum(2), gradient.sum(1))}.get(name, (gradient,))
@@ -99,9 +104,9 @@ def answers_of_array(kind, name):
 
 def pairs():
     """The RNN-T stands for the other losses; the rest of the table is slow."""
-    for pair in itertools.product(LOSSES, layouts.NAMES[1:]):
+    for pair in itertools.product(LOSSES, layout_table.NAMES[1:]):
         fast = pair[0] == "RNNTLoss" or table()[pair[0]][pair[1]] != "yes"
-        yield pair if fast else losses.slow(*pair)
+        yield pair if fast else family.slow(*pair)
 
 
 @pytest.mark.parametrize(("kind", "name"), [*pairs()])
@@ -109,8 +114,8 @@ def test_table(kind, name):
     """Questions have the value and gradients of the array, or raise a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]
     assert table()[kind]["array"] == "yes"
-    p, arrays = layouts.problem(variant, name)
-    loss, make = variant.value(**OPTIONS), layouts.layout(p, name)
+    p, arrays = layout_table.problem(variant, name)
+    loss, make = variant.value(**OPTIONS), layout_table.layout(p, name)
     if cell == "yes":
         got = answers(loss, make, questions_of(kind))(arrays, *p[1:])
         assert_same_answers(got, answers_of_array(kind, name))
@@ -122,10 +127,10 @@ def test_table(kind, name):
             ask(loss, question, make(*arrays), p[1:])
 
 
-@pytest.mark.parametrize("name", layouts.OF_LOGITS)
+@pytest.mark.parametrize("name", layout_table.OF_LOGITS)
 def test_options(name):
     """All at once; clamp clips the gradient of a logit, which only a tile knows. Then log-probabilities."""
-    p, _ = layouts.problem()
+    p, _ = layout_table.problem()
     windows = np.array([[[0, 9], [1, 5], [2, 9], [0, 6]]] * 4, np.int32)
 
     def gradient(make, loss, windows):
@@ -135,15 +140,15 @@ def test_options(name):
     options = {"blank": 3, "clamp": 0.05, "fastemit_lambda": 0.25, "delay_penalty": 0.01, "reduction": "mean_volume"}
     for given, label_windows in ((options, windows), ({"fused_log_softmax": False}, None)):
         loss = jax_rnnt.RNNTLoss(**given)
-        got, expected = (gradient(f(p, name), loss, label_windows) for f in (layouts.layout, layouts.dense))
+        got, expected = (gradient(f(p, name), loss, label_windows) for f in (layout_table.layout, layout_table.dense))
         np.testing.assert_allclose(got[0], expected[0], rtol=EXACT)
         np.testing.assert_allclose(got[1], expected[1], atol=EXACT)
 
 
 def test_what_smoothing_never_reads():
     """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence."""
-    p, arrays = layouts.problem(name="AdditiveLogits")
-    used = losses.inside(p)
+    p, arrays = layout_table.problem(name="AdditiveLogits")
+    used = batches.inside(p)
     outside = tuple(np.where(kept[..., None], x, np.nan) for kept, x in zip((used[..., 0], used[:, 0]), arrays))
 
     @jax.jit
@@ -153,7 +158,7 @@ def test_what_smoothing_never_reads():
         return values, *pull(jnp.ones(4))
 
     clean = run(arrays, *p[1:3])
-    losses.assert_same_bits(run(outside, *p[1:3]), clean)
+    compare.assert_same_bits(run(outside, *p[1:3]), clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
     spoiled[0][0, 0, 0], targets[1, 0], frames[2] = np.nan, 9, 8
     values, *gradient = run(spoiled, targets, frames)
@@ -164,11 +169,11 @@ def test_what_smoothing_never_reads():
         assert np.isnan(got[0]).any() and not np.any(got[1:3])
 
 
-@pytest.mark.parametrize("name", layouts.NAMES[1:])
+@pytest.mark.parametrize("name", layout_table.NAMES[1:])
 def test_are_pytrees(name):
     """An argument of jit, mapped leaf by leaf; new leaves compile nothing. Shape and dtype are those of the logits."""
-    p, arrays = layouts.problem(name=name)
-    made = layouts.layout(p, name)(*map(jnp.asarray, arrays))
+    p, arrays = layout_table.problem(name=name)
+    made = layout_table.layout(p, name)(*map(jnp.asarray, arrays))
     if name in ("JointLogits", "AdditiveLogits"):
         assert made.shape == p.logits.shape and made.dtype == np.float64 and made.ndim == 4
     run = jax.jit(lambda logits, loss: loss(logits, *p[1:]))
@@ -179,7 +184,7 @@ def test_are_pytrees(name):
     assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize("own", [(2, 1), losses.slow((2, 1, 2)), losses.slow((1, 3, 2))], ids=str)
+@pytest.mark.parametrize("own", [(2, 1), family.slow((2, 1, 2)), family.slow((1, 3, 2))], ids=str)
 def test_hypotheses_of_each_utterance(own):
     """Encoder rows [2, 1, T, E] of N = 3 hypotheses, or other batch dimensions of 1."""
     rng, batch = np.random.default_rng(2), (2, 3, 2)[: len(own)]
@@ -192,15 +197,15 @@ def test_hypotheses_of_each_utterance(own):
     assert_same_answers(*(answers(RNNT, make, OF_LAYOUTS)(rows, *rest) for make in (in_tiles, whole)))
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_arcs_lead_to_the_loss(loss, implementation):
     """With any dynamic program on the arcs. They are -inf outside the lengths, and NaN for data out of range."""
-    p = losses.poisoned(losses.problem(5, loss=loss))
+    p = batches.poisoned(batches.problem(5, loss=loss))
     p.logit_lengths[4] = 8
     value = loss.value(reduction="none", implementation=implementation, delay_penalty=0.2)
-    arcs = jax.jit(value.arcs)(*p)
-    assert set(arcs) == set(lattices._topology.slots(value.lattice))
-    by_arcs = lattices.log_likelihood(value.lattice, arcs, *p[2:], implementation=implementation)
+    arcs = jax.jit(value.arc_log_probs)(*p)
+    assert set(arcs) == set(lattices._topology.slots(value.topology))
+    by_arcs = lattices.log_likelihood(value.topology, arcs, *p[2:], implementation=implementation)
     np.testing.assert_allclose(by_arcs, -value(*p), rtol=1e-12)
     for b, (n, m) in enumerate(zip(p.logit_lengths[:4], p.target_lengths[:4], strict=True)):
         for x in arcs.values():
@@ -212,7 +217,7 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     ("kind", "implementation"),
     [
         *((kind, "kernel") for kind in ("RNNTLoss", "MultiblankRNNTLoss", "TDTLoss")),
-        losses.slow("TDTLoss", "reference"),
+        family.slow("TDTLoss", "reference"),
     ],
     indirect=["implementation"],
 )
@@ -221,7 +226,7 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
     variant = LOSSES[kind]
     own = {"durations": [2, 3]} if kind == "TDTLoss" else variant.options
     loss = variant.kind(**own, reduction="none", implementation=implementation)
-    p, _ = layouts.problem(variant)
+    p, _ = layout_table.problem(variant)
     p = p._replace(logits=p.logits[..., : 9 + len(own.get("durations", ()))])
     np.testing.assert_allclose(jax.jit(lambda loss: loss(*p))(loss), loss(*p), rtol=1e-12)
     certain = np.zeros_like(p.logits)
@@ -231,7 +236,7 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
 
     @jax.jit
     def by_arcs(loss):
-        return lattices.log_likelihood(loss.lattice, loss.arcs(*p), *p[2:])
+        return lattices.log_likelihood(loss.topology, loss.arc_log_probs(*p), *p[2:])
 
     np.testing.assert_allclose(by_arcs(loss), -loss(*p), rtol=1e-12)
 
@@ -243,7 +248,7 @@ CLAMPS = {"NumPy": np.float32(0.01), "array of NumPy": np.array(0.01), "array": 
 @pytest.mark.parametrize("clamp", [0.5, *CLAMPS.values()], ids=["float", *CLAMPS])
 def test_no_known_clamp_where_there_are_no_logits(clamp):
     """Whatever type the number has; also as a leaf that no check has seen, and under jit."""
-    p, scores = layouts.problem(name="AdditiveLogits")
+    p, scores = layout_table.problem(name="AdditiveLogits")
     loss = jax_rnnt.RNNTLoss(clamp=clamp)
     leaf = jax.tree.map(lambda x: clamp if x is loss.clamp else x, loss)
     for each in (loss, leaf):
@@ -257,7 +262,7 @@ def test_no_known_clamp_where_there_are_no_logits(clamp):
 
 def test_additive_logits_with_a_traced_clamp():
     """NaN if it is on. Where it is off, gradients of scores and scales stay."""
-    p, scores = layouts.problem(name="AdditiveLogits")
+    p, scores = layout_table.problem(name="AdditiveLogits")
 
     def run(clamp, leaves):
         loss = jax_rnnt.RNNTLoss(clamp=clamp)
@@ -265,16 +270,16 @@ def test_additive_logits_with_a_traced_clamp():
 
     leaves, traced = (*scores, 0.25), jax.jit(run)
     expected = jax.jit(functools.partial(run, -1.0))(leaves)
-    losses.assert_close(traced(-1.0, leaves), expected, rtol=1e-12)
+    compare.assert_close(traced(-1.0, leaves), expected, rtol=1e-12)
     value, (of_am, of_lm, _) = traced(0.5, leaves)  # what sequences share gets nothing from those of NaN
     assert all(np.isnan(x).any() for x in (value, of_am, of_lm))
 
 
 # ------------------------------------------------------------------------------------------------------ validation
-@pytest.mark.parametrize("name", layouts.NAMES)
+@pytest.mark.parametrize("name", layout_table.NAMES)
 def test_validation(name):
-    p, arrays = layouts.problem(name=name)
-    made = layouts.layout(p, name)(*arrays)
+    p, arrays = layout_table.problem(name=name)
+    made = layout_table.layout(p, name)(*arrays)
     jax_rnnt.RNNTLoss().validate(made, *p[1:])
     frames, targets = p.logit_lengths.copy(), np.where(p.targets == 7, 0, p.targets)
     frames[1], targets[1] = 8, 7
@@ -299,18 +304,18 @@ def test_validation_of_rows_that_are_missing():
             jax_rnnt.RNNTLoss().validate(made, *rest)
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_padding_of_nan_under_debug_nans(loss, implementation):
     """jax_debug_nans looks at every operation outside of jit: the library runs none on padding.
 
     Other losses have emissions of their own, and no layout: arrays stand for all.
     """
-    p, (am, lm) = layouts.problem(loss, "AdditiveLogits")
-    used = losses.inside(p)
+    p, (am, lm) = layout_table.problem(loss, "AdditiveLogits")
+    used = batches.inside(p)
     am, lm = (jnp.asarray(np.where(kept[..., None], x, np.nan)) for kept, x in ((used[..., 0], am), (used[:, 0], lm)))
-    p = losses.poisoned(p)
+    p = batches.poisoned(p)
     logits = jnp.asarray(p.logits)
-    rows = jnp.asarray(losses.packed(p, p.logits))
+    rows = jnp.asarray(batches.packed(p, p.logits))
     linear = jax_rnnt.LinearJoint(jnp.ones((am.shape[-1],) * 2))
     made = [
         ((logits,), lambda x: x),
@@ -318,7 +323,7 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         ((rows,), lambda x: PackedLogits(x, 7)),
         ((am, lm), lambda *x: JointLogits(lambda a, b: jnp.tanh(a + b), *x)),
         ((am, lm), lambda *x: JointLogits(linear, *x)),
-    ][: None if loss is losses.RNNT else 1]
+    ][: None if loss is family.RNNT else 1]
     if implementation == "reference":  # which makes all logits of a joint network
         made = [*made[2:4], ((am, lm), AdditiveLogits)]
     value = loss.value(reduction="sum", implementation=implementation)
@@ -326,3 +331,44 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         with jax.debug_nans(True):
             found, gradients = jax.value_and_grad(lambda *x: value(make(*x), *p[1:]), range(len(arrays)))(*arrays)
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ColumnsFirst(Placement[None]):
+    """Of logits [B, U1, T, V]: to `Rows`, the columns are the frames."""
+
+    def nodes(self, logits, targets, num_frames, num_labels, lengths):
+        frame = np.arange(logits.shape[2], dtype=np.int32)
+        label = jnp.where(frame[None, :, None] < num_frames[:, None, None], label_map(targets, num_labels), OUTSIDE)
+        return logits, Nodes(jnp.swapaxes(label, 1, 2), num_labels + 1), None
+
+    def to_planes(self, planes, where):
+        return {slot: jnp.swapaxes(x, 1, 2) for slot, x in planes.items()}
+
+    to_rows = to_planes
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transposed(_layout.ArrayLogits):
+    @property
+    def shape(self):
+        batch, columns, frames, classes = self.logits.shape
+        return batch, frames, columns, classes
+
+    def checked(self, function):
+        return self
+
+    def emission(self, function, loss, head, *sequences):
+        return Emission(head, self.frames, head.tokens(self.classes), ColumnsFirst()), self.logits
+
+
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
+def test_a_layout_is_one_placement(loss, kernel):
+    """A layout that the library lacks: all it adds is where the rows are."""
+    p = batches.poisoned(batches.problem(loss=loss))
+    value = loss.value(reduction="none", implementation=kernel, clamp=0.3)
+    step = lambda x: jnp.sum(value(Transposed(x), *p[1:]))
+    losses, gradient = jax.jit(lambda x: (value(Transposed(x), *p[1:]), jax.grad(step)(x)))(p.logits.swapaxes(1, 2))
+    compare.assert_matches((losses, np.swapaxes(gradient, 1, 2)), loss.expected(p, clamp=0.3), np.float64, 11)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import batches
+import compare
+import family
 import jax_rnnt
-import layouts
-import losses
+import layout_table
 import meshes
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
@@ -27,12 +29,12 @@ def weighted(call):
 
 def cases():
     """Other losses as arrays: `test_table` compares the slopes of layouts with theirs."""
-    for loss in losses.LOSSES:
-        quick = loss in (losses.RNNT, losses.TDT)
-        yield (loss, "array", "kernel") if quick else losses.slow(loss, "array", "kernel")
-    yield from ((losses.RNNT, name, "kernel") for name in layouts.NAMES[1:])
-    yield losses.TDT, "JointLogits", "kernel"
-    yield from ((losses.RNNT, name, "reference") for name in ("array", "JointLogits"))
+    for loss in family.LOSSES:
+        quick = loss in (family.RNNT, family.TDT)
+        yield (loss, "array", "kernel") if quick else family.slow(loss, "array", "kernel")
+    yield from ((family.RNNT, name, "kernel") for name in layout_table.NAMES[1:])
+    yield family.TDT, "JointLogits", "kernel"
+    yield from ((family.RNNT, name, "reference") for name in ("array", "JointLogits"))
 
 
 LEARNED = {"delay_penalty": 0.3, "sigma": 0.07}
@@ -47,10 +49,10 @@ def test_leaves(loss, name, implementation):
     Clamp, FastEmit and TDT's coin act on gradients. The clamp limits those of logits, and no other one.
     """
     implementation = None if name == "AdditiveLogits" else implementation
-    p = small(loss) if name != "JointLogits" else losses.problem(B, T, U, V, loss=loss, scale=1.0)
-    arrays, make, dense = layouts.arrays(p, name), layouts.layout(p, name), layouts.dense(p, name)
+    p = small(loss) if name != "JointLogits" else batches.problem(B, T, U, V, loss=loss, scale=1.0)
+    arrays, make, dense = layout_table.arrays(p, name), layout_table.layout(p, name), layout_table.dense(p, name)
     learned = {k: x for k, x in LEARNED.items() if hasattr(loss.kind, k)}
-    drawn, key = (DRAWN, jax.random.key(0)) if loss is losses.TDT else ({}, None)
+    drawn, key = (DRAWN, jax.random.key(0)) if loss is family.TDT else ({}, None)
 
     def call(leaves, arrays):
         value = loss.value(**leaves, reduction="none", implementation=implementation)
@@ -79,7 +81,7 @@ def test_leaves(loss, name, implementation):
 
 def test_the_gradient_is_a_loss():
     """It has the same type and static fields. Integers are numbers too, and the next float traces nothing."""
-    p = losses.problem()
+    p = batches.problem()
     run = jax.jit(lambda loss: loss(*p))
     gradient = jax.grad(run)(jax_rnnt.RNNTLoss(delay_penalty=1, fastemit_lambda=2, reduction="sum"))
     assert type(gradient) is jax_rnnt.RNNTLoss and gradient.reduction == "sum"
@@ -94,7 +96,7 @@ def test_without_jit_and_of_float32(kernel):
     p = small().astype(np.float32)
     loss = lambda d: jax_rnnt.RNNTLoss(delay_penalty=d, reduction="sum", implementation=kernel)
     for at in (0.25, 0.0):
-        wanted = slope(lambda d: losses.RNNT.expected(p, delay_penalty=d)[0].sum(), at)
+        wanted = slope(lambda d: family.RNNT.expected(p, delay_penalty=d)[0].sum(), at)
         for kind in (float, np.float32, jnp.float32):
             np.testing.assert_allclose(jax.grad(lambda d: loss(d)(*p))(kind(at)), wanted, rtol=1e-5)
 
@@ -151,13 +153,13 @@ def shared(name, implementation):
     ("name", "implementation"),
     [
         *((name, "kernel") for name in ("array", "clamped", "AdditiveLogits", "JointLogits")),
-        losses.slow("JointLogits", "reference"),
+        family.slow("JointLogits", "reference"),
     ],
     indirect=["implementation"],
 )
 def test_nan_reaches_nothing_shared(implementation, name):
     """A sequence with NaN inside changes no gradient of the others, whether its loss is masked or not."""
-    p = losses.problem(B, T, U, V, scale=1.0, lengths=([4, 3], [2, 1]))
+    p = batches.problem(B, T, U, V, scale=1.0, lengths=([4, 3], [2, 1]))
     kernel = implementation == "kernel"
     call, leaves, own, places = shared(name, None if name == "AdditiveLogits" and kernel else implementation)
 
@@ -179,18 +181,18 @@ def test_nan_reaches_nothing_shared(implementation, name):
         for masked in (True, False):
             (of_leaves, of_own), values = gradient(leaves, spoilt, masked, np.ones(2))
             np.testing.assert_array_equal(np.isnan(values), [False, True])
-            losses.assert_close(of_leaves, of_leaves_alone, 1e-12)
-            losses.assert_close([x[:1] for x in of_own], of_one, atol=1e-12)
+            compare.assert_close(of_leaves, of_leaves_alone, 1e-12)
+            compare.assert_close([x[:1] for x in of_own], of_one, atol=1e-12)
             for got in of_own:
                 silent = masked and (kernel or name == "clamped")
                 assert not np.any(got[1]) if silent else np.isnan(got[1]).any()
 
 
-@pytest.mark.parametrize("kind", ["shard_map", "auto", losses.slow("explicit")])
+@pytest.mark.parametrize("kind", ["shard_map", "auto", family.slow("explicit")])
 def test_on_a_mesh(kind, devices, kernel):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
-    p = losses.problem(16, loss=losses.TDT)
-    loss = losses.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=kernel)
+    p = batches.problem(16, loss=family.TDT)
+    loss = family.TDT.value(sigma=0.1, delay_penalty=0.3, implementation=kernel)
     total = lambda loss, p: loss(*p)
     wanted = jax.jit(jax.grad(total))(loss, p)
     with meshes.mesh_of(devices, kind) as mesh:

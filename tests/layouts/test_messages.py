@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
 import jax_rnnt
-import layouts
-import losses
+import layout_table
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
 
 pytestmark = pytest.mark.no_kernel
-P = losses.problem()
+P = batches.problem()
 X = P.logits
 AM, LM = X[:, :, 0], X[:, 0]
 WEIGHT, BIAS = np.ones((9, 5)), np.ones(5)
@@ -77,20 +77,24 @@ CASES = (
 def test_errors():
     for make, message in CASES:
         for loss in (jax_rnnt.RNNTLoss(), jax_rnnt.RNNTLoss(implementation="reference")):
-            for name, call in (("RNNTLoss", loss), ("RNNTLoss.align", loss.align), ("RNNTLoss.arcs", loss.arcs)):
+            for name, call in (
+                ("RNNTLoss", loss),
+                ("RNNTLoss.align", loss.align),
+                ("RNNTLoss.arc_log_probs", loss.arc_log_probs),
+            ):
                 with pytest.raises((TypeError, ValueError), match=re.escape(f"{name}: {message}")):
                     call(make(), *P[1:])
 
 
-@pytest.mark.parametrize("name", layouts.NAMES)
+@pytest.mark.parametrize("name", layout_table.NAMES)
 def test_errors_of_the_other_arguments(name):
     with pytest.raises(TypeError, match="fused_log_softmax"):
         jax_rnnt.RNNTLoss(fused_log_softmax=False)(AdditiveLogits(AM, LM), *P[1:])
     many = jax_rnnt.MultiblankRNNTLoss([2, 3, 4])
     with pytest.raises(ValueError, match=r"MultiblankRNNTLoss: .*blanks must lie in \[-3, 3\) for 3 classes, got"):
         many(np.zeros((2, 2, 3)), np.zeros(1, int), 2, 1)
-    p, arrays = layouts.problem(name=name)
-    made = layouts.layout(p, name)(*arrays)
+    p, arrays = layout_table.problem(name=name)
+    made = layout_table.layout(p, name)(*arrays)
     for loss, rest, argument in (
         (jax_rnnt.RNNTLoss(blank=9), p[1:], "blank"),
         (jax_rnnt.RNNTLoss(), (p.targets[0], *p[2:]), "targets"),
@@ -128,14 +132,14 @@ def test_ranges_and_their_inputs():
     """Posteriors have names: k2 takes the plane of labels before that of blanks, so neither order is accepted."""
     plane, lengths = np.full((4, 7, 5), 0.5), P[2:]
     for call, error in (
-        (lambda: layouts.ranges(lengths, 2, (plane, plane[:, 1:])), "prune_ranges: label_posteriors must"),
-        (lambda: layouts.ranges(lengths, 1, (plane, plane)), "prune_ranges: width must"),
-        (lambda: layouts.ranges(lengths, 2.0, (plane, plane)), "prune_ranges: width must"),
-        (lambda: layouts.ranges(lengths, 2, (plane, plane), topology="ctc"), "prune_ranges: topology must"),
+        (lambda: layout_table.ranges(lengths, 2, (plane, plane[:, 1:])), "prune_ranges: label_posteriors must"),
+        (lambda: layout_table.ranges(lengths, 1, (plane, plane)), "prune_ranges: width must"),
+        (lambda: layout_table.ranges(lengths, 2.0, (plane, plane)), "prune_ranges: width must"),
+        (lambda: layout_table.ranges(lengths, 2, (plane, plane), variant="ctc"), "prune_ranges: variant must"),
         (lambda: jax_rnnt.prune_inputs(AM, LM[1:], FIRST, 2), "prune_inputs: predictor_out must"),
         (lambda: jax_rnnt.prune_inputs(AM, LM, FIRST, 0), "prune_inputs: width must"),
         (lambda: jax_rnnt.prune_ranges(plane, plane, *lengths, width=2), "0 positional arguments"),
-        (lambda: layouts.ranges(lengths, 2, ()), "'blank_posteriors' and 'label_posteriors'"),
+        (lambda: layout_table.ranges(lengths, 2, ()), "'blank_posteriors' and 'label_posteriors'"),
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             call()

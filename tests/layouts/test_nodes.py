@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import layouts
-import losses
+import batches
+import compare
+import family
+import layout_table
 from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
-from layouts import H, Network, closure, linear
-from nodes import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
+from layout_table import H, Network, closure, linear
+from node_sums import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-12
@@ -45,7 +47,7 @@ def check(got, expected, arguments, cotangent=(1.0, -2.0, 0.5, 3.0), limit=EXACT
 
     every = tuple(range(len(arguments)))
     found = step(got)(*arguments)
-    losses.assert_close(found, step(expected)(*arguments), limit)
+    compare.assert_close(found, step(expected)(*arguments), limit)
     return found
 
 
@@ -54,18 +56,18 @@ QUICK = [("JointLogits", "array"), ("PackedLogits", "PackedLogits"), ("BandLogit
 OTHERS = [("AdditiveLogits", "JointLogits")]
 
 
-@pytest.mark.parametrize("names", [*QUICK, *map(losses.slow, OTHERS)], ids="-".join)
+@pytest.mark.parametrize("names", [*QUICK, *map(family.slow, OTHERS)], ids="-".join)
 def test_layouts(names):
     """V of the two differs."""
-    problems = [losses.problem(V=V, scale=1.0, seed=i) for i, V in zip(range(2), (9, 5))]
+    problems = [batches.problem(V=V, scale=1.0, seed=i) for i, V in zip(range(2), (9, 5))]
     problems = [x._replace(targets=problems[0].targets) for x in problems][: len(names)]
     p, weights = problems[0], some_weights(problems[0])
-    makers = [layouts.layout(x, name) for x, name in zip(problems, names)]
-    arrays = [layouts.arrays(x, name) for x, name in zip(problems, names)]
-    counts = losses.inside(p)
+    makers = [layout_table.layout(x, name) for x, name in zip(problems, names)]
+    arrays = [layout_table.arrays(x, name) for x, name in zip(problems, names)]
+    counts = batches.inside(p)
     if "BandLogits" in names:
-        place = np.arange(p.logits.shape[2]) - layouts.first_columns(p)[..., None]
-        counts &= (place >= 0) & (place < layouts.WIDTH)
+        place = np.arange(p.logits.shape[2]) - layout_table.first_columns(p)[..., None]
+        counts &= (place >= 0) & (place < layout_table.WIDTH)
 
     def logits(makers, flat):
         flat = iter(flat)
@@ -77,7 +79,7 @@ def test_layouts(names):
 
     def of_all(*flat):
         *flat, weights = flat
-        dense = [x if n == "BandLogits" else layouts.dense(p, n)(*x) for x, n in zip(split(flat), names)]
+        dense = [x if n == "BandLogits" else layout_table.dense(p, n)(*x) for x, n in zip(split(flat), names)]
         dense = [x[0] if isinstance(x, list) else x for x in dense]
         return total_of_all(mixed_of_all(p, *dense), weights, counts)
 
@@ -90,7 +92,7 @@ def test_layouts(names):
 
 def test_against_loops():
     """Values in NumPy, node by node; also without weights and labels."""
-    p, q = losses.problem(scale=1.0), losses.problem(scale=1.0, seed=1)
+    p, q = batches.problem(scale=1.0), batches.problem(scale=1.0, seed=1)
     weights = some_weights(p)
     expected, alone = np.zeros(4), np.zeros(4)
     for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths)):
@@ -106,7 +108,7 @@ def test_against_loops():
         label = jnp.take_along_axis(y, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
         return jnp.sum(jnp.exp(x) * (x - y), -1) + jnp.where(labels == -1, 10.0, jnp.exp(label))
 
-    for make in (jnp.asarray, losses.in_tiles):
+    for make in (jnp.asarray, family.in_tiles):
         both = make(p.logits), make(q.logits)
         got = sum_over_nodes(function, *both, **lengths(p), weights=weights, targets=p.targets)
         np.testing.assert_allclose(got, expected, rtol=EXACT)
@@ -128,7 +130,7 @@ def test_joint_networks():
             jnp.tanh(e[:, :, None] + q[:, None]) @ w + c[None, None, None]
             for (w, c), (e, q) in ((first, rows), (second, others))
         ]
-        return total_of_all(mixed_of_all(p, *made, scale=scale), weights, losses.inside(p))
+        return total_of_all(mixed_of_all(p, *made, scale=scale), weights, batches.inside(p))
 
     check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
 
@@ -158,7 +160,7 @@ def test_hypotheses_share_the_encoder():
     arguments = weight, *rows
     with jax.numpy_rank_promotion("allow"):
         found = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, of_all))
-        losses.assert_close(*found, EXACT)
+        compare.assert_close(*found, EXACT)
 
 
 # --------------------------------------------------------------------------------------- what is not read, and NaN
@@ -167,10 +169,10 @@ def singular(rows):
     return jnp.sqrt(jnp.sum((rows - jnp.mean(rows, -1, keepdims=True)) ** 2, -1))
 
 
-@pytest.mark.parametrize("name", ["array", *map(losses.slow, ("JointLogits", "PackedLogits", "BandLogits"))])
+@pytest.mark.parametrize("name", ["array", *map(family.slow, ("JointLogits", "PackedLogits", "BandLogits"))])
 def test_nodes_without_weight(name):
     """Bad rows there change no bit, whatever the function makes of them: nor of shared arrays."""
-    p, weights = losses.problem(scale=1.0), some_weights(losses.problem(scale=1.0))
+    p, weights = batches.problem(scale=1.0), some_weights(batches.problem(scale=1.0))
     found = []
 
     @jax.jit
@@ -178,22 +180,22 @@ def test_nodes_without_weight(name):
         def total(x, scale, weights):
             q = p._replace(logits=x)
             function = lambda rows: jnp.log(scale) * singular(rows * scale)
-            return sum_over_nodes(function, layouts.layout(q, name)(x), **lengths(p), weights=weights).sum()
+            return sum_over_nodes(function, layout_table.layout(q, name)(x), **lengths(p), weights=weights).sum()
 
         return jax.value_and_grad(total, (0, 1, 2))(x, scale, weights)
 
     for value in (np.nan, np.inf, 0.0, 1.5):
         x = np.where(weights[..., None] == 0, value * np.arange(9) if value == 1.5 else value, p.logits)
-        found.append(run(np.where(losses.inside(p)[..., None], x, value * np.ones(9)), 0.7))
+        found.append(run(np.where(batches.inside(p)[..., None], x, value * np.ones(9)), 0.7))
     for x in found[:-1]:
-        losses.assert_same_bits(x, found[-1])
+        compare.assert_same_bits(x, found[-1])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[0]))
     gradient, of_weights = found[0][1][0], found[0][1][2]
     assert not np.any(gradient[weights == 0]) and not np.any(of_weights[weights == 0])
-    assert np.abs(of_weights[losses.inside(p) & (weights != 0) & (name != "BandLogits")]).min(initial=1) > 1e-3
+    assert np.abs(of_weights[batches.inside(p) & (weights != 0) & (name != "BandLogits")]).min(initial=1) > 1e-3
 
 
-@pytest.mark.parametrize("joint", [losses.slow(linear), closure])
+@pytest.mark.parametrize("joint", [family.slow(linear), closure])
 def test_joint_network_without_weight(joint):
     """NaN in frames and columns without weight, and a joint whose derivative is infinite in nodes without weight."""
     network = Network()
@@ -222,15 +224,15 @@ def test_joint_network_without_weight(joint):
     run = jax.jit(run)
     with jax.numpy_rank_promotion("allow"):
         found, expected = (run([*map(jnp.asarray, rows)], 0.7) for rows in (bad, good))
-    losses.assert_same_bits(found, expected)
+    compare.assert_same_bits(found, expected)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("name", ["JointLogits", *map(losses.slow, ("PackedLogits", "BandLogits"))])
+@pytest.mark.parametrize("name", ["JointLogits", *map(family.slow, ("PackedLogits", "BandLogits"))])
 def test_nan_stays_in_its_sequence(name):
     """NaN in a node, and lengths or labels out of range."""
-    p = losses.problem(B=6, scale=1.0)
-    arrays = [x.copy() for x in layouts.arrays(p, name)]
+    p = batches.problem(B=6, scale=1.0)
+    arrays = [x.copy() for x in layout_table.arrays(p, name)]
     arrays[0][1, 1] = np.nan
     bad = p._replace(targets=p.targets.copy(), target_lengths=p.target_lengths.copy())
     bad.targets[3, 0] = 9 if name != "PackedLogits" else -1
@@ -240,7 +242,7 @@ def test_nan_stays_in_its_sequence(name):
     def run(arrays, scale, cotangent, targets, target_lengths):
         def total(arrays, scale):
             given = {"logit_lengths": p.logit_lengths, "target_lengths": target_lengths, "targets": targets}
-            x = layouts.layout(p, name)(*arrays)
+            x = layout_table.layout(p, name)(*arrays)
             sums = sum_over_nodes(functools.partial(mixed, scale=scale), x, **given)
             return jnp.sum(jnp.where(cotangent == 0, 0, cotangent * sums)), sums
 
@@ -252,21 +254,21 @@ def test_nan_stays_in_its_sequence(name):
         masked[5] = 1
     of_bad = bad.targets, bad.target_lengths
     (gradient, of_scale), sums = run(arrays, 0.7, ones, *of_bad)
-    (expected, alone), values = run(layouts.arrays(p, name), 0.7, masked, p.targets, p.target_lengths)
+    (expected, alone), values = run(layout_table.arrays(p, name), 0.7, masked, p.targets, p.target_lengths)
     np.testing.assert_array_equal(np.isnan(sums), masked == 0)
-    losses.assert_close((sums[masked == 1], of_scale), (values[masked == 1], alone), EXACT)
+    compare.assert_close((sums[masked == 1], of_scale), (values[masked == 1], alone), EXACT)
     for x, y in zip(gradient, expected):
         np.testing.assert_allclose(x[masked == 1], y[masked == 1], atol=EXACT)
         assert np.isnan(x[1]).any() and not np.any(x[3]) and (name == "PackedLogits" or not np.any(x[5]))
     (gradient, _), _ = run(arrays, 0.7, masked, *of_bad)
-    losses.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
+    compare.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
 
 
 @pytest.mark.slow
 def test_empty_batches():
     for shape in ((0, 3, 2, 5), (2, 0, 2, 5)):
         given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
-        for make in (jnp.asarray, losses.in_tiles, losses.in_a_band):
+        for make in (jnp.asarray, family.in_tiles, family.in_a_band):
             x = jnp.zeros(shape)
             total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
             value, gradient = jax.jit(jax.value_and_grad(total))(x)
@@ -277,10 +279,10 @@ def test_empty_batches():
 
 
 def test_bands_that_differ():
-    p = losses.problem(scale=1.0)
-    first = layouts.first_columns(p)
+    p = batches.problem(scale=1.0)
+    first = layout_table.first_columns(p)
     other = first.copy()
     other[2, 3] += 1
-    x = p.logits[:, :, : layouts.WIDTH]
+    x = p.logits[:, :, : layout_table.WIDTH]
     sums = sum_over_nodes(lambda a, b: entropy(a) * b[:, 0], BandLogits(x, first), BandLogits(x, other), **lengths(p))
     np.testing.assert_array_equal(np.isnan(sums), [False, False, True, False])

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import losses
+import batches
+import compare
+import family
+import hlo
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
-from layouts import Network
+from layout_table import Network
 from meshes import at, mean_over_devices, mesh_of
-from nodes import entropy, entropy_of_all, lengths, some_weights, total_of_all
+from node_sums import entropy, entropy_of_all, lengths, some_weights, total_of_all
 from pages import code
 
 pytestmark = pytest.mark.no_kernel
@@ -29,7 +32,7 @@ def products(network, teacher, learned):
         function = lambda x, y: jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(y), -1)
         return sum_over_nodes(function, *made, **lengths(network.problem)).sum()
 
-    _, text = losses.compiled(jax.grad(total, learned), *((x.parameters, x.rows) for x in (network, teacher)))
+    _, text = hlo.compiled(jax.grad(total, learned), *((x.parameters, x.rows) for x in (network, teacher)))
     return len(re.findall(r" dot\(|__onednn\$matmul|custom_call_target=\"__cublas", text))
 
 
@@ -85,7 +88,7 @@ def test_half_precision():
     made = jax.nn.tanh(wide.rows[0][:, :, None] + wide.rows[1][:, None]) @ wide.parameters[0]
     values = entropy_of_all(made + wide.parameters[1][None, None, None])
     values *= wide.rows[0][:, :, None, 0] + wide.rows[1][:, None, :, 0]
-    counts = losses.inside(network.problem)
+    counts = batches.inside(network.problem)
     np.testing.assert_allclose(sums, total_of_all(values, np.ones(counts.shape), counts), rtol=0.02)
 
 
@@ -112,7 +115,7 @@ def step_alone(batch):
     return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
 
 
-WAYS = ["shard_map", *map(losses.slow, ("vmap", "remat", "explicit"))]
+WAYS = ["shard_map", *map(family.slow, ("vmap", "remat", "explicit"))]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,16 +129,16 @@ def test_programs(way, devices):
         function = jax.checkpoint(mean, policy=jax.checkpoint_policies.save_only_these_names("rnnt_residuals"))
     step = jax.value_and_grad(function, (0, 1, 3))
     if way in ("vmap", "remat"):
-        losses.assert_close(jax.jit(step)(*arguments), expected, 1e-5)
+        compare.assert_close(jax.jit(step)(*arguments), expected, 1e-5)
         return
     with mesh_of(devices, way) as mesh:
         specs = P(), P("data"), P("data"), P("data")
         if way == "shard_map":
             step = jax.value_and_grad(mean_over_devices(function, mesh, specs), (0, 1, 3))
         placed = [at(mesh, x, *spec) for x, spec in zip(arguments, specs, strict=True)]
-        got, text = losses.compiled(step, *placed)
-        losses.assert_close(got, expected, 1e-5)
-        assert set(losses.collectives(text)) == {"all-reduce"}
+        got, text = hlo.compiled(step, *placed)
+        compare.assert_close(got, expected, 1e-5)
+        assert set(hlo.collectives(text)) == {"all-reduce"}
 
 
 @pytest.mark.slow
@@ -165,13 +168,13 @@ def test_random_numbers(name):
 @pytest.mark.slow
 def test_function_of_any_dtype():
     """A count has no gradient."""
-    p = losses.problem(scale=1.0)
+    p = batches.problem(scale=1.0)
     best = lambda rows, labels: jnp.argmax(rows, -1).astype(np.int32) == labels
     total = lambda x: sum_over_nodes(best, x, **lengths(p), targets=p.targets).sum()
     value, gradient = jax.jit(jax.value_and_grad(total))(p.logits)
     labels = np.pad(p.targets, ((0, 0), (0, 1)))
     hit = (p.logits.argmax(-1) == labels[:, None]) & (np.arange(5) < p.target_lengths[:, None, None])
-    assert int(value) == (hit & losses.inside(p)).sum() and not np.any(gradient)
+    assert int(value) == (hit & batches.inside(p)).sum() and not np.any(gradient)
 
 
 # --------------------------------------------------------------------------------------------------------- errors

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
 from jax_rnnt import PackedLogits
 
 EXACT = 1e-12
@@ -34,34 +37,34 @@ def evaluate(p, rows, implementation, *, cotangents=1.0, max_frames=7, label_win
 
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [*(("kernel", x) for x in (np.float64, np.float32, "bfloat16")), losses.slow("reference", np.float32)],
+    [*(("kernel", x) for x in (np.float64, np.float32, "bfloat16")), family.slow("reference", np.float32)],
     indirect=["implementation"],
 )
 def test_value_and_gradient(implementation, dtype):
     """Every option; cotangents of each sequence reach its own rows; rows past the end hold NaN."""
-    p = losses.problem(dtype=dtype)
+    p = batches.problem(dtype=dtype)
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     weights = np.array([1.0, -2.0, 0.0, 3.0])
     for options in ({}, {"clamp": 0.125, "fastemit_lambda": 0.5, "delay_penalty": 0.25, "label_windows": windows}):
-        expected, gradient = losses.RNNT.expected(p, **options)
-        gradient = losses.packed(p, gradient * weights[:, None, None, None], fill=0)
-        rows = losses.packed(p, p.logits)
+        expected, gradient = family.RNNT.expected(p, **options)
+        gradient = batches.packed(p, gradient * weights[:, None, None, None], fill=0)
+        rows = batches.packed(p, p.logits)
         got = evaluate(p, rows, implementation, cotangents=weights, **options)
-        losses.assert_matches(got, (expected, gradient), dtype, 11, scale=4.5)
+        compare.assert_matches(got, (expected, gradient), dtype, 11, scale=4.5)
         assert got[1].dtype == rows.dtype and not np.asarray(got[1][-5:]).any()
 
 
 def test_max_frames(kernel):
     """It is given, or known from concrete lengths that a trace may close over, or N. A longer sequence is NaN."""
-    p = losses.problem()
-    rows, (expected, _) = losses.packed(p, p.logits), losses.RNNT.expected(p)
+    p = batches.problem()
+    rows, (expected, _) = batches.packed(p, p.logits), family.RNNT.expected(p)
     rest = tuple(map(jnp.asarray, p[1:]))
     loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
     traced = jax.jit(lambda rows, *rest: loss(PackedLogits(rows), *rest))
     closed_over = jax.jit(lambda rows: loss(PackedLogits(rows), *rest))
     for got in (loss(PackedLogits(rows), *p[1:]), traced(rows, *rest), closed_over(rows)):
         np.testing.assert_allclose(got, expected, rtol=EXACT)
-    arcs = jax.eval_shape(lambda rows: loss.arcs(PackedLogits(rows), *rest), rows)
+    arcs = jax.eval_shape(lambda rows: loss.arc_log_probs(PackedLogits(rows), *rest), rows)
     assert {x.shape for x in arcs.values()} == {(4, 7, 5)}
     rows[: 7 * 5] = np.nan  # never read
     short, gradient = evaluate(p, rows, kernel, max_frames=6)
@@ -71,10 +74,10 @@ def test_max_frames(kernel):
 
 def test_odd_sequences(kernel):
     """Empty sequences take no rows; sequences beyond the rows are NaN; a NaN row affects only its own sequence."""
-    p = losses.problem(5, lengths=([7, 0, 5, 0, 6], [4, 2, 2, 0, 3]))
-    rows, (expected, gradient) = losses.packed(p, p.logits), losses.RNNT.expected(p)
+    p = batches.problem(5, lengths=([7, 0, 5, 0, 6], [4, 2, 2, 0, 3]))
+    rows, (expected, gradient) = batches.packed(p, p.logits), family.RNNT.expected(p)
     got = evaluate(p, rows, kernel)
-    losses.assert_matches(got, (expected, losses.packed(p, gradient, fill=0)), np.float64, 11)
+    compare.assert_matches(got, (expected, batches.packed(p, gradient, fill=0)), np.float64, 11)
     assert expected[1] == np.inf and expected[3] == 0
     cut = evaluate(p, rows[:-10], kernel)
     np.testing.assert_allclose(cut[0], [*expected[:4], np.nan], rtol=EXACT)
@@ -92,13 +95,13 @@ def test_odd_sequences(kernel):
 
 @pytest.mark.parametrize(
     ("implementation", "max_frames", "rows"),
-    [*(("kernel", *x) for x in ((0, 1), (None, 0), (4, 3))), losses.slow("reference", 0, 1)],
+    [*(("kernel", *x) for x in ((0, 1), (None, 0), (4, 3))), family.slow("reference", 0, 1)],
     indirect=["implementation"],
 )
 def test_nothing_at_all(implementation, max_frames, rows):
     """No frames: no label is a path of no arcs, a label has none. No sequences."""
     for batch, expected in ((2, [0, np.inf]), (0, [])):
-        p = losses.problem(batch, 4, 2, 5, lengths=([0, 0][:batch], [0, 1][:batch]))
+        p = batches.problem(batch, 4, 2, 5, lengths=([0, 0][:batch], [0, 1][:batch]))
         values, gradient = evaluate(p, np.zeros((rows, 5)), implementation, max_frames=max_frames)
         np.testing.assert_array_equal(values, expected)
         assert not np.any(gradient)
@@ -106,12 +109,12 @@ def test_nothing_at_all(implementation, max_frames, rows):
 
 def test_vmap_and_calls(kernel):
     """The same bits, by one custom call of each kind."""
-    p = losses.problem(dtype=np.float32)
-    rows = losses.packed(p, p.logits)
+    p = batches.problem(dtype=np.float32)
+    rows = batches.packed(p, p.logits)
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
     call = jax.value_and_grad(lambda x: loss(PackedLogits(x, 7), *p[1:]))
-    (value, gradient), alone = losses.compiled(call, rows)
-    (values, gradients), twice = losses.compiled(jax.vmap(call), np.stack([rows, rows]))
+    (value, gradient), alone = hlo.compiled(call, rows)
+    (values, gradients), twice = hlo.compiled(jax.vmap(call), np.stack([rows, rows]))
     np.testing.assert_allclose(values, [value] * 2, rtol=1e-6)
-    losses.assert_same_bits(gradients, np.stack([gradient, gradient]))
-    assert losses.custom_calls(alone) == losses.custom_calls(twice) == losses.once(losses.RNNT.gradient_calls)
+    compare.assert_same_bits(gradients, np.stack([gradient, gradient]))
+    assert hlo.custom_calls(alone) == hlo.custom_calls(twice) == hlo.once(family.RNNT.gradient_calls)

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits, BandLogits
-from layouts import ranges
+from layout_table import ranges
 from vectors import LABELS, LENGTHS
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-12
 t, u, v = np.arange(5)[:, None], np.arange(4)[:, None], np.arange(6)
 AM, LM = 2 * np.sin(1 + 3 * t + 7 * v), 2 * np.cos(2 + 5 * u + 3 * v)
-UNIT_STEPS = {"standard": losses.RNNT, "monotonic": losses.MONOTONIC, "constrained": losses.CONSTRAINED}
+UNIT_STEPS = {"standard": family.RNNT, "monotonic": family.MONOTONIC, "constrained": family.CONSTRAINED}
 
 
 # --------------------------------------------------------------------------------------------------------- vectors
@@ -56,26 +57,26 @@ RANGES = {  # width -> (first, pruned loss)
 
 
 @pytest.mark.parametrize(
-    ("topology", "implementation"),
-    [("standard", "kernel"), ("monotonic", "kernel"), losses.slow("standard", "reference")],
+    ("variant", "implementation"),
+    [("standard", "kernel"), ("monotonic", "kernel"), family.slow("standard", "reference")],
     indirect=["implementation"],
 )
-def test_vectors_of_ranges(implementation, topology):
+def test_vectors_of_ranges(implementation, variant):
     """fast_rnnt."""
-    kind = UNIT_STEPS[topology].kind
+    kind = UNIT_STEPS[variant].kind
 
     @jax.jit
     def run(am, lm):
         posteriors = kind(blank=0).posteriors(AdditiveLogits(am, lm), LABELS, *LENGTHS)
         made = {}
-        for width in RANGES[topology]:
-            first = ranges(LENGTHS, width, posteriors, topology=topology)
+        for width in RANGES[variant]:
+            first = ranges(LENGTHS, width, posteriors, variant=variant)
             band = BandLogits(sum(jax_rnnt.prune_inputs(am, lm, first, width)), first)
             made[width] = first, kind(blank=0, implementation=implementation)(band, LABELS, *LENGTHS)
         return made
 
     for width, (first, got) in run(AM, LM).items():
-        expected, value = RANGES[topology][width]
+        expected, value = RANGES[variant][width]
         assert first.dtype == jnp.int32 and first.tolist() == expected
         np.testing.assert_allclose(got, value, rtol=1e-9)
 
@@ -106,8 +107,8 @@ def banded(x, first, width):
 @pytest.mark.parametrize(
     ("loss", "implementation"),
     [
-        *((loss, "kernel") for loss in (losses.RNNT, losses.HAT, losses.MONOTONIC, losses.CONSTRAINED)),
-        (losses.RNNT, "reference"),
+        *((loss, "kernel") for loss in (family.RNNT, family.HAT, family.MONOTONIC, family.CONSTRAINED)),
+        (family.RNNT, "reference"),
     ],
     ids=str,
     indirect=["implementation"],
@@ -115,7 +116,7 @@ def banded(x, first, width):
 def test_a_band_is_the_loss_with_other_nodes_forbidden(loss, implementation):
     """For any band, also one without a path, the truth has -inf at all classes of the other nodes."""
     B, width = len(BANDS), 3
-    p = losses.problem(B, 7, 4, 9, lengths=([7] * (B - 1) + [5], [4] * (B - 1) + [2]))
+    p = batches.problem(B, 7, 4, 9, lengths=([7] * (B - 1) + [5], [4] * (B - 1) + [2]))
     first = np.array([*BANDS.values()], np.int32)
     column = np.arange(5)
     inside = (column >= first[..., None]) & (column < first[..., None] + width)
@@ -135,15 +136,15 @@ def test_a_band_is_the_loss_with_other_nodes_forbidden(loss, implementation):
 
 
 # ----------------------------------------------------------------------------------------------------------- ranges
-@pytest.mark.parametrize(("topology", "steepest"), [("standard", None), ("monotonic", 1), ("constrained", 1)])
+@pytest.mark.parametrize(("variant", "steepest"), [("standard", None), ("monotonic", 1), ("constrained", 1)])
 @pytest.mark.parametrize("width", [2, 3, 6])
-def test_ranges_of_any_posteriors(topology, steepest, width):
+def test_ranges_of_any_posteriors(variant, steepest, width):
     """Random planes, which no lattice has, against the rule as loops. The last window contains the last column."""
     rng = np.random.default_rng(0)
     blank, label = rng.random((2, 50, 9, 8))
     frames, labels = rng.integers(1, 10, 50).astype(np.int32), rng.integers(0, 8, 50).astype(np.int32)
     # Under jit, since otherwise lengths without a path in a band of this width would be an error.
-    call = jax.jit(lambda lengths, planes: ranges(lengths, width, planes, topology=topology))
+    call = jax.jit(lambda lengths, planes: ranges(lengths, width, planes, variant=variant))
     got = np.asarray(call((frames, labels), (blank, label)))
     most = steepest or width - 1
     for b in range(50):
@@ -160,16 +161,16 @@ def test_ranges_of_any_posteriors(topology, steepest, width):
     assert (np.diff(got) >= 0).all()
 
 
-def path_in_a_band(topology, n, m, U):
+def path_in_a_band(variant, n, m, U):
     """Whether a sequence has a path inside a band: function of (first, width)."""
-    options = UNIT_STEPS[topology].truth
+    options = UNIT_STEPS[variant].truth
     table, column = options.get("topology", truth.STANDARD), np.arange(U + 1)
 
     def found(first, width):
         first = np.asarray(first)[:n, None]
         inside = (column >= first) & (column < first + width)
         arcs = {slot: np.where(inside, 0.0, -np.inf)[:, : m + 1] for slot in ("blank", "label")}
-        if topology == "constrained":  # a label also pays the blank of the next column
+        if variant == "constrained":  # a label also pays the blank of the next column
             arcs["label"][:, :-1] += arcs["blank"][:, 1:]
         arcs["label"][:, m:] = -np.inf
         return np.isfinite(truth.log_likelihood(table, arcs, n, m))
@@ -178,15 +179,15 @@ def path_in_a_band(topology, n, m, U):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", UNIT_STEPS)
-def test_width_that_holds_no_path(topology):
+@pytest.mark.parametrize("variant", UNIT_STEPS)
+def test_width_that_holds_no_path(variant):
     """Tries every band: known lengths raise if, and only if, no band of this width holds a path."""
     T, U = 4, 4
     planes = np.random.default_rng(0).random((2, T, U + 1))
-    smallest = 2 if topology == "standard" else 1
+    smallest = 2 if variant == "standard" else 1
     for n, m, width in itertools.product(range(1, T + 1), range(U + 1), range(smallest, 5)):
-        holds = path_in_a_band(topology, n, m, U)
-        call = lambda width, n=n, m=m: ranges((np.int32(n), np.int32(m)), width, planes, topology=topology)
+        holds = path_in_a_band(variant, n, m, U)
+        call = lambda width, n=n, m=m: ranges((np.int32(n), np.int32(m)), width, planes, variant=variant)
         some_band = any(holds(first, width) for first in itertools.product(range(m + 1), repeat=n))
         if some_band or not holds([0] * n, U + 1):
             assert holds(call(width), width) == some_band
@@ -200,14 +201,14 @@ def test_width_that_holds_no_path(topology):
             call(enough - 1)
 
 
-@pytest.mark.parametrize(("topology", "narrowest"), [("standard", 2), ("monotonic", 1), ("constrained", 2)])
-def test_narrowest_band_of_one_label(topology, narrowest):
+@pytest.mark.parametrize(("variant", "narrowest"), [("standard", 2), ("monotonic", 1), ("constrained", 2)])
+def test_narrowest_band_of_one_label(variant, narrowest):
     """A monotonic label ends a frame; a constrained one also pays the blank of the next column."""
-    call = lambda labels, width: ranges((3, labels), width, np.zeros((2, 3, 2)), topology=topology)
+    call = lambda labels, width: ranges((3, labels), width, np.zeros((2, 3, 2)), variant=variant)
     call(np.int32(1), narrowest)
     with pytest.raises(ValueError, match=f"width must be {narrowest}"):
         call(np.int32(1), narrowest - 1)
-    if topology != "standard":
+    if variant != "standard":
         assert call(np.int32(0), 1).tolist() == [0, 0, 0]
 
 

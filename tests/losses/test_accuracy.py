@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
+import platforms
 import reference_numpy as truth
 
 BOUND = 1e-5  # of posteriors and gradients: the contract
@@ -23,10 +26,10 @@ def check(p, implementation, *, value=1e-6, gradient=BOUND):
             arcs[slot][slab] = score
     expected, posteriors = truth.posteriors(truth.STANDARD, arcs, T, U1 - 1)
     if implementation == "reference":
-        answers = [(*losses.evaluate(losses.RNNT, p, implementation), {})]
+        answers = [(*compare.evaluate(family.RNNT, p, implementation), {})]
     else:
         targets = door.TARGETS if p.logits.size < 1 << 23 else [None]
-        runs = (door.run(losses.RNNT, p, target=target) for target in targets)
+        runs = (door.run(family.RNNT, p, target=target) for target in targets)
         answers = [(values, got, found) for values, found, got in runs]
     for slab in slabs:
         _, pullback = truth.softmax_emission(logits[slab], labels, blank=V - 1)
@@ -43,7 +46,7 @@ def one_sequence(T, U, V, scale, dtype=np.float32):
     rng = np.random.default_rng(T)
     logits = rng.standard_normal((1, T, U + 1, V), np.float32) * np.float32(scale)
     targets = rng.integers(0, V - 1, (1, U)).astype(np.int32)
-    return losses.Problem(logits.astype(dtype), targets, np.array([T], np.int32), np.array([U], np.int32))
+    return batches.Problem(logits.astype(dtype), targets, np.array([T], np.int32), np.array([U], np.int32))
 
 
 # T, U, V, scale: U + 1 exceeds any block of threads; T is several minutes of audio; 33 MB of logits; T + U = 4000 with
@@ -51,7 +54,7 @@ def one_sequence(T, U, V, scale, dtype=np.float32):
 SIZES = (
     (1, 2000, 3, 1.0),
     (20000, 1, 3, 1.0),
-    *(losses.slow(*x) for x in ((999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (100, 2500, 4, 1.0))),
+    *(family.slow(*x) for x in ((999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (100, 2500, 4, 1.0))),
 )
 
 
@@ -60,12 +63,12 @@ def test_long_lattices(kernel, T, U, V, scale):
     check(one_sequence(T, U, V, scale), kernel)
 
 
-LONG = [x if x in (losses.RNNT, losses.TDT) else losses.slow(x) for x in (*door.LOSSES, *losses.SKIPPING)]
+LONG = [x if x in (family.RNNT, family.TDT) else family.slow(x) for x in (*door.LOSSES, *family.SKIPPING)]
 
 
 @pytest.mark.parametrize("loss", LONG, ids=str)
 def test_long_lattices_of_every_loss(loss, kernel):
-    p = losses.problem(1, 1500, 100, 5, loss=loss, dtype=np.float32, scale=1.0, lengths=([1500], [100]))
+    p = batches.problem(1, 1500, 100, 5, loss=loss, dtype=np.float32, scale=1.0, lengths=([1500], [100]))
     expected, true_gradient = loss.expected(p)
     for values, gradient in door.answers(loss, p, kernel):
         np.testing.assert_allclose(values, expected, rtol=1e-6)
@@ -76,8 +79,8 @@ def scored(scores, kernel):
     """Losses and gradients of log-probabilities [B, T, U1, 2] of one label and the blank."""
     B, T, U1, _ = scores.shape
     lengths = np.full(B, T, np.int32), np.full(B, U1 - 1, np.int32)
-    p = losses.Problem(scores.astype(np.float32), np.zeros((B, U1 - 1), np.int32), *lengths)
-    return door.answers(losses.RNNT, p, kernel, fused_log_softmax=False)
+    p = batches.Problem(scores.astype(np.float32), np.zeros((B, U1 - 1), np.int32), *lengths)
+    return door.answers(family.RNNT, p, kernel, fused_log_softmax=False)
 
 
 @pytest.mark.slow
@@ -91,7 +94,7 @@ def test_equal_paths(kernel, T, U):
     add up.
     """
     classes = np.array([2, 3, 1024])
-    ulps = (T + U) * 2.0**-22 if losses.platform() == "cuda" else 0
+    ulps = (T + U) * 2.0**-22 if platforms.platform() == "cuda" else 0
     expected = [truth.uniform_loss(T, U, n) for n in classes]
     arcs = {slot: np.zeros((T, U + 1)) for slot in ("label", "blank")}
     _, posteriors = truth.posteriors(truth.STANDARD, arcs, T, U)
@@ -120,20 +123,20 @@ def test_long_lattice_of_the_reference():
 
 
 @pytest.mark.usefixtures("optimized")
-@losses.reference_slow
+@family.reference_slow
 def test_peaked_and_flat(implementation):
     """Equal paths, one dominant path while the others underflow float32, and a path that starts with arcs of e^-200."""
     for scale in (0.0, 20.0, 100.0):
         # Scores of size s are rounded to s eps before any kernel adds them; see `tolerance` for s = 8.
-        limit = max(BOUND, scale * losses.eps(np.float32) * np.sqrt(400) * 4)
+        limit = max(BOUND, scale * compare.eps(np.float32) * np.sqrt(400) * 4)
         check(one_sequence(300, 100, 5, scale), implementation, gradient=limit)
     p = one_sequence(60, 20, 4, 1.0)
     p.logits[:, :5, :, 3] -= 200
     p.logits[:, 40:, :, :3] -= 90
-    check(p, implementation, gradient=4 * 200 * losses.eps(np.float32) * np.sqrt(80))
+    check(p, implementation, gradient=4 * 200 * compare.eps(np.float32) * np.sqrt(80))
 
 
 @pytest.mark.usefixtures("optimized")
-@losses.reference_slow
+@family.reference_slow
 def test_float64(implementation):
     check(one_sequence(600, 200, 5, 2.0, np.float64), implementation, value=1e-13, gradient=1e-10)

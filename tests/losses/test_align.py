@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt.lattices._viterbi import best_path
@@ -44,7 +45,7 @@ def test_best_path(topology):
 
 def check(loss, logits, rest, sequences, align=None, **given):
     """All questions to a loss, and to `align` about the best path, against the truth; nothing outside the lengths."""
-    questions = [loss.posteriors, loss.emission_frames, loss.latency, *([align.align] if align else [])]
+    questions = [loss.posteriors, loss.label_frames, loss.latency, *([align.align] if align else [])]
     answers = jax.jit(lambda *p: [ask(*p, **given) for ask in questions])(logits, *rest)
     posteriors, frames, latency, (score, where) = (*answers, (None, None))[:4]
     assert all(x.shape == (*frames.shape[:-1], 7, 5) for x in posteriors)
@@ -63,47 +64,47 @@ def check(loss, logits, rest, sequences, align=None, **given):
             np.testing.assert_array_equal(where[b], path + [-1] * (len(where[b]) - m))
 
 
-@losses.every
+@family.every
 def test_questions(loss, implementation):
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     value = loss.value(implementation=implementation, reduction="none")
     search = loss.value(implementation=None if implementation == "kernel" else implementation)  # it has no kernel
-    q = losses.poisoned(p)
+    q = batches.poisoned(p)
     check(value, q.logits, q[1:], loss.sequences(p), search)
 
 
 @pytest.mark.parametrize("options", [{"blank": 0}, {"delay_penalty": 0.3}, {"fused_log_softmax": False}], ids=str)
 def test_options(implementation, options):
     """Also windows; options of the gradient have no effect."""
-    p = losses.problem()
+    p = batches.problem()
     windows = np.array([[[0, 1], [1, 3], [2, 4], [3, 6]]] * 4, np.int32)
     of_gradient = {"clamp": 0.5, "fastemit_lambda": 0.5, "reduction": "none"}
     loss = jax_rnnt.RNNTLoss(**options, **of_gradient, implementation=implementation)
-    sequences = losses.RNNT.sequences(p, label_windows=windows, **options)
+    sequences = family.RNNT.sequences(p, label_windows=windows, **options)
     check(loss, p.logits, p[1:], sequences, jax_rnnt.RNNTLoss(**options), label_windows=windows)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_durations_arc_by_arc(kernel, sampled):
     """With FastEmit or sampling, each pair of token and duration is an arc; posteriors stay the same."""
-    p = losses.problem(loss=losses.TDT)
-    tokens = losses.RNNT.sequences(p._replace(logits=p.logits[..., :-3]))
+    p = batches.problem(loss=family.TDT)
+    tokens = family.RNNT.sequences(p._replace(logits=p.logits[..., :-3]))
     options = {"omega": 1.0} if sampled else {"fastemit_lambda": 0.5}
-    loss = losses.TDT.value(**options, reduction="none", implementation=kernel)
-    check(loss, p.logits, p[1:], tokens if sampled else losses.TDT.sequences(p), key=jax.random.key(0))
+    loss = family.TDT.value(**options, reduction="none", implementation=kernel)
+    check(loss, p.logits, p[1:], tokens if sampled else family.TDT.sequences(p), key=jax.random.key(0))
 
 
 # Of the others, many paths have the same frames.
-ONE_PATH = losses.RNNT, *map(losses.slow, (losses.MONOTONIC, losses.FINAL_BLANK, losses.CONSTRAINED, losses.HAT))
+ONE_PATH = family.RNNT, *map(family.slow, (family.MONOTONIC, family.FINAL_BLANK, family.CONSTRAINED, family.HAT))
 
 
 @pytest.mark.parametrize("loss", ONE_PATH, ids=str)
 def test_windows_of_the_best_path_leave_it_alone(loss):
     """With one path, the loss is minus its score, and its gradient that of the score: 1 for every arc of the path."""
-    p = losses.problem()
+    p = batches.problem()
     frames = np.asarray(loss.value().align(*p).frames)
     given = {"label_windows": np.stack([frames, frames], -1)}
-    for options in ({}, {"fused_log_softmax": False}) if loss is losses.RNNT else ({},):
+    for options in ({}, {"fused_log_softmax": False}) if loss is family.RNNT else ({},):
         of_loss = lambda x, o=options: loss(x, *p[1:], **given, **o, reduction="none")
         of_score = lambda x, o=options: -loss.value(**o).align(x, *p[1:], **given).score
         (values, gradient), (scores, expected) = (
@@ -111,22 +112,22 @@ def test_windows_of_the_best_path_leave_it_alone(loss):
         )
         np.testing.assert_allclose(values, scores, rtol=1e-12)
         np.testing.assert_allclose(gradient, expected, atol=1e-12)
-    if loss is losses.RNNT:
+    if loss is family.RNNT:
         np.testing.assert_array_equal(expected.sum((1, 2, 3)), -(p.logit_lengths + p.target_lengths))
 
 
 def test_ties_prefer_blank():
     """With equal paths, the search back from the end takes blanks first, so every label comes as early as possible."""
-    p = losses.problem(1, 6, 3, 5, lengths=([6], [3]), dtype=np.float32)
+    p = batches.problem(1, 6, 3, 5, lengths=([6], [3]), dtype=np.float32)
     for logits in (np.zeros_like(p.logits), np.full_like(p.logits, 0.1)):
         for loss, expected in (
-            (losses.RNNT, [0, 0, 0]),
-            (losses.MONOTONIC, [0, 1, 2]),
-            (losses.CONSTRAINED, [0, 1, 2]),
+            (family.RNNT, [0, 0, 0]),
+            (family.MONOTONIC, [0, 1, 2]),
+            (family.CONSTRAINED, [0, 1, 2]),
         ):
             assert loss.value().align(logits, *p[1:]).frames[0].tolist() == expected, loss
     windows = np.array([[[1, 4], [1, 5], [3, 5]]], np.int32)
-    found = losses.RNNT.value().align(np.zeros_like(p.logits), *p[1:], label_windows=windows)
+    found = family.RNNT.value().align(np.zeros_like(p.logits), *p[1:], label_windows=windows)
     assert found.frames.tolist() == [[1, 1, 3]]
 
 
@@ -145,16 +146,16 @@ def test_best_path_of_a_long_utterance(spread):
 
 def test_search_has_no_kernel():
     with pytest.raises(NotImplementedError, match="implementation='kernel'"):
-        jax_rnnt.RNNTLoss(implementation="kernel").align(*losses.problem())
+        jax_rnnt.RNNTLoss(implementation="kernel").align(*batches.problem())
 
 
-@pytest.mark.parametrize("question", ["emission_frames", "latency"])
-@losses.every_kernel
+@pytest.mark.parametrize("question", ["label_frames", "latency"])
+@family.every_kernel
 def test_gradients(loss, implementation, question):
     """The gradient is the slope; odd sequences affect no other; the loss's FastEmit does not enter."""
-    p = losses.problem(5, 4, 2, 5, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5], [2, 1, 0, 1, 1]))
+    p = batches.problem(5, 4, 2, 5, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5], [2, 1, 0, 1, 1]))
     p.logits[1, 0, 1, : 3 - loss.first_blank] = -np.inf
-    options = {} if question == "emission_frames" else {"reduction": "none"}
+    options = {} if question == "label_frames" else {"reduction": "none"}
     value = loss.value(fastemit_lambda=1.0, implementation=implementation, **options)
     ask = jax.jit(lambda x: getattr(value, question)(x, *p[1:]).reshape(5, -1).sum(1))
     weights = np.array([1.0, 2.0, 1.0, 1.0, 0.0])

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
 from programs import run
 
 DTYPES = "float16", "bfloat16", "float32", "float64"
@@ -22,18 +24,18 @@ def test_result_dtypes(implementation, dtype):
 
     It is clipped before it is rounded.
     """
-    p = losses.problem(dtype=dtype)
-    values, gradient = losses.evaluate(losses.RNNT, losses.poisoned(p), implementation)
+    p = batches.problem(dtype=dtype)
+    values, gradient = compare.evaluate(family.RNNT, batches.poisoned(p), implementation)
     assert values.dtype == ("float64" if dtype == "float64" else "float32") and gradient.dtype == dtype
-    assert not gradient[~losses.inside(p)].any()
-    losses.assert_matches((values, gradient), losses.RNNT.expected(p), dtype, 11)
-    _, clipped = losses.evaluate(losses.RNNT, p, implementation, clamp=0.1)
+    assert not gradient[~batches.inside(p)].any()
+    compare.assert_matches((values, gradient), family.RNNT.expected(p), dtype, 11)
+    _, clipped = compare.evaluate(family.RNNT, p, implementation, clamp=0.1)
     assert np.abs(clipped).max() == np.asarray(jnp.asarray(np.float32(0.1), dtype))
     if implementation == "reference" and dtype in ("bfloat16", "float32"):
         return  # the types of the others
     options = {"fastemit_lambda": 0.1, "delay_penalty": np.float64(0.1), "clamp": np.float32(1)}
-    loss = losses.RNNT.value(reduction="mean_volume", implementation=implementation, **options)
-    asked = loss, loss.posteriors, loss.emission_frames, loss.label_log_probs
+    loss = family.RNNT.value(reduction="mean_volume", implementation=implementation, **options)
+    asked = loss, loss.posteriors, loss.label_frames, loss.label_log_probs
     results = jax.eval_shape(lambda *p: [ask(*p) for ask in asked], *p)
     assert all(x.dtype == values.dtype for x in jax.tree.leaves(results))
 
@@ -41,8 +43,8 @@ def test_result_dtypes(implementation, dtype):
 def test_reductions_keep_the_dtype(kernel):
     for dtype in DTYPES:
         for reduction in ("mean", "sum", "mean_target"):
-            loss = losses.RNNT.value(reduction=reduction, implementation=kernel)
-            assert jax.eval_shape(loss, *losses.problem(dtype=dtype)).dtype == (
+            loss = family.RNNT.value(reduction=reduction, implementation=kernel)
+            assert jax.eval_shape(loss, *batches.problem(dtype=dtype)).dtype == (
                 "float64" if dtype == "float64" else "float32"
             )
 
@@ -51,83 +53,86 @@ def test_reductions_keep_the_dtype(kernel):
 def test_half_precision_kernel_against_reference(kernel, dtype):
     """Both against float64 on the same rounded logits: the kernel's error is at most twice the reference's."""
     classes = 1000
-    p = losses.problem(4, 12, 6, classes, dtype=dtype, scale=4.0)
-    expected = losses.RNNT.expected(p)
+    p = batches.problem(4, 12, 6, classes, dtype=dtype, scale=4.0)
+    expected = family.RNNT.expected(p)
 
     def errors(got):
         values, gradient = got
         of_gradient = np.abs(gradient.astype(np.float64) - expected[1])
         return np.array([np.abs(values / expected[0] - 1).max(), of_gradient.max(), of_gradient.mean()])
 
-    floor = losses.tolerance(np.float32, 18) * np.array([1, 1, 1 / classes])
-    bound = 2 * errors(losses.evaluate(losses.RNNT, p, "reference")) + floor
-    for got in door.answers(losses.RNNT, p, kernel):
+    floor = compare.tolerance(np.float32, 18) * np.array([1, 1, 1 / classes])
+    bound = 2 * errors(compare.evaluate(family.RNNT, p, "reference")) + floor
+    for got in door.answers(family.RNNT, p, kernel):
         assert (errors(got) <= bound).all()
 
 
 @HALF
 def test_half_precision_sums_are_wide(implementation, dtype):
     """16384 equal logits: a 16-bit sum of exponentials would stop growing at 2048 (float16) or 256 (bfloat16)."""
-    p = losses.problem(1, 2, 1, 16384, lengths=([2], [1]))
+    p = batches.problem(1, 2, 1, 16384, lengths=([2], [1]))
     p = p._replace(logits=np.full(p.logits.shape, 0.5)).astype(dtype)
-    for got in door.answers(losses.RNNT, p, implementation):
-        losses.assert_matches(got, losses.RNNT.expected(p), dtype, 3)
+    for got in door.answers(family.RNNT, p, implementation):
+        compare.assert_matches(got, family.RNNT.expected(p), dtype, 3)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64])
 def test_integer_dtypes(kernel, dtype):
-    p = losses.problem()
+    p = batches.problem()
     cast = p._replace(**{name: getattr(p, name).astype(dtype) for name in p._fields[1:]})
     windows = WINDOWS.copy()
     if dtype == np.int64:
         windows[:, 3, 1] = 2**40  # no upper limit
     given = {"reduction": "none", "label_windows": windows.astype(dtype), "implementation": kernel}
-    np.testing.assert_allclose(losses.RNNT(*cast, **given), losses.RNNT.expected(p, label_windows=WINDOWS)[0])
+    np.testing.assert_allclose(family.RNNT(*cast, **given), family.RNNT.expected(p, label_windows=WINDOWS)[0])
 
 
 WIDE = *map(np.int64, (2**32 + 2, -(2**32) + 2, 2**63 - 1)), *map(np.uint32, (2**32 - 1, 2**31 + 1))
 
 
-@pytest.mark.parametrize("name", losses.Problem._fields[1:])
+@pytest.mark.parametrize("name", batches.Problem._fields[1:])
 def test_wide_integers_do_not_wrap(kernel, name):
     """Labels and lengths out of range stay out of range when they are narrowed."""
-    p = losses.problem()
+    p = batches.problem()
     for value in WIDE:
         wide = getattr(p, name).astype(value.dtype)
         wide[0] = value
-        values = losses.RNNT(*p._replace(**{name: wide}), reduction="none", implementation=kernel)
-        np.testing.assert_allclose(values, [np.nan, *losses.RNNT.expected(p)[0][1:]], rtol=1e-13, err_msg=f"{value}")
+        values = family.RNNT(*p._replace(**{name: wide}), reduction="none", implementation=kernel)
+        np.testing.assert_allclose(values, [np.nan, *family.RNNT.expected(p)[0][1:]], rtol=1e-13, err_msg=f"{value}")
 
 
 def test_arrays_of_any_kind(kernel):
     """NumPy, JAX, non-contiguous and read-only arrays."""
-    p = losses.problem()
+    p = batches.problem()
     strided = np.repeat(p.logits, 2, -1)[..., ::2]
     strided.flags.writeable = False
     for logits in (jnp.asarray(p.logits), np.asfortranarray(p.logits), strided):
-        got = losses.RNNT(logits, *p[1:], reduction="none", implementation=kernel)
-        np.testing.assert_allclose(got, losses.RNNT.expected(p)[0], rtol=1e-13)
+        got = family.RNNT(logits, *p[1:], reduction="none", implementation=kernel)
+        np.testing.assert_allclose(got, family.RNNT.expected(p)[0], rtol=1e-13)
 
 
 PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
-import losses
+import batches
+import compare
+import family
+import platforms
 assert not jax.config.jax_enable_x64
 for implementation in ("kernel", "reference"):
-    if implementation == "kernel" and losses.missing_kernel():
+    if implementation == "kernel" and platforms.missing_kernel():
         continue
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32) if implementation == "kernel" else (jnp.float32,):
-        for loss in losses.LOSSES if (implementation, dtype) == ("kernel", jnp.bfloat16) else losses.LOSSES[:1]:
-            p = losses.problem(loss=loss, dtype=dtype)
+        for loss in family.LOSSES if (implementation, dtype) == ("kernel", jnp.bfloat16) else family.LOSSES[:1]:
+            p = batches.problem(loss=loss, dtype=dtype)
             windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
             options = dict(fastemit_lambda=0.5, clamp=0.25, delay_penalty=0.125, label_windows=windows)
-            got = losses.evaluate(loss, p, implementation, **options)
+            got = compare.evaluate(loss, p, implementation, **options)
             assert got[0].dtype == jnp.float32 and got[1].dtype == dtype
-            losses.assert_matches(got, loss.expected(p, **options), dtype, 11, scale=1.5)
-    p = losses.problem(dtype=jnp.float32)
+            compare.assert_matches(got, loss.expected(p, **options), dtype, 11, scale=1.5)
+    p = batches.problem(dtype=jnp.float32)
     wide = p._replace(targets=p.targets.astype(np.int64), logit_lengths=p.logit_lengths.astype(np.int64))
-    got = losses.RNNT(*wide, implementation=implementation)
-    np.testing.assert_allclose(got, losses.RNNT.expected(p)[0].mean(), rtol=1e-5)
+    got = family.RNNT(*wide, implementation=implementation)
+    np.testing.assert_allclose(got, family.RNNT.expected(p)[0].mean(), rtol=1e-5)
 print("ok")
 """
 

@@ -5,42 +5,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
+import platforms
 import reference_numpy as truth
 
 
 def test_one_path_of_certainty(implementation):
     """All other classes at -inf: probability 1, loss exactly 0, gradient exactly 0; for CUDA, but for a rounding."""
-    p = losses.problem(1, 4, 2, 5, lengths=([4], [2]))
+    p = batches.problem(1, 4, 2, 5, lengths=([4], [2]))
     logits = np.full(p.logits.shape, -np.inf)
     logits[0, 0, [0, 1], p.targets[0]] = 3.0
     logits[0, :, 2, 4] = -7.0
-    values, gradient = losses.evaluate(losses.RNNT, p._replace(logits=logits), implementation)
-    rounding = 2 * losses.eps(gradient.dtype) if implementation == "kernel" and losses.cuda_kernels() else 0
+    values, gradient = compare.evaluate(family.RNNT, p._replace(logits=logits), implementation)
+    rounding = 2 * compare.eps(gradient.dtype) if implementation == "kernel" and platforms.cuda_kernels() else 0
     assert values[0] == 0 and np.abs(gradient).max() <= rounding
 
 
-@losses.every_layout
+@family.every_layout
 def test_never_negative(loss, implementation):
     """Many paths that share a probability of 1 on the standard lattice: the loss is not below 0, not even by a bit."""
-    if loss in losses.SKIPPING:
+    if loss in family.SKIPPING:
         pytest.skip("skipped frames add to the probability")
     for dtype, frames in ((np.float32, 12), (np.float64, 12), (np.float32, 1)):
-        p = losses.problem(64, frames, 6, 4, loss=loss, scale=1.0, lengths=([frames] * 64, [6] * 64))
+        p = batches.problem(64, frames, 6, 4, loss=loss, scale=1.0, lengths=([frames] * 64, [6] * 64))
         p = p._replace(targets=np.zeros_like(p.targets))
         logits = p.logits.copy()
         logits[..., 1:3] = -100  # neither the label nor the blank
         logits[:, -1, :-1, 0], logits[:, :, -1, 3] = 100, 100
-        values, _ = losses.evaluate(loss, p._replace(logits=logits).astype(dtype), implementation)
+        values, _ = compare.evaluate(loss, p._replace(logits=logits).astype(dtype), implementation)
         assert (values >= 0).all(), values.min()
         if loss.truth == {}:
             assert (values < 1e-5).all(), values.max()
 
 
-@losses.every_layout
+@family.every_layout
 def test_infinite_losses(loss, implementation):
     """The mean is inf with a finite gradient, zero for the impossible sequence; where(isinf) trains on the rest."""
-    p = losses.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
+    p = batches.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
     expected, gradient = loss.expected(p)
 
     def masked(x):
@@ -58,8 +61,8 @@ def test_more_sequences_than_a_grid_is_high(implementation):
     """65,535 blocks is the most that CUDA starts in one dimension."""
     size = 65_600
     logits = np.random.default_rng(0).standard_normal((size, 1, 1, 2), np.float32)
-    p = losses.Problem(logits, np.zeros((size, 0), np.int32), np.ones(size, np.int32), np.zeros(size, np.int32))
-    values, gradient = losses.evaluate(losses.RNNT, p, implementation)
+    p = batches.Problem(logits, np.zeros((size, 0), np.int32), np.ones(size, np.int32), np.zeros(size, np.int32))
+    values, gradient = compare.evaluate(family.RNNT, p, implementation)
     log_probs = truth.log_softmax(logits[:, 0, 0].astype(np.float64))
     np.testing.assert_allclose(values, -log_probs[:, 1], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient[:, 0, 0, 1], np.exp(log_probs[:, 1]) - 1, atol=1e-6)

@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
+import platforms
 import reference_numpy as truth
 from jax_rnnt.emissions import _softmax as softmax
 
@@ -91,8 +94,8 @@ class Case:
         arguments = self.x, self.label, self.inside, blanks, normalize, cotangents, self.scale, self.clamp
         self.outputs, self.dx = expected(*arguments, **head)
         # Scores are below 8 in size and rounded a few times; a 16-bit gradient once more.
-        self.limit = 8 * losses.eps(wide)
-        self.rounding, self.smallest = losses.rounding(dtype)
+        self.limit = 8 * compare.eps(wide)
+        self.rounding, self.smallest = compare.rounding(dtype)
 
     def check_forward(self, planes):
         """The plane `norm`, last, is for the backward pass."""
@@ -129,7 +132,7 @@ def test_kernels(kernel, kind, normalize):
     head = {k: x for k, x in kind.items() if k != "blanks"}
     for i, classes in enumerate(SIZES):
         dtype = ("float32", "float64", "bfloat16", "float16")[i % 4]
-        dtype = losses.Problem(np.zeros(1), 0, 0, 0).astype(dtype).logits.dtype
+        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(dtype).logits.dtype
         blanks = kind.get("blanks", ((0, classes // 2, classes - 1)[i % 3],))
         if max(blanks) >= classes:
             continue
@@ -141,7 +144,7 @@ def test_kernels(kernel, kind, normalize):
             arguments = case.x, case.label, FRAMES, planes[-1], case.scale, case.clamp, *case.cotangents
             got = backward(*arguments, target=target)
             case.check_backward(got)
-            losses.assert_same_bits(got, backward(*arguments, target=target, alias=False))
+            compare.assert_same_bits(got, backward(*arguments, target=target, alias=False))
 
 
 @pytest.mark.slow
@@ -164,7 +167,7 @@ def test_reference(kind, normalize):
     case.check_backward(got)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_bernoulli_extremes(implementation):
     """log sigmoid to the last digits far from 0, and a blank that is certain or impossible."""
     z = np.array([-np.inf, -1e4, -100, -30, -1e-3, 0, 1e-3, 8, 20, 88, 1e4], np.float64)
@@ -178,15 +181,15 @@ def test_bernoulli_extremes(implementation):
         with np.errstate(over="ignore"):
             rounded = z.astype(dtype).astype(np.float64)
             blank, other = -np.logaddexp(0, -rounded), -np.logaddexp(0, rounded)
-        limit = 4 * losses.eps(dtype)
+        limit = 4 * compare.eps(dtype)
         # exp(-z) has the relative error of its argument's rounding.
-        error = (4 + np.abs(rounded[1:])) * losses.eps(dtype) * -blank[1:] + 1e-38
+        error = (4 + np.abs(rounded[1:])) * compare.eps(dtype) * -blank[1:] + 1e-38
         assert log_blank[0, 0, 0] == -np.inf and (np.abs(log_blank[0, 1:, 0] - blank[1:]) <= error).all()
         np.testing.assert_allclose(log_label[0, :, 0], other - np.log(2), rtol=limit, atol=limit)
         one, none = np.ones((1, z.size, 1), dtype), np.zeros((1, z.size, 1), dtype)
         scale, clamp = np.ones(1, dtype), -np.ones(1, dtype)
         dz = np.asarray(backward(x.astype(dtype), label, frames, norm, scale, clamp, one, none))[0, :, 0, 1]
-        assert (np.abs(dz - np.exp(other)) <= (4 + np.abs(z[-2])) * losses.eps(dtype) * np.exp(other) + 1e-37).all()
+        assert (np.abs(dz - np.exp(other)) <= (4 + np.abs(z[-2])) * compare.eps(dtype) * np.exp(other) + 1e-37).all()
 
 
 # ------------------------------------------------------------------------------------ the normalizer between the stages
@@ -202,7 +205,7 @@ def assert_softmax(got, x, atol=0.0):
 
     Of an anchor more than 45 below the largest logit, the log-sum-exp is kept instead, rounded at its own size.
     """
-    eps, p = losses.eps(x.dtype), exact_softmax(x)
+    eps, p = compare.eps(x.dtype), exact_softmax(x)
     x = x.astype(np.longdouble)
     peak, anchor = x.max(-1, keepdims=True), x[..., :1]
     with np.errstate(invalid="ignore"):
@@ -255,7 +258,7 @@ def test_norm_is_read_as_it_was_written(kernel, writer, reader, dtype):
                 got, own = softmax.softmax_of_norm(rows, rows[..., 0], jax.numpy.asarray(norm)), 0
             else:
                 got, own = softmax_by(reader, rows, norm)
-        assert_softmax(np.asarray(got)[0, :, 0], x, 4 * losses.eps(dtype) * own)
+        assert_softmax(np.asarray(got)[0, :, 0], x, 4 * compare.eps(dtype) * own)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -268,9 +271,9 @@ def test_long_rows(kernel, dtype):
         x = rng.normal(0, 1, (1, 6, 1, classes))
         x[0, 0, 0, -1] = x[0, 1, 0, classes // 2] = 60
         x[0, 3, 0, : classes // 2] = -np.inf
-        x = losses.Problem(x, 0, 0, 0).astype(dtype).logits
+        x = batches.Problem(x, 0, 0, 0).astype(dtype).logits
         wide = x.astype(np.float64 if dtype == "float64" else np.float32)
-        limit, exact = 4 * losses.eps(wide.dtype), truth.log_softmax(wide)[..., 0]
+        limit, exact = 4 * compare.eps(wide.dtype), truth.log_softmax(wide)[..., 0]
         for target in door.TARGETS[: 1 if classes in longest else None]:
             with door.using(target):
                 log_blank, _, norm = stages(kernel, (0,), True)[0](x, label, frames)
@@ -282,7 +285,7 @@ def test_long_rows(kernel, dtype):
 @pytest.mark.parametrize("target", door.TARGETS)
 def test_error_of_exp(native_kernel, target):
     """Of a softmax, but for its sum, which all classes share: exp within 2 ulp, and much less on average."""
-    if losses.cuda_kernels():
+    if platforms.cuda_kernels():
         pytest.skip("GPUs have an instruction for exp")
     x = np.random.default_rng(0).uniform(-8, 0, (1, 1, 1, 4000)).astype(np.float32)
     forward, backward = stages(native_kernel, (0,), True)
@@ -290,5 +293,5 @@ def test_error_of_exp(native_kernel, target):
     *_, norm = forward(x, label, frames, target=target)
     dx = backward(x, label, frames, norm, one[0, 0], -one[0, 0], one, 0 * one, target=target).astype(np.float64)
     ratio = dx[0, 0, 0, 1:] / np.exp(x[0, 0, 0, 1:].astype(np.float64))
-    errors = np.abs(ratio / np.median(ratio) - 1) / losses.eps(np.float32)
+    errors = np.abs(ratio / np.median(ratio) - 1) / compare.eps(np.float32)
     assert errors.max() < 3 and np.sqrt((errors**2).mean()) < 0.5

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 
 pytestmark = pytest.mark.no_kernel
@@ -47,13 +48,13 @@ WRONG = {
     "label_windows_float": ("label_windows", f32((4, 4, 2)), ["float32", "int"]),
     "implementation": ("implementation", "xla", ["xla", "kernel", "reference"]),
 }
-QUESTIONS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs", "validate"
+QUESTIONS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs", "validate"
 MISTAKE = ValueError, TypeError
 
 
 def call(loss, name, value, **changes):
-    arguments = {**losses.problem(dtype=np.float32)._asdict(), **changes, name: value}
-    arrays = [arguments.pop(k) for k in losses.Problem._fields]
+    arguments = {**batches.problem(dtype=np.float32)._asdict(), **changes, name: value}
+    arrays = [arguments.pop(k) for k in batches.Problem._fields]
     return loss(*arrays, **arguments)
 
 
@@ -61,17 +62,17 @@ def call(loss, name, value, **changes):
 def test_message(wrong):
     """The class or the function is named, the argument, what it must be and what it is."""
     name, value, parts = wrong
-    for function, loss in {"RNNTLoss": losses.RNNT, "rnnt_loss": jax_rnnt.rnnt_loss}.items():
+    for function, loss in {"RNNTLoss": family.RNNT, "rnnt_loss": jax_rnnt.rnnt_loss}.items():
         with pytest.raises(MISTAKE) as caught:
             call(loss, name, value)
         for part in (f"{function}: ", name, *parts):
             assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
 
 
-@losses.every
+@family.every
 def test_messages_of_every_loss(loss):
     """A question is named beside the class."""
-    p = losses.problem(loss=loss, dtype=np.float32)
+    p = batches.problem(loss=loss, dtype=np.float32)
     cases = [("blank", loss.value(blank=99), p)]
     for name, value in (("targets", i32((4, 5))), ("logit_lengths", i32(3)), ("logits", i32((4, 7, 5, 9)))):
         cases.append((name, loss.value(), p._replace(**{name: value})))
@@ -94,7 +95,7 @@ FIELDS = {
 }
 
 
-@losses.every_quick
+@family.every_quick
 def test_message_of_a_new_loss(loss):
     """Errors that do not depend on a batch are raised when the loss is made, not when it is called."""
     for make in (loss.value, functools.partial(dataclasses.replace, loss.value())):
@@ -111,19 +112,19 @@ def test_raised_while_tracing(name):
     """The error is raised under jit, vmap and grad alike, before anything runs."""
     value = {"targets": i32((4, 5)), "logits": i32((4, 7, 5, 9)), "blank": 9, "reduction": "avg"}[name]
     with pytest.raises(MISTAKE, match=name):
-        jax.eval_shape(lambda: call(losses.RNNT, name, value))
+        jax.eval_shape(lambda: call(family.RNNT, name, value))
     if name != "logits":
-        run = lambda x: call(losses.RNNT, name, value, logits=x)
+        run = lambda x: call(family.RNNT, name, value, logits=x)
         with pytest.raises(MISTAKE, match=name):
             jax.jit(jax.vmap(jax.grad(run)))(f32((2, 4, 7, 5, 9)))
 
 
 def test_type_of_blank():
     """NumPy's integers are integers. A tracer in place of a Python number is reported by name."""
-    p = losses.problem()
-    np.testing.assert_allclose(losses.RNNT(*p, blank=np.int64(3)), losses.RNNT(*p, blank=3))
+    p = batches.problem()
+    np.testing.assert_allclose(family.RNNT(*p, blank=np.int64(3)), family.RNNT(*p, blank=3))
     with pytest.raises(TypeError, match="blank"):
-        jax.jit(lambda b: losses.RNNT(*p, blank=b))(0)
+        jax.jit(lambda b: family.RNNT(*p, blank=b))(0)
 
 
 BAD_DATA = {"logit_lengths": ((2,), 8), "target_lengths": ((1,), 5), "targets": ((0, 1), 9)}
@@ -133,7 +134,7 @@ BAD_DATA = {"logit_lengths": ((2,), 8), "target_lengths": ((1,), 5), "targets": 
 def test_validation(name):
     """Accepts good data with any padding; otherwise names the first offender with index, range and value."""
     index, limit = BAD_DATA[name]
-    p, validate = losses.poisoned(losses.problem()), jax_rnnt.RNNTLoss().validate
+    p, validate = batches.poisoned(batches.problem()), jax_rnnt.RNNTLoss().validate
     assert validate(*p) is None
     assert validate(*p._replace(target_lengths=0 * p.target_lengths)) is None
     for value in (limit, -1):
@@ -146,11 +147,11 @@ def test_validation(name):
         assert str(caught.value).startswith("RNNTLoss.validate: ") and str(caught.value).endswith(f"got {value}.")
 
 
-@losses.every_quick
+@family.every_quick
 def test_validation_finds_what_has_no_path(loss):
     """It raises for exactly the lengths with which the true loss is infinite."""
     frames, labels = np.array(truth.every_length(3, 3)).T
-    p = losses.problem(len(frames), 3, 3, 6, loss=loss, lengths=(frames, labels))
+    p = batches.problem(len(frames), 3, 3, 6, loss=loss, lengths=(frames, labels))
     p = p._replace(targets=p.targets % 3)  # below the big blanks
     expected, _ = loss.expected(p)
     assert np.isinf(expected).any() and np.isfinite(expected).any()
@@ -179,7 +180,7 @@ def test_validation_of_classes():
 def test_validation_under_checkify():
     from jax.experimental import checkify
 
-    p = losses.problem()
+    p = batches.problem()
     loss = jax_rnnt.MonotonicRNNTLoss()
 
     @jax.jit
@@ -190,7 +191,7 @@ def test_validation_under_checkify():
 
     error, (value, _) = step(p)
     error.throw()
-    np.testing.assert_allclose(value, losses.MONOTONIC.expected(p)[0].mean(), rtol=1e-13)
+    np.testing.assert_allclose(value, family.MONOTONIC.expected(p)[0].mean(), rtol=1e-13)
     for bad, message in (
         (p._replace(logit_lengths=p.logit_lengths + 1), r"logit_lengths\[0\] must lie in \[0, 7\], got 8"),
         (p._replace(targets=p.targets + jnp.int32(9)), r"targets\[0, 0\] must lie in \[0, 9\), got"),
@@ -202,7 +203,7 @@ def test_validation_under_checkify():
 
 def test_validation_of_traced_data():
     """Outside of checkify no error can be raised; what is known while tracing is checked then."""
-    p = losses.problem()
+    p = batches.problem()
     with pytest.raises(TypeError, match=r"RNNTLoss.validate: .*known \(outside of jax.jit\).* wrapped by checkify"):
         jax.jit(jax_rnnt.RNNTLoss().validate)(*p)
     for i, name in enumerate(p._fields[1:], 1):  # the error names the argument that is traced

@@ -7,56 +7,58 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
+import family
 import jax_rnnt
-import layouts
-import losses
+import layout_table
 import reference_numpy as truth
 from jax_rnnt import lattices
 
 EXACT = 1e-12
-BOTH = pytest.mark.parametrize("table", [losses.multiblank, losses.tdt], ids=["multiblank", "tdt"])
+BOTH = pytest.mark.parametrize("table", [family.multiblank, family.tdt], ids=["multiblank", "tdt"])
 
 
 DURATIONS = (3, 1), (2, 3), (1,), (0, 4, 2, 1, 3), (5,), (0, 9)
-ANY = [*map(losses.tdt, DURATIONS), *map(losses.multiblank, ((2, 3), (4, 2, 9), (2,), (11,)))]
+ANY = [*map(family.tdt, DURATIONS), *map(family.multiblank, ((2, 3), (4, 2, 9), (2,), (11,)))]
 
 
 def test_any_durations(kernel):
     """In any order, without 0, without 1, beyond T."""
     for loss in ANY:
         for dtype in (np.float32, np.float64):
-            door.check(loss, losses.poisoned(losses.problem(loss=loss, dtype=dtype)), clamp=0.5)
+            door.check(loss, batches.poisoned(batches.problem(loss=loss, dtype=dtype)), clamp=0.5)
 
 
-SIGMA = losses.tdt((0, 4, 2, 1, 3)), losses.multiblank((4, 2, 9))
+SIGMA = family.tdt((0, 4, 2, 1, 3)), family.multiblank((4, 2, 9))
 
 
 @pytest.mark.parametrize("loss", SIGMA, ids=str)
 def test_sigma(loss, kernel):
-    p = losses.problem(loss=loss)
-    got = losses.evaluate(loss, losses.poisoned(p), kernel, clamp=0.5, sigma=0.3)
-    losses.assert_matches(got, loss.expected(p, clamp=0.5, sigma=0.3), np.float64, 11)
+    p = batches.problem(loss=loss)
+    got = compare.evaluate(loss, batches.poisoned(p), kernel, clamp=0.5, sigma=0.3)
+    compare.assert_matches(got, loss.expected(p, clamp=0.5, sigma=0.3), np.float64, 11)
 
 
 @BOTH
 def test_durations_beyond_any_length(table, implementation):
     """With 7 frames such arcs are never taken, nor are the durations modulo 2^32. Some exceed int64."""
-    make = lambda d: table((d,) if table is losses.multiblank else (0, 1, d))
-    p = losses.problem(loss=make(8))
+    make = lambda d: table((d,) if table is family.multiblank else (0, 1, d))
+    p = batches.problem(loss=make(8))
     expected = make(8).expected(p)
     assert np.isfinite(expected[0]).all()
     if implementation == "kernel":
         for long in (8, 2**64, 2**32 + 1):
             for got in door.answers(make(long), p, implementation):
-                losses.assert_matches(got, expected, np.float64, 11)
-    losses.assert_matches(losses.evaluate(make(2**64), p, implementation), expected, np.float64, 11)
+                compare.assert_matches(got, expected, np.float64, 11)
+    compare.assert_matches(compare.evaluate(make(2**64), p, implementation), expected, np.float64, 11)
 
 
 def test_sampled_tdt():
     """omega=1 is the RNN-T loss of the tokens, without sigma; omega=0 is TDT; between them, the key tosses a coin."""
-    p = losses.problem(loss=losses.TDT)
-    tokens = losses.RNNT.expected(p._replace(logits=p.logits[..., :9]))
+    p = batches.problem(loss=family.TDT)
+    tokens = family.RNNT.expected(p._replace(logits=p.logits[..., :9]))
     for durations in ((2, 0, 1), (4, 2, 3)):
         call = jax.jit(lambda x, w, k, d=durations: jax_rnnt.TDTLoss(d, sigma=0.2, omega=w)(x, *p[1:], key=k))
         plain = jax_rnnt.TDTLoss(durations, sigma=0.2)(*p)
@@ -74,18 +76,18 @@ def test_sampled_tdt():
 @pytest.mark.parametrize("omega", [0, np.float32(0), np.array(0), jnp.array(0.0)], ids=lambda x: type(x).__name__)
 def test_lattice_and_arcs_agree(omega):
     """Both have the same slots, whatever type the 0 has, with a key and without."""
-    p = losses.problem(loss=losses.TDT)
+    p = batches.problem(loss=family.TDT)
     loss = jax_rnnt.TDTLoss((3, 1, 2), omega=omega, reduction="none")
     expected = -jax_rnnt.TDTLoss((3, 1, 2), reduction="none")(*p)
     leaf = jax.tree.map(lambda x: omega if x is loss.omega else x, loss)
     for each, key in itertools.product((loss, leaf), (None, jax.random.key(0))):
-        found = lattices.log_likelihood(each.lattice, each.arcs(*p, key=key), *p[2:])
+        found = lattices.log_likelihood(each.topology, each.arc_log_probs(*p, key=key), *p[2:])
         np.testing.assert_allclose(found, expected, rtol=EXACT)
 
 
 def test_keys():
     """A loss that draws needs a key; one that never draws takes a key, and nothing else."""
-    p = losses.problem()
+    p = batches.problem()
     for key in (jax.random.key(0), jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
         assert jax_rnnt.RNNTLoss()(*p, key=key) == jax_rnnt.RNNTLoss()(*p)
     for key in (3, "key", jnp.float32(1), np.uint32(3), jax.random.split(jax.random.key(0))):
@@ -100,7 +102,7 @@ def test_keys():
 
 def test_coin_does_not_depend_on_64_bit_types():
     """The same keys sample the same calls, for any dtype of omega."""
-    p = losses.problem(loss=losses.TDT, dtype=np.float32)
+    p = batches.problem(loss=family.TDT, dtype=np.float32)
 
     def drawn(omega):
         call = jax.jit(lambda key: jax_rnnt.TDTLoss((2, 0, 1), omega=omega)(*p, key=key))
@@ -117,20 +119,20 @@ def test_coin_does_not_depend_on_64_bit_types():
     np.testing.assert_allclose(narrow, wide, rtol=1e-6)
 
 
-@pytest.mark.parametrize("alone", [losses.RNNT, losses.MONOTONIC, losses.CONSTRAINED], ids=str)
+@pytest.mark.parametrize("alone", [family.RNNT, family.MONOTONIC, family.CONSTRAINED], ids=str)
 def test_topologies_of_hat(alone):
     """The blank amid the classes; also with the log-probabilities of HAT as they are, and in a band."""
-    p, topology = losses.poisoned(losses.problem()), alone.name.replace("rnnt", "standard")
-    loss = lambda **options: jax_rnnt.HATLoss(blank=3, reduction="none", topology=topology, **options)
+    p, topology = batches.poisoned(batches.problem()), alone.name.replace("rnnt", "standard")
+    loss = lambda **options: jax_rnnt.HATLoss(blank=3, reduction="none", variant=topology, **options)
     for name in ("array", "BandLogits"):
-        logits = np.asarray(layouts.dense(p, name)(p.logits))
+        logits = np.asarray(layout_table.dense(p, name)(p.logits))
         log_probs = np.zeros_like(logits)
         for b, (n, m) in enumerate(zip(p.logit_lengths, p.target_lengths)):
             x = logits[b, :n, : m + 1]
             arcs = [truth.hat_emission(x, np.full(m + 1, k), blank=3)[0]["label"] for k in range(9)]
             log_probs[b, :n, : m + 1] = np.stack(arcs, -1)
         expected, _ = alone.expected(p._replace(logits=log_probs), blank=3, fused_log_softmax=False)
-        np.testing.assert_allclose(loss()(layouts.layout(p, name)(p.logits), *p[1:]), expected, rtol=EXACT)
+        np.testing.assert_allclose(loss()(layout_table.layout(p, name)(p.logits), *p[1:]), expected, rtol=EXACT)
         plain = loss(fused_log_softmax=False, implementation="reference")
         np.testing.assert_allclose(plain(log_probs, *p[1:]), expected, rtol=EXACT)
 
@@ -152,12 +154,12 @@ def test_durations_are_checked(table):
 
 
 def test_own_arguments_are_checked():
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     for make, message in (
         (lambda: jax_rnnt.MultiblankRNNTLoss([2, 3], blank=1)(*p), r"MultiblankRNNTLoss: blank .* got 1"),
         (lambda: jax_rnnt.MultiblankRNNTLoss([1]), "big_blank_durations"),
         (lambda: jax_rnnt.TDTLoss([0]), "TDTLoss: durations"),
-        (lambda: jax_rnnt.HATLoss(topology="ctc"), "topology"),
+        (lambda: jax_rnnt.HATLoss(variant="ctc"), "variant"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

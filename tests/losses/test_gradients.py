@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
 
 
 def pull(loss, implementation, p, cotangents, clamp):
@@ -19,10 +21,10 @@ def pull(loss, implementation, p, cotangents, clamp):
     return np.asarray(run(p.logits, cotangents))
 
 
-@losses.every_layout
+@family.every_layout
 def test_cotangents(loss, implementation):
     """Positive, negative, zero and large cotangents multiply the clamped gradient of their own sequence."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     cotangents = np.array([2.0, -3.0, 0.0, 1e6])
     expected = cotangents[:, None, None, None] * loss.expected(p, clamp=0.1)[1]
     gradient = pull(loss, implementation, p, cotangents, 0.1)
@@ -32,51 +34,51 @@ def test_cotangents(loss, implementation):
 
 @pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
 @pytest.mark.parametrize("clamp", [-1.0, 0.1])
-@losses.every_array
+@family.every_array
 def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
     """Exact zeros stay 0: sequences without a path, impossible classes, padding."""
-    p = losses.problem(5, V=classes, loss=loss, lengths=([7, 5, 6, 0, 7], [4, 2, 0, 3, 4]))
+    p = batches.problem(5, V=classes, loss=loss, lengths=([7, 5, 6, 0, 7], [4, 2, 0, 3, 4]))
     p.logits[..., 1] = -np.inf
-    p = losses.poisoned(p._replace(targets=np.maximum(p.targets, 2)))
+    p = batches.poisoned(p._replace(targets=np.maximum(p.targets, 2)))
     cotangents = np.array([np.inf, np.nan, -np.inf, np.inf, 2.0])
     values, unit = loss.expected(p, clamp=clamp)
     assert np.isinf(values[3]) and not unit[3].any() and (unit[:3] == 0).any() and np.isfinite(unit).all()
     with np.errstate(invalid="ignore"):
         expected = np.where(unit == 0, 0, unit * cotangents[:, None, None, None])
     gradient = pull(loss, implementation, p, cotangents, clamp)
-    assert not gradient[~losses.inside(p)].any()
+    assert not gradient[~batches.inside(p)].any()
     if implementation == "reference" and clamp < 0:  # plain automatic differentiation: 0 times infinity is NaN
         gradient, expected = gradient[4], expected[4]
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
 
 
 def test_options_that_are_off(implementation):
-    p = losses.problem()
-    run = lambda **options: losses.evaluate(losses.RNNT, p, implementation, **options)[1]
+    p = batches.problem()
+    run = lambda **options: compare.evaluate(family.RNNT, p, implementation, **options)[1]
     for options in ({"clamp": 0.0}, {"clamp": -0.01}, {"fastemit_lambda": 0.0, "delay_penalty": 0.0}):
-        losses.assert_same_bits(run(**options), run())
+        compare.assert_same_bits(run(**options), run())
 
 
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
 def test_inplace_changes_nothing(kernel, with_value):
     """`inplace` changes memory but no number, even if the logits are used again afterwards."""
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
 
     def run(inplace):
         def total(x):
             x = x * 1.5
-            return losses.RNNT(x, *p[1:], reduction="sum", clamp=0.3, implementation=kernel, inplace=inplace), x
+            return family.RNNT(x, *p[1:], reduction="sum", clamp=0.3, implementation=kernel, inplace=inplace), x
 
         (value, used), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(p.logits)
         return (value, used, gradient) if with_value else (used, gradient)
 
-    losses.assert_same_bits(run(True), run(False))
+    compare.assert_same_bits(run(True), run(False))
 
 
-@losses.every_layout
+@family.every_layout
 def test_logits_survive_their_gradient(loss, implementation):
     """Writing in place must not change an array that is still in use: the argument, a second loss, a later use."""
-    p, other = losses.problem(loss=loss, dtype=np.float32), loss.blank(0)
+    p, other = batches.problem(loss=loss, dtype=np.float32), loss.blank(0)
     logits = jnp.asarray(p.logits)
 
     def total(x):
@@ -86,23 +88,23 @@ def test_logits_survive_their_gradient(loss, implementation):
 
     gradient = jax.jit(jax.grad(total))(logits)
     expected = sum(loss.expected(p, blank=b)[1] for b in (-1, other)) + 2 * p.logits.astype(np.float64)
-    np.testing.assert_allclose(gradient, expected, atol=3 * losses.tolerance(np.float32, 11))
-    losses.assert_same_bits(logits, p.logits)
+    np.testing.assert_allclose(gradient, expected, atol=3 * compare.tolerance(np.float32, 11))
+    compare.assert_same_bits(logits, p.logits)
 
 
 def test_vjp_called_twice(implementation):
     """Integer arguments have no gradient."""
-    arrays = [*map(jnp.asarray, losses.problem())]
-    value, vjp = jax.vjp(lambda *p: losses.RNNT(*p, reduction="none", implementation=implementation), *arrays)
+    arrays = [*map(jnp.asarray, batches.problem())]
+    value, vjp = jax.vjp(lambda *p: family.RNNT(*p, reduction="none", implementation=implementation), *arrays)
     (first, *others), (second, *_) = vjp(jnp.ones_like(value)), vjp(2 * jnp.ones_like(value))
-    losses.assert_same_bits(2 * first, second)
+    compare.assert_same_bits(2 * first, second)
     assert all(x.dtype == jax.dtypes.float0 for x in others)
 
 
-@losses.every
+@family.every
 def test_forward_mode_of_the_reference(loss):
     """test_derivatives.py has further derivatives."""
-    p = losses.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
+    p = batches.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
     tangent = np.random.default_rng(9).normal(size=p.logits.shape)
     expected = (loss.expected(p)[1] * tangent).sum((1, 2, 3))
     call = lambda x: loss(x, *p[1:], reduction="none", implementation="reference")
@@ -116,5 +118,5 @@ def test_second_derivative_beside_rows_that_no_path_enters(implementation):
     x[3, 0] = 1000
     rest = np.array([1, 2], np.int32), np.int32(4), np.int32(2)
     windows = np.array([[0, 1], [0, 2]], np.int32)
-    first = jax.grad(lambda x: losses.RNNT(x, *rest, label_windows=windows, implementation=implementation))
+    first = jax.grad(lambda x: family.RNNT(x, *rest, label_windows=windows, implementation=implementation))
     assert np.isfinite(jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))(x)).all()

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import feeds
 import jax_rnnt
-import losses
 import reference_numpy as truth
 import slopes
 from jax_rnnt import lattices
@@ -58,11 +59,11 @@ def check(loss, logits, rest, sequences, **given):
     return got
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_every_loss(loss, implementation):
     """NaN in every logit and a bad label in every target outside the lengths. Frames after the last label cost more."""
-    p = losses.problem(loss=loss)
-    q = losses.poisoned(p)
+    p = batches.problem(loss=loss)
+    q = batches.poisoned(p)
     got = check(loss.value(implementation=implementation), q.logits, q[1:], loss.sequences(p))
     assert (got.sum(1) >= -loss.expected(p)[0]).all()
 
@@ -70,33 +71,33 @@ def test_every_loss(loss, implementation):
 @pytest.mark.parametrize("options", [{"blank": 0}, {"delay_penalty": 0.3}, {"fused_log_softmax": False}], ids=str)
 def test_options(implementation, options):
     """Also windows; options of the gradient have no effect."""
-    p = losses.problem()
+    p = batches.problem()
     windows = np.array([[[0, 1], [1, 3], [2, 4], [3, 6]]] * 4, np.int32)
     of_gradient = {"clamp": 0.5, "fastemit_lambda": 0.5, "reduction": "mean"}
     loss = jax_rnnt.RNNTLoss(**options, **of_gradient, implementation=implementation)
-    check(loss, p.logits, p[1:], losses.RNNT.sequences(p, label_windows=windows, **options), label_windows=windows)
+    check(loss, p.logits, p[1:], family.RNNT.sequences(p, label_windows=windows, **options), label_windows=windows)
 
 
-@pytest.mark.parametrize("loss", [losses.MULTIBLANK, losses.TDT], ids=str)
+@pytest.mark.parametrize("loss", [family.MULTIBLANK, family.TDT], ids=str)
 def test_sigma(loss):
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     check(loss.value(sigma=0.3), p.logits, p[1:], loss.sequences(p, sigma=0.3))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_durations_arc_by_arc(kernel, sampled):
     """With FastEmit or sampling, each pair of token and duration is an arc."""
-    p = losses.problem(loss=losses.TDT)
-    tokens = losses.RNNT.sequences(p._replace(logits=p.logits[..., :-3]))
-    loss = losses.TDT.value(**{"omega": 1.0} if sampled else {"fastemit_lambda": 0.5}, implementation=kernel)
-    check(loss, p.logits, p[1:], tokens if sampled else losses.TDT.sequences(p), key=jax.random.key(0))
+    p = batches.problem(loss=family.TDT)
+    tokens = family.RNNT.sequences(p._replace(logits=p.logits[..., :-3]))
+    loss = family.TDT.value(**{"omega": 1.0} if sampled else {"fastemit_lambda": 0.5}, implementation=kernel)
+    check(loss, p.logits, p[1:], tokens if sampled else family.TDT.sequences(p), key=jax.random.key(0))
 
 
 NORMALIZED = {
     "rnnt": jax_rnnt.RNNTLoss(),
     "monotonic": jax_rnnt.MonotonicRNNTLoss(),
     "hat": jax_rnnt.HATLoss(),
-    "monotonic_hat": jax_rnnt.HATLoss(topology="monotonic"),
+    "monotonic_hat": jax_rnnt.HATLoss(variant="monotonic"),
 }
 
 
@@ -104,7 +105,7 @@ NORMALIZED = {
 def test_next_labels_and_the_end_sum_to_one(loss, kernel):
     """sum over y of P(y | y_<u) + P(end | y_<u) = 1, for prefixes of 0 ... 4 labels."""
     V, loss = 6, dataclasses.replace(loss, implementation=kernel)
-    p = losses.problem(1, 7, 4, V, lengths=([7], [4]))
+    p = batches.problem(1, 7, 4, V, lengths=([7], [4]))
     longer = np.tile(p.targets, (4, V - 1, 1))  # [m, y]: label y after m others
     longer[range(4), :, range(4)] = np.arange(V - 1)
     targets = np.concatenate([longer.reshape(-1, 4), np.tile(p.targets, (5, 1))])
@@ -123,18 +124,18 @@ def test_next_labels_and_the_end_sum_to_one(loss, kernel):
             assert_close(of_prefix[more, :m], of_prefix[4, :m])
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_weighted_tokens(implementation):
     """Both recipes of docs/losses.md, path by path: without and with the frames after the last label."""
-    p = losses.problem(3, 4, 2, 5, lengths=([4, 3, 2], [2, 1, 0]))
+    p = batches.problem(3, 4, 2, 5, lengths=([4, 3, 2], [2, 1, 0]))
     weights = np.random.default_rng(4).uniform(0, 2, (3, 2))
     weights[1, 1] = 1e30  # past U_b
-    loss = losses.RNNT.value(reduction="none", implementation=implementation)
+    loss = family.RNNT.value(reduction="none", implementation=implementation)
     run = jax.jit(lambda w: (-(w * loss.label_log_probs(*p)).sum(1), loss(*p)))
     of_ones, losses_of_all = map(np.asarray, run(np.ones((3, 2))))
     of_weights, _ = run(weights)
     added = losses_of_all + run(weights - 1)[0]
-    for b, n, m, topology, arcs in losses.RNNT.sequences(p):
+    for b, n, m, topology, arcs in family.RNNT.sequences(p):
         each = np.array([*by_enumeration(topology, arcs, n, m)])
         total = truth.sum_of_paths(truth.enumerate_paths(topology, n, m), arcs)[1]
         last = truth.sum_of_prefixes(topology, arcs, n, m, m) if m else 0.0
@@ -153,13 +154,13 @@ def weighted_truth(loss, p, weights):
     return total
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_gradients(loss, implementation):
     """The slope of the truth, for weights of both signs; odd sequences and impossible labels affect no other."""
-    p = losses.problem(6, 4, 2, 6, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5, 4], [2, 1, 0, 1, 1, 2]))
+    p = batches.problem(6, 4, 2, 6, loss=loss, scale=1.0, lengths=([4, 3, 4, 0, 5, 4], [2, 1, 0, 1, 1, 2]))
     logits = p.logits.copy()
     # The second label is impossible; it may be skipped if another one is possible.
-    logits[5, :, 1, slice(None, -1) if loss is losses.ROBUST else p.targets[5, 1]] = -np.inf
+    logits[5, :, 1, slice(None, -1) if loss is family.ROBUST else p.targets[5, 1]] = -np.inf
     weights = np.random.default_rng(2).normal(size=(6, 2))
     value = loss.value(fastemit_lambda=1.0, implementation=implementation)
 
@@ -178,10 +179,10 @@ def test_gradients(loss, implementation):
     slopes.assert_slopes([gradient[kept]], expected, [logits[kept]])
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT)], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT)], ids=str)
 def test_second_derivatives(loss, implementation):
     """Hessian-vector products against differences of differences; the reference also has the first in forward mode."""
-    p = losses.problem(2, 4, 2, 6, loss=loss, scale=1.0, lengths=([4, 3], [2, 1]))
+    p = batches.problem(2, 4, 2, 6, loss=loss, scale=1.0, lengths=([4, 3], [2, 1]))
     rng = np.random.default_rng(3)
     (v, w), weights = rng.normal(size=(2, *p.logits.shape)), rng.normal(size=(2, 2))
     value = loss.value(implementation=implementation)
@@ -197,25 +198,25 @@ def test_second_derivatives(loss, implementation):
 
 
 def test_leaves_have_a_gradient():
-    p = losses.problem(2, 4, 2, 6, scale=1.0, lengths=([4, 3], [2, 1]))
+    p = batches.problem(2, 4, 2, 6, scale=1.0, lengths=([4, 3], [2, 1]))
     got = jax.jit(jax.grad(lambda s: jax_rnnt.RNNTLoss(delay_penalty=s).label_log_probs(*p).sum()))(0.25)
-    sequences = lambda s: losses.RNNT.sequences(p, delay_penalty=s)
+    sequences = lambda s: family.RNNT.sequences(p, delay_penalty=s)
     expected = lambda s: sum(truth.label_log_probs(*x, n, m).sum() for _, n, m, *x in sequences(s))
     slopes.assert_slopes([got], expected, [np.float64(0.25)])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, losses.slow("bfloat16")])
-@losses.reference_slow
+@pytest.mark.parametrize("dtype", [np.float32, family.slow("bfloat16")])
+@family.reference_slow
 def test_long_utterance(implementation, dtype):
     """Logs of prefixes reach 2000, where float32 resolves 1e-4: ratios stay exact, and so do gradients.
 
     Each path to a label emits each earlier label once. So the gradient by the arcs of a label sums to its weight.
     """
     frames, labels = 1000, 200
-    p = losses.problem(2, frames, labels, 8, lengths=([frames, frames - 7], [labels, labels - 3]), scale=1.0)
+    p = batches.problem(2, frames, labels, 8, lengths=([frames, frames - 7], [labels, labels - 3]), scale=1.0)
     p = p.astype(dtype)
-    loss = losses.RNNT.value(implementation=implementation)
-    wide = losses.RNNT.sequences(p._replace(logits=p.logits.astype(np.float64)))
+    loss = family.RNNT.value(implementation=implementation)
+    wide = family.RNNT.sequences(p._replace(logits=p.logits.astype(np.float64)))
     found = jax.jit(loss.label_log_probs)(*p)
     assert found.dtype == np.float32
     for b, n, m, topology, arcs in wide:
@@ -224,20 +225,20 @@ def test_long_utterance(implementation, dtype):
         np.testing.assert_allclose(found[b, :m], expected, rtol=1e-6, atol=1e-6)
         assert not np.asarray(found[b, m:]).any()
     weights = np.random.default_rng(1).normal(size=(2, labels)).astype(np.float32)
-    arcs = loss.arcs(*p)
+    arcs = loss.arc_log_probs(*p)
     call = lambda arcs: (reference.label_log_probs(lattices.STANDARD, arcs, *p[2:]) * weights).sum()
     gradient = np.asarray(jax.jit(jax.grad(call))(arcs)["label"])
     used = np.arange(labels) < p.target_lengths[:, None]
     np.testing.assert_allclose(gradient[..., :-1].sum(1), np.where(used, weights, 0), atol=2e-5)
 
 
-@losses.every_layout
+@family.every_layout
 def test_at_most_one(loss, implementation):
     """Labels that are certain: no probability above 1, not even by a bit, and gradients stay."""
-    if loss in losses.SKIPPING:
+    if loss in family.SKIPPING:
         pytest.skip("skipped frames add to the probability")
     for dtype in (np.float32, np.float64):
-        p = losses.problem(64, 12, 6, 4, loss=loss, scale=1.0, lengths=([12] * 64, [6] * 64))
+        p = batches.problem(64, 12, 6, 4, loss=loss, scale=1.0, lengths=([12] * 64, [6] * 64))
         p = p._replace(targets=np.zeros_like(p.targets))
         logits = p.logits.copy()
         logits[..., 1:3] = -100  # neither the label nor the blank
@@ -250,7 +251,7 @@ def test_at_most_one(loss, implementation):
             assert (found > -1e-5).all(), found.min()
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_masks(loss, implementation):
     """Masks of any finite size, against exact fractions; the gradient is finite, and each label has a sign."""
     rows = feeds.table(loss)

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 import door
-import losses
+import family
+import hlo
+import platforms
 import reference_numpy as truth
 from jax_rnnt import lattices
 from jax_rnnt.lattices import _lattice as lattice
@@ -111,14 +114,14 @@ def test_sizes(topology, kernel):
 @ALL
 def test_threads(topology, kernel):
     """Nodes enough for several threads, whose number changes no bit; one long sequence among short ones."""
-    if losses.cuda_kernels():
+    if platforms.cuda_kernels():
         pytest.skip("threads are a matter of the CPU kernels")
     lengths = np.array([90, 3, 0, 88, 17, 90], np.int32), np.array([69, 2, 1, 60, 0, 40], np.int32)
     arcs = arcs_of(topology[1], (6, 90, 70), dtype=np.float32)
     assert 6 * 90 * 70 > 1 << 15
     alone = by_kernel(topology[0], arcs, *lengths)
     for threads in (2, 3, 8):
-        losses.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
+        compare.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
     check(topology, arcs, *lengths, kernel, {np.float32: 1e-5})
 
 
@@ -140,7 +143,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ["forward over reverse", *map(losses.slow, list(ORDERS)[1:])])
+@pytest.mark.parametrize("order", ["forward over reverse", *map(family.slow, list(ORDERS)[1:])])
 @FEW
 def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration."""
@@ -169,7 +172,7 @@ def test_derivatives_of_both_orders_and_modes(topology, implementation, order):
     np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_second_derivative_with_forbidden_arcs_and_no_path(implementation):
     """The double `where` of a safe logaddexp must hold in the second derivative too."""
     arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
@@ -205,7 +208,7 @@ def test_one_custom_call(kernel):
     arcs = arcs_of(truth.STANDARD, (2, T, U + 1))
     call = lambda arcs: lattices.log_likelihood([*lattices.STANDARD], arcs, np.full(2, T), np.full(2, U)).sum()
     for f, target in ((jax.value_and_grad(call), "jax_rnnt_lattice_grad"), (call, "jax_rnnt_lattice_loss")):
-        assert losses.custom_calls(losses.compiled(f, arcs)[1]) == losses.once([target])
+        assert hlo.custom_calls(hlo.compiled(f, arcs)[1]) == hlo.once([target])
 
 
 @ALL
@@ -232,18 +235,21 @@ def test_lengths_out_of_range(implementation):
 
 def test_errors():
     arcs = arcs_of(truth.STANDARD, (T, U + 1))
-    given = {"topology": lattices.STANDARD, "arcs": arcs, "num_frames": T, "num_labels": U}
+    given = {"topology": lattices.STANDARD, "arc_log_probs": arcs, "num_frames": T, "num_labels": U}
     for changes, message in (
-        ({"arcs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
-        ({"arcs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
-        ({"arcs": {slot: np.zeros((2, T, 0)) for slot in arcs}}, "U1 >= 1"),
-        ({"arcs": arcs | {"label": arcs["label"].astype(int)}}, r"arcs\['label'\] must have one of the dtypes"),
+        ({"arc_log_probs": {"blank": arcs["blank"]}}, r"missing: \['label'\]"),
+        ({"arc_log_probs": arcs | {"label": arcs["label"][:, :2]}}, "one shape"),
+        ({"arc_log_probs": {slot: np.zeros((2, T, 0)) for slot in arcs}}, "U1 >= 1"),
+        (
+            {"arc_log_probs": arcs | {"label": arcs["label"].astype(int)}},
+            r"arc_log_probs\['label'\] must have one of the dtypes",
+        ),
         ({"num_frames": np.array([T])}, "num_frames must have shape"),
         ({"num_labels": 1.0}, "num_labels must have an integer dtype"),
         ({"implementation": "fast"}, "implementation must be"),
         ({"topology": ()}, "topology must hold one Arc"),
         ({"topology": "standard"}, "topology must be a tuple of Arc"),
-        ({"arcs": arcs["blank"]}, "arcs must be a dict"),
+        ({"arc_log_probs": arcs["blank"]}, "arc_log_probs must be a dict"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"log_likelihood: .*{message}"):
             lattices.log_likelihood(**given | changes)
@@ -252,8 +258,10 @@ def test_errors():
             lattices.Arc("blank", dt, du)
 
 
-@losses.reference_slow
-@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.durations((0, 1, 2))], ids=["standard", "durations"])
+@family.reference_slow
+@pytest.mark.parametrize(
+    "table", [lattices.STANDARD, lattices.token_and_duration((0, 1, 2))], ids=["standard", "durations"]
+)
 def test_bad_arcs(table, implementation):
     """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
     arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
@@ -279,7 +287,7 @@ def test_no_labels_in_many_frames(table, dtype, kernel):
 
 def test_expanded_topologies():
     """A slot for each sum of two planes, also where arcs share slot and frames."""
-    assert lattices._topology.expanded(lattices.products((2, 0))) == lattices.durations((2, 0))
+    assert lattices._topology.expanded(lattices.products((2, 0))) == lattices.token_and_duration((2, 0))
     arcs = tuple(lattices.Arc("label", 1, 1, other=other) for other in ("slow", "fast"))
     slots = [arc.slot for arc in lattices._topology.expanded((*lattices.STANDARD, *arcs))]
     assert len(set(slots)) == len(slots) and all(slot.startswith("label") for slot in slots[1:])

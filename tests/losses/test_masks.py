@@ -8,22 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
+import family
 import feeds
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from feeds import INF, T, U, V, none_of, possible, problem_of, table, twin_failures
 from jax_rnnt import lattices
 
-BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+BOTH = pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 
 
 # ------------------------------------------------------------------------------------------------ values and gradients
 def check(loss, implementation, dtype="float32", fused=True, entry=None, twins=True):
     """`entry`: the same loss of another layout of the logits. `twins`: equal masks must have equal numbers."""
     rows = table(loss, dtype, fused)
-    evaluate = (lambda *x, **y: [losses.evaluate(*x, **y)]) if entry else door.answers
+    evaluate = (lambda *x, **y: [compare.evaluate(*x, **y)]) if entry else door.answers
     for got in evaluate(entry or loss, problem_of(rows), implementation, fused_log_softmax=fused):
         none_of(feeds.all_failures(loss, rows, got, dtype, implementation if twins else "reference", fused))
 
@@ -38,13 +40,13 @@ def test_the_usual_mask(implementation):
     rest = np.array([[[1, 2]] * n] * 2, np.int32), np.full((2, n), 3, np.int32), np.full((2, n), 2, np.int32)
     expected = -2 * masks - math.log(6)
     expected[expected > float(np.finfo(np.float32).max)] = INF
-    for values, _ in door.answers(losses.RNNT, losses.Problem(logits, *rest), implementation, blank=0):
+    for values, _ in door.answers(family.RNNT, batches.Problem(logits, *rest), implementation, blank=0):
         # Two labels fit into two frames in 3 ways, into three in 6; with equal logits an arc costs log 4.
         np.testing.assert_allclose(values[0], 4 * math.log(4) - math.log(3), rtol=1e-6)
         np.testing.assert_allclose(values[1], expected, rtol=1e-6)
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_masks(loss, implementation):
     check(loss, implementation)
 
@@ -52,7 +54,7 @@ def test_masks(loss, implementation):
 # The reference of losses that differ in what is between logits and lattice.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss", [losses.TDT, losses.MULTIBLANK, losses.HAT, losses.CONSTRAINED, *losses.SKIPPING], ids=str
+    "loss", [family.TDT, family.MULTIBLANK, family.HAT, family.CONSTRAINED, *family.SKIPPING], ids=str
 )
 def test_masks_in_the_reference(loss):
     check(loss, "reference")
@@ -60,25 +62,25 @@ def test_masks_in_the_reference(loss):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_masks_of_other_dtypes(implementation, dtype):
-    check(losses.RNNT, implementation, dtype)
+    check(family.RNNT, implementation, dtype)
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_masked_log_probabilities(loss, implementation):
     check(loss, implementation, fused=False)
 
 
 def test_masks_in_other_layouts(kernel):
-    check(losses.RNNT, kernel, entry=losses.BAND)
-    entry = dataclasses.replace(losses.TDT, layout=lambda x: losses.in_tiles(x, chunk=512))
-    check(losses.TDT, kernel, entry=entry, twins=False)  # tiles add up in another order
-    rows = table(losses.RNNT)
+    check(family.RNNT, kernel, entry=family.BAND)
+    entry = dataclasses.replace(family.TDT, layout=lambda x: family.in_tiles(x, chunk=512))
+    check(family.TDT, kernel, entry=entry, twins=False)  # tiles add up in another order
+    rows = table(family.RNNT)
     p = problem_of(rows)
-    packed = losses.Loss("packed", jax_rnnt.RNNTLoss, layout=lambda x: jax_rnnt.PackedLogits(x, max_frames=T))
-    values, gradient = losses.evaluate(packed, p._replace(logits=losses.packed(p, p.logits, extra=0)), kernel)
+    packed = family.Loss("packed", jax_rnnt.RNNTLoss, layout=lambda x: jax_rnnt.PackedLogits(x, max_frames=T))
+    values, gradient = compare.evaluate(packed, p._replace(logits=batches.packed(p, p.logits, extra=0)), kernel)
     whole = np.zeros_like(p.logits)
-    whole[losses.inside(p)] = gradient
-    none_of(feeds.all_failures(losses.RNNT, rows, (values, whole), "float32", kernel))
+    whole[batches.inside(p)] = gradient
+    none_of(feeds.all_failures(family.RNNT, rows, (values, whole), "float32", kernel))
 
 
 def test_masked_bias():
@@ -91,7 +93,7 @@ def test_masked_bias():
     @jax.jit
     def run(weight, bias):
         logits = lambda w: jax_rnnt.JointLogits(jax_rnnt.LinearJoint(w, bias), *rows)
-        return jax.value_and_grad(lambda w: losses.RNNT.value()(logits(w), *rest))(weight)
+        return jax.value_and_grad(lambda w: family.RNNT.value()(logits(w), *rest))(weight)
 
     others = np.arange(V) != 2  # targets are below 2, so they keep their numbers
     expected, wanted = run(weight[:, others], np.zeros(V - 1, np.float32))
@@ -103,8 +105,8 @@ def test_masked_bias():
 
 
 # The methods see a loss by its arcs alone, so one loss stands for those with the same steps.
-OF_METHODS = [(losses.RNNT, "kernel"), (losses.TDT, "kernel"), losses.slow(losses.RNNT, "reference")]
-OF_METHODS += [losses.slow(x, "kernel") for x in (losses.CONSTRAINED, losses.ROBUST, losses.WILDCARD)]
+OF_METHODS = [(family.RNNT, "kernel"), (family.TDT, "kernel"), family.slow(family.RNNT, "reference")]
+OF_METHODS += [family.slow(x, "kernel") for x in (family.CONSTRAINED, family.ROBUST, family.WILDCARD)]
 
 
 @pytest.mark.parametrize(("loss", "implementation"), OF_METHODS, indirect=["implementation"], ids=str)
@@ -112,7 +114,7 @@ def test_posteriors_of_masks(loss, implementation):
     """Posteriors lie in [0, 1], sum to one emission per label, and are those of the truth, as are expected frames."""
     rows = table(loss)
     value = loss.value(implementation=implementation)
-    got = jax.jit(lambda *p: (*value.posteriors(*p), value.emission_frames(*p)))(*problem_of(rows))
+    got = jax.jit(lambda *p: (*value.posteriors(*p), value.label_frames(*p)))(*problem_of(rows))
     blank, label, frames = map(np.asarray, got)
 
     def failures():
@@ -181,7 +183,7 @@ def check_twins(loss, function):
 
 @pytest.mark.parametrize(
     ("loss", "implementation"),
-    [(losses.RNNT, "kernel"), losses.slow(losses.TDT, "reference")],
+    [(family.RNNT, "kernel"), family.slow(family.TDT, "reference")],
     indirect=["implementation"],
     ids=str,
 )
@@ -196,7 +198,7 @@ def test_latency_of_masks(loss, implementation):
     check_twins(loss, run)
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT)], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT)], ids=str)
 def test_second_derivatives_of_masks(loss):
     """Hessian-vector products, forward over reverse."""
 
@@ -240,7 +242,7 @@ def test_masked_arcs(implementation):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_beyond_64_bits(implementation, sign):
     """The exponents of three arcs of 3e18 nats add up to no 64-bit number: UndefinedBehaviorSanitizer looks on."""
-    topology = lattices.durations((1, 2))
+    topology = lattices.token_and_duration((1, 2))
     arcs = {slot: np.full((3, 1), sign * 3e18) for slot in {arc.slot for arc in topology}}
     got = lattices.log_likelihood(topology, arcs, 3, 0, implementation=implementation)
     np.testing.assert_allclose(got, 9e18 if sign > 0 else -6e18, rtol=1e-12)  # of most arcs, or of fewest

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import compare
+import hlo
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, mwer_loss
 from meshes import at, mesh_of
 from slopes import assert_slopes
@@ -143,6 +144,6 @@ def test_sharded_over_utterances(devices):
     run = jax.value_and_grad(total)
     with mesh_of(devices, "auto") as mesh:
         placed = [*at(mesh, arrays[:2], "data"), at(mesh, arrays[2])]
-        got, text = losses.compiled(run, placed, *at(mesh, rest, "data"))
-    losses.assert_close(got, jax.jit(run)(arrays, *rest), 1e-9)
-    assert set(losses.collectives(text)) <= {"all-reduce"}
+        got, text = hlo.compiled(run, placed, *at(mesh, rest, "data"))
+    compare.assert_close(got, jax.jit(run)(arrays, *rest), 1e-9)
+    assert set(hlo.collectives(text)) <= {"all-reduce"}

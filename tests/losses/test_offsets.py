@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
 from feeds import INF, T, U, V, far, gradient_failures, lowest, none_of, problem_of, row_of, value_failures
 
 # (offsets, parts of one in which the logits are counted): logit + offset is a float32.
@@ -54,8 +56,8 @@ def offset_failures(rows, limits, values, gradient):
 
 
 # Losses that differ in what is between logits and lattice: their references, and the kernels of those with steps.
-EMISSIONS = losses.RNNT, losses.TDT, losses.MULTIBLANK, losses.HAT, losses.ROBUST, losses.WILDCARD
-EMISSIONS = pytest.mark.parametrize("loss", [x if x is losses.RNNT else losses.slow(x) for x in EMISSIONS], ids=str)
+EMISSIONS = family.RNNT, family.TDT, family.MULTIBLANK, family.HAT, family.ROBUST, family.WILDCARD
+EMISSIONS = pytest.mark.parametrize("loss", [x if x is family.RNNT else family.slow(x) for x in EMISSIONS], ids=str)
 
 
 @pytest.mark.parametrize("classes", [V, 17, 70, 300])
@@ -75,7 +77,7 @@ def test_common_offsets(loss, implementation):
     if implementation == "kernel" and loss in door.LOSSES:
         pytest.skip("test_common_offsets_by_kernel")
     rows, limits = shifted(loss, -1)
-    none_of(offset_failures(rows, limits, *losses.evaluate(loss, problem_of(rows), implementation)))
+    none_of(offset_failures(rows, limits, *compare.evaluate(loss, problem_of(rows), implementation)))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,9 @@ def test_common_offsets_of_masked_blanks(implementation, classes):
     offsets, limits = np.array([case for _, case in cases]).T
     n = len(cases)
     rest = np.tile(np.int32([1, 2]), (n, 1)), np.full(n, T, np.int32), np.full(n, U, np.int32)
-    expected = losses.RNNT.expected(losses.Problem(logits, *rest), blank=0)
+    expected = family.RNNT.expected(batches.Problem(logits, *rest), blank=0)
     moved = np.where(logits > -1e3, logits + offsets[:, None, None, None], logits).astype(np.float32)
-    for values, gradient in door.answers(losses.RNNT, losses.Problem(moved, *rest), implementation, blank=0):
+    for values, gradient in door.answers(family.RNNT, batches.Problem(moved, *rest), implementation, blank=0):
         np.testing.assert_allclose(values, expected[0], rtol=1e-5)
         assert (np.abs(gradient - expected[1]).max((1, 2, 3)) <= limits).all()
 
@@ -106,12 +108,12 @@ def test_common_offsets_of_other_dtypes(implementation, dtype):
     rows = []
     for offset in (1e6, -1e9) if wide else (256.0, -256.0):
         logits = rng.integers(-8, 9, (T, U + 1, V)) / 4
-        row = row_of(losses.RNNT, dtype, f"{offset:g}", logits, T)
+        row = row_of(family.RNNT, dtype, f"{offset:g}", logits, T)
         assert (logits + offset == (logits + offset).astype(dtype)).all()
         rows.append(dataclasses.replace(row, logits=(logits + offset).astype(dtype)))
     expected = [np.stack(x) for x in zip(*((row.solution.loss, row.solution.gradient) for row in rows))]
-    for values, gradient in door.answers(losses.RNNT, problem_of(rows), implementation):
-        losses.assert_matches((values[:2], gradient[:2]), expected, dtype, T + U)
+    for values, gradient in door.answers(family.RNNT, problem_of(rows), implementation):
+        compare.assert_matches((values[:2], gradient[:2]), expected, dtype, T + U)
 
 
 @EMISSIONS
@@ -137,7 +139,7 @@ def rounded_normalizer(row, blank):
     x = row.logits[: row.frames].astype(np.float64)[..., :V]
     second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
     rounded = (top - x[..., blank] > 45) & (top - second < 20)
-    return min(float(np.max(np.where(rounded, np.abs(top), 0) * losses.eps(np.float32))), 1.0)
+    return min(float(np.max(np.where(rounded, np.abs(top), 0) * compare.eps(np.float32))), 1.0)
 
 
 @functools.cache
@@ -156,7 +158,7 @@ def scaled(loss, fused):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
-@losses.every_kernel
+@family.every_kernel
 def test_magnitudes(loss, implementation, fused):
     """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
     rows = scaled(loss, fused)
@@ -171,12 +173,12 @@ def test_scores_that_are_huge(implementation):
     normal = rng.normal(size=(8, T, U + 1, V))
     logits = np.concatenate([normal * size for size in (1e4, 1e9, 1e30)]).astype(np.float32)
     logits[np.arange(24) % 8 < 4] = np.abs(logits[np.arange(24) % 8 < 4])
-    rows = [row_of(losses.RNNT, "float32", f"{b}", x, T, fused_log_softmax=False) for b, x in enumerate(logits)]
+    rows = [row_of(family.RNNT, "float32", f"{b}", x, T, fused_log_softmax=False) for b, x in enumerate(logits)]
     assert all(row.slack == 0 for row in rows[8:])
-    for values, gradient in door.answers(losses.RNNT, problem_of(rows), implementation, fused_log_softmax=False):
+    for values, gradient in door.answers(family.RNNT, problem_of(rows), implementation, fused_log_softmax=False):
         none_of(
             [
                 *value_failures(rows, values, "float32"),
-                *gradient_failures(losses.RNNT, rows, gradient, "float32", False),
+                *gradient_failures(family.RNNT, rows, gradient, "float32", False),
             ]
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
 from jax_rnnt import RNNTLoss, lengths_from_paddings, paddings_from_lengths
 
 pytestmark = pytest.mark.no_kernel
@@ -39,7 +39,7 @@ def test_edges():
 
 
 def test_padding_before_a_frame_makes_its_loss_nan():
-    p = losses.problem()
+    p = batches.problem()
     paddings = np.asarray(paddings_from_lengths(p.logit_lengths, p.logits.shape[1])).copy()
     paddings[1, 0] = True
     loss = RNNTLoss(reduction="none")

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from jax import export
 
+import batches
+import compare
+import family
 import jax_rnnt
-import layouts
-import losses
+import layout_table
+import platforms
 from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
 from meshes import mesh_of
 
@@ -53,10 +56,10 @@ FAULTS = {
 B = 2 * len(FAULTS) + 1
 GOOD, FAULTY = np.arange(0, B, 2), np.arange(1, B, 2)
 
-Batch = collections.namedtuple("Batch", (*losses.Problem._fields, "label_windows"))
+Batch = collections.namedtuple("Batch", (*batches.Problem._fields, "label_windows"))
 
 
-LOG_PROBS = losses.Loss(  # in float64
+LOG_PROBS = family.Loss(  # in float64
     "log_probs", jax_rnnt.RNNTLoss, {"fused_log_softmax": False}, {"fused_log_softmax": False}
 )
 
@@ -66,12 +69,12 @@ def batch(loss, faults):
     repeated, lengths = np.resize(np.arange(4), len(GOOD)), (np.full(B, 5), np.full(B, 2))
     lengths[0][GOOD], lengths[1][GOOD] = np.take(FRAMES, repeated), np.take(LABELS, repeated)
     dtype = np.float64 if loss is LOG_PROBS else np.float32
-    p = losses.problem(B, T, U, CLASSES - loss.extra_classes, loss=loss, dtype=dtype, lengths=lengths)
+    p = batches.problem(B, T, U, CLASSES - loss.extra_classes, loss=loss, dtype=dtype, lengths=lengths)
     x = Batch(*p, np.tile(np.array([0, T - 2], np.int32), (B, U, 1)))
     x.targets[GOOD[3], 1] = CLASSES - loss.extra_classes - 1  # the blank
     for array in (x.logits, x.targets):
         array[GOOD] = array[GOOD[repeated]]
-    for b, outside in enumerate(~losses.inside(p)):
+    for b, outside in enumerate(~batches.inside(p)):
         logit, label, window = GARBAGE[b // 8 % len(GARBAGE)]
         x.logits[b][outside] = logit
         x.targets[b, p.target_lengths[b] :] = label
@@ -94,17 +97,17 @@ def larger(x):
 
 
 def band(x):
-    first = layouts.first_columns(x)
-    kept = np.clip(first[..., None] + np.arange(layouts.WIDTH), 0, x.logits.shape[2] - 1)[..., None]
+    first = layout_table.first_columns(x)
+    kept = np.clip(first[..., None] + np.arange(layout_table.WIDTH), 0, x.logits.shape[2] - 1)[..., None]
     return BandLogits(np.take_along_axis(x.logits, kept, 2), first)
 
 
 # By name, a layout of a batch; and the arrays [T, ...] or [U + 1, ...] of which a sequence reads its nodes [T, U + 1].
 LAYOUTS = {
     "array": (lambda x: x.logits, lambda inside: [inside]),
-    "JointLogits": (lambda x: losses.in_tiles(x.logits, 64), lambda inside: [inside.any(1)]),
-    "PackedLogits": (lambda x: PackedLogits(losses.packed(x, x.logits), x.logits.shape[1]), lambda inside: [inside]),
-    "BandLogits": (band, lambda inside: [inside[:, : layouts.WIDTH]]),
+    "JointLogits": (lambda x: family.in_tiles(x.logits, 64), lambda inside: [inside.any(1)]),
+    "PackedLogits": (lambda x: PackedLogits(batches.packed(x, x.logits), x.logits.shape[1]), lambda inside: [inside]),
+    "BandLogits": (band, lambda inside: [inside[:, : layout_table.WIDTH]]),
     "AdditiveLogits": (
         lambda x: AdditiveLogits(x.logits[:, :, 0], x.logits[:, 0]),
         lambda inside: [inside.any(1), inside.any(0)],
@@ -124,7 +127,7 @@ def learned(loss, name):
 
 
 # They depend on arcs alone, so one loss stands for all.
-OF_ARCS = "label_log_probs", "emission_frames", "latency", "align"
+OF_ARCS = "label_log_probs", "label_frames", "latency", "align"
 
 
 def answers(loss, methods, **static):
@@ -163,7 +166,7 @@ def by_sequence(out, name, x):
         if name == "AdditiveLogits":
             out[key] = out[key][:2]  # the others are of scales that sequences share
         if name == "PackedLogits":
-            packed, inside = out[key][0], losses.inside(x)
+            packed, inside = out[key][0], batches.inside(x)
             out[key] = [np.zeros((*inside.shape, CLASSES), packed.dtype)]
             out[key][0][inside] = packed[: inside.sum()]
             assert not packed[inside.sum() :].any()
@@ -200,7 +203,7 @@ def check_good_sequences(of_clean, of_faulty, exact):
     In `of_clean` the sequences between them have weight 0; in `of_faulty` all those whose loss is finite have.
     """
     assert not any(g[FAULTY].any() for key in GRADIENTS for g in of_clean[key])
-    losses.assert_close(of_faulty["leaves"], of_clean["leaves"], 1e-5)
+    compare.assert_close(of_faulty["leaves"], of_clean["leaves"], 1e-5)
     found = rows(of_clean, GOOD)
     for i in range(4):
         for j in range(i + 4, len(GOOD), 4):
@@ -210,7 +213,7 @@ def check_good_sequences(of_clean, of_faulty, exact):
 
 def answers_to_faults(loss, x):
     """Losses in float64, where +inf counts as NaN."""
-    p = losses.Problem(*(y[FAULTY] for y in x[:4]))
+    p = batches.Problem(*(y[FAULTY] for y in x[:4]))
     p = p._replace(logits=np.where(np.isposinf(p.logits), np.nan, p.logits))
     return loss.expected(p, label_windows=x.label_windows[FAULTY])[0]
 
@@ -227,14 +230,14 @@ def check_faults(wanted, x, out, seen, read, close=True):
         else:
             np.testing.assert_array_equal([row["loss"], row["learned loss"]], answer, err_msg=name)
         for key in GRADIENTS:
-            for g, used in zip(row[key], read(losses.inside(x)[FAULTY[i]]), strict=True):
+            for g, used in zip(row[key], read(batches.inside(x)[FAULTY[i]]), strict=True):
                 assert not g[~used].any(), (key, name)
                 assert np.isfinite(answer) or of_logits or not g.any(), (key, name)
             assert of_logits == any(np.isnan(g).any() for g in row[key]), (key, name)
         if np.isfinite(answer):
             continue
         bad = np.isnan(answer)
-        for key in ("posteriors", "emission_frames", "latency"):
+        for key in ("posteriors", "label_frames", "latency"):
             for y in jax.tree.leaves(row.get(key)):
                 np.testing.assert_array_equal(y, np.nan if bad else 0, err_msg=f"{key}, {name}")
         if "align" in row:
@@ -245,15 +248,15 @@ def check_faults(wanted, x, out, seen, read, close=True):
 
 def cases():
     """(loss, layout, implementation, whether XLA optimises the programs: it then also splits sums)"""
-    for loss in (*losses.LOSSES, LOG_PROBS):
+    for loss in (*family.LOSSES, LOG_PROBS):
         yield loss, "array", "kernel", False
     for name in LAYOUTS:
-        case = losses.RNNT, name, "kernel", False
+        case = family.RNNT, name, "kernel", False
         if name != "array":
-            yield losses.slow(*case) if name in INEXACT else case
-    for loss in (losses.RNNT, losses.WILDCARD):
-        yield losses.slow(loss, "array", "kernel", True)
-    yield losses.slow(losses.RNNT, "array", "reference", False)
+            yield family.slow(*case) if name in INEXACT else case
+    for loss in (family.RNNT, family.WILDCARD):
+        yield family.slow(loss, "array", "kernel", True)
+    yield family.slow(family.RNNT, "array", "reference", False)
 
 
 def of_any_size(run, *arguments):
@@ -275,7 +278,7 @@ OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 )
 def test_every_loss_and_layout(loss, name, implementation, optimized):
     layout, read = LAYOUTS[name]
-    methods = ("posteriors", *(OF_ARCS if loss is losses.RNNT and name == "array" else ()))
+    methods = ("posteriors", *(OF_ARCS if loss is family.RNNT and name == "array" else ()))
     run = answers(loss, methods, implementation=None if name == "AdditiveLogits" else implementation)
     leaves, exact = learned(loss, name), name not in INEXACT
     faults = FAULTS
@@ -298,20 +301,20 @@ def test_every_loss_and_layout(loss, name, implementation, optimized):
     check_faults(wanted, faulty, found[1], seen, read, close=name != "AdditiveLogits")
     x = larger(clean)
     arguments = leaves, layout(x), x[1:], weights[0]
-    if name == "array" and not losses.interpreted():
+    if name == "array" and not platforms.interpreted():
         run = of_any_size(run, *arguments)
     in_larger = by_sequence(jit(run)(*arguments), name, x)
     assert_equal(rows(in_larger, GOOD), rows(found[0], GOOD), exact)
 
 
-@pytest.mark.parametrize("loss", losses.LOSSES, ids=str)
+@pytest.mark.parametrize("loss", family.LOSSES, ids=str)
 def test_split_over_devices(loss, kernel, devices):
     """Classes over two devices and frames over four: values and gradients in float64, a learned number's too."""
     axes = {"vocab_axis": "model", "frame_axis": "seq"}
     run, leaves = answers(loss, (), implementation=kernel, **axes), learned(loss, "array")
     clean, faulty = (batch(loss, x) for x in ([[]] * len(FAULTS), FAULTS.values()))
     wanted = answers_to_faults(loss, faulty)
-    kind = ("auto", "explicit")[losses.LOSSES.index(loss) % 2]
+    kind = ("auto", "explicit")[family.LOSSES.index(loss) % 2]
     with mesh_of(devices, kind, (4, 2), ("seq", "model"), is_set=True):
         at_once, weights = jax.jit(run), (of_good(0), of_good(~np.isfinite(wanted)))
         found = [by_sequence(at_once(leaves, x.logits, x[1:], w), "", x) for x, w in zip((clean, faulty), weights)]
@@ -321,7 +324,7 @@ def test_split_over_devices(loss, kernel, devices):
     good = [y[GOOD] for y in clean]
 
     def expected(**changed):
-        return loss.expected(losses.Problem(*good[:4]), label_windows=good[4], **options | changed)
+        return loss.expected(batches.Problem(*good[:4]), label_windows=good[4], **options | changed)
 
     values, gradient = expected()
     np.testing.assert_allclose(found[1]["learned loss"][GOOD], values, rtol=1e-5)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
 import reference_numpy as truth
 from jax_rnnt import BandLogits, RNNTLoss, TargetRobustRNNTLoss
 
@@ -19,10 +21,10 @@ def values(skip_frame, skip_label, p, implementation):
 
 
 @pytest.mark.parametrize("skips", SKIPS, ids=str)
-@losses.reference_slow
+@family.reference_slow
 def test_weights(skips, implementation):
     """Loss and the derivatives by both weights, against float64 sums and their differences."""
-    p = losses.problem()
+    p = batches.problem()
     known = {name: -np.inf if x is None else x for name, x in zip(("skip_frame", "skip_label"), skips)}
     of = lambda **changed: truth.loss_and_gradient(*p, emission=truth.target_robust_emission, **known | changed)[0]
     np.testing.assert_allclose(values(*skips, p, implementation), of(), rtol=1e-12)
@@ -40,15 +42,15 @@ def test_weights(skips, implementation):
 
 
 def test_no_skips(implementation):
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     rnnt = RNNTLoss(reduction="none", implementation=implementation)(*p)
-    losses.assert_same_bits(values(None, None, p, implementation), rnnt)
+    compare.assert_same_bits(values(None, None, p, implementation), rnnt)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_traced_weights_of_nothing(implementation):
     """At -inf: the gradients of the RNN-T loss, an impossible blank included, and 0 for the weights."""
-    p = losses.problem()
+    p = batches.problem()
     p.logits[0, 1, 0, -1] = -np.inf
     run = lambda x, *skips: values(*skips, p._replace(logits=x), implementation).sum()
     gradient, *weights = jax.jit(jax.grad(run, (0, 1, 2)))(p.logits, -np.inf, -np.inf)
@@ -66,7 +68,7 @@ def test_sure_of_a_blank():
 
 
 def test_label_weights_above_0():
-    p = losses.problem()
+    p = batches.problem()
     with pytest.raises(ValueError, match=r"TargetRobustRNNTLoss: skip_label must be 0 or less, got 0\.5"):
         TargetRobustRNNTLoss(skip_label=0.5)
     found = jax.jit(lambda x: values(0.0, x, p, None))(0.5)

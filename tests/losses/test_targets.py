@@ -6,8 +6,11 @@ Nearly all go through the door, without a JAX program.
 import numpy as np
 import pytest
 
+import batches
+import compare
 import door
-import losses
+import family
+import platforms
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -21,7 +24,7 @@ every_loss = pytest.mark.parametrize("loss", door.LOSSES, ids=str)
 def test_options(loss, dtype):
     """Odd sizes, NaN outside the lengths; the first blank, one amid the classes, the last; both input modes."""
     clamp, scale = np.array([0.25, -1, 0.01, 0.5]), np.array([1, -2, 0.5, 0])
-    p = losses.poisoned(losses.problem(4, 9, 18, 37, loss=loss, dtype=dtype))
+    p = batches.poisoned(batches.problem(4, 9, 18, 37, loss=loss, dtype=dtype))
     for blank in (loss.blank(0), loss.blank(17), -1):
         door.check(loss, p, blank=blank, clamp=clamp, scale=scale)
         door.check(loss, p, blank=blank, fused_log_softmax=False)
@@ -29,8 +32,8 @@ def test_options(loss, dtype):
 
 def rows(loss, classes, dtype, seed=0):
     """Three nodes of two frames: few rows, so that each instruction set has a last, partial group of them."""
-    p = losses.problem(2, 3, 2, classes, loss=loss, dtype=dtype, seed=seed, lengths=([3, 2], [2, 1]))
-    return losses.poisoned(p._replace(targets=p.targets % (classes - 1)))
+    p = batches.problem(2, 3, 2, classes, loss=loss, dtype=dtype, seed=seed, lengths=([3, 2], [2, 1]))
+    return batches.poisoned(p._replace(targets=p.targets % (classes - 1)))
 
 
 WIDTHS = 2, 4, 8, 16, 32, 64, 128, 256, 1024
@@ -42,11 +45,11 @@ def test_every_row_size(dtype):
     """Of one head: a row may end in any lane of any vector."""
     for i, classes in enumerate([*range(2, 70), *(x for x in AROUND if x > 69)]):
         blank = (0, classes // 2, classes - 1)[i % 3]
-        door.check(losses.RNNT, rows(losses.RNNT, classes, dtype, i), blank=blank, fused_log_softmax=i % 5 != 4)
+        door.check(family.RNNT, rows(family.RNNT, classes, dtype, i), blank=blank, fused_log_softmax=i % 5 != 4)
 
 
 @every_dtype
-@pytest.mark.parametrize("loss", [losses.MULTIBLANK, losses.TDT, losses.HAT], ids=str)
+@pytest.mark.parametrize("loss", [family.MULTIBLANK, family.TDT, family.HAT], ids=str)
 def test_rows_of_other_heads(loss, dtype):
     for i, classes in enumerate(x for x in (*AROUND, *range(18, 31)) if 3 < x < 300):
         door.check(loss, rows(loss, classes, dtype, i), blank=loss.blank((0, classes // 2, -1)[i % 3]))
@@ -56,19 +59,19 @@ def test_rows_of_other_heads(loss, dtype):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31])
 def test_number_of_durations(count, dtype):
     """Up to a vector and more; in few classes and in many."""
-    loss = losses.tdt(tuple(np.random.default_rng(count).permutation(count + 1)[:count].tolist() if count > 1 else [1]))
+    loss = family.tdt(tuple(np.random.default_rng(count).permutation(count + 1)[:count].tolist() if count > 1 else [1]))
     for classes in (3, 20):
-        p = losses.problem(3, 7, 3, classes, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
-        door.check(loss, losses.poisoned(p))
+        p = batches.problem(3, 7, 3, classes, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
+        door.check(loss, batches.poisoned(p))
 
 
 @every_dtype
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 20])
 def test_number_of_big_blanks(count, dtype):
-    loss = losses.multiblank(tuple(range(2, count + 2)))
-    p = losses.problem(3, 7, 3, count + 9, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
-    door.check(loss, losses.poisoned(p))
-    door.check(loss, losses.poisoned(p), blank=count, clamp=0.125)
+    loss = family.multiblank(tuple(range(2, count + 2)))
+    p = batches.problem(3, 7, 3, count + 9, loss=loss, dtype=dtype, lengths=([7, 5, 6], [3, 2, 0]))
+    door.check(loss, batches.poisoned(p))
+    door.check(loss, batches.poisoned(p), blank=count, clamp=0.125)
 
 
 @every_loss
@@ -77,7 +80,7 @@ def test_label_equal_to_blank(loss):
     for dtype in DTYPES:
         for classes, blank in ((5, loss.blank(0)), (5, loss.blank(3)), (40, loss.blank(33)), (300, loss.blank(299))):
             others = np.array(np.meshgrid([blank - 1, blank], [blank, blank and 0])).T.reshape(4, 2) % classes
-            p = losses.problem(4, 4, 2, classes, loss=loss, dtype=dtype, lengths=([4] * 4, [2] * 4))
+            p = batches.problem(4, 4, 2, classes, loss=loss, dtype=dtype, lengths=([4] * 4, [2] * 4))
             door.check(loss, p._replace(targets=others.astype(np.int32)), blank=blank, clamp=0.3)
 
 
@@ -85,7 +88,7 @@ def test_label_equal_to_blank(loss):
 def test_empty_dimensions(loss):
     """No sequences, no frames, no labels in the arrays themselves."""
     for B, T, U, V in ((0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3), (0, 0, 0, 4)):
-        door.check(loss, losses.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B])))
+        door.check(loss, batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B])))
 
 
 @every_loss
@@ -93,13 +96,13 @@ def test_every_small_length(loss):
     """Every (T_b, U_b) up to (9, 5), without frames and labels too, in one batch with room to spare."""
     frames, labels = np.array([(n, m) for n in range(10) for m in range(6)]).T
     for dtype in DTYPES:
-        p = losses.problem(60, 10, 7, 6, loss=loss, dtype=dtype, lengths=(frames, labels))
-        door.check(loss, losses.poisoned(p))
+        p = batches.problem(60, 10, 7, 6, loss=loss, dtype=dtype, lengths=(frames, labels))
+        door.check(loss, batches.poisoned(p))
 
 
 def odd(classes, dtype):
     """-inf classes, a NaN sequence, an impossible one, +inf, logits of +-1e4, and an ordinary sequence."""
-    p = losses.problem(6, 7, 4, classes, dtype=dtype, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
+    p = batches.problem(6, 7, 4, classes, dtype=dtype, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
     logits = p.logits.copy()
     logits[0, :, :, ::3] = -np.inf
     logits[0][..., p.targets[0]] = 0
@@ -108,7 +111,7 @@ def odd(classes, dtype):
     logits[2, 4] = -np.inf
     logits[3, 0, 0, 2] = np.inf
     logits[4] = np.where(logits[4] > 0, 1e4, -1e4)
-    return losses.poisoned(p._replace(logits=logits))
+    return batches.poisoned(p._replace(logits=logits))
 
 
 @pytest.mark.parametrize("classes", [4, 7, 8, 15, 16, 19, 33, 70, 130])
@@ -116,24 +119,24 @@ def odd(classes, dtype):
 def test_odd_values(classes, dtype):
     """In vector and remainder lanes alike."""
     p = odd(classes, dtype)
-    expected, exact = losses.RNNT.expected(p)
-    relative, smallest = losses.rounding(dtype)
+    expected, exact = family.RNNT.expected(p)
+    relative, smallest = compare.rounding(dtype)
     for target in door.TARGETS:
-        values, gradient = door.evaluate(losses.RNNT, p, target=target)
+        values, gradient = door.evaluate(family.RNNT, p, target=target)
         np.testing.assert_allclose(values, expected, rtol=1e-6)
         gradient = gradient.astype(np.float64)
-        np.testing.assert_allclose(gradient, exact, rtol=relative, atol=2e4 * 11 * losses.eps(np.float32))
-        limit = losses.tolerance(dtype, 11) + smallest
+        np.testing.assert_allclose(gradient, exact, rtol=relative, atol=2e4 * 11 * compare.eps(np.float32))
+        limit = compare.tolerance(dtype, 11) + smallest
         np.testing.assert_allclose(gradient[[0, 5]], exact[[0, 5]], rtol=relative, atol=limit)
 
 
 @pytest.mark.parametrize("shift", [-1e5, -1e6])
 def test_arcs_far_below_zero(shift):
     """Without FMA, the product of ln 2 and the exponent of such an arc rounds in float32."""
-    p = losses.problem(3, 9, 5, 7, dtype=np.float32)
+    p = batches.problem(3, 9, 5, 7, dtype=np.float32)
     p = p._replace(logits=(np.round(p.logits * 2) / 2 + shift).astype(np.float32))
-    expected, exact = losses.RNNT.expected(p, fused_log_softmax=False)
-    for values, gradient in door.answers(losses.RNNT, p, "kernel", fused_log_softmax=False):
+    expected, exact = family.RNNT.expected(p, fused_log_softmax=False)
+    for values, gradient in door.answers(family.RNNT, p, "kernel", fused_log_softmax=False):
         np.testing.assert_allclose(values, expected, rtol=1e-6)
         np.testing.assert_allclose(gradient, exact, atol=1e-5)
 
@@ -142,30 +145,30 @@ def test_the_last_column_is_scaled_too():
     """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
     for U in (8, 16, 32):
         lengths = [350, 349, 350, 348], [U, U // 2, U // 4, 4]
-        door.check(losses.RNNT, losses.problem(4, 350, U, 3, dtype=np.float32, scale=0, lengths=lengths))
+        door.check(family.RNNT, batches.problem(4, 350, U, 3, dtype=np.float32, scale=0, lengths=lengths))
 
 
 @every_dtype
 @every_loss
 def test_threads(loss, dtype):
     """Enough rows and nodes for several threads, which take them in turns. Their number changes no bit."""
-    if losses.cuda_kernels():
+    if platforms.cuda_kernels():
         pytest.skip("threads are a matter of the CPU kernels")
-    p = losses.poisoned(losses.problem(9, 60, 61, 9, loss=loss, dtype=dtype))
+    p = batches.poisoned(batches.problem(9, 60, 61, 9, loss=loss, dtype=dtype))
     assert p.logits[..., 0].size > 1 << 15
     alone = door.evaluate(loss, p)
-    losses.assert_matches(alone, loss.expected(p), dtype, 2 * 121)  # many paths, whose errors add up
+    compare.assert_matches(alone, loss.expected(p), dtype, 2 * 121)  # many paths, whose errors add up
     for threads in (1, 2, 3, 8):
-        losses.assert_same_bits(door.evaluate(loss, p, threads=threads, inplace=threads % 2 == 0), alone)
+        compare.assert_same_bits(door.evaluate(loss, p, threads=threads, inplace=threads % 2 == 0), alone)
 
 
 @pytest.mark.skipif(len(door.TARGETS) == 1, reason="one instruction set")
 def test_jax_runs_the_chosen_one():
-    p = losses.problem(dtype=np.float32, V=37)
+    p = batches.problem(dtype=np.float32, V=37)
     for target in door.TARGETS:
         with door.using(target):
-            got = losses.evaluate(losses.RNNT, p, "kernel")
-        losses.assert_same_bits(got, door.evaluate(losses.RNNT, p, target=target))
+            got = compare.evaluate(family.RNNT, p, "kernel")
+        compare.assert_same_bits(got, door.evaluate(family.RNNT, p, target=target))
 
 
 @pytest.mark.skipif(door.TARGETS == ("only",), reason="instruction sets are a matter of the CPU kernels")

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 
 WINDOWS = [[0, 2], [1, 4], [1, 6], [3, 6]], [[0, 3], [0, 1], [9, 3], [0, 0]], [[5, 1]] * 4  # of three sequences
@@ -19,26 +21,26 @@ EVERY_LENGTH = truth.every_length(5, 3)
 
 def batch(loss, dtype, blank):
     """Ragged sequences, those with labels that are the blank, then every (T_b, U_b) up to (5, 3)."""
-    ragged = list(zip(losses.FRAMES, losses.LABELS))
+    ragged = list(zip(batches.FRAMES, batches.LABELS))
     lengths = np.array([*ragged, *[(4, 2)] * 4, *EVERY_LENGTH]).T
-    p = losses.problem(lengths.shape[1], 7, 4, 9, loss=loss, dtype=dtype, lengths=lengths)
+    p = batches.problem(lengths.shape[1], 7, 4, 9, loss=loss, dtype=dtype, lengths=lengths)
     blank %= 9
     p.targets[4:8, :2] = np.array(np.meshgrid([0, blank or 1], [0, blank or 1])).T.reshape(4, 2)
-    return losses.poisoned(p)
+    return batches.poisoned(p)
 
 
 def check(loss, implementation, p, **options):
-    got = losses.evaluate(loss, p, implementation, **options)
+    got = compare.evaluate(loss, p, implementation, **options)
     scale = 1 + options.get("fastemit_lambda", 0)
-    losses.assert_matches(got, loss.expected(p, **options), p.logits.dtype, 11, scale=scale)
+    compare.assert_matches(got, loss.expected(p, **options), p.logits.dtype, 11, scale=scale)
     return got
 
 
-@losses.every_implementation
+@family.every_implementation
 def test_every_loss(loss, implementation):
     """Every length and option; arbitrary windows beyond the lengths. No frames and no labels cost 0, and no -0."""
     cases = (np.float64, -1, True), (np.float32, 3, False)
-    for dtype, blank, fused in cases[:1] if implementation == "reference" and loss is not losses.RNNT else cases:
+    for dtype, blank, fused in cases[:1] if implementation == "reference" and loss is not family.RNNT else cases:
         p = batch(loss, dtype, loss.blank(blank))
         given = {"blank": loss.blank(blank), "fused_log_softmax": fused}
         windows = np.tile(WINDOWS, (len(p.targets) // 4, 1, 1))
@@ -51,12 +53,12 @@ def test_every_loss(loss, implementation):
 
 
 # What differs between logits and lattice: layouts, and losses with steps.
-WAYS = losses.RNNT, losses.TDT, losses.CONSTRAINED, *losses.SKIPPING, losses.TILES, losses.BAND
+WAYS = family.RNNT, family.TDT, family.CONSTRAINED, *family.SKIPPING, family.TILES, family.BAND
 every_way = pytest.mark.parametrize(
     ("loss", "implementation"),
     [
-        *((x, "kernel") if x in (losses.RNNT, losses.TDT) else losses.slow(x, "kernel") for x in WAYS),
-        losses.slow(losses.RNNT, "reference"),
+        *((x, "kernel") if x in (family.RNNT, family.TDT) else family.slow(x, "kernel") for x in WAYS),
+        family.slow(family.RNNT, "reference"),
     ],
     indirect=["implementation"],
     ids=str,
@@ -66,25 +68,25 @@ every_way = pytest.mark.parametrize(
 @every_way
 def test_other_calls(loss, implementation):
     """Without a gradient another kernel runs; by default, one of the implementations; and no option is an operand."""
-    p = losses.problem(loss=loss, dtype=np.float32)
+    p = batches.problem(loss=loss, dtype=np.float32)
     expected = loss.expected(p)
     default = jax.jit(jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum")))(p.logits)
-    losses.assert_matches(default, (expected[0].sum(), expected[1]), np.float32, 11)
+    compare.assert_matches(default, (expected[0].sum(), expected[1]), np.float32, 11)
     value = loss(*p, reduction="none", implementation=implementation)
-    np.testing.assert_allclose(value, expected[0], rtol=losses.tolerance(np.float32, 11))
+    np.testing.assert_allclose(value, expected[0], rtol=compare.tolerance(np.float32, 11))
 
 
 def test_torchaudio_s_call(kernel):
     """`rnnt_loss` is RNNTLoss with torchaudio's positional arguments; the others need names."""
-    p = losses.problem()
+    p = batches.problem()
     options = {"blank": 2, "clamp": 0.25, "fused_log_softmax": False}
     further = {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "label_windows": WINDOWS, "inplace": False}
     positional = lambda x: jax_rnnt.rnnt_loss(x, *p[1:], 2, 0.25, "none", False, implementation=kernel, **further)
-    named = lambda x: losses.RNNT(x, *p[1:], reduction="none", implementation=kernel, **options, **further)
+    named = lambda x: family.RNNT(x, *p[1:], reduction="none", implementation=kernel, **options, **further)
     of_function, of_loss = (
         jax.value_and_grad(lambda x, call=call: call(x).sum())(p.logits) for call in (positional, named)
     )
-    losses.assert_same_bits(of_function, of_loss)
+    compare.assert_same_bits(of_function, of_loss)
     with pytest.raises(TypeError):
         jax_rnnt.rnnt_loss(*p, 2, 0.25, "none", False, 0.1)
     with pytest.raises(TypeError, match="fast_emit"):
@@ -92,14 +94,14 @@ def test_torchaudio_s_call(kernel):
 
 
 def check_batch_dimensions(loss, implementation, batch):
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     flat = p.take(slice(int(np.prod(batch))))
-    shaped = losses.Problem(*(x.reshape(batch + x.shape[1:]) for x in flat))
+    shaped = batches.Problem(*(x.reshape(batch + x.shape[1:]) for x in flat))
     windows = WINDOWS[: len(flat.targets)]
-    got = losses.evaluate(loss, shaped, implementation, label_windows=windows.reshape(*batch, 4, 2), clamp=0.25)
+    got = compare.evaluate(loss, shaped, implementation, label_windows=windows.reshape(*batch, 4, 2), clamp=0.25)
     assert got[0].shape == batch and got[1].shape == shaped.logits.shape
     got = got[0].reshape(-1), got[1].reshape(flat.logits.shape)
-    losses.assert_matches(got, loss.expected(flat, label_windows=windows, clamp=0.25), np.float64, 11)
+    compare.assert_matches(got, loss.expected(flat, label_windows=windows, clamp=0.25), np.float64, 11)
 
 
 @every_way
@@ -108,7 +110,7 @@ def test_any_number_of_batch_dimensions(loss, implementation):
 
 
 def test_no_batch_dimension(implementation):
-    check_batch_dimensions(losses.RNNT, implementation, ())
+    check_batch_dimensions(family.RNNT, implementation, ())
 
 
 REDUCTIONS = "none", "mean", "sum", "mean_target", "mean_volume"
@@ -116,19 +118,19 @@ REDUCTIONS = "none", "mean", "sum", "mean_target", "mean_volume"
 
 def test_reductions(implementation):
     """FastEmit and clamp act before the reduction's weights. Without labels, lengths divide by 1."""
-    p, options = losses.problem(), {"clamp": 0.125, "fastemit_lambda": 0.5}
+    p, options = batches.problem(), {"clamp": 0.125, "fastemit_lambda": 0.5}
 
     @jax.jit
     def run(p):
         def reduced(x, reduction):
-            values = losses.RNNT(x, *p[1:], reduction=reduction, implementation=implementation, **options)
+            values = family.RNNT(x, *p[1:], reduction=reduction, implementation=implementation, **options)
             return values.sum(), values
 
         names = REDUCTIONS if implementation == "kernel" else REDUCTIONS[-1:]
         return {name: jax.grad(reduced, has_aux=True)(p.logits, name) for name in names}
 
     for q in (p, p._replace(target_lengths=0 * p.target_lengths)):
-        per_sequence, per_logit = losses.RNNT.expected(q, **options)
+        per_sequence, per_logit = family.RNNT.expected(q, **options)
         for reduction, (gradient, value) in run(q).items():
             expected, weights = truth.reduce(per_sequence, q.target_lengths, reduction)
             np.testing.assert_allclose(value, expected, rtol=1e-12, err_msg=reduction)
@@ -139,14 +141,14 @@ def test_reductions(implementation):
 def test_empty_dimensions(loss, implementation):
     """No frames, and no labels, in the arrays themselves."""
     for B, T, U, V in ((2, 0, 2, 5), (2, 4, 0, 5)):
-        p = losses.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)], [U, 0]))
-        losses.assert_matches(losses.evaluate(loss, p, implementation), loss.expected(p), np.float64, 6)
+        p = batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)], [U, 0]))
+        compare.assert_matches(compare.evaluate(loss, p, implementation), loss.expected(p), np.float64, 6)
 
 
 def test_no_sequences(implementation):
     """Every reduction is defined."""
-    p = losses.problem(0, 4, 2, 5, lengths=([], []))
-    got = losses.evaluate(losses.RNNT, p, implementation)
+    p = batches.problem(0, 4, 2, 5, lengths=([], []))
+    got = compare.evaluate(family.RNNT, p, implementation)
     assert got[0].shape == (0,) and got[1].shape == p.logits.shape
-    found = jax.jit(lambda *p: [losses.RNNT(*p, reduction=r, implementation=implementation) for r in REDUCTIONS[1:]])
+    found = jax.jit(lambda *p: [family.RNNT(*p, reduction=r, implementation=implementation) for r in REDUCTIONS[1:]])
     assert np.array(found(*p)).tolist() == [0, 0, 0, 0]

@@ -6,14 +6,16 @@
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
 import reference_numpy as truth
 from slopes import assert_slopes
 from vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, X, t, u
 
-RNNT, MONOTONIC, HAT = losses.RNNT, losses.MONOTONIC, losses.HAT
-BIG, DURATIONS = losses.multiblank((2, 3)), losses.tdt((0, 1, 2))
+RNNT, MONOTONIC, HAT = family.RNNT, family.MONOTONIC, family.HAT
+BIG, DURATIONS = family.multiblank((2, 3)), family.tdt((0, 1, 2))
 HEADS = np.concatenate([X, np.cos(2 + 3 * t + 2 * u + 5 * np.arange(3))], -1)
 LOG_PROBS, FIRST = truth.log_softmax(X), {"blank": 0}
 UNFUSED = FIRST | {"fused_log_softmax": False}
@@ -28,8 +30,8 @@ VECTORS = {
     "log_probs": (RNNT, LOG_PROBS, LABELS, UNFUSED, 13.463778289, 1.309783010),  # torchaudio
     "log_probs_fastemit": (RNNT, LOG_PROBS, LABELS, UNFUSED | {"fastemit_lambda": 0.1}, 13.463778289, 1.335904507),
     "monotonic": (MONOTONIC, X, LABELS, FIRST, 5.069890840, 1.187062517),  # fast_rnnt, monotonic-rnnt
-    "final_blank": (losses.FINAL_BLANK, X, LABELS, FIRST, 5.178358055, 1.087357062),  # optimized_transducer
-    "constrained": (losses.CONSTRAINED, X, LABELS, FIRST, 15.341724887, 1.512987188),  # fast_rnnt
+    "final_blank": (family.FINAL_BLANK, X, LABELS, FIRST, 5.178358055, 1.087357062),  # optimized_transducer
+    "constrained": (family.CONSTRAINED, X, LABELS, FIRST, 15.341724887, 1.512987188),  # fast_rnnt
     "multiblank": (BIG, X, BLANK_AMONG_LABELS, {}, 6.081578563, 0.158461885),  # NeMo, as the four below
     "multiblank_sigma": (BIG, X, BLANK_AMONG_LABELS, {"sigma": 0.05}, 6.342662180, 0.159294526),
     "tdt": (DURATIONS, HEADS, BLANK_AMONG_LABELS, {}, 8.052819877, 0.168474524, 1.140951660),
@@ -49,13 +51,13 @@ def test_vectors(source, loss):
     for name, (own, logits, labels, options, expected, *checks) in VECTORS.items():
         if own is not loss:
             continue
-        p = losses.Problem(logits[None], labels[None], *(np.array([n], np.int32) for n in LENGTHS))
+        p = batches.Problem(logits[None], labels[None], *(np.array([n], np.int32) for n in LENGTHS))
         if source == "truth":
             value, (gradient,) = loss.expected(p, **options)
         else:
-            value, (gradient,) = losses.evaluate(loss, p, None, **options)
+            value, (gradient,) = compare.evaluate(loss, p, None, **options)
         np.testing.assert_allclose(value, [expected], rtol=1e-9, err_msg=name)
-        for head, check in zip(losses.heads(loss, gradient) if loss is DURATIONS else [gradient], checks, strict=True):
+        for head, check in zip(batches.heads(loss, gradient) if loss is DURATIONS else [gradient], checks, strict=True):
             found = (head * WEIGHTS[..., : head.shape[-1]]).sum()
             np.testing.assert_allclose(found, check, atol=1e-8, err_msg=name)
 
@@ -78,14 +80,14 @@ def test_alignment():
     score, frames = loss.align(X, LABELS, *LENGTHS)
     np.testing.assert_allclose(score, -15.255785035, rtol=1e-9)
     assert frames.dtype == np.int32 and frames.tolist() == [0, 2, 2]
-    expected = loss.emission_frames(X, LABELS, *LENGTHS)
+    expected = loss.label_frames(X, LABELS, *LENGTHS)
     np.testing.assert_allclose((expected + 1).sum(), 8.678643171, rtol=1e-9)  # there frames count from 1
     regularised = loss(X, LABELS, *LENGTHS) + 0.1 * loss.latency(X, LABELS, *LENGTHS)
     np.testing.assert_allclose(regularised, 13.753066395, rtol=1e-9)
 
 
 TABLES = {"standard": truth.STANDARD, "durations_without_0_and_1": truth.token_durations((2, 3))}
-TABLES |= {loss.name: loss.truth["topology"] for loss in (MONOTONIC, losses.FINAL_BLANK, BIG, losses.tdt((0, 1, 2, 4)))}
+TABLES |= {loss.name: loss.truth["topology"] for loss in (MONOTONIC, family.FINAL_BLANK, BIG, family.tdt((0, 1, 2, 4)))}
 
 
 @pytest.mark.parametrize("topology", TABLES.values(), ids=TABLES)
@@ -107,16 +109,16 @@ def test_number_of_paths():
     assert len(truth.enumerate_paths(truth.MONOTONIC_FINAL_BLANK, 4, 3)) == 1
     assert len(truth.enumerate_paths(truth.STANDARD, 0, 1)) == 0
     for n, m, classes in ((1, 0, 2), (5, 0, 7), (1, 4, 3), (9, 4, 5), (30, 20, 11)):
-        p = losses.problem(1, n, m, classes, scale=0, lengths=([n], [m]))
+        p = batches.problem(1, n, m, classes, scale=0, lengths=([n], [m]))
         np.testing.assert_allclose(RNNT.expected(p)[0], truth.uniform_loss(n, m, classes), rtol=1e-13)
 
 
 @pytest.mark.parametrize("options", [{}, {"sigma": 0.05}, {"fused_log_softmax": False}, {"blank": 2}], ids=str)
-@losses.every_quick
+@family.every_quick
 def test_gradient_of_the_truth_is_its_slope(loss, options):
-    if "sigma" in options and loss not in (losses.MULTIBLANK, losses.TDT):
+    if "sigma" in options and loss not in (family.MULTIBLANK, family.TDT):
         pytest.skip("a loss without sigma")
-    p = losses.problem(1, 4, 2, 7, loss=loss, scale=1.0, lengths=([4], [2]))
+    p = batches.problem(1, 4, 2, 7, loss=loss, scale=1.0, lengths=([4], [2]))
     _, gradient = loss.expected(p, **options)
     value = lambda logits: loss.expected(p._replace(logits=logits), **options)[0][0]
     assert_slopes([gradient], value, [p.logits])

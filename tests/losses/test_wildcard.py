@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
 import reference_numpy as truth
 from jax_rnnt import RNNTLoss, WildcardRNNTLoss
 
@@ -32,7 +34,7 @@ def explicit(logits, labels, skip_start, skip_end):
 @functools.cache
 def solved(skips):
     """(problem of every (T_b, U_b), [(paths, scores, log of their sum, posteriors of arcs) of each])"""
-    p = losses.problem(len(EVERY), T, U, 5, lengths=list(zip(*EVERY)))
+    p = batches.problem(len(EVERY), T, U, 5, lengths=list(zip(*EVERY)))
     rows = []
     for b, (n, m) in enumerate(EVERY):
         topology, arcs = explicit(p.logits[b, :n, : m + 1], p.targets[b, :m], *skips)
@@ -46,7 +48,7 @@ def value(skips, implementation=None, **options):
 
 
 @pytest.mark.parametrize("skips", SKIPS, ids=str)
-@losses.reference_slow
+@family.reference_slow
 def test_every_arc(skips, implementation):
     """Loss, and its derivatives by both weights: minus the expected numbers of skips. Every (T_b, U_b)."""
     p, rows = solved(skips)
@@ -86,18 +88,18 @@ def test_questions(skips):
 @pytest.mark.parametrize("skips", [(None, None), (-np.inf, -np.inf)], ids=str)
 def test_no_skips(skips, implementation):
     """Without skips it is the RNN-T loss; masked blanks included, with finite gradients."""
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     p.logits[0, 1, :, -1] = p.logits[1, :2, 2, -1] = -np.inf
     run = lambda loss: jax.value_and_grad(lambda x: loss(x, *p[1:]))(p.logits)
     got, expected = run(value(skips, implementation)), run(RNNTLoss(implementation=implementation))
-    losses.assert_same_bits(got[0], expected[0])
-    losses.assert_close(got, expected, 1e-6)
+    compare.assert_same_bits(got[0], expected[0])
+    compare.assert_close(got, expected, 1e-6)
     assert np.isfinite(got[1]).all()
 
 
 def test_blanks_that_are_impossible(implementation):
     """A skip passes a frame whose blank is impossible, and counts only there."""
-    p = losses.problem(1, 4, 2, 5, lengths=([4], [2]))
+    p = batches.problem(1, 4, 2, 5, lengths=([4], [2]))
     p.logits[0, 1, 0, -1] = p.logits[0, 2, 2, -1] = -np.inf
     topology, arcs = explicit(p.logits[0], p.targets[0], -1.0, 0.5)
     expected = truth.sum_of_paths(truth.enumerate_paths(topology, 4, 2), arcs)[1]
@@ -113,7 +115,7 @@ def test_long_utterance(skip):
     Blanks of the first and last columns multiply to e^-300 and less, and in the other half of the batch to nearly 1.
     """
     frames, labels = 1000, 20
-    p = losses.problem(2, frames, labels, 8, lengths=([frames, frames - 9], [labels, labels - 3]), scale=1.0)
+    p = batches.problem(2, frames, labels, 8, lengths=([frames, frames - 9], [labels, labels - 3]), scale=1.0)
     p.logits[1, :, :, -1] += 12
     p = p.astype(np.float32)
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import compare
+import family
 import reference_numpy as truth
 from jax_rnnt import Composition, DecodingRules, LinearJoint, TransducerLoss, decode, emissions, lattices
 
@@ -47,19 +48,19 @@ class SplitLoss(TransducerLoss):
         return DecodingRules(self.compose().emission, arcs, arc_weights=(0.0, self.stays, self.reads))
 
 
-NAMED = {loss.name: loss for loss in losses.LOSSES if loss not in losses.SKIPPING}
-NAMED["split"] = losses.Loss("split", SplitLoss)
-LONGEST = {"multiblank": max(losses.BIG), "tdt": max(losses.DURATIONS)}  # frames that an arc reads; else 1
+NAMED = {loss.name: loss for loss in family.LOSSES if loss not in family.SKIPPING}
+NAMED["split"] = family.Loss("split", SplitLoss)
+LONGEST = {"multiblank": max(family.BIG), "tdt": max(family.DURATIONS)}  # frames that an arc reads; else 1
 
 
 every = pytest.mark.parametrize(
-    "loss", [x if name in ("rnnt", "tdt") else losses.slow(x) for name, x in NAMED.items()], ids=str
+    "loss", [x if name in ("rnnt", "tdt") else family.slow(x) for name, x in NAMED.items()], ids=str
 )
 
 
 # A label that stays, a label with durations, several blanks, and arcs with weights: all kinds of moves.
 kinds_of_moves = pytest.mark.parametrize(
-    "loss", [NAMED["rnnt"], NAMED["tdt"], losses.slow(NAMED["multiblank"]), losses.slow(NAMED["split"])], ids=str
+    "loss", [NAMED["rnnt"], NAMED["tdt"], family.slow(NAMED["multiblank"]), family.slow(NAMED["split"])], ids=str
 )
 
 
@@ -170,7 +171,7 @@ def unpenalized(model, *node):
         return found | {(None, 1): -np.logaddexp(0, -z)}
     if name == "tdt":
         tokens, durations = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :])
-        pairs = itertools.product(range(blank + 1), zip(losses.DURATIONS, durations))
+        pairs = itertools.product(range(blank + 1), zip(family.DURATIONS, durations))
         found = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
         return {move: x for move, x in found.items() if move != (None, 0)}
     scores = truth.log_softmax(row)
@@ -178,7 +179,7 @@ def unpenalized(model, *node):
         found = {(k, d): scores[k] + math.log(way) for k in range(LABELS) for d, way in WAYS.items()}
         return found | {(None, 1): scores[blank]}
     labels = {(k, int(name.startswith("monotonic"))): scores[k] for k in range(LABELS)}
-    big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(losses.BIG)} if name == "multiblank" else {}
+    big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(family.BIG)} if name == "multiblank" else {}
     return labels | {(None, 1): scores[blank]} | big
 
 
@@ -276,7 +277,7 @@ def trimmed(found, *index):
 
 def assert_same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        losses.assert_same_bits(x, y)
+        compare.assert_same_bits(x, y)
 
 
 def check_all(model, found, rank=lambda scores, counts: scores, **options):

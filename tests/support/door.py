@@ -23,12 +23,15 @@ import unittest.mock
 
 import numpy as np
 
+import compare
+import family
 import jax_rnnt._xla
-import losses
+import platforms
 from jax_rnnt._xla import loading
+from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._softmax import NO_LABEL, OUTSIDE, accumulation_dtype
 from jax_rnnt.lattices import _lattice as lattice
-from jax_rnnt.losses import _split
+from jax_rnnt.losses import _call
 
 # ----------------------------------------------------------------------------------------- structs of XLA's C interface
 _int, _int64, _size, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
@@ -292,11 +295,11 @@ def call(target, operands, attributes, results, *, aliases=None, threads=0):
 # ---------------------------------------------------------------------------------------------- the library's functions
 def native():
     """Whether there is a door: kernels of the CPU platform that are custom calls."""
-    return losses.platform() == "cpu" and not losses.interpreted() and "cpu" in loading.KERNELS
+    return platforms.platform() == "cpu" and not platforms.interpreted() and "cpu" in loading.KERNELS
 
 
 # Instruction sets that the CPU kernels have here, the best first; of other kernels, one name without a meaning.
-TARGETS = tuple(loading.module("cpu").targets()) if native() and not losses.emulated() else ("only",)
+TARGETS = tuple(loading.module("cpu").targets()) if native() and not platforms.emulated() else ("only",)
 
 
 @contextlib.contextmanager
@@ -335,6 +338,11 @@ def opened(threads=0):
         yield
 
 
+def nodes_of(p):
+    """The nodes of a batch, of NumPy arrays."""
+    return _emission.Nodes(label_map(p.targets, p.target_lengths), p.logit_lengths)
+
+
 def label_map(targets, num_labels):
     """int32 [..., 1, U1]: `emissions._emission.label_map` in NumPy."""
     column = np.arange(targets.shape[-1] + 1)
@@ -346,11 +354,11 @@ def label_map(targets, num_labels):
 
 def parts(loss, classes, **options):
     """(emission, topology) of a loss for rows of `classes` logits; None for one with steps between them."""
-    made = _split.switched_off(loss.value(**options)).compose()
+    made = _call.switched_off(loss.value(**options)).compose()
     return None if made.steps or made.closing else (made.emission.resolved(loss.name, classes), made.topology)
 
 
-LOSSES = tuple(loss for loss in losses.LOSSES if parts(loss, 99))
+LOSSES = tuple(loss for loss in family.LOSSES if parts(loss, 99))
 
 
 def run(loss, p, *, target=None, threads=0, inplace=True, clamp=-1.0, scale=1.0, **options):
@@ -359,14 +367,14 @@ def run(loss, p, *, target=None, threads=0, inplace=True, clamp=-1.0, scale=1.0,
     `clamp` and `scale` are numbers, or arrays [...]. The kernel of the loss alone must give the same bits.
     """
     emission, topology = parts(loss, p.logits.shape[-1], **options)
-    nodes, lengths = (label_map(p.targets, p.target_lengths), p.logit_lengths), (p.logit_lengths, p.target_lengths)
+    nodes, lengths = nodes_of(p), (p.logit_lengths, p.target_lengths)
     scale, clamp = (np.full(p.logit_lengths.shape, x, accumulation_dtype(p.logits.dtype)) for x in (scale, clamp))
     with opened(threads), using(target):
         planes, norm = emission.forward(p.logits, nodes)
         values, cotangents = lattice.value_and_grad(topology, planes, *lengths)
         alone = lattice.value(topology, planes, *lengths)
         gradient = emission.backward(p.logits, nodes, norm, cotangents, scale, clamp, alias=inplace)
-    losses.assert_same_bits(np.asarray(alone), np.asarray(values))
+    compare.assert_same_bits(np.asarray(alone), np.asarray(values))
     return np.asarray(values), {slot: np.asarray(x) for slot, x in cotangents.items()}, np.asarray(gradient)
 
 
@@ -377,11 +385,11 @@ def evaluate(loss, p, **options):
 
 
 def answers(loss, p, implementation, **options):
-    """What `losses.evaluate` gives: of kernels on every instruction set, without JAX where the loss has no steps."""
+    """What `compare.evaluate` gives: of kernels on every instruction set, without JAX where the loss has no steps."""
     between = {"fastemit_lambda", "delay_penalty", "label_windows"} & options.keys()
     own = {k: x for k, x in options.items() if k != "clamp"}
     if implementation != "kernel" or between or parts(loss, p.logits.shape[-1], **own) is None:
-        yield losses.evaluate(loss, p, implementation, **options)
+        yield compare.evaluate(loss, p, implementation, **options)
         return
     for target in TARGETS:
         yield evaluate(loss, p, target=target, **options)
@@ -398,6 +406,6 @@ def check(loss, p, *, clamp=-1.0, scale=1.0, **options):
         given = {"target": target, "clamp": clamp, "scale": scale, **options}
         got = evaluate(loss, p, **given)
         length = p.logits.shape[-3] + p.logits.shape[-2] - 1
-        losses.assert_matches(got, expected, p.logits.dtype, length, scale=np.abs(factor).max(initial=1))
+        compare.assert_matches(got, expected, p.logits.dtype, length, scale=np.abs(factor).max(initial=1))
         if target == TARGETS[0]:
-            losses.assert_same_bits(got, evaluate(loss, p, inplace=False, **given))
+            compare.assert_same_bits(got, evaluate(loss, p, inplace=False, **given))

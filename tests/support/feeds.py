@@ -10,7 +10,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-import losses
+import batches
+import compare
+import platforms
 import reference_numpy as truth
 
 T, U, V = 4, 2, 6
@@ -102,7 +104,7 @@ def working(dtype):
 def row_of(loss, dtype, name, logits, frames, **options):
     inside = logits[:frames].astype(np.float64)
     solution = truth.solve(inside, np.array(TARGETS), **loss.truth, **options)
-    return Row(name, logits, frames, solution, slack(solution, losses.eps(working(dtype))))
+    return Row(name, logits, frames, solution, slack(solution, compare.eps(working(dtype))))
 
 
 @functools.cache
@@ -113,7 +115,7 @@ def table(loss, dtype="float32", fused=True):
     for base, logits, frames in (("equal", np.zeros(shape), T), ("normal", normal, T - 1)):
         logits = logits.astype(jnp.dtype(dtype))
         if not fused:
-            heads = [truth.log_softmax(x.astype(np.float64)) for x in losses.heads(loss, logits)]
+            heads = [truth.log_softmax(x.astype(np.float64)) for x in batches.heads(loss, logits)]
             log_probs = np.concatenate(heads, -1)  # HAT takes blanks and labels as they are
             logits = (log_probs if log_probs.shape == logits.shape else logits).astype(jnp.dtype(dtype))
         for name in FEEDS:
@@ -142,8 +144,8 @@ def problem_of(rows, size=SIZE):
     rows = [rows[i % len(rows)] for i in range(max(size, len(rows)))]
     frames, size = np.array([row.frames for row in rows], np.int32), len(rows)
     logits = np.stack([row.logits for row in rows])
-    p = losses.Problem(logits, np.tile(np.array(TARGETS, np.int32), (size, 1)), frames, np.full(size, U, np.int32))
-    return losses.poisoned(p)
+    p = batches.Problem(logits, np.tile(np.array(TARGETS, np.int32), (size, 1)), frames, np.full(size, U, np.int32))
+    return batches.poisoned(p)
 
 
 def none_of(failures):
@@ -164,7 +166,7 @@ def possible(row, dtype):
 def value_failures(rows, values, dtype, relative=1e-6):
     relative = 1e-12 if dtype == "float64" else relative
     for row, value in zip(rows, np.asarray(values)):
-        expected, limit = row.solution.loss, losses.tolerance(working(dtype), T + U)
+        expected, limit = row.solution.loss, compare.tolerance(working(dtype), T + U)
         if not possible(row, dtype):
             if value != INF:
                 yield f"{row.name}: loss {value}, expected inf"
@@ -174,7 +176,7 @@ def value_failures(rows, values, dtype, relative=1e-6):
 
 def gradient_failures(loss, rows, gradients, dtype, fused=True):
     """Gradients must be finite, right, 0 outside the lengths and without a path, and sum to 0 over each softmax."""
-    rounding, smallest = losses.rounding(jnp.dtype(dtype))
+    rounding, smallest = compare.rounding(jnp.dtype(dtype))
     for row, gradient in zip(rows, np.asarray(gradients)):
         gradient = gradient.astype(np.float64)
         if not np.isfinite(gradient).all():
@@ -183,12 +185,12 @@ def gradient_failures(loss, rows, gradients, dtype, fused=True):
         if gradient[row.frames :].any() or (not possible(row, dtype) and gradient.any()):
             yield f"{row.name}: gradient {np.abs(gradient).max()} where it is zero"
             continue
-        for head in losses.heads(loss, gradient) if fused else ():
+        for head in batches.heads(loss, gradient) if fused else ():
             if far(head.sum(-1), 0, 1e-4 + 8 * rounding):
                 yield f"{row.name}: gradients of a softmax add up to {np.abs(head.sum(-1)).max()}"
         if possible(row, dtype) and row.slack < 1e-2:
             expected = row.solution.gradient
-            limit = losses.tolerance(working(dtype), T + U) + row.slack + smallest
+            limit = compare.tolerance(working(dtype), T + U) + row.slack + smallest
             if far(gradient[: row.frames], expected, limit + rounding * np.abs(expected)):
                 error = np.abs(gradient[: row.frames] - expected).max()
                 yield f"{row.name}: gradient off by {error:.2g} (slack {row.slack:.2g})"
@@ -200,7 +202,7 @@ def twin_failures(rows, *results):
         for x in map(np.asarray, results):
             if row.twin is None or np.array_equal(x[i], x[row.twin], equal_nan=True):
                 continue
-            rounding = 4 * losses.eps(x.dtype) if losses.cuda_kernels() else 0
+            rounding = 4 * compare.eps(x.dtype) if platforms.cuda_kernels() else 0
             if not np.allclose(x[i], x[row.twin], rtol=rounding, atol=rounding, equal_nan=True):
                 yield f"{row.name}: {x[i].ravel()[:4]}... is not {x[row.twin].ravel()[:4]}... of a mask of -inf"
 

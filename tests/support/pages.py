@@ -4,7 +4,7 @@ import re
 
 import jax
 
-import losses
+import project
 
 
 def code(page, marker, **names):
@@ -16,14 +16,14 @@ def code(page, marker, **names):
 
 def blocks(page):
     """The page's blocks of Python, each with the line where it starts."""
-    text = (losses.ROOT / page).read_text()
+    text = (project.ROOT / page).read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return {text.count("\n", 0, match.start()) + 2: match[1] for match in found}
 
 
 def run_alone(page, line):
     """Runs the block of this line without any other code, in JAX's default configuration."""
-    program = compile("\n" * (line - 1) + blocks(page)[line], str(losses.ROOT / page), "exec")
+    program = compile("\n" * (line - 1) + blocks(page)[line], str(project.ROOT / page), "exec")
     jax.config.update("jax_enable_x64", False)
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

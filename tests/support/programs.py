@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 
-import losses
+import project
 
 
 def environment(**variables):
     """With buffers, so that lines of two processes stay whole."""
-    path = os.pathsep.join([str(losses.HERE), *filter(None, sys.path)])
+    path = os.pathsep.join([str(project.HERE), *filter(None, sys.path)])
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
     return os.environ | settings | variables
 
@@ -20,7 +20,7 @@ def environment(**variables):
 def start(program, *arguments, **options):
     """A Python process of the program's text, its file, or the options of Python."""
     command = [str(program)] if isinstance(program, pathlib.Path) else ["-c", program]
-    options = {"cwd": losses.HERE, "env": environment(), "stdout": subprocess.PIPE, "text": True, **options}
+    options = {"cwd": project.HERE, "env": environment(), "stdout": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen([sys.executable, *command, *map(str, arguments)], stderr=subprocess.PIPE, **options)
 
 

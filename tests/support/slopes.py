@@ -2,7 +2,8 @@
 
 import numpy as np
 
-import losses
+import batches
+import family
 
 B, T, U, V = 2, 4, 2, 6
 WEIGHTS = np.array([2.0, -3.0])
@@ -10,9 +11,9 @@ CLOSE = {"rtol": 1e-7, "atol": 1e-8}  # the precision of differences of float64
 STEP = 1e-5
 
 
-def small(loss=losses.RNNT):
+def small(loss=family.RNNT):
     """Two sequences, the second one shorter; NaN outside the lengths."""
-    return losses.poisoned(losses.problem(B, T, U, V, loss=loss, scale=1.0, lengths=([4, 3], [2, 1])))
+    return batches.poisoned(batches.problem(B, T, U, V, loss=loss, scale=1.0, lengths=([4, 3], [2, 1])))
 
 
 def slope(function, *arrays, directions=None):

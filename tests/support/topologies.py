@@ -9,9 +9,9 @@ TOPOLOGIES = {
     "standard": (lattices.STANDARD, truth.STANDARD),
     "monotonic": (lattices.MONOTONIC, truth.MONOTONIC),
     "multi_blank": (lattices.multi_blank((2, 3)), truth.multi_blank((2, 3))),
-    "durations": (lattices.durations((0, 1, 2, 4)), truth.token_durations((0, 1, 2, 4))),
-    "durations_unordered_without_1": (lattices.durations((3, 0, 2)), truth.token_durations((3, 0, 2))),
-    "durations_without_0": (lattices.durations((1,)), truth.token_durations((1,))),
+    "durations": (lattices.token_and_duration((0, 1, 2, 4)), truth.token_durations((0, 1, 2, 4))),
+    "durations_unordered_without_1": (lattices.token_and_duration((3, 0, 2)), truth.token_durations((3, 0, 2))),
+    "durations_without_0": (lattices.token_and_duration((1,)), truth.token_durations((1,))),
 }
 T, U = 5, 3
 EVERY = truth.every_length(T, U)

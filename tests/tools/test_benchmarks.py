@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-import losses
+import project
 from programs import environment, run
 
-HERE = losses.ROOT / "benchmarks"
+HERE = project.ROOT / "benchmarks"
 if not HERE.exists():
     pytest.skip("no benchmarks beside the tests", allow_module_level=True)
 

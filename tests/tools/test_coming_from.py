@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
 import jax_rnnt
-import losses
+import project
 
 # Where what a row says is tested by numbers; names, arguments and defaults of all rows are tested below. The text of
 # its first cell -> a test of this file, or one of another.
@@ -125,13 +126,13 @@ TESTS = {
         "the loss: mean over valid examples": "test_empty_examples",
     },
 }
-PAGES = sorted(path.stem for path in (losses.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
+PAGES = sorted(path.stem for path in (project.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
 EXACT = 1e-12
 
 
 def rows(page):
     """The cells of the page's one table: there, default, here, default, remark."""
-    text = (losses.ROOT / f"docs/coming_from/{page}.md").read_text()
+    text = (project.ROOT / f"docs/coming_from/{page}.md").read_text()
     (table,) = re.findall(r"^\| there \| default \| here \| default \| \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
 
@@ -141,7 +142,7 @@ def resolve(path):
     if path.startswith("parakeet."):
         pytest.importorskip("flax")
         _, module, *names = path.split(".")
-        source = ast.parse((losses.ROOT / f"speech/jax_rnnt_speech/parakeet/{module}.py").read_text())
+        source = ast.parse((project.ROOT / f"speech/jax_rnnt_speech/parakeet/{module}.py").read_text())
         for name in names:
             (source,) = [x for x in source.body if getattr(x, "name", None) == name]
         return source
@@ -189,7 +190,7 @@ def test_every_remark_has_its_test(page):
     assert {there for there, *_, remark in rows(page) if remark} == TESTS[page].keys()
     for test in TESTS[page].values():
         file, _, name = test.rpartition("::")
-        source = (losses.ROOT / "tests" / (file or "tools/test_coming_from.py")).read_text()
+        source = (project.ROOT / "tests" / (file or "tools/test_coming_from.py")).read_text()
         assert f"\ndef {name}(" in source, test
 
 
@@ -213,7 +214,7 @@ def test_arguments_of_torchaudio():
 
 
 def test_reductions_of_nemo():
-    p = losses.problem()
+    p = batches.problem()
     p = p._replace(target_lengths=np.maximum(p.target_lengths, 1))  # there a target without labels is no case
     each, labels = np.asarray(jax_rnnt.RNNTLoss(reduction="none")(*p)), p.target_lengths
     expected = {
@@ -301,13 +302,13 @@ def test_no_path_in_ctc():
 
 def test_the_softmax_is_inside():
     """A constant that is added to a row of the logits changes nothing."""
-    p = losses.problem()
+    p = batches.problem()
     shifted = p._replace(logits=p.logits + np.random.default_rng(0).normal(size=(*p.logits.shape[:-1], 1)))
     np.testing.assert_allclose(jax_rnnt.rnnt_loss(*shifted), jax_rnnt.rnnt_loss(*p), rtol=EXACT)
 
 
 def test_the_last_class_is_the_blank():
-    p = losses.problem()
+    p = batches.problem()
     assert jax_rnnt.RNNTLoss()(*p) == jax_rnnt.RNNTLoss(blank=p.logits.shape[-1] - 1)(*p)
     first = p._replace(logits=np.roll(p.logits, 1, -1), targets=p.targets + 1)
     np.testing.assert_allclose(jax_rnnt.RNNTLoss(blank=0)(*first), jax_rnnt.RNNTLoss()(*p), rtol=EXACT)
@@ -318,7 +319,7 @@ SUM = {"reduction": "sum"}
 
 def test_clamp_and_cotangent():
     """The gradient is clipped first and multiplied then; below 0 nothing is clipped."""
-    p = losses.problem()
+    p = batches.problem()
     gradient = lambda clamp, weight: jax.grad(lambda x: weight * jax_rnnt.rnnt_loss(x, *p[1:], clamp=clamp, **SUM))(
         p[0]
     )
@@ -330,7 +331,7 @@ def test_clamp_and_cotangent():
 
 def test_fastemit():
     """The value is the nll; the posteriors of labels, and they alone, weigh 1 + lambda in the gradient."""
-    p = losses.problem()
+    p = batches.problem()
     plain, fast = jax_rnnt.RNNTLoss(**SUM), jax_rnnt.RNNTLoss(fastemit_lambda=0.25, **SUM)
     assert fast(*p) == plain(*p)
     blank, label = (np.asarray(x)[..., None] for x in plain.posteriors(*p))
@@ -367,7 +368,7 @@ def test_classes_of_tdt():
 
 def test_lengths_of_k2():
     """A sequence of a batch is that of its frames and labels alone."""
-    p = losses.problem()
+    p = batches.problem()
     for b, (frames, labels) in enumerate(zip(p.logit_lengths, p.target_lengths)):
         alone = p.logits[b, :frames, : labels + 1], p.targets[b, :labels], frames, labels
         each = jax_rnnt.RNNTLoss(reduction="none")(*p)
@@ -375,7 +376,7 @@ def test_lengths_of_k2():
 
 
 def test_sum_of_am_and_lm():
-    p = losses.problem()
+    p = batches.problem()
     rng = np.random.default_rng(0)
     am, lm = rng.normal(size=(4, 7, 9)), rng.normal(size=(4, 5, 9))
     sums = am[:, :, None] + lm[:, None]
@@ -454,7 +455,7 @@ def test_layer_of_axlearn():
 
 def test_empty_examples():
     """Without frames and labels: 0, which counts in the mean."""
-    p = losses.problem()
+    p = batches.problem()
     empty = p._replace(logit_lengths=p.logit_lengths * [1, 1, 1, 0], target_lengths=p.target_lengths * [1, 1, 1, 0])
     each = jax_rnnt.RNNTLoss(reduction="none")(*empty)
     assert each[3] == 0

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import jax_rnnt
-from losses import ROOT
+from project import ROOT
 
 COMMANDS = [
     line.split("#")[0].split() for line in re.findall(r"(?m)^    (\S.*)$", (ROOT / "CONTRIBUTING.md").read_text())

@@ -4,12 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
+import project
 import reference_numpy as truth
 from pages import blocks, code, run_alone
 
 pytestmark = pytest.mark.slow
-ROOT = losses.ROOT
+ROOT = project.ROOT
 EXACT = 1e-12
 
 
@@ -28,11 +31,11 @@ def test_a_loss_with_one_more_arc(implementation):
     arcs = (truth.Arc("blank", 1, 0), truth.Arc("label", 0, 1), truth.Arc("bypass", 0, 1))
 
     tables = {"topology": arcs, "emission": bypass_emission}
-    loss = losses.Loss("bypass", names["BypassLoss"], tables, {"price": PRICE})
-    p = losses.poisoned(losses.problem(loss=loss))
+    loss = family.Loss("bypass", names["BypassLoss"], tables, {"price": PRICE})
+    p = batches.poisoned(batches.problem(loss=loss))
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     for options in ({}, {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "blank": 0, "label_windows": windows}):
-        got = losses.evaluate(loss, p, implementation, **options)
+        got = compare.evaluate(loss, p, implementation, **options)
         np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
         np.testing.assert_allclose(got[1], loss.expected(p, **options)[1], atol=EXACT)
 
@@ -45,8 +48,8 @@ def test_a_loss_with_one_more_arc(implementation):
 def test_example_of_the_readme():
     """It runs as it stands."""
     names, _ = code("README.md", "loss.align(")
-    p = losses.Problem(*map(np.asarray, (names["logits"], *names["batch"])))
-    expected, gradient = losses.RNNT.expected(p, blank=0)
+    p = batches.Problem(*map(np.asarray, (names["logits"], *names["batch"])))
+    expected, gradient = family.RNNT.expected(p, blank=0)
     np.testing.assert_allclose(names["value"], expected.mean(), rtol=1e-5)
     np.testing.assert_allclose(names["gradient"], gradient / 2, atol=1e-5)
     assert names["frames"].shape == (2, 10) and list(names["frames"][0]) == sorted(names["frames"][0])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from losses import ROOT
+from project import ROOT
 
 LIBRARY, SPEECH = "jax_rnnt", "speech/jax_rnnt_speech"
 # What each may import of the others.

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
+import platforms
+import project
 from programs import run
 
 OPTIONAL = ("flax", "matplotlib", "praatio", "rapidfuzz")  # packages of extras
@@ -45,7 +48,7 @@ LOSSES += "TargetRobustRNNTLoss WildcardRNNTLoss rnnt_loss"
 LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs sum_over_nodes"
 BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
 NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
-MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "timing"}
+MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "timing"}
 
 
 def test_names():
@@ -121,11 +124,11 @@ sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5
 
 
 OWN = {  # arguments of each loss before and beside the common ones
-    "rnnt_loss": (losses.Problem._fields, {"label_windows": None}),
+    "rnnt_loss": (batches.Problem._fields, {"label_windows": None}),
     "RNNTLoss": ((), {}),
     "MonotonicRNNTLoss": ((), {"final_blank": False}),
     "ConstrainedRNNTLoss": ((), {}),
-    "HATLoss": ((), {"topology": "standard"}),
+    "HATLoss": ((), {"variant": "standard"}),
     "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
     "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
     "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
@@ -147,13 +150,13 @@ def test_signatures(name):
 
 def test_losses_are_pytrees():
     """Numbers are leaves, all other fields are structure. A new number compiles nothing, a new structure does."""
-    p = losses.problem()
+    p = batches.problem()
     loss = jax_rnnt.TDTLoss([2, 0, 1], sigma=0.5)
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loss)}
     assert paths == {".clamp", ".fastemit_lambda", ".delay_penalty", ".sigma", ".omega"}
     assert jax.tree.map(lambda x: x, loss) == loss and jax.tree.map(lambda x: None, loss).durations == (2, 0, 1)
     run = jax.jit(lambda loss, p: loss(*p))
-    expected = [losses.RNNT.expected(p, delay_penalty=x)[0].mean() for x in (0.0, 0.5)]
+    expected = [family.RNNT.expected(p, delay_penalty=x)[0].mean() for x in (0.0, 0.5)]
     for penalty in (0.5, np.float32(0.5)):
         np.testing.assert_allclose(run(jax_rnnt.RNNTLoss(delay_penalty=penalty), p), expected[1], rtol=1e-12)
     run(jax_rnnt.RNNTLoss(delay_penalty=0.25), p)
@@ -166,10 +169,10 @@ def test_losses_are_pytrees():
 
 def test_a_loss_is_a_value():
     """Frozen, hashable, equal by value, picklable, and printed with the fields that differ from their default."""
-    criterion = jax_rnnt.HATLoss(0, topology="monotonic")
+    criterion = jax_rnnt.HATLoss(0, variant="monotonic")
     with pytest.raises(dataclasses.FrozenInstanceError):
         criterion.blank = 1
-    assert repr(criterion) == "HATLoss(blank=0, topology='monotonic')" and repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
+    assert repr(criterion) == "HATLoss(blank=0, variant='monotonic')" and repr(jax_rnnt.RNNTLoss()) == "RNNTLoss()"
     for twin in (eval(repr(criterion), vars(jax_rnnt)), pickle.loads(pickle.dumps(criterion)), copy.copy(criterion)):
         assert twin == criterion != jax_rnnt.HATLoss() and hash(twin) == hash(criterion)  # static arguments of jit
     assert dataclasses.replace(criterion, blank=2).blank == 2
@@ -208,12 +211,12 @@ ERRORS = [
     (lambda: jax_rnnt.emissions.Softmax((0, 1)), "one slot for each blank"),
     (lambda: jax_rnnt.emissions.Softmax((0,), slots=("label",)), "or 'label'"),
     (lambda: jax_rnnt.emissions.Softmax((0, 1), slots=("blank", "more"), bernoulli=True), "one blank"),
-    (lambda: jax_rnnt.emissions.Softmax((0,), durations=-1), "durations of 0 or more"),
+    (lambda: jax_rnnt.emissions.Softmax((0,), num_durations=-1), "durations of 0 or more"),
     (lambda: own(COMPOSITION(SOFTMAX, MISSPELT)), r"Own.compose\(\): .*'label', 'lable'\], got \['blank', 'label'\]"),
     (lambda: own(COMPOSITION(SOFTMAX, steps=(cut,))), r"Own.*'label' must have shape .*\(4, 7, 5\).*got \(4, 7, 4\)"),
     (lambda: own(3), r"Own.compose\(\) must return a Composition, got 3"),
     (lambda: own(COMPOSITION(jax_rnnt.emissions.Softmax((9,)))), "Own: blank must lie in"),
-    (lambda: jax_rnnt.TransducerLoss()(*losses.problem()), r"must define compose\(\)"),
+    (lambda: jax_rnnt.TransducerLoss()(*batches.problem()), r"must define compose\(\)"),
 ]
 SOFTMAX, COMPOSITION = jax_rnnt.emissions.Softmax((0,)), jax_rnnt.Composition
 MISSPELT = (*jax_rnnt.lattices.STANDARD, jax_rnnt.lattices.Arc("lable", 0, 1))
@@ -230,7 +233,7 @@ def own(composition):
         def compose(self):
             return composition
 
-    return Own()(*losses.problem())
+    return Own()(*batches.problem())
 
 
 @pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message[:20] for _, message in ERRORS])
@@ -248,7 +251,7 @@ import jax_rnnt; new = {m.split('.')[0] for m in set(sys.modules) - before}
 heavy = 'torch', 'chex', 'flax', 'matplotlib', 'scipy', 'numba', 'pandas', 'tensorflow', 'rapidfuzz'
 print(sorted(new.intersection(heavy)))
 """
-    if losses.missing_kernel():
+    if platforms.missing_kernel():
         pytest.skip("without kernels there is a warning")
     assert run(program, env=os.environ | {"PYTHONWARNINGS": "error"}).strip() == "[]"
 
@@ -272,13 +275,13 @@ def test_all_dataclasses_are_frozen():
 
 def test_versions_in_the_text():
     """Pages name the glibc, the JAX and the Python that the wheels and the package ask for."""
-    root = losses.ROOT
+    root = project.ROOT
     if not (root / "lab/release/wheels.py").exists():
         pytest.skip("no lab beside the tests")
-    wheels, project = (root / "lab/release/wheels.py").read_text(), (root / "pyproject.toml").read_text()
+    wheels, pyproject = (root / "lab/release/wheels.py").read_text(), (root / "pyproject.toml").read_text()
     glibc = ".".join(re.search(r"^GLIBC = \((\d+), (\d+)\)", wheels, re.M).groups())
-    python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
-    oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', project)[1]
+    python = re.search(r'requires-python = ">=([\d.]+)"', pyproject)[1]
+    oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', pyproject)[1]
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         text = " ".join(page.read_text().split())
         assert set(re.findall(r"manylinux_(\d+_\d+)", text)) <= {glibc.replace(".", "_")}, page.name

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-import losses
+import project
 
-DOCS = losses.ROOT / "docs"
+DOCS = project.ROOT / "docs"
 PAGES = {
     path.relative_to(DOCS).as_posix().removesuffix(".md")
     for path in DOCS.rglob("*.md")
@@ -63,10 +63,10 @@ def test_every_public_name_is_in_the_reference():
 
 def test_readme_links_lead_to_pages():
     """The README is read where relative links lead nowhere: all are addresses, of the site or the repository."""
-    text = (losses.ROOT / "README.md").read_text()
+    text = (project.ROOT / "README.md").read_text()
     assert {link[:8] for link in re.findall(r"\]\((.+?)\)", text)} == {"https://"}
     files = re.findall(r"jax-rnnt/jax_rnnt/(?:(?:blob|tree)/)?main/([\w./]+)", text)
-    assert len(files) > 3 and [file for file in files if not (losses.ROOT / file).exists()] == []
+    assert len(files) > 3 and [file for file in files if not (project.ROOT / file).exists()] == []
     pages = re.findall(r"\(https://jax-rnnt\.github\.io/jax_rnnt/dev/([\w/]*?)(?:\.html)?(?:#[\w-]+)?\)", text)
     assert len(pages) > 10 and {page or "index" for page in pages} <= PAGES
 

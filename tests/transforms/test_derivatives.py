@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import layouts
-import losses
+import layout_table
 import meshes
 import reference_numpy as truth
+from family import RNNT, TDT, slow
 from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
-from losses import RNNT, TDT, slow
 
 pytestmark = pytest.mark.no_kernel
 LENGTHS = [3, 2, 3, 3], [2, 1, 0, 2]
@@ -33,13 +35,13 @@ SIZES = 1e-6, 1e-3, 1.0, 1e3, 1e6
 
 
 def small(loss=RNNT, dtype=np.float64):
-    return losses.problem(4, 3, 2, 4, loss=loss, dtype=dtype, scale=1.0, lengths=LENGTHS)
+    return batches.problem(4, 3, 2, 4, loss=loss, dtype=dtype, scale=1.0, lengths=LENGTHS)
 
 
 def values_of(p, implementation, loss=RNNT, layout=None, label_windows=None, **options):
     """The losses [B] as a function of the logits."""
     value = loss.value(reduction="none", implementation=implementation, **options)
-    make = layouts.layout(p, layout) if layout else lambda x: x
+    make = layout_table.layout(p, layout) if layout else lambda x: x
     return lambda x: value(make(x), *p[1:], label_windows=label_windows)
 
 
@@ -92,12 +94,12 @@ def check(loss, implementation, dtype=np.float64, sizes=(1.0,), layout=None, **o
     """Both modes for tangents and for cotangents of these sizes, with NaN in the padding."""
     p = small(loss, dtype)
     if layout != "JointLogits":  # whose encoder rows hold the logits of all columns
-        p = losses.poisoned(p)
+        p = batches.poisoned(p)
     wide = np.float64 if dtype == np.float64 else np.float32
     run = both_modes(gradient_of(values_of(p, implementation, loss, layout, **options)))
-    clean = p._replace(logits=np.where(losses.inside(p)[..., None], p.logits, 0))
-    rounding, smallest = losses.rounding(dtype)  # in reverse mode a result is the sum of two that are rounded
-    limit = 1e-8 if wide == np.float64 else 20 * losses.tolerance(np.float32, 5)
+    clean = p._replace(logits=np.where(batches.inside(p)[..., None], p.logits, 0))
+    rounding, smallest = compare.rounding(dtype)  # in reverse mode a result is the sum of two that are rounded
+    limit = 1e-8 if wide == np.float64 else 20 * compare.tolerance(np.float32, 5)
     for of_tangent, of_cotangent in [(size, 1.0) for size in sizes] + [(1.0, size) for size in sizes]:
         v, dw = directions(p, dtype, of_tangent)
         w, dw = (of_cotangent * x for x in (WEIGHTS, dw))
@@ -120,7 +122,7 @@ def check(loss, implementation, dtype=np.float64, sizes=(1.0,), layout=None, **o
 
 def cases():
     """The RNN-T loss has every option on kernels and reference, which switches what it differentiates by them."""
-    for loss in losses.LOSSES:
+    for loss in family.LOSSES:
         quick = {RNNT: ("plain", "all"), TDT: ("all",)}.get(loss, ())
         for options in OPTIONS if loss is RNNT else ("plain", "all"):
             case = loss, "kernel", options, None
@@ -142,7 +144,7 @@ def test_second_derivatives(loss, implementation, options, layout):
     check(loss, implementation, layout=layout, **OPTIONS[options])
 
 
-NARROW = [(RNNT, "kernel", "float32"), *(slow(loss, "kernel", "float32") for loss in losses.LOSSES if loss is not RNNT)]
+NARROW = [(RNNT, "kernel", "float32"), *(slow(loss, "kernel", "float32") for loss in family.LOSSES if loss is not RNNT)]
 NARROW += [slow(RNNT, i, dtype) for dtype in ("bfloat16", "float16") for i in ("kernel", "reference")]
 
 
@@ -206,7 +208,7 @@ def assert_same_products(got, expected, operands, atol=1e-10):
 
     truth = products(expected, operands)[0]
     for made in products(got, operands):
-        losses.assert_close(made, truth, atol=atol)
+        compare.assert_close(made, truth, atol=atol)
 
 
 @pytest.mark.parametrize("linear", [True, slow(False)], ids=["linear", "function"])
@@ -248,7 +250,7 @@ def test_additive(smoothed):
 
 
 # ------------------------------------------------------------------------------------------- leaves, orders, zeros
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize("loss", [RNNT, slow(TDT)], ids=str)
 def test_leaves(loss, implementation):
     """Derivatives of the gradient with respect to options, and of the options' own gradients."""
@@ -282,7 +284,7 @@ def test_leaves(loss, implementation):
         np.testing.assert_allclose(of_others[k], each(WEIGHTS) * slope(first, others[k], 1.0), atol=1e-8)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_hessians(implementation):
     """Whole matrices in every way that JAX offers, against JAX's own derivatives of enumerated paths."""
     p = small().take(slice(1, 2))
@@ -312,14 +314,14 @@ def test_third_derivatives(implementation):
         product = lambda x: jax.jvp(gradient, (x,), (v,))[1]
         return jax.jit(lambda x: (jax.jvp(product, (x,), (v,))[1], jax.vjp(product, x)[1](v)[0]))
 
-    losses.assert_close(along(values_of(p, implementation))(x), along(enumerated(p))(x), atol=1e-11)
+    compare.assert_close(along(values_of(p, implementation))(x), along(enumerated(p))(x), atol=1e-11)
 
 
 @pytest.mark.parametrize("clamp", [slow(-1.0), 0.75])
 def test_gradient_that_is_zero(implementation, clamp):
     """At equal logits of two classes some gradients are exactly 0, but not their derivatives."""
     lengths = np.array([2], np.int32), np.array([1], np.int32)
-    p = losses.Problem(np.zeros((1, 2, 2, 2)), np.zeros((1, 1), np.int32), *lengths)
+    p = batches.Problem(np.zeros((1, 2, 2, 2)), np.zeros((1, 1), np.int32), *lengths)
     call = lambda x: values_of(p, implementation, clamp=clamp)(x).sum()
     assert not np.asarray(jax.grad(call)(p.logits)[0, 0, 0]).any()
     expected = jax.hessian(lambda x: enumerated(p)(x).sum())(p.logits)
@@ -327,7 +329,7 @@ def test_gradient_that_is_zero(implementation, clamp):
     np.testing.assert_allclose(jax.jit(jax.hessian(call))(p.logits), expected, atol=1e-14)
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_cotangent_of_a_plane_that_is_zero(implementation):
     """Half the sum of squared arcs has the gradient `arcs`, 0 for arcs of 0, and the unit matrix as its derivative."""
     p = small()
@@ -335,11 +337,11 @@ def test_cotangent_of_a_plane_that_is_zero(implementation):
     loss = jax_rnnt.RNNTLoss(fused_log_softmax=False, implementation=implementation)
 
     def half(x):
-        blank = loss.arcs(x, *p[1:])["blank"]
-        return (jnp.where(losses.inside(p), blank, 0) ** 2).sum() / 2
+        blank = loss.arc_log_probs(x, *p[1:])["blank"]
+        return (jnp.where(batches.inside(p), blank, 0) ** 2).sum() / 2
 
     product = jax.jit(lambda x, v: jax.jvp(jax.grad(half), (x,), (v,))[1])(x, np.ones_like(x))
-    np.testing.assert_array_equal(product[..., -1], losses.inside(p))
+    np.testing.assert_array_equal(product[..., -1], batches.inside(p))
     np.testing.assert_array_equal(product[..., :-1], 0)
 
 
@@ -381,7 +383,7 @@ def test_masked_scores_that_are_nan(kernel):
         return jax.jvp(jax.grad(total, (0, 1, 2)), arrays, tuple(map(jnp.ones_like, arrays)))[1]
 
     made, alone = product(spoilt, lm, *rest), product(*(x[:1] for x in (am, lm, *rest)))
-    losses.assert_close(made[:2], [np.concatenate([x, 0 * x]) for x in alone[:2]], atol=1e-12)
+    compare.assert_close(made[:2], [np.concatenate([x, 0 * x]) for x in alone[:2]], atol=1e-12)
     np.testing.assert_allclose(made[2], alone[2], rtol=1e-12)
 
 
@@ -411,7 +413,7 @@ def test_on_a_mesh(implementation, devices, split):
 def test_questions(question, implementation):
     """Second derivatives of the other questions, against slopes of enumerated gradients."""
     p, loss = small(), jax_rnnt.RNNTLoss(implementation=implementation)
-    direction = np.random.default_rng(6).normal(size=losses.inside(p).shape) * losses.inside(p)
+    direction = np.random.default_rng(6).normal(size=batches.inside(p).shape) * batches.inside(p)
     frame = np.arange(3.0)[None, :, None]
 
     def of_label(label):

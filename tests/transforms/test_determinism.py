@@ -7,38 +7,44 @@ import jax
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
+import platforms
 from programs import run
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
-def problem(size, loss=losses.RNNT):
-    return losses.problem(size, 100, 60, 9, loss=loss, dtype="float32")
+def problem(size, loss=family.RNNT):
+    return batches.problem(size, 100, 60, 9, loss=loss, dtype="float32")
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT), losses.slow(losses.TILES)], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT), family.slow(family.TILES)], ids=str)
 def test_calls_and_batches(loss, native_kernel):
     """Ten times all at once; one by one and in pairs: the split over threads does not show."""
     p = problem(16, loss)
-    clean = losses.evaluate(loss, p, native_kernel)
+    clean = compare.evaluate(loss, p, native_kernel)
     for _ in range(10):
-        losses.assert_same_bits(losses.evaluate(loss, p, native_kernel), clean)
-    if loss is losses.RNNT:
+        compare.assert_same_bits(compare.evaluate(loss, p, native_kernel), clean)
+    if loss is family.RNNT:
         for part in (slice(b, b + size) for size in (1, 2) for b in range(0, 16, size)):
-            got = losses.evaluate(loss, p.take(part), native_kernel)
-            losses.assert_same_bits(got, [x[part] for x in clean])
+            got = compare.evaluate(loss, p.take(part), native_kernel)
+            compare.assert_same_bits(got, [x[part] for x in clean])
 
 
 PROGRAM = """
 import hashlib, os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
-import losses
-for loss in losses.LOSSES:
-    for dtype in ("bfloat16", "float32") if loss is losses.RNNT else ("float32",):
-        p = losses.problem(13, 100, 60, 33, loss=loss, dtype=dtype)
-        digest = hashlib.sha256(b"".join(x.tobytes() for x in losses.evaluate(loss, p, "kernel", clamp=0.5)))
+import batches
+import compare
+import family
+import platforms
+for loss in family.LOSSES:
+    for dtype in ("bfloat16", "float32") if loss is family.RNNT else ("float32",):
+        p = batches.problem(13, 100, 60, 33, loss=loss, dtype=dtype)
+        digest = hashlib.sha256(b"".join(x.tobytes() for x in compare.evaluate(loss, p, "kernel", clamp=0.5)))
         print(loss.name, dtype, digest.hexdigest())
 """
 
@@ -58,25 +64,25 @@ def test_devices_at_once(kernel, devices):
     gradient = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
     expected, *others = [gradient(*jax.device_put(problem(8), device)) for device in devices]
     for got in others:
-        losses.assert_same_bits(got, expected)
+        compare.assert_same_bits(got, expected)
 
 
 DIRTY = """
 import numpy as np
-import jax, jax_rnnt, losses
+import jax, jax_rnnt, batches, compare, family, platforms
 jax.config.update("jax_enable_x64", True)
 assert np.empty(5000, np.uint8).any(), "memory is not dirty"
 for T, U in ((7, 4), (19, 33)):
     for dtype in (np.float32, np.float64):
-        p = losses.problem(6, T, U, 9, dtype=dtype)
+        p = batches.problem(6, T, U, 9, dtype=dtype)
         for x in jax_rnnt.RNNTLoss(implementation="kernel").posteriors(*p):
-            assert not np.asarray(x)[~losses.inside(p)].any(), "posteriors"
-        for loss in losses.LOSSES if dtype == np.float32 else losses.LOSSES[:1]:
-            p = losses.poisoned(losses.problem(6, T, U, 9, loss=loss, dtype=dtype))
-            for options in ({}, {"fused_log_softmax": False}) if loss is losses.RNNT else ({},):
-                got = losses.evaluate(loss, p, "kernel", **options)
-                losses.assert_matches(got, loss.expected(p, **options), dtype, T + U)
-                assert not got[1][~losses.inside(p)].any(), "gradient"
+            assert not np.asarray(x)[~batches.inside(p)].any(), "posteriors"
+        for loss in family.LOSSES if dtype == np.float32 else family.LOSSES[:1]:
+            p = batches.poisoned(batches.problem(6, T, U, 9, loss=loss, dtype=dtype))
+            for options in ({}, {"fused_log_softmax": False}) if loss is family.RNNT else ({},):
+                got = compare.evaluate(loss, p, "kernel", **options)
+                compare.assert_matches(got, loss.expected(p, **options), dtype, T + U)
+                assert not got[1][~batches.inside(p)].any(), "gradient"
 print("ok")
 """
 
@@ -84,6 +90,6 @@ print("ok")
 @pytest.mark.slow
 def test_results_do_not_depend_on_what_memory_held(kernel):
     """glibc fills new memory with a pattern, which reveals elements that a kernel does not write."""
-    if platform.libc_ver()[0] != "glibc" or losses.platform() != "cpu":
+    if platform.libc_ver()[0] != "glibc" or platforms.platform() != "cpu":
         pytest.skip("MALLOC_PERTURB_ is glibc's")
     assert run(DIRTY, env=os.environ | {"MALLOC_PERTURB_": "85"}).endswith("ok\n")

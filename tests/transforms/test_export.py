@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 from jax import export
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
+import platforms
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode
 
 pytestmark = pytest.mark.no_kernel
 
 
-def step(loss=losses.RNNT, **options):
+def step(loss=family.RNNT, **options):
     return jax.jit(jax.value_and_grad(loss.value(**options).__call__))
 
 
@@ -27,50 +30,50 @@ def exported(f, arguments, derivatives=0, **options):
 
 def check(got, p, expected):
     np.testing.assert_allclose(got[0], expected[0].mean(), rtol=1e-6)
-    np.testing.assert_allclose(got[1], expected[1] / len(expected[0]), atol=losses.tolerance(np.float32, 11))
+    np.testing.assert_allclose(got[1], expected[1] / len(expected[0]), atol=compare.tolerance(np.float32, 11))
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
-@losses.reference_slow
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
+@family.reference_slow
 def test_round_trip(loss, implementation):
-    p = losses.problem(loss=loss, dtype=np.float32)
+    p = batches.problem(loss=loss, dtype=np.float32)
     restored, text = exported(step(loss, implementation=implementation, clamp=0.5), p)
     check(restored.call(*p), p, loss.expected(p, clamp=0.5))
     calls = [f"custom_call @{target}" in text for target in loss.gradient_calls]
-    assert all(calls) if implementation == "kernel" and not losses.interpreted() else not any(calls)
+    assert all(calls) if implementation == "kernel" and not platforms.interpreted() else not any(calls)
 
 
 def test_without_the_checks(native_kernel):
     """Fails without `export_checks`. If JAX ever gives the guarantee, the helper may go."""
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     with pytest.raises(ValueError, match="custom call"):
         export.export(step(implementation=native_kernel))(*p)
     checks = str(jax_rnnt.export_checks())
-    assert all(target in checks for target in losses.RNNT.value_calls + losses.RNNT.gradient_calls)
+    assert all(target in checks for target in family.RNNT.value_calls + family.RNNT.gradient_calls)
 
 
-@pytest.mark.parametrize("platforms", [("cpu", "cuda"), ("tpu",), ("cpu", "cuda", "tpu", "rocm")], ids="+".join)
-def test_platforms(platforms):
+@pytest.mark.parametrize("names", [("cpu", "cuda"), ("tpu",), ("cpu", "cuda", "tpu", "rocm")], ids="+".join)
+def test_platforms(names):
     """One program for several platforms: kernels where there are some, the reference elsewhere."""
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # "no kernels for platform", once a process
-        restored, text = exported(step(), p, platforms=platforms)
-    assert restored.platforms == platforms
-    if losses.platform() in platforms:
-        check(restored.call(*p), p, losses.RNNT.expected(p))
+        restored, text = exported(step(), p, platforms=names)
+    assert restored.platforms == names
+    if platforms.platform() in names:
+        check(restored.call(*p), p, family.RNNT.expected(p))
     assert platforms != ("tpu",) or "custom_call @jax_rnnt" not in text
 
 
-@losses.reference_slow
+@family.reference_slow
 def test_vmapped_and_differentiated(implementation):
     """A program of vmap; a file that keeps a derivative."""
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     each = RNNTLoss(reduction="none", implementation=implementation)
     got = exported(jax.vmap(jax.value_and_grad(each.__call__)), p)[0].call(*p)
-    losses.assert_matches(got, losses.RNNT.expected(p), np.float32, 11)
+    compare.assert_matches(got, family.RNNT.expected(p), np.float32, 11)
     restored, _ = exported(RNNTLoss(implementation=implementation), p, 1)
-    check(jax.value_and_grad(restored.call)(*map(jax.numpy.asarray, p)), p, losses.RNNT.expected(p))
+    check(jax.value_and_grad(restored.call)(*map(jax.numpy.asarray, p)), p, family.RNNT.expected(p))
 
 
 def names(*dimensions):
@@ -86,14 +89,14 @@ def like(shapes, arrays):
 def check_symbolic(f, shapes, arrays):
     """The program for symbolic shapes gives what the one for these shapes gives."""
     found = exported(f, like(shapes, arrays))[0].call(*arrays)
-    losses.assert_close(found, jax.jit(f)(*arrays), rtol=1e-5, atol=1e-6)
+    compare.assert_close(found, jax.jit(f)(*arrays), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("linear", ("b", 7, 4)), ("function", ("b", "t", "u")), losses.slow("linear", ("b", "t", "u"))]
+    ("kind", "sizes"), [("linear", ("b", 7, 4)), ("function", ("b", "t", "u")), family.slow("linear", ("b", "t", "u"))]
 )
 def test_symbolic_joint(kind, sizes):
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     rng = np.random.default_rng(0)
     arrays = *(rng.normal(size=shape).astype(np.float32) for shape in ((6, 9), (4, 7, 6), (4, 5, 6))), *p[1:]
     b, t, u = names(*sizes)
@@ -113,9 +116,9 @@ def test_symbolic_joint(kind, sizes):
         ("greedy", "StatelessPredictor", ("b", "t")),
         ("beam", "LSTMPredictor", ("b", "t")),
         ("parallel", "StatelessPredictor", ("b", "t")),
-        losses.slow("beam", "LSTMPredictor", ("b", 7)),
-        losses.slow("greedy", "LSTMPredictor", ("b", "t")),
-        losses.slow("beam", "StatelessPredictor", ("b", "t")),
+        family.slow("beam", "LSTMPredictor", ("b", 7)),
+        family.slow("greedy", "LSTMPredictor", ("b", "t")),
+        family.slow("beam", "StatelessPredictor", ("b", "t")),
     ],
 )
 def test_symbolic_search(search, kind, sizes):

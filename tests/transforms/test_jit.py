@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
 import jax_rnnt
-import losses
 
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
 
@@ -22,11 +23,11 @@ def nothing_compiles():
     assert "/jax/core/compile/backend_compile_duration" not in seen
 
 
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize("option", VALUES)
 def test_changing_lengths_and_labels_compiles_nothing(implementation, option):
     """Nor does another value of an option. Many training scripts schedule options as Python floats."""
-    p = losses.Problem(*map(jnp.asarray, losses.problem()))
+    p = batches.Problem(*map(jnp.asarray, batches.problem()))
     other = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1)
     first, second = (jax_rnnt.RNNTLoss(implementation=implementation, **{option: x}) for x in VALUES[option])
     jax.block_until_ready(jax.value_and_grad(first)(*p))
@@ -36,18 +37,18 @@ def test_changing_lengths_and_labels_compiles_nothing(implementation, option):
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, np.asarray, jnp.float32, jnp.asarray, int])
 def test_every_kind_of_number(kernel, kind):
-    p = losses.problem(dtype=np.float32)
+    p = batches.problem(dtype=np.float32)
     loss = jax_rnnt.RNNTLoss(**{option: kind(1) for option in VALUES}, reduction="sum", implementation=kernel)
     value, got = jax.value_and_grad(loss)(*p)
-    values, gradient = losses.RNNT.expected(p, **dict.fromkeys(VALUES, 1))
+    values, gradient = family.RNNT.expected(p, **dict.fromkeys(VALUES, 1))
     np.testing.assert_allclose(value, values.sum(), rtol=1e-5)
     np.testing.assert_allclose(got, gradient, atol=2e-5)
 
 
-@losses.every_kernel
+@family.every_kernel
 def test_inside_control_flow(loss, implementation):
     """scan, fori_loop and cond, with the gradient through those that have one; steps of descent in a scan."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     expected, gradient = loss.expected(p)
     one = loss.value(reduction="none", implementation=implementation)
     mean = jax.grad(loss.value(implementation=implementation))

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import compare
+import family
 import jax_rnnt
-import losses
+import platforms
 from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
 
 pytestmark = [pytest.mark.no_kernel, pytest.mark.usefixtures("optimized")]
@@ -34,11 +37,11 @@ def temporaries(f, *args):
 @pytest.fixture
 def matmul(kernel):
     """Skips on a GPU: XLA's matmuls need temporaries as large as the logits. test_gpu_compile separates them."""
-    if losses.platform() == "cuda":
+    if platforms.platform() == "cuda":
         pytest.skip("XLA's matmuls have temporaries of their own")
 
 
-@losses.every
+@family.every
 def test_training_step(loss, kernel, matmul):
     """Logits from a 2-D joint matmul share one buffer with their gradient, under vmap and packed too."""
     value = loss.value(implementation=kernel)
@@ -53,7 +56,7 @@ def test_training_step(loss, kernel, matmul):
     sizes = [temporaries(jax.value_and_grad(step, i), WEIGHT, HIDDEN, *REST) for i in (0, 1, (0, 1))]
     # The gradient of the weight would add XLA's transpose of the batched logits.
     sizes.append(temporaries(jax.grad(by_sequence, 1), WEIGHT, HIDDEN, *REST))
-    if loss is losses.RNNT:
+    if loss is family.RNNT:
         packed = lambda weight, hidden, *rest: value(PackedLogits(hidden @ weight, T), *rest)
         sizes.append(temporaries(jax.value_and_grad(packed, (0, 1)), WEIGHT, HIDDEN, *REST))
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
@@ -70,7 +73,7 @@ def test_token_weighted_step(kernel, matmul):
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
 
 
-@pytest.mark.parametrize("width", [losses.slow(2), 4, losses.slow(8)])
+@pytest.mark.parametrize("width", [family.slow(2), 4, family.slow(8)])
 def test_pruned_training_step(kernel, matmul, width):
     """Temporaries are the logits of the band and planes of the whole lattice."""
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
@@ -110,8 +113,8 @@ def test_donated_logits(kernel):
     found = donated.lower(ARRAY, *REST).compile().memory_analysis()
     assert found.temp_size_in_bytes <= 4 * PLANE + 65536
     assert found.alias_size_in_bytes >= LOGITS
-    p = losses.problem(dtype=np.float32)
-    losses.assert_same_bits(jax.jit(step)(*p), donated(jnp.array(p.logits), *p[1:]))
+    p = batches.problem(dtype=np.float32)
+    compare.assert_same_bits(jax.jit(step)(*p), donated(jnp.array(p.logits), *p[1:]))
 
 
 @pytest.mark.slow

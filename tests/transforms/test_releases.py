@@ -13,24 +13,27 @@ import numpy as np
 import pytest
 from jax import export
 
+import batches
+import family
 import jax_rnnt
-import losses
+import platforms
+import project
 
-FOLDER = losses.HERE / "exported"
+FOLDER = project.HERE / "exported"
 # Options that reach other code of the kernels.
 PROGRAMS = {
-    "rnnt": (losses.RNNT, np.float32, {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125}),
-    "rnnt_bfloat16": (losses.RNNT, "bfloat16", {"fused_log_softmax": False}),
-    "tdt": (losses.TDT, np.float32, {"sigma": 0.05}),
-    "multiblank": (losses.MULTIBLANK, np.float64, {}),
-    "hat": (losses.HAT, np.float32, {}),
-    "constrained": (losses.CONSTRAINED, np.float32, {}),
+    "rnnt": (family.RNNT, np.float32, {"fastemit_lambda": 0.25, "clamp": 0.125, "delay_penalty": 0.125}),
+    "rnnt_bfloat16": (family.RNNT, "bfloat16", {"fused_log_softmax": False}),
+    "tdt": (family.TDT, np.float32, {"sigma": 0.05}),
+    "multiblank": (family.MULTIBLANK, np.float64, {}),
+    "hat": (family.HAT, np.float32, {}),
+    "constrained": (family.CONSTRAINED, np.float32, {}),
 }
 
 
 def problem(name):
     loss, dtype, options = PROGRAMS[name]
-    return loss, losses.problem(loss=loss, dtype=dtype), options
+    return loss, batches.problem(loss=loss, dtype=dtype), options
 
 
 def write():
@@ -49,7 +52,7 @@ def test_program_of_a_release(native_kernel, path):
     pytest.importorskip("flatbuffers")
     loss, p, options = problem(path.stem)
     writer = path.parent.name.partition("-")[2]
-    if losses.platform() != "cpu" or jax.__version_info__ < tuple(map(int, writer.split("."))):
+    if platforms.platform() != "cpu" or jax.__version_info__ < tuple(map(int, writer.split("."))):
         pytest.skip(f"exported for the CPU by jax {writer}")
     try:
         program = export.deserialize(path.read_bytes())

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import batches
+import family
+import hlo
 import jax_rnnt
-import losses
 
 pytestmark = pytest.mark.no_kernel
 POLICIES = {
@@ -32,18 +34,18 @@ def check(got, p, loss, **options):
     np.testing.assert_allclose(got[1], np.einsum("btuh,btuv->hv", p.logits, of_logits), rtol=1e-10, atol=1e-10)
 
 
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_checkpoint(implementation, policy):
-    p, loss = losses.problem(), jax_rnnt.RNNTLoss(clamp=0.5, reduction="sum", implementation=implementation)
+    p, loss = batches.problem(), jax_rnnt.RNNTLoss(clamp=0.5, reduction="sum", implementation=implementation)
     call = jax.checkpoint(lambda w: loss(p.logits @ w, *p[1:]), policy=policy)
-    check(jax.jit(jax.value_and_grad(call))(weight_of(p)), p, losses.RNNT, clamp=0.5)
+    check(jax.jit(jax.value_and_grad(call))(weight_of(p)), p, family.RNNT, clamp=0.5)
 
 
-@losses.every_layout
+@family.every_layout
 def test_checkpoint_in_a_scan_over_microbatches(loss, implementation):
     """Gradient accumulation: each step recomputes its own logits, of sequences under vmap."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     micro = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), p)
 
     def total(w):
@@ -57,16 +59,16 @@ def test_checkpoint_in_a_scan_over_microbatches(loss, implementation):
 @pytest.mark.parametrize(("policy", "runs"), [("names", 1), ("nothing", 2)])
 def test_saved_residuals_spare_the_second_run(native_kernel, policy, runs):
     """A policy saves the planes by name, not the logits: the joint runs again, but emission and lattice do not."""
-    p, loss = losses.problem(dtype=np.float32), jax_rnnt.RNNTLoss(implementation=native_kernel)
+    p, loss = batches.problem(dtype=np.float32), jax_rnnt.RNNTLoss(implementation=native_kernel)
     weight = weight_of(p)
 
     @functools.partial(jax.checkpoint, policy=POLICIES[policy])
     def call(w):
         return loss(p.logits @ w, *p[1:])
 
-    _, text = losses.compiled(jax.value_and_grad(call), weight)
-    forward, backward, lattice = losses.RNNT.gradient_calls
-    assert losses.custom_calls(text) == {forward: runs, lattice: runs, backward: 1}
+    _, text = hlo.compiled(jax.value_and_grad(call), weight)
+    forward, backward, lattice = family.RNNT.gradient_calls
+    assert hlo.custom_calls(text) == {forward: runs, lattice: runs, backward: 1}
     residuals = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(call, w)[1], weight))
     planes = [x for x in residuals if x.size == p.logits.size // len(weight)]
     assert len(planes) == (3 if policy == "names" else 0)

@@ -9,17 +9,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import batches
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
+import platforms
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
-from layouts import pruned_step
+from layout_table import pruned_step
 from meshes import KINDS, mean_over_devices, mesh_of, place
 from pages import code
 
 pytestmark = pytest.mark.no_kernel
 
 # The two lattice kernels; on a mesh the other losses differ from them in a table of arcs alone.
-BOTH = pytest.mark.parametrize("loss", [losses.RNNT, losses.TDT], ids=str)
+BOTH = pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 
@@ -27,9 +31,9 @@ def test_eight_devices(devices):
     assert len(devices) == 8
 
 
-def batch_of(loss=losses.RNNT):
+def batch_of(loss=family.RNNT):
     """Sixteen ragged sequences, two per device."""
-    p = losses.problem(16, loss=loss, dtype=np.float32)
+    p = batches.problem(16, loss=loss, dtype=np.float32)
     return p, loss.expected(p)
 
 
@@ -46,21 +50,21 @@ def one_by_one(loss, implementation):
 def check(got, expected):
     values, gradient = expected
     np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
-    np.testing.assert_allclose(got[1], gradient / len(values), atol=losses.tolerance(np.float32, 11))
+    np.testing.assert_allclose(got[1], gradient / len(values), atol=compare.tolerance(np.float32, 11))
 
 
 def run(f, p, loss, expected, implementation):
     """Value and gradient of a mean loss: its collective alone, and one custom call of each kind."""
-    got, text = losses.compiled(jax.value_and_grad(f), *p)
+    got, text = hlo.compiled(jax.value_and_grad(f), *p)
     check(got, expected)
-    assert set(losses.collectives(text)) <= {"all-reduce"}
+    assert set(hlo.collectives(text)) <= {"all-reduce"}
     if implementation == "kernel":
-        assert losses.custom_calls(text) == losses.once(loss.gradient_calls)
+        assert hlo.custom_calls(text) == hlo.once(loss.gradient_calls)
     return got
 
 
 # --------------------------------------------------------------------------------------------------------- the batch
-@losses.every_kernel
+@family.every_kernel
 @KINDS
 def test_batch_sharded(loss, implementation, devices, kind):
     """Windows [B, U, 2] too. The gradient is sharded as the logits. Losses per sequence need no collective at all."""
@@ -74,11 +78,11 @@ def test_batch_sharded(loss, implementation, devices, kind):
         expected = loss.expected(p, label_windows=windows, **options)
         _, gradient = run(f, placed, loss, expected, implementation)
         assert gradient.sharding.is_equivalent_to(placed[0].sharding, 4)
-        got, text = losses.compiled(call(loss, implementation, reduction="none"), *placed[:4])
+        got, text = hlo.compiled(call(loss, implementation, reduction="none"), *placed[:4])
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
     np.testing.assert_allclose(got, values, rtol=1e-6)
-    assert not losses.collectives(text)
-    assert losses.custom_calls(text) == (losses.once(loss.value_calls) if implementation == "kernel" else {})
+    assert not hlo.collectives(text)
+    assert hlo.custom_calls(text) == (hlo.once(loss.value_calls) if implementation == "kernel" else {})
 
 
 PARTITIONS = {
@@ -90,20 +94,20 @@ PARTITIONS = {
 }
 
 
-@losses.reference_slow
+@family.reference_slow
 @KINDS
 @pytest.mark.parametrize("case", PARTITIONS)
 def test_other_partitions_of_the_batch(implementation, devices, kind, case):
     p, expected = batch_of()
     make, specs, shape = PARTITIONS[case]
     with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
-        run(make(losses.RNNT, implementation), place(p, mesh, *specs), losses.RNNT, expected, implementation)
+        run(make(family.RNNT, implementation), place(p, mesh, *specs), family.RNNT, expected, implementation)
 
 
 @BOTH
 def test_uneven_batch(loss, kernel, devices):
     """Ten sequences on eight devices: XLA calls the kernels on padding rows with arbitrary contents."""
-    p = losses.problem(10, loss=loss, dtype=np.float32)
+    p = batches.problem(10, loss=loss, dtype=np.float32)
     with mesh_of(devices, "auto") as mesh:
         sharding = NamedSharding(mesh, P("data"))
 
@@ -118,7 +122,7 @@ def test_uneven_batch(loss, kernel, devices):
 @BOTH
 def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
     """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
-    p = losses.problem(16, loss=loss, dtype=np.float32)
+    p = batches.problem(16, loss=loss, dtype=np.float32)
     p.logit_lengths[3], p.targets[8, 0] = 99, -5
 
     def mean_of_finite(*p):
@@ -133,7 +137,7 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
 
 
 # --------------------------------------------------------------------------------------------------------- shard_map
-@losses.every_kernel
+@family.every_kernel
 @VMA
 @pytest.mark.parametrize("case", ["lengths_sharded", "lengths_replicated", "vmap"])
 def test_shard_map(loss, implementation, devices, check_vma, case):
@@ -153,7 +157,7 @@ def test_shard_map(loss, implementation, devices, check_vma, case):
 @VMA
 def test_gradient_inside_shard_map(kernel, devices, check_vma):
     p, expected = batch_of()
-    body = jax.value_and_grad(call(losses.RNNT, kernel, reduction="sum"))
+    body = jax.value_and_grad(call(family.RNNT, kernel, reduction="sum"))
     local = lambda *p: (lambda v, g: (v[None], g))(*body(*p))
     with mesh_of(devices, "auto") as mesh:
         f = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
@@ -166,13 +170,13 @@ def test_shard_map_invariant_logits(kernel, devices):
     """Devices have the same logits and different labels: the gradient sums over devices."""
     p, _ = batch_of()
     shared = p._replace(logits=p.logits[:2])
-    values, gradient = losses.RNNT.expected(p._replace(logits=np.tile(p.logits[:2], (8, 1, 1, 1))))
+    values, gradient = family.RNNT.expected(p._replace(logits=np.tile(p.logits[:2], (8, 1, 1, 1))))
     with mesh_of(devices, "auto") as mesh:
-        f = mean_over_devices(call(losses.RNNT, kernel), mesh, (P(), P("data"), P("data"), P("data")))
+        f = mean_over_devices(call(family.RNNT, kernel), mesh, (P(), P("data"), P("data"), P("data")))
         got = jax.jit(jax.value_and_grad(f))(*shared)
     np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
     expected = gradient.reshape(8, 2, *gradient.shape[1:]).sum(0) / 16
-    np.testing.assert_allclose(got[1], expected, atol=losses.tolerance(np.float32, 11))
+    np.testing.assert_allclose(got[1], expected, atol=compare.tolerance(np.float32, 11))
 
 
 @BOTH
@@ -194,15 +198,15 @@ def test_training_step(kernel, devices, way):
     """Sharded data and a replicated weight: one all-reduce for its gradient and the loss, no gather."""
     p, _ = batch_of()
     weight = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
-    values, of_logits = losses.RNNT.expected(p._replace(logits=p.logits @ weight))
-    mean = lambda w, x, *rest: call(losses.RNNT, kernel)(x @ w, *rest)
+    values, of_logits = family.RNNT.expected(p._replace(logits=p.logits @ weight))
+    mean = lambda w, x, *rest: call(family.RNNT, kernel)(x @ w, *rest)
     with mesh_of(devices, "auto") as mesh:
         specs = P(), *(P("data"),) * 4
         if way != "jit":
             mean = mean_over_devices(mean, mesh, specs, check_vma=way == "shard_map")
-        (value, gradient), text = losses.compiled(jax.value_and_grad(mean), *place((weight, *p), mesh, *specs))
-    assert set(losses.collectives(text)) == {"all-reduce"}
-    assert losses.custom_calls(text) == losses.once(losses.RNNT.gradient_calls)
+        (value, gradient), text = hlo.compiled(jax.value_and_grad(mean), *place((weight, *p), mesh, *specs))
+    assert set(hlo.collectives(text)) == {"all-reduce"}
+    assert hlo.custom_calls(text) == hlo.once(family.RNNT.gradient_calls)
     np.testing.assert_allclose(value, values.mean(), rtol=1e-5)
     expected = np.einsum("btuh,btuv->hv", p.logits, of_logits) / 16
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
@@ -214,8 +218,8 @@ AXES = {"T": 1, "U + 1": 2, "V": 3}
 
 def split_problem():
     """Sixteen sequences whose dimensions all divide by two."""
-    p = losses.problem(16, 8, 5, 8, dtype=np.float32)
-    return p, losses.RNNT.expected(p)
+    p = batches.problem(16, 8, 5, 8, dtype=np.float32)
+    return p, family.RNNT.expected(p)
 
 
 def split_network():
@@ -246,14 +250,14 @@ def test_other_dimensions(implementation, devices, axis, kind):
     p, expected = split_problem()
     with model_mesh(devices, kind) as mesh:
         placed = place(p, mesh, *over(axis))
-        got, text = losses.compiled(jax.value_and_grad(call(losses.RNNT, implementation)), *placed)
+        got, text = hlo.compiled(jax.value_and_grad(call(family.RNNT, implementation)), *placed)
         check(got, expected)
         if implementation == "kernel":
-            assert set(losses.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or losses.interpreted()
+            assert set(hlo.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or platforms.interpreted()
         elif axis == AXES["V"]:
             assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
-            assert set(losses.collectives(text)) == {"all-reduce"}
-            assert set(losses.exchanged(text, "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
+            assert set(hlo.collectives(text)) == {"all-reduce"}
+            assert set(hlo.exchanged(text, "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
 
 
 def joint_mean(weight, encoder, predictor, *rest, chunk=32):
@@ -261,7 +265,7 @@ def joint_mean(weight, encoder, predictor, *rest, chunk=32):
     return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
 
 
-@pytest.mark.parametrize("way", ["auto", losses.slow("explicit"), "shard_map"])
+@pytest.mark.parametrize("way", ["auto", family.slow("explicit"), "shard_map"])
 def test_split_output_layer_of_a_joint(native_kernel, devices, way):
     """One tile of logits is gathered at a time; under shard_map the gather of docs/sharding.md makes it right."""
 
@@ -273,9 +277,9 @@ def test_split_output_layer_of_a_joint(native_kernel, devices, way):
     expected = jax.jit(step(joint_mean))(*arguments)
     with model_mesh(devices, way) as mesh:
         f = mean_over_devices(body, mesh, specs, ("data", "model")) if way == "shard_map" else joint_mean
-        got, text = losses.compiled(step(f), *place(arguments, mesh, *specs))
-    losses.assert_close(got, expected, 1e-5)
-    shapes = losses.exchanged(text, "all-gather")
+        got, text = hlo.compiled(step(f), *place(arguments, mesh, *specs))
+    compare.assert_close(got, expected, 1e-5)
+    shapes = hlo.exchanged(text, "all-gather")
     assert shapes and max(map(np.prod, shapes)) <= 4 * 32 * 8  # a tile on each of four parts of the batch
 
 
@@ -285,7 +289,7 @@ def test_split_vocabulary_under_shard_map(implementation, devices):
     p, expected = split_problem()
     assert np.any(p.targets >= 4)  # labels beyond the part
     known = p._replace(targets=p.targets % 3)  # nothing looks wrong
-    loss, specs = call(losses.RNNT, implementation), over(3)
+    loss, specs = call(family.RNNT, implementation), over(3)
     names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=loss)
     with model_mesh(devices, "auto") as mesh:
         gathered = jax.shard_map(names["body"], mesh=mesh, in_specs=specs, out_specs=P())
@@ -295,7 +299,7 @@ def test_split_vocabulary_under_shard_map(implementation, devices):
         for right in (gathered, whole):
             check(jax.jit(jax.value_and_grad(right))(*placed), expected)
         value = part(*place(known, mesh, *specs))
-        assert np.isfinite(value) and abs(float(value) - losses.RNNT.expected(known)[0].mean()) > 1
+        assert np.isfinite(value) and abs(float(value) - family.RNNT.expected(known)[0].mean()) > 1
         assert np.isnan(part(*placed))
 
 
@@ -306,14 +310,14 @@ def test_split_lattice_under_shard_map(implementation, devices):
     with model_mesh(devices, "auto") as mesh:
 
         def part(axis, p):
-            f = mean_over_devices(call(losses.RNNT, implementation), mesh, over(axis), ("data", "model"))
+            f = mean_over_devices(call(family.RNNT, implementation), mesh, over(axis), ("data", "model"))
             return jax.jit(f)(*place(p, mesh, *over(axis)))
 
         with pytest.raises(ValueError, match="targets must have shape"):
             part(2, p)
         assert np.isnan(part(1, p))
         value = part(1, short)
-    assert np.isfinite(value) and abs(float(value) - losses.RNNT.expected(short)[0].mean()) > 0.1
+    assert np.isfinite(value) and abs(float(value) - family.RNNT.expected(short)[0].mean()) > 0.1
 
 
 def refused():
@@ -367,7 +371,7 @@ METHODS = {
     "align_durations": DURATIONS.align,
     "posteriors": RNNT.posteriors,
     "posteriors_durations": DURATIONS.posteriors,
-    "expected_frames": RNNT.emission_frames,
+    "expected_frames": RNNT.label_frames,
     "latency": RNNT.latency,
     "label_log_probs": RNNT.label_log_probs,
     "label_log_probs_durations": DURATIONS.label_log_probs,
@@ -382,13 +386,13 @@ def method_cases():
     seldom = {"align_durations", "latency_gradient", "label_log_probs_durations", "label_log_probs_gradient"}
     for name in METHODS:
         yield name, "vmap"
-        yield losses.slow(name, "auto") if name in seldom else (name, "auto")
+        yield family.slow(name, "auto") if name in seldom else (name, "auto")
         plain = name not in (*seldom, "align", "pruned_gradient")
-        yield (name, "shard_map") if plain else losses.slow(name, "shard_map")
-        yield losses.slow(name, "explicit")
+        yield (name, "shard_map") if plain else family.slow(name, "shard_map")
+        yield family.slow(name, "explicit")
     for name in ("align", "latency_gradient"):  # which have no kernel
         yield from ((name, "replicated"), (name, "explicit_replicated"))
-    yield losses.slow("pruned", "pmap")
+    yield family.slow("pruned", "pmap")
 
 
 @pytest.mark.parametrize(("name", "way"), [*method_cases()])
@@ -397,7 +401,7 @@ def test_other_methods(name, way, devices):
 
     "replicated": all but the logits, as NumPy arrays of the host are.
     """
-    p = losses.problem(16, dtype=np.float32)
+    p = batches.problem(16, dtype=np.float32)
     f = METHODS[name]
     expected = jax.jit(f)(*p)
     assert all(np.any(x) for x in jax.tree.leaves(expected))
@@ -412,30 +416,30 @@ def test_other_methods(name, way, devices):
         else:
             if way == "shard_map":
                 f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-            got, text = losses.compiled(f, *place(p, mesh, P("data")))
-            assert not losses.collectives(text)
+            got, text = hlo.compiled(f, *place(p, mesh, P("data")))
+            assert not hlo.collectives(text)
             for x in jax.tree.leaves(got):
                 assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), x.ndim)
-    losses.assert_close(got, expected, rtol=1e-5, atol=losses.tolerance(np.float32, 11))
+    compare.assert_close(got, expected, rtol=1e-5, atol=compare.tolerance(np.float32, 11))
 
 
 def test_packed_under_shard_map(kernel, devices):
     """Every device packs its own sequences; no collective but the mean's."""
     p, (values, gradient) = batch_of()
     parts = [slice(i, i + 2) for i in range(0, 16, 2)]
-    rows = max(len(losses.packed(p.take(i), p.logits[i], extra=0)) for i in parts)
+    rows = max(len(batches.packed(p.take(i), p.logits[i], extra=0)) for i in parts)
 
     def packed(x, fill):
-        lengths = [len(losses.packed(p.take(i), x[i], extra=0)) for i in parts]
+        lengths = [len(batches.packed(p.take(i), x[i], extra=0)) for i in parts]
         own = zip(parts, lengths, strict=True)
-        return np.concatenate([losses.packed(p.take(i), x[i], extra=rows - n, fill=fill) for i, n in own])
+        return np.concatenate([batches.packed(p.take(i), x[i], extra=rows - n, fill=fill) for i, n in own])
 
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
     with mesh_of(devices, "auto") as mesh:
         f = mean_over_devices(lambda x, *rest: loss(PackedLogits(x, 7), *rest), mesh, (P("data"),) * 4)
         placed = place(p._replace(logits=packed(p.logits, np.nan)), mesh, P("data"))
-        (value, got), text = losses.compiled(jax.value_and_grad(f), *placed)
+        (value, got), text = hlo.compiled(jax.value_and_grad(f), *placed)
     np.testing.assert_allclose(value, values.mean(), rtol=1e-6)
-    np.testing.assert_allclose(got, packed(gradient, 0) / 16, atol=losses.tolerance(np.float32, 11))
-    assert set(losses.collectives(text)) <= {"all-reduce"}
-    assert losses.custom_calls(text) == losses.once(losses.RNNT.gradient_calls)
+    np.testing.assert_allclose(got, packed(gradient, 0) / 16, atol=compare.tolerance(np.float32, 11))
+    assert set(hlo.collectives(text)) <= {"all-reduce"}
+    assert hlo.custom_calls(text) == hlo.once(family.RNNT.gradient_calls)

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import batches
+import compare
+import family
+import hlo
 import jax_rnnt
-import losses
 from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
 from meshes import KINDS, mesh_of, place
 
@@ -22,8 +25,8 @@ WAYS = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 LENGTHS = (8, 5, 8, 3), (4, 2, 0, 3)
 
 
-def problem(loss=losses.RNNT, dtype=np.float64, **options):
-    return losses.problem(4, 8, 4, 24 - loss.extra_classes, loss=loss, dtype=dtype, lengths=LENGTHS, **options)
+def problem(loss=family.RNNT, dtype=np.float64, **options):
+    return batches.problem(4, 8, 4, 24 - loss.extra_classes, loss=loss, dtype=dtype, lengths=LENGTHS, **options)
 
 
 def split_mesh(devices, kind, axes):
@@ -47,13 +50,13 @@ def inside_shard_map(loss, mesh, axes, check_vma=True):
 
 def cases():
     """One head and two; every other loss: test_promises.py."""
-    for loss in (losses.RNNT, losses.TDT, losses.HAT):
+    for loss in (family.RNNT, family.TDT, family.HAT):
         for axes in AXES.values():
-            yield (loss, axes) if loss is losses.RNNT else losses.slow(loss, axes)
+            yield (loss, axes) if loss is family.RNNT else family.slow(loss, axes)
 
 
 @pytest.mark.parametrize(("loss", "axes"), [*cases()], ids=str)
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", losses.slow("unchecked")])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", family.slow("unchecked")])
 def test_value_and_gradient(loss, axes, kind, implementation, devices):
     """Under jit and inside `shard_map`, with every option; no array with all classes or frames of logits exists."""
     p = problem(loss)
@@ -71,21 +74,21 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
             return jnp.sum(made * WEIGHTS), made
 
         step = jax.value_and_grad(weighted, has_aux=True)
-        ((_, got), grad), text = losses.compiled(step, *placed)
+        ((_, got), grad), text = hlo.compiled(step, *placed)
     np.testing.assert_allclose(got, values, rtol=1e-12)
     np.testing.assert_allclose(grad, gradient * WEIGHTS[:, None, None, None], atol=1e-12)
     # Two sequences of each part of "data", with 8 frames and 5 columns. Planes: a sum, two picks, all batches of them.
     planes = 2 * 8 * 5 * (5 + loss.extra_classes)
     for kind_of_exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
-        sizes = [int(np.prod(shape)) for shape in losses.exchanged(text, kind_of_exchange)]
+        sizes = [int(np.prod(shape)) for shape in hlo.exchanged(text, kind_of_exchange)]
         assert max(sizes, default=0) <= planes, (kind_of_exchange, sizes)
 
 
-METHODS = "posteriors", "align", "emission_frames", "latency", "label_log_probs", "arcs"
+METHODS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs"
 
 
-@pytest.mark.parametrize("loss", [losses.RNNT, losses.slow(losses.TDT)], ids=str)
-@pytest.mark.parametrize("axes", [FRAMES, losses.slow(VOCAB), losses.slow(VOCAB | FRAMES)], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT)], ids=str)
+@pytest.mark.parametrize("axes", [FRAMES, family.slow(VOCAB), family.slow(VOCAB | FRAMES)], ids=str)
 @KINDS
 def test_methods(loss, axes, kind, devices):
     """The answers are those of whole logits; planes of nodes lie as the logits do."""
@@ -96,8 +99,8 @@ def test_methods(loss, axes, kind, devices):
         for name in METHODS:
             ask = lambda value, *p: getattr(value, name)(*p[:4], label_windows=p[4])
             got = jax.jit(functools.partial(ask, loss.value(**axes)))(*placed)
-            losses.assert_close(got, ask(loss.value(), *p, windows), 1e-12)
-            if name in ("posteriors", "arcs"):
+            compare.assert_close(got, ask(loss.value(), *p, windows), 1e-12)
+            if name in ("posteriors", "arc_log_probs"):
                 for plane in jax.tree.leaves(got):
                     assert (*plane.sharding.spec, None, None)[1] == axes.get("frame_axis")
 
@@ -121,9 +124,9 @@ def of_joint(loss, weight, bias, encoder, predictor, *rest):
 
 
 @WAYS
-@losses.reference_slow
-@pytest.mark.parametrize("hypotheses", [None, losses.slow(3)])
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", losses.slow("unchecked")])
+@family.reference_slow
+@pytest.mark.parametrize("hypotheses", [None, family.slow(3)])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", family.slow("unchecked")])
 def test_joint(axes, hypotheses, kind, implementation, devices):
     """The output layer lies split over classes, the encoder over frames; every gradient is that of whole arrays."""
     arguments = network(hypotheses=hypotheses)
@@ -138,13 +141,13 @@ def test_joint(axes, hypotheses, kind, implementation, devices):
             mean = lambda *p: jax.lax.pmean(of_joint(loss, *p), "data")
             f = jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=kind == "shard_map")
         step = jax.value_and_grad(f, (0, 1, 2, 3))
-        got, text = losses.compiled(step, *place(arguments, mesh, *specs))
-    losses.assert_close(got, want, 1e-12)
-    sizes = [n for each in ("all-gather", "all-to-all") for n in map(np.prod, losses.exchanged(text, each))]
+        got, text = hlo.compiled(step, *place(arguments, mesh, *specs))
+    compare.assert_close(got, want, 1e-12)
+    sizes = [n for each in ("all-gather", "all-to-all") for n in map(np.prod, hlo.exchanged(text, each))]
     assert max(sizes, default=0) <= 2 * 3 * 8 * 5
 
 
-@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), losses.slow(jax_rnnt.HATLoss())], ids=str)
+@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), family.slow(jax_rnnt.HATLoss())], ids=str)
 def test_joint_of_two_heads(loss, kernel, devices):
     """Durations, or the blank of HAT, lie on the last device."""
     arguments = network()
@@ -155,7 +158,7 @@ def test_joint_of_two_heads(loss, kernel, devices):
         specs = P(None, "model"), P("model"), P("data", "seq"), *[P("data")] * 4
         split = dataclasses.replace(loss, implementation=kernel, **axes)
         step = jax.value_and_grad(functools.partial(of_joint, split), (0, 1, 2, 3))
-        losses.assert_close(jax.jit(step)(*place(arguments, mesh, *specs)), want, 1e-12)
+        compare.assert_close(jax.jit(step)(*place(arguments, mesh, *specs)), want, 1e-12)
 
 
 def odd_logits(loss, blank):
@@ -187,7 +190,7 @@ def odd_logits(loss, blank):
     p.logits[..., first] -= 1e9
     p.targets[:] = np.where(np.isin(p.targets, first), 2, p.targets)
     yield "masked", p
-    yield "outside", losses.poisoned(problem(loss))
+    yield "outside", batches.poisoned(problem(loss))
     p = problem(loss)
     p.targets[0, 1], p.logit_lengths[2], p.target_lengths[3] = 24, 9, 5
     yield "out of range", p
@@ -201,12 +204,12 @@ def odd_logits(loss, blank):
             yield f"{value} in {column}", p
 
 
-ODD = (losses.RNNT, -1), losses.slow(losses.RNNT, 0), (losses.RNNT, 12), (losses.TDT, -1), (losses.HAT, -1)
+ODD = (family.RNNT, -1), family.slow(family.RNNT, 0), (family.RNNT, 12), (family.TDT, -1), (family.HAT, -1)
 
 
 @pytest.mark.parametrize(("loss", "blank"), ODD, ids=str)
-@pytest.mark.parametrize("axes", [losses.slow(VOCAB), losses.slow(FRAMES), VOCAB | FRAMES], ids=str)
-@losses.reference_slow
+@pytest.mark.parametrize("axes", [family.slow(VOCAB), family.slow(FRAMES), VOCAB | FRAMES], ids=str)
+@family.reference_slow
 def test_odd_logits(loss, blank, axes, implementation, devices):
     """NaN, infinity and masks stay where they are, as in whole logits."""
     step = lambda value: jax.jit(jax.grad(lambda *p: ((made := value(*p)).sum(), made), has_aux=True))
@@ -233,7 +236,7 @@ def test_accuracy(dtype, offset, native_kernel, devices):
     with split_mesh(devices, "auto", VOCAB) as mesh, jax.set_mesh(mesh):
         got = jax.jit(step)(RNNTLoss(**VOCAB), *place(p, mesh, spec(VOCAB), *[P("data")] * 3))
     np.testing.assert_allclose(got[0], value, rtol=1e-6)
-    relative, smallest = losses.rounding(dtype)
+    relative, smallest = compare.rounding(dtype)
     np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
 
 
@@ -244,14 +247,14 @@ def test_vmap_remat_and_second_derivatives(axes, devices):
     with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
         whole, split = RNNTLoss(), RNNTLoss(**axes)
         each = lambda loss: jax.vmap(jax.value_and_grad(jax.checkpoint(loss)))
-        losses.assert_close(jax.jit(each(split))(*stacked), each(whole)(*stacked), 1e-12)
+        compare.assert_close(jax.jit(each(split))(*stacked), each(whole)(*stacked), 1e-12)
 
         def sharpness(loss, x):
             return jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
 
         got = jax.jit(jax.grad(functools.partial(sharpness, split)))(p.logits)
         want = jax.grad(functools.partial(sharpness, RNNTLoss(implementation="reference")))(p.logits)
-        losses.assert_close(got, want, 1e-12)
+        compare.assert_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)], ids=str)
@@ -262,7 +265,7 @@ def test_any_batch(shape, devices):
     step = jax.value_and_grad(lambda loss, *p: loss(*p).sum(), 1)
     for axes in (VOCAB, FRAMES):
         with mesh_of(devices, "auto", (8,), (*axes.values(),), is_set=True):
-            losses.assert_close(
+            compare.assert_close(
                 jax.jit(step)(RNNTLoss(reduction="none", **axes), *p), step(RNNTLoss(reduction="none"), *p), 1e-12
             )
 

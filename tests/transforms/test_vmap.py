@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import compare
+import family
+import hlo
 
 
 def per_sequence(loss, implementation, **options):
@@ -17,19 +20,19 @@ def value_and_gradient(loss, implementation, **options):
 
 
 def check(got, p, loss):
-    losses.assert_matches(got, loss.expected(p), np.float64, 11)
+    compare.assert_matches(got, loss.expected(p), np.float64, 11)
 
 
-@losses.every_layout
+@family.every_layout
 def test_vmap_equals_batch(loss, implementation):
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     check(jax.jit(jax.vmap(value_and_gradient(loss, implementation)))(*p), p, loss)
 
 
-@losses.every_layout
+@family.every_layout
 def test_gradient_of_nested_vmap(loss, implementation):
     """vmap of vmap of a batch of one."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     nested = [x.reshape(2, 2, 1, *x.shape[1:]) for x in p]
 
     def total(x):
@@ -40,31 +43,31 @@ def test_gradient_of_nested_vmap(loss, implementation):
     check((values.ravel(), gradient.reshape(p.logits.shape)), p, loss)
 
 
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize("axis", [1, 2, 3, -1])
 def test_in_axes_and_out_axes(implementation, axis):
-    p = losses.problem()
+    p = batches.problem()
     moved = np.moveaxis(p.logits, 0, axis), np.moveaxis(p.targets, 0, 1), *p[2:]
-    call = value_and_gradient(losses.RNNT, implementation)
+    call = value_and_gradient(family.RNNT, implementation)
     values, gradient = jax.jit(jax.vmap(call, in_axes=(axis, 1, 0, 0), out_axes=(0, axis)))(*moved)
-    check((values, np.moveaxis(gradient, axis, 0)), p, losses.RNNT)
+    check((values, np.moveaxis(gradient, axis, 0)), p, family.RNNT)
 
 
-@losses.reference_slow
+@family.reference_slow
 @pytest.mark.parametrize("mapped", [0, 1, 2, 3])
 def test_one_argument_mapped(implementation, mapped):
     """The other three are shared: only logits, only targets (an n-best list), only lengths."""
-    p = losses.problem(lengths=([7, 5, 6, 4], [4, 2, 3, 0]))
+    p = batches.problem(lengths=([7, 5, 6, 4], [4, 2, 3, 0]))
     args = [x if i == mapped else x[0] for i, x in enumerate(p)]
     axes = [0 if i == mapped else None for i in range(4)]
-    got = jax.jit(jax.vmap(value_and_gradient(losses.RNNT, implementation), in_axes=axes))(*args)
-    check(got, losses.Problem(*(x if i == mapped else np.stack([x[0]] * 4) for i, x in enumerate(p))), losses.RNNT)
+    got = jax.jit(jax.vmap(value_and_gradient(family.RNNT, implementation), in_axes=axes))(*args)
+    check(got, batches.Problem(*(x if i == mapped else np.stack([x[0]] * 4) for i, x in enumerate(p))), family.RNNT)
 
 
-@losses.every_layout
+@family.every_layout
 def test_options_mapped(loss, implementation):
     """One lambda, clamp and penalty for each sequence; windows that are mapped or shared."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     options = {
         "fastemit_lambda": np.array([0.0, 0.5, 1.0, 0.25]),
@@ -76,13 +79,13 @@ def test_options_mapped(loss, implementation):
     expected = [np.concatenate(x) for x in zip(*(loss.expected(p.take([b]), **own(b)) for b in range(4)))]
     for axes, given in (((0, 0, 0), windows), ((0, None, 0), windows[0])):
         got = jax.jit(jax.vmap(call, in_axes=axes))(p, given, options)
-        losses.assert_matches(got, expected, np.float64, 11, scale=2)
+        compare.assert_matches(got, expected, np.float64, 11, scale=2)
 
 
-@losses.every_layout
+@family.every_layout
 def test_reduction_inside_vmap(loss, implementation):
     """A mean over two sequences, mapped over two such pairs, a mean of all, and an empty mapped axis."""
-    p = losses.problem(loss=loss)
+    p = batches.problem(loss=loss)
     pairs = [x.reshape(2, 2, *x.shape[1:]) for x in p]
     for reduction in ("mean", "mean_target", "mean_volume"):
         call = lambda *p, r=reduction: loss(*p, reduction=r, implementation=implementation)
@@ -95,17 +98,17 @@ def test_reduction_inside_vmap(loss, implementation):
     assert values.shape == (0,) and gradient.shape == (0, *p.logits.shape[1:])
 
 
-@losses.every
+@family.every
 def test_one_custom_call_and_no_loop(loss, native_kernel):
     """Without vmap, under one, and under two; `WildcardRNNTLoss` has loops of its own, over powers of two."""
-    p = losses.problem(loss=loss, dtype=np.float32)
+    p = batches.problem(loss=loss, dtype=np.float32)
     value, loops = per_sequence(loss, native_kernel), {}
     for shape in ((4,), (4,), (2, 2)):
         arguments = [x.reshape(*shape, *x.shape[1:]) for x in p]
         gradient = jax.value_and_grad(lambda *p, f=value: f(*p).sum())
         for f, calls in ((value, loss.value_calls), (gradient, loss.gradient_calls)):
-            _, text = losses.compiled(f, *arguments)
-            assert losses.custom_calls(text) == losses.once(calls)
+            _, text = hlo.compiled(f, *arguments)
+            assert hlo.custom_calls(text) == hlo.once(calls)
             found = text.count(" while(")
-            assert found == loops.setdefault(calls, found) and (found == 0 or loss is losses.WILDCARD)
+            assert found == loops.setdefault(calls, found) and (found == 0 or loss is family.WILDCARD)
         value = jax.vmap(value)

@@ -39,7 +39,7 @@ class Search(typing.NamedTuple):
     @property
     def tokens(self) -> int:
         """Labels and blanks."""
-        return self.classes - self.symbols.emission.durations
+        return self.classes - self.symbols.emission.num_durations
 
     def inside(self, t):
         """The nearest frame of encoder_out."""
@@ -104,7 +104,7 @@ def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start,
     row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
     layout = checked_joint(function, joint, encoder_out, jnp.zeros((batch, 1, row.shape[-1]), row.dtype))
     symbols = symbols_of(function, loss, layout.classes, scoring)
-    labels = layout.classes - symbols.emission.durations
+    labels = layout.classes - symbols.emission.num_durations
     while labels - 1 in symbols.emission.blanks:
         labels -= 1
     _predictor.check_symbols(function, "predictor", predictor, labels)

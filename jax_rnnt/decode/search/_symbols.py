@@ -145,7 +145,7 @@ class Symbols:
         """Rows [..., V + D] of logits over the temperature, each head up to a number."""
         if not self.scoring.tempers:
             return logits
-        tokens = logits.shape[-1] - self.emission.durations
+        tokens = logits.shape[-1] - self.emission.num_durations
         heads = [logits[..., :tokens], logits[..., tokens:]]
         apart = self.is_blank(heads[0]) if self.emission.bernoulli else None
         tempered = [self.scoring.tempered(heads[0], apart)]
@@ -155,7 +155,7 @@ class Symbols:
         """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0."""
         every = sorted(-1 if move.duration is None else move.duration for move in self.labels)
         weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
-        if not weighted and every in ([-1], [*range(self.emission.durations)]):
+        if not weighted and every in ([-1], [*range(self.emission.num_durations)]):
             return None
         nothing = jnp.zeros(durations.shape[:-1], durations.dtype)
         parts = [nothing if move.duration is None else durations[..., move.duration] for move in self.labels]
@@ -198,10 +198,10 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     weights = rules.arc_weights or (0.0,) * len(rules.topology)
     blanks, labels = moves_of(f"{function}: {name}", rules.topology, weights, emission)
     if scoring.token_first:
-        blanks += more_blanks(blanks, labels, emission.durations)
+        blanks += more_blanks(blanks, labels, emission.num_durations)
     limits = scoring.max_symbols, rules.labels_per_frame
     limit = min(x for x in (*limits, np.iinfo(np.int32).max) if x is not None)
-    scoring = scoring._replace(token_first=scoring.token_first and emission.durations > 0)
+    scoring = scoring._replace(token_first=scoring.token_first and emission.num_durations > 0)
     numbers = {f"{name} arc_weights[{i}]": weight for i, weight in enumerate(weights)}
     return Symbols(emission, tuple(blanks), tuple(labels), limit, scoring, numbers)
 
@@ -209,7 +209,7 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
 def moves_of(source: str, topology, weights, emission: Softmax):
     """(moves of blanks, moves of labels) of arcs with their weights; errors name the `source` of the arcs."""
     blanks, labels = [], []
-    durations = [f"duration+{i}" for i in range(emission.durations)]
+    durations = [f"duration+{i}" for i in range(emission.num_durations)]
     for arc, weight in zip(topology, weights, strict=True):
         if arc.other is not None and arc.other not in durations:
             expected = f"the slot of a duration, one of {durations}"

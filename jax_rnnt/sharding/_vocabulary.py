@@ -7,9 +7,14 @@ of a node, then sums and picks. With own sums S_d = sum over own v of exp(x[v]) 
 
 Differences of logits stay small where all logits share an offset, so float32 keeps them.
 
-The backward pass is local. The softmax over all classes is w_d = S_d / S times that of the own ones. So the kernel runs
-on its own sums, with cotangents whose total is w_d times the total of all arcs; one class, the first own column, pays
-for the difference and is written anew.
+The backward pass is local. With cotangents c of the arcs, C their sum, and w_d = S_d / S, which is exp(m_d - log(S /
+exp R)), the softmax over all classes is w_d times that of the own ones:
+
+    dx[v] = sum of c over arcs of class v - C exp(x[v]) / S = ... - (w_d C) exp(x[v]) / S_d
+
+The kernel knows S_d, and takes the sum of the cotangents that it gets for the factor of the second term. Those of own
+arcs do not add up to w_d C. So one of them, that of the first own column f, is replaced by w_d C - (sum of the others):
+all classes but f are right, and dx[f] = c_f - w_d C exp(x[f]) / S_d is written anew.
 
 The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They lie on the last device, and
 every device runs the same kernel. So the kernel leaves the last D columns out on all of them. These columns are planes
@@ -24,9 +29,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
-from jax_rnnt.emissions._emission import NO_LABEL, Wrapper, clip_and_scale
+from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, clip_and_scale
 from jax_rnnt.emissions._norm import is_anchored, row_sum
 from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, backward, inside_rows, one_hot
+from jax_rnnt.sharding import _axes
 
 _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
 
@@ -34,21 +40,21 @@ _TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OwnClasses(Softmax):
-    """A softmax over the first columns of one device; the last ones, `durations`, are planes.
+    """A softmax over the first columns of one device; the last ones, `num_durations`, are planes.
 
     `slots` are columns of its rows; `classes` is V of all devices.
     """
 
     classes: int = 0
 
-    def dimensions(self, logits):
-        return logits.shape[-3], self.classes
+    def tokens(self, classes):
+        return self.classes
 
     def forward(self, logits, nodes, *, strict=False):
         """(planes, (norm, logits of the first column and of the last ones))"""
         planes, norm = super().forward(logits, nodes, strict=strict)
-        columns = self.blanks[0], *range(logits.shape[-1] - self.durations, logits.shape[-1])
-        inside = inside_rows(logits, *nodes)
+        columns = self.blanks[0], *range(logits.shape[-1] - self.num_durations, logits.shape[-1])
+        inside = inside_rows(logits, nodes.label, nodes.num_frames)
         return planes, (norm, *(jnp.where(inside, logits[..., i].astype(norm.dtype), 0) for i in columns))
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
@@ -57,16 +63,16 @@ class OwnClasses(Softmax):
         The cotangents "beside+i" are the gradients of the last columns.
         """
         norm, log_first = residuals
-        label, num_frames = nodes
+        label, num_frames = nodes.label, jnp.where(scale == 0, 0, nodes.num_frames)
         first, *others = (cotangents[name] for name in (*self.slots, "label"))
         in_kernel = first
         if self.normalize:
             total = cotangents[_TOTAL]
             in_kernel = total - sum(others)
         params = dict(strict=strict, alias=alias, **self._attributes())
-        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.durations), scale, clamp
+        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.num_durations), scale, clamp
         gradient = backward(logits, label, num_frames, *operands, **params)
-        anew = {logits.shape[-1] - self.durations + i: cotangents[f"beside+{i}"] for i in range(self.durations)}
+        anew = {logits.shape[-1] - self.num_durations + i: cotangents[f"beside+{i}"] for i in range(self.num_durations)}
         if self.normalize:
             used = functools.reduce(jnp.logical_or, (ct != 0 for ct in (first, in_kernel, *others)))
             exact = first + jnp.where(label == self.blanks[0], others[-1], 0) - jnp.exp(log_first) * total
@@ -81,13 +87,14 @@ class OwnClasses(Softmax):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class SplitVocabulary(Wrapper):
+class SplitVocabulary(Rows[Any, Any]):
     """A `Softmax` over all logits of a row, from those of this device. Runs where `axis` is a manual mesh axis.
 
-    `inner` reads the rows as `head`, or is another layout of it. `full` reads rows of all logits, of which a device has
+    `inner` reads the rows as `head`, or makes them for it. `full` reads rows of all logits, of which a device has
     `columns`.
     """
 
+    inner: Rows
     head: OwnClasses
     full: Softmax
     axis: str
@@ -97,9 +104,9 @@ class SplitVocabulary(Wrapper):
     @classmethod
     def own_head(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
-        beside, own = full.durations + full.bernoulli, logits // size
+        beside, own = full.num_durations + full.bernoulli, logits // size
         if own <= beside:
-            head = f"the {beside} durations" if full.durations else "the blank of HATLoss"
+            head = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
             expected = f"each device must hold more logits of a row than {head}"
             raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
@@ -107,26 +114,20 @@ class SplitVocabulary(Wrapper):
             raise ValueError(f"{function}: vocab_axis: {expected}, got {full.blanks[0]}.")
         columns = tuple({blank % own: None for blank in full.blanks if blank % own < own - beside}) or (0,)
         slots = tuple(f"column+{i}" for i in columns)
-        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.durations)
-
-    @property
-    def split_axes(self):
-        return (self.axis, *self.inner.split_axes)
+        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.num_durations)
 
     @property
     def blanks(self):
         return self.full.blanks
 
-    def normalized(self, logits):
+    @property
+    def normalized(self):
         return self.full.normalize
-
-    def dimensions(self, logits):
-        return self.inner.dimensions(logits)
 
     @property
     def _beside(self):
         """The columns that the kernel leaves out."""
-        return range(self.columns - self.head.durations, self.columns)
+        return range(self.columns - self.head.num_durations, self.columns)
 
     def _is_last(self):
         return jax.lax.axis_index(self.axis) == self.size - 1
@@ -143,22 +144,16 @@ class SplitVocabulary(Wrapper):
             mine &= label != self.full.blanks[0]
         return jnp.where(mine, column, -1)
 
-    def nodes(self, logits, targets, num_frames, num_labels):
-        """(nodes of `inner` with own labels, label map of all)"""
-        label, *rest = self.inner.nodes(logits, targets, num_frames, num_labels)
-        column = self._column(label)
+    def _own(self, nodes):
+        """The nodes with the labels of the kernel's columns alone."""
+        column = self._column(nodes.label)
         in_kernel = (column >= 0) & (column < self._beside.start)
-        return (jnp.where(in_kernel, column, jnp.minimum(label, NO_LABEL)), *rest), label
+        return nodes._replace(label=jnp.where(in_kernel, column, jnp.minimum(nodes.label, NO_LABEL)))
 
-    def without(self, nodes, masked):
-        inner, label = nodes
-        return self.inner.without(inner, masked), label
-
-    def _inside(self, logits, nodes):
-        (_, num_frames, *_), label = nodes
-        frames, _ = self.inner.dimensions(logits)
+    def _inside(self, nodes, frames):
+        num_frames = nodes.num_frames
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
-        return (frame < num_frames[..., None, None]) & (label >= NO_LABEL)
+        return (frame < num_frames[..., None, None]) & (nodes.label >= NO_LABEL)
 
     @property
     def _blanks(self):
@@ -202,9 +197,9 @@ class SplitVocabulary(Wrapper):
         return _forward(self, strict, logits, nodes)
 
     def _forward(self, logits, nodes, strict):
-        planes, (norm, anchor, *beside) = self.inner.forward(logits, nodes[0], strict=strict)
-        _, all_labels = nodes
-        inside, column = self._inside(logits, nodes), self._column(all_labels)
+        planes, (norm, anchor, *beside) = self.inner.forward(logits, self._own(nodes), strict=strict)
+        all_labels = nodes.label
+        inside, column = self._inside(nodes, norm.shape[-2]), self._column(all_labels)
         beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
         beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
         first = planes[self.head.slots[0]]
@@ -230,26 +225,26 @@ class SplitVocabulary(Wrapper):
         picks = self._own_picks(inside, all_labels, blanks, label, beside.values())
         count = len(blanks) + 1
         if not self.full.normalize:
-            picks = [*_xla.sum_over(self.axis, jnp.stack(picks))]
+            picks = [*_axes.sum_over(self.axis, jnp.stack(picks))]
             return self._planes(picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
         own_total = sum((jnp.exp(x - shared) for x in classes.values()), jnp.exp(mass))
-        total, *picks = _xla.sum_over(self.axis, jnp.stack([own_total, *picks]))
+        total, *picks = _axes.sum_over(self.axis, jnp.stack([own_total, *picks]))
         tokens, others = picks[:count], picks[count:]
         none = total == 0
         log_total = jnp.log(jnp.where(none, 1, total))
         # NaN in a logit makes all arcs of the node NaN.
         poison = sum((jnp.where(jnp.isnan(x), jnp.nan, 0) for x in others), total - total)
         tokens = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) for x in tokens]
-        made = self._planes(tokens, others, poison)
+        results = self._planes(tokens, others, poison)
         # Of the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
-        of_head = others if self.full.bernoulli else [jnp.exp(made[f"duration+{i}"]) for i in range(len(others))]
+        of_head = others if self.full.bernoulli else [jnp.exp(results[f"duration+{i}"]) for i in range(len(others))]
         shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
         for x, y in zip(classes.values(), of_head):
             shares.append(jnp.where(self._is_last(), y, jnp.where(none, 0, jnp.exp(x - shared - log_total))))
-        return made, (norm, first, *shares)
+        return results, (norm, first, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        (own_label, *_), all_labels = nodes
+        own, all_labels = self._own(nodes), nodes.label
         norm, first, share, *beside = residuals
         label = cotangents["label"]
         if self.full.bernoulli:  # a label that is the blank counts as one
@@ -257,7 +252,7 @@ class SplitVocabulary(Wrapper):
             blank, label = cotangents[slot] + jnp.where(same, label, 0), jnp.where(same, label - label, label)
         blanks = {blank: cotangents[slot] for slot, blank in self._blanks.items()}
         total, column = sum(blanks.values(), label), self._column(all_labels)
-        durations = [cotangents[f"duration+{i}"] for i in range(self.full.durations)]
+        durations = [cotangents[f"duration+{i}"] for i in range(self.full.num_durations)]
         local: dict[str, Any] = dict.fromkeys(self.head.slots, 0)
         for i, place in enumerate(self._beside):
             gradient = jnp.where(column == place, label, 0)
@@ -275,16 +270,17 @@ class SplitVocabulary(Wrapper):
         for blank_class, ct in blanks.items():
             if blank_class % self.columns not in self._beside:
                 local[f"column+{blank_class % self.columns}"] += jnp.where(self._mine(blank_class), ct, 0)
-        local["label"] = jnp.where(own_label >= 0, label, 0)
+        local["label"] = jnp.where(own.label >= 0, label, 0)
         local[_TOTAL] = total * share
         planes = (jnp.broadcast_to(jnp.asarray(x, total.dtype), total.shape) for x in local.values())
         local = dict(zip(local, _xla.vary_together(*planes)))
-        operands = logits, nodes[0], (norm, first), local, scale, clamp
+        operands = logits, own, (norm, first), local, scale, clamp
         return self.inner.backward(*operands, strict=strict, alias=alias)
 
     def reference(self, logits, nodes):
-        _, all_labels = nodes
-        inside = self._inside(logits, nodes)
+        if not isinstance(self.inner, OwnClasses):
+            return self.inner.reference(logits, nodes)  # an error: tiles have none
+        all_labels, inside = nodes.label, self._inside(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
 
         def pick(column):
@@ -295,7 +291,7 @@ class SplitVocabulary(Wrapper):
         picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
         count = len(blanks) + 1
         if not self.full.normalize:
-            picks = _xla.sum_over(self.axis, jnp.stack(picks))
+            picks = _axes.sum_over(self.axis, jnp.stack(picks))
             picks = [*jnp.where(jnp.isposinf(picks), jnp.nan, picks)]
             return self._planes(picks[:count], picks[count:], 0)
         if beside:
@@ -303,7 +299,7 @@ class SplitVocabulary(Wrapper):
             x = jnp.where(self._is_last() & (classes >= self._beside.start), -jnp.inf, x)
         peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x, -1)), self.axis)
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
-        total, *picks = _xla.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))
+        total, *picks = _axes.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))
         tokens, others = picks[:count], picks[count:]
         bad = jnp.isnan(total) | jnp.isposinf(peak)
         for pick_of_head in others:
@@ -314,27 +310,31 @@ class SplitVocabulary(Wrapper):
         planes = self._planes(tokens, [jnp.where(bad, 0, x) for x in others], 0)
         return {slot: jnp.where(bad, jnp.nan, x) for slot, x in planes.items()}
 
-    def pullback(self, logits, nodes, cotangents, scale, clamp):
-        if not isinstance(self.inner, OwnClasses):  # an error
-            return self.inner.pullback(logits, nodes[0], cotangents, scale, clamp)
-        return super().pullback(logits, nodes, cotangents, scale, clamp)
-
-    def joined(self, x):
-        return _xla.shared(self.axis, self.inner.joined(x))
-
-    def joined_planes(self, plane):
-        return _xla.shared(self.axis, self.inner.joined_planes(plane))
-
 
 # Its derivative belongs to `reference`: that of the exchange has none with respect to norm and the largest reference.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _forward(emission, strict, logits, nodes):
-    return emission._forward(logits, nodes, strict)
+def _forward(rows, strict, logits, nodes):
+    return rows._forward(logits, nodes, strict)
 
 
 @_forward.defjvp
-def _(emission, strict, primals, tangents):
+def _(rows, strict, primals, tangents):
     logits, nodes = primals
-    planes, saved = _forward(emission, strict, *primals)
-    _, of_planes = jax.jvp(lambda x: emission.reference(x, nodes), (logits,), tangents[:1])
+    planes, saved = _forward(rows, strict, *primals)
+    _, of_planes = jax.jvp(lambda x: rows.reference(x, nodes), (logits,), tangents[:1])
     return (planes, saved), (of_planes, jax.tree.map(jnp.zeros_like, saved))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class VocabularyExchange(Exchange):
+    """Every device has all sequences, from its classes: results are shared. The planes' sums are those of the rows."""
+
+    axis: str
+
+    @property
+    def axes(self):
+        return (self.axis,)
+
+    def joined(self, x):
+        return _axes.shared(self.axis, x)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import losses
+import batches
+import family
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, prune_inputs, prune_ranges
 
 NAMES = "array", "JointLogits", "PackedLogits", "BandLogits", "AdditiveLogits"
@@ -15,9 +16,9 @@ OF_LOGITS = NAMES[1:4]  # made of the array's own logits
 WIDTH = 4  # columns of a band
 
 
-def problem(loss=losses.RNNT, name="array"):
+def problem(loss=family.RNNT, name="array"):
     """A problem, and the arrays that a layout of it is made of and differentiated by."""
-    p = losses.problem(loss=loss, scale=1.0)
+    p = batches.problem(loss=loss, scale=1.0)
     return p, arrays(p, name)
 
 
@@ -49,8 +50,8 @@ def layout(p, name):
     kept = np.clip(first[..., None] + np.arange(WIDTH), 0, U1 - 1)[..., None]
     return {
         "array": lambda x: x,
-        "JointLogits": lambda x: JointLogits(losses.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
-        "PackedLogits": lambda x: PackedLogits(x[np.nonzero(losses.inside(p))], T),
+        "JointLogits": lambda x: JointLogits(family.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
+        "PackedLogits": lambda x: PackedLogits(x[np.nonzero(batches.inside(p))], T),
         "BandLogits": lambda x: BandLogits(jnp.take_along_axis(x, kept, 2), first),
         "AdditiveLogits": AdditiveLogits,
     }[name]
@@ -74,7 +75,7 @@ def ranges(lengths, width, planes, **options):
 
 def pruned_step(am, lm, *rest):
     """Both losses of pruned training and its band, with a joint between them."""
-    loss = losses.RNNT.value(reduction="none")
+    loss = family.RNNT.value(reduction="none")
     simple = AdditiveLogits(am, lm)
     first = ranges(rest[1:], 3, loss.posteriors(simple, *rest))
     a, b = prune_inputs(am, lm, first, 3)
@@ -88,8 +89,8 @@ CHUNK = 64  # rows: several tiles
 class Network:
     """Parameters (weight, bias), encoder and predictor rows, and the rest of a problem."""
 
-    def __init__(self, loss=losses.RNNT, batch=B, dtype=np.float64, seed=0):
-        self.problem = losses.problem(batch, T, U, V, loss=loss, dtype=dtype, seed=seed)
+    def __init__(self, loss=family.RNNT, batch=B, dtype=np.float64, seed=0):
+        self.problem = batches.problem(batch, T, U, V, loss=loss, dtype=dtype, seed=seed)
         rng = np.random.default_rng(seed)
         draw = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))
         self.parameters = draw(H, V + loss.extra_classes), draw(V + loss.extra_classes)
@@ -128,12 +129,12 @@ def function(parameters, encoder, predictor):
 JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
-def tiles(parameters, rows, rest, *, joint=linear, loss=losses.RNNT, chunk=CHUNK, **options):
+def tiles(parameters, rows, rest, *, joint=linear, loss=family.RNNT, chunk=CHUNK, **options):
     logits = (function, *rows, chunk, parameters) if joint is function else (joint(*parameters), *rows, chunk)
     return loss.value(**options)(JointLogits(*logits), *rest)
 
 
-def materialized(parameters, rows, rest, *, loss=losses.RNNT, **options):
+def materialized(parameters, rows, rest, *, loss=family.RNNT, **options):
     weight, bias = parameters
     hidden = jnp.tanh(rows[0][..., :, None, :] + rows[1][..., None, :, :])
     logits = (hidden.reshape(-1, H) @ weight + bias[None]).reshape(*hidden.shape[:-1], len(bias))

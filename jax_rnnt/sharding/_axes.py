@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jax_rnnt._xla.avals import _varying, reshard
+from jax_rnnt._xla import reshard, varying_axes
 
 
 def axis_size(axis: str) -> int | None:
@@ -24,7 +24,7 @@ def axis_size(axis: str) -> int | None:
 
 def varies(x: jax.Array, axis: str) -> bool:
     """Whether the type of x says that devices of the axis hold different values."""
-    return axis in _varying(jax.typeof(x))
+    return axis in varying_axes(jax.typeof(x))
 
 
 def is_typed(axis: str) -> bool:

@@ -1,0 +1,94 @@
+"""From the arguments of a method of a loss to its result: every loss and every method takes this way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _pytree
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.layouts import _layout
+from jax_rnnt.losses._composition import Composition
+from jax_rnnt.losses._methods import Method
+from jax_rnnt.losses._reductions import reduce
+from jax_rnnt.sharding import _over_mesh
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A method and its arguments."""
+
+    loss: Any  # a `TransducerLoss`: its options that are off are None
+    layout: _layout.Layout
+    targets: jax.Array
+    logit_lengths: jax.Array
+    target_lengths: jax.Array
+    label_windows: jax.Array | None
+    method: Method = dataclasses.field(metadata={"static": True})
+    function: str = dataclasses.field(metadata={"static": True})  # as errors name it
+
+    @property
+    def sequences(self):
+        return self.targets, self.logit_lengths, self.target_lengths
+
+    def checked(self) -> Call:
+        """The same with checked arrays: those of one device, where the loss is split over several."""
+        layout = self.layout.checked(self.function)
+        targets, logit_lengths, target_lengths = layout.sequences(self.function, *self.sequences)
+        windows = self.label_windows
+        if windows is not None:
+            shape = (*targets.shape, 2)
+            windows = _checks.integers(self.function, "label_windows", windows, shape, "[..., U, 2]")
+        return Call(self.loss, layout, targets, logit_lengths, target_lengths, windows, self.method, self.function)
+
+    def head(self, classes: int) -> Softmax:
+        """The emission of the loss, for rows of `classes` logits."""
+        return resolved_emission(self.function, self.loss, classes)
+
+    def result(self, emission, logits):
+        return self.method.function(self.loss, emission, logits, *self.sequences, self.label_windows)
+
+    def reduced(self, losses):
+        """The result, from that of the same call with reduction "none"."""
+        return reduce(losses, jnp.asarray(self.target_lengths), self.loss.reduction) if self.method.reduces else losses
+
+
+def prepare(
+    method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
+) -> Call:
+    """The call of a method with these arguments; errors name `function`."""
+    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(function, logits)
+    _checks.key(function, key)
+    loss = switched_off(loss._draw(function, key))
+    return Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method, function)
+
+
+def run(call: Call) -> Any:
+    """The result of a call."""
+    if call.loss.vocab_axis is not None or call.loss.frame_axis is not None:
+        return _over_mesh.run(call)
+    call = call.checked()
+    head = call.head(call.layout.classes)
+    return call.result(*call.layout.emission(call.function, call.loss, head, *call.sequences))
+
+
+def resolved_emission(function: str, loss, classes: int) -> Softmax:
+    """The emission of a loss, for rows of `classes` logits."""
+    composition = loss.compose()
+    if not isinstance(composition, Composition):
+        raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {composition!r}.")
+    return composition.emission.resolved(function, classes)
+
+
+def switched_off(loss):
+    """Replaces options disabled by a Python or NumPy number with None, so that they are not leaves and cost nothing."""
+    off = [
+        f.name
+        for f in dataclasses.fields(loss)
+        if "off" in f.metadata and _checks.is_number(x := getattr(loss, f.name)) and f.metadata["off"](x)
+    ]
+    return _pytree.replace(loss, **dict.fromkeys(off))

@@ -1,0 +1,61 @@
+"""The emission of a loss on one of the devices over which it is split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt.emissions._emission import Exchange
+from jax_rnnt.sharding import _axes
+from jax_rnnt.sharding._frames import FrameExchange, own_frames
+from jax_rnnt.sharding._vocabulary import SplitVocabulary, VocabularyExchange
+
+
+def parts(loss) -> tuple[int, int]:
+    """Devices over which frames and classes are split where this function runs; 1 where they are whole."""
+    frames, vocabulary = (
+        1 if axis is None else _axes.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis)
+    )
+    return frames, vocabulary
+
+
+def emission_of_device(call):
+    """(emission, its logits) of a `losses._call.Call` on one of the devices."""
+    function, loss, layout = call.function, call.loss, call.layout
+    targets, logit_lengths, target_lengths = call.sequences
+    _check(call)
+    frames, vocabulary = parts(loss)
+    full = call.head(layout.classes * vocabulary)
+    head, own_lengths, exchange = full, logit_lengths, Exchange()
+    if loss.frame_axis is not None:
+        own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
+    if loss.vocab_axis is not None:
+        head = SplitVocabulary.own_head(function, full, vocabulary, layout.classes * vocabulary)
+    emission, logits = layout.emission(function, loss, head, targets, own_lengths, target_lengths)
+    rows = emission.rows
+    if loss.vocab_axis is not None:
+        rows = SplitVocabulary(rows, head, full, loss.vocab_axis, vocabulary, layout.classes)
+        exchange = VocabularyExchange(loss.vocab_axis)
+    if loss.frame_axis is not None:
+        exchange = FrameExchange(loss.frame_axis, jnp.shape(logit_lengths), emission.frames, exchange)
+    return dataclasses.replace(emission, rows=rows, frames=emission.frames * frames, exchange=exchange), logits
+
+
+def _check(call):
+    """Raises where types say that the arrays are not split as the loss says."""
+    function, loss, layout = call.function, call.loss, call.layout
+    for name, axis, letter in (("vocab_axis", loss.vocab_axis, "V"), ("frame_axis", loss.frame_axis, "T")):
+        if axis is None:
+            continue
+        split = layout.split_arrays(function, name)
+        if not _axes.is_typed(axis):
+            continue
+        for array, x in split.items():
+            if not _axes.varies(x, axis):
+                expected = f"{array} must be split over {letter} inside of shard_map over {name}={axis!r}"
+                raise ValueError(f"{function}: {expected}, got the same {array} on all its devices.")
+        if any(_axes.varies(x, axis) for x in jax.tree.leaves((*call.sequences, call.label_windows, loss))):
+            expected = f"targets, lengths, windows and options must be alike on all devices of {name}={axis!r}"
+            raise ValueError(f"{function}: {expected}, got one that varies over them.")
