@@ -12,7 +12,8 @@ REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
-_INCONCLUSIVE = getattr(jax.errors, "InconclusiveDimensionOperation", None) or jax.core.InconclusiveDimensionOperation
+_NAME = "InconclusiveDimensionOperation"
+_INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, _NAME)  # in jax.core at first
 
 
 def array(function: str, name: str, x) -> Any:
