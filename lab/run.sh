@@ -9,7 +9,6 @@
 #   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
-#   lab/run.sh rivals         the decoders beside those of NeMo, torchaudio and sherpa-onnx
 #   lab/run.sh mutation       random faults in the Python sources: how many the tests find
 #
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
@@ -94,10 +93,6 @@ case $mode in
   tpu)
     environment "$PYTHON" . 'jax[tpu]'
     build/tpu/bin/python lab/benchmarks/tpu.py "$@"
-    ;;
-  rivals)
-    environment "$PYTHON" . ./speech torch==2.11.0 torchaudio==2.11.0 'nemo_toolkit[asr]==3.0.0' sherpa-onnx==2.0.1 onnx
-    build/rivals/bin/python lab/benchmarks/rivals.py "$@"
     ;;
   mutation)
     environment "$PYTHON" '.[all,test]' 'cosmic-ray>=8.7'

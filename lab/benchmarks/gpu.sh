@@ -91,7 +91,7 @@ run_part() {
     librispeech)
       local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
       if [[ $DRY_RUN ]]; then options=(--batches 1 --repeat 1 --share 0.1 --shrink 20); fi
-      "$PYTHON" lab/benchmarks/beside.py joint --torch-python "$PYTHON" --librispeech "${options[@]}" --output "$OUT/librispeech.json"
+      "$PYTHON" lab/benchmarks/peers.py joint --torch-python "$PYTHON" --librispeech "${options[@]}" --output "$OUT/librispeech.json"
       ;;
   esac
 }

@@ -1,13 +1,19 @@
-"""Other libraries' losses, in PyTorch. Those that can be imported take part.
+"""Times our losses beside those of other libraries in PyTorch: the programs of benchmarks/ with more contestants.
 
-On a CPU they run in an environment and a process of their own: `Worker` starts this file there, which answers a line
-of JSON on standard input after each repetition. On a GPU, gpu.py runs `losses()` in its own process. Each maps
-(logits, targets, logit_lengths, target_lengths) to the mean over the batch; the last class is the blank.
+    python lab/benchmarks/peers.py bench                   # torchaudio is installed into build/peers (large)
+    python lab/benchmarks/peers.py bench --warp-transducer /path/to/libwarprnnt.so
+    python lab/benchmarks/peers.py joint --librispeech
+
+All other options are those of the program. The peers that can be imported take part, in an environment and a process of
+their own: `Worker` starts this file there, which answers a line of JSON on standard input after each repetition. On a
+GPU, gpu.py runs `losses()` in its own process. Each maps (logits, targets, logit_lengths, target_lengths) to the mean
+over the batch; the last class is the blank.
 """
 
 import argparse
 import ctypes
 import functools
+import importlib
 import importlib.metadata
 import json
 import os
@@ -114,7 +120,7 @@ class Worker:
     """The process that runs the peers. `names`: those that it has."""
 
     def __init__(self, python, *, threads=0, warp_transducer=None):
-        command = [str(python), __file__, "--threads", str(threads)]
+        command = [str(python), __file__, "worker", "--threads", str(threads)]
         command += ["--warp-transducer", warp_transducer] if warp_transducer else []
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         greeting = json.loads(self.process.stdout.readline() or "{}")
@@ -152,20 +158,16 @@ def start(python, threads, **options):
     return Worker(python, threads=threads, **options)
 
 
-def main():
+def serve(threads, warp_library):
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--warp-transducer")
-    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(args.threads or os.cpu_count())
+    torch.set_num_threads(threads or os.cpu_count())
     # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     makers = [torchaudio]
-    makers += [functools.partial(warp_transducer, args.warp_transducer, args.threads)] if args.warp_transducer else []
+    makers += [functools.partial(warp_transducer, warp_library, threads)] if warp_library else []
     found, missing = losses(makers)
     print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)
     loaded = None
@@ -191,6 +193,19 @@ def main():
         peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
         answer = {"seconds": seconds, "loss": loss.item(), "gradient": gradient, "megabytes": peak}
         print(json.dumps(answer), file=replies)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=("bench", "joint", "worker"), metavar="{bench,joint}")
+    parser.add_argument("--torch-python", metavar="PYTHON", help="that has torch and torchaudio: nothing is installed")
+    parser.add_argument("--warp-transducer", metavar="LIBRARY", help="its shared library, built by you with OpenMP")
+    args, more = parser.parse_known_args(argv)
+    if args.program == "worker":
+        serve(int(more[1]), args.warp_transducer)  # after --threads
+        return
+    begin = functools.partial(start, args.torch_python, warp_transducer=args.warp_transducer)
+    importlib.import_module(args.program).main(more, begin)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 if [[ "$(uname -sm)" != "Darwin arm64" ]]; then
-  echo "macos_wheel.sh needs a Mac with an ARM processor, got $(uname -sm); lab/release/macos.py runs on Linux" >&2
+  echo "macos_wheel.sh needs a Mac with an ARM processor, got $(uname -sm)" >&2
   exit 2
 fi
 make --silent .venv/.packages .venv/tools/.installed

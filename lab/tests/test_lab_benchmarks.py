@@ -1,56 +1,16 @@
 """Do the studies measure what they say, and has gpu.sh what it runs? Everything but time, without a GPU."""
 
-import importlib
 import os
 import re
 import subprocess
 import sys
 
-import jax
-import numpy as np
 import pytest
 
 import project
 from programs import environment, run
 
 HERE = project.ROOT / "lab/benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """A program of lab/benchmarks as a module."""
-    monkeypatch.syspath_prepend(HERE)
-    return importlib.import_module
-
-
-def test_errors_of_rivals(load):
-    """One label is wrong, one missing, one extra; utterances that were not decoded do not count."""
-    rivals = load("rivals")
-    found = [[1, 2], [3], [7, 8, 9]]
-    assert rivals.error_rate(found, [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 * 3 / 6)
-    assert rivals.error_rate(found[:1], [[1, 4], [3, 5], [7, 9]]) == pytest.approx(100 / 2)
-
-
-@pytest.mark.parametrize("kind", ["stateless", "lstm"])
-def test_planted_models_of_rivals(load, kind):
-    """Predictors of standard architecture nearly forbid the last label and its rivals, and nothing after the start."""
-    rivals = load("rivals")
-    forbid = 0.05 * np.random.default_rng(0).standard_normal((6, 16), np.float32)
-    forbid[-1] = 0
-    predictor, _ = getattr(rivals, kind)(forbid, 0)
-    state = predictor.initial(1)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for label in (predictor.start, 3, 1):
-            rows, state = predictor.step(state, np.array([label], np.int32))
-            np.testing.assert_allclose(rows[0], forbid[label], atol=0.05)
-            assert label == predictor.start or np.corrcoef(rows[0], forbid[label])[0, 1] > 0.9
-
-
-def test_help(load, capsys):
-    """Of the one that needs packages of rivals: without them."""
-    with pytest.raises(SystemExit) as ended:
-        load("rivals").main(["--help"])
-    assert ended.value.code == 0 and "--workdir" in capsys.readouterr().out
 
 
 RUNS = """
@@ -65,10 +25,9 @@ for command in sys.argv[2:]:
 
 
 @pytest.mark.slow
-def test_runs(tmp_path):
+def test_runs():
     """In one process, in JAX's default configuration."""
     commands = (
-        f"ngram --tokens 400 --quick --repeat 1 --output {tmp_path}/ngram.json",
         "soak --steps 20 --kinds jit eager",
         "gpu --dry-run --only tiny --budget 1000",
         "gpu --dry-run --only tiny --once",
