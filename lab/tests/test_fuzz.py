@@ -44,7 +44,6 @@ BREAKS = {
     "best path above": lambda p, a: a[3].score.__setitem__(0, 1),
     "frames outside": lambda p, a: a[3].frames.__setitem__((slice(None), 0), 99),
     "expected": lambda p, a: a[0].__setitem__(slice(None), a[0] * 1.001),
-    "order of the batch": lambda p, a: a[0].__setitem__(0, a[0][0] * (1 + 1e-6)),
 }
 
 
