@@ -1,15 +1,11 @@
 """Times a loss with its joint network, value and all gradients: logits in memory, in tiles, packed, and pruned.
 
-    python benchmarks/joint.py                  # by shape
-    python benchmarks/joint.py --hypotheses 16  # of each utterance: encoder rows shared, beside separate sequences
-    python benchmarks/joint.py --librispeech    # batches of LibriSpeech's lengths; a GPU takes them whole
-    python benchmarks/joint.py --nodes          # `sum_over_nodes` beside the loss, both in tiles
-    python benchmarks/joint.py --long           # a training step of 1,024 utterances of 40 seconds
+    python benchmarks/joint.py                # by shape
+    python benchmarks/joint.py --librispeech  # batches of LibriSpeech's lengths; a GPU takes them whole
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -100,35 +96,6 @@ def by_shape(args):
     measure.save(args, "-joint", checks, results)
 
 
-# -------------------------------------------------------------------------------------------------------- hypotheses
-
-OF_HYPOTHESES = "characters, 30% padded", "subwords, 30% padded"
-
-
-def hypotheses(args):
-    """N hypotheses of each utterance, which share its encoder rows, beside as many separate sequences."""
-    budget, results, checks = measure.settle(args), {}, []
-    for case in cases.JOINT:
-        if case.name not in set(OF_HYPOTHESES) & set(args.only):
-            continue
-        each = dataclasses.replace(case, B=case.B * args.hypotheses)
-        (weight, bias, encoder, predictor), rest = problems.joint(each, args.seed)
-        apart = [np.repeat(x, args.hypotheses, 0) for x in (encoder[: case.B], *case.lengths)]
-        together = [x.reshape(case.B, -1, *x.shape[1:]) for x in (predictor, rest[0], *apart[1:])]
-        shared = weight, bias, encoder[: case.B, None], *together
-        separate = weight, bias, apart[0], predictor, rest[0], *apart[1:]
-        names = {"shared": shared, "separate": separate}
-        found = [measure.program(name, linear, x, gradient=ALL) for name, x in names.items()]
-        np.testing.assert_allclose(found[0].check[0], found[1].check[0], rtol=1e-5)
-        plane = 4 * math.prod(each.shape[:3]) / 1e6
-        measure.take_turns(found, budget, args.repeat)
-        measure.report(f"{title(each)}; a plane has {plane:.1f} MB", found, ["separate"])
-        checks.append(measure.aim(f"{case.name}: shared / separate", *found, "<= 1.05"))
-        results[case.name] = found
-    measure.report_aims(checks)
-    measure.save(args, "-joint-hypotheses", checks, results)
-
-
 # ------------------------------------------------------------------------------------------------------- LibriSpeech
 
 # XLA compiles for shapes: ours are padded to these multiples of T and U + 1, and of rows, as training code does.
@@ -209,102 +176,19 @@ def librispeech(args, peers):
     measure.save(args, "-librispeech", [], results, **more)
 
 
-# ------------------------------------------------------------------------------------------------- sums over nodes
-
-
-def arcs(rows, labels):
-    """Minus the log-probabilities of blank and label: what the emission of the loss computes."""
-    total = jax.nn.logsumexp(rows, -1)
-    label = jnp.sum(jnp.where(jnp.arange(rows.shape[-1]) == labels[:, None], rows, 0), -1)
-    return 2 * total - rows[:, -1] - label
-
-
-def entropy(rows):
-    x = jax.nn.log_softmax(rows)
-    return -jnp.sum(jnp.exp(x) * x, -1)
-
-
-def over_nodes(function, weight, bias, encoder, predictor, targets, logit_lengths, target_lengths, weights=None):
-    logits = rnnt.JointLogits(rnnt.LinearJoint(weight, bias), encoder, predictor)
-    given = {"logit_lengths": logit_lengths, "target_lengths": target_lengths, "weights": weights}
-    given |= {"targets": targets} if function is arcs else {}
-    return jnp.mean(rnnt.sum_over_nodes(function, logits, **given))
-
-
-def nodes(args):
-    """All nodes beside a loss that skips none; with posteriors as weights beside the loss as it is."""
-    budget, results, checks = measure.settle(args), {}, []
-    for case in cases.JOINT:
-        if case.name not in args.only:
-            continue
-        sources, rest = problems.joint(case, args.seed)
-        posteriors = sum(LOSS.posteriors(rnnt.JointLogits(rnnt.LinearJoint(*sources[:2]), *sources[2:]), *rest))
-        start = functools.partial(measure.program, gradient=ALL)
-        of_arcs, of_entropy = (functools.partial(over_nodes, f) for f in (arcs, entropy))
-        with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
-            found = [start("loss, nothing skipped", linear, (*sources, *rest))]
-        found += [
-            start("arcs", of_arcs, (*sources, *rest)),
-            start("entropy", of_entropy, (*sources, *rest)),
-            start("loss", linear, (*sources, *rest)),
-            start("arcs by posteriors", of_arcs, (*sources, *rest, posteriors)),
-        ]
-        results[case.name] = found
-        measure.take_turns(found, budget, args.repeat)
-        measure.report(title(case), found, ["loss, nothing skipped", "loss"])
-        by_name = {c.name: c for c in found}
-        for name, base in (("arcs", "loss, nothing skipped"), ("arcs by posteriors", "loss")):
-            checks.append(measure.aim(f"{case.name}: {name} / {base}", by_name[name], by_name[base], "<= 1.2"))
-    measure.report_aims(checks)
-    measure.save(args, "-nodes", checks, results)
-
-
-# ---------------------------------------------------------------------------------------------------- a long step
-
-
-def long(args):
-    """A training step of 1,024 utterances of 40 seconds."""
-    measure.settle(args)
-    case = cases.JOINT_LONG
-    logits = 4 * math.prod(case.shape)
-    sources, rest = jax.tree.map(jnp.asarray, problems.joint(case, args.seed))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(weight, bias, *others):
-        value, gradient = jax.value_and_grad(linear, (0, 1))(weight, bias, *others)
-        return *(p - 0.1 * g for p, g in zip((weight, bias), gradient)), value
-
-    compiled = step.lower(*sources, *rest).compile()
-    workspace, memory = compiled.memory_analysis().temp_size_in_bytes, measure.machine()["memory_gib"]
-    print(title(case))
-    print(f"logits, hidden units and their gradients: {4 * logits / 2**30:.0f} GiB; the machine has {memory} GiB")
-    plane = logits / case.V / 2**30
-    print(f"workspace {workspace / 2**30:.2f} GiB, in which a plane [B, T, U + 1] has {plane:.2f} GiB")
-    weight, bias, *others = *sources, *rest
-    for _ in range(args.steps or 2):
-        tick = time.perf_counter()
-        weight, bias, value = compiled(weight, bias, *others)
-        print(f"loss {float(value):.3f}, {time.perf_counter() - tick:.1f} s", flush=True)
-
-
 def main(argv=None, peers=None):
     """`peers` starts a worker with so many threads, whose contestants join in --librispeech."""
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
-    parser.add_argument("--hypotheses", type=int, metavar="N", help="of each utterance, for two of the cases")
     parser.add_argument("--librispeech", action="store_true")
-    parser.add_argument("--nodes", action="store_true")
-    parser.add_argument("--long", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
-    parser.add_argument("--steps", type=int, help="of --long")
     args = parser.parse_args(argv)
-    chosen = [f for f in (hypotheses, nodes, long) if getattr(args, f.__name__)]
     if args.librispeech:
         librispeech(args, peers)
     else:
-        (chosen or [by_shape])[0](args)
+        by_shape(args)
 
 
 if __name__ == "__main__":

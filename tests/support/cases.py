@@ -94,8 +94,6 @@ JOINT = (
     Case("V = 32768", B=1, T=100, U=20, V=32768, H=320),
     Case("V = 131072", B=1, T=50, U=10, V=131072, H=320),
 )
-# 1,024 utterances of 40 seconds: 25 frames a second, 2.5 labels a second, 30% padding.
-JOINT_LONG = Case("long", B=1024, T=1000, U=100, V=32, H=32, shortest=0.673)
 
 # Losses on a GPU. The first case stands for LibriSpeech.
 GPU_LARGE = (

@@ -85,7 +85,6 @@ sys.path.insert(0, sys.argv[1])
 from problems import cases
 
 small = {"characters": dict(B=2, T=30, U=20, V=16), "small": dict(B=2, T=30, U=20, V=16)}
-small["characters, 30% padded"] = small["characters"]
 of = lambda found, **more: tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in found)
 cases.LARGE, cases.JOINT = of(cases.LARGE), of(cases.JOINT, H=8)
 cases.CASES = {case.name: case for case in cases.LARGE}
@@ -110,9 +109,8 @@ def test_runs(tmp_path):
     written = (
         "bench --only tiny",
         "bench --family --only small",
-        "joint --hypotheses 2 --only 'characters, 30% padded'",
         "joint --librispeech --batches 1 --share 0.1 --shrink 40",
-        "joint --nodes --only characters",
+        "joint --only characters",
         "decode --only 'stateless 1' --frames 8",
     )
     commands = [f"{x} --quick --repeat 1 --output {tmp_path}/{i}.json" for i, x in enumerate(written)]
