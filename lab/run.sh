@@ -6,6 +6,7 @@
 #   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
 #   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
 #   lab/run.sh sanitize       on the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+#   lab/run.sh fuzz           random calls of the CPU kernels under the same, then of 16 threads under ThreadSanitizer
 #   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
@@ -40,6 +41,20 @@ environment() {
 }
 
 library() { "$CXX" -print-file-name="lib$1.so"; }
+# Under sanitizers: of memory, without products and sums in one instruction, since rounding must not matter; of threads,
+# which sees the module's code, not jaxlib's, and whose memory must not lie at random places.
+memory() {
+  build sanitize '-Ccmake.define.JAX_RNNT_SANITIZE=address,undefined' -Ccmake.define.JAX_RNNT_CONTRACT=off \
+    -Cinstall.strip=false
+  LD_PRELOAD="$(library asan) $(library ubsan)" PYTHONPATH=$JAX_RNNT_INSTALLED ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+    UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 "$@"
+}
+unordered() {
+  need setarch 'install util-linux; the tests are for Linux'
+  LD_PRELOAD=$(library tsan) PYTHONPATH=$JAX_RNNT_INSTALLED JAX_PLATFORMS=cpu \
+    TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$PWD/lab/fuzz/threads.supp" \
+    setarch -R "$@"
+}
 quick() { .venv/bin/pytest -n auto --dist worksteal -m "not slow$1" "${@:2}"; }
 recorded() {
   git ls-files -z --cached --others --exclude-standard CMakeLists.txt xla_kernels/{common,cpu,cuda} lab/emulation |
@@ -71,19 +86,16 @@ case $mode in
       tests/transforms/test_{sharding,vmap,remat,export}.py
     JAX_RNNT_INTERPRET=1 quick '' -k 'not reference and not symbolic' "$@"
     ;;
-  sanitize) # without products and sums in one instruction: rounding must not matter
-    build sanitize '-Ccmake.define.JAX_RNNT_SANITIZE=address,undefined' -Ccmake.define.JAX_RNNT_CONTRACT=off \
-      -Cinstall.strip=false
-    LD_PRELOAD="$(library asan) $(library ubsan)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
-      UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 quick '' --ignore tests/transforms/test_memory.py "$@"
+  sanitize) memory quick '' --ignore tests/transforms/test_memory.py "$@" ;;
+  fuzz)
+    memory .venv/bin/python lab/fuzz/fuzz.py "$@"
+    build fuzz -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false
+    unordered .venv/bin/python lab/fuzz/fuzz.py --threads 16 "$@"
     ;;
-  threads) # it sees the module's code, not jaxlib's; its memory must not lie at random places
+  threads)
     need "$FREE" 'a CPython without a GIL; FREE=COMMAND names another one'
-    need setarch 'install util-linux; the tests are for Linux'
     environment "$FREE" '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false
-    LD_PRELOAD=$(library tsan) JAX_PLATFORMS=cpu \
-      TSAN_OPTIONS="exitcode=66 ignore_noninstrumented_modules=1 suppressions=$PWD/lab/fuzz/threads.supp" \
-      setarch -R build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py "$@"
+    unordered build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py "$@"
     ;;
   gpu-compile) # XLA asks for names and sizes alone: those of the emulation do
     environment "$PYTHON" '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON

@@ -1,7 +1,8 @@
-"""Short runs of the fuzzer of properties: it passes, makes failures small, and finds answers that are broken."""
+"""Short runs of the fuzzers: they pass, make failures small, and find answers that are broken."""
 
 import argparse
 import pathlib
+import re
 import sys
 
 import hypothesis.strategies as st
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 import batches
+import door
 import family
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "fuzz"))
+import fuzz
 import fuzz_properties
 
 pytestmark = pytest.mark.slow
@@ -61,3 +64,29 @@ def test_the_fuzzer_finds(monkeypatch, text):
     monkeypatch.setattr(fuzz_properties, "program", lambda d: broken)
     found = [x for number in range(2) for x in fuzz_properties.failures_of_batch(draw, rng, number, size=64)]
     assert any(text in x for x in found), found
+
+
+needs_door = pytest.mark.skipif(not door.native(), reason="the door leads to the kernels of the CPU platform")
+
+
+@needs_door
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_random_calls(threads, capsys):
+    """Most are taken."""
+    assert fuzz.main(["--seconds", "1", "--threads", threads]) == 0
+    taken, refused = map(int, re.match(r"(\d+) calls taken, (\d+) refused", capsys.readouterr().out).groups())
+    assert taken > refused > 10
+
+
+@needs_door
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (lambda frame: None, "result 0 was not written"),
+        (lambda frame: door._errors.update({99: b"no"}) or 99, "refused a call that fits together: no"),
+    ],
+)
+def test_handlers_that_the_fuzzer_finds(monkeypatch, capsys, broken, text):
+    monkeypatch.setattr(door, "_handler", lambda target: broken)
+    assert fuzz.main(["--seconds", "5"]) == 1
+    assert f"FAILED: {text}\nCall(kernel=" in capsys.readouterr().out

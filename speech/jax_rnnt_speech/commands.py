@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import config, corpora, hosts, ngrams, recognise, runs, synthesis
+from jax_rnnt_speech import config, corpora, features, hosts, ngrams, recognise, runs, synthesis
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
@@ -121,7 +121,7 @@ def transcribe(args):
     text_of, bad = recognise.make_transcriber(recogniser, params, ngrams.search_of(args, recogniser)), 0
     for path in args.files:
         try:
-            print(path, text_of(recognise.read(path, recogniser.config.rate)), sep="\t", flush=True)
+            print(path, text_of(features.read_named(path, recogniser.config.rate)), sep="\t", flush=True)
         except UserError as error:
             print(error, file=sys.stderr)
             bad += 1
@@ -147,11 +147,4 @@ def main(arguments=None):
     add_recognition(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
-    args = parser.parse_args(arguments)
-    try:
-        status = args.run(args)
-    except (UserError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: interrupted; a training goes on with --resume\n")
-    raise SystemExit(status)
+    config.run(parser, arguments, "interrupted; a training goes on with --resume")

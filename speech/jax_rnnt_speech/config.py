@@ -33,6 +33,18 @@ def number(kind, low, below=float("inf")):
     return read
 
 
+def run(parser, arguments, interrupted):
+    """Runs the command that the arguments name, and ends the program."""
+    args = parser.parse_args(arguments)
+    try:
+        status = args.run(args)
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: {interrupted}\n")
+    raise SystemExit(status)
+
+
 natural, positive, amount, share = number(int, 0), number(int, 1), number(float, 0), number(float, 0, 1)
 seed = number(int, 0, 2**32)
 

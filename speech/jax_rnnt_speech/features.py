@@ -27,6 +27,16 @@ def read(path, rate):
     return samples
 
 
+def read_named(path, rate):
+    """The same. What makes the file unreadable is the user's error, with its name."""
+    try:
+        with open(path, "rb") as file:
+            return read(file, rate)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile and the resampling have them all
+        reason = getattr(error, "error_string", error)  # soundfile's own names the file as Python's object
+        raise UserError(f"{path} is no readable audio file: {reason}") from None
+
+
 def resampled_size(samples, found, rate):
     common = math.gcd(found, rate)
     return -(-samples * (rate // common) // (found // common))

@@ -27,13 +27,6 @@ def load(workdir, platform=None):
     return recogniser, params
 
 
-def read(path, rate):
-    try:
-        return features.read(path, rate)
-    except features.BAD as error:
-        raise UserError(f"{path} is no readable audio file: {error}") from None
-
-
 def make_transcriber(recogniser, params, how):
     """Function of samples: their text."""
 
@@ -109,7 +102,7 @@ class Stream:
 
 
 def blocks_of_file(path, rate):
-    samples, size = read(path, rate), int(BLOCK * rate)
+    samples, size = features.read_named(path, rate), int(BLOCK * rate)
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 

@@ -116,7 +116,7 @@ def test_samples_that_are_no_sound(tmp_path, sample, mel_on):
                 asr.recogniser.statistics(data, config)
         assert found.report.names["missing or bad audio"] == ["c.wav"]
     with pytest.raises(asr.config.UserError, match=r"c\.wav is no readable audio file: samples must be numbers"):
-        asr.recognise.read(tmp_path / "c.wav", 8000)
+        asr.features.read_named(tmp_path / "c.wav", 8000)
 
 
 def test_audio_that_breaks_later(corpus, tmp_path):

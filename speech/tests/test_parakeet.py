@@ -180,7 +180,7 @@ def test_stream():
 
 
 def test_messages(tmp_path):
-    """A missing tensor, one too many, another model and a wrong part are named."""
+    """A missing tensor, one too many and a wrong part are named."""
     folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
     tensors = weights.read_tensors(folder)
     spare = tensors | {"ctc_head.weight": tensors["joint.head.bias"]}
@@ -190,10 +190,6 @@ def test_messages(tmp_path):
     del tensors["encoder.layers.1.self_attn.bias_u"]
     weights.save_file({name: jax.numpy.asarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"no tensor encoder\.layers\.1\.self_attn\.bias_u"):
-        weights.load(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "parakeet_ctc"}))
-    with pytest.raises(ValueError, match="got 'parakeet_ctc'"):
         weights.load(folder)
     model, _ = weights.load(GOLDEN / "tdt")
     with pytest.raises(ValueError, match="must be causal"):
@@ -252,9 +248,12 @@ def test_transcribe_command(command, stream):
 
 
 def edited(folder, name, change):
-    """Changes a JSON file of a checkpoint; None deletes a file."""
+    """Changes a JSON file of a checkpoint, or replaces its text; None deletes a file."""
     file = folder / name
-    file.unlink() if change is None else file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +266,8 @@ def edited(folder, name, change):
         ("config.json", {"encoder_config": None}, "config.json must have a dictionary of encoder_config, got None"),
         ("config.json", {"hidden_act": "swish"}, "config.json must be one of ('relu', 'silu', 'gelu'), got 'swish'"),
         ("preprocessor_config.json", {"feature_size": 80}, "must have a feature_size of 16, its num_mel_bins, got 80"),
+        ("config.json", "version https://git-lfs", "config.json must be JSON"),
+        ("model.safetensors", "version https://git-lfs", "model.safetensors must be a file of safetensors"),
     ],
 )
 def test_bad_checkpoints(command, tmp_path, name, change, message):
@@ -275,16 +276,6 @@ def test_bad_checkpoints(command, tmp_path, name, change, message):
     edited(folder, name, change)
     status, _, errors = command("transcribe FOLDER a.wav", folder)
     assert status == 2 and message in errors and errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("config.json", "must be JSON"), ("model.safetensors", "of safetensors")]
-)
-def test_broken_files(command, tmp_path, name, message):
-    folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
-    (folder / name).write_text("version https://git-lfs")
-    status, _, errors = command("transcribe FOLDER a.wav", folder)
-    assert status == 2 and f"{name} must be" in errors and message in errors and errors.count("\n") == 1
 
 
 def test_what_ends_transcribe(command, monkeypatch):

@@ -11,10 +11,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_rnnt_speech.config import UserError, amount, positive
+from jax_rnnt_speech.config import UserError, amount, positive, run
+from jax_rnnt_speech.features import read_named
 
 from .finetune import batched, train_step
-from .inputs import read, read_manifest, tokenizer_of
+from .inputs import read_manifest, tokenizer_of
 from .transcribe import labels_of, stream, transcribe
 from .weights import load, save
 
@@ -35,7 +36,7 @@ def run_transcribe(args):
     tokenizer, good = tokenizer_of(args.folder), []
     for file in args.files:
         try:
-            good.append((file, read(file, extractor.sampling_rate)))
+            good.append((file, read_named(file, extractor.sampling_rate)))
         except UserError as error:
             print(f"parakeet: {error}", file=sys.stderr)
     files, recordings = zip(*good) if good else ((), ())
@@ -93,11 +94,4 @@ def main(arguments=None):
     one.add_argument("--batch", type=positive, default=8, help="utterances a step (%(default)s)")
     one.add_argument("--learning-rate", type=amount, default=1e-5, help="(%(default)s)")
     one.set_defaults(run=run_finetune)
-    args = parser.parse_args(arguments)
-    try:
-        status = args.run(args)
-    except (UserError, OSError) as error:
-        parser.exit(2, f"parakeet: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "parakeet: interrupted\n")
-    raise SystemExit(status)
+    run(parser, arguments, "interrupted")

@@ -1,22 +1,12 @@
-"""Audio files, tokenizers, and manifests of recordings with texts."""
+"""Tokenizers, and manifests of recordings with texts."""
 
 import json
 from pathlib import Path
 
-from jax_rnnt_speech import features
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.corpora import lines_of
+from jax_rnnt_speech.features import read_named
 from jax_rnnt_speech.utterances import Report
-
-
-def read(path, rate):
-    """Samples [N] in [-1, 1] of an audio file at `rate`."""
-    try:
-        with open(path, "rb") as file:
-            return features.read(file, rate)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile and the resampling have them all
-        reason = getattr(error, "error_string", error)  # soundfile's own names the file as Python's object
-        raise UserError(f"{path} is no readable audio file: {reason}") from None
 
 
 def tokenizer_of(folder):
@@ -51,7 +41,7 @@ def read_manifest(file, folder, model, extractor):
             text = " ".join(labels.split())
             labels = encode(text) if text else []
         try:
-            recording = read(file.parent / name, extractor.sampling_rate)
+            recording = read_named(file.parent / name, extractor.sampling_rate)
         except UserError:
             report.add("missing or bad audio", name)
             continue
