@@ -12,7 +12,6 @@ One core ran 1200 losses with gradient a second, of 4 small sequences each; the 
 Where the default platform is not the CPU (a GPU), or its kernels are interpreted, calls go to JAX as ever.
 """
 
-import concurrent.futures
 import contextlib
 import ctypes
 import ctypes.util
@@ -115,7 +114,7 @@ class _Api(_Struct):
 # ----------------------------------------------------------------------------------------------------- in place of XLA
 _errors: dict[int, bytes] = {}  # messages of errors that live
 _numbers = itertools.count(1)
-_pool = functools.cache(lambda: concurrent.futures.ThreadPoolExecutor(8))
+_libc = ctypes.CDLL(None)
 
 
 def _create(at):
@@ -156,15 +155,12 @@ def _flushed():
         _libm().fesetenv(state)
 
 
-def _work(task, data):
-    with _flushed():
-        task(data)
-
-
 def _schedule(at):
-    """A task owns what it uses: it may begin after the end of the call."""
-    task = _Task.from_address(at)
-    _pool().submit(_work, ctypes.CFUNCTYPE(None, _pointer)(task.task), task.data)
+    """A thread for each task, with the state of `_flushed`. It never takes Python's lock, in which ThreadSanitizer
+    would see an order of the tasks. A task owns what it uses: it may begin after the end of the call."""
+    task, thread = _Task.from_address(at), ctypes.c_ulong()
+    _libc.pthread_create(ctypes.byref(thread), None, _pointer(task.task), _pointer(task.data))
+    _libc.pthread_detach(thread)
 
 
 def _num_threads(at):
@@ -213,8 +209,7 @@ GUARD = 64  # bytes, and the alignment of XLA's buffers
 
 
 # Under AddressSanitizer (lab/run.sh sanitize, fuzz) its functions, with which a kernel may not even read a guard.
-_memory = ctypes.CDLL(None)
-_poison, _unpoison = (getattr(_memory, f"__asan_{x}poison_memory_region", None) for x in ("", "un"))
+_poison, _unpoison = (getattr(_libc, f"__asan_{x}poison_memory_region", None) for x in ("", "un"))
 
 
 @contextlib.contextmanager
