@@ -1,5 +1,7 @@
 """Batches of recordings with labels, and a step of a training on them."""
 
+import functools
+
 import numpy as np
 from flax import nnx
 
@@ -18,12 +20,12 @@ def batched(extractor, recordings, labels, frames=128, columns=8):
     return np.pad(features, [(0, 0), (0, more), (0, 0)]), feature_lengths, targets, target_lengths
 
 
-@nnx.jit
-def train_step(model, optimizer, features, feature_lengths, targets, target_lengths):
+@functools.partial(nnx.jit, static_argnames="tiles")
+def train_step(model, optimizer, features, feature_lengths, targets, target_lengths, tiles=True):
     """The mean loss of the batch, after which model and optimizer have made a step."""
 
     def compute(model):
-        logits, lengths = model.logits(features, feature_lengths, targets)
+        logits, lengths = model.logits(features, feature_lengths, targets, tiles=tiles)
         return model.criterion()(logits, targets, lengths, target_lengths)
 
     loss, gradient = nnx.value_and_grad(compute)(model)
