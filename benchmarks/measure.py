@@ -160,7 +160,8 @@ def report_aims(rows):
 def options(description, names):
     """A parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
+    listed = ", ".join(names).replace("%", "%%")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=listed)
     parser.add_argument("--repeat", type=int, default=200, help="repetitions of one contestant at most (%(default)s)")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for one contestant of a case (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tenth of the budget")

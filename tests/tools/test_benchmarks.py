@@ -126,3 +126,11 @@ def test_disagreement_is_found():
     first, second = (measure.Contestant(name, None, (1.0, np.ones(3) * x)) for name, x in (("a", 1), ("b", 1.1)))
     with pytest.raises(AssertionError, match="gradient of b"):
         measure.agree(first, [second], gradient=0.05)
+
+
+def test_help_names_the_cases(capsys):
+    """Names of cases hold a %, which argparse would format."""
+    for name in ("bench", "joint", "decode"):
+        with pytest.raises(SystemExit) as stopped:
+            load(name).main(["--help"])
+        assert stopped.value.code == 0 and "--only" in capsys.readouterr().out
