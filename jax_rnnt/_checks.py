@@ -129,7 +129,10 @@ def reduction(function: str, x) -> str:
 def scalar(function: str, name: str, x):
     """A real number or a floating/integer scalar array, traced or not. Numbers of Python and NumPy become floats."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
-        return float(x)
+        try:
+            return float(x)
+        except OverflowError:
+            raise ValueError(f"{function}: {name} must be a number that a float holds, got a larger one.") from None
     if (
         not hasattr(x, "dtype")
         or not jnp.issubdtype(x.dtype, jnp.number)
@@ -139,6 +142,14 @@ def scalar(function: str, name: str, x):
     if x.shape != ():
         raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")
     return float(x) if isinstance(x, (np.generic, np.ndarray)) else x
+
+
+def number(function: str, name: str, x):
+    """`scalar`, but no NaN that is known while tracing: a traced one makes losses NaN."""
+    x = scalar(function, name, x)
+    if isinstance(x, float) and x != x:
+        raise ValueError(f"{function}: {name} must be a number, got nan.")
+    return x
 
 
 def known(x) -> np.ndarray | None:
@@ -204,8 +215,16 @@ def integer(function: str, name: str, x) -> int:
     return int(x)
 
 
-def positive(function: str, name: str, x) -> int:
+def index(function: str, name: str, x) -> int:
+    """An integer that int32 holds, as the sizes of arrays and labels are."""
     x = integer(function, name, x)
+    if not _INT32.min <= x <= _INT32.max:
+        raise ValueError(f"{function}: {name} must lie in [-2^31, 2^31), got {x}.")
+    return x
+
+
+def positive(function: str, name: str, x) -> int:
+    x = index(function, name, x)
     if x < 1:
         raise ValueError(f"{function}: {name} must be 1 or more, got {x}.")
     return x

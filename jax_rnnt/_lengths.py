@@ -81,7 +81,7 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax
     name = "paddings_from_lengths"
     lengths = _checks.array(name, "lengths", lengths)
     lengths = _checks.integers(name, "lengths", lengths, lengths.shape, "[...]")
-    frames = _checks.integer(name, "size", size)
+    frames = _checks.index(name, "size", size)
     if frames < 0:
         raise ValueError(f"{name}: size must be 0 or more, got {frames}.")
     place = lax.broadcasted_iota(jnp.int32, (*(1 for _ in lengths.shape), frames), lengths.ndim)

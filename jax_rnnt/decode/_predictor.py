@@ -82,7 +82,7 @@ def start_label(function: str, name: str, start, symbols: int | None) -> int:
     """A start label in [0, symbols). A negative one counts from the end, which may be beyond the joint's tokens."""
     if symbols is not None:
         return _checks.class_index(function, name, start, symbols)
-    start = _checks.integer(function, name, start)
+    start = _checks.index(function, name, start)
     if start < 0:
         expected = "0 or more, or count from the end of a predictor with the attribute symbols"
         way = "decode.Predictor(initial, step, start, symbols) makes one"

@@ -283,11 +283,16 @@ class Softmax(Rows[jax.Array, jax.Array]):
     def __post_init__(self):
         if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
             raise TypeError(f"Softmax: blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
-        own = {"label", *(f"duration+{i}" for i in range(self.num_durations))}
+        for blank in self.blanks:
+            _checks.integer("Softmax", "blanks", blank)
+        for name in ("normalize", "bernoulli"):
+            _checks.boolean("Softmax", name, getattr(self, name))
+        durations = range(_checks.integer("Softmax", "num_durations", self.num_durations))
+        reserved = {"label", *(f"duration+{i}" for i in durations)}
         if (
             len(self.blanks) != len(self.slots)
             or not self.blanks
-            or len({*self.slots, *own}) < len(self.slots) + len(own)
+            or len({*self.slots, *reserved}) < len(self.slots) + len(reserved)
         ):
             expected = "one slot for each blank, at least one, none of them twice or 'label'"
             raise ValueError(f"Softmax: slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
@@ -301,7 +306,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         if tokens < 1:
             expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
             raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
-        blanks = [_checks.integer(function, "blank", blank) for blank in self.blanks]
+        blanks = [int(blank) for blank in self.blanks]
         if not all(-tokens <= blank < tokens for blank in blanks):
             name, got = ("blank", blanks[0]) if len(blanks) == 1 else ("blank and further blanks", blanks)
             raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")

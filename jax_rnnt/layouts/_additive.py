@@ -225,8 +225,8 @@ class AdditiveLogits(Layout):
             raise ValueError(f"{function}: lm must have {expected}, got {tuple(lm.shape)}.")
         for name, matrix in (("am", am), ("lm", lm)):
             _checks.unsplit(function, name, matrix, {-1: "V"})
-        lm_only = _checks.scalar(function, "lm_only_scale", self.lm_only_scale)
-        am_only = _checks.scalar(function, "am_only_scale", self.am_only_scale)
+        lm_only = _checks.number(function, "lm_only_scale", self.lm_only_scale)
+        am_only = _checks.number(function, "am_only_scale", self.am_only_scale)
         unigram = self.unigram
         if unigram is not None:
             unigram = _checks.floating(function, "unigram", unigram, 1, "[..., V]")

@@ -155,7 +155,7 @@ class PackedLogits(Layout):
         if rows.ndim != 2 or rows.shape[-1] < 1:
             raise ValueError(f"{function}: logits must have shape [N, V] with V >= 1, got {tuple(rows.shape)}.")
         _checks.unsplit(function, "logits", rows, {-2: "N"})
-        if self.max_frames is not None and _checks.integer(function, "max_frames", self.max_frames) < 0:
+        if self.max_frames is not None and _checks.index(function, "max_frames", self.max_frames) < 0:
             raise ValueError(f"{function}: max_frames must be 0 or more, got {self.max_frames}.")
         return PackedLogits(rows, self.max_frames)
 

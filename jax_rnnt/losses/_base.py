@@ -119,7 +119,7 @@ class TransducerLoss:
         """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
         for field in dataclasses.fields(self):
             if "off" in field.metadata:
-                value = _checks.scalar(function, field.name, getattr(self, field.name))
+                value = _checks.number(function, field.name, getattr(self, field.name))
                 self._set(field.name, value)  # a float: a leaf of another dtype would trace anew
         _checks.integer(function, "blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):

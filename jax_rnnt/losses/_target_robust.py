@@ -114,7 +114,7 @@ class TargetRobustRNNTLoss(TransducerLoss):
         super()._check(function)
         for name in ("skip_frame", "skip_label"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _checks.scalar(function, name, value))
+                self._set(name, _checks.number(function, name, value))
         if isinstance(self.skip_label, float) and not self.skip_label <= 0:
             raise ValueError(f"{function}: skip_label must be 0 or less, got {self.skip_label!r}.")
 

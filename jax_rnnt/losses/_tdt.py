@@ -47,8 +47,8 @@ class TDTLoss(TransducerLoss, _TokenDurations):
         Logit under-normalisation: every arc pays sigma once. The returned loss includes it; it has a gradient.
     omega : float or scalar Array, default 0.0
         Probability that a call takes the RNN-T loss of the token logits instead, without durations and sigma; every
-        call then needs `key`. One coin decides for the whole batch. A traced omega is not checked: from 1 on always, up
-        to 0 or NaN never. Its gradient is 0.
+        call then needs `key`. One coin decides for the whole batch. A traced omega that is no probability makes the
+        loss NaN. Its gradient is 0.
     implementation, inplace, vocab_axis, frame_axis
         As for `TransducerLoss`.
     blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
@@ -86,12 +86,13 @@ class TDTLoss(TransducerLoss, _TokenDurations):
         if key is None and _checks.known(self.omega):
             raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
         if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `topology`.
-            sigma = jnp.where(self.omega == 0, jnp.asarray(self.sigma), jnp.nan)
-            return _pytree.replace(self, omega=jnp.zeros((), bool), sigma=sigma)
-        # In float32 always: the coin must not depend on jax_enable_x64.
-        return _pytree.replace(
-            self, omega=jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32)
-        )
+            valid, coin = self.omega == 0, jnp.zeros((), bool)
+        else:  # in float32 always: the coin must not depend on jax_enable_x64
+            valid = (self.omega >= 0) & (self.omega <= 1)
+            coin = valid & (jax.random.uniform(key, dtype=jnp.float32) < jnp.asarray(self.omega, jnp.float32))
+        if _checks.is_number(self.omega):
+            return _pytree.replace(self, omega=coin)
+        return _pytree.replace(self, omega=coin, sigma=jnp.where(valid, jnp.asarray(self.sigma), jnp.nan))
 
     def compose(self) -> Composition:
         """Two softmaxes; an arc is the sum of a token and a duration."""

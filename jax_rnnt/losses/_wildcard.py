@@ -115,7 +115,7 @@ class WildcardRNNTLoss(TransducerLoss):
         super()._check(function)
         for name in ("skip_start", "skip_end"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _checks.scalar(function, name, value))
+                self._set(name, _checks.number(function, name, value))
 
     def compose(self) -> Composition:
         """Softmax; blanks of the first and last column with the weights of the skips."""

@@ -161,6 +161,29 @@ def test_counts(name, option):
             search(name, {}, **{option: value})
 
 
+@pytest.mark.parametrize(("name", "option"), [(name, x) for name, counts in COUNTS.items() for x in counts])
+def test_sizes_of_arrays(name, option):
+    """Those beyond int32 are refused before JAX meets them."""
+    if option not in _options.LIMITS:
+        with pytest.raises(ValueError, match=rf"{name}: {option} must lie in .* got {2**31}"):
+            search(name, {}, **{option: 2**31})
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam"])
+def test_durations_beyond_any_length(name):
+    """They end the search of an utterance as a duration of 2^30 frames does; some exceed int64."""
+    logits = 3 * np.random.default_rng(0).normal(size=(2, 7, 7))
+    predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 7)), 1, start=0)
+    search = functools.partial(SEARCHES[name], joint=jnp.add, predictor=predictor, max_labels=MOST)
+    results = [
+        search(TDTLoss((0, 1, long), blank=0), encoder_out=logits, lengths=np.array([7, 5]))._replace(state=None)
+        for long in (2**30, 2**31 - 1, 2**64)
+    ]
+    assert np.asarray(results[0].counts).max() > 0
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
 def test_large_counts():
     """Limits may be as large as one likes; they are those of as many labels and frames as there are."""
     few = {"max_symbols": MOST, "window": MODEL.encoder.shape[1]}

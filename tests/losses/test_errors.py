@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -13,6 +14,7 @@ import batches
 import family
 import jax_rnnt
 import reference_numpy as truth
+from jax_rnnt import decode
 
 pytestmark = pytest.mark.no_kernel
 
@@ -105,6 +107,40 @@ def test_message_of_a_new_loss(loss):
                 message = rf"{loss.kind.__name__}: {name} must .*got {re.escape(got)}"
                 with pytest.raises(MISTAKE, match=message):
                     make(**{name: value})
+
+
+HUGE = 10**400  # no float holds it
+EXTREME = {
+    "RNNTLoss: clamp": lambda x: jax_rnnt.RNNTLoss(clamp=x),
+    "RNNTLoss: fastemit_lambda": lambda x: jax_rnnt.RNNTLoss(fastemit_lambda=x),
+    "RNNTLoss: delay_penalty": lambda x: jax_rnnt.RNNTLoss(delay_penalty=x),
+    "TDTLoss: sigma": lambda x: jax_rnnt.TDTLoss((0, 1), sigma=x),
+    "TargetRobustRNNTLoss: skip_frame": lambda x: jax_rnnt.TargetRobustRNNTLoss(skip_frame=x),
+    "WildcardRNNTLoss: skip_end": lambda x: jax_rnnt.WildcardRNNTLoss(skip_end=x),
+    "RNNTLoss: am_only_scale": lambda x: call(
+        jax_rnnt.RNNTLoss(), "logits", jax_rnnt.AdditiveLogits(f32((4, 7, 9)), f32((4, 5, 9)), am_only_scale=x)
+    ),
+}
+SIZES = {
+    "RNNTLoss: max_frames": lambda n: call(jax_rnnt.RNNTLoss(), "logits", jax_rnnt.PackedLogits(f32((200, 9)), n)),
+    "prune_inputs: width": lambda n: jax_rnnt.prune_inputs(f32((4, 2)), f32((3, 2)), i32(4), n),
+    "paddings_from_lengths: size": lambda n: jax_rnnt.paddings_from_lengths(i32(2), n),
+    "stateless_predictor: history": lambda n: decode.stateless_predictor(jnp.sin, n, start=0),
+    "stateless_predictor: start": lambda n: decode.stateless_predictor(jnp.sin, 1, start=n),
+    "Phrases: size": lambda n: decode.Phrases([[1]], classes=4, size=n),
+}
+
+
+def test_extreme_numbers():
+    """A Python int beyond all floats and NaN are errors where they are known; so are sizes that int32 does not hold."""
+    for name, make in EXTREME.items():
+        for value, expected in ((HUGE, "a number that a float holds"), (math.nan, "a number, got nan")):
+            with pytest.raises(ValueError, match=f"^{name} must be {expected}"):
+                make(value)
+    for name, make in SIZES.items():
+        for value in (2**31, HUGE):
+            with pytest.raises(ValueError, match=rf"^{name} must lie in \[-2\^31, 2\^31\), got {value}"):
+                make(value)
 
 
 @pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])

@@ -65,6 +65,8 @@ def test_sampled_tdt():
         for omega, value in ((1.0, tokens[0].mean()), (0.0, plain)):
             np.testing.assert_allclose(call(p.logits, omega, jax.random.key(0)), value, rtol=EXACT)
         assert len({float(call(p.logits, 0.5, jax.random.key(k))) for k in range(20)}) == 2
+        for omega in (1.5, -0.5, np.nan):  # traced: no error, and no other loss in silence
+            assert np.isnan(call(p.logits, omega, jax.random.key(0)))
         gradient = jax.grad(call)(p.logits, 1.0, jax.random.key(0))
         np.testing.assert_allclose(gradient[..., :9] * 4, tokens[1], atol=1e-13)
         assert not np.asarray(gradient[..., 9:]).any()

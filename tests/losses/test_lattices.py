@@ -13,7 +13,7 @@ import family
 import hlo
 import platforms
 import reference_numpy as truth
-from jax_rnnt import lattices
+from jax_rnnt import emissions, lattices
 from jax_rnnt.lattices import _lattice as lattice
 from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
 
@@ -256,6 +256,21 @@ def test_errors():
     for dt, du in ((0, 0), (-1, 1), (1, -1)):
         with pytest.raises(ValueError, match=f"dt={dt} and du={du}"):
             lattices.Arc("blank", dt, du)
+    for changes in ({"dt": True}, {"slot": 1}, {"other": 1}, {"may_end": 1}):
+        ((name, value),) = changes.items()
+        with pytest.raises(TypeError, match=f"Arc: .*{name}.* got .*{value}"):
+            lattices.Arc(**{"slot": "blank", "dt": 1, "du": 0} | changes)
+    for table, name in (
+        (lattices.token_and_duration, "durations"),
+        (lattices.products, "durations"),
+        (lattices.multi_blank, "big_blank_durations"),
+    ):
+        for value in (None, (), (2, 2), {2, 3}, (True,), (-1,), 3):
+            with pytest.raises((TypeError, ValueError), match=f"{table.__name__}: {name} must be"):
+                table(value)
+    for name, value in (("blanks", (1.5,)), ("normalize", 1), ("bernoulli", None), ("num_durations", 1.0)):
+        with pytest.raises(TypeError, match=f"Softmax: {name} must be .*got"):
+            emissions.Softmax(**{"blanks": (0,)} | {name: value})
 
 
 @family.reference_slow

@@ -45,13 +45,15 @@ RANGES = {
     "arc_weights": NOT_INFINITE,  # of `DecodingRules`
 }
 
+LIMITS = "max_symbols", "window"  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
+
 
 def size(function: str, name: str, x) -> int:
     """x, an integer that is known at trace time and lies in the range of this option."""
     x = _checks.integer(function, name, x)
     if not RANGES[name].holds(x):
         raise ValueError(f"{function}: {name} must be {RANGES[name].expected}, got {x}.")
-    return x
+    return x if name in LIMITS else _checks.index(function, name, x)
 
 
 def sizes(function: str, **options) -> list[int]:

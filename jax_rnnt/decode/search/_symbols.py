@@ -21,6 +21,8 @@ from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.emissions import Softmax
 from jax_rnnt.losses import DecodingRules, TransducerLoss
 
+LONGEST = 2**30  # frames of a move: more than any utterance has, and int32 holds its end
+
 
 class Scoring(typing.NamedTuple):
     """Options of a search that change what its moves are, or what they score."""
@@ -215,11 +217,12 @@ def moves_of(source: str, topology, weights, emission: Softmax):
             expected = f"the slot of a duration, one of {durations}"
             raise TypeError(f"{source}: the second slot of an arc must be {expected}, got {arc}.")
         duration = None if arc.other is None else durations.index(arc.other)
+        frames = min(arc.dt, LONGEST)
         if arc.du == 0 and arc.slot in emission.slots:
             token = emission.blanks[emission.slots.index(arc.slot)]
-            blanks.append(Move(token, duration, arc.dt, arc.may_end, weight))
+            blanks.append(Move(token, duration, frames, arc.may_end, weight))
         elif arc.du == 1 and arc.slot == "label":
-            labels.append(Move(None, duration, arc.dt, arc.may_end, weight))
+            labels.append(Move(None, duration, frames, arc.may_end, weight))
         else:
             expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
             raise TypeError(f"{source}: an arc must have {expected}, got {arc}.")
