@@ -18,5 +18,5 @@ for u, (label, spoken) in enumerate(zip(targets, FRAMES)):
     logits[:, u, label] += 7 - 1.6 * np.abs(np.arange(20) - spoken)
 
 figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
-plot.draw_lattice(RNNTLoss(blank=0), logits, targets, symbols=list(WORD), ax=ax)
+plot.draw_lattice(RNNTLoss(blank=0), logits, targets, texts=list(WORD), ax=ax)
 figure.savefig(pathlib.Path(__file__).with_suffix(".png"), dpi=110)

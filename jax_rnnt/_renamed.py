@@ -27,15 +27,17 @@ def names(module: str, renamed: dict[str, str], otherwise=None):
     return __getattr__
 
 
-def argument(old: str, new: str) -> Callable[[Function], Function]:
-    """Decorator of a function, or of the `__init__` of a class, whose argument `old` is now the keyword `new`."""
+def argument(**renamed: str) -> Callable[[Function], Function]:
+    """Decorator of a function, or of the `__init__` of a class, whose arguments were renamed: old=new keyword."""
 
     def decorate(function):
         name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            if old in kwargs:
+            for old, new in renamed.items():
+                if old not in kwargs:
+                    continue
                 if new in kwargs:
                     raise TypeError(f"{name}: {old} is the former name of {new}; give {new} alone")
                 _warn(f"{name}: the argument {old}", new)

@@ -2,7 +2,7 @@
 
 They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. Long utterances
 have thinner lines, and names only where there is room; a space is shown as ␣. T frames of the encoder, U labels, F
-features of an input frame; `hop` and `reduction` turn frames into seconds (`jax_rnnt.timing`).
+features of an input frame; `hop` and `subsampling` turn frames into seconds (`jax_rnnt.timing`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _apart(topology: Topology) -> Topology:
     return tuple(apart)
 
 
+@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_lattice(
     loss,
     logits,
@@ -92,14 +93,14 @@ def draw_lattice(
     target_length=None,
     *,
     key: jax.Array | None = None,
-    symbols: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
     hop: float = 1.0,
-    reduction: int = 1,
+    subsampling: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws the lattice of one utterance: its arcs, as dark and thick as they are probable, and the best path.
 
-    A dot is a node from which the best path writes a label. The title has the labels, if they have `symbols`, and the
+    A dot is a node from which the best path writes a label. The title has the labels, if they have `texts`, and the
     score of the best path. T frames, U labels, V classes.
 
     Parameters
@@ -112,9 +113,9 @@ def draw_lattice(
         Default: T and U.
     key : Array, optional
         As in a call of the loss.
-    symbols : sequence of str, optional
+    texts : sequence of str, optional
         What the labels of `targets` are called; default: their numbers.
-    hop, reduction
+    hop, subsampling
         As in `timing.frames_to_seconds`. Default: the axis counts frames.
     ax : matplotlib.axes.Axes, optional
         Default: the current ones of pyplot.
@@ -126,7 +127,7 @@ def draw_lattice(
     Raises
     ------
     TypeError, ValueError
-        `logits` are packed, `targets` are those of a batch, or `symbols` are not one for each label.
+        `logits` are packed, `targets` are those of a batch, or `texts` are not one for each label.
 
     Examples
     --------
@@ -140,7 +141,7 @@ def draw_lattice(
         expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
         raise TypeError(f"draw_lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
     targets = _checks.array("draw_lattice", "targets", targets)
-    names = _names("draw_lattice", targets[:target_length], symbols)
+    names = _names("draw_lattice", targets[:target_length], texts)
     labels = len(names) if target_length is None else int(target_length)
     frames = _layout.of("draw_lattice", logits).frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
@@ -148,7 +149,7 @@ def draw_lattice(
     score, best = loss.align(*arguments, key=key)
     best = np.asarray(best)[:labels]
     ax = plt.gca() if ax is None else ax
-    second = timing.frames_to_seconds(1, hop=hop, reduction=reduction)
+    second = timing.frames_to_seconds(1, hop=hop, subsampling=subsampling)
     thin = _thin(frames / 60, labels / 20)
 
     def style(weight):
@@ -172,18 +173,19 @@ def draw_lattice(
     ax.legend(handles=key_of_arcs, loc="lower right", fontsize="small")
     ax.set(xlim=(-0.5 * second, (frames + 0.5) * second), ylim=(-0.5, labels + 0.5))
     _label_rows(ax, ["start", *names])
-    ax.set(xlabel=_time_label(hop), ylabel="labels written", title=_title(symbols, float(score), "best path"))
+    ax.set(xlabel=_time_label(hop), ylabel="labels written", title=_title(texts, float(score), "best path"))
     return ax
 
 
+@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_emissions(
     features,
     posteriors,
     targets,
     *,
-    symbols: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
     hop: float = 1.0,
-    reduction: int = 1,
+    subsampling: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws labels over the features that they were heard or seen in, each with its spread in time.
@@ -193,14 +195,14 @@ def draw_emissions(
 
     Parameters
     ----------
-    features : Array, floating [reduction T, F]
+    features : Array, floating [subsampling T, F]
         A spectrogram or an image, without padding; the last encoder frame may reach beyond.
     posteriors : Array, floating [T, U + 1]
         Posteriors of labels: the second result of ``loss.posteriors``, of one utterance. Further columns are padding.
     targets : Array, integer [U]
-    symbols : sequence of str, optional
+    texts : sequence of str, optional
         What the labels of `targets` are called; default: their numbers.
-    hop, reduction
+    hop, subsampling
         As in `timing.frames_to_seconds`. Default: the axis counts input frames.
     ax : matplotlib.axes.Axes, optional
         Default: the current ones of pyplot.
@@ -212,20 +214,20 @@ def draw_emissions(
     Raises
     ------
     ValueError
-        An argument has another shape, `posteriors` are not those of labels, or `symbols` are not one for each label.
+        An argument has another shape, `posteriors` are not those of labels, or `texts` are not one for each label.
 
     Examples
     --------
     ::
 
         blank, label = loss.posteriors(logits, *batch)
-        plot.draw_emissions(features[0], label[0], targets[0], hop=0.01, reduction=4, ax=ax)
+        plot.draw_emissions(features[0], label[0], targets[0], hop=0.01, subsampling=4, ax=ax)
     """
-    names = _names("draw_emissions", targets, symbols)
+    names = _names("draw_emissions", targets, texts)
     features, posteriors = np.asarray(features, np.float64), np.asarray(posteriors, np.float64)
     _check_emissions(features, posteriors, len(names))
     ax = plt.gca() if ax is None else ax
-    times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, reduction=reduction)
+    times = timing.frames_to_seconds(np.arange(len(posteriors)) + 0.5, hop=hop, subsampling=subsampling)
     size = features.shape[1]
     extent = (0, len(features) * hop, 0, size)
     ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
@@ -258,7 +260,7 @@ def draw_emissions(
 
 def _check_emissions(features, posteriors, labels: int) -> None:
     function = "draw_emissions"
-    for name, x, shape in (("features", features, "[reduction T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
+    for name, x, shape in (("features", features, "[subsampling T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
         if x.ndim != 2:
             raise ValueError(f"{function}: {name} must have shape {shape}, got {x.shape}.")
     if posteriors.shape[1] < labels:
@@ -282,15 +284,16 @@ def _add_key_of_emissions(ax: Axes) -> None:
     below.set(frame_on=False)
 
 
+@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_latencies(
     first,
     second,
     targets,
     *,
     names: tuple[str, str] = ("first", "second"),
-    symbols: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
     hop: float = 1.0,
-    reduction: int = 1,
+    subsampling: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws when two models expect to emit each label of an utterance.
@@ -305,9 +308,9 @@ def draw_latencies(
     targets : Array, integer [U]
     names : tuple of two str
         What the models are called.
-    symbols : sequence of str, optional
+    texts : sequence of str, optional
         What the labels of `targets` are called; default: their numbers.
-    hop, reduction
+    hop, subsampling
         As in `timing.frames_to_seconds`. Default: the axis counts frames.
     ax : matplotlib.axes.Axes, optional
         Default: the current ones of pyplot.
@@ -319,7 +322,7 @@ def draw_latencies(
     Raises
     ------
     ValueError
-        An argument has another shape, or `symbols` are not one for each label.
+        An argument has another shape, or `texts` are not one for each label.
 
     Examples
     --------
@@ -328,12 +331,12 @@ def draw_latencies(
         frames = (model.label_frames(...)[0] for model in (offline, streaming))
         plot.draw_latencies(*frames, targets[0], names=("offline", "streaming"), hop=0.04, ax=ax)
     """
-    labels = _names("draw_latencies", targets, symbols)
+    labels = _names("draw_latencies", targets, texts)
     both = []
     for name, frames in (("first", first), ("second", second)):
         if np.shape(frames) != (len(labels),):
             raise ValueError(f"draw_latencies: {name} must have shape [U] = {(len(labels),)}, got {np.shape(frames)}.")
-        both.append(timing.frames_to_seconds(frames, hop=hop, reduction=reduction))
+        both.append(timing.frames_to_seconds(frames, hop=hop, subsampling=subsampling))
     ax = plt.gca() if ax is None else ax
     rows = np.arange(len(labels))
     thin = _thin(len(labels) / 40)
@@ -353,13 +356,14 @@ def draw_latencies(
     return ax
 
 
+@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_beam(
     hypotheses,
     utterance: int = 0,
     *,
-    symbols: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
     hop: float = 1.0,
-    reduction: int = 1,
+    subsampling: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws the hypotheses of one utterance below each other, the best one on top: each label at its frame.
@@ -374,9 +378,9 @@ def draw_beam(
         From `decode.beam`.
     utterance : int, default 0
         Its row in the batch.
-    symbols : sequence of str, optional
+    texts : sequence of str, optional
         What the classes of the vocabulary are called; default: their numbers.
-    hop, reduction
+    hop, subsampling
         As in `timing.frames_to_seconds`. Default: the axis counts frames.
     ax : matplotlib.axes.Axes, optional
         Default: the current ones of pyplot.
@@ -395,7 +399,7 @@ def draw_beam(
     ::
 
         hypotheses = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
-        plot.draw_beam(hypotheses, utterance=2, symbols=vocabulary, hop=0.01, reduction=4)
+        plot.draw_beam(hypotheses, utterance=2, texts=vocabulary, hop=0.01, subsampling=4)
     """
     labels = np.asarray(hypotheses.labels)
     if labels.ndim != 3:
@@ -406,7 +410,7 @@ def draw_beam(
     )
     rows, labels = np.flatnonzero(np.isfinite(scores)).tolist(), labels[utterance]
     ax = plt.gca() if ax is None else ax
-    second = float(timing.frames_to_seconds(1, hop=hop, reduction=reduction))
+    second = float(timing.frames_to_seconds(1, hop=hop, subsampling=subsampling))
     end = second * max([frames[row, : counts[row]].max(initial=0) for row in rows], default=0) + second
     letter = end * LETTER / _width(ax)
     best = labels[rows[0], : counts[rows[0]]].tolist() if rows else []
@@ -417,7 +421,7 @@ def draw_beam(
         times, right = frames[row, : counts[row]] * second, 0.0
         ax.plot(times, np.full(len(times), place + 0.25), "|", color="0.6", markersize=4)
         for i, (label, time) in enumerate(zip(hypothesis, times)):
-            name = str(label) if symbols is None else _shown(symbols[label])
+            name = str(label) if texts is None else _shown(texts[label])
             left = max(time, right)
             right = left + (len(name) + 0.3) * letter
             box = None if i in shared else {"boxstyle": "square,pad=0.1", "facecolor": "none", "edgecolor": "tab:red"}
@@ -426,29 +430,29 @@ def draw_beam(
         end = max(end, right)
     ax.set_yticks(range(len(rows)), [f"{scores[row]:.1f}" for row in rows])
     ax.set(xlim=(0, end), ylim=(max(len(rows), 1) - 0.5, -0.5), xlabel=_time_label(hop), ylabel="score")
-    names = None if symbols is None or not rows else [symbols[label] for label in best]
+    names = None if texts is None or not rows else [texts[label] for label in best]
     ax.set_title(_title(names, float(scores[rows[0]]), "best of the beam") if rows else "no hypothesis")
     return ax
 
 
-def _names(function: str, targets: Any, symbols) -> list[str]:
+def _names(function: str, targets: Any, texts) -> list[str]:
     if np.ndim(targets) != 1:
         raise ValueError(f"{function}: targets must have shape [U], those of one utterance, got {np.shape(targets)}.")
-    if symbols is None:
+    if texts is None:
         return [str(label) for label in np.asarray(targets)]
-    if len(symbols) != len(targets):
+    if len(texts) != len(targets):
         expected = f"one for each of {len(targets)} labels"
-        raise ValueError(f"{function}: symbols must be {expected}, got {len(symbols)}.")
-    return [_shown(symbol) for symbol in symbols]
+        raise ValueError(f"{function}: texts must be {expected}, got {len(texts)}.")
+    return [_shown(text) for text in texts]
 
 
-def _shown(symbol) -> str:
-    return str(symbol).replace(" ", "␣")
+def _shown(text) -> str:
+    return str(text).replace(" ", "␣")
 
 
-def _title(symbols, score: float, what: str) -> str:
+def _title(texts, score: float, what: str) -> str:
     """The utterance, if its labels have names, and a score."""
-    pieces = [] if symbols is None else [str(symbol) for symbol in symbols]
+    pieces = [] if texts is None else [str(text) for text in texts]
     text = ("" if all(len(piece) == 1 or "▁" in "".join(pieces) for piece in pieces) else " ").join(pieces)
     text = " ".join(text.replace("▁", " ").split())
     text = text if len(text) <= 60 else text[:59] + "…"

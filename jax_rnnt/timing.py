@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _renamed
 from jax_rnnt._extras import needed_by
 
 __all__ = ["Interval", "frames_to_seconds", "intervals", "write_ctm", "write_textgrid"]
@@ -42,8 +42,9 @@ class Interval(typing.NamedTuple):
     text: str
 
 
-def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float = 0.0) -> np.ndarray:
-    """The second in which an encoder frame begins: ``offset + frame * reduction * hop``.
+@_renamed.argument(reduction="subsampling")
+def frames_to_seconds(frames, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
+    """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float =
         Frames of the encoder: those of `align`, of a decoder, or the means of `label_frames`.
     hop : float
         Seconds from one input frame to the next.
-    reduction : int, default 1
+    subsampling : int, default 1
         Input frames for each encoder frame.
     offset : float, default 0.0
         Seconds before frame 0.
@@ -69,32 +70,33 @@ def frames_to_seconds(frames, *, hop: float, reduction: int = 1, offset: float =
     Examples
     --------
     >>> from jax_rnnt.timing import frames_to_seconds
-    >>> frames_to_seconds([0, 2, 7], hop=0.01, reduction=4).round(3).tolist()
+    >>> frames_to_seconds([0, 2, 7], hop=0.01, subsampling=4).round(3).tolist()
     [0.0, 0.08, 0.28]
     """
-    return _seconds("frames_to_seconds", frames, hop, reduction, offset)
+    return _seconds("frames_to_seconds", frames, hop, subsampling, offset)
 
 
-def _seconds(function, frames, hop, reduction, offset):
+def _seconds(function, frames, hop, subsampling, offset):
     hop, offset = (float(_checks.scalar(function, n, x)) for n, x in (("hop", hop), ("offset", offset)))
     if not 0 < hop < np.inf:
         raise ValueError(f"{function}: hop must be a positive number of seconds, got {hop}.")
     if not math.isfinite(offset):
         raise ValueError(f"{function}: offset must be a finite number of seconds, got {offset}.")
-    _checks.positive(function, "reduction", reduction)
+    _checks.positive(function, "subsampling", subsampling)
     frames = _checks.array(function, "frames", frames)
     if not any(jnp.issubdtype(frames.dtype, kind) for kind in (jnp.integer, jnp.floating)):
         raise TypeError(f"{function}: frames must be real numbers, got {frames.dtype}.")
     frames = np.asarray(frames, np.float64)
-    return offset + np.where(frames < 0, np.nan, frames) * (reduction * hop)
+    return offset + np.where(frames < 0, np.nan, frames) * (subsampling * hop)
 
 
+@_renamed.argument(reduction="subsampling")
 def intervals(
     frames,
     texts: Sequence[str],
     *,
     hop: float,
-    reduction: int = 1,
+    subsampling: int = 1,
     offset: float = 0.0,
     durations=None,
 ) -> list[Interval]:
@@ -110,7 +112,7 @@ def intervals(
         The encoder frame of each label, in order, without padding.
     texts : sequence of str [U]
         What each label is called.
-    hop, reduction, offset
+    hop, subsampling, offset
         As in `frames_to_seconds`.
     durations : Array, integer [U], optional
         Encoder frames of each label (those of a token-and-duration transducer); less than 1 counts as 1, and the next
@@ -150,7 +152,7 @@ def intervals(
         first = frames[group[0]]
         last = min(first + max(durations[group].max(), 1), end)
         bounds += [(first + (last - first) * np.array([i, i + 1]) / len(group)) for i in range(len(group))]
-    seconds = _seconds(function, np.reshape(bounds, (count, 2)), hop, reduction, offset)
+    seconds = _seconds(function, np.reshape(bounds, (count, 2)), hop, subsampling, offset)
     return [Interval(start, end, text) for (start, end), text in zip(seconds.tolist(), texts)]
 
 
@@ -182,7 +184,7 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
     --------
     ::
 
-        timing.write_ctm("test.ctm", {"george-7": timing.intervals(frames, words, hop=0.0125, reduction=4)})
+        timing.write_ctm("test.ctm", {"george-7": timing.intervals(frames, words, hop=0.0125, subsampling=4)})
     """
     function = "write_ctm"
     _check_text(function, "channel", channel, column=True)
@@ -195,7 +197,8 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
     pathlib.Path(file).write_text("".join(lines), encoding="utf-8")
 
 
-def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], duration: float) -> None:
+@_renamed.argument(duration="seconds")
+def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools. praatio makes it.
 
     Times are rounded to microseconds. White space at the ends of a text is left out.
@@ -206,7 +209,7 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
         It is overwritten, in UTF-8.
     tiers : mapping of str to sequence of Interval
         Names of tiers, and their intervals: labels and words, or one tier a model. Gaps become empty intervals.
-    duration : float
+    seconds : float
         Length of the recording in seconds. It ends the last interval, whose frame may reach beyond the recording.
 
     Raises
@@ -214,7 +217,7 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
     TypeError
         `tiers` is no mapping of names to intervals.
     ValueError
-        There is no tier, or `duration` is not positive and finite. A time is negative or not finite, an interval has
+        There is no tier, or `seconds` is not positive and finite. A time is negative or not finite, an interval has
         less than a microsecond within the recording or begins before the end of the one before it. A name or text holds
         line breaks or other control characters; a name is empty. No file is written.
 
@@ -222,23 +225,23 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
     --------
     ::
 
-        timing.write_textgrid("george-7.TextGrid", {"labels": timing.intervals(frames, words, hop=0.01)}, duration=2.5)
+        timing.write_textgrid("george-7.TextGrid", {"labels": timing.intervals(frames, words, hop=0.01)}, seconds=2.5)
     """
     function = "write_textgrid"
     with needed_by(function, "metrics"):
         from praatio import textgrid
-    duration = float(_checks.scalar(function, "duration", duration))
-    if not 0 < duration < math.inf:
-        raise ValueError(f"{function}: duration must be a positive number of seconds, got {duration}.")
-    checked = _in_microseconds(function, "tiers", tiers, limit=duration)
+    seconds = float(_checks.scalar(function, "seconds", seconds))
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{function}: seconds must be positive and finite, got {seconds}.")
+    checked = _in_microseconds(function, "tiers", tiers, limit=seconds)
     if not checked:
         raise ValueError(f"{function}: tiers must hold one tier at least, got {{}}.")
     grid = textgrid.Textgrid()
     for name, spoken in checked.items():
         if not name.strip():
             raise ValueError(f"{function}: names of tiers must not be empty, got {name!r}.")
-        entries = [(start / SECOND, min(end / SECOND, duration), text) for start, end, text in spoken]
-        grid.addTier(textgrid.IntervalTier(name, entries, 0, duration))
+        entries = [(start / SECOND, min(end / SECOND, seconds), text) for start, end, text in spoken]
+        grid.addTier(textgrid.IntervalTier(name, entries, 0, seconds))
     grid.save(os.fspath(file), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
 
 

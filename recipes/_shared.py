@@ -36,8 +36,8 @@ class Digits:
         train, test = (corpora.open_corpus("handwritten-digits", self.config, x) for x in ("train", "valid"))
         self.tokens = tokens.train(self.config, (x.text for x in train.utterances))
         self.blank = len(self.tokens.pieces)
-        reduction = int(np.prod([time for time, _ in self.config.strides]))
-        self.train, self.test = (batches.labelled(x, self.tokens, reduction) for x in (train, test))
+        subsampling = int(np.prod([time for time, _ in self.config.strides]))
+        self.train, self.test = (batches.labelled(x, self.tokens, subsampling) for x in (train, test))
         self.mean, self.deviation = statistics(self.train, self.config)
 
     def recogniser(self, **options):

@@ -28,7 +28,7 @@ def main():
         x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    clock, found, distances = {"hop": HOP, "reduction": recogniser.reduction}, {}, []
+    clock, found, distances = {"hop": HOP, "subsampling": recogniser.subsampling}, {}, []
     for batch in digits.tests():
         index, valid = batch.pop("index"), batch["valid"]
         for i, frames in zip(index[valid], np.asarray(align(batch))[valid]):
@@ -40,8 +40,8 @@ def main():
             outside = np.maximum(columns[:, 0] * HOP - seconds, 0) + np.maximum(seconds - columns[:, 1] * HOP, 0)
             distances += list(outside / HOP)
     write_ctm(output("alignment.ctm"), found)
-    first, duration = next(iter(found)), digits.test.corpus.utterances[0].frames * HOP
-    write_textgrid(output("alignment.TextGrid"), {"labels": found[first]}, duration)
+    first, seconds = next(iter(found)), digits.test.corpus.utterances[0].frames * HOP
+    write_textgrid(output("alignment.TextGrid"), {"labels": found[first]}, seconds)
     print(f"{output('alignment.ctm')} has {len(found)} lines of digits, {output('alignment.TextGrid')} one")
     print(f"labels inside of their digit: {100 * np.mean(np.array(distances) == 0):.1f}%")
     check("mean distance from the digit, columns", float(np.mean(distances)), 1.0)

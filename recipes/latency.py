@@ -46,7 +46,7 @@ def delay(recogniser, params, digits):
         index, valid = batch.pop("index"), batch["valid"]
         for i, frames in zip(index[valid], np.asarray(expected(batch))[valid]):
             ends = digits.test.corpus.draw(i, np.random.default_rng(i))[1][:, 1]
-            delays += list(frames[: len(ends)] - ends / recogniser.reduction)
+            delays += list(frames[: len(ends)] - ends / recogniser.subsampling)
     return float(np.mean(delays))
 
 

@@ -360,4 +360,4 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
 
 
-Softmax.__init__ = _renamed.argument("durations", "num_durations")(Softmax.__init__)  # type: ignore[method-assign]
+Softmax.__init__ = _renamed.argument(durations="num_durations")(Softmax.__init__)  # type: ignore[method-assign]

@@ -182,7 +182,7 @@ def _(topology, strict, primals, tangents):
     return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
 
 
-@_renamed.argument("arcs", "arc_log_probs")
+@_renamed.argument(arcs="arc_log_probs")
 def log_likelihood(
     topology: Topology,
     arc_log_probs: dict[str, jax.Array],

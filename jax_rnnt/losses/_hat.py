@@ -72,4 +72,4 @@ class HATLoss(TransducerLoss):
         return DecodingRules(self._emission(), same.topology, same.labels_per_frame)
 
 
-HATLoss.__init__ = _renamed.argument("topology", "variant")(HATLoss.__init__)  # type: ignore[method-assign]
+HATLoss.__init__ = _renamed.argument(topology="variant")(HATLoss.__init__)  # type: ignore[method-assign]

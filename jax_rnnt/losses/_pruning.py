@@ -10,7 +10,7 @@ from jax_rnnt import _checks, _renamed
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
 
-@_renamed.argument("topology", "variant")
+@_renamed.argument(topology="variant")
 def prune_ranges(
     *,
     blank_posteriors: jax.Array,

@@ -28,7 +28,7 @@ class Labelled(NamedTuple):
     labels: dict  # by the number of the utterance
 
 
-def labelled(corpus, tokens, reduction):
+def labelled(corpus, tokens, subsampling):
     """Labels of what can be trained on; what cannot goes to the corpus's report."""
     labels = {}
     for i, x in enumerate(corpus.utterances):
@@ -36,7 +36,7 @@ def labelled(corpus, tokens, reduction):
         if found is None:
             unknown = "characters outside the vocabulary"
             corpus.report.add(unknown, x.name)
-        elif len(found) > -(-x.frames // reduction):
+        elif len(found) > -(-x.frames // subsampling):
             corpus.report.add("fewer frames than labels", x.name)
         else:
             labels[i] = np.array(found, np.int32)

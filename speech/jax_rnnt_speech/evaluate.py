@@ -62,7 +62,7 @@ class Pictures:
 
     def draw(self, params, step):
         """Writes lattice.png, and latency.png where an earlier step was drawn."""
-        loss, clock = self.recogniser.variant.loss, {"reduction": self.recogniser.reduction, "hop": self.hop}
+        loss, clock = self.recogniser.variant.loss, {"subsampling": self.recogniser.subsampling, "hop": self.hop}
         features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
         self.first = self.first or (step, expected)
         figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)
@@ -70,7 +70,7 @@ class Pictures:
         for i in range(self.count):
             frames, labels = int(x.frame_lengths[i]), int(x.target_lengths[i])
             targets = x.targets[i, :labels]
-            names = {"symbols": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
+            names = {"texts": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
             cut = logits[i, :frames, : labels + 1], targets, frames, labels
             plot.draw_lattice(loss, *cut, **names, ax=axes[0, i])
             heard = features[i, : self.batch["lengths"][i]], emitted[i, :frames], targets

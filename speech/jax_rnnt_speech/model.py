@@ -1,6 +1,6 @@
 """A transducer in Flax NNX: Conformer-like encoder, predictor and joint of the library.
 
-B utterances, T input frames of F features, N encoder frames (T / reduction), E the width of a row, U labels. Frames
+B utterances, T input frames of F features, N encoder frames (T / subsampling), E the width of a row, U labels. Frames
 after the end of an utterance never change those before. With a chunk, a frame sees those of its chunk and `past` frames
 before it, and convolutions see the past alone (Gulati et al. 2020; Chen et al. 2021 for chunks). So audio can arrive in
 chunks: `initial` and `step` give the rows of the whole, up to rounding.
@@ -216,7 +216,7 @@ class Transducer(nnx.Module):
     def __init__(self, config, features, blank, outputs, *, rngs):
         self.chunk, self.remat = config.chunk, config.remat
         self.strides = tuple(map(tuple, config.strides))
-        self.reduction, dtype = math.prod(time for time, _ in self.strides), jnp.dtype(config.dtype)
+        self.subsampling, dtype = math.prod(time for time, _ in self.strides), jnp.dtype(config.dtype)
         more, width = {"dtype": dtype, "rngs": rngs}, config.width
         self.subsample = Subsampling(features, width, self.strides, config.channels, **more)
         if config.encoder == "conformer":
@@ -239,7 +239,7 @@ class Transducer(nnx.Module):
     def step(self, x, lengths, state):
         """Rows [B, N, E] of features [B, T, F], their lengths [B], and the state after them."""
         x, first = self.subsample(x, lengths, state[0])
-        lengths, states = -(-lengths // self.reduction), []
+        lengths, states = -(-lengths // self.subsampling), []
         for block, before in zip(self.blocks.layers, state[1]):
             x, after = (recomputed(block) if self.remat else block)(x, lengths, before)
             states.append(after)

@@ -55,7 +55,7 @@ class Stream:
         if not recogniser.config.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
         self.recogniser, self.params, self.labels, self.said = recogniser, params, [], ""
-        self.size = recogniser.config.chunk * recogniser.reduction  # frames of a chunk
+        self.size = recogniser.config.chunk * recogniser.subsampling  # frames of a chunk
         self.samples = np.zeros(0, np.float32)
         model = recogniser.model(params)
         silence = self.chunk(np.zeros((0, len(recogniser.mean))))

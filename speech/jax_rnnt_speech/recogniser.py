@@ -43,7 +43,7 @@ class Recogniser:
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = Transducer(config, len(mean), blank, self.classes, rngs=rngs)
-        self.reduction = model.reduction
+        self.subsampling = model.subsampling
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
     @classmethod

@@ -66,8 +66,8 @@ class Training:
         self.stored = {"utterances": hashlib.sha256(texts).hexdigest()}
         if self.run.last is None:
             vocabulary = tokens.train(config, (x.text for x in train.utterances))
-            reduction = int(np.prod([stride for stride, _ in config.strides]))
-            self.train = batches.labelled(train, vocabulary, reduction)
+            subsampling = int(np.prod([stride for stride, _ in config.strides]))
+            self.train = batches.labelled(train, vocabulary, subsampling)
             self.recogniser = Recogniser(config, vocabulary, *statistics(self.train, config), **more)
         else:
             self.run.open()
@@ -75,8 +75,8 @@ class Training:
             if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
-            self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.reduction)
-        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.reduction)
+            self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
+        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):

@@ -12,7 +12,7 @@ import pytest
 import jax_rnnt
 from jax_rnnt import timing
 
-HOP = {"hop": 0.01, "reduction": 4}
+HOP = {"hop": 0.01, "subsampling": 4}
 
 
 def distance(a, b):
@@ -185,7 +185,7 @@ def test_files_of_an_alignment(tmp_path):
         ["first", "A", "0.160000", "0.040000", 'o"ne'],
         ["second", "A", "0.160000", "0.040000", 'o"ne'],
     ]
-    timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, duration=0.19)
+    timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, seconds=0.19)
     grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
     assert grid.tierNames == ("labels", "none") and grid.maxTimestamp == 0.19
     assert [tuple(x) for x in grid.getTier("labels").entries] == [(0.04, 0.08, "two"), (0.16, 0.19, 'o"ne')]
@@ -197,13 +197,13 @@ def test_edges_in_files(tmp_path):
     textgrid = pytest.importorskip("praatio.textgrid")
     rng = np.random.default_rng(0)
     shared = timing.intervals([7] * 30, ["x"] * 30, hop=0.01)  # of one frame, a third of a millisecond each
-    thirds = timing.intervals(np.arange(99) // 3, ["y"] * 99, hop=0.01, reduction=4, offset=1 / 3)
+    thirds = timing.intervals(np.arange(99) // 3, ["y"] * 99, hop=0.01, subsampling=4, offset=1 / 3)
     edges = np.cumsum(rng.uniform(1e-4, 0.2, 100))
     chain = [timing.Interval(*x, "z") for x in itertools.pairwise(edges)]
     rounded = [timing.Interval(0.1 + 0.2, 0.4, "a"), timing.Interval(0.4, 0.1 + 0.7, "b"), timing.Interval(0.8, 1, "c")]
     spoken = {"shared": shared, "thirds": thirds, "chain": chain, "rounded": rounded}
     timing.write_ctm(tmp_path / "x.ctm", spoken)
-    timing.write_textgrid(tmp_path / "x.TextGrid", spoken | {';;a "b"': []}, duration=1 + edges[-1])
+    timing.write_textgrid(tmp_path / "x.TextGrid", spoken | {';;a "b"': []}, seconds=1 + edges[-1])
     grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
     assert grid.tierNames == (*spoken, ';;a "b"')
     rows = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
@@ -233,7 +233,7 @@ NO_LINE = ["a\n", "a\u2028b", "\t", "a\x00", "\ud800", "\ufeffa", "\x85"]
 NO_COLUMN = ["", "a b", " a", "a\u00a0b"]
 WRITERS = {
     "write_ctm": timing.write_ctm,
-    "write_textgrid": lambda path, spoken: timing.write_textgrid(path, spoken, duration=9.0),
+    "write_textgrid": lambda path, spoken: timing.write_textgrid(path, spoken, seconds=9.0),
 }
 
 
@@ -260,7 +260,7 @@ def test_what_no_file_can_hold(writer, tmp_path):
     ("call", "message"),
     [
         (lambda path: timing.frames_to_seconds([1], hop=0), "frames_to_seconds: hop must be a positive .*got 0"),
-        (lambda path: timing.frames_to_seconds([1], hop=1, reduction=0), "reduction must be 1 or more, got 0"),
+        (lambda path: timing.frames_to_seconds([1], hop=1, subsampling=0), "subsampling must be 1 or more, got 0"),
         (lambda path: timing.frames_to_seconds([1], hop=1, offset=math.nan), "offset must be a finite .*got nan"),
         (lambda path: timing.frames_to_seconds([1], hop=1, offset=-math.inf), "offset must be a finite .*got -inf"),
         (
@@ -277,8 +277,9 @@ def test_what_no_file_can_hold(writer, tmp_path):
         (lambda path: timing.write_ctm(path, {";;u": []}), "names of utterances must not begin with ';;'.* got ';;u'"),
         (lambda path: timing.write_textgrid(path, {}, 1.0), "tiers must hold one"),
         (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(1, 2, "x")]}, 1.0), r"'a'.*\[0, 1.0\)"),
-        (lambda path: timing.write_textgrid(path, {"a": []}, math.nan), "duration must be a positive .*got nan"),
-        (lambda path: timing.write_textgrid(path, {"a": []}, 0), "duration must be a positive .*got 0"),
+        (lambda path: timing.write_textgrid(path, {"a": []}, math.nan), "seconds must be positive and finite, got nan"),
+        (lambda path: timing.frames_to_seconds([1], hop=10**400), "hop must be a number that a float holds"),
+        (lambda path: timing.write_textgrid(path, {"a": []}, 0), "seconds must be positive and finite, got 0"),
     ],
 )
 def test_bad_times(tmp_path, call, message):

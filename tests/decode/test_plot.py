@@ -11,7 +11,7 @@ from decoding import TwoStepLoss
 plt, plot = pytest.importorskip("matplotlib.pyplot"), pytest.importorskip("jax_rnnt.plot")
 plt.switch_backend("Agg")
 
-TIMES = {"hop": 0.01, "reduction": 4}
+TIMES = {"hop": 0.01, "subsampling": 4}
 RNNT, TDT = jax_rnnt.RNNTLoss(), jax_rnnt.TDTLoss((0, 1, 3))
 
 
@@ -38,7 +38,7 @@ def ax():
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
     p = batches.problem(1, 6, 3, 9 if of is RNNT else 8).take(0)
-    assert plot.draw_lattice(of, *p[:2], 5, 2, symbols=["x", "y"], **TIMES, ax=ax) is ax
+    assert plot.draw_lattice(of, *p[:2], 5, 2, texts=["x", "y"], **TIMES, ax=ax) is ax
     posteriors = plot.arc_posteriors(of, *p[:2], 5, 2)
     collections = dict(zip(of.topology, ax.collections, strict=True))
     for arc, drawn in collections.items():
@@ -123,7 +123,7 @@ def test_titles_and_legends(ax):
     """The utterance and the score of its best path; what darkness, curves and bars mean. A space can be seen."""
     p = batches.problem(1, 6, 3, 9).take(0)
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
-    plot.draw_lattice(RNNT, *p, symbols=["a", " ", "b"], ax=ax)
+    plot.draw_lattice(RNNT, *p, texts=["a", " ", "b"], ax=ax)
     score = float(RNNT.align(*p).score)  # test_align.py has its truth
     assert ax.get_title() == f"a b\nbest path: {score:.1f} nats"
     assert [x.get_text() for x in ax.get_yticklabels()] == ["start", "a", "␣", "b"]
@@ -133,10 +133,10 @@ def test_titles_and_legends(ax):
     assert [x.get_linewidth() for x in handles[:3]] == [0.5 + 3.5 * x for x in (0.1, 0.5, 1)]  # as in test_lattice
     plot.draw_lattice(RNNT, *p, ax=ax)
     assert ax.get_title() == f"best path: {score:.1f} nats"
-    plot.draw_lattice(RNNT, *p, symbols=["▁so", "me", "▁more"], ax=ax)
+    plot.draw_lattice(RNNT, *p, texts=["▁so", "me", "▁more"], ax=ax)
     assert ax.get_title().startswith("some more\n")
     ax.clear()
-    plot.draw_emissions(np.zeros((6, 8)), RNNT.posteriors(*p)[1], p.targets, symbols=["a", " ", "b"], ax=ax)
+    plot.draw_emissions(np.zeros((6, 8)), RNNT.posteriors(*p)[1], p.targets, texts=["a", " ", "b"], ax=ax)
     assert len(ax.get_legend().get_texts()) == 3
     assert "␣" in {x.get_text().strip() for x in ax.child_axes[0].get_xticklabels()}
 
@@ -158,15 +158,15 @@ def test_real_lengths():
     """90 labels in 400 frames: thin lines, and names that do not overlap, but as many as there is room for."""
     rng = np.random.default_rng(0)
     frames = np.sort(rng.choice(400, 90, replace=False))
-    targets, symbols = rng.integers(0, 26, 90), [chr(97 + i) for i in rng.integers(0, 26, 90)]
+    targets, texts = rng.integers(0, 26, 90), [chr(97 + i) for i in rng.integers(0, 26, 90)]
     logits = rng.normal(size=(400, 91, 27)).astype(np.float32)
     logits[..., 26] += 5
     logits[frames, np.arange(90), targets] += 20
     figure, axes = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
-    plot.draw_lattice(RNNT, logits, targets, symbols=symbols, ax=axes[0])
+    plot.draw_lattice(RNNT, logits, targets, texts=texts, ax=axes[0])
     _, label = RNNT.posteriors(logits, targets, 400, 90)
-    plot.draw_emissions(rng.normal(size=(400, 8)), label, targets, symbols=symbols, ax=axes[1])
-    plot.draw_latencies(frames, frames + 1, targets, symbols=symbols, ax=axes[2])
+    plot.draw_emissions(rng.normal(size=(400, 8)), label, targets, texts=texts, ax=axes[1])
+    plot.draw_latencies(frames, frames + 1, targets, texts=texts, ax=axes[2])
     figure.canvas.draw()
     for texts in (axes[0].get_yticklabels(), axes[1].child_axes[0].get_xticklabels(), axes[2].get_yticklabels()):
         assert overlaps(texts) == []
@@ -194,7 +194,7 @@ def test_beam(ax):
     """A row for each hypothesis, labels at their frames in the order of their certainty, what the best lacks framed."""
     fields = dict.fromkeys(jax_rnnt.decode.Hypotheses._fields) | {k: np.array(v) for k, v in BEAM.items()}
     found = jax_rnnt.decode.Hypotheses(**fields)
-    assert plot.draw_beam(found, symbols=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
+    assert plot.draw_beam(found, texts=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
     rows = [[x for x in ax.texts if x.get_position()[1] == row] for row in range(3)]
     assert [[x.get_text() for x in row] for row in rows] == [["x", "␣", "yy"], ["x", "yy"], ["x", "z", "␣", "yy"]]
     for texts, frames in zip(rows, BEAM["frames"][0]):
@@ -227,7 +227,7 @@ def test_former_names():
 X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
 BAD = [
     ("lattice", (RNNT, X[None], np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),
-    ("lattice", (RNNT, X, np.array([1])), {"symbols": "ab"}, "draw_lattice: symbols .* one for each of 1 .*got 2"),
+    ("lattice", (RNNT, X, np.array([1])), {"texts": "ab"}, "draw_lattice: texts .* one for each of 1 .*got 2"),
     ("lattice", (RNNT, jax_rnnt.PackedLogits(X.reshape(6, 4), 3), [1]), {}, "draw_lattice: logits .* got PackedLogits"),
     ("emissions", (np.zeros(3), ROWS, [1]), {}, r"draw_emissions: features .*got \(3,\)"),
     ("emissions", (ROWS, ROWS[:, :1], [1, 2]), {}, r"draw_emissions: posteriors .*U = 2.*got \(3, 1\)"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_rnnt import HATLoss, RNNTLoss, emissions, lattices, prune_ranges
+from jax_rnnt import HATLoss, RNNTLoss, emissions, lattices, prune_ranges, timing
 
 LOGITS, REST = jnp.arange(24.0).reshape(3, 2, 4) / 7, (jnp.array([1]), jnp.array(3), jnp.array(1))
 LENGTHS = dict(logit_lengths=jnp.array(3), target_lengths=jnp.array(1))
@@ -29,6 +29,14 @@ FORMER = {
         lambda: emissions.Softmax((0,), num_durations=2),
     ),
     "Softmax.durations": (lambda: emissions.Softmax((0,), num_durations=2).durations, lambda: 2),
+    "frames_to_seconds(reduction=)": (
+        lambda: timing.frames_to_seconds([3], hop=0.5, reduction=4).item(),
+        lambda: timing.frames_to_seconds([3], hop=0.5, subsampling=4).item(),
+    ),
+    "intervals(reduction=)": (
+        lambda: timing.intervals([3], ["a"], hop=0.5, reduction=4),
+        lambda: timing.intervals([3], ["a"], hop=0.5, subsampling=4),
+    ),
     "HATLoss(topology=)": (lambda: HATLoss(topology="monotonic"), lambda: HATLoss(variant="monotonic")),
     "prune_ranges(topology=)": (
         lambda: prune_ranges(**POSTERIORS, **LENGTHS, width=1, topology="monotonic"),

@@ -8,7 +8,7 @@ import pytest
 from jax_rnnt import _renamed
 
 
-@_renamed.argument("old", "new")
+@_renamed.argument(old="new")
 def function(x, *, new=0):
     return x + new
 

@@ -84,7 +84,7 @@ class Walk(typing.NamedTuple):
     reads: jax.Array  # [B]: frames that it read
 
 
-@_renamed.argument("durations", "duration_choice")
+@_renamed.argument(durations="duration_choice")
 def greedy(
     loss,
     joint,

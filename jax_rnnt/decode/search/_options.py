@@ -45,7 +45,10 @@ RANGES = {
     "arc_weights": NOT_INFINITE,  # of `DecodingRules`
 }
 
-LIMITS = "max_symbols", "window"  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
+LIMITS = (
+    "max_symbols",
+    "window",
+)  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
 
 
 def size(function: str, name: str, x) -> int:

@@ -31,7 +31,7 @@ class Draft(typing.NamedTuple):
     bad: jax.Array  # [B]: a label was chosen from NaN or +inf
 
 
-@_renamed.argument("durations", "duration_choice")
+@_renamed.argument(durations="duration_choice")
 def parallel(
     loss,
     joint,
