@@ -111,7 +111,7 @@ class ArrayLogits(Layout):
         return self.logits.dtype
 
     def checked(self, function):
-        return ArrayLogits(rows_of_frames(function, self.logits, "U + 1"))
+        return type(self)(rows_of_frames(function, self.logits, "U + 1"))
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         shape = self.shape[:-3], self.shape[-2] - 1

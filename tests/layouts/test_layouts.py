@@ -19,9 +19,8 @@ import family
 import jax_rnnt
 import layout_table
 import project
-from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, _pytree, lattices
-from jax_rnnt.emissions._emission import OUTSIDE, Emission, Nodes, Placement, label_map
-from jax_rnnt.layouts import _layout
+from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, PackedLogits, lattices
+from pages import code
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-11
@@ -333,42 +332,12 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class ColumnsFirst(Placement[None]):
-    """Of logits [B, U1, T, V]: to `Rows`, the columns are the frames."""
-
-    def nodes(self, logits, targets, num_frames, num_labels, lengths):
-        frame = np.arange(logits.shape[2], dtype=np.int32)
-        label = jnp.where(frame[None, :, None] < num_frames[:, None, None], label_map(targets, num_labels), OUTSIDE)
-        return logits, Nodes(jnp.swapaxes(label, 1, 2), num_labels + 1), None
-
-    def to_planes(self, planes, where):
-        return {slot: jnp.swapaxes(x, 1, 2) for slot, x in planes.items()}
-
-    to_rows = to_planes
-
-
-@_pytree.register
-@dataclasses.dataclass(frozen=True, eq=False)
-class Transposed(_layout.ArrayLogits):
-    @property
-    def shape(self):
-        batch, columns, frames, classes = self.logits.shape
-        return batch, frames, columns, classes
-
-    def checked(self, function):
-        return self
-
-    def emission(self, function, loss, head, *sequences):
-        return Emission(head, self.frames, head.tokens(self.classes), ColumnsFirst()), self.logits
-
-
 @pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 def test_a_layout_is_one_placement(loss, kernel):
-    """A layout that the library lacks: all it adds is where the rows are."""
+    """A layout that the library lacks: that of the page on design, whose rows are other sequences than the batch's."""
+    layout = code("docs/design.md", "class FramesFirst")[0]["FramesFirstLogits"]
     p = batches.poisoned(batches.problem(loss=loss))
     value = loss.value(reduction="none", implementation=kernel, clamp=0.3)
-    step = lambda x: jnp.sum(value(Transposed(x), *p[1:]))
-    losses, gradient = jax.jit(lambda x: (value(Transposed(x), *p[1:]), jax.grad(step)(x)))(p.logits.swapaxes(1, 2))
-    compare.assert_matches((losses, np.swapaxes(gradient, 1, 2)), loss.expected(p, clamp=0.3), np.float64, 11)
+    step = lambda x: jnp.sum(value(layout(x), *p[1:]))
+    losses, gradient = jax.jit(lambda x: (value(layout(x), *p[1:]), jax.grad(step)(x)))(p.logits.swapaxes(0, 1))
+    compare.assert_matches((losses, np.swapaxes(gradient, 0, 1)), loss.expected(p, clamp=0.3), np.float64, 11)

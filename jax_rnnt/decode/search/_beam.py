@@ -75,7 +75,8 @@ def beam(
     max_labels : int
         Room for labels in a hypothesis, over the whole stream.
     width : int
-        Hypotheses that are kept, N.
+        Hypotheses that are kept, N: those of an utterance compete whatever frame they have reached, so a beam that
+        loses none needs room for all labels on several frames.
     max_symbols : int, default 10
         Labels that one frame may emit.
     merge : bool, default True

@@ -92,8 +92,8 @@ class Scores(typing.NamedTuple):
     model_row: jax.Array  # [B, W]
 
 
-class Move(typing.NamedTuple):
-    """How hypotheses move."""
+class Expansion(typing.NamedTuple):
+    """Hypotheses, and the move that each takes."""
 
     parent: jax.Array  # [B, C]: the hypothesis
     gain: jax.Array  # [B, C]: log-probability
@@ -109,7 +109,7 @@ class Candidates(typing.NamedTuple):
 
     score: jax.Array  # [B, C]
     path_score: jax.Array  # [B, C]
-    parent: jax.Array  # [B, C]: the next three as in `Move`
+    parent: jax.Array  # [B, C]: the next three as in `Expansion`
     label: jax.Array  # [B, C]
     reads: jax.Array  # [B, C]
     frame: jax.Array  # [B, C]: after the move, as the next two
@@ -274,12 +274,12 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
 
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
     none = jnp.zeros(active.shape, jnp.int32)
-    kinds = [Move(itself, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
+    kinds = [Expansion(itself, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
     for blank, gain in zip(symbols.blanks, moves):
-        kinds.append(Move(itself, gain, none - 1, jnp.full_like(itself, blank.frames)))
+        kinds.append(Expansion(itself, gain, none - 1, jnp.full_like(itself, blank.frames)))
     for arc, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
         parent, label, best = largest_sums(scores.labels, scores.row, now.score + gain, rules.width)
-        kinds.append(Move(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
+        kinds.append(Expansion(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
     move = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *kinds)
 
     before = now.score, now.path_score, now.frame, now.counts, now.count_here, key_parts(now.key)
