@@ -76,10 +76,10 @@ def contestants(case, args, worker):
     """The RNN-T loss. All compute the same mean loss; the last class is the blank."""
 
     def start(name, loss, case=case, **options):
-        sources, rest = problems.logits(case, args.seed)
-        return measure.program(name, loss, (*sources, *rest), **options)
+        sources, batch = problems.logits(case, args.seed)
+        return measure.program(name, loss, (*sources, *batch), **options)
 
-    found = [
+    measured = [
         start("ours, reference", rnnt.RNNTLoss(implementation="reference"), donate=True),
         start("ours", rnnt.RNNTLoss(), donate=True),
         start("ours, not in place", rnnt.RNNTLoss(inplace=False)),
@@ -88,14 +88,14 @@ def contestants(case, args, worker):
     ]
     for peer in ("torchaudio", "warp-transducer"):
         if worker and peer in worker.names:
-            found.append(worker.contestant(peer, "logits", case.name, args.seed))
+            measured.append(worker.contestant(peer, "logits", case.name, args.seed))
     # Gradients from float32 logs of up to T + U nats are off by up to 1e-3.
-    measure.agree(found[0], found[1:], gradient=2e-3 / case.B)
+    measure.agree(measured[0], measured[1:], gradient=2e-3 / case.B)
     if case.valid < 1:  # the same logits with full lengths, measured in the same turns, to judge the padding
-        found.append(start("ours, all valid", rnnt.RNNTLoss(), case.full(), donate=True))
-    found.append(start("ours, the loss alone", rnnt.RNNTLoss(), gradient=None))
+        measured.append(start("ours, all valid", rnnt.RNNTLoss(), case.full(), donate=True))
+    measured.append(start("ours, the loss alone", rnnt.RNNTLoss(), gradient=None))
     floors = [floor(f"floor{more}", case, args.seed, args.threads, n) for more, n in (("", 2), (", one pass", 1))]
-    return floors + found
+    return floors + measured
 
 
 def aims(case, by_name):
@@ -123,27 +123,29 @@ def family(case, args):
     """`rnnt` and every other loss and layout of the same B, T, U, V."""
 
     def start(name, loss, kind="dense", size=0, case=case):
-        sources, rest = problems.logits(case, args.seed, kind, size)
+        sources, batch = problems.logits(case, args.seed, kind, size)
         heads = sources if len(sources) > 1 else sources[0]
-        return measure.program(name, loss, (heads, *rest), donate=True)
+        return measure.program(name, loss, (heads, *batch), donate=True)
 
     def wide(name):
         return ("wide", len(DURATIONS)) if name == "tdt" else ()
 
     short, loss = case.ragged(), rnnt.RNNTLoss()
-    found = [floor("floor", case, args.seed, args.threads, passes=2)]
-    found += [start(name, make(), *wide(name)) for name, make in LOSSES.items()]
+    measured = [floor("floor", case, args.seed, args.threads, passes=2)]
+    measured += [start(name, make(), *wide(name)) for name, make in LOSSES.items()]
     for name in ("multiblank", "tdt"):
-        found.append(start(f"{name}, reference", LOSSES[name](implementation="reference"), *wide(name)))
-    found.append(start("simple", lambda heads, *rest: loss(rnnt.AdditiveLogits(*heads), *rest), "heads"))
+        measured.append(start(f"{name}, reference", LOSSES[name](implementation="reference"), *wide(name)))
+    measured.append(start("simple", lambda heads, *batch: loss(rnnt.AdditiveLogits(*heads), *batch), "heads"))
     for n in WIDTHS:
-        found.append(start(f"pruned {n}", lambda x, first, *rest: loss(rnnt.BandLogits(x, first), *rest), "band", n))
-    found.append(start("rnnt, ragged", loss, case=short))
-    found.append(
-        start("packed, ragged", lambda x, *rest: loss(rnnt.PackedLogits(x, case.T), *rest), "packed", case=short)
+        measured.append(
+            start(f"pruned {n}", lambda x, first, *batch: loss(rnnt.BandLogits(x, first), *batch), "band", n)
+        )
+    measured.append(start("rnnt, ragged", loss, case=short))
+    measured.append(
+        start("packed, ragged", lambda x, *batch: loss(rnnt.PackedLogits(x, case.T), *batch), "packed", case=short)
     )
-    check_family(case, {c.name: c for c in found if c.check})
-    return found
+    check_family(case, {c.name: c for c in measured if c.check})
+    return measured
 
 
 def check_family(case, by_name):
@@ -180,12 +182,12 @@ def main(argv=None, peers=None):
     results, checks = {}, []
     for case in (cases.CASES[name] for name in args.only):
         bases, judge = (("rnnt", "rnnt, ragged"), family_aims) if args.family else (("floor", "ours"), aims)
-        found = results[case.name] = family(case, args) if args.family else contestants(case, args, worker)
-        measure.take_turns(found, budget, args.repeat)
+        measured = results[case.name] = family(case, args) if args.family else contestants(case, args, worker)
+        measure.take_turns(measured, budget, args.repeat)
         moved = 3 * 4 * np.prod(case.shape) * case.valid
         title = f"{case.name}: B={case.B} T={case.T} U={case.U} V={case.V}, {case.valid:.0%} of the nodes valid"
-        measure.report(title, found, bases, **{"GB/s": lambda c, moved=moved: f"{moved / c.median / 1e9:.1f}"})
-        checks += judge(case.name, {c.name: c for c in found})
+        measure.report(title, measured, bases, **{"GB/s": lambda c, moved=moved: f"{moved / c.median / 1e9:.1f}"})
+        checks += judge(case.name, {c.name: c for c in measured})
     measure.report_aims(checks)
     name = "-family" if args.family else ""
     measure.save(args, name, checks, results, versions=worker.versions if worker else {})

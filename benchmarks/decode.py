@@ -157,7 +157,7 @@ def host_loop(joint, predictor, encoder, lengths, max_labels):
     return run
 
 
-def found(labels, counts, *_):
+def label_lists(labels, counts, *_):
     return [row[:n].tolist() for row, n in zip(np.asarray(labels), np.asarray(counts))]
 
 
@@ -167,11 +167,11 @@ def decoders(joint, predictor, loss, max_labels):
     greedy = functools.partial(decode.greedy, loss, joint, predictor, **options)
     beam = functools.partial(decode.beam, loss, joint, predictor, width=WIDTH, **options)
 
-    def first(found):  # of the N best
-        return found.labels[:, 0], found.counts[:, 0], found.scores[:, 0]
+    def first(hypotheses):  # of the N best
+        return hypotheses.labels[:, 0], hypotheses.counts[:, 0], hypotheses.scores[:, 0]
 
-    def only(found):
-        return found.labels, found.counts, found.scores
+    def only(hypotheses):
+        return hypotheses.labels, hypotheses.counts, hypotheses.scores
 
     return {
         "label-looping": lambda *x: only(greedy(*x)),
@@ -185,14 +185,14 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels):
     """Our decoders and the others; all greedy ones must find the same labels."""
     programs = decoders(joint, predictor, loss, max_labels)
     programs["frame by frame"] = lambda *x: frame_by_frame(joint, predictor, *x, max_labels)
-    made, results = [], {}
+    measured, results = [], {}
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()
-        results[name] = found(*compiled(encoder, lengths))
-        made.append(measure.calls(name, compiled, encoder, lengths))
+        results[name] = label_lists(*compiled(encoder, lengths))
+        measured.append(measure.calls(name, compiled, encoder, lengths))
     loop = host_loop(joint, predictor, encoder, lengths, max_labels)
     results["host loop"] = loop(encoder, lengths)
-    made.append(measure.calls("host loop", loop, encoder, lengths))
+    measured.append(measure.calls("host loop", loop, encoder, lengths))
     expected = results["label-looping"]
     for name, labels in results.items():
         assert name.startswith("beam") or labels == expected, f"{name} found other labels"
@@ -200,19 +200,19 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels):
     labels = sum(map(len, expected))
     blanks = 1 - labels / (labels + int(np.sum(np.asarray(lengths))))
     print(f"{blanks:.0%} of the moves are blanks; beam {WIDTH} agrees with greedy search on {agreement:.0%}.\n")
-    return made
+    return measured
 
 
-def report(name, made, batch, seconds):
+def report(name, measured, batch, seconds):
     speed = {
         "utterances/s": lambda c: f"{batch / c.median:.3g}",
         "real-time factor": lambda c: f"{c.median / seconds:.2g}",
     }
-    measure.report(name, made, ["label-looping"], **speed)
+    measure.report(name, measured, ["label-looping"], **speed)
 
 
-def aims(name, batch, made):
-    by_name = {c.name: c for c in made}
+def aims(name, batch, measured):
+    by_name = {c.name: c for c in measured}
     ours, slow, beam = (by_name[n] for n in ("label-looping", "frame by frame", f"beam {WIDTH}"))
     rows = [measure.aim(f"{name}: frame by frame / label-looping", slow, ours, ">= 2")] if batch == 16 else []
     return [*rows, measure.aim(f"{name}: beam {WIDTH} / label-looping", beam, ours, "<= 6")]
@@ -227,10 +227,10 @@ def main(argv=None):
     for name in args.only:
         kind, batch = name.split()
         *problem, seconds = planted(kind, int(batch), args)
-        made = results[name] = contestants(*problem)
-        measure.take_turns(made, budget, args.repeat)
-        report(f"{name} utterances", made, int(batch), seconds)
-        checks += aims(name, int(batch), made)
+        measured = results[name] = contestants(*problem)
+        measure.take_turns(measured, budget, args.repeat)
+        report(f"{name} utterances", measured, int(batch), seconds)
+        checks += aims(name, int(batch), measured)
     measure.report_aims(checks)
     measure.save(args, "-decode", checks, results)
 

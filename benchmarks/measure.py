@@ -56,16 +56,16 @@ def program(name, loss, arguments, *, gradient=0, donate=False, whole=False):
     """
     function = loss if gradient is None else jax.value_and_grad(loss, gradient)
     step = jax.jit(function, donate_argnums=(0,) if donate else ())
-    first, *rest = jax.tree.map(jnp.asarray, tuple(arguments))
+    first, *others = jax.tree.map(jnp.asarray, tuple(arguments))
 
     def run(keep=False):
         fresh = jax.block_until_ready(jax.tree.map(jnp.copy, first))
         start = time.perf_counter()
-        result = jax.block_until_ready(step(fresh, *rest))
+        result = jax.block_until_ready(step(fresh, *others))
         seconds = time.perf_counter() - start
         return result if keep else seconds
 
-    memory = step.lower(first, *rest).compile().memory_analysis()
+    memory = step.lower(first, *others).compile().memory_analysis()
     parts = ("temp", "argument", "output") if whole else ("temp",)
     megabytes = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts) / 1e6 if memory else None
     result = run(keep=True)
@@ -192,13 +192,13 @@ def commit():
 
 
 def versions(*names):
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for name in ("jax_rnnt", "jax", "jaxlib", "numpy", *names):
         try:
-            found[name] = importlib.metadata.version(name)
+            packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return packages
 
 
 def machine():
@@ -229,8 +229,10 @@ def save(args, name, aims, results, **more):
         "load_average": os.getloadavg(),
         "versions": versions() | more.pop("versions", {}),
         **more,
-        "aims": {what: dict(zip(("by_medians", "by_minima", "aim", "met"), rest)) for what, *rest in aims},
-        "times": {case: {c.name: summary(c) for c in found if c.seconds} for case, found in results.items()},
+        "aims": {what: dict(zip(("by_medians", "by_minima", "aim", "met"), values)) for what, *values in aims},
+        "times": {
+            case: {c.name: summary(c) for c in contestants if c.seconds} for case, contestants in results.items()
+        },
     }
     output = args.output or Path(sys.argv[0]).resolve().parent / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -241,8 +243,8 @@ def save(args, name, aims, results, **more):
 def summary(contestant):
     """What a result file keeps of the repetitions."""
     ms = 1e3 * np.sort(contestant.seconds)
-    made = {"median_ms": float(f"{np.median(ms):.4g}"), "minimum_ms": float(f"{ms[0]:.4g}"), "repetitions": len(ms)}
-    return made | ({} if contestant.megabytes is None else {"megabytes": float(f"{contestant.megabytes:.4g}")})
+    figures = {"median_ms": float(f"{np.median(ms):.4g}"), "minimum_ms": float(f"{ms[0]:.4g}"), "repetitions": len(ms)}
+    return figures | ({} if contestant.megabytes is None else {"megabytes": float(f"{contestant.megabytes:.4g}")})
 
 
 def compact(record, indent=""):

@@ -29,20 +29,20 @@ def logits(case, seed, kind="dense", size=0):
     packed: [N, V], the nodes inside the lengths; band: [B, T, size, V] along the diagonal, with its first columns.
     """
     case = cases.CASES[case] if isinstance(case, str) else case
-    x, *rest = cases.make_inputs(case, seed=seed)
+    x, *batch = cases.make_inputs(case, seed=seed)
     if kind == "wide":
         x = cases.make_inputs(dataclasses.replace(case, V=case.V + size), seed=seed).logits
     if kind == "heads":
-        return (x[:, :, 0], x[:, 0]), rest
+        return (x[:, :, 0], x[:, 0]), batch
     if kind == "packed":
         rows = [x[b, :n, : m + 1].reshape(-1, case.V) for b, (n, m) in enumerate(zip(*case.lengths))]
-        return (np.concatenate(rows),), rest
+        return (np.concatenate(rows),), batch
     if kind == "band":
         first = np.linspace(0, case.U + 1 - size, case.T).astype(np.int32)
         columns = first[:, None] + np.arange(size)
         band = np.take_along_axis(x, columns[None, :, :, None], 2)
-        return (band,), [np.tile(first, (case.B, 1)), *rest]
-    return (x,), rest
+        return (band,), [np.tile(first, (case.B, 1)), *batch]
+    return (x,), batch
 
 
 def joint(case, seed, extra=0):

@@ -45,12 +45,12 @@ def _copy_bandwidth(size):
     return 2 * words.nbytes * times / _in_place(copies, words)
 
 
-def _in_place(function, first, *rest):
+def _in_place(function, first, *others):
     """`_seconds` of a function that writes its last result over its first argument; the result is the next argument."""
     held = [first]
 
     def again():
-        result = function(held[0], *rest)
+        result = function(held[0], *others)
         held[0] = result[-1] if isinstance(result, tuple) else result
         return result
 
@@ -71,7 +71,7 @@ def _variants(name):
         rows["its reference"] = make(implementation="reference")
     if name in ("rnnt", "monotonic"):  # the emission is one log_softmax
         outside = make(implementation="reference", fused_log_softmax=False)
-        rows["plain JAX"] = lambda logits, *rest: outside(jax.nn.log_softmax(logits.astype(jnp.float32)), *rest)
+        rows["plain JAX"] = lambda logits, *batch: outside(jax.nn.log_softmax(logits.astype(jnp.float32)), *batch)
     return rows
 
 
@@ -86,12 +86,12 @@ def bench(B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "floa
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(B, T, U + 1, classes)).astype(np.float32), dtype)
     labels = (len(_DURATIONS["multiblank"]) if loss == "multiblank" else 0, V - 1)
-    rest = jnp.asarray(rng.integers(*labels, (B, U)), jnp.int32), jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
+    batch = jnp.asarray(rng.integers(*labels, (B, U)), jnp.int32), jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
     copied = _copy_bandwidth(logits.nbytes)
     rows = {}
     for name, function in _variants(loss).items():
-        compiled = jax.jit(jax.value_and_grad(function), donate_argnums=0).lower(logits, *rest).compile()
-        seconds = _in_place(compiled, logits.copy(), *rest)
+        compiled = jax.jit(jax.value_and_grad(function), donate_argnums=0).lower(logits, *batch).compile()
+        seconds = _in_place(compiled, logits.copy(), *batch)
         memory = compiled.memory_analysis()
         rows[name] = {
             "milliseconds": 1e3 * seconds,

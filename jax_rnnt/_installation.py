@@ -31,9 +31,9 @@ def extension(module: str) -> types.ModuleType:
         spec = file and importlib.util.spec_from_file_location(name, file)
         if not spec or not spec.loader:
             raise
-        made = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        return made
+        loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
 
 
 def explain(platform: str, module: str, error: ImportError) -> str:

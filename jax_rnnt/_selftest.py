@@ -208,7 +208,7 @@ def _compare(platform, device) -> tuple[list[str], list[str]]:
         with _x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
             emissions, lattices = jax.device_put((_emissions(dtype), _lattices(dtype)), device)
             lattices = {kind: x for kind, x in lattices.items() if lattice.supported(LATTICES[kind][0], platform)}
-            as_read = {kind: (logits.astype(wide), *rest) for kind, (logits, *rest) in emissions.items()}
+            as_read = {kind: (logits.astype(wide), *arrays) for kind, (logits, *arrays) in emissions.items()}
             run = functools.partial(_quick, platform)
             expected = run(_emission_references)(as_read) | run(_lattice_references)(lattices)
             got = run(_emission_kernels)(emissions, expected[loading.TARGETS[0]]) | run(_lattice_kernels)(lattices)

@@ -100,8 +100,8 @@ def error_rate(search, digits):
         batch.pop("index")
         valid = batch["valid"]
         labels, counts = jax.device_get(search(batch))
-        found = label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total
-        errors += int(jnp.where(valid, found, 0).sum())
+        edits = label_errors(labels, counts, batch["targets"], batch["target_lengths"]).total
+        errors += int(jnp.where(valid, edits, 0).sum())
         total += int(batch["target_lengths"][valid].sum())
     return 100 * errors / total
 

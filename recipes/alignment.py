@@ -28,21 +28,21 @@ def main():
         x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    clock, found, distances = {"hop": HOP, "subsampling": recogniser.subsampling}, {}, []
+    clock, spoken, distances = {"hop": HOP, "subsampling": recogniser.subsampling}, {}, []
     for batch in digits.tests():
         index, valid = batch.pop("index"), batch["valid"]
         for i, frames in zip(index[valid], np.asarray(align(batch))[valid]):
             utterance = digits.test.corpus.utterances[i]
             frames = frames[: len(utterance.text)]
-            found[utterance.name] = intervals(frames, list(utterance.text), **clock)
+            spoken[utterance.name] = intervals(frames, list(utterance.text), **clock)
             columns = digits.test.corpus.draw(i, np.random.default_rng(i))[1]
             seconds = frames_to_seconds(frames, **clock)
             outside = np.maximum(columns[:, 0] * HOP - seconds, 0) + np.maximum(seconds - columns[:, 1] * HOP, 0)
             distances += list(outside / HOP)
-    write_ctm(output("alignment.ctm"), found)
-    first, seconds = next(iter(found)), digits.test.corpus.utterances[0].frames * HOP
-    write_textgrid(output("alignment.TextGrid"), {"labels": found[first]}, seconds)
-    print(f"{output('alignment.ctm')} has {len(found)} lines of digits, {output('alignment.TextGrid')} one")
+    write_ctm(output("alignment.ctm"), spoken)
+    first, seconds = next(iter(spoken)), digits.test.corpus.utterances[0].frames * HOP
+    write_textgrid(output("alignment.TextGrid"), {"labels": spoken[first]}, seconds)
+    print(f"{output('alignment.ctm')} has {len(spoken)} lines of digits, {output('alignment.TextGrid')} one")
     print(f"labels inside of their digit: {100 * np.mean(np.array(distances) == 0):.1f}%")
     check("mean distance from the digit, columns", float(np.mean(distances)), 1.0)
 

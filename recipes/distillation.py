@@ -19,8 +19,8 @@ def three(rows, labels):
     label = jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[:, None], 1)[:, 0]
     label = jnp.where(labels < 0, -30.0, label)
     both = jnp.stack([label, log_probs[:, -1]], -1)
-    rest = jnp.log(jnp.maximum(1 - jnp.exp(both).sum(-1), 1e-6))
-    return jnp.concatenate([both, rest[:, None]], -1)
+    others = jnp.log(jnp.maximum(1 - jnp.exp(both).sum(-1), 1e-6))
+    return jnp.concatenate([both, others[:, None]], -1)
 
 
 def divergence(teacher, student, labels):
@@ -41,8 +41,8 @@ def main():
 
         def mean_loss(params, batch, step):
             rows = []
-            for recogniser, own in ((teacher, taught), (student, params)):
-                model = recogniser.model(own)
+            for recogniser, parameters in ((teacher, taught), (student, params)):
+                model = recogniser.model(parameters)
                 x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
                 rows.append(model.joint.logits(x.frames, x.states))
             lengths = {"logit_lengths": x.frame_lengths, "target_lengths": x.target_lengths}

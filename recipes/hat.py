@@ -55,8 +55,8 @@ def main():
         rows, lengths = network.encode(recogniser.inputs(batch, False), batch["lengths"])
         inputs = *network.joint.decoder_inputs(network.predictor, rows), lengths, 20
         fusion, ilm_weight = ((model, weights[0]),), weights[1]
-        found = decode.beam(recogniser.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)
-        return found.labels[:, 0], found.counts[:, 0]
+        hypotheses = decode.beam(recogniser.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)
+        return hypotheses.labels[:, 0], hypotheses.counts[:, 0]
 
     def rate(lines, weights):
         return error_rate(lambda batch: beam(params, batch, np.float32(weights), 4), lines)

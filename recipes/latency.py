@@ -59,8 +59,8 @@ def draw(points):
     figure, ax = plt.subplots(layout="constrained")
     start = points.pop("no penalty")
     ax.plot(*start[0], "ko", label="no penalty")
-    for (name, found), marker in zip(points.items(), "s^v"):
-        ax.plot(*zip(*start, *found), f"{marker}--", label=name)
+    for (name, point), marker in zip(points.items(), "s^v"):
+        ax.plot(*zip(*start, *point), f"{marker}--", label=name)
     ax.set(xlabel="delay, encoder frames", ylabel="character error rate, %")
     ax.legend()
     figure.savefig(output("latency.png"), dpi=120)
@@ -76,16 +76,16 @@ def main():
 
     def measured(name, strength):
         tuned = fit(params, objective(recogniser, name, strength), few)
-        found = delay(recogniser, tuned, digits), error_rate(greedy(recogniser, tuned), digits)
-        print(f"{name or 'no penalty'} {strength or ''}: delay {found[0]:.2f} frames, CER {found[1]:.2f}")
-        return found
+        point = delay(recogniser, tuned, digits), error_rate(greedy(recogniser, tuned), digits)
+        print(f"{name or 'no penalty'} {strength or ''}: delay {point[0]:.2f} frames, CER {point[1]:.2f}")
+        return point
 
     points = {"no penalty": [measured(None, 0)]}
     for name, strengths in STRENGTHS.items():
         points[name] = [measured(name, strength) for strength in strengths]
-    start, *rest = (found[-1] for found in points.values())
+    start, *others = (point[-1] for point in points.values())
     draw(points)
-    for name, (later, _) in zip(STRENGTHS, rest):
+    for name, (later, _) in zip(STRENGTHS, others):
         check(f"delay with {name}, frames more than without", later - start[0], -0.1)
 
 

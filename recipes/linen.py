@@ -67,8 +67,8 @@ def main():
 
     @jax.jit
     def search(batch):
-        found = model.apply(params, inputs(batch), batch, method="search")
-        return found.labels, found.counts
+        hypotheses = model.apply(params, inputs(batch), batch, method="search")
+        return hypotheses.labels, hypotheses.counts
 
     check("CER", error_rate(search, digits), 5)
 

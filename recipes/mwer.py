@@ -25,8 +25,8 @@ def main():
         model = recogniser.model(params)
         rows, lengths = model.encode(recogniser.inputs(batch, False), batch["lengths"])
         inputs = model.joint.decoder_inputs(model.predictor, rows)
-        found = decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
-        return found.labels, found.counts, found.scores
+        hypotheses = decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
+        return hypotheses.labels, hypotheses.counts, hypotheses.scores
 
     def mean_loss(params, batch, step):
         model = recogniser.model(params, step)

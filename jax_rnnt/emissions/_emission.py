@@ -239,7 +239,7 @@ class Exchange:
         """The frames of each sequence that are on this device."""
         return num_frames
 
-    def own(self, x: jax.Array) -> jax.Array:
+    def of_own(self, x: jax.Array) -> jax.Array:
         """Of numbers of each sequence [..., more], those of own sequences."""
         return x
 
@@ -296,7 +296,7 @@ class Emission(Generic[Logits, Residuals]):
         num_frames, num_labels = (jnp.where(bad, 0, n) for n in (logit_lengths, target_lengths))
         own_frames, lengths = self.exchange.own_frames(num_frames), (logit_lengths, target_lengths)
         logits, nodes, where = self.placement.nodes(logits, targets, own_frames, num_labels, lengths)
-        return logits, Placed(nodes, where), *map(self.exchange.own, (num_frames, num_labels, bad))
+        return logits, Placed(nodes, where), *map(self.exchange.of_own, (num_frames, num_labels, bad))
 
     def _to_lattice(self, planes: Planes, placed: Placed) -> Planes:
         placed_planes = self.placement.to_planes(planes, placed.where)

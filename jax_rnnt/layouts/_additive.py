@@ -89,7 +89,7 @@ class Additive(Rows[Scores, tuple[()]]):
         bad = functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x) | jnp.isposinf(x), (-1, -2)) for x in (am, lm)))
         am, lm = isolate(am, bad), isolate(lm, bad)
         peak_am, peak_lm = sums.row_peak(am), jnp.swapaxes(sums.row_peak(lm), -1, -2)
-        peak, rest = sums.log_total(am, lm)
+        peak, above_peak = sums.log_total(am, lm)
 
         # Picked by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
         hot = one_hot(label[..., 0, :], lm)
@@ -104,7 +104,7 @@ class Additive(Rows[Scores, tuple[()]]):
         planes = {}
         for slot, (am_part, lm_part) in scores.items():
             score, error = sums.score(am_part, peak_am, lm_part, peak_lm)
-            planes[slot] = (score - peak) + (error - rest)
+            planes[slot] = (score - peak) + (error - above_peak)
         weights = [None if w is None else jnp.asarray(w, dtype) for w in (logits.lm_only, logits.am_only)]
         if any(w is not None for w in weights):
             joint_part = 1 - sum(w for w in weights if w is not None)

@@ -95,13 +95,13 @@ def _log_total(am, lm, *, branch):
     lowest = jnp.full_like(total, jnp.finfo(total.dtype).min)
     peak = _over_classes(am, lm, some, largest, lowest)
 
-    def add(rest, start, cut, scores, errors, new):
+    def add(scaled, start, cut, scores, errors, new):
         terms = jnp.exp((scores - peak[..., None]) + errors)
-        return rest + jnp.sum(jnp.where(new, terms, 0), -1)
+        return scaled + jnp.sum(jnp.where(new, terms, 0), -1)
 
-    rest = _over_classes(am, lm, some, add, jnp.zeros_like(total))
-    rest = jnp.where(doubt, rest, total)
-    return [jnp.where(doubt, peak, 0), jnp.log(jnp.where(rest == 0, 1, rest))]
+    scaled = _over_classes(am, lm, some, add, jnp.zeros_like(total))
+    scaled = jnp.where(doubt, scaled, total)
+    return [jnp.where(doubt, peak, 0), jnp.log(jnp.where(scaled == 0, 1, scaled))]
 
 
 def _log_total_jvp(primals, results, tangents):
@@ -113,57 +113,57 @@ def _log_total_jvp(primals, results, tangents):
 
 def _sum(*terms):
     """Of the terms that are not None."""
-    given = [x for x in terms if x is not None]
-    return functools.reduce(jnp.add, given) if given else None
+    present = [x for x in terms if x is not None]
+    return functools.reduce(jnp.add, present) if present else None
 
 
-def _shares(scores, errors, peak, rest, doubt):
+def _shares(scores, errors, peak, above_peak, doubt):
     """p of a block of classes, for the nodes in doubt."""
-    shares = jnp.exp((scores - peak[..., None]) + (errors - rest[..., None]))
+    shares = jnp.exp((scores - peak[..., None]) + (errors - above_peak[..., None]))
     return jnp.where(doubt[..., None], shares, 0)
 
 
-def _sure(peak, rest):
-    """(nodes in doubt, exp(-rest) of the others)"""
+def _sure(peak, above_peak):
+    """(nodes in doubt, exp(-above_peak) of the others)"""
     doubt = peak != 0
-    return doubt, jnp.where(doubt, 0, jnp.exp(-jnp.where(doubt, 0, rest)))
+    return doubt, jnp.where(doubt, 0, jnp.exp(-jnp.where(doubt, 0, above_peak)))
 
 
-def _nodes(am, lm, peak, rest, x, y, *, branch):
-    doubt, scale = _sure(peak, rest)
+def _nodes(am, lm, peak, above_peak, x, y, *, branch):
+    doubt, scale = _sure(peak, above_peak)
     sums = product("...tv,...uv->...tu", _relative(am) * x, _relative(lm) * y) * scale
     sums = jnp.where(sums == 0, 0, sums)  # no -0: a loop for another sequence would add 0 to it
 
     def add(sums, start, cut, scores, errors, new):
-        terms = _shares(scores, errors, peak, rest, doubt) * cut(x)[..., None, :] * cut(y)[..., None, :, :]
+        terms = _shares(scores, errors, peak, above_peak, doubt) * cut(x)[..., None, :] * cut(y)[..., None, :, :]
         return sums + jnp.sum(jnp.where(new, terms, 0), -1)
 
     return [_over_classes(am, lm, jnp.any(doubt) if branch else jnp.asarray(True), add, sums)]
 
 
-def _rows(am, lm, peak, rest, weight, factor, branch, of_frames):
+def _rows(am, lm, peak, above_peak, weight, factor, branch, of_frames):
     """`frames`, or `columns`."""
-    doubt, scale = _sure(peak, rest)
-    own, other = (am, lm) if of_frames else (lm, am)
+    doubt, scale = _sure(peak, above_peak)
+    near, other = (am, lm) if of_frames else (lm, am)
     equation = "...tu,...uv->...tv" if of_frames else "...tu,...tv->...uv"
-    sums = _relative(own) * product(equation, weight * scale, _relative(other) * factor)
+    sums = _relative(near) * product(equation, weight * scale, _relative(other) * factor)
     sums = jnp.where(sums == 0, 0, sums)  # no -0: a loop for another sequence would add 0 to it
 
     def add(sums, start, cut, scores, errors, new):
         across = cut(factor)[..., None, :, :] if of_frames else cut(factor)[..., None, :]
-        terms = _shares(scores, errors, peak, rest, doubt) * (weight[..., None] * across)
-        made = cut(sums) + jnp.where(new, jnp.sum(terms, -2 if of_frames else -3), 0)
-        return jax.lax.dynamic_update_slice_in_dim(sums, made, start, -1)
+        terms = _shares(scores, errors, peak, above_peak, doubt) * (weight[..., None] * across)
+        chunk = cut(sums) + jnp.where(new, jnp.sum(terms, -2 if of_frames else -3), 0)
+        return jax.lax.dynamic_update_slice_in_dim(sums, chunk, start, -1)
 
     return [_over_classes(am, lm, jnp.any(doubt) if branch else jnp.asarray(True), add, sums)]
 
 
-def _frames(am, lm, peak, rest, weight, y, *, branch):
-    return _rows(am, lm, peak, rest, weight, y, branch, True)
+def _frames(am, lm, peak, above_peak, weight, y, *, branch):
+    return _rows(am, lm, peak, above_peak, weight, y, branch, True)
 
 
-def _columns(am, lm, peak, rest, weight, x, *, branch):
-    return _rows(am, lm, peak, rest, weight, x, branch, False)
+def _columns(am, lm, peak, above_peak, weight, x, *, branch):
+    return _rows(am, lm, peak, above_peak, weight, x, branch, False)
 
 
 def _times(x, y):
@@ -174,20 +174,20 @@ def _jvp(which):
     """Of `nodes`, `frames` or `columns`: the product rule, with the derivative of p."""
 
     def rule(primals, results, tangents):
-        am, lm, peak, rest, *factors = primals
-        of_am, of_lm, _, of_rest, *of_factors = tangents
-        own = functools.partial(which, am, lm, (peak, rest))
+        am, lm, peak, above_peak, *factors = primals
+        of_am, of_lm, _, of_above, *of_factors = tangents
+        result_of = functools.partial(which, am, lm, (peak, above_peak))
         # p times a tangent is p with another factor, or a factor of the result.
         by_result, by_factor = {
-            nodes: ((of_rest, -1), (of_am, of_lm)),
-            frames: ((of_am, 1), (_minus(of_rest), of_lm)),
-            columns: ((of_lm, 1), (_minus(of_rest), of_am)),
+            nodes: ((of_above, -1), (of_am, of_lm)),
+            frames: ((of_am, 1), (_minus(of_above), of_lm)),
+            columns: ((of_lm, 1), (_minus(of_above), of_am)),
         }[which]
         terms = [] if by_result[0] is None else [by_result[1] * by_result[0] * results[0]]
         for i, shift in enumerate(by_factor):
             change = _sum(_times(factors[i], shift), of_factors[i])
             if change is not None:
-                terms.append(own(*factors[:i], change, *factors[i + 1 :]))
+                terms.append(result_of(*factors[:i], change, *factors[i + 1 :]))
         return [_sum(*terms)]
 
     return rule
@@ -219,9 +219,9 @@ def columns(am, lm, total, weight, x):
 def _transpose(of_first, of_second):
     """For the two factors: (the sum that is the cotangent, whether the cotangent is its first factor)."""
 
-    def rule(cotangent, am, lm, peak, rest, first, second):
+    def rule(cotangent, am, lm, peak, above_peak, first, second):
         (which, leads), other = (of_first, second) if first is None else (of_second, first)
-        return which(am, lm, (peak, rest), *((cotangent, other) if leads else (other, cotangent)))
+        return which(am, lm, (peak, above_peak), *((cotangent, other) if leads else (other, cotangent)))
 
     return rule
 
@@ -239,7 +239,7 @@ _nodes_primitive, _frames_primitive, _columns_primitive = (
 
 
 def log_total(am, lm):
-    """lse [..., T, U1], relative to the peaks of both rows, as (peak, rest): their sum is lse.
+    """lse [..., T, U1], relative to the peaks of both rows, as (peak, above_peak): their sum is lse.
 
     The peak is 0 where a product made the sum, without a derivative, and the lowest number where no class is possible.
     """

@@ -76,10 +76,10 @@ def _reference_clamped(emission, loss, logits, placed, num_frames, num_labels, w
     return _reference(emission, loss, logits, placed, num_frames, num_labels, windows)
 
 
-def _reference_clamped_fwd(emission, loss, logits, *rest):
+def _reference_clamped_fwd(emission, loss, logits, *others):
     # Clipped and scaled in float32, as by the kernels: float16 does not hold every cotangent.
-    losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *rest), loss, widened(logits))
-    return losses, (emission, loss, logits, rest[0], vjp, losses)
+    losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *others), loss, widened(logits))
+    return losses, (emission, loss, logits, others[0], vjp, losses)
 
 
 def _reference_clamped_bwd(residuals, cotangent):
@@ -188,11 +188,11 @@ def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, win
     its gradient is zero.
     """
     logits, placed, *lengths, bad = emission.prepare(logits, targets, logit_lengths, target_lengths)
-    windows = None if windows is None else emission.exchange.own(windows)
+    windows = None if windows is None else emission.exchange.of_own(windows)
     # Logits first: its sharding and varying axes are those of the result.
-    (rows, rows_structure), (rest, structure) = map(jax.tree.flatten, ((logits, placed), (*lengths, windows, loss)))
-    logits, placed = jax.tree.unflatten(rows_structure, vary_together(*rows, like=rest))
-    varied = vary_together(*rest, like=rows, without=emission.exchange.axes)
+    (rows, rows_structure), (others, structure) = map(jax.tree.flatten, ((logits, placed), (*lengths, windows, loss)))
+    logits, placed = jax.tree.unflatten(rows_structure, vary_together(*rows, like=others))
+    varied = vary_together(*others, like=rows, without=emission.exchange.axes)
     num_frames, num_labels, windows, loss = jax.tree.unflatten(structure, varied)
     return (loss, logits, placed, num_frames, num_labels, windows), bad
 
@@ -204,11 +204,11 @@ _jit = functools.partial(jax.jit, static_argnums=1)
 def loss_of_batch(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """The reduced loss."""
     problem = logits, targets, logit_lengths, target_lengths, windows
-    (varied, logits, *rest), bad = _prepare(loss, emission, *problem)
+    (varied, logits, *lattice_arguments), bad = _prepare(loss, emission, *problem)
     function: Callable[..., jax.Array] = _fused
     if loss.implementation == "reference":  # differentiable in forward mode, unless it clips
         function = _reference_clamped if emission.rows.clips and loss.clamp is not None else _reference
-    losses = function(emission, varied, logits, *rest)
+    losses = function(emission, varied, logits, *lattice_arguments)
     losses = emission.exchange.joined(jnp.where(bad, jnp.nan, losses))
     losses = _nonnegative(loss, emission, losses, targets, target_lengths)
     return reduce(losses, target_lengths, loss.reduction)
@@ -237,9 +237,9 @@ def _lattice_and_ends(loss, emission, *problem):
     loss = _pytree.replace(loss, fastemit_lambda=None)
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
     planes, composition = _plain_planes(loss, emission, logits, placed), loss.compose()
-    rest = num_frames, num_labels, windows
-    arcs, nan = _adjust_isolated(loss, planes, *rest)
-    ends = _adjust_isolated(loss, planes, *rest, closed=False)[0] if composition.closing else None
+    lengths_and_windows = num_frames, num_labels, windows
+    arcs, nan = _adjust_isolated(loss, planes, *lengths_and_windows)
+    ends = _adjust_isolated(loss, planes, *lengths_and_windows, closed=False)[0] if composition.closing else None
     return composition.topology, arcs, num_frames, num_labels, bad | nan, ends
 
 

@@ -25,18 +25,18 @@ def _log_complement(x):
     return jnp.where(inside, value, -jnp.inf)
 
 
-def _mixed(label, rest, skip):
+def _mixed(label, others, skip):
     """log((1 - c) exp(label) + c exp(rest)) with c = exp(skip) in [0, 1], for label <= rest.
 
     Where c is near 1, its logarithm would give no derivative with respect to `skip`; where c is small, it underflows.
     """
-    none = jnp.isneginf(rest)
-    rest = jnp.where(none, 0, rest)
-    ratio, large = jnp.where(none, 0, label) - rest, skip > -0.5
+    none = jnp.isneginf(others)
+    others = jnp.where(none, 0, others)
+    ratio, large = jnp.where(none, 0, label) - others, skip > -0.5
     c = jnp.exp(jnp.where(large, skip, 0))
     by_c = jnp.log(c + (1 - c) * jnp.exp(ratio))
     small = jnp.where(large, -1, skip)
-    mixed = rest + jnp.where(large, by_c, logaddexp(small, ratio + _log_complement(small)))
+    mixed = others + jnp.where(large, by_c, logaddexp(small, ratio + _log_complement(small)))
     return jnp.where(none, -jnp.inf, mixed)
 
 
@@ -51,9 +51,9 @@ class _Skips:
         blank, label = planes["blank"], planes["label"]
         if self.label is not None:
             skip = jnp.asarray(self.label, label.dtype)
-            rest = _log_complement(blank)  # of all labels
-            rest = jnp.where(rest < label, label, rest)  # by rounding
-            label = jnp.where(skip > 0, jnp.nan, _mixed(label, rest, jnp.where(skip > 0, 0, skip)))
+            others = _log_complement(blank)  # of all labels
+            others = jnp.where(others < label, label, others)  # by rounding
+            label = jnp.where(skip > 0, jnp.nan, _mixed(label, others, jnp.where(skip > 0, 0, skip)))
         if self.frame is not None:
             before_last = frame(blank) < num_frames[..., None, None] - 1
             skipped = logaddexp(blank, jnp.asarray(self.frame, blank.dtype))

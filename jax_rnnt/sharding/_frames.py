@@ -37,7 +37,7 @@ class FrameExchange(Exchange):
     def own_frames(self, num_frames):
         return own_frames(num_frames, self.frames, self.axis)
 
-    def own(self, x):
+    def of_own(self, x):
         x = self._dealt(x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :]))
         return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(self.axis), 1, keepdims=False)
 

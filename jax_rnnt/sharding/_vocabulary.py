@@ -104,15 +104,15 @@ class SplitVocabulary(Rows[Any, Any]):
     @classmethod
     def own_head(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
-        beside, own = full.num_durations + full.bernoulli, logits // size
-        if own <= beside:
+        beside, width = full.num_durations + full.bernoulli, logits // size
+        if width <= beside:
             head = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
             expected = f"each device must hold more logits of a row than {head}"
             raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
             expected = f"the blank of HATLoss must be the last class, -1 or {logits - 1}"
             raise ValueError(f"{function}: vocab_axis: {expected}, got {full.blanks[0]}.")
-        columns = tuple({blank % own: None for blank in full.blanks if blank % own < own - beside}) or (0,)
+        columns = tuple({blank % width: None for blank in full.blanks if blank % width < width - beside}) or (0,)
         slots = tuple(f"column+{i}" for i in columns)
         return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.num_durations)
 
@@ -244,7 +244,7 @@ class SplitVocabulary(Rows[Any, Any]):
         return results, (norm, first, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        own, all_labels = self._own(nodes), nodes.label
+        local_nodes, all_labels = self._own(nodes), nodes.label
         norm, first, share, *beside = residuals
         label = cotangents["label"]
         if self.full.bernoulli:  # a label that is the blank counts as one
@@ -270,11 +270,11 @@ class SplitVocabulary(Rows[Any, Any]):
         for blank_class, ct in blanks.items():
             if blank_class % self.columns not in self._beside:
                 local[f"column+{blank_class % self.columns}"] += jnp.where(self._mine(blank_class), ct, 0)
-        local["label"] = jnp.where(own.label >= 0, label, 0)
+        local["label"] = jnp.where(local_nodes.label >= 0, label, 0)
         local[_TOTAL] = total * share
         planes = (jnp.broadcast_to(jnp.asarray(x, total.dtype), total.shape) for x in local.values())
         local = dict(zip(local, _xla.vary_together(*planes)))
-        operands = logits, own, (norm, first), local, scale, clamp
+        operands = logits, local_nodes, (norm, first), local, scale, clamp
         return self.inner.backward(*operands, strict=strict, alias=alias)
 
     def reference(self, logits, nodes):

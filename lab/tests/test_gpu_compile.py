@@ -183,7 +183,7 @@ def test_default_tiles(monkeypatch, loss, joint, share):
     program = launches.Program(text, dict.fromkeys(EMISSION, turns))
     assert program.launches() <= 1200 * share
     # The products round to 16 bits: no array has the logits or hidden units of a tile in float32.
-    has_emission = lambda own: any(x.opcode == "custom-call" and "softmax_emission" in x.rest for x in own)
+    has_emission = lambda own: any(x.opcode == "custom-call" and "softmax_emission" in x.tail for x in own)
     loops = [own for own in program.computations.values() if has_emission(own)]
     assert len(loops) == 2
     kernels = [x for own in loops for x in own if x.opcode in ("fusion", "custom-call", "copy")]

@@ -32,14 +32,14 @@ def labelled(corpus, tokens, subsampling):
     """Labels of what can be trained on; what cannot goes to the corpus's report."""
     labels = {}
     for i, x in enumerate(corpus.utterances):
-        found = tokens.encode(x.text)
-        if found is None:
+        tokens_of_text = tokens.encode(x.text)
+        if tokens_of_text is None:
             unknown = "characters outside the vocabulary"
             corpus.report.add(unknown, x.name)
-        elif len(found) > -(-x.frames // subsampling):
+        elif len(tokens_of_text) > -(-x.frames // subsampling):
             corpus.report.add("fewer frames than labels", x.name)
         else:
-            labels[i] = np.array(found, np.int32)
+            labels[i] = np.array(tokens_of_text, np.int32)
     if not labels:
         raise UserError("no usable utterance is left" + "".join(f"; {x}" for x in corpus.report.lines()))
     return Labelled(corpus, labels)

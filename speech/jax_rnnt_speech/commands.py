@@ -64,49 +64,49 @@ def add_recognition(commands):
         add_platform(one)
 
 
-def resumed(given, args):
+def resumed(options, args):
     """The configuration of the run in the workdir, with `given` options where they may differ: in tests, most may."""
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
-        if given.get("steps") == 0 or "train" not in given:
+        if options.get("steps") == 0 or "train" not in options:
             raise UserError(f"{args.workdir} has no checkpoint: train first")
-        return Config(**given)
+        return Config(**options)
     run.open()
     # A checkpoint of before an option has its default.
     earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
     run.close()
-    changed = {name: x for name, x in given.items() if x != earlier[name]}
+    changed = {name: x for name, x in options.items() if x != earlier[name]}
     for name, x in changed.items():
         option = f"--{name.replace('_', '-')}"
         if name in FIXED:
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
-        if not args.change and given.get("steps") != 0:
+        if not args.change and options.get("steps") != 0:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
         off = WITHOUT.get(name)
-        if off is not None and given.get("steps") != 0 and (x == off) != (earlier[name] == off):
+        if off is not None and options.get("steps") != 0 and (x == off) != (earlier[name] == off):
             raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
-    return Config(**(earlier | given))
+    return Config(**(earlier | options))
 
 
 def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
-    given = config.read_file(args.config) if args.config else {}
-    given |= {name: x for name, x in vars(args).items() if name in names}
-    given |= {name: corpora.absolute(given[name]) for name in ("train", "valid") if name in given}
+    options = config.read_file(args.config) if args.config else {}
+    options |= {name: x for name, x in vars(args).items() if name in names}
+    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid") if name in options}
     ngrams.check(args)
-    if given.get("steps") == 0 and args.overwrite:
+    if options.get("steps") == 0 and args.overwrite:
         raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
-    args.resume |= given.get("steps") == 0
+    args.resume |= options.get("steps") == 0
     if args.change and not args.resume:
         raise UserError("--change needs --resume")
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
-        Path(args.config or given.get("train", "")).stem, given.get("loss", Config.loss)
+        Path(args.config or options.get("train", "")).stem, options.get("loss", Config.loss)
     )
-    chosen = None if args.resume else Config(**given).checked()
+    chosen = None if args.resume else Config(**options).checked()
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():
-        chosen = chosen or resumed(given, args).checked()
+        chosen = chosen or resumed(options, args).checked()
         rates = Training(chosen, args).main()
     print(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:

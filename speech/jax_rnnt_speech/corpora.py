@@ -103,15 +103,15 @@ class Recordings:
 
     def __init__(self, path, config):
         self.config, self.report, path = config, Report(), Path(path)
-        folder, found = entries(path)
+        folder, lines = entries(path)
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
-        for line in found:
+        for line in lines:
             if isinstance(line, str):
                 self.report.add("not audio, text and duration", line)
-        found = [x for x in found if not isinstance(x, str)]
+        lines = [x for x in lines if not isinstance(x, str)]
         with ThreadPoolExecutor(16) as pool:
-            headers = list(pool.map(lambda x: header(folder / x[0]), found))
-        checked = [self.check(*x, info) for x, info in zip(found, headers)]
+            headers = list(pool.map(lambda x: header(folder / x[0]), lines))
+        checked = [self.check(*x, info) for x, info in zip(lines, headers)]
         self.paths = [folder / x.name for x in checked if x]
         self.utterances = [x for x in checked if x]
         if not self.utterances:

@@ -17,7 +17,7 @@ def select(platform, count):
             jax.config.update("jax_num_cpu_devices", count or 2)
     try:
         of = [[x for x in jax.devices() if x.process_index == i] for i in range(jax.process_count())]
-        devices = [x for found in of for x in found[:count]]
+        devices = [x for local in of for x in local[:count]]
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform has no plugin
         reason = str(error).splitlines()[0] if str(error) else "JAX has no such backend here"
         raise UserError(f"no device of {jax.config.jax_platforms or 'any platform'}: {reason}") from None

@@ -25,8 +25,8 @@ def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, utterances, errors, totals, shown = 0.0, 0, np.zeros(2), np.zeros(2), []
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
-        found = recogniser.evaluated(params, split(batch), data.corpus.device, search)
-        value, labels, counts, index = hosts.gathered((*found, batch["index"]))
+        results = recogniser.evaluated(params, split(batch), data.corpus.device, search)
+        value, labels, counts, index = hosts.gathered((*results, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):
             if i >= 0:  # its audio is readable

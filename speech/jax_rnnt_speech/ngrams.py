@@ -91,8 +91,8 @@ def search_of(args, recogniser):
     """The Search that the options ask for."""
     if not args.ngram:
         return Search(args.beam)
-    given = {name: getattr(args, name) for name in WEIGHTS}
-    weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in given.items())
+    chosen = {name: getattr(args, name) for name in WEIGHTS}
+    weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
     return Search(args.beam, ilm, ((read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)))
 
 
@@ -100,12 +100,12 @@ def texts(path, lower):
     """Sentences of a corpus, or the lines of a text."""
     try:
         if path.suffix == ".txt":
-            found = [line for _, line in corpora.lines_of(path)]
+            lines = [line for _, line in corpora.lines_of(path)]
         else:
-            found = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, str)]
+            lines = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, str)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
-    return [(x.lower() if lower else x).split() for x in found]
+    return [(x.lower() if lower else x).split() for x in lines]
 
 
 def estimate(sentences, order):
@@ -124,12 +124,12 @@ def estimate(sentences, order):
             totals[gram[:-1]] += count
             types[gram[:-1]] += 1
         shares |= {context: types[context] / (totals[context] + types[context]) for context in totals}
-        found = {}
+        of_grams = {}
         for gram, count in grams.items():
             context = gram[:-1]
             shorter = probabilities[n - 1][gram[1:]] if n else unknown
-            found[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
-        probabilities.append(found)
+            of_grams[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
+        probabilities.append(of_grams)
     probabilities[0]["<unk>",] = shares[()] * unknown
     return probabilities, shares
 

@@ -33,8 +33,8 @@ def make_transcriber(recogniser, params, how):
     @jax.jit
     def search(params, x, lengths, how):
         model = recogniser.model(params)
-        found = recogniser.search(model, *model.encode(x, lengths), how)
-        return found.labels, found.counts
+        hypotheses = recogniser.search(model, *model.encode(x, lengths), how)
+        return hypotheses.labels, hypotheses.counts
 
     def transcribe(samples):
         frames = features.count(recogniser.config, len(samples))
@@ -66,8 +66,8 @@ class Stream:
     def advance(self, params, x, lengths, encoder, decoder):
         model = self.recogniser.model(params)
         rows, lengths, encoder = model.step(x, lengths, encoder)
-        found = self.recogniser.search(model, rows, lengths, state=decoder)
-        return encoder, found.state, found.labels, found.counts
+        hypotheses = self.recogniser.search(model, rows, lengths, state=decoder)
+        return encoder, hypotheses.state, hypotheses.labels, hypotheses.counts
 
     def chunk(self, x):
         """Features padded to a chunk, and how many they are."""
@@ -96,8 +96,8 @@ class Stream:
         return self.news()
 
     def finish(self):
-        if rest := features.count(self.recogniser.config, len(self.samples)):
-            self.take(rest)
+        if remaining := features.count(self.recogniser.config, len(self.samples)):
+            self.take(remaining)
         return self.news()
 
 

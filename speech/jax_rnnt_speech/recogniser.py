@@ -26,11 +26,11 @@ SAMPLE = 200  # utterances of which statistics are taken
 def statistics(data, config):
     """Mean and deviation of each feature, over some training utterances."""
     some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
-    found = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
-    found = [features.log_mel(config, x) if data.corpus.device else x for x in found if x is not None]
-    if not found:
+    loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
+    loaded = [features.log_mel(config, x) if data.corpus.device else x for x in loaded if x is not None]
+    if not loaded:
         raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
-    frames = np.concatenate(found)
+    frames = np.concatenate(loaded)
     return frames.mean(0).tolist(), (frames.std(0) + 1e-3).tolist()
 
 
@@ -93,8 +93,8 @@ class Recogniser:
         if not how.beam:
             return decode.greedy(loss, *inputs, **options)
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
-        found = decode.beam(loss, *inputs, how.beam, **options)
-        return found._replace(labels=found.labels[:, 0], counts=found.counts[:, 0])
+        hypotheses = decode.beam(loss, *inputs, how.beam, **options)
+        return hypotheses._replace(labels=hypotheses.labels[:, 0], counts=hypotheses.counts[:, 0])
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def evaluated(self, params, batch, device, how):
@@ -102,8 +102,8 @@ class Recogniser:
         model = self.model(params)
         x = self.encoded(model, self.inputs(batch, device), batch)
         losses = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
-        found = self.search(model, x.frames, x.frame_lengths, how)
-        return jnp.where(batch["valid"], losses, 0).sum(), found.labels, found.counts
+        hypotheses = self.search(model, x.frames, x.frame_lengths, how)
+        return jnp.where(batch["valid"], losses, 0).sum(), hypotheses.labels, hypotheses.counts
 
     def text(self, labels, count):
         return self.tokens.decode(np.asarray(labels)[: int(count)])

@@ -20,8 +20,8 @@ class Run:
     def __init__(self, workdir, *, resume=False, overwrite=False):
         self.workdir = workdir.resolve()
         folder, self.overwrite = self.workdir / CHECKPOINTS, overwrite
-        found = [int(x.name) for x in folder.iterdir() if x.name.isdigit()] if folder.is_dir() else []
-        self.last = None if overwrite else max(found, default=None)
+        saved = [int(x.name) for x in folder.iterdir() if x.name.isdigit()] if folder.is_dir() else []
+        self.last = None if overwrite else max(saved, default=None)
         started = self.last is not None or (self.workdir / METRICS).is_file()
         if started and not (resume or overwrite):
             raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
@@ -51,11 +51,11 @@ class Run:
             for name, x in trees.items()
         }
         try:
-            found = self.manager.restore(self.last, args=ocp.args.Composite(**args))
+            saved = self.manager.restore(self.last, args=ocp.args.Composite(**args))
         except (OSError, KeyError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.workdir}: checkpoint {self.last} lacks arrays of this model ({reason})") from None
-        return [found[name] for name in trees]
+        return [saved[name] for name in trees]
 
     def save(self, step, setup, **trees):
         args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}

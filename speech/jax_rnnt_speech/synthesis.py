@@ -43,14 +43,14 @@ class Line(NamedTuple):
 
 def sentences(text):
     """Sentences of plain words, each once: those of paragraphs, which empty lines or % lines part."""
-    found = {}
+    drawn = {}
     for paragraph in re.split(r"\n%?\s*\n|\n%", text):
         paragraph = re.sub(r"\b[QA]: ", "", paragraph)  # riddles
         for sentence in re.split(r"(?<=[.!?])[\"')]*\s+", " ".join(paragraph.split())):
             words = re.sub(r"[^A-Z' ]+", " ", sentence.upper()).split()
             if re.fullmatch(r"[\"'(]?[A-Z][A-Za-z',;: -]+[.!?]", sentence) and len(words) in WORDS:
-                found[" ".join(words)] = None
-    return list(found)
+                drawn[" ".join(words)] = None
+    return list(drawn)
 
 
 def read_texts(paths):
@@ -141,11 +141,11 @@ def make(args):
         tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch,  # a corpus is there as a whole, or not at all
         tqdm(total=round(total), unit="s", unit_scale=True, mininterval=5) as bar,
     ):
-        made = Path(scratch, "corpus")
+        corpus = Path(scratch, "corpus")
         for split, share in SHARES.items():
-            seconds, count = write_split(made / split, lines[split], share * args.hours, args.seed, bar)
+            seconds, count = write_split(corpus / split, lines[split], share * args.hours, args.seed, bar)
             tqdm.write(f"{split}: {count} utterances, {seconds / 3600:.2f} hours, {len(list(voices(split)))} voices")
-        made.replace(args.folder)
+        corpus.replace(args.folder)
     return 0
 
 

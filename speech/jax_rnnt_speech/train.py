@@ -114,22 +114,22 @@ class Training:
 
     def measure(self, state, step, metrics=None):
         """Error rates. Without `metrics` nothing is written."""
-        found, shown = evaluate.rates(
+        rates, shown = evaluate.rates(
             self.recogniser, state[0], self.valid, self.test_buckets, self.split, self.search, examples=2
         )
-        tqdm.write(f"step {step}: held-out loss {found.loss:.2f}, CER {found.cer:.1f}%, WER {found.wer:.1f}%")
+        tqdm.write(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
         for reference, hypothesis in shown:
             tqdm.write(f"  {reference}\n  {hypothesis}")
         if metrics:
-            metrics.write(step, valid_loss=found.loss, valid_cer=found.cer, valid_wer=found.wer)
+            metrics.write(step, valid_loss=rates.loss, valid_cer=rates.cer, valid_wer=rates.wer)
         if metrics and not jax.process_index():
             self.pictures.draw(jax.device_get(state[0]), step)
-        return found
+        return rates
 
     def stream(self, first):
         """Batches from step `first` on, read by threads while devices work."""
-        rest = self.epoch.repeat(-(-self.config.steps // len(self.epoch)))[first : self.config.steps]
-        return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
+        batches_left = self.epoch.repeat(-(-self.config.steps // len(self.epoch)))[first : self.config.steps]
+        return iter(batches_left.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
         """Trains; returns the rates of the end. A run that has all its steps is evaluated, and nothing is written."""
@@ -143,14 +143,14 @@ class Training:
                 state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
             step_of = make_train_step(self.recogniser, optimizer, self.train.corpus.device)
             with contextlib.closing(runs.Metrics(self.run.workdir, first)) as metrics:
-                found = self.steps(state, first, step_of, metrics)
+                rates = self.steps(state, first, step_of, metrics)
         print(f"{step_of._cache_size()} programs for {len(self.buckets)} shapes of batches")
         for name, data in (("train", self.train), ("valid", self.valid)):
             data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
-        return found
+        return rates
 
     def steps(self, state, first, step_of, metrics):
-        config, options, losses, found = self.config, self.options, [], None
+        config, options, losses, rates = self.config, self.options, [], None
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
         alone = {"disable": bool(jax.process_index())}
@@ -174,6 +174,6 @@ class Training:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 if step % options.save_every == 0 or step == config.steps:
                     self.run.save(step, self.recogniser.setup() | self.stored, params=state[0], optimizer=state[1])
-                    found = self.measure(state, step, metrics)
+                    rates = self.measure(state, step, metrics)
                     started = time.perf_counter()
-        return found
+        return rates

@@ -52,9 +52,9 @@ def run(arguments, status=0):
 def arguments(corpus, workdir, **options):
     usual = {"save_every": 3, "log_every": 1, "devices": 1, "steps": 6, "learning_rate": 0.01}
     options = TINY | CONVOLUTIONAL | usual | options
-    given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    extra = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
     files = ("--train", corpus / "all.jsonl"), ("--valid", corpus / "held-out.jsonl"), ("--workdir", workdir)
-    return ["train", *itertools.chain(*files), *given]
+    return ["train", *itertools.chain(*files), *extra]
 
 
 def start(*arguments):

@@ -78,22 +78,22 @@ def test_odd_manifests(tmp_path):
     bad += [{"duration": x} for x in (float("nan"), "nan", True, 0, -1, [], "long", 10**400)]
     lines = [json.dumps(good, ensure_ascii=False), *(json.dumps(good | x) for x in bad), "[" * 100_000, '"x"', "[1]"]
     (tmp_path / "m.jsonl").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
-    found = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
-    assert [x.text for x in found.utterances] == ["A B"]
-    assert {k: len(x) for k, x in found.report.names.items()} == {
+    recordings = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+    assert [x.text for x in recordings.utterances] == ["A B"]
+    assert {k: len(x) for k, x in recordings.report.names.items()} == {
         "not audio, text and duration": len(lines) - 3,
         "empty transcript": 2,  # of one file
     }
     (tmp_path / "m.tsv").write_text("\ufeffaudio\ttext\na.wav\tA\na.wav\n" + "x" * 200_000)
-    found = asr.corpora.Recordings(tmp_path / "m.tsv", config)
-    assert [x.text for x in found.utterances] == ["A"]
-    assert found.report.names["not audio, text and duration"] == ["m.tsv line 3", "m.tsv line 4"]
+    recordings = asr.corpora.Recordings(tmp_path / "m.tsv", config)
+    assert [x.text for x in recordings.utterances] == ["A"]
+    assert recordings.report.names["not audio, text and duration"] == ["m.tsv line 3", "m.tsv line 4"]
     (tmp_path / "l").mkdir()
     shutil.move(tmp_path / "a.wav", tmp_path / "l/a.flac")
     (tmp_path / "l/1.trans.txt").write_text("\ufeffa A\n/etc/passwd A\n")
-    found = asr.corpora.Recordings(tmp_path / "l", config)
-    assert [x.text for x in found.utterances] == ["A"]
-    assert found.report.names["not audio, text and duration"] == ["1.trans.txt line 2"]
+    recordings = asr.corpora.Recordings(tmp_path / "l", config)
+    assert [x.text for x in recordings.utterances] == ["A"]
+    assert recordings.report.names["not audio, text and duration"] == ["1.trans.txt line 2"]
 
 
 @pytest.mark.parametrize("sample", [np.nan, np.inf, 1e30])
@@ -107,14 +107,14 @@ def test_samples_that_are_no_sound(tmp_path, sample, mel_on):
     for some in (lines, lines[2:]):
         (tmp_path / "m.jsonl").write_text("\n".join(some))
         config = configuration(mel_on=mel_on)
-        found = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
-        data = asr.batches.labelled(found, asr.tokens.Characters("ABC "), 4)
+        recordings = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
+        data = asr.batches.labelled(recordings, asr.tokens.Characters("ABC "), 4)
         if len(some) > 1:
             assert np.isfinite(asr.recogniser.statistics(data, config)).all()
         else:
             with pytest.raises(asr.config.UserError, match="none of the 1 training utterances"):
                 asr.recogniser.statistics(data, config)
-        assert found.report.names["missing or bad audio"] == ["c.wav"]
+        assert recordings.report.names["missing or bad audio"] == ["c.wav"]
     with pytest.raises(asr.config.UserError, match=r"c\.wav is no readable audio file: samples must be numbers"):
         asr.features.read_named(tmp_path / "c.wav", 8000)
 
@@ -123,15 +123,15 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     """A file that shrinks after it was listed makes a row that does not count, and a name in the report."""
     shutil.copytree(corpus, tmp_path / "c")
     config = configuration(buckets=1, **CONVOLUTIONAL)
-    found = asr.corpora.Recordings(tmp_path / "c", config)
-    data = asr.batches.labelled(found, asr.tokens.train(config, ["ABC "]), 4)
-    (tmp_path / "c" / found.utterances[3].name).write_bytes(b"")
+    recordings = asr.corpora.Recordings(tmp_path / "c", config)
+    data = asr.batches.labelled(recordings, asr.tokens.train(config, ["ABC "]), 4)
+    (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = asr.batches.make_buckets(data, config, 1)
     valid = {
         int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
     }
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
-    assert found.report.names["missing or bad audio"] == [found.utterances[3].name]
+    assert recordings.report.names["missing or bad audio"] == [recordings.utterances[3].name]
     recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     rates = lambda data: asr.evaluate.rates(
         recogniser, recogniser.params, data, asr.batches.make_buckets(data, config, 1), lambda x: x, asr.ngrams.Search()
@@ -139,7 +139,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)
     for i in data.labels:
-        (tmp_path / "c" / found.utterances[i].name).write_bytes(b"")
+        (tmp_path / "c" / recordings.utterances[i].name).write_bytes(b"")
     with pytest.raises(asr.config.UserError, match="no held-out utterance has readable audio"):
         rates(data)
 
@@ -186,8 +186,8 @@ def test_masks():
 def test_tokens(kind):
     texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
     config = configuration(tokens=kind, vocabulary=16)
-    made = asr.tokens.train(config, texts)
-    stored = asr.tokens.from_json(json.loads(json.dumps(made.to_json())))
+    tokens = asr.tokens.train(config, texts)
+    stored = asr.tokens.from_json(json.loads(json.dumps(tokens.to_json())))
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
     assert stored.encode("THE CAT?") is None

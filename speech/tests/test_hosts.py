@@ -39,10 +39,10 @@ def arguments(corpus, workdir, devices, *options):
     return list(map(str, ["train", *OPTIONS, *files, "--devices", devices, *options]))
 
 
-def run_here(*given):
+def run_here(*extra):
     """The exit status in this process."""
     with pytest.raises(SystemExit) as end:
-        asr.commands.main(arguments(*given))
+        asr.commands.main(arguments(*extra))
     return end.value.code
 
 
@@ -79,10 +79,10 @@ def metrics(workdir):
 def two(corpus, tmp_path_factory):
     """The folder of a run in two processes of four devices."""
     workdir = tmp_path_factory.mktemp("two") / "run"
-    (first, *_), (second, quiet, _) = found = finished(start_two(corpus, workdir))
-    assert first == second == 0, found
+    (first, *_), (second, quiet, _) = results = finished(start_two(corpus, workdir))
+    assert first == second == 0, results
     printed = [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]  # of JAX's collectives
-    assert "held-out CER" in found[0][1] and printed == []
+    assert "held-out CER" in results[0][1] and printed == []
     return workdir
 
 
@@ -112,8 +112,8 @@ def test_a_process_that_dies(corpus, two, tmp_path):
     finally:
         processes[0].kill()
     finished(processes)
-    (first, *_), (second, *_) = found = finished(start_two(corpus, workdir, "--resume"))
-    assert first == second == 0, found
+    (first, *_), (second, *_) = results = finished(start_two(corpus, workdir, "--resume"))
+    assert first == second == 0, results
     for x, y in zip(parameters(two), parameters(workdir), strict=True):
         np.testing.assert_array_equal(x, y)
 

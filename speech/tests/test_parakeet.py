@@ -83,23 +83,23 @@ def test_encoder_logits_and_losses(case):
     tiles = nnx.jit(losses)(model, features, feature_lengths)
     direct = model.criterion(reduction="none")(arrays, TARGETS, lengths, TARGET_LENGTHS)
     for reduction in ("none", "mean", "mean_volume", "mean_batch", "sum"):
-        for found in (tiles, direct):
+        for results in (tiles, direct):
             np.testing.assert_allclose(
-                reduced(found, TARGET_LENGTHS, reduction), golden[f"loss_{reduction}"], rtol=1e-5
+                reduced(results, TARGET_LENGTHS, reduction), golden[f"loss_{reduction}"], rtol=1e-5
             )
-    for own, theirs in (("mean", "mean_batch"), ("sum", "sum")):
-        value = model.criterion(reduction=own)(arrays, TARGETS, lengths, TARGET_LENGTHS)
+    for here, theirs in (("mean", "mean_batch"), ("sum", "sum")):
+        value = model.criterion(reduction=here)(arrays, TARGETS, lengths, TARGET_LENGTHS)
         np.testing.assert_allclose(value, golden[f"loss_{theirs}"], rtol=1e-5)
 
 
 def test_transcripts(case):
     """Labels and frames of `generate`; an utterance without a frame has no labels."""
     _, model, extractor, golden, (features, feature_lengths) = case
-    found = transcribe.transcribe(model, extractor, recordings.recordings())
+    results = transcribe.transcribe(model, extractor, recordings.recordings())
     width = golden["labels"].shape[1]
-    np.testing.assert_array_equal(found.labels[:, :width], golden["labels"])
-    np.testing.assert_array_equal(found.frames[:, :width], golden["frames"])
-    np.testing.assert_array_equal(found.counts, (golden["labels"] >= 0).sum(1))
+    np.testing.assert_array_equal(results.labels[:, :width], golden["labels"])
+    np.testing.assert_array_equal(results.frames[:, :width], golden["frames"])
+    np.testing.assert_array_equal(results.counts, (golden["labels"] >= 0).sum(1))
     rows, _ = transcribe.encode(model, features, np.array([0, *feature_lengths[1:]]))
     assert np.isfinite(rows[1:, :8]).all()
 
@@ -108,8 +108,8 @@ def test_rule_of_durations():
     """The golden labels tell the rule of `transformers` from that of most probable pairs."""
     _, model, _, golden, batch = loaded("tdt")
     inputs = model.decoder_inputs(*transcribe.encode(model, *batch))
-    found = decode.greedy(model.criterion(), *inputs, 40, max_symbols=40)
-    assert (found.labels[:, : golden["labels"].shape[1]] != golden["labels"]).any()
+    results = decode.greedy(model.criterion(), *inputs, 40, max_symbols=40)
+    assert (results.labels[:, : golden["labels"].shape[1]] != golden["labels"]).any()
 
 
 @pytest.mark.parametrize("kind", ["tdt", *(pytest.param(kind, marks=SLOW) for kind in ("rnnt", "streaming"))])
@@ -124,15 +124,15 @@ def test_training_step(kind):
 
     loss, gradient = nnx.jit(nnx.value_and_grad(compute))(model)
     np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)
-    found = {}
-    weights.each(gradient, lambda path, x: found.update({path: x}))
+    results = {}
+    weights.each(gradient, lambda path, x: results.update({path: x}))
     for path, tensor in (
         ("joint.encoder.kernel", "encoder_projector.weight"),
         ("joint.output.bias", "joint.head.bias"),
         ("encoder.layers0.self_attn.relative_k_proj.kernel", "encoder.layers.0.self_attn.relative_k_proj.weight"),
     ):
         expected = golden[f"gradient:{tensor}"]
-        np.testing.assert_allclose(found[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
+        np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
 
 
 @pytest.mark.slow
@@ -150,8 +150,8 @@ def test_fine_tuning(tmp_path):
     assert batch[0].shape == (3, 128, 16) and batch[2].shape == (3, 8)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     model.train()
-    found = [float(finetune.train_step(model, optimizer, *batch)) for _ in range(10)]
-    assert found[-1] < 0.8 * found[0]
+    results = [float(finetune.train_step(model, optimizer, *batch)) for _ in range(10)]
+    assert results[-1] < 0.8 * results[0]
     weights.save(model, tmp_path / "tuned", GOLDEN / "tdt")
     again, _ = weights.load(tmp_path / "tuned")
     model.eval()
@@ -172,9 +172,9 @@ def test_stream():
     np.testing.assert_allclose(rows[:1], golden["stream_rows"], **NEAR)
     np.testing.assert_allclose(rows[:, :10], golden["rows"][:2, :10], **NEAR)
     labels, places = [], []
-    for found in transcribe.stream(model, extractor, recordings.recordings()[0][: 105 * 160]):
-        labels += transcribe.labels_of(found)[0]
-        places += np.asarray(found.frames)[0, : int(found.counts[0])].tolist()
+    for results in transcribe.stream(model, extractor, recordings.recordings()[0][: 105 * 160]):
+        labels += transcribe.labels_of(results)[0]
+        places += np.asarray(results.frames)[0, : int(results.counts[0])].tolist()
     np.testing.assert_array_equal(labels, golden["stream_labels"])
     np.testing.assert_array_equal(places, golden["stream_frames"])
 
@@ -235,9 +235,9 @@ def test_transcribe_command(command, stream):
     """Any format, rate and channels; no frames give no labels; bad files are named, and the others transcribed."""
     good = "a.wav stereo.flac 8kHz.wav none.wav none8.wav short.wav"
     status, out, errors = command(f"transcribe FOLDER {stream} {good} empty.wav text.wav nan.wav gone.wav")
-    found = dict(line.split(": ") for line in out.splitlines())
-    assert status == 1 and " ".join(found) == good and "1, 1" in found["a.wav"] and "1, 1" in found["stereo.flac"]
-    assert [found[f"{name}.wav"] for name in ("none", "none8", "short")] == ["[]"] * 3
+    results = dict(line.split(": ") for line in out.splitlines())
+    assert status == 1 and " ".join(results) == good and "1, 1" in results["a.wav"] and "1, 1" in results["stereo.flac"]
+    assert [results[f"{name}.wav"] for name in ("none", "none8", "short")] == ["[]"] * 3
     reasons = (
         "empty.wav is no readable",
         "text.wav is no readable",
@@ -329,8 +329,8 @@ def test_bad_utterances(audio, streaming, tmp_path, line, message):
     for name in ("short", "empty", "gone", "nan"):
         (tmp_path / f"{name}.wav").symlink_to(audio / f"{name}.wav")
     data, report = inputs.read_manifest(tmp_path / "m.json", GOLDEN / "streaming", *streaming)
-    (found,) = (x.replace(f"{audio}/", "") for x in report.lines())
-    assert len(data) == 1 and found == f"left out, {message}"
+    (results,) = (x.replace(f"{audio}/", "") for x in report.lines())
+    assert len(data) == 1 and results == f"left out, {message}"
     (tmp_path / "m.json").write_text(f"\n{line}")
     with pytest.raises(inputs.UserError, match=r"m\.json has no usable utterance; left out, "):
         inputs.read_manifest(tmp_path / "m.json", GOLDEN / "streaming", *streaming)

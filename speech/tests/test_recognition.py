@@ -116,10 +116,10 @@ def test_word_ngrams(tmp_path, capsys, order):
     for length in range(order):
         for context in itertools.product(("<s>", *words[:3]), repeat=length):
             if "<s>" not in context[1:]:
-                found = [10 ** score(context, word) for word in words]
+                probabilities = [10 ** score(context, word) for word in words]
                 expected = [witten_bell(sentences, word, context) for word in words]
-                np.testing.assert_allclose(found, expected, rtol=1e-5)
-                assert sum(found) == pytest.approx(1, abs=1e-5)
+                np.testing.assert_allclose(probabilities, expected, rtol=1e-5)
+                assert sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
 def test_texts_of_ngrams(corpus, tmp_path, capsys):

@@ -42,9 +42,9 @@ def test_chunks_are_the_whole():
     for start in range(0, 64, 16):
         rows, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
         parts.append(rows)
-    found = np.concatenate(parts, 1)
-    np.testing.assert_allclose(found[0], whole[0], atol=1e-5)
-    np.testing.assert_allclose(found[1, :10], whole[1, :10], atol=1e-5)
+    results = np.concatenate(parts, 1)
+    np.testing.assert_allclose(results[0], whole[0], atol=1e-5)
+    np.testing.assert_allclose(results[1, :10], whole[1, :10], atol=1e-5)
 
 
 def test_steps_that_are_not_finite(corpus):
@@ -55,12 +55,12 @@ def test_steps_that_are_not_finite(corpus):
     bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
     copy = lambda: jax.tree.map(np.array, recogniser.params)  # a step takes its state's memory
     state = jax.tree.map(jax.numpy.asarray, (copy(), optimizer.init(copy())))
-    found, weights = [], []
+    results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
         state, numbers = step(state, one, 1)
-        found.append(int(numbers["skipped"]))
+        results.append(int(numbers["skipped"]))
         weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[0]))]))
-    assert found == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
+    assert results == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
     assert moved == [False, False, False, True, False, True]
 
@@ -102,12 +102,12 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     # An earlier run is neither deleted nor continued otherwise without being asked.
     command, message = arguments(corpus, workdir), lambda: capsys.readouterr().err
     message()
-    for given, expected in (
+    for changed, expected in (
         (command, "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
         ([*command, "--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
         ([*command, "--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
     ):
-        run(given, 2)
+        run(changed, 2)
         error = message()
         assert expected in error and len(error.strip().splitlines()) == 1
     run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
@@ -121,7 +121,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     alone = tmp_path / "alone"
     shutil.copytree(workdir, alone)
     shutil.rmtree(alone / "checkpoints")  # as of a run that ended before its first checkpoint
-    for given, expected in (
+    for changed, expected in (
         ([*command, "--resume", "--change", "--clip", 0], "holds an optimiser with --clip 1.0, which 0.0 does not fit"),
         ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
         ([*command, "--steps", 0, "--overwrite"], "--steps 0 evaluates a run, which --overwrite would delete"),
@@ -129,7 +129,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
         ([*command, "--workdir", alone, "--steps", 0], "alone has no checkpoint: train first"),
         (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
     ):
-        run(given, 2)
+        run(changed, 2)
         error = message()
         assert expected in error and len(error.strip().splitlines()) == 1
     assert losses(alone) == losses(workdir)
@@ -190,7 +190,7 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("command", "message"),
     [
         (["--save-every", 0], "--save-every: expected a whole number of 1 or more, got 0"),
         (["--dropout", 1], "--dropout: expected a number of 0 or more and less than 1, got 1"),
@@ -215,8 +215,8 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts"),
     ],
 )
-def test_options_are_checked(corpus, tmp_path, capsys, given, message):
-    run([*arguments(corpus, tmp_path / "run"), *given], 2)
+def test_options_are_checked(corpus, tmp_path, capsys, command, message):
+    run([*arguments(corpus, tmp_path / "run"), *command], 2)
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -225,11 +225,11 @@ def test_options_are_checked(corpus, tmp_path, capsys, given, message):
 def fitted(recogniser, batch, optimizer, steps):
     """The losses of some steps on one batch."""
     step = asr.train.make_train_step(recogniser, optimizer, False)
-    state, found = (recogniser.params, optimizer.init(recogniser.params)), []
+    state, results = (recogniser.params, optimizer.init(recogniser.params)), []
     for i in range(steps):
         state, numbers = step(state, batch, i)
-        found.append(float(numbers["loss"]))
-    return found
+        results.append(float(numbers["loss"]))
+    return results
 
 
 PLAIN = {"dropout": 0.0, "time_masks": 0, "mel_masks": 0, "steps": 1000}
@@ -245,8 +245,8 @@ def test_every_loss(corpus, name):
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0, False))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="logits" if name == "pruned" else "tiles")
     optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
-    found = fitted(recogniser, batch, optimizer, 30)
-    assert found[0] == pytest.approx(first, rel=1e-4) and found[-1] < 0.6 * found[0]
+    results = fitted(recogniser, batch, optimizer, 30)
+    assert results[0] == pytest.approx(first, rel=1e-4) and results[-1] < 0.6 * results[0]
 
 
 @pytest.mark.slow
@@ -266,5 +266,5 @@ def test_dropout_of_recomputed_blocks(corpus):
     """Beside a scanned predictor: the loss falls."""
     more = {"remat": True, "predictor": "lstm"}
     recogniser, batch = prepared(corpus, steps=100, warmup=0.0, learning_rate=0.01, **more)
-    found = fitted(recogniser, batch, asr.train.make_optimizer(recogniser.config), 20)
-    assert found[-1] < 0.8 * found[0]
+    results = fitted(recogniser, batch, asr.train.make_optimizer(recogniser.config), 20)
+    assert results[-1] < 0.8 * results[0]

@@ -156,7 +156,7 @@ def test_nan_stays_in_its_sequence(implementation, joint):
     got, (of_parameters, of_rows) = run(network)
     np.testing.assert_array_equal(np.isnan(got), [False, True, True, False])
     compare.assert_close((got[others], of_parameters), (expected[others], alone), 1e-12)
-    for a, b, lengths in zip(of_rows, rows, (network.rest[1], network.rest[2] + 1), strict=True):
+    for a, b, lengths in zip(of_rows, rows, (network.batch[1], network.batch[2] + 1), strict=True):
         np.testing.assert_allclose(a[others], b[others], atol=1e-12)
         for i in (1, 2):
             inside = np.arange(a.shape[1]) < lengths[i]
@@ -182,7 +182,7 @@ def test_what_is_never_read(implementation, joint, loss):
     made = []
     for value in (np.nan, 0.0):
         network = Network(loss, batch=12)
-        targets, frames, labels = network.rest
+        targets, frames, labels = network.batch
         labels[:8] = [0, U + 1, -1, 1, 1, 0, 2, 0]
         frames[:8] = [T + 1, T, T, T, T, -1, 0, 0]
         targets[3, 0], targets[4, 0] = V, -1
@@ -206,7 +206,7 @@ def test_lengths_change_without_compiling():
     network = Network()
     run = jax.jit(jax.value_and_grad(tiles))
     for shift in range(3):
-        targets, frames, labels = network.rest
+        targets, frames, labels = network.batch
         run(network.parameters, network.rows, (targets, np.maximum(frames - shift, 0), np.maximum(labels - shift, 0)))
     assert run._cache_size() == 1
     program = run.lower(*network.arguments).compile().as_text()
@@ -281,10 +281,10 @@ def test_flax_module():
     frames, states = network.rows
 
     def in_tiles(joint):
-        return loss(JointLogits(joint, frames, states, CHUNK), *network.rest)
+        return loss(JointLogits(joint, frames, states, CHUNK), *network.batch)
 
     def of_logits(joint):
-        return loss(joint(jnp.repeat(frames[:, :, None], U + 1, 2), jnp.repeat(states[:, None], T, 1)), *network.rest)
+        return loss(joint(jnp.repeat(frames[:, :, None], U + 1, 2), jnp.repeat(states[:, None], T, 1)), *network.batch)
 
     step = nnx.jit(lambda joint: [nnx.value_and_grad(f)(joint) for f in (in_tiles, of_logits)])
     for _ in range(2):  # the same module, updated in place
@@ -301,11 +301,11 @@ def test_complex_parameters():
         return (jnp.tanh(rows).astype(complex) * phases[None]).imag @ weight
 
     def in_tiles(phases, weight, rows):
-        return loss(JointLogits(lambda e, p: joint(phases, weight, e + p), *rows, CHUNK), *network.rest)
+        return loss(JointLogits(lambda e, p: joint(phases, weight, e + p), *rows, CHUNK), *network.batch)
 
     def of_logits(phases, weight, rows):
         nodes = rows[0][:, :, None] + rows[1][:, None]
-        return loss(joint(phases, weight, nodes.reshape(-1, H)).reshape(B, T, U + 1, V), *network.rest)
+        return loss(joint(phases, weight, nodes.reshape(-1, H)).reshape(B, T, U + 1, V), *network.batch)
 
     arguments = phases, network.parameters[0], network.rows
     got, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*arguments) for f in (in_tiles, of_logits))
@@ -330,7 +330,7 @@ def test_dropout_is_the_same_in_both_passes(has_parameters):
         joint = (
             (drop, *rows, CHUNK, parameters) if has_parameters else (functools.partial(drop, parameters), *rows, CHUNK)
         )
-        return jax_rnnt.RNNTLoss()(JointLogits(*joint), *network.rest)
+        return jax_rnnt.RNNTLoss()(JointLogits(*joint), *network.batch)
 
     key, other = jax.random.key(1), jax.random.key(2)
     parameters, rows = network.arguments[:2]
@@ -442,6 +442,6 @@ def test_hypotheses_are_summed_in_float32(joint):
     weights[:, 0] = 256
     _, (_, (expected, _)) = gradients(materialized)(network.widened(), 271.0)
     network.rows = network.rows[0][:, None], np.repeat(network.rows[1][:, None], 16, 1)
-    network.rest = [np.repeat(x[:, None], 16, 1) for x in network.rest]
+    network.batch = [np.repeat(x[:, None], 16, 1) for x in network.batch]
     _, (_, (got, _)) = gradients(tiles, joint=joint)(network, weights)
     np.testing.assert_allclose(np.asarray(got[:, 0], np.float64), expected, atol=0.01 * np.abs(expected).max())

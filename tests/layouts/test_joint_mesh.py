@@ -185,7 +185,7 @@ def programs(weight, mix, x):
 def test_programs_in_the_joint(way, devices):
     """Of replicated parameters and of such that differ from device to device, as the joint of all rows."""
     network = Network(batch=8)
-    arguments = network.parameters[0], np.random.default_rng(7).normal(size=(8, H, H)), network.rows, network.rest
+    arguments = network.parameters[0], np.random.default_rng(7).normal(size=(8, H, H)), network.rows, network.batch
 
     def loss(weight, mix, rows, rest, in_tiles):
         joint = lambda e, p: programs(weight, mix, e + p)

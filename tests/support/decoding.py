@@ -167,17 +167,17 @@ def unpenalized(model, *node):
     name, blank = model.loss.name, model.tokens - 1
     if name == "hat":
         z = row[blank]
-        found = {(k, 0): x - np.logaddexp(0, z) for k, x in enumerate(truth.log_softmax(row[:blank]))}
-        return found | {(None, 1): -np.logaddexp(0, -z)}
+        moves = {(k, 0): x - np.logaddexp(0, z) for k, x in enumerate(truth.log_softmax(row[:blank]))}
+        return moves | {(None, 1): -np.logaddexp(0, -z)}
     if name == "tdt":
         tokens, durations = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :])
         pairs = itertools.product(range(blank + 1), zip(family.DURATIONS, durations))
-        found = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
-        return {move: x for move, x in found.items() if move != (None, 0)}
+        moves = {(k if k < blank else None, d): tokens[k] + q for k, (d, q) in pairs}
+        return {move: x for move, x in moves.items() if move != (None, 0)}
     scores = truth.log_softmax(row)
     if name == "split":
-        found = {(k, d): scores[k] + math.log(way) for k in range(LABELS) for d, way in WAYS.items()}
-        return found | {(None, 1): scores[blank]}
+        moves = {(k, d): scores[k] + math.log(way) for k in range(LABELS) for d, way in WAYS.items()}
+        return moves | {(None, 1): scores[blank]}
     labels = {(k, int(name.startswith("monotonic"))): scores[k] for k in range(LABELS)}
     big = {(None, d): scores[blank - 1 - i] for i, d in enumerate(family.BIG)} if name == "multiblank" else {}
     return labels | {(None, 1): scores[blank]} | big
@@ -215,11 +215,11 @@ def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=nothing, fi
 
     `fuse(prefix, label)` is added to a label, `final(labels)` to an utterance.
     """
-    found = {}
+    paths_of = {}
 
     def extend(t, prefix, frames, log_probs, written, score):
         if t >= model.lengths[b]:
-            found.setdefault(prefix, []).append((score + final(prefix), frames, log_probs))
+            paths_of.setdefault(prefix, []).append((score + final(prefix), frames, log_probs))
             return
         options = dict(exact_end=exact_end, max_symbols=max_symbols)
         may_write = lambda limit: written < limit and len(prefix) < MOST
@@ -235,7 +235,7 @@ def enumerate_all(model, b, *, exact_end=False, max_symbols=10, fuse=nothing, fi
     extend(0, (), (), (), 0, 0.0)
     return {
         prefix: (float(np.logaddexp.reduce([path[0] for path in paths])), max(paths, key=lambda path: path[0]))
-        for prefix, paths in found.items()
+        for prefix, paths in paths_of.items()
     }
 
 
@@ -267,11 +267,11 @@ def stateless(model, dtype=np.float64):
     return decode.stateless_predictor(lambda labels: jnp.sum(table[labels], 1), 2, start=model.tokens - 1)
 
 
-def trimmed(found, *index):
+def trimmed(hypotheses, *index):
     """(labels, frames, durations) of one hypothesis."""
-    count = found.counts[index]
-    rows = [x[index] for x in found[:3]]
-    assert all((x[count:] == -1).all() for x in rows) and (found.label_log_probs[index][count:] == 0).all()
+    count = hypotheses.counts[index]
+    rows = [x[index] for x in hypotheses[:3]]
+    assert all((x[count:] == -1).all() for x in rows) and (hypotheses.label_log_probs[index][count:] == 0).all()
     return [x[:count].tolist() for x in rows]
 
 
@@ -280,16 +280,19 @@ def assert_same(a, b):
         compare.assert_same_bits(x, y)
 
 
-def check_all(model, found, rank=lambda scores, counts: scores, **options):
+def check_all(model, hypotheses, rank=lambda scores, counts: scores, **options):
     """Every label sequence has the sum over its alignments, and frames and log-probabilities of the best one."""
-    for b in range(len(found.scores)):
+    for b in range(len(hypotheses.scores)):
         expected = enumerate_all(model, b, **options)
-        alive = np.flatnonzero(found.scores[b] > -np.inf)
-        assert len(alive) == len(expected) > 2 and (np.diff(rank(found.scores[b], found.counts[b])[alive]) <= 0).all()
+        alive = np.flatnonzero(hypotheses.scores[b] > -np.inf)
+        assert (
+            len(alive) == len(expected) > 2
+            and (np.diff(rank(hypotheses.scores[b], hypotheses.counts[b])[alive]) <= 0).all()
+        )
         for n in alive:
-            labels, frames, _ = trimmed(found, b, n)
+            labels, frames, _ = trimmed(hypotheses, b, n)
             total, (_, best_frames, log_probs) = expected.pop(tuple(labels))
-            np.testing.assert_allclose(found.scores[b, n], total, rtol=EXACT)
+            np.testing.assert_allclose(hypotheses.scores[b, n], total, rtol=EXACT)
             assert tuple(frames) == best_frames
-            np.testing.assert_allclose(found.label_log_probs[b, n, : len(labels)], log_probs, rtol=EXACT)
+            np.testing.assert_allclose(hypotheses.label_log_probs[b, n, : len(labels)], log_probs, rtol=EXACT)
         assert not expected

@@ -32,8 +32,8 @@ class Loss:
         """An instance of the loss."""
         return self.kind(**self.options, **options)
 
-    def __call__(self, logits, *rest, label_windows=None, key=None, **options):
-        return self.value(**options)(self.layout(logits), *rest, label_windows=label_windows, key=key)
+    def __call__(self, logits, *batch, label_windows=None, key=None, **options):
+        return self.value(**options)(self.layout(logits), *batch, label_windows=label_windows, key=key)
 
     def expected(self, problem, **options):
         """(loss [B], per-sequence gradient) in float64."""

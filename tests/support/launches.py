@@ -24,12 +24,12 @@ FREE = {
 class Instruction(NamedTuple):
     shape: str
     opcode: str
-    rest: str  # operands and attributes
+    tail: str  # operands and attributes
 
     def named(self, attribute):
         """The name that an attribute gives, or None."""
-        found = re.search(rf'\b{attribute}="?%?([\w.\-]+)', self.rest)
-        return found and found[1]
+        match = re.search(rf'\b{attribute}="?%?([\w.\-]+)', self.tail)
+        return match and match[1]
 
 
 def arrays(shape):
@@ -44,8 +44,8 @@ def parse(text):
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             current = computations[head[2]] = []
             entry = head[2] if head[1] else entry
-        elif made := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            current.append(Instruction(*made.groups()))
+        elif operation := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
+            current.append(Instruction(*operation.groups()))
     return computations, entry
 
 
@@ -71,7 +71,7 @@ class Program:
         return sorts or int(x.opcode not in FREE)
 
     def _turns(self, x):
-        if known := re.search(r"known_trip_count[^\d]*(\d+)", x.rest):
+        if known := re.search(r"known_trip_count[^\d]*(\d+)", x.tail):
             return int(known[1])
         for inside in self.computations[x.named("body")]:
             if (target := inside.named("custom_call_target")) in self.tiles:

@@ -73,13 +73,13 @@ def ranges(lengths, width, planes, **options):
     return prune_ranges(**dict(zip(names, (*lengths, *planes))), width=width, **options)
 
 
-def pruned_step(am, lm, *rest):
+def pruned_step(am, lm, *batch):
     """Both losses of pruned training and its band, with a joint between them."""
     loss = family.RNNT.value(reduction="none")
     simple = AdditiveLogits(am, lm)
-    first = ranges(rest[1:], 3, loss.posteriors(simple, *rest))
+    first = ranges(batch[1:], 3, loss.posteriors(simple, *batch))
     a, b = prune_inputs(am, lm, first, 3)
-    return loss(simple, *rest), loss(BandLogits(jnp.tanh(a + b), first), *rest), first
+    return loss(simple, *batch), loss(BandLogits(jnp.tanh(a + b), first), *batch), first
 
 
 B, T, U, V, H = 4, 23, 9, 9, 6
@@ -95,15 +95,15 @@ class Network:
         draw = lambda *shape: rng.normal(size=shape).astype(jnp.dtype(dtype))
         self.parameters = draw(H, V + loss.extra_classes), draw(V + loss.extra_classes)
         self.rows = draw(batch, T, H), draw(batch, U + 1, H)
-        self.rest = self.problem[1:]
+        self.batch = self.problem[1:]
 
     @property
     def arguments(self):
-        return self.parameters, self.rows, self.rest
+        return self.parameters, self.rows, self.batch
 
     def take(self, index):
         """Keeps these sequences."""
-        self.rows, self.rest = (jax.tree.map(lambda x: x[index], x) for x in (self.rows, self.rest))
+        self.rows, self.batch = (jax.tree.map(lambda x: x[index], x) for x in (self.rows, self.batch))
         return self
 
     def widened(self):
@@ -129,29 +129,29 @@ def function(parameters, encoder, predictor):
 JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
-def tiles(parameters, rows, rest, *, joint=linear, loss=family.RNNT, chunk=CHUNK, **options):
+def tiles(parameters, rows, batch, *, joint=linear, loss=family.RNNT, chunk=CHUNK, **options):
     logits = (function, *rows, chunk, parameters) if joint is function else (joint(*parameters), *rows, chunk)
-    return loss.value(**options)(JointLogits(*logits), *rest)
+    return loss.value(**options)(JointLogits(*logits), *batch)
 
 
-def materialized(parameters, rows, rest, *, loss=family.RNNT, **options):
+def materialized(parameters, rows, batch, *, loss=family.RNNT, **options):
     weight, bias = parameters
     hidden = jnp.tanh(rows[0][..., :, None, :] + rows[1][..., None, :, :])
     logits = (hidden.reshape(-1, H) @ weight + bias[None]).reshape(*hidden.shape[:-1], len(bias))
-    return loss.value(**options)(logits, *rest)
+    return loss.value(**options)(logits, *batch)
 
 
 def gradients_anew(function, **options):
     """Compiled (losses, gradients of their weighted sum with respect to parameters and rows) of a network."""
 
-    def total(parameters, rows, rest, weights):
-        values = function(parameters, rows, rest, reduction="none", **options)
+    def total(parameters, rows, batch, weights):
+        values = function(parameters, rows, batch, reduction="none", **options)
         return jnp.sum(values * weights.astype(values.dtype)), values
 
     run = jax.jit(jax.grad(total, (0, 1), has_aux=True))
 
     def call(network, weights=1.0):
-        gradient, values = run(*network.arguments, np.broadcast_to(np.asarray(weights), network.rest[1].shape))
+        gradient, values = run(*network.arguments, np.broadcast_to(np.asarray(weights), network.batch[1].shape))
         return values, gradient
 
     return call

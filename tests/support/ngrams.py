@@ -21,19 +21,19 @@ def random_arpa(seed, order, kind="closed", unk=True, sentences=40, tokens=TOKEN
     """
     rng = np.random.default_rng((seed, order))
     words = [*tokens, *["<unk>"] * unk]
-    found = {(w,) for w in [*words, "<s>", "</s>"]}
+    known = {(w,) for w in [*words, "<s>", "</s>"]}
     for _ in range(sentences):
         sentence = ["<s>", *rng.choice(words, rng.integers(0, 8)), "</s>"]
-        found |= {
+        known |= {
             tuple(sentence[i:j]) for i, j in itertools.combinations(range(len(sentence) + 1), 2) if j - i <= order
         }
     if kind == "pruned":
-        for gram in sorted(found, key=len, reverse=True):
-            if len(gram) > 1 and rng.random() < 0.4 and not any(x[:-1] == gram for x in found):
-                found.remove(gram)
+        for gram in sorted(known, key=len, reverse=True):
+            if len(gram) > 1 and rng.random() < 0.4 and not any(x[:-1] == gram for x in known):
+                known.remove(gram)
     draw = lambda: round(float(rng.uniform(-3, 0)), 5)
     backoff = lambda gram: 0.0 if gram[-1] == "</s>" or rng.random() < 0.2 else round(float(rng.normal(-0.3, 0.3)), 5)
-    return {x: (-99.0 if x == ("<s>",) else draw(), backoff(x) if len(x) < order else 0.0) for x in sorted(found)}
+    return {x: (-99.0 if x == ("<s>",) else draw(), backoff(x) if len(x) < order else 0.0) for x in sorted(known)}
 
 
 def arpa(grams):
@@ -101,7 +101,7 @@ program = jax.jit(scan)
 
 def run(model, rows, size=ROWS, longest=LONGEST, program=program):
     """(score rows [N, L + 1, V], final scores [N, L + 1], states [N, L + 1]) after each label of padded rows."""
-    start, found = model.start, []
+    start, known = model.start, []
     if isinstance(model, decode.WordNGram):
         ngram, ends = shareable(model.ngram)
         tables = {x: np.pad(getattr(model, x), (0, 64 - len(getattr(model, x)))) for x in ("words", "ahead")}
@@ -114,5 +114,5 @@ def run(model, rows, size=ROWS, longest=LONGEST, program=program):
         labels[:, 0] = start
         for i, row in enumerate(rows[first : first + size]):
             labels[i, 1 : len(row) + 1] = row
-        found.append(jax.tree.map(np.asarray, program(model, ends, labels)))
-    return jax.tree.map(lambda *x: np.swapaxes(np.concatenate(x, 1), 0, 1)[: len(rows)], *found)
+        known.append(jax.tree.map(np.asarray, program(model, ends, labels)))
+    return jax.tree.map(lambda *x: np.swapaxes(np.concatenate(x, 1), 0, 1)[: len(rows)], *known)

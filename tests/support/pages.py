@@ -17,8 +17,8 @@ def code(page, marker, **names):
 def blocks(page):
     """The page's blocks of Python, each with the line where it starts."""
     text = (project.ROOT / page).read_text()
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return {text.count("\n", 0, match.start()) + 2: match[1] for match in found}
+    matches = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return {text.count("\n", 0, match.start()) + 2: match[1] for match in matches}
 
 
 def run_alone(page, line):

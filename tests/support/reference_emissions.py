@@ -144,8 +144,8 @@ def duration_emission(logits, labels, *, blank, durations, fused=True, sigma=0):
 
 
 def _log_sigmoid(x):
-    rest = np.log1p(np.exp(-np.abs(as_float(x))))
-    return np.minimum(x, 0) - (fractions_of(rest) if is_exact(x) else rest)
+    tail = np.log1p(np.exp(-np.abs(as_float(x))))
+    return np.minimum(x, 0) - (fractions_of(tail) if is_exact(x) else tail)
 
 
 def hat_emission(logits, labels, *, blank, fused=True):
@@ -153,20 +153,20 @@ def hat_emission(logits, labels, *, blank, fused=True):
     if not fused:
         return softmax_emission(logits, labels, blank=blank, fused=False)
     bernoulli = _numbers(logits[..., blank])
-    rest = _Head(np.delete(logits, blank, -1), True)
+    head = _Head(np.delete(logits, blank, -1), True)
     place = np.where(labels > blank, labels - 1, labels)  # class among the others
     place = np.where((labels == blank) | (labels < 0), -1, place)
     blanks = np.where(bernoulli == np.inf, np.nan, _log_sigmoid(bernoulli))
-    blanks = np.where((rest.log_probs != rest.log_probs).any(-1), np.nan, blanks)  # NaN; fractions have no isnan
-    arcs = {"blank": blanks, "label": np.where(labels == blank, blanks, rest[place] + _log_sigmoid(-bernoulli))}
+    blanks = np.where((head.log_probs != head.log_probs).any(-1), np.nan, blanks)  # NaN; fractions have no isnan
+    arcs = {"blank": blanks, "label": np.where(labels == blank, blanks, head[place] + _log_sigmoid(-bernoulli))}
 
     def pullback(gradients):
         to_blank = gradients["blank"] + np.where(labels == blank, gradients["label"], 0.0)
         to_label = np.where(labels == blank, 0.0, gradients["label"])
-        rest.add(place, to_label)
+        head.add(place, to_label)
         blank_probability = np.exp(_log_sigmoid(as_float(bernoulli)))
-        own = to_blank * np.exp(_log_sigmoid(-as_float(bernoulli))) - to_label * blank_probability
-        return np.insert(rest.pull(), blank, own, -1)
+        to_bernoulli = to_blank * np.exp(_log_sigmoid(-as_float(bernoulli))) - to_label * blank_probability
+        return np.insert(head.pull(), blank, to_bernoulli, -1)
 
     return arcs, pullback
 
@@ -178,21 +178,21 @@ def target_robust_emission(logits, labels, *, blank, fused=True, skip_frame=NEG,
     with np.errstate(divide="ignore", invalid="ignore"):
         complement = lambda x: np.log(-np.expm1(np.minimum(x, 0)))
         frame = np.where((np.arange(len(p)) < len(p) - 1)[:, None], skip_frame, NEG)
-        blanks, rest = np.logaddexp(p, frame), np.maximum(complement(p), q)  # the label and all others
-        parts = complement(skip_label) + np.where(rest == NEG, 0, q - rest), skip_label
+        blanks, others = np.logaddexp(p, frame), np.maximum(complement(p), q)  # the label and all others
+        parts = complement(skip_label) + np.where(others == NEG, 0, q - others), skip_label
         more = np.logaddexp(*parts)
 
     def pull(gradients):
         share = lambda x, y: np.where((x == NEG) | (y == NEG), 0, np.exp(np.minimum(x - y, 700)))
         with np.errstate(invalid="ignore"):
             kept, mixed = (share(part, more) * gradients["label"] for part in parts)
-            others = rest > q
-            to_blank = gradients["blank"] * share(p, blanks) - np.where(others, mixed * share(p, rest), 0)
-        return pullback({"blank": to_blank, "label": kept + np.where(others, 0, mixed)})
+            larger = others > q
+            to_blank = gradients["blank"] * share(p, blanks) - np.where(larger, mixed * share(p, others), 0)
+        return pullback({"blank": to_blank, "label": kept + np.where(larger, 0, mixed)})
 
     exact = fractions_of if is_exact(logits) else np.asarray
     there = (p != NEG) | (q != NEG)
-    label = np.where(rest > q, exact(rest), arcs["label"]) + exact(more)
+    label = np.where(others > q, exact(others), arcs["label"]) + exact(more)
     return {"blank": np.where(there, exact(blanks), NEG), "label": np.where(there, label, NEG)}, pull
 
 

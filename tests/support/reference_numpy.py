@@ -76,8 +76,8 @@ def enumerate_paths(topology, num_frames, num_labels):
             to_t, to_u = t + arc.dt, u + arc.du
             ends = (to_t, to_u) == (num_frames, num_labels) and arc.may_end
             if ends or (to_t < num_frames and to_u <= num_labels):
-                for rest in extend(to_t, to_u):
-                    yield ((arc.slot, t, u), *rest)
+                for further in extend(to_t, to_u):
+                    yield ((arc.slot, t, u), *further)
 
     return list(extend(0, 0))
 
@@ -95,8 +95,8 @@ def enumerate_prefixes(topology, num_frames, num_labels, label):
                 if to_u <= num_labels and (to_t < num_frames or (to_t == num_frames and arc.may_end)):
                     yield ((arc.slot, t, u),)
             elif to_t < num_frames:
-                for rest in extend(to_t, to_u):
-                    yield ((arc.slot, t, u), *rest)
+                for further in extend(to_t, to_u):
+                    yield ((arc.slot, t, u), *further)
 
     return list(extend(0, 0)) if num_frames else []
 

@@ -35,5 +35,5 @@ def assert_slopes(gradients, function, leaves):
     for i, gradient in [*enumerate(gradients)] * 3:
         direction = rng.normal(size=np.shape(leaves[i]))
         directions = [direction if i == j else np.zeros(np.shape(x)) for j, x in enumerate(leaves)]
-        found = slope(function, *leaves, directions=directions)
-        np.testing.assert_allclose(np.sum(np.asarray(gradient) * direction), found, **CLOSE, err_msg=f"leaf {i}")
+        expected = slope(function, *leaves, directions=directions)
+        np.testing.assert_allclose(np.sum(np.asarray(gradient) * direction), expected, **CLOSE, err_msg=f"leaf {i}")

@@ -131,9 +131,9 @@ def measure(python, side, folder, kind, what, repeats):
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(side, kind, what, found, file=sys.stderr, flush=True)
-    return found
+    figures = json.loads(done.stdout.splitlines()[-1])
+    print(side, kind, what, figures, file=sys.stderr, flush=True)
+    return figures
 
 
 def main():
@@ -147,25 +147,26 @@ def main():
         side, folder, kind, what = args.measure
         if side == "make":
             make(Path(folder))
-            found = 0.0, 0.0
+            seconds = 0.0, 0.0
         else:
-            found = (ours if side == "ours" else theirs)(Path(folder), kind, what, args.repeats)
+            seconds = (ours if side == "ours" else theirs)(Path(folder), kind, what, args.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(dict(zip(("first", "seconds", "peak"), (*found, peak)))))
+        print(json.dumps(dict(zip(("first", "seconds", "peak"), (*seconds, peak)))))
         return
     with tempfile.TemporaryDirectory() as folder:
         measure(args.torch, "make", folder, "", "", 0)
-        found = {}
+        runs_of = {}
         for _ in range(args.rounds):
             for kind, what in CASES:
                 for side, python in (("ours", sys.executable), ("theirs", args.torch)):
                     if (side, what) != ("theirs", "tiles"):
                         one = measure(python, side, folder, kind, what, args.repeats)
-                        found.setdefault((kind, what, side), []).append(one)
+                        runs_of.setdefault((kind, what, side), []).append(one)
     print("| | transformers: ms | MiB | jax_rnnt: ms | MiB |\n|---|---|---|---|---|")
     for kind, what in CASES:
         sides = [
-            found[kind, what if side == "ours" else what.replace("tiles", "step"), side] for side in ("theirs", "ours")
+            runs_of[kind, what if side == "ours" else what.replace("tiles", "step"), side]
+            for side in ("theirs", "ours")
         ]
         first = [runs[0]["first"] for runs in sides]
         np.testing.assert_allclose(*first, rtol=1e-4, err_msg=f"{kind}, {what}: the losses differ")

@@ -158,11 +158,11 @@ class Subsampling(nnx.Module):
 
     def start(self, batch):
         """The zeros before a stream."""
-        count, bins, channels, found = self.config.subsampling_conv_kernel_size - 1, self.config.num_mel_bins, 1, []
+        count, bins, channels, caches = self.config.subsampling_conv_kernel_size - 1, self.config.num_mel_bins, 1, []
         for _ in range(self.config.strides):
-            found.append(jnp.zeros((batch, count, bins, channels), jnp.float32))
+            caches.append(jnp.zeros((batch, count, bins, channels), jnp.float32))
             bins, channels = self.config.strided(bins), self.config.subsampling_conv_channels
-        return found
+        return caches
 
 
 class FeedForward(nnx.Module):

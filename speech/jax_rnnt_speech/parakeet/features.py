@@ -25,10 +25,10 @@ class LogMel:
 
     def __call__(self, recordings):
         """Features float32 [B, S, M] and their lengths [B] of recordings [N], with zeros after each."""
-        made = [self.frames(x) for x in recordings]
-        lengths = np.array([len(x) for x in made], np.int32)
-        features = np.zeros((len(made), lengths.max(initial=1), self.feature_size), np.float32)
-        for row, x in zip(features, made):
+        recorded = [self.frames(x) for x in recordings]
+        lengths = np.array([len(x) for x in recorded], np.int32)
+        features = np.zeros((len(recorded), lengths.max(initial=1), self.feature_size), np.float32)
+        for row, x in zip(features, recorded):
             row[: len(x)] = x
         return features, lengths
 

@@ -102,26 +102,26 @@ def training_step(model, features, mask):
     loss = losses(model, out.logits, rows.attention_mask.sum(-1))["loss_mean_batch"]
     loss.backward()
     named = dict(model.named_parameters())
-    found = {"train_loss": loss}
+    expected = {"train_loss": loss}
     for name in ("encoder.layers.0.self_attn.relative_k_proj.weight", "encoder_projector.weight", "joint.head.bias"):
-        found[f"gradient:{name}"] = named[name].grad
-    return found
+        expected[f"gradient:{name}"] = named[name].grad
+    return expected
 
 
 @torch.no_grad()
 def transcripts(model, features, mask):
     """Labels and their frames, -1 from each utterance's count on."""
-    found = []
+    emissions = []
     for i in range(len(features)):
         out = model.generate(
             input_features=features[i : i + 1],
             attention_mask=mask[i : i + 1],
             max_new_tokens=1000,
         )
-        found.append(emitted(model, out))
-    width = max(max(len(labels) for labels, _ in found), 1)
-    pads = [(0, width - len(labels)) for labels, _ in found]
-    columns = [np.stack([np.pad(x, pad, constant_values=-1) for x, pad in zip(side, pads)]) for side in zip(*found)]
+        emissions.append(emitted(model, out))
+    width = max(max(len(labels) for labels, _ in emissions), 1)
+    pads = [(0, width - len(labels)) for labels, _ in emissions]
+    columns = [np.stack([np.pad(x, pad, constant_values=-1) for x, pad in zip(side, pads)]) for side in zip(*emissions)]
     return dict(zip(("labels", "frames"), columns))
 
 
@@ -158,8 +158,8 @@ def write(folder, kind, seed):
     if kind == "tdt":
         width = model.config.vocab_size
         model.generation_config.suppress_tokens = [width + i for i in range(len(model.config.durations))]
-    found = extractor([*recordings()], sampling_rate=RATE, return_tensors="pt")
-    features, mask = found.input_features, found.attention_mask
+    batch = extractor([*recordings()], sampling_rate=RATE, return_tensors="pt")
+    features, mask = batch.input_features, batch.attention_mask
     balance(model, features, mask)
     with torch.no_grad():
         rows = model.get_audio_features(input_features=features, attention_mask=mask)
@@ -186,8 +186,8 @@ def main():
     for seed, kind in ((0, "rnnt"), (7, "tdt"), (2, "streaming")):  # 7: "token_first" and "pair" find other labels
         write(folder, kind, seed)
     wide = hf.ParakeetFeatureExtractor(feature_size=128)  # as large checkpoints have it: some filters are narrow
-    found = wide([recordings()[2][:3000]], sampling_rate=RATE, return_tensors="np")
-    np.savez_compressed(folder / "features128.npz", features=found.input_features)
+    batch = wide([recordings()[2][:3000]], sampling_rate=RATE, return_tensors="np")
+    np.savez_compressed(folder / "features128.npz", features=batch.input_features)
 
 
 if __name__ == "__main__":

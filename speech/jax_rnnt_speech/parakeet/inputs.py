@@ -28,7 +28,7 @@ def read_manifest(file, folder, model, extractor):
     A line is {"audio_filepath": "a.wav", "text": "..."}, as in NeMo. In the place of the text may stand "labels", a
     list of integers. A text needs the tokenizer of the checkpoint.
     """
-    file, tokenizer, report, found = Path(file), tokenizer_of(folder), Report(), []
+    file, tokenizer, report, examples = Path(file), tokenizer_of(folder), Report(), []
     config, known, encode = model.config, range(model.config.vocab_size), tokenizer and encoder_of(tokenizer)
     for i, entry in entries(file):
         if entry is None:
@@ -52,10 +52,10 @@ def read_manifest(file, folder, model, extractor):
         elif config.encoder_config.length(len(recording) // extractor.hop_length) < len(labels):
             report.add("fewer frames than labels", name)
         else:
-            found.append((recording, labels))
-    if not found:
+            examples.append((recording, labels))
+    if not examples:
         raise UserError(f"{file} has no usable utterance" + "".join(f"; {x}" for x in report.lines()))
-    return found, report
+    return examples, report
 
 
 def entries(file):

@@ -12,10 +12,10 @@ LABELS = {
 def recordings():
     """[N] float32 arrays [samples]: tones that glide, with noise and a silent end."""
     rng = np.random.default_rng(0)
-    made = []
+    waves = []
     for i, samples in enumerate((17_300, 14_080, 9_601)):
         seconds = np.arange(samples) / RATE
         tone = np.sin(2 * np.pi * (150 + 200 * i + 900 * seconds) * seconds) * (1.2 + np.sin(9 * seconds))
         noise = 0.1 * rng.normal(size=samples)
-        made.append(((0.2 * tone + noise) * (seconds < 0.95 * seconds[-1])).astype(np.float32))
-    return made
+        waves.append(((0.2 * tone + noise) * (seconds < 0.95 * seconds[-1])).astype(np.float32))
+    return waves

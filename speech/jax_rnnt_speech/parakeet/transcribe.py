@@ -45,11 +45,11 @@ def stream(model, extractor, recording, lookahead=None):
         count = encoder.frames_of_part(state is None, lookahead)
         rows, state = encode_part(model, extractor.chunk(recording, begin, count)[None], state, lookahead)
         lengths = np.array([min(total - seen, rows.shape[1])], np.int32)
-        found = search(model, rows, lengths, rows.shape[1] * model.config.max_symbols_per_step, decoder_state)
-        begin, seen, decoder_state = begin + count, seen + rows.shape[1], found.state
-        yield found
+        hypotheses = search(model, rows, lengths, rows.shape[1] * model.config.max_symbols_per_step, decoder_state)
+        begin, seen, decoder_state = begin + count, seen + rows.shape[1], hypotheses.state
+        yield hypotheses
 
 
-def labels_of(found):
+def labels_of(hypotheses):
     """[[label]] of hypotheses."""
-    return [row[:count].tolist() for row, count in zip(np.asarray(found.labels), np.asarray(found.counts))]
+    return [row[:count].tolist() for row, count in zip(np.asarray(hypotheses.labels), np.asarray(hypotheses.counts))]

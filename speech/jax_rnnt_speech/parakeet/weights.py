@@ -112,8 +112,8 @@ def names_of(path, config):
     name = re.sub(r"\.layers(\d+)", r".layers.\1", MODULES.get(module, module))
     if not config.encoder_config.causal:  # one list of convolutions and activations
         for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
-            if found := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
-                name = name.replace(found[0], f"subsampling.layers.{3 * int(found[1]) + first}")
+            if match := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
+                name = name.replace(match[0], f"subsampling.layers.{3 * int(match[1]) + first}")
         name = name.replace("subsampling.conv_in", "subsampling.layers.0")
     return [f"{name}.{LEAVES.get(leaf, leaf)}"]
 
@@ -162,42 +162,42 @@ def read_tensors(folder):
 def read_json(file, *needed):
     """The object of a JSON file, with these entries at least."""
     try:
-        found = json.loads(file.read_bytes())
+        fields = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"read_json: {file} must be JSON: {error}.") from None
-    if missing := [name for name in needed if not isinstance(found, dict) or name not in found]:
+    if missing := [name for name in needed if not isinstance(fields, dict) or name not in fields]:
         raise ValueError(f"read_json: {file} must have {', '.join(needed)}, got no {missing[0]}.")
-    return found
+    return fields
 
 
 def read_config(folder):
     file = Path(folder) / "config.json"
-    found = read_json(file, "model_type")
-    if found["model_type"] not in MODELS:
-        raise ValueError(f"read_config: model_type of {file} must be one of {MODELS}, got {found['model_type']!r}.")
-    if not isinstance(found.get("encoder_config"), dict):
+    fields = read_json(file, "model_type")
+    if fields["model_type"] not in MODELS:
+        raise ValueError(f"read_config: model_type of {file} must be one of {MODELS}, got {fields['model_type']!r}.")
+    if not isinstance(fields.get("encoder_config"), dict):
         raise ValueError(
-            f"read_config: {file} must have a dictionary of encoder_config, got {found.get('encoder_config')}."
+            f"read_config: {file} must have a dictionary of encoder_config, got {fields.get('encoder_config')}."
         )
-    for one in (found, found["encoder_config"]):
+    for one in (fields, fields["encoder_config"]):
         if (name := one.get("hidden_act", "relu")) not in ACTIVATIONS:
             raise ValueError(f"read_config: hidden_act of {file} must be one of {tuple(ACTIVATIONS)}, got {name!r}.")
-    found["durations"] = tuple(found.get("durations", ()))
-    return of_class(Config, found | {"encoder_config": of_class(EncoderConfig, found["encoder_config"])})
+    fields["durations"] = tuple(fields.get("durations", ()))
+    return of_class(Config, fields | {"encoder_config": of_class(EncoderConfig, fields["encoder_config"])})
 
 
 def read_extractor(folder):
     """From preprocessor_config.json, or from the part of processor_config.json that stands for it."""
     file = Path(folder) / "preprocessor_config.json"
     if (other := Path(folder) / "processor_config.json").exists() and not file.exists():
-        found = read_json(other, "feature_extractor")["feature_extractor"]
+        fields = read_json(other, "feature_extractor")["feature_extractor"]
     else:
-        found = read_json(file, "feature_extractor_type")
-    if found.get("mel_filters_dtype", "float32") != "float32":
-        raise ValueError(f"read_extractor: mel_filters_dtype must be float32, got {found['mel_filters_dtype']}.")
-    return of_class(LogMel, found | {"normalize": found["feature_extractor_type"] == "ParakeetFeatureExtractor"})
+        fields = read_json(file, "feature_extractor_type")
+    if fields.get("mel_filters_dtype", "float32") != "float32":
+        raise ValueError(f"read_extractor: mel_filters_dtype must be float32, got {fields['mel_filters_dtype']}.")
+    return of_class(LogMel, fields | {"normalize": fields["feature_extractor_type"] == "ParakeetFeatureExtractor"})
 
 
-def of_class(kind, found):
+def of_class(kind, fields):
     """A dataclass from the fields that it has."""
-    return kind(**{field.name: found[field.name] for field in dataclasses.fields(kind) if field.name in found})
+    return kind(**{field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields})
