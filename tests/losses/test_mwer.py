@@ -99,11 +99,11 @@ def total(arrays, targets, lengths, errors, implementation=None):
     return mwer_loss(nll, errors, "sum")
 
 
-def test_gradient_through_the_joint(implementation):
+def test_gradient_through_the_joint(kernel):
     """Finite differences of an N-best list whose hypotheses share the encoder."""
     arrays, *rest = problem()
-    value = jax.jit(lambda arrays: total(arrays, *rest, implementation))
-    gradients = jax.jit(jax.grad(lambda arrays: total(arrays, *rest, implementation)))(arrays)
+    value = jax.jit(lambda arrays: total(arrays, *rest, kernel))
+    gradients = jax.jit(jax.grad(lambda arrays: total(arrays, *rest, kernel)))(arrays)
     assert_slopes(gradients, lambda *arrays: value([*arrays]), arrays)
 
 
@@ -120,9 +120,9 @@ def test_encoder_is_shared(kernel):
     assert shared < apart
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_bad_hypothesis_spoils_its_own_utterance(kernel, bad):
+def test_a_bad_hypothesis_spoils_its_own_utterance(kernel):
     """NaN in one hypothesis reaches the encoder that it reads, and no other."""
+    bad = 1
     arrays, targets, lengths, errors = problem()
     arrays[1][bad, 1] = np.nan
     call = lambda arrays: jnp.sum(mwer_loss(nll(arrays), errors, "none")[1 - bad])

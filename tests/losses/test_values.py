@@ -52,17 +52,10 @@ def test_every_loss(loss, implementation):
         check(loss, implementation, p, label_windows=windows, **ALL, **given)
 
 
-# What differs between logits and lattice: layouts, and losses with steps.
-WAYS = family.RNNT, family.TDT, family.CONSTRAINED, *family.SKIPPING, family.TILES, family.BAND
-every_way = pytest.mark.parametrize(
-    ("loss", "implementation"),
-    [
-        *((x, "kernel") if x in (family.RNNT, family.TDT) else family.slow(x, "kernel") for x in WAYS),
-        family.slow(family.RNNT, "reference"),
-    ],
-    indirect=["implementation"],
-    ids=str,
-)
+# What differs between logits and lattice: a layout, and a step of a loss.
+WAYS = (family.RNNT, "kernel"), (family.TDT, "kernel"), (family.TILES, "kernel"), (family.RNNT, "reference")
+WAYS += (family.slow(family.CONSTRAINED, "kernel"),)
+every_way = pytest.mark.parametrize(("loss", "implementation"), WAYS, indirect=["implementation"], ids=str)
 
 
 @every_way

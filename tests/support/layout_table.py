@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import batches
 import family
@@ -108,7 +107,7 @@ class Network:
 
     def widened(self):
         """The same network in float64."""
-        other = Network()
+        other = Network(batch=len(self.rows[0]))
         other.parameters, other.rows = jax.tree.map(lambda x: x.astype(np.float64), (self.parameters, self.rows))
         return other
 
@@ -124,9 +123,6 @@ def closure(weight, bias):
 def function(parameters, encoder, predictor):
     """The same with parameters of its own: `JointLogits(function, ..., parameters=(weight, bias))`."""
     return closure(*parameters)(encoder, predictor)
-
-
-JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
 def tiles(parameters, rows, rest, *, joint=linear, loss=family.RNNT, chunk=CHUNK, **options):
