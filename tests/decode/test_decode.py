@@ -1,7 +1,6 @@
 """Do the decoders find what a plain loop and an enumeration of all alignments find?"""
 
 import itertools
-import math
 import re
 
 import jax
@@ -16,11 +15,9 @@ from decoding import (
     NAMED,
     ROOM,
     Model,
-    T,
     check_all,
     common,
     ends,
-    enumerate_all,
     greedy_loop,
     lossless,
     stateless,
@@ -99,21 +96,6 @@ def test_no_labels_stand_twice():
     model.encoder[0, 0] = np.nan
     broken = search(np.inf)
     assert np.isnan(broken.scores[0]).all() and broken.stable[0] == 0 and broken.stable.dtype == np.int32
-
-
-@pytest.mark.slow
-def test_without_merging():
-    """Alignments stay apart, and have the score of one path."""
-    model = Model(family.MONOTONIC)
-    found = model.search(decode.beam, MOST, 64, merge=False)
-    expected = enumerate_all(model, 0)
-    rows = [(found.scores[0, n], *trimmed(found, 0, n)[:2]) for n in np.flatnonzero(found.scores[0] > -np.inf)]
-    assert len(rows) == sum(math.comb(T, len(labels)) for labels in expected)
-    for labels, (total, (best, frames, _)) in expected.items():
-        paths = [(score, tuple(at)) for score, y, at in rows if tuple(y) == labels]
-        assert max(paths)[1] == frames
-        np.testing.assert_allclose(max(paths)[0], best, rtol=EXACT)
-        np.testing.assert_allclose(np.logaddexp.reduce([score for score, _ in paths]), total, rtol=EXACT)
 
 
 def test_weights_of_zero():

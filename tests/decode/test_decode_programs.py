@@ -1,7 +1,6 @@
 """Do decoders run in parts and on devices, with losses of one's own, and do they tell bad input?"""
 
 import functools
-import itertools
 import pathlib
 import re
 
@@ -9,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import family
-import hlo
 import jax_rnnt
 import reference_numpy as truth
 from decoding import EXACT, LABELS, MOST, NAMED, H, Model, T, TwoStepLoss, assert_same, stateless, trimmed
@@ -41,29 +38,6 @@ def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
 
 
 # -------------------------------------------------------------------------------------------------------- streams
-
-
-def test_streams():
-    """Parts of any lengths give bit for bit what the whole gives. (test_fusion has the beam.)"""
-    function, sizes = SEARCHES[0]
-    model = Model(family.TDT, batch=3, frames=13)
-    model.lengths = np.array([13, 11, 6], np.int32)
-    idle = model.idle(function, *sizes)
-    whole = model.search(function, *sizes, state=idle)
-    assert whole.counts.max() > 4
-    state, parts, start = idle, [], 0
-    for size in (4, 1, 0, 8):
-        lengths = np.clip(model.lengths - start, 0, size).astype(np.int32)
-        encoder = np.full_like(model.encoder, np.nan)
-        encoder[:, :size] = model.encoder[:, start : start + size]
-        parts.append(model.search(function, *sizes, encoder=encoder, lengths=lengths, state=state))
-        state, start = parts[-1].state, start + size
-    assert_same(parts[-1].scores, whole.scores)
-    for b in range(3):
-        joined = [[*itertools.chain(*rows)] for rows in zip(*(trimmed(part, b) for part in parts))]
-        assert joined == trimmed(whole, b)
-        log_probs = np.concatenate([part.label_log_probs[b, : part.counts[b]] for part in parts])
-        assert_same(log_probs, whole.label_log_probs[b, : whole.counts[b]])
 
 
 UNMERGED = functools.partial(decode.beam, merge=False)
@@ -133,20 +107,6 @@ def test_nothing_to_decode(batch, frames, function, width):
 
 
 # ------------------------------------------------------------------------------------------- devices and dtypes
-
-
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs jax.shard_map")
-def test_shard_map(devices):
-    """Nothing is exchanged."""
-    function, sizes = SEARCHES[1]
-    model = Model(family.TDT, batch=16)
-    search = lambda x, n: run(function, sizes, model, encoder_out=x, lengths=n)[:-1]
-    split = PartitionSpec("data")
-    each = jax.jit(jax.shard_map(search, mesh=Mesh(np.array(devices), ("data",)), in_specs=split, out_specs=split))
-    program = each.lower(model.encoder, model.lengths).compile()
-    assert not hlo.collectives(program.as_text())
-    for x, y in zip(program(model.encoder, model.lengths), model.search(function, *sizes)[:-1]):
-        np.testing.assert_allclose(x, y, rtol=EXACT)
 
 
 def test_bfloat16():

@@ -145,22 +145,28 @@ def test_options(name):
 
 
 def test_what_smoothing_never_reads():
-    """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence."""
+    """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence.
+
+    The scales, which sequences share, have the gradient of the good sequence alone.
+    """
     p, arrays = layout_table.problem(name="AdditiveLogits")
     used = batches.inside(p)
     outside = tuple(np.where(kept[..., None], x, np.nan) for kept, x in zip((used[..., 0], used[:, 0]), arrays))
 
     @jax.jit
-    def run(arrays, targets, frames):
-        call = lambda *x: RNNT(AdditiveLogits(*x, 0.25, 0.1), targets, frames, p.target_lengths)
-        values, pull = jax.vjp(call, *arrays)
-        return values, *pull(jnp.ones(4))
+    def run(arrays, targets, frames, weights):
+        call = lambda *x: RNNT(AdditiveLogits(*x), targets, frames, p.target_lengths)
+        values, pull = jax.vjp(call, *arrays, 0.25, 0.1)
+        *gradient, lm_only, am_only = pull(weights)
+        return values, *gradient, jnp.stack([lm_only, am_only])
 
-    clean = run(arrays, *p[1:3])
-    compare.assert_same_bits(run(outside, *p[1:3]), clean)
+    clean = run(arrays, *p[1:3], np.ones(4))[:3]
+    compare.assert_same_bits(run(outside, *p[1:3], np.ones(4))[:3], clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
     spoiled[0][0, 0, 0], targets[1, 0], frames[2] = np.nan, 9, 8
-    values, *gradient = run(spoiled, targets, frames)
+    values, *gradient, of_scales = run(spoiled, targets, frames, np.ones(4))
+    alone = run(arrays, *p[1:3], np.arange(4) // 3.0)[3]
+    np.testing.assert_allclose(of_scales, alone, rtol=1e-12)
     np.testing.assert_array_equal(np.isnan(values), [True, True, True, False])
     np.testing.assert_allclose(values[3], clean[0][3], rtol=1e-12)
     for got, expected in zip(gradient, clean[1:], strict=True):

@@ -14,8 +14,8 @@ import batches
 import compare
 import family
 import layout_table
-from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
-from layout_table import H, Network, closure, linear
+from jax_rnnt import BandLogits, JointLogits, PackedLogits, sum_over_nodes
+from layout_table import Network, closure, linear
 from node_sums import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
 pytestmark = pytest.mark.no_kernel
@@ -132,34 +132,6 @@ def test_joint_networks():
         return total_of_all(mixed_of_all(p, *made, scale=scale), weights, batches.inside(p))
 
     check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
-
-
-@pytest.mark.slow
-def test_hypotheses_share_the_encoder():
-    """[B, 1, T, E] beside [B, N, T, E]."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(2, 1, 5, H)), rng.normal(size=(2, 3, 4, H)), rng.normal(size=(2, 3, 5, H))
-    weight = rng.normal(size=(H, 6))
-    given = {"logit_lengths": np.array([[5, 4, 3]] * 2), "target_lengths": np.array([[3, 2, 0]] * 2)}
-    frames = np.arange(5)[:, None] < given["logit_lengths"][..., None, None]
-    inside = frames & (np.arange(4) <= given["target_lengths"][..., None, None])
-
-    def function(rows, others):
-        return entropy(rows) * others[:, 0]
-
-    def got(weight, shared, states, own):
-        first, second = JointLogits(LinearJoint(weight), shared, states), JointLogits(jnp.multiply, own, states)
-        return jnp.sum(sum_over_nodes(function, first, second, **given) * np.arange(6.0).reshape(2, 3))
-
-    def of_all(weight, shared, states, own):
-        x = entropy_of_all(jnp.tanh(shared[..., None, :] + states[:, :, None]) @ weight)
-        sums = jnp.sum(jnp.where(inside, x * (own[..., None, :] * states[:, :, None])[..., 0], 0), (2, 3))
-        return jnp.sum(sums * np.arange(6.0).reshape(2, 3))
-
-    arguments = weight, *rows
-    with jax.numpy_rank_promotion("allow"):
-        found = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, of_all))
-        compare.assert_close(*found, EXACT)
 
 
 # --------------------------------------------------------------------------------------- what is not read, and NaN

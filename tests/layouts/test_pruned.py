@@ -189,17 +189,6 @@ def test_width_that_holds_no_path(variant):
             call(enough - 1)
 
 
-@pytest.mark.parametrize(("variant", "narrowest"), [("standard", 2), ("monotonic", 1), ("constrained", 2)])
-def test_narrowest_band_of_one_label(variant, narrowest):
-    """A monotonic label ends a frame; a constrained one also pays the blank of the next column."""
-    call = lambda labels, width: ranges((3, labels), width, np.zeros((2, 3, 2)), variant=variant)
-    call(np.int32(1), narrowest)
-    with pytest.raises(ValueError, match=f"width must be {narrowest}"):
-        call(np.int32(1), narrowest - 1)
-    if variant != "standard":
-        assert call(np.int32(0), 1).tolist() == [0, 0, 0]
-
-
 def test_width_of_a_batch():
     """The error names the sequence that needs most. Lengths out of range and traced lengths raise nothing."""
     plane = np.zeros((2, 2, 4, 7))

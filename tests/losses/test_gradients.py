@@ -130,10 +130,9 @@ def test_vjp_called_twice(implementation):
     assert all(x.dtype == jax.dtypes.float0 for x in others)
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, *map(family.slow, (family.TDT, family.WILDCARD))], ids=str)
-def test_forward_mode_of_the_reference(loss):
+def test_forward_mode_of_the_reference():
     """test_derivatives.py has further derivatives."""
-    p = batches.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
+    loss, p = family.RNNT, batches.problem(2, 3, 2, 4, scale=1.0, lengths=([3, 2], [2, 1]))
     tangent = np.random.default_rng(9).normal(size=p.logits.shape)
     expected = (loss.expected(p)[1] * tangent).sum((1, 2, 3))
     call = lambda x: loss(x, *p[1:], reduction="none", implementation="reference")

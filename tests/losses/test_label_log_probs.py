@@ -52,39 +52,17 @@ def test_topologies(name):
             assert_close(truth.label_log_probs(topology[1], own, n, m), expected[:m], message="the truth itself")
 
 
-def check(loss, logits, rest, sequences, **given):
-    """The answer, against the dynamic program; it is 0 past the targets."""
-    got = np.asarray(jax.jit(lambda *p: loss.label_log_probs(*p, **given))(logits, *rest))
-    for b, n, m, topology, arcs in sequences:
-        assert_close(got[b], [*truth.label_log_probs(topology, arcs, n, m), *[0] * (got.shape[1] - m)])
-    return got
-
-
 @family.every_kind
 def test_every_loss(loss, implementation):
-    """NaN in every logit and a bad label in every target outside the lengths. Frames after the last label cost more."""
+    """NaN in every logit and a bad label in every target outside the lengths. Frames after the last label cost more.
+
+    Options act on arcs: test_align.py.
+    """
     p = batches.problem(loss=loss)
-    q = batches.poisoned(p)
-    got = check(loss.value(implementation=implementation), q.logits, q[1:], loss.sequences(p))
+    got = np.asarray(jax.jit(loss.value(implementation=implementation).label_log_probs)(*batches.poisoned(p)))
+    for b, n, m, topology, arcs in loss.sequences(p):
+        assert_close(got[b], [*truth.label_log_probs(topology, arcs, n, m), *[0] * (got.shape[1] - m)])
     assert (got.sum(1) >= -loss.expected(p)[0]).all()
-
-
-def test_options(kernel):
-    """All at once; options of the gradient have no effect."""
-    p, options = batches.problem(), {"blank": 0, "delay_penalty": 0.3, "fused_log_softmax": False}
-    windows = np.array([[[0, 1], [1, 3], [2, 4], [3, 6]]] * 4, np.int32)
-    of_gradient = {"clamp": 0.5, "fastemit_lambda": 0.5, "reduction": "mean"}
-    loss = jax_rnnt.RNNTLoss(**options, **of_gradient, implementation=kernel)
-    check(loss, p.logits, p[1:], family.RNNT.sequences(p, label_windows=windows, **options), label_windows=windows)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_durations_arc_by_arc(kernel, sampled):
-    """With FastEmit or sampling, each pair of token and duration is an arc."""
-    p = batches.problem(loss=family.TDT)
-    tokens = family.RNNT.sequences(p._replace(logits=p.logits[..., :-3]))
-    loss = family.TDT.value(**{"omega": 1.0} if sampled else {"fastemit_lambda": 0.5}, implementation=kernel)
-    check(loss, p.logits, p[1:], tokens if sampled else family.TDT.sequences(p), key=jax.random.key(0))
 
 
 NORMALIZED = {
@@ -188,14 +166,6 @@ def test_second_derivatives(implementation):
     if implementation == "reference":
         tangent = jax.jit(lambda x: jax.jvp(total, (x,), (v,))[1])(x)
         np.testing.assert_allclose(tangent, slopes.slope(of, x, directions=[v]), **slopes.CLOSE)
-
-
-def test_leaves_have_a_gradient():
-    p = batches.problem(2, 4, 2, 6, scale=1.0, lengths=([4, 3], [2, 1]))
-    got = jax.jit(jax.grad(lambda s: jax_rnnt.RNNTLoss(delay_penalty=s).label_log_probs(*p).sum()))(0.25)
-    sequences = lambda s: family.RNNT.sequences(p, delay_penalty=s)
-    expected = lambda s: sum(truth.label_log_probs(*x, n, m).sum() for _, n, m, *x in sequences(s))
-    slopes.assert_slopes([got], expected, [np.float64(0.25)])
 
 
 def test_long_utterance(kernel):
