@@ -88,16 +88,6 @@ def test_the_gradient_is_a_loss():
     assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
 
 
-def test_without_jit_and_of_float32(kernel):
-    """A Python float, a NumPy scalar and a float32 array give the same numbers."""
-    p = small().astype(np.float32)
-    loss = lambda d: jax_rnnt.RNNTLoss(delay_penalty=d, reduction="sum", implementation=kernel)
-    for at in (0.25, 0.0):
-        wanted = slope(lambda d: family.RNNT.expected(p, delay_penalty=d)[0].sum(), at)
-        for kind in (float, np.float32, jnp.float32):
-            np.testing.assert_allclose(jax.grad(lambda d: loss(d)(*p))(kind(at)), wanted, rtol=1e-5)
-
-
 def test_operands_of_a_step(implementation):
     """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
     names, _ = code("docs/losses.md", "class BypassLoss")
