@@ -137,7 +137,7 @@ def test_options(name):
     windows = np.array([[[0, 9], [1, 5], [2, 9], [0, 6]]] * 4, np.int32)
     loss = dataclasses.replace(family.RNNT, layout=layout_table.layout(p, name))
     q = p._replace(logits=np.asarray(layout_table.dense(p, name)(p.logits)))
-    options = {"blank": 3, "clamp": 0.05, "fastemit_lambda": 0.25, "delay_penalty": 0.01, "label_windows": windows}
+    options = {"blank": 3, "clamp": 1 / 16, "fastemit_lambda": 0.25, "delay_penalty": 1 / 128, "label_windows": windows}
     for given in (options, {"fused_log_softmax": False}):
         got, expected = compare.evaluate(loss, p, None, **given), family.RNNT.expected(q, **given)
         np.testing.assert_allclose(got[0], expected[0], rtol=EXACT)
