@@ -151,21 +151,20 @@ def test_gradients(loss, implementation):
     slopes.assert_slopes([gradient[kept]], expected, [logits[kept]])
 
 
-def test_second_derivatives(implementation):
-    """Hessian-vector products against differences of differences; the reference also has the first in forward mode."""
+def test_second_derivatives_of_the_reference():
+    """Hessian-vector products against differences of differences, and the first derivative in forward mode."""
     loss, p = family.RNNT, batches.problem(2, 4, 2, 6, scale=1.0, lengths=([4, 3], [2, 1]))
     rng = np.random.default_rng(3)
     (v, w), weights = rng.normal(size=(2, *p.logits.shape)), rng.normal(size=(2, 2))
-    value = loss.value(implementation=implementation)
+    value = loss.value(implementation="reference")
     total = lambda x: (value.label_log_probs(x, *p[1:]) * weights).sum()
     got = jax.jit(lambda x: jax.jvp(jax.grad(total), (x,), (v,))[1])(p.logits)
     of, h = weighted_truth(loss, p, weights), 1e-3
     x = p.logits
     mixed = of(x + h * (v + w)) - of(x + h * (v - w)) - of(x - h * (v - w)) + of(x - h * (v + w))
     np.testing.assert_allclose((got * w).sum(), mixed / (4 * h**2), rtol=1e-4)
-    if implementation == "reference":
-        tangent = jax.jit(lambda x: jax.jvp(total, (x,), (v,))[1])(x)
-        np.testing.assert_allclose(tangent, slopes.slope(of, x, directions=[v]), **slopes.CLOSE)
+    tangent = jax.jit(lambda x: jax.jvp(total, (x,), (v,))[1])(x)
+    np.testing.assert_allclose(tangent, slopes.slope(of, x, directions=[v]), **slopes.CLOSE)
 
 
 def test_long_utterance(kernel):
@@ -193,12 +192,12 @@ def test_long_utterance(kernel):
     np.testing.assert_allclose(gradient[..., :-1].sum(1), np.where(used, weights, 0), atol=2e-5)
 
 
-@family.every_kind
-def test_masks(loss, implementation):
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT, family.slow(family.CONSTRAINED)], ids=str)
+def test_masks(loss, kernel):
     """Masks of any finite size, against exact fractions; the gradient is finite, and each label has a sign."""
     rows = feeds.table(loss)
     p = feeds.problem_of(rows)
-    value = loss.value(implementation=implementation)
+    value = loss.value(implementation=kernel)
     found, pull = jax.vjp(jax.jit(lambda x: value.label_log_probs(x, *p[1:])), p.logits)
     assert np.isfinite(pull(jnp.ones_like(found))[0]).all()
 

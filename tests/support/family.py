@@ -137,8 +137,8 @@ every_layout = _parametrized((*LOSSES, TILES, BAND))
 # For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
 every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
 
-# With a reference of every loss, but for those that differ from RNN-T by their topology alone (test_lattices).
-every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=LOSSES[3:])
+# With a reference of every loss, but for those of one topology more (test_lattices), and of skips (tests of their own).
+every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=LOSSES[3:-2])
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)
