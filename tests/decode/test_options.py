@@ -129,21 +129,15 @@ def test_static_errors(name, option):
             search(name, ordinary(name) | {option.name: given})
 
 
-ENDS = [*((name, "inside") for name in SEARCHES), family.slow("greedy", "low"), family.slow("greedy", "high")]
-
-
-@pytest.mark.parametrize(("name", "end"), ENDS)
-def test_static_is_traced(name, end):
+@pytest.mark.parametrize("name", SEARCHES)
+def test_static_is_traced(name):
     """The same labels and, up to rounding, the same scores, with all options at once."""
-    place = {"inside": 2, "low": 0, "high": -1}[end]
-    numbers = {option.name: option.valid[min(place, len(option.valid) - 1)] for option in NUMBERS[name]}
-    if end == "low":  # where all labels are forbidden, nothing is compared
-        numbers["arc_weights"] = -1.0
+    numbers = {option.name: option.valid[min(2, len(option.valid) - 1)] for option in NUMBERS[name]}
     static = jax.jit(lambda: search(name, numbers))()
     found = traced(name)(numbers)
     assert_same(static.labels, found.labels)
     np.testing.assert_allclose(static.scores, found.scores, rtol=EXACT)
-    assert end != "inside" or np.asarray(found.counts).max() > 0
+    assert np.asarray(found.counts).max() > 0
 
 
 @pytest.mark.parametrize(("name", "option"), [(name, x) for name, counts in COUNTS.items() for x in counts])
@@ -206,7 +200,7 @@ def test_float32():
 # ------------------------------------------------------------------------------------- temperature, in closed form
 
 FRAMES = np.array([[[0.5, 0.2, -0.3], [0.1, 0.7, 0.3], [0.6, 0.5, 0.9]]])  # the largest: blank, label 1, label 2
-COLD = [("greedy", "monotonic"), ("beam", "monotonic"), ("greedy", "tdt"), ("greedy", "hat")]
+COLD = [("beam", "monotonic"), ("greedy", "tdt"), ("greedy", "hat")]
 
 
 @pytest.mark.parametrize(("name", "kind"), COLD)

@@ -70,11 +70,9 @@ def word_model(path, labels, order, unk, words=WORDS, **options):
     ("labels", "order", "unk", "options"),
     [
         (CHARACTERS, 3, True, {}),
-        (CHARACTERS, 2, False, {}),
         (CHARACTERS, 1, False, dict(unknown=-7.5)),
         (PIECES, 3, True, {}),
         (PIECES, 2, False, {}),
-        (PIECES, 2, False, dict(unknown=-7.5)),
     ],
 )
 def test_words_are_the_definition(labels, order, unk, options, tmp_path):

@@ -26,7 +26,6 @@ from jax_rnnt.layouts import _tiles as tiled
 from jax_rnnt.layouts._tile_blocks import Blocks
 from layout_table import (
     CHUNK,
-    JOINTS,
     B,
     H,
     Network,
@@ -48,8 +47,7 @@ pytestmark = pytest.mark.no_kernel
 WAYS = pytest.mark.parametrize(
     ("joint", "implementation"),
     [
-        (linear, "kernel"), (closure, "kernel"), (closure, "reference"),
-        (function, "kernel"), family.slow(function, "reference"),
+        (linear, "kernel"), (closure, "kernel"), (closure, "reference"), (function, "kernel"),
     ],
     indirect=["implementation"],
 )  # fmt: skip
@@ -77,9 +75,9 @@ def test_is_that_of_the_logits(implementation, joint):
     check_value_and_gradient(joint, implementation=implementation)
 
 
-@pytest.mark.parametrize(("joint", "chunk"), [(linear, None), (linear, 1), (linear, 10**6), family.slow(closure, None)])
-def test_any_chunk(joint, chunk):
-    check_value_and_gradient(joint, chunk=chunk)
+@pytest.mark.parametrize("chunk", [None, 10**6])
+def test_any_chunk(chunk):
+    check_value_and_gradient(chunk=chunk)
 
 
 def check_half_precision(made=gradients, **options):
@@ -94,9 +92,8 @@ def check_half_precision(made=gradients, **options):
         assert error <= max(1.5 * of_peer, compare.eps(jnp.bfloat16) * np.abs(true).max())
 
 
-@JOINTS
-def test_half_precision(joint):
-    check_half_precision(joint=joint, chunk=1)
+def test_half_precision():
+    check_half_precision(joint=closure, chunk=1)
 
 
 def test_as_on_other_platforms(elsewhere):
@@ -134,12 +131,11 @@ def test_parameters_where_nothing_is_read():
         assert value == 0 and not any(np.any(g) for g in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("wide", [0, 1], ids=["weight", "bias"])
-def test_parameters_of_two_dtypes(wide):
+def test_parameters_of_two_dtypes():
     network, narrow = Network(), Network(dtype=np.float32)
     _, (expected, _) = gradients(materialized)(network)
     both = zip(network.parameters, narrow.parameters, strict=True)
-    narrow.parameters = tuple(x if i == wide else y for i, (x, y) in enumerate(both))
+    narrow.parameters = tuple(x if i == 0 else y for i, (x, y) in enumerate(both))
     _, (got, _) = gradients(tiles)(narrow)
     assert [g.dtype for g in got] == [x.dtype for x in narrow.parameters]
     compare.assert_close(got, expected, atol=4e-5)
@@ -168,7 +164,6 @@ def test_nan_stays_in_its_sequence(implementation, joint):
     ("joint", "implementation", "loss"),
     [
         *((*way, family.RNNT) for way in ((linear, "kernel"), (closure, "kernel"), (closure, "reference"))),
-        family.slow(linear, "kernel", family.TDT),
     ],
     indirect=["implementation"],
 )
@@ -312,8 +307,7 @@ def test_complex_parameters():
     compare.assert_close(got, expected, 1e-12)
 
 
-@pytest.mark.parametrize("has_parameters", [False, family.slow(True)])
-def test_dropout_is_the_same_in_both_passes(has_parameters):
+def test_dropout_is_the_same_in_both_passes():
     """Finite differences would reveal another mask in the backward pass."""
     network = Network()
 
@@ -327,10 +321,8 @@ def test_dropout_is_the_same_in_both_passes(has_parameters):
     def loss(parameters, rows, key):
         # Posteriors far from uniform, so that blocks could be skipped by mistake.
         parameters = 40 * parameters[0], parameters[1], key
-        joint = (
-            (drop, *rows, CHUNK, parameters) if has_parameters else (functools.partial(drop, parameters), *rows, CHUNK)
-        )
-        return jax_rnnt.RNNTLoss()(JointLogits(*joint), *network.batch)
+        joint = functools.partial(drop, parameters)
+        return jax_rnnt.RNNTLoss()(JointLogits(joint, *rows, CHUNK), *network.batch)
 
     key, other = jax.random.key(1), jax.random.key(2)
     parameters, rows = network.arguments[:2]
@@ -378,9 +370,9 @@ def test_skipped_blocks_change_nothing_but_rounding(monkeypatch):
     assert_only_rounding(got, without_skipping(monkeypatch))
 
 
-@pytest.mark.parametrize("clamp", [1e-3, 1e-7])
-def test_what_is_clipped_is_skipped_for_less(monkeypatch, clamp):
+def test_what_is_clipped_is_skipped_for_less(monkeypatch):
     """Clipping makes the kept gradients small, so the skipped ones must be smaller still."""
+    clamp = 1e-7
     assert_only_rounding(gradients(tiles, clamp=clamp)(confident()), without_skipping(monkeypatch, clamp=clamp))
 
 
@@ -397,12 +389,9 @@ def test_small_cotangents_are_not_skipped():
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    ("joint", "dtype"),
-    [(linear, jnp.bfloat16), family.slow(closure, jnp.bfloat16)],
-)
-def test_workspace(joint, dtype):
+def test_workspace():
     """64 MB beside arguments, gradients and planes, where the logits alone are 3.4 GB in bfloat16."""
+    joint, dtype = linear, jnp.bfloat16
     batch, frames, labels, classes, width = 32, 400, 128, 1024, 640
     spec = jax.ShapeDtypeStruct
     parameters = spec((width, classes), dtype), spec((classes,), dtype)
@@ -435,13 +424,12 @@ def test_workspace_of_hypotheses():
     assert beyond <= 20e6, f"{beyond / 1e6:.0f} MB, five planes and the gradients"  # copies in 16 bits have 66 MB
 
 
-@JOINTS
-def test_hypotheses_are_summed_in_float32(joint):
+def test_hypotheses_are_summed_in_float32():
     """16 equal hypotheses of an utterance, of weights 256, 1, 1, ...: a sum in bfloat16 would stay at 256 of 271."""
     network, weights = Network(dtype=jnp.bfloat16), np.ones((B, 16), np.float32)
     weights[:, 0] = 256
     _, (_, (expected, _)) = gradients(materialized)(network.widened(), 271.0)
     network.rows = network.rows[0][:, None], np.repeat(network.rows[1][:, None], 16, 1)
     network.batch = [np.repeat(x[:, None], 16, 1) for x in network.batch]
-    _, (_, (got, _)) = gradients(tiles, joint=joint)(network, weights)
+    _, (_, (got, _)) = gradients(tiles)(network, weights)
     np.testing.assert_allclose(np.asarray(got[:, 0], np.float64), expected, atol=0.01 * np.abs(expected).max())

@@ -63,9 +63,9 @@ def mapped(parameters, rows, rest, joint):
     return jax.vmap(functools.partial(tiles, parameters, reduction="none", joint=joint))(rows, rest).mean()
 
 
-WAYS = [(linear, way) for way in ("explicit_two_axes", "vmap", "shard_map")]
+WAYS = [(linear, way) for way in ("explicit_two_axes", "vmap")]
 WAYS += [(closure, way) for way in ("two_axes", "shard_map_unchecked")]
-WAYS += [(function, way) for way in ("explicit_two_axes", "shard_map", "two_axes")]
+WAYS += [(function, way) for way in ("explicit_two_axes", "shard_map")]
 
 
 @pytest.mark.parametrize(("joint", "way"), WAYS)
@@ -111,8 +111,6 @@ def test_uneven_batch(devices):
 # Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
 MAPPED = {
     "parameters": (("model",), None),
-    "batch": (None, ("model",)),
-    "twice": ((None, "model"), (None, "model")),
     "in_turn": (("model",), (None, "model")),
 }
 
@@ -129,7 +127,7 @@ def test_vmap_over_a_mesh(case, devices):
         x = np.broadcast_to(x, (*shape, *x.shape))
         return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
 
-    joint = closure if case in ("parameters", "batch") else linear
+    joint = closure if case == "parameters" else linear
     run, expected = step(tiles, reduction="sum", joint=joint), step(materialized, reduction="sum")
     depth = max(len(axes or ()) for axes in (of_parameters, of_batch))
     for level in range(depth):  # from the innermost on
@@ -181,7 +179,7 @@ def programs(weight, mix, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: jax.nn.softplus(x), x @ weight)
 
 
-@pytest.mark.parametrize("way", ["shard_map", "explicit", "vmap"])
+@pytest.mark.parametrize("way", ["shard_map", "vmap"])
 def test_programs_in_the_joint(way, devices):
     """Of replicated parameters and of such that differ from device to device, as the joint of all rows."""
     network = Network(batch=8)
@@ -199,8 +197,6 @@ def test_programs_in_the_joint(way, devices):
         of = functools.partial(loss, in_tiles=in_tiles)
         if way == "vmap":
             return jax.vmap(jax.value_and_grad(of, (0, 1, 2)), (None, 0, None, None))
-        if way == "explicit":
-            return jax.value_and_grad(lambda weight, mix, *batch: of(weight, mix[3], *batch), (0, 1, 2))
         own = lambda weight, mix, *batch: of(weight, mix[0], *batch)
         specs = P(), P("data"), P("data"), P("data")
         return jax.value_and_grad(mean_over_devices(own, mesh, specs), (0, 1, 2))

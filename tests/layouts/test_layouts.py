@@ -27,7 +27,7 @@ EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in family.LOSSES if loss.name != "monotonic_final_blank"}
 QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs")
 DIFFERENTIATED = ("value", "arc_log_probs", "latency")
-OF_LAYOUTS = ("value",)  # the others are functions of the same arcs: those of one loss stand for all
+OF_LAYOUTS = "value", "arc_log_probs"  # the others are functions of the same arcs: one layout stands for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
 
 
@@ -53,7 +53,7 @@ def weighted(found, seed):
     return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) * w) for x, w in zip(numbers, weights))
 
 
-def answers(loss, make, questions=QUESTIONS):
+def answers(loss, make, questions=OF_LAYOUTS):
     """A program of arrays and the rest of a batch: the gradients of a weighted sum of all numbers in the answers, for
     the arrays and the delay penalty, and {question: answer}.
     """
@@ -82,42 +82,45 @@ def assert_same_answers(got, expected):
 OPTIONS = {"reduction": "none", "fastemit_lambda": 0.25, "delay_penalty": 0.125}
 
 
-def questions_of(kind):
-    return QUESTIONS if kind == "RNNTLoss" else OF_LAYOUTS
-
-
 @functools.cache
-def of_array(kind):
-    return answers(LOSSES[kind].value(**OPTIONS), lambda x: x, questions_of(kind))
+def of_array(kind, questions):
+    return answers(LOSSES[kind].value(**OPTIONS), lambda x: x, questions)
 
 
-def answers_of_array(kind, name):
+def answers_of_array(kind, name, questions):
     """The answers for the array that a layout stands for, its gradient by hand."""
     p, arrays = layout_table.problem(LOSSES[kind], name)
     dense = np.asarray(layout_table.dense(p, name)(*arrays))
-    ((gradient,), penalty), found = of_array(kind)((dense,), *p[1:])
+    ((gradient,), penalty), found = of_array(kind, questions)((dense,), *p[1:])
     gradient = np.asarray(gradient)
     by_array = {"AdditiveLogits": (gradient.sum(2), gradient.sum(1))}.get(name, (gradient,))
     return (by_array, penalty), found
 
 
-def pairs():
-    """The RNN-T stands for the other losses; the rest of the table is slow."""
-    for pair in itertools.product(LOSSES, layout_table.NAMES[1:]):
-        fast = pair[0] == "RNNTLoss" or table()[pair[0]][pair[1]] != "yes"
-        yield pair if fast else family.slow(*pair)
+# Every layout; a second head, a blank of its own, several blanks, and a step that reads the next column.
+PAIRS = [("RNNTLoss", name) for name in layout_table.NAMES[1:]]
+PAIRS += [("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
+PAIRS += [family.slow("HATLoss", "PackedLogits"), family.slow("MultiblankRNNTLoss", "AdditiveLogits")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*pairs()])
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_answers(kind, name):
+    """They have the values and gradients of the array."""
+    p, arrays = layout_table.problem(LOSSES[kind], name)
+    loss, make = LOSSES[kind].value(**OPTIONS), layout_table.layout(p, name)
+    questions = QUESTIONS if name == "PackedLogits" and kind == "RNNTLoss" else OF_LAYOUTS
+    got = answers(loss, make, questions)(arrays, *p[1:])
+    assert_same_answers(got, answers_of_array(kind, name, questions))
+
+
+@pytest.mark.parametrize(("kind", "name"), [*itertools.product(LOSSES, layout_table.NAMES)])
 def test_table(kind, name):
-    """Questions have the value and gradients of the array, or raise a TypeError that names loss and layout."""
+    """Each pair has an answer, or raises a TypeError that names loss and layout."""
     variant, cell = LOSSES[kind], table()[kind][name]
-    assert table()[kind]["array"] == "yes"
     p, arrays = layout_table.problem(variant, name)
     loss, make = variant.value(**OPTIONS), layout_table.layout(p, name)
     if cell == "yes":
-        got = answers(loss, make, questions_of(kind))(arrays, *p[1:])
-        assert_same_answers(got, answers_of_array(kind, name))
+        assert jax.eval_shape(lambda *arrays: loss(make(*arrays), *p[1:]), *arrays).shape == (4,)
         return
     error, reason = cell.split(": ")
     assert error == "TypeError"
@@ -131,36 +134,38 @@ def test_options(name):
     """All at once; clamp clips the gradient of a logit, which only a tile knows. Then log-probabilities."""
     p, _ = layout_table.problem()
     windows = np.array([[[0, 9], [1, 5], [2, 9], [0, 6]]] * 4, np.int32)
-
-    def gradient(make, loss, windows):
-        call = lambda x: loss(make(x), *p[1:], label_windows=windows)
-        return jax.jit(jax.value_and_grad(call))(p.logits)
-
-    options = {"blank": 3, "clamp": 0.05, "fastemit_lambda": 0.25, "delay_penalty": 0.01, "reduction": "mean_volume"}
-    for given, label_windows in ((options, windows), ({"fused_log_softmax": False}, None)):
-        loss = jax_rnnt.RNNTLoss(**given)
-        got, expected = (gradient(f(p, name), loss, label_windows) for f in (layout_table.layout, layout_table.dense))
+    loss = dataclasses.replace(family.RNNT, layout=layout_table.layout(p, name))
+    q = p._replace(logits=np.asarray(layout_table.dense(p, name)(p.logits)))
+    options = {"blank": 3, "clamp": 1 / 16, "fastemit_lambda": 0.25, "delay_penalty": 1 / 128, "label_windows": windows}
+    for given in (options, {"fused_log_softmax": False}):
+        got, expected = compare.evaluate(loss, p, None, **given), family.RNNT.expected(q, **given)
         np.testing.assert_allclose(got[0], expected[0], rtol=EXACT)
         np.testing.assert_allclose(got[1], expected[1], atol=EXACT)
 
 
 def test_what_smoothing_never_reads():
-    """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence."""
+    """NaN outside the lengths; a bad length, a bad label, and NaN inside stay in their sequence.
+
+    The scales, which sequences share, have the gradient of the good sequence alone.
+    """
     p, arrays = layout_table.problem(name="AdditiveLogits")
     used = batches.inside(p)
     outside = tuple(np.where(kept[..., None], x, np.nan) for kept, x in zip((used[..., 0], used[:, 0]), arrays))
 
     @jax.jit
-    def run(arrays, targets, frames):
-        call = lambda *x: RNNT(AdditiveLogits(*x, 0.25, 0.1), targets, frames, p.target_lengths)
-        values, pull = jax.vjp(call, *arrays)
-        return values, *pull(jnp.ones(4))
+    def run(arrays, targets, frames, weights):
+        call = lambda *x: RNNT(AdditiveLogits(*x), targets, frames, p.target_lengths)
+        values, pull = jax.vjp(call, *arrays, 0.25, 0.1)
+        *gradient, lm_only, am_only = pull(weights)
+        return values, *gradient, jnp.stack([lm_only, am_only])
 
-    clean = run(arrays, *p[1:3])
-    compare.assert_same_bits(run(outside, *p[1:3]), clean)
+    clean = run(arrays, *p[1:3], np.ones(4))[:3]
+    compare.assert_same_bits(run(outside, *p[1:3], np.ones(4))[:3], clean)
     spoiled, targets, frames = [x.copy() for x in arrays], p.targets.copy(), p.logit_lengths.copy()
     spoiled[0][0, 0, 0], targets[1, 0], frames[2] = np.nan, 9, 8
-    values, *gradient = run(spoiled, targets, frames)
+    values, *gradient, of_scales = run(spoiled, targets, frames, np.ones(4))
+    alone = run(arrays, *p[1:3], np.arange(4) // 3.0)[3]
+    np.testing.assert_allclose(of_scales, alone, rtol=1e-12)
     np.testing.assert_array_equal(np.isnan(values), [True, True, True, False])
     np.testing.assert_allclose(values[3], clean[0][3], rtol=1e-12)
     for got, expected in zip(gradient, clean[1:], strict=True):
@@ -170,23 +175,24 @@ def test_what_smoothing_never_reads():
 
 @pytest.mark.parametrize("name", layout_table.NAMES[1:])
 def test_are_pytrees(name):
-    """An argument of jit, mapped leaf by leaf; new leaves compile nothing. Shape and dtype are those of the logits."""
+    """Mapped leaf by leaf, arguments of jit; new leaves compile nothing. Shape and dtype are those of the logits."""
     p, arrays = layout_table.problem(name=name)
     made = layout_table.layout(p, name)(*map(jnp.asarray, arrays))
     if name in ("JointLogits", "AdditiveLogits"):
         assert made.shape == p.logits.shape and made.dtype == np.float64 and made.ndim == 4
-    run = jax.jit(lambda logits, loss: loss(logits, *p[1:]))
-    np.testing.assert_allclose(run(made, RNNT), RNNT(made, *p[1:]), rtol=1e-12)
     other = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.integer) else x * 1.0, made)
     assert type(other) is type(made)
-    run(other, RNNT)
-    assert run._cache_size() == 1
+    assert jax.tree.structure(other) == jax.tree.structure(made) and len(jax.tree.leaves(made)) > 0
+    if name == "BandLogits":
+        run = jax.jit(lambda logits, loss: loss(logits, *p[1:]))
+        np.testing.assert_allclose(run(made, RNNT), RNNT(made, *p[1:]), rtol=1e-12)
+        run(other, RNNT)
+        assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize("own", [(2, 1), family.slow((2, 1, 2)), family.slow((1, 3, 2))], ids=str)
-def test_hypotheses_of_each_utterance(own):
-    """Encoder rows [2, 1, T, E] of N = 3 hypotheses, or other batch dimensions of 1."""
-    rng, batch = np.random.default_rng(2), (2, 3, 2)[: len(own)]
+def test_hypotheses_of_each_utterance():
+    """Encoder rows [2, 1, 2, T, E] of N = 3 hypotheses: a batch dimension of 1."""
+    own, rng, batch = (2, 1, 2), np.random.default_rng(2), (2, 3, 2)
     rows = rng.normal(size=(*own, 4, 6)), rng.normal(size=(*batch, 3, 6))
     lengths = np.full(batch, 4, np.int32), rng.integers(0, 3, batch).astype(np.int32)
     rest = rng.integers(0, 5, (*batch, 2)).astype(np.int32), *lengths
@@ -196,7 +202,7 @@ def test_hypotheses_of_each_utterance(own):
     assert_same_answers(*(answers(RNNT, make, OF_LAYOUTS)(rows, *rest) for make in (in_tiles, whole)))
 
 
-@family.every_kernel
+@family.every_kind
 def test_arcs_lead_to_the_loss(loss, implementation):
     """With any dynamic program on the arcs. They are -inf outside the lengths, and NaN for data out of range."""
     p = batches.poisoned(batches.problem(5, loss=loss))
@@ -212,19 +218,12 @@ def test_arcs_lead_to_the_loss(loss, implementation):
     assert all(np.isnan(x[4]).all() for x in arcs.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [
-        *((kind, "kernel") for kind in ("RNNTLoss", "MultiblankRNNTLoss", "TDTLoss")),
-        family.slow("TDTLoss", "reference"),
-    ],
-    indirect=["implementation"],
-)
-def test_a_loss_as_an_argument_of_jit(kind, implementation):
+@pytest.mark.parametrize("kind", ["RNNTLoss", "TDTLoss"])
+def test_a_loss_as_an_argument_of_jit(kind, kernel):
     """Numbers that are 0 are not known to be: the same values, never below 0, and the same lattice for the arcs."""
     variant = LOSSES[kind]
     own = {"durations": [2, 3]} if kind == "TDTLoss" else variant.options
-    loss = variant.kind(**own, reduction="none", implementation=implementation)
+    loss = variant.kind(**own, reduction="none", implementation=kernel)
     p, _ = layout_table.problem(variant)
     p = p._replace(logits=p.logits[..., : 9 + len(own.get("durations", ()))])
     np.testing.assert_allclose(jax.jit(lambda loss: loss(*p))(loss), loss(*p), rtol=1e-12)
@@ -241,22 +240,21 @@ def test_a_loss_as_an_argument_of_jit(kind, implementation):
 
 
 # -------------------------------------------------------------------------------------------------- scores am + lm
-CLAMPS = {"NumPy": np.float32(0.01), "array of NumPy": np.array(0.01), "array": jnp.array(0.01), "NaN": np.nan}
+CLAMPS = {"NumPy": np.float32(0.01), "array of NumPy": np.array(0.01), "array": jnp.array(0.01)}
 
 
-@pytest.mark.parametrize("clamp", [0.5, *CLAMPS.values()], ids=["float", *CLAMPS])
-def test_no_known_clamp_where_there_are_no_logits(clamp):
+def test_no_known_clamp_where_there_are_no_logits():
     """Whatever type the number has; also as a leaf that no check has seen, and under jit."""
     p, scores = layout_table.problem(name="AdditiveLogits")
-    loss = jax_rnnt.RNNTLoss(clamp=clamp)
-    leaf = jax.tree.map(lambda x: clamp if x is loss.clamp else x, loss)
-    for each in (loss, leaf):
-        for call in (each, jax.jit(each.__call__)):
-            with pytest.raises(TypeError, match="clamp of RNNTLoss must be off"):
-                call(AdditiveLogits(*scores), *p[1:])
-    off = jax_rnnt.RNNTLoss(clamp=-1 if clamp is np.nan else clamp * -1)
-    expected = jax_rnnt.RNNTLoss()(AdditiveLogits(*scores), *p[1:])
-    np.testing.assert_allclose(off(AdditiveLogits(*scores), *p[1:]), expected, rtol=EXACT)
+    for clamp in (0.5, *CLAMPS.values()):
+        loss = jax_rnnt.RNNTLoss(clamp=clamp)
+        leaf = jax.tree.map(lambda x, clamp=clamp, loss=loss: clamp if x is loss.clamp else x, loss)
+        for each in (loss, leaf):
+            for call in (each, jax.jit(each.__call__)):
+                with pytest.raises(TypeError, match="clamp of RNNTLoss must be off"):
+                    call(AdditiveLogits(*scores), *p[1:])
+        off = jax_rnnt.RNNTLoss(clamp=clamp * -1)
+        assert jax.eval_shape(lambda off=off: off(AdditiveLogits(*scores), *p[1:])).shape == ()
 
 
 def test_additive_logits_with_a_traced_clamp():
@@ -303,7 +301,12 @@ def test_validation_of_rows_that_are_missing():
             jax_rnnt.RNNTLoss().validate(made, *rest)
 
 
-@family.every_kernel
+@pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [(family.RNNT, "kernel"), family.slow(family.WILDCARD, "kernel"), family.slow(family.RNNT, "reference")],
+    ids=str,
+    indirect=["implementation"],
+)
 def test_padding_of_nan_under_debug_nans(loss, implementation):
     """jax_debug_nans looks at every operation outside of jit: the library runs none on padding.
 
@@ -332,10 +335,10 @@ def test_padding_of_nan_under_debug_nans(loss, implementation):
         assert np.isfinite(found) and all(np.isfinite(g).all() for g in gradients)
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
-def test_a_layout_is_one_placement(loss, kernel):
+def test_a_layout_is_one_placement(kernel):
     """A layout that the library lacks: that of the page on design, whose rows are other sequences than the batch's."""
     layout = code("docs/design.md", "class FramesFirst")[0]["FramesFirstLogits"]
+    loss = family.TDT
     p = batches.poisoned(batches.problem(loss=loss))
     value = loss.value(reduction="none", implementation=kernel, clamp=0.3)
     step = lambda x: jnp.sum(value(layout(x), *p[1:]))

@@ -14,8 +14,8 @@ import batches
 import compare
 import family
 import layout_table
-from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
-from layout_table import H, Network, closure, linear
+from jax_rnnt import BandLogits, JointLogits, PackedLogits, sum_over_nodes
+from layout_table import Network, closure, linear
 from node_sums import entropy, entropy_of_all, lengths, plain, some_weights, total_of_all
 
 pytestmark = pytest.mark.no_kernel
@@ -52,11 +52,10 @@ def check(got, expected, arguments, cotangent=(1.0, -2.0, 0.5, 3.0), limit=EXACT
 
 
 # --------------------------------------------------------------------------------------------------------- layouts
-QUICK = [("JointLogits", "array"), ("PackedLogits", "PackedLogits"), ("BandLogits",)]
-OTHERS = [("AdditiveLogits", "JointLogits")]
+SIDE_BY_SIDE = ("AdditiveLogits", "JointLogits"), ("PackedLogits", "PackedLogits"), ("BandLogits",)
 
 
-@pytest.mark.parametrize("names", [*QUICK, *map(family.slow, OTHERS)], ids="-".join)
+@pytest.mark.parametrize("names", SIDE_BY_SIDE, ids="-".join)
 def test_layouts(names):
     """V of the two differs."""
     problems = [batches.problem(V=V, scale=1.0, seed=i) for i, V in zip(range(2), (9, 5))]
@@ -135,41 +134,13 @@ def test_joint_networks():
     check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
 
 
-@pytest.mark.slow
-def test_hypotheses_share_the_encoder():
-    """[B, 1, T, E] beside [B, N, T, E]."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(2, 1, 5, H)), rng.normal(size=(2, 3, 4, H)), rng.normal(size=(2, 3, 5, H))
-    weight = rng.normal(size=(H, 6))
-    given = {"logit_lengths": np.array([[5, 4, 3]] * 2), "target_lengths": np.array([[3, 2, 0]] * 2)}
-    frames = np.arange(5)[:, None] < given["logit_lengths"][..., None, None]
-    inside = frames & (np.arange(4) <= given["target_lengths"][..., None, None])
-
-    def function(rows, others):
-        return entropy(rows) * others[:, 0]
-
-    def got(weight, shared, states, own):
-        first, second = JointLogits(LinearJoint(weight), shared, states), JointLogits(jnp.multiply, own, states)
-        return jnp.sum(sum_over_nodes(function, first, second, **given) * np.arange(6.0).reshape(2, 3))
-
-    def of_all(weight, shared, states, own):
-        x = entropy_of_all(jnp.tanh(shared[..., None, :] + states[:, :, None]) @ weight)
-        sums = jnp.sum(jnp.where(inside, x * (own[..., None, :] * states[:, :, None])[..., 0], 0), (2, 3))
-        return jnp.sum(sums * np.arange(6.0).reshape(2, 3))
-
-    arguments = weight, *rows
-    with jax.numpy_rank_promotion("allow"):
-        found = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, of_all))
-        compare.assert_close(*found, EXACT)
-
-
 # --------------------------------------------------------------------------------------- what is not read, and NaN
 def singular(rows):
     """Its derivative is infinite where the row is constant."""
     return jnp.sqrt(jnp.sum((rows - jnp.mean(rows, -1, keepdims=True)) ** 2, -1))
 
 
-@pytest.mark.parametrize("name", ["array", *map(family.slow, ("JointLogits", "PackedLogits", "BandLogits"))])
+@pytest.mark.parametrize("name", ["array", family.slow("BandLogits")])
 def test_nodes_without_weight(name):
     """Bad rows there change no bit, whatever the function makes of them: nor of shared arrays."""
     p, weights = batches.problem(scale=1.0), some_weights(batches.problem(scale=1.0))
@@ -195,8 +166,7 @@ def test_nodes_without_weight(name):
     assert np.abs(of_weights[batches.inside(p) & (weights != 0) & (name != "BandLogits")]).min(initial=1) > 1e-3
 
 
-@pytest.mark.parametrize("joint", [family.slow(linear), closure])
-def test_joint_network_without_weight(joint):
+def test_joint_network_without_weight():
     """NaN in frames and columns without weight, and a joint whose derivative is infinite in nodes without weight."""
     network = Network()
     weights = some_weights(network.problem, 5)
@@ -213,8 +183,7 @@ def test_joint_network_without_weight(joint):
         def total(parameters, rows, scale):
             weight, bias = parameters
             sharp = lambda x: jnp.sqrt(jnp.abs(x))
-            made = LinearJoint(weight, bias, sharp) if joint is linear else lambda e, q: sharp(e + q) @ weight + bias
-            logits = JointLogits(made, *rows, 64)
+            logits = JointLogits(lambda e, q: sharp(e + q) @ weight + bias, *rows, 64)
             return sum_over_nodes(
                 lambda x: scale * entropy(x), logits, **lengths(network.problem), weights=weights
             ).sum()
@@ -228,7 +197,7 @@ def test_joint_network_without_weight(joint):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("name", ["JointLogits", *map(family.slow, ("PackedLogits", "BandLogits"))])
+@pytest.mark.parametrize("name", ["JointLogits", family.slow("PackedLogits")])
 def test_nan_stays_in_its_sequence(name):
     """NaN in a node, and lengths or labels out of range."""
     p = batches.problem(B=6, scale=1.0)
@@ -268,7 +237,7 @@ def test_nan_stays_in_its_sequence(name):
 def test_empty_batches():
     for shape in ((0, 3, 2, 5), (2, 0, 2, 5)):
         given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
-        for make in (jnp.asarray, family.in_tiles, family.in_a_band):
+        for make in (family.in_tiles, family.in_a_band):
             x = jnp.zeros(shape)
             total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
             value, gradient = jax.jit(jax.value_and_grad(total))(x)

@@ -16,7 +16,7 @@ import hlo
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
 from layout_table import Network
 from meshes import at, mean_over_devices, mesh_of
-from node_sums import entropy, entropy_of_all, lengths, some_weights, total_of_all
+from node_sums import entropy, lengths, some_weights
 from pages import code
 
 pytestmark = pytest.mark.no_kernel
@@ -84,12 +84,6 @@ def test_half_precision():
     gradient, sums = jax.jit(jax.grad(summed, (0, 1), has_aux=True))(network.parameters, network.rows)
     assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(np.float32))} and sums.dtype == np.float32
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
-    wide = network.widened()
-    made = jax.nn.tanh(wide.rows[0][:, :, None] + wide.rows[1][:, None]) @ wide.parameters[0]
-    values = entropy_of_all(made + wide.parameters[1][None, None, None])
-    values *= wide.rows[0][:, :, None, 0] + wide.rows[1][:, None, :, 0]
-    counts = batches.inside(network.problem)
-    np.testing.assert_allclose(sums, total_of_all(values, np.ones(counts.shape), counts), rtol=0.02)
 
 
 def divergence(parameters, rows, rest, weights):
@@ -115,7 +109,7 @@ def step_alone(batch):
     return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
 
 
-WAYS = ["shard_map", *map(family.slow, ("vmap", "remat", "explicit"))]
+WAYS = ["shard_map", *map(family.slow, ("vmap", "remat"))]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -133,8 +127,7 @@ def test_programs(way, devices):
         return
     with mesh_of(devices, way) as mesh:
         specs = P(), P("data"), P("data"), P("data")
-        if way == "shard_map":
-            step = jax.value_and_grad(mean_over_devices(function, mesh, specs), (0, 1, 3))
+        step = jax.value_and_grad(mean_over_devices(function, mesh, specs), (0, 1, 3))
         placed = [at(mesh, x, *spec) for x, spec in zip(arguments, specs, strict=True)]
         got, text = hlo.compiled(step, *placed)
         compare.assert_close(got, expected, 1e-5)
@@ -142,8 +135,7 @@ def test_programs(way, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["joint", "function"])
-def test_random_numbers(name):
+def test_random_numbers():
     """Those of the forward pass are those of the backward pass."""
     network = Network()
     weights = some_weights(network.problem)
@@ -154,8 +146,7 @@ def test_random_numbers(name):
     def total(x):
         drop = lambda rows: rows * jax.random.bernoulli(key, 0.5, rows.shape)
         joint = lambda e, p: jnp.tanh(e + p) @ network.parameters[0] * x
-        made = (lambda e, p: drop(joint(e, p))) if name == "joint" else joint
-        function = (lambda rows: entropy(drop(rows))) if name == "function" else entropy
+        made, function = (lambda e, p: drop(joint(e, p))), (lambda rows: entropy(drop(rows)))
         rows = network.rows[0] * x, network.rows[1]
         logits = JointLogits(made, *rows, 64)
         return sum_over_nodes(function, logits, **lengths(network.problem), weights=weights).sum()

@@ -37,7 +37,7 @@ def evaluate(p, rows, implementation, *, cotangents=1.0, max_frames=7, label_win
 
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [*(("kernel", x) for x in (np.float64, np.float32, "bfloat16")), family.slow("reference", np.float32)],
+    [("kernel", "bfloat16"), family.slow("reference", np.float32)],
     indirect=["implementation"],
 )
 def test_value_and_gradient(implementation, dtype):
@@ -93,16 +93,12 @@ def test_odd_sequences(kernel):
         assert np.isnan(values).any() and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(
-    ("implementation", "max_frames", "rows"),
-    [*(("kernel", *x) for x in ((0, 1), (None, 0), (4, 3))), family.slow("reference", 0, 1)],
-    indirect=["implementation"],
-)
-def test_nothing_at_all(implementation, max_frames, rows):
+@pytest.mark.parametrize(("max_frames", "rows"), [(0, 1), (None, 0), (4, 3)])
+def test_nothing_at_all(kernel, max_frames, rows):
     """No frames: no label is a path of no arcs, a label has none. No sequences."""
     for batch, expected in ((2, [0, np.inf]), (0, [])):
         p = batches.problem(batch, 4, 2, 5, lengths=([0, 0][:batch], [0, 1][:batch]))
-        values, gradient = evaluate(p, np.zeros((rows, 5)), implementation, max_frames=max_frames)
+        values, gradient = evaluate(p, np.zeros((rows, 5)), kernel, max_frames=max_frames)
         np.testing.assert_array_equal(values, expected)
         assert not np.any(gradient)
 

@@ -54,7 +54,7 @@ def one_sequence(T, U, V, scale, dtype=np.float32):
 SIZES = (
     (1, 2000, 3, 1.0),
     (20000, 1, 3, 1.0),
-    *(family.slow(*x) for x in ((999, 1, 4096, 1.0), (3900, 100, 4, 1.0), (3900, 100, 4, 6.0), (100, 2500, 4, 1.0))),
+    *(family.slow(*x) for x in ((999, 1, 4096, 1.0), (3900, 100, 4, 6.0), (100, 2500, 4, 1.0))),
 )
 
 
@@ -122,21 +122,17 @@ def test_long_lattice_of_the_reference():
     check(one_sequence(3900, 100, 4, 6.0), "reference")
 
 
-@pytest.mark.usefixtures("optimized")
-@family.reference_slow
-def test_peaked_and_flat(implementation):
+def test_peaked_and_flat(kernel):
     """Equal paths, one dominant path while the others underflow float32, and a path that starts with arcs of e^-200."""
     for scale in (0.0, 20.0, 100.0):
         # Scores of size s are rounded to s eps before any kernel adds them; see `tolerance` for s = 8.
         limit = max(BOUND, scale * compare.eps(np.float32) * np.sqrt(400) * 4)
-        check(one_sequence(300, 100, 5, scale), implementation, gradient=limit)
+        check(one_sequence(300, 100, 5, scale), kernel, gradient=limit)
     p = one_sequence(60, 20, 4, 1.0)
     p.logits[:, :5, :, 3] -= 200
     p.logits[:, 40:, :, :3] -= 90
-    check(p, implementation, gradient=4 * 200 * compare.eps(np.float32) * np.sqrt(80))
+    check(p, kernel, gradient=4 * 200 * compare.eps(np.float32) * np.sqrt(80))
 
 
-@pytest.mark.usefixtures("optimized")
-@family.reference_slow
-def test_float64(implementation):
-    check(one_sequence(600, 200, 5, 2.0, np.float64), implementation, value=1e-13, gradient=1e-10)
+def test_float64(kernel):
+    check(one_sequence(600, 200, 5, 2.0, np.float64), kernel, value=1e-13, gradient=1e-10)

@@ -1,5 +1,7 @@
 """Do extreme problems get the promised answer? Sequences with a fault: test_promises.py."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,24 +25,36 @@ def test_one_path_of_certainty(implementation):
     assert values[0] == 0 and np.abs(gradient).max() <= rounding
 
 
-@family.every_layout
-def test_never_negative(loss, implementation):
-    """Many paths that share a probability of 1 on the standard lattice: the loss is not below 0, not even by a bit."""
-    if loss in family.SKIPPING:
-        pytest.skip("skipped frames add to the probability")
-    for dtype, frames in ((np.float32, 12), (np.float64, 12), (np.float32, 1)):
-        p = batches.problem(64, frames, 6, 4, loss=loss, scale=1.0, lengths=([frames] * 64, [6] * 64))
-        p = p._replace(targets=np.zeros_like(p.targets))
-        logits = p.logits.copy()
-        logits[..., 1:3] = -100  # neither the label nor the blank
-        logits[:, -1, :-1, 0], logits[:, :, -1, 3] = 100, 100
-        values, _ = compare.evaluate(loss, p._replace(logits=logits).astype(dtype), implementation)
-        assert (values >= 0).all(), values.min()
-        if loss.truth == {}:
-            assert (values < 1e-5).all(), values.max()
+def certain(loss, frames):
+    """Many paths that share a probability of 1 on the standard lattice."""
+    p = batches.problem(64, frames, 6, 4, loss=loss, scale=1.0, lengths=([frames] * 64, [6] * 64))
+    p.targets[:] = 0
+    p.logits[..., 1:3] = -100  # neither the label nor the blank
+    p.logits[:, -1, :-1, 0], p.logits[:, :, -1, 3] = 100, 100
+    return p
 
 
-@family.every_layout
+def test_never_negative(implementation):
+    """The loss is not below 0, not even by a bit, nor is a label's probability above 1. (Those that skip add some.)"""
+    kernel = implementation == "kernel"
+    losses = (family.RNNT, family.TDT, family.MULTIBLANK, family.HAT, family.CONSTRAINED) if kernel else (family.RNNT,)
+    for loss, dtype in itertools.product(losses, (np.float32, np.float64) if kernel else (np.float32,)):
+        for frames in (1, 12) if kernel else (12,):
+            values, _ = compare.evaluate(loss, certain(loss, frames).astype(dtype), implementation)
+            assert (values >= 0).all(), values.min()
+            assert loss.truth != {} or (values < 1e-5).all(), values.max()
+    label_log_probs = jax.jit(family.RNNT.value(implementation=implementation).label_log_probs)
+    for dtype in (np.float32, np.float64) if kernel else ():
+        found = np.asarray(label_log_probs(*certain(family.RNNT, 12).astype(dtype)))
+        assert (found <= 0).all() and (found > -1e-5).all(), (found.max(), found.min())
+
+
+@pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [(family.RNNT, "kernel"), (family.TILES, "kernel"), family.slow(family.RNNT, "reference")],
+    ids=str,
+    indirect=["implementation"],
+)
 def test_infinite_losses(loss, implementation):
     """The mean is inf with a finite gradient, zero for the impossible sequence; where(isinf) trains on the rest."""
     p = batches.problem(loss=loss, lengths=([7, 0, 6, 4], [4, 2, 0, 3]))
@@ -51,8 +65,8 @@ def test_infinite_losses(loss, implementation):
         return jnp.where(jnp.isinf(values), 0.0, values).sum()
 
     mean = lambda x: loss(x, *p[1:], implementation=implementation)
-    for call, value, weight in ((mean, np.inf, 0.25), (masked, expected[[0, 2, 3]].sum(), 1)):
-        got = jax.jit(jax.value_and_grad(call))(p.logits)
+    found = jax.jit(lambda x: [jax.value_and_grad(call)(x) for call in (mean, masked)])(p.logits)
+    for got, value, weight in zip(found, (np.inf, expected[[0, 2, 3]].sum()), (0.25, 1)):
         np.testing.assert_allclose(got[0], value, rtol=1e-13)
         np.testing.assert_allclose(got[1], weight * gradient, atol=1e-13)
 

@@ -183,10 +183,13 @@ def test_validation(name):
         assert str(caught.value).startswith("RNNTLoss.validate: ") and str(caught.value).endswith(f"got {value}.")
 
 
-@family.every_quick
+OF_TOPOLOGIES = family.RNNT, family.FINAL_BLANK, family.CONSTRAINED, family.TDT, family.WILDCARD
+
+
+@pytest.mark.parametrize("loss", OF_TOPOLOGIES, ids=str)
 def test_validation_finds_what_has_no_path(loss):
     """It raises for exactly the lengths with which the true loss is infinite."""
-    frames, labels = np.array(truth.every_length(3, 3)).T
+    frames, labels = np.array(truth.every_length(2, 3)).T
     p = batches.problem(len(frames), 3, 3, 6, loss=loss, lengths=(frames, labels))
     p = p._replace(targets=p.targets % 3)  # below the big blanks
     expected, _ = loss.expected(p)

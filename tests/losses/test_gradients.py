@@ -1,5 +1,7 @@
 """Is the gradient right for every cotangent, and does it leave its arguments alone? test_values.py has the options."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import batches
 import compare
+import door
 import family
 
 
@@ -21,7 +24,19 @@ def pull(loss, implementation, p, cotangents, clamp):
     return np.asarray(run(p.logits, cotangents))
 
 
-@family.every_layout
+# The backward pass of kernels: test_targets.py. Here is what brings cotangents to it.
+WAYS = pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [
+        (family.RNNT, "kernel"), (family.TILES, "kernel"), family.slow(family.CONSTRAINED, "kernel"),
+        (family.RNNT, "reference"),
+    ],
+    ids=str,
+    indirect=["implementation"],
+)  # fmt: skip
+
+
+@WAYS
 def test_cotangents(loss, implementation):
     """Positive, negative, zero and large cotangents multiply the clamped gradient of their own sequence."""
     p = batches.problem(loss=loss)
@@ -32,11 +47,25 @@ def test_cotangents(loss, implementation):
     assert not gradient[2].any()
 
 
-@pytest.mark.parametrize("classes", [9, 70, 300])  # short and long rows of the kernels
-@pytest.mark.parametrize("clamp", [-1.0, 0.1])
-@family.every_array
-def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
+def pulls(loss, implementation, p, cotangents, clamp):
+    """What `pull` gives, of kernels through the door where there is one for the loss."""
+    if implementation == "reference" or loss not in door.LOSSES:
+        yield pull(loss, implementation, p, cotangents, clamp)
+        return
+    for target in door.TARGETS:
+        yield door.evaluate(loss, p, target=target, scale=cotangents, clamp=clamp)[1]
+
+
+def test_cotangents_that_are_not_finite(implementation):
     """Exact zeros stay 0: sequences without a path, impossible classes, padding."""
+    kernel = implementation == "kernel"
+    losses = (*door.LOSSES, family.BAND, family.ROBUST) if kernel else (family.RNNT,)
+    for loss, clamp in itertools.product(losses, (-1.0, 0.1)):
+        for classes in (9, 70, 300) if loss in door.LOSSES and kernel else (9,):  # short and long rows of the kernels
+            check_infinite_cotangents(loss, implementation, classes, clamp)
+
+
+def check_infinite_cotangents(loss, implementation, classes, clamp):
     p = batches.problem(5, V=classes, loss=loss, lengths=([7, 5, 6, 0, 7], [4, 2, 0, 3, 4]))
     p.logits[..., 1] = -np.inf
     p = batches.poisoned(p._replace(targets=np.maximum(p.targets, 2)))
@@ -45,11 +74,11 @@ def test_cotangents_that_are_not_finite(loss, implementation, classes, clamp):
     assert np.isinf(values[3]) and not unit[3].any() and (unit[:3] == 0).any() and np.isfinite(unit).all()
     with np.errstate(invalid="ignore"):
         expected = np.where(unit == 0, 0, unit * cotangents[:, None, None, None])
-    gradient = pull(loss, implementation, p, cotangents, clamp)
-    assert not gradient[~batches.inside(p)].any()
-    if implementation == "reference" and clamp < 0:  # plain automatic differentiation: 0 times infinity is NaN
-        gradient, expected = gradient[4], expected[4]
-    np.testing.assert_allclose(gradient, expected, atol=1e-12)
+    for gradient in pulls(loss, implementation, p, cotangents, clamp):
+        assert not gradient[~batches.inside(p)].any()
+        if implementation == "reference" and clamp < 0:  # plain automatic differentiation: 0 times infinity is NaN
+            gradient, expected = gradient[4], expected[4]
+        np.testing.assert_allclose(gradient, expected, atol=1e-12)
 
 
 def test_options_that_are_off(implementation):
@@ -75,7 +104,7 @@ def test_inplace_changes_nothing(kernel, with_value):
     compare.assert_same_bits(run(True), run(False))
 
 
-@family.every_layout
+@WAYS
 def test_logits_survive_their_gradient(loss, implementation):
     """Writing in place must not change an array that is still in use: the argument, a second loss, a later use."""
     p, other = batches.problem(loss=loss, dtype=np.float32), loss.blank(0)
@@ -101,10 +130,9 @@ def test_vjp_called_twice(implementation):
     assert all(x.dtype == jax.dtypes.float0 for x in others)
 
 
-@family.every
-def test_forward_mode_of_the_reference(loss):
+def test_forward_mode_of_the_reference():
     """test_derivatives.py has further derivatives."""
-    p = batches.problem(2, 3, 2, 4, loss=loss, scale=1.0, lengths=([3, 2], [2, 1]))
+    loss, p = family.RNNT, batches.problem(2, 3, 2, 4, scale=1.0, lengths=([3, 2], [2, 1]))
     tangent = np.random.default_rng(9).normal(size=p.logits.shape)
     expected = (loss.expected(p)[1] * tangent).sum((1, 2, 3))
     call = lambda x: loss(x, *p[1:], reduction="none", implementation="reference")
@@ -112,11 +140,11 @@ def test_forward_mode_of_the_reference(loss):
 
 
 @pytest.mark.slow
-def test_second_derivative_beside_rows_that_no_path_enters(implementation):
+def test_second_derivative_beside_rows_that_no_path_enters(kernel):
     """The softmax of such rows must not be formed, since its exponentials may be infinite."""
     x = np.zeros((4, 3, 5))
     x[3, 0] = 1000
     rest = np.array([1, 2], np.int32), np.int32(4), np.int32(2)
     windows = np.array([[0, 1], [0, 2]], np.int32)
-    first = jax.grad(lambda x: family.RNNT(x, *rest, label_windows=windows, implementation=implementation))
+    first = jax.grad(lambda x: family.RNNT(x, *rest, label_windows=windows, implementation=kernel))
     assert np.isfinite(jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))(x)).all()

@@ -250,12 +250,13 @@ def cases():
     """(loss, layout, implementation, whether XLA optimises the programs: it then also splits sums)"""
     for loss in (*family.LOSSES, LOG_PROBS):
         yield loss, "array", "kernel", False
-    for name in LAYOUTS:
-        case = family.RNNT, name, "kernel", False
-        if name != "array":
-            yield family.slow(*case) if name in INEXACT else case
-    for loss in (family.RNNT, family.WILDCARD):
-        yield family.slow(loss, "array", "kernel", True)
+    for loss in family.LOSSES[:-1]:
+        quick = loss in (family.RNNT, family.TDT)
+        for name in ("PackedLogits", "BandLogits"):
+            yield (loss, name, "kernel", False) if quick else family.slow(loss, name, "kernel", False)
+    for loss, name in ((family.RNNT, "JointLogits"), (family.TDT, "JointLogits"), (family.RNNT, "AdditiveLogits")):
+        yield family.slow(loss, name, "kernel", False)
+    yield family.slow(family.RNNT, "array", "kernel", True)
     yield family.slow(family.RNNT, "array", "reference", False)
 
 
@@ -278,7 +279,8 @@ OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 )
 def test_every_loss_and_layout(loss, name, implementation, optimized):
     layout, read = LAYOUTS[name]
-    methods = ("posteriors", *(OF_ARCS if loss is family.RNNT and name == "array" else ()))
+    methods = ("posteriors", *(OF_ARCS if loss is family.RNNT else ()))
+    methods = methods if (name, implementation, optimized) == ("array", "kernel", False) else ()
     run = answers(loss, methods, implementation=None if name == "AdditiveLogits" else implementation)
     leaves, exact = learned(loss, name), name not in INEXACT
     faults = FAULTS
@@ -307,14 +309,16 @@ def test_every_loss_and_layout(loss, name, implementation, optimized):
     assert_equal(rows(in_larger, GOOD), rows(found[0], GOOD), exact)
 
 
-@pytest.mark.parametrize("loss", family.LOSSES, ids=str)
-def test_split_over_devices(loss, kernel, devices):
+SPLIT = {family.RNNT: "auto", family.TDT: "explicit", family.CONSTRAINED: "auto", family.WILDCARD: "explicit"}
+
+
+@pytest.mark.parametrize(("loss", "kind"), SPLIT.items(), ids=str)
+def test_split_over_devices(loss, kind, kernel, devices):
     """Classes over two devices and frames over four: values and gradients in float64, a learned number's too."""
     axes = {"vocab_axis": "model", "frame_axis": "seq"}
     run, leaves = answers(loss, (), implementation=kernel, **axes), learned(loss, "array")
     clean, faulty = (batch(loss, x) for x in ([[]] * len(FAULTS), FAULTS.values()))
     wanted = answers_to_faults(loss, faulty)
-    kind = ("auto", "explicit")[family.LOSSES.index(loss) % 2]
     with mesh_of(devices, kind, (4, 2), ("seq", "model"), is_set=True):
         at_once, weights = jax.jit(run), (of_good(0), of_good(~np.isfinite(wanted)))
         found = [by_sequence(at_once(leaves, x.logits, x[1:], w), "", x) for x, w in zip((clean, faulty), weights)]

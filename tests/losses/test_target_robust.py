@@ -20,25 +20,27 @@ def values(skip_frame, skip_label, p, implementation):
     )(*p)
 
 
-@pytest.mark.parametrize("skips", SKIPS, ids=str)
 @family.reference_slow
-def test_weights(skips, implementation):
+def test_weights(implementation):
     """Loss and the derivatives by both weights, against float64 sums and their differences."""
-    p = batches.problem()
-    known = {name: -np.inf if x is None else x for name, x in zip(("skip_frame", "skip_label"), skips)}
-    of = lambda **changed: truth.loss_and_gradient(*p, emission=truth.target_robust_emission, **known | changed)[0]
-    np.testing.assert_allclose(values(*skips, p, implementation), of(), rtol=1e-12)
-    leaves = [i for i, x in enumerate(skips) if x is not None and np.isfinite(x)]
-    if not leaves:
-        return
-    total = lambda *skips: values(*skips, p, implementation).sum()
-    made = jax.jit(jax.grad(total, leaves))(*skips)
-    for i, derivative in zip(leaves, made, strict=True):
-        name, x, h = list(known)[i], skips[i], 1e-5
-        # At 0, the largest skip_label, the difference is one-sided, of second order.
-        ends = [(x, 1.5), (x - h, -2), (x - 2 * h, 0.5)] if name == "skip_label" else [(x + h, 0.5), (x - h, -0.5)]
-        expected = sum(weight * of(**{name: end}).sum() for end, weight in ends) / h
-        np.testing.assert_allclose(derivative, expected, rtol=1e-5, atol=1e-8)
+    p, names, h = batches.problem(), ("skip_frame", "skip_label"), 1e-5
+
+    @jax.jit
+    def run(leaves):
+        found, pull = jax.vjp(lambda leaves: values(*map(leaves.get, names), p, implementation), leaves)
+        return found, pull(jnp.ones_like(found))[0]
+
+    for skips in SKIPS:
+        leaves = {name: x for name, x in zip(names, skips) if x is not None}
+        known = {"emission": truth.target_robust_emission, **dict.fromkeys(names, -np.inf), **leaves}
+        of = lambda known=known, **changed: truth.loss_and_gradient(*p, **known | changed)[0]
+        found, gradient = run(leaves)
+        np.testing.assert_allclose(found, of(), rtol=1e-12)
+        for name, x in leaves.items() if np.isfinite([*leaves.values()]).all() else ():
+            # At 0, the largest skip_label, the difference is one-sided, of second order.
+            ends = [(x, 1.5), (x - h, -2), (x - 2 * h, 0.5)] if name == "skip_label" else [(x + h, 0.5), (x - h, -0.5)]
+            expected = sum(weight * of(**{name: end}).sum() for end, weight in ends) / h
+            np.testing.assert_allclose(gradient[name], expected, rtol=1e-5, atol=1e-8)
 
 
 def test_no_skips(implementation):
@@ -47,14 +49,13 @@ def test_no_skips(implementation):
     compare.assert_same_bits(values(None, None, p, implementation), rnnt)
 
 
-@family.reference_slow
-def test_traced_weights_of_nothing(implementation):
+def test_traced_weights_of_nothing(kernel):
     """At -inf: the gradients of the RNN-T loss, an impossible blank included, and 0 for the weights."""
     p = batches.problem()
     p.logits[0, 1, 0, -1] = -np.inf
-    run = lambda x, *skips: values(*skips, p._replace(logits=x), implementation).sum()
+    run = lambda x, *skips: values(*skips, p._replace(logits=x), kernel).sum()
     gradient, *weights = jax.jit(jax.grad(run, (0, 1, 2)))(p.logits, -np.inf, -np.inf)
-    expected = jax.grad(lambda x: RNNTLoss(implementation=implementation)(x, *p[1:]) * len(x))(p.logits)
+    expected = jax.grad(lambda x: RNNTLoss(implementation=kernel)(x, *p[1:]) * len(x))(p.logits)
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
     assert weights == [0, 0]
 

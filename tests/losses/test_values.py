@@ -52,17 +52,10 @@ def test_every_loss(loss, implementation):
         check(loss, implementation, p, label_windows=windows, **ALL, **given)
 
 
-# What differs between logits and lattice: layouts, and losses with steps.
-WAYS = family.RNNT, family.TDT, family.CONSTRAINED, *family.SKIPPING, family.TILES, family.BAND
-every_way = pytest.mark.parametrize(
-    ("loss", "implementation"),
-    [
-        *((x, "kernel") if x in (family.RNNT, family.TDT) else family.slow(x, "kernel") for x in WAYS),
-        family.slow(family.RNNT, "reference"),
-    ],
-    indirect=["implementation"],
-    ids=str,
-)
+# What differs between logits and lattice: a layout, and a step of a loss.
+WAYS = (family.RNNT, "kernel"), (family.TDT, "kernel"), (family.TILES, "kernel"), (family.RNNT, "reference")
+WAYS += (family.slow(family.CONSTRAINED, "kernel"),)
+every_way = pytest.mark.parametrize(("loss", "implementation"), WAYS, indirect=["implementation"], ids=str)
 
 
 @every_way
@@ -93,7 +86,13 @@ def test_torchaudio_s_call(kernel):
         jax_rnnt.rnnt_loss(*p, fast_emit=0.1)
 
 
-def check_batch_dimensions(loss, implementation, batch):
+@pytest.mark.parametrize(
+    ("loss", "implementation", "batch"),
+    [*((*way, (2, 1, 2)) for way in WAYS[:3]), (family.RNNT, "kernel", ()), (family.RNNT, "reference", ())],
+    indirect=["implementation"],
+    ids=str,
+)
+def test_any_number_of_batch_dimensions(loss, implementation, batch):
     p = batches.problem(loss=loss)
     flat = p.take(slice(int(np.prod(batch))))
     shaped = batches.Problem(*(x.reshape(batch + x.shape[1:]) for x in flat))
@@ -102,15 +101,6 @@ def check_batch_dimensions(loss, implementation, batch):
     assert got[0].shape == batch and got[1].shape == shaped.logits.shape
     got = got[0].reshape(-1), got[1].reshape(flat.logits.shape)
     compare.assert_matches(got, loss.expected(flat, label_windows=windows, clamp=0.25), np.float64, 11)
-
-
-@every_way
-def test_any_number_of_batch_dimensions(loss, implementation):
-    check_batch_dimensions(loss, implementation, (2, 1, 2))
-
-
-def test_no_batch_dimension(implementation):
-    check_batch_dimensions(family.RNNT, implementation, ())
 
 
 REDUCTIONS = "none", "mean", "sum", "mean_target", "mean_volume"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import compare
 import family
@@ -51,17 +50,6 @@ class SplitLoss(TransducerLoss):
 NAMED = {loss.name: loss for loss in family.LOSSES if loss not in family.SKIPPING}
 NAMED["split"] = family.Loss("split", SplitLoss)
 LONGEST = {"multiblank": max(family.BIG), "tdt": max(family.DURATIONS)}  # frames that an arc reads; else 1
-
-
-every = pytest.mark.parametrize(
-    "loss", [x if name in ("rnnt", "tdt") else family.slow(x) for name, x in NAMED.items()], ids=str
-)
-
-
-# A label that stays, a label with durations, several blanks, and arcs with weights: all kinds of moves.
-kinds_of_moves = pytest.mark.parametrize(
-    "loss", [NAMED["rnnt"], NAMED["tdt"], family.slow(NAMED["multiblank"]), family.slow(NAMED["split"])], ids=str
-)
 
 
 def lossless(loss, most=MOST):

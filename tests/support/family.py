@@ -134,11 +134,11 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 every_kernel = _parametrized(LOSSES)
 every_layout = _parametrized((*LOSSES, TILES, BAND))
 
-# With a reference of every loss.
-every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=LOSSES[1:])
+# For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
+every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
 
-# But for tiles: all layouts that store the logits. The reference is quick, for tests of what its gradient adds by hand.
-every_array = _parametrized((*LOSSES, BAND), reference=pytest.param)
+# With a reference of every loss, but for those of one topology more (test_lattices), and of skips (tests of their own).
+every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=LOSSES[3:-2])
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import batches
 import family
@@ -28,11 +27,6 @@ def arrays(p, name):
     B, T, U1, V = p.logits.shape
     rng = np.random.default_rng(1)
     return rng.normal(size=(B, T, V)), rng.normal(size=(B, U1, V))
-
-
-def suits(loss, name):
-    """Whether the loss takes the layout: docs/losses.md."""
-    return name != "AdditiveLogits" or loss.name not in ("tdt", "hat")
 
 
 def first_columns(p):
@@ -108,7 +102,7 @@ class Network:
 
     def widened(self):
         """The same network in float64."""
-        other = Network()
+        other = Network(batch=len(self.rows[0]))
         other.parameters, other.rows = jax.tree.map(lambda x: x.astype(np.float64), (self.parameters, self.rows))
         return other
 
@@ -124,9 +118,6 @@ def closure(weight, bias):
 def function(parameters, encoder, predictor):
     """The same with parameters of its own: `JointLogits(function, ..., parameters=(weight, bias))`."""
     return closure(*parameters)(encoder, predictor)
-
-
-JOINTS = pytest.mark.parametrize("joint", [linear, closure])
 
 
 def tiles(parameters, rows, batch, *, joint=linear, loss=family.RNNT, chunk=CHUNK, **options):
