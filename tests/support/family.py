@@ -140,5 +140,15 @@ every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.pa
 # But for tiles: all layouts that store the logits. The reference is quick, for tests of what its gradient adds by hand.
 every_array = _parametrized((*LOSSES, BAND), reference=pytest.param)
 
+
+def _few(*rows):
+    cases = [*((loss, "kernel") for loss in rows), (RNNT, "reference")]
+    return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
+
+
+# Of what a loss does not change by itself: the two lattice kernels, one with two heads, and the reference; with steps
+# between the kernels, tiles and a band.
+heads, kinds = _few(RNNT, TDT), _few(RNNT, TDT, WILDCARD, TILES, BAND)
+
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

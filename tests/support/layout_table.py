@@ -30,11 +30,6 @@ def arrays(p, name):
     return rng.normal(size=(B, T, V)), rng.normal(size=(B, U1, V))
 
 
-def suits(loss, name):
-    """Whether the loss takes the layout: docs/losses.md."""
-    return name != "AdditiveLogits" or loss.name not in ("tdt", "hat")
-
-
 def first_columns(p):
     """A band that starts in column 0, ends in the last one, and leaves out nodes."""
     last = np.maximum(p.target_lengths - WIDTH + 1, 0)[:, None]
