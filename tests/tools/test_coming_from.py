@@ -1,6 +1,6 @@
 """Do the tables of docs/coming_from name what the library has, with its defaults, and is equal what they call equal?
 
-Their remarks on options, layouts and searches of the library itself are tested where those are.
+Numbers of other libraries: losses/test_vectors.py. What remarks say of the library itself is tested where that is.
 """
 
 import ast
@@ -114,46 +114,6 @@ def test_reductions_of_nemo():
             np.testing.assert_allclose(jax_rnnt.RNNTLoss(reduction=found[name])(*p), value, rtol=EXACT)
 
 
-def k2_score(px, py, frames, labels, modified):
-    """k2's recursion over (s, t): px [S, T + 1] (modified: [S, T]) consumes a symbol, py [S + 1, T] a frame."""
-    p = np.full((labels + 1, frames + 1), -np.inf)
-    p[0, 0] = 0
-    for s in range(labels + 1):
-        for t in range(frames + 1):
-            if s > 0 and t - modified >= 0:
-                p[s, t] = np.logaddexp(p[s, t], p[s - 1, t - modified] + px[s - 1, t - modified])
-            if t > 0:
-                p[s, t] = np.logaddexp(p[s, t], p[s, t - 1] + py[s, t - 1])
-    return p[labels, frames]
-
-
-@pytest.mark.parametrize(("kind", "modified"), [(jax_rnnt.RNNTLoss, 0), (jax_rnnt.MonotonicRNNTLoss, 1)])
-def test_recursion_of_k2(kind, modified):
-    """Its px and py, transposed, with the delay penalty; px_grad is our plane of labels, py_grad that of blanks."""
-    rng = np.random.default_rng(0)
-    frames, labels, penalty = 5, 3, 0.3
-    logits = rng.normal(size=(frames, labels + 1, 6))
-    targets = rng.integers(1, 6, labels)
-    scores = np.asarray(jax.nn.log_softmax(logits))
-    px = np.stack([scores[:, s, targets[s]] for s in range(labels)])
-    px = px + penalty * ((frames - 1) / 2 - np.arange(frames))
-    if not modified:
-        px = np.concatenate([px, np.full((labels, 1), -np.inf)], 1)
-    py = scores[..., 0].T
-    loss = kind(blank=0, delay_penalty=penalty)
-    batch = logits, targets, np.int32(frames), np.int32(labels)
-    total = k2_score(px, py, frames, labels, modified)
-    np.testing.assert_allclose(loss(*batch), -total, rtol=EXACT)
-    blank, label = loss.posteriors(*batch)
-    for plane, found in ((px, np.asarray(label)[:, :labels].T), (py, np.asarray(blank).T)):
-        for s, t in ((0, 0), (1, 2), (2, 3)):
-            changed = plane.copy()
-            changed[s, t] += 1e-6
-            arguments = (changed, py) if plane is px else (px, changed)
-            slope = (k2_score(*arguments, frames, labels, modified) - total) / 1e-6
-            np.testing.assert_allclose(found[s, t], slope, atol=1e-5)
-
-
 def test_ctc_with_one_path():
     """As many labels as frames, none twice: the only path writes a label in each frame."""
     optax = pytest.importorskip("optax")
@@ -181,30 +141,6 @@ def test_no_path_in_ctc():
     assert value == np.inf and not gradient.any()
 
 
-def test_big_blanks_of_nemo():
-    """Three frames, no label: 1 + 1 + 1, 1 + 2, 2 + 1 and 3, where big blank i is class `blank` - 1 - i."""
-    logits = np.random.default_rng(0).normal(size=(3, 1, 6))
-    one, two, three = (np.asarray(jax.nn.log_softmax(logits))[:, 0, x] for x in (5, 4, 3))
-    paths = [one.sum(), one[0] + two[1], two[0] + one[2], three[0]]
-    loss = jax_rnnt.MultiblankRNNTLoss((2, 3))
-    np.testing.assert_allclose(loss(logits, np.zeros(0, int), 3, 0), -np.logaddexp.reduce(paths), rtol=EXACT)
-
-
-def test_classes_of_tdt():
-    """Tokens, the blank as the last of them, then durations, each head with a softmax of its own."""
-    logits = np.random.default_rng(0).normal(size=(2, 2, 4 + 3))
-    token, duration = (np.asarray(jax.nn.log_softmax(x)) for x in (logits[..., :4], logits[..., 4:]))
-    arc = lambda t, u, label, frames: token[t, u, label] + duration[t, u, frames]
-    paths = [
-        arc(0, 0, 1, 0) + arc(0, 1, 3, 2),
-        arc(0, 0, 1, 0) + arc(0, 1, 3, 1) + arc(1, 1, 3, 1),
-        arc(0, 0, 1, 1) + arc(1, 1, 3, 1),
-        arc(0, 0, 3, 1) + arc(1, 0, 1, 0) + arc(1, 1, 3, 1),
-    ]  # no label ends the last frame
-    loss = jax_rnnt.TDTLoss((0, 1, 2))
-    np.testing.assert_allclose(loss(logits, np.array([1]), 2, 1), -np.logaddexp.reduce(paths), rtol=EXACT)
-
-
 def test_column_0_has_the_start_label():
     predictor = jax_rnnt.decode.stateless_predictor(lambda labels: labels.astype(jnp.float32), 1, start=0)
     assert jax_rnnt.decode.predict(predictor, jnp.array([[3, 4]]))[0, :, 0].tolist() == [0, 3, 4]
@@ -221,34 +157,6 @@ def test_ranks_by_score_over_labels_and_one():
     found = [score for score, _ in found if np.isfinite(score)]
     assert len(found) == 31  # sequences of up to four of two labels
     np.testing.assert_allclose(ranked.scores[0, :31], found, rtol=1e-6)
-
-
-def test_blank_of_axlearn():
-    """The sigmoid of its own logit; tokens share the rest by their softmax. A bias of the blank adds to that logit."""
-    logits = np.random.default_rng(0).normal(size=(1, 2, 5))
-    loss = jax_rnnt.HATLoss(blank=0)
-    for bias in (0, 0.5):
-        biased = logits + bias * np.eye(5)[0]
-        stay, move = -np.log1p(np.exp(biased[0, :, 0])), -np.log1p(np.exp(-biased[0, :, 0]))
-        token = jax.nn.log_softmax(logits[0, 0, 1:])[2]
-        np.testing.assert_allclose(loss(biased, jnp.array([3]), 1, 1), -(stay[0] + token + move[1]), rtol=EXACT)
-
-
-def test_layer_of_axlearn():
-    """tanh(am + lm), projected: rows of BOS and of the labels are the columns; the last of the labels is EOS there."""
-    rng = np.random.default_rng(0)
-    am, lm, weight, bias = (rng.normal(size=x) for x in ((2, 5, 4), (2, 4, 4), (4, 6), (6,)))
-    target_labels, am_paddings = np.array([[1, 2, 3, 0], [4, 5, 0, 0]]), np.array([[0, 0, 0, 0, 1], [0] * 5])
-    lm_paddings = np.array([[0, 0, 0, 0], [0, 0, 0, 1]])
-    lengths = jax_rnnt.lengths_from_paddings(am_paddings), jax_rnnt.lengths_from_paddings(lm_paddings) - 1
-    logits = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(weight, bias), am, lm)
-    found = jax_rnnt.RNNTLoss(blank=0, reduction="none")(logits, target_labels[:, :-1], *lengths)
-    for b, (frames, labels) in enumerate(((4, 3), (5, 2))):
-        scores = np.tanh(am[b, :frames, None] + lm[b, None, : labels + 1]) @ weight + bias
-        scores = np.asarray(jax.nn.log_softmax(scores))
-        px = np.stack([scores[:, u, target_labels[b, u]] for u in range(labels)])
-        px = np.concatenate([px, np.full((labels, 1), -np.inf)], 1)
-        np.testing.assert_allclose(found[b], -k2_score(px, scores[..., 0].T, frames, labels, 0), rtol=EXACT)
 
 
 def test_paddings_of_axlearn():

@@ -39,9 +39,6 @@ FUNCTIONS = {name: getattr(jax_rnnt, name) for name in jax_rnnt.__all__}
 FUNCTIONS |= {f"decode.{name}": getattr(jax_rnnt.decode, name) for name in jax_rnnt.decode.__all__}
 for _module in ("flax.nnx", "flax.linen", "metrics", "plot", "timing"):
     FUNCTIONS |= public(_module)
-OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax": True, "fastemit_lambda": 0.0}
-OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
-SPLIT = {"vocab_axis": None, "frame_axis": None}  # of a loss as a value
 MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "timing"}
 
 
@@ -115,31 +112,6 @@ for module in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt."):
 sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5)
 """
     run(program, *OPTIONAL, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
-
-
-OWN = {  # arguments of each loss before and beside the common ones
-    "rnnt_loss": (batches.Problem._fields, {"label_windows": None}),
-    "RNNTLoss": ((), {}),
-    "MonotonicRNNTLoss": ((), {"final_blank": False}),
-    "ConstrainedRNNTLoss": ((), {}),
-    "HATLoss": ((), {"variant": "standard"}),
-    "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
-    "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
-    "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
-    "WildcardRNNTLoss": ((), {"skip_start": 0.0, "skip_end": 0.0}),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_signatures(name):
-    first, own = OWN[name]
-    parameters = inspect.signature(getattr(jax_rnnt, name)).parameters
-    assert tuple(parameters)[: len(first)] == first
-    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own | (
-        SPLIT if name != "rnnt_loss" else {}
-    )
-    positional = [k for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == [*first, "blank", "clamp", "reduction", "fused_log_softmax"]
 
 
 def test_losses_are_pytrees():
