@@ -47,8 +47,8 @@ def agree(results, **tolerance):
 
 
 def nnx_modules(predictor, joint="plain"):
-    made = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
-    return made, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
+    predictor = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
+    return predictor, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
 
 
 def nnx_logits(predictor, joint, tiles):
@@ -83,16 +83,10 @@ def linen_logits(predictor, joint, tiles):
     return logits, params
 
 
-MODULES = [  # predictor, joint, whether logits are made in tiles
-    (nnx_logits, [("LSTM", "dropout", True), ("stateless", "masking", False)]),
-    (linen_logits, [("LSTM", "masking", False), ("stateless", "dropout", True)]),
-]
-
-
-@pytest.mark.parametrize(("make", "several"), MODULES, ids=["nnx", "linen"])
-def test_modules(devices, make, several):
-    """Loss and gradient of all parameters; dropout draws the same masks."""
-    logits, params = zip(*(make(*names) for names in several))
+def test_modules(devices):
+    """Loss and gradient of all parameters; dropout draws the same masks. Without them: decode/test_agreement.py."""
+    cases = nnx_logits("stateless", "dropout", tiles=True), linen_logits("LSTM", "masking", tiles=False)
+    logits, params = zip(*cases)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=4, has_aux=True)
@@ -104,29 +98,22 @@ def test_modules(devices, make, several):
     agree(on_both(devices, lambda *x: loss(*x, params), *problem), rtol=1e-5, atol=1e-6)
 
 
-def search(name, predictor, rows, frames, state=None):
+def search(function, predictor, rows, frames, state=None):
     predictor, joint = nnx_modules(predictor)
-    inputs = RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8
-    if name == "sample":
-        return decode.sample(*inputs, jax.random.key(0), samples=2)
-    return decode.greedy(*inputs, state=state) if name == "greedy" else decode.beam(*inputs, 3, state=state)
+    return function(RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8, state=state)
 
 
-def test_sample(devices):
-    function = jax.jit(functools.partial(search, "sample", "stateless"))
-    agree(on_both(devices, lambda *x: function(*x), ROWS, FRAMES), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["greedy", "beam"])
-def test_streams(devices, name):
+def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
+
+    beam = functools.partial(search, functools.partial(decode.beam, width=3), "LSTM")
 
     @jax.jit
     def run(first, second, lengths, more, order):
-        state = decode.select_streams(search(name, "LSTM", first, lengths).state, order)
+        state = decode.select_streams(beam(first, lengths).state, order)
         state = decode.concatenate_streams([decode.reset_streams(state, order > 4), state])
         state = decode.select_streams(state, order + 8 * (order % 2))
-        return search(name, "LSTM", second, more, state)._replace(state=None)
+        return beam(second, more, state)._replace(state=None)
 
     parts = ROWS[:, :3], ROWS[:, 3:], np.minimum(FRAMES, 3), np.maximum(FRAMES - 3, 0)
     agree(on_both(devices, run, *parts, np.int32([1, 0, 3, 2, 5, 4, 7, 7])), rtol=1e-5)
@@ -135,7 +122,7 @@ def test_streams(devices, name):
 def test_rows_of_streams(devices):
     """They lie where the frames do; no mesh splits three of them."""
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
-        found = jax.jit(functools.partial(search, "greedy", "stateless"))(
+        found = jax.jit(functools.partial(search, decode.greedy, "stateless"))(
             at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")
         )
         assert jax.typeof(found.labels).sharding.spec[0] == "data"
