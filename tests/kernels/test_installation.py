@@ -328,6 +328,7 @@ def test_platform_of_the_selftest(monkeypatch):
 def test_info(kernel, capsys, monkeypatch):
     """Versions, device, instruction set, and why other kernels are missing."""
     monkeypatch.setattr(sys, "argv", ["jax_rnnt", "info"])
+    monkeypatch.delitem(sys.modules, "jax_rnnt.__main__")
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("jax_rnnt", run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
