@@ -111,7 +111,7 @@ for module in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt."):
             raise
 sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5)
 """
-    run(program, *OPTIONAL, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
+    run(program, *OPTIONAL, timeout=900, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
 
 
 def test_losses_are_pytrees():
