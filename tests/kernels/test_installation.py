@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,9 @@ import pytest
 import jax_rnnt
 import platforms
 import project
-from family import slow
 from jax_rnnt import __main__, _bench, _installation, _selftest
 from jax_rnnt._xla import loading
-from programs import environment, run
+from programs import run
 
 pytestmark = pytest.mark.no_kernel
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
@@ -59,12 +59,6 @@ def copy_without_kernels(folder):
     (folder / "script.py").write_text(SCRIPT)
 
 
-def warning_of(folder, *others):
-    """The warning of an import of the package in this folder; `others` come after it on Python's path."""
-    path = os.pathsep.join(map(str, (folder, *others)))
-    return run(folder / "script.py", cwd=folder, env=environment(PYTHONPATH=path)).strip()
-
-
 def install(folder, origin, **missing):
     """Metadata and the build's note, as pip and CMake leave them."""
     metadata = folder / "jax_rnnt-0.0.0.dist-info"
@@ -78,26 +72,105 @@ def install(folder, origin, **missing):
     (folder / "jax_rnnt/_build.py").write_text(f"MISSING = {reasons!r}\n")
 
 
-def test_source_folder_takes_the_installed_kernels(kernel, tmp_path):
-    """Python started in a clone: its Python files, and the kernels of the copy that pip installed."""
-    clone, site = tmp_path / "clone", tmp_path / "site"
-    copy_without_kernels(clone)
-    copy_without_kernels(site)
+UNFIT = """
+def api_version(): return (0, 99)
+def registrations(): raise AssertionError("a handler that does not fit must not reach XLA")
+"""
+
+# Imports of jax_rnnt, each in a fork of one process that has imported JAX and started nothing. Arguments: folders, each
+# with the program script.py, whose output goes to output.txt there.
+FORKS = """
+import os, runpy, sys, traceback, warnings
+import jax, numpy, pytest
+for folder in sys.argv[1:]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks, since its threads do not survive them
+        child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT), 1)
+        sys.path[:0] = [folder, os.path.join(folder, "site")]
+        try:
+            runpy.run_path(os.path.join(folder, "script.py"), run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, folder
+"""
+
+# 32 threads at once. Other modules that need the lock of the interpreter would turn it on before.
+IMPORTS = """
+import sys, threading, warnings
+import jax, numpy
+enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+before, barrier, found, modules = enabled(), threading.Barrier(32), [], set(sys.modules)
+
+def work():
+    barrier.wait()
+    import jax_rnnt
+    found.append((jax_rnnt, dict(jax_rnnt._xla.loading.KERNELS)))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+assert len(found) == 32 and all(one == found[0] for one in found), found
+assert enabled() == before
+heavy = "torch", "chex", "flax", "matplotlib", "scipy", "numba", "pandas", "tensorflow", "rapidfuzz"
+print(sorted({name.split(".")[0] for name in set(sys.modules) - modules}.intersection(heavy)))
+jax.config.update("jax_num_cpu_devices", 3)
+print(len(jax.devices("cpu")), sorted(found[0][1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What programs print that import the package in several states, by state."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("clone", "uncompiled", "unfit", "ready")}
+    clone, uncompiled, unfit, ready = folders.values()
+    for folder in (clone, clone / "site", uncompiled, unfit):
+        copy_without_kernels(folder)
     for path in PACKAGE.glob("*_cpu*"):
-        shutil.copy(path, site / "jax_rnnt")
-    install(site, None)
-    program = "import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS['cpu'])"
-    (clone / "script.py").write_text(program)
-    assert warning_of(clone, site) == f"{clone / 'jax_rnnt/__init__.py'} {loading.KERNELS['cpu']}"
+        shutil.copy(path, clone / "site/jax_rnnt")
+    install(clone / "site", None)
+    (clone / "script.py").write_text("import jax_rnnt; print(jax_rnnt.__file__, jax_rnnt._xla.loading.KERNELS)")
+    install(uncompiled, None, cpu="no working C++ compiler was found when jax_rnnt was built")
+    install(unfit, None)
+    (unfit / "jax_rnnt/_cpu.py").write_text(UNFIT)
+    (ready / "script.py").write_text(IMPORTS)
+    (ready / "jax_rnnt").symlink_to(PACKAGE)
+    run(FORKS, *folders.values())
+    return {name: (folder / "output.txt").read_text().strip() for name, folder in folders.items()} | {"folder": clone}
 
 
-def test_built_without_a_compiler(tmp_path):
-    copy_without_kernels(tmp_path)
-    install(tmp_path, None, cpu="no working C++ compiler was found when jax_rnnt was built")
-    message = warning_of(tmp_path)
+def test_import(kernel, outputs):
+    """Threads may import at once, and each sees the whole package. It loads nothing but JAX and NumPy, does not warn,
+    leaves the lock of the interpreter as it was, and starts no backend: users still set devices and flags."""
+    assert outputs["ready"] == f"[]\n3 {sorted(loading.KERNELS)}"
+
+
+def test_source_folder_takes_the_installed_kernels(kernel, outputs):
+    """Python started in a clone: its Python files, and the kernels of the copy that pip installed."""
+    kernels = {"cpu": loading.KERNELS["cpu"]}
+    assert outputs["clone"] == f"{outputs['folder'] / 'jax_rnnt/__init__.py'} {kernels}"
+
+
+def test_built_without_a_compiler(outputs):
+    message = outputs["uncompiled"]
     assert "no working C++ compiler was found when jax_rnnt was built: install one" in message
     assert "apt install g++" in message
     assert "run `pip install --force-reinstall --no-deps --no-cache-dir --no-binary jax_rnnt jax_rnnt`" in message
+
+
+def test_build_that_does_not_fit(outputs):
+    """One warning names cause and cure, and neither JAX nor the reference is harmed."""
+    reason = (
+        r"jax_rnnt runs on its pure-JAX reference: .*built for XLA FFI \(0, 99\), newer than this jaxlib's \(0, \d\)"
+    )
+    assert re.match(rf"{reason}: update jax, or run `pip", outputs["unfit"])
 
 
 @pytest.mark.parametrize(
@@ -117,29 +190,6 @@ def test_command_that_installs_again(tmp_path, monkeypatch, origin, source):
     found = importlib.metadata.Distribution.at(tmp_path / "jax_rnnt-0.0.0.dist-info")
     monkeypatch.setattr(_installation, "_distribution", lambda: found)
     assert _installation.reinstall() == f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
-
-
-UNFIT = """
-def api_version(): return {api}
-def registrations(): raise AssertionError("a handler that does not fit must not reach XLA")
-"""
-
-
-@pytest.mark.parametrize(
-    ("api", "reason"),
-    [
-        ("(0, 99)", r"built for XLA FFI \(0, 99\), newer than this jaxlib's \(0, \d\): update jax, or run `pip"),
-        slow("(0, 1)", "built from an older source: run `pip"),
-    ],
-)
-def test_build_that_does_not_fit(tmp_path, api, reason):
-    """One warning names cause and cure, and neither JAX nor the reference is harmed."""
-    copy_without_kernels(tmp_path)
-    install(tmp_path, None)
-    (tmp_path / "jax_rnnt/_cpu.py").write_text(UNFIT.format(api=api))
-    message = warning_of(tmp_path)
-    assert message.startswith("jax_rnnt runs on its pure-JAX reference: ")
-    assert re.search(reason, message), message
 
 
 def test_other_reasons(monkeypatch, tmp_path):
@@ -277,8 +327,12 @@ def test_platform_of_the_selftest(monkeypatch):
 # ------------------------------------------------------------------------------------------------- python -m jax_rnnt
 def test_info(kernel, capsys, monkeypatch):
     """Versions, device, instruction set, and why other kernels are missing."""
-    lines = run("import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('jax_rnnt', run_name='__main__')")
-    lines = lines.splitlines()
+    monkeypatch.setattr(sys, "argv", ["jax_rnnt", "info"])
+    monkeypatch.delitem(sys.modules, "jax_rnnt.__main__")
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("jax_rnnt", run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert not caught.value.code
     assert lines[0].startswith(f"jax_rnnt {jax_rnnt.__version__}, jax {jax.__version__}")
     assert lines[1].startswith("device: ") and lines[2].startswith("kernels for cpu: ")
     note = importlib.import_module("jax_rnnt._build")
@@ -313,7 +367,7 @@ def test_status_of_the_selftest(capsys, monkeypatch, arguments):
 
 @pytest.mark.parametrize(
     ("loss", "dtype", "classes"),
-    [slow("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5), slow("multiblank", "float32", 9)],
+    [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5)],
 )
 def test_bench(capsys, monkeypatch, loss, dtype, classes):
     """A row for each implementation, with figures that fit the shape."""

@@ -8,38 +8,14 @@ import warnings
 
 import jax
 import numpy as np
-import pytest
 
 import batches
 import family
 import platforms
 import reference_numpy as truth
 from jax_rnnt._xla import loading, primitive
-from programs import run
 
 THREADS = 32
-
-# Other modules that need the lock would turn it on before.
-IMPORTS = """
-import sys, threading, warnings
-import jax, numpy
-enabled = getattr(sys, "_is_gil_enabled", lambda: True)
-before, barrier, found = enabled(), threading.Barrier(32), []
-
-def work():
-    barrier.wait()
-    import jax_rnnt
-    found.append((jax_rnnt, dict(jax_rnnt._xla.loading.KERNELS)))
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("error", "The global interpreter lock")
-    threads = [threading.Thread(target=work) for _ in range(32)]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
-assert len(found) == 32 and all(one == found[0] for one in found), found
-assert enabled() == before
-print(sorted(found[0][1]))
-"""
 
 
 def at_once(function):
@@ -52,11 +28,6 @@ def at_once(function):
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(work, range(THREADS)))
-
-
-def test_threads_import_at_once():
-    """Each sees the whole package, and its modules leave the lock as it was."""
-    assert run(IMPORTS).strip() == str(sorted(loading.KERNELS))
 
 
 def test_threads_ask_the_module(kernel):
@@ -85,29 +56,28 @@ def gradient(loss, problem):
     return jax.tree.map(np.asarray, program(problem.logits))
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
-def test_threads_compile_and_run_at_once(loss):
-    """Four shapes, each by eight threads: the very numbers of one thread."""
-    problems = [batches.problem(loss=loss, T=3 + i, dtype=np.float32) for i in range(4)]
-    several = at_once(lambda i: gradient(loss, problems[i % 4]))
-    alone = [gradient(loss, problem) for problem in problems]
+def test_threads_compile_and_run_at_once():
+    """Two shapes of two losses, each by eight threads: the very numbers of one thread."""
+    losses = [family.RNNT, family.TDT] * 2
+    problems = [batches.problem(loss=loss, T=3 + i // 2, dtype=np.float32) for i, loss in enumerate(losses)]
+    several = at_once(lambda i: gradient(losses[i % 4], problems[i % 4]))
+    alone = [gradient(loss, problem) for loss, problem in zip(losses, problems)]
     for i, found in enumerate(several):
         jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
 
 
-@family.reference_slow
-def test_threads_share_a_program(implementation):
+def test_threads_share_a_program(kernel):
     """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
     p = batches.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
     expected = family.RNNT.expected(p)
     gradients = expected[1].astype(np.float32)
-    step = jax.jit(jax.value_and_grad(lambda x, *rest: family.RNNT(x, *rest, implementation=implementation)))
+    step = jax.jit(jax.value_and_grad(lambda x, *rest: family.RNNT(x, *rest, implementation=kernel)))
     reduced = truth.reduce(expected[0], p.target_lengths, "mean")[0]
 
     def call(shift):
         order = (np.arange(32) + shift) % 32  # every thread has other data
         mine = p.take(order)
-        for _ in range(3 if implementation == "kernel" else 1):
+        for _ in range(3):
             value, gradient = step(*mine)
             np.testing.assert_allclose(value, reduced, rtol=1e-5)
             assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5

@@ -50,7 +50,7 @@ def check(topology, arcs, lengths, limit, **options):
             assert not np.asarray(gradients[slot][b])[n:].any() and not np.asarray(gradients[slot][b])[:, m + 1 :].any()
 
 
-@pytest.mark.parametrize("name", ["standard", slow("monotonic"), slow("durations")])
+@pytest.mark.parametrize("name", ["standard", slow("durations")])
 def test_several_groups_and_unrolled_steps(name):
     """Ten sequences are two groups with padding: without frames, labels, a path, and with forbidden arcs."""
     topology = TOPOLOGIES[name]
@@ -79,11 +79,10 @@ def test_columns_beyond_a_block(interpret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["standard", "monotonic", "durations"])
-def test_long_lattices(name):
+def test_long_lattices():
     """The promise at T + U = 4000, of the arithmetic."""
-    arcs = arcs_of(TOPOLOGIES[name][0], (1, 3900, 101), dtype=np.float32)
-    check(TOPOLOGIES[name], arcs, ((3900,), (100,)), 1e-5, interpret=True)
+    arcs = arcs_of(STANDARD[0], (1, 3900, 101), dtype=np.float32)
+    check(STANDARD, arcs, ((3900,), (100,)), 1e-5, interpret=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 3)], ids=str)

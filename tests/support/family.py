@@ -140,5 +140,15 @@ every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
 # With a reference of every loss, but for those of one topology more (test_lattices), and of skips (tests of their own).
 every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=LOSSES[3:-2])
 
+
+def _few(*rows):
+    cases = [*((loss, "kernel") for loss in rows), (RNNT, "reference")]
+    return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
+
+
+# Of what a loss does not change by itself: the two lattice kernels, one with two heads, and the reference; with steps
+# between the kernels, tiles and a band.
+heads, kinds = _few(RNNT, TDT), _few(RNNT, TDT, WILDCARD, TILES, BAND)
+
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

@@ -1,4 +1,7 @@
-"""Do the tables of docs/coming_from name what the library has, with its defaults, and is equal what they call equal?"""
+"""Do the tables of docs/coming_from name what the library has, with its defaults, and is equal what they call equal?
+
+Numbers of other libraries: losses/test_vectors.py. What remarks say of the library itself is tested where that is.
+"""
 
 import ast
 import importlib
@@ -14,118 +17,6 @@ import batches
 import jax_rnnt
 import project
 
-# Where what a row says is tested by numbers; names, arguments and defaults of all rows are tested below. The text of
-# its first cell -> a test of this file, or one of another.
-PADDING = "losses/test_promises.py::test_every_loss_and_layout"
-REDUCTIONS = "losses/test_values.py::test_reductions"
-GREEDY = "decode/test_decode.py::test_greedy_is_the_plain_loop"
-BEAM = "decode/test_decode.py::test_beam_is_the_enumeration"
-FUSION = "decode/test_fusion.py::test_beam_is_the_enumeration"
-TILES = "layouts/test_joint.py::test_is_that_of_the_logits"
-VECTORS = "losses/test_vectors.py::test_vectors"
-PARAKEET = "../speech/tests/test_parakeet.py::test_encoder_logits_and_losses"
-TESTS = {
-    "torchaudio": {
-        "`logits`": "losses/test_values.py::test_any_number_of_batch_dimensions",
-        "`targets`": "losses/test_dtypes.py::test_integer_dtypes",
-        "`clamp`": "test_clamp_and_cotangent",
-        "`reduction`": REDUCTIONS,
-        "`RNNTBeamSearch(model, blank)`": BEAM,
-        "`temperature`": "decode/test_fusion.py::test_beam_is_the_enumeration",
-        "`step_max_tokens`": BEAM,
-        "`hypo_sort_key`": "test_ranks_by_score_over_labels_and_one",
-        "`infer(state=, hypothesis=)`": "decode/test_streams.py::test_a_server",
-    },
-    "nemo": {
-        "`num_classes`": "test_the_last_class_is_the_blank",
-        '`reduction="mean_batch"`': "test_reductions_of_nemo",
-        '`reduction="mean"`': "test_reductions_of_nemo",
-        '`reduction="mean_volume"`': "test_reductions_of_nemo",
-        "`log_probs`": "test_the_softmax_is_inside",
-        "`fastemit_lambda`": "test_fastemit",
-        "`multiblank_rnnt`, `big_blank_durations`": "test_big_blanks_of_nemo",
-        "`tdt`, `durations`": "test_classes_of_tdt",
-        "`omega`": "losses/test_family.py::test_sampled_tdt",
-        "`graph_w_transducer`": "losses/test_wildcard.py::test_every_arc",
-        "`fuse_loss_wer`, `fused_batch_size`": TILES,
-        "`greedy_batch`": GREEDY,
-        "TDT's greedy rule": "decode/test_searches.py::test_token_first",
-        "`beam_size`": BEAM,
-        "`ngram_lm_alpha`": FUSION,
-        "boosting tree": "decode/test_phrases.py::test_searches",
-    },
-    "k2": {
-        "`logits` of `rnnt_loss`": "test_recursion_of_k2",
-        "`symbols`": PADDING,
-        "`termination_symbol`": "test_recursion_of_k2",
-        "`boundary[:, 3]`": "test_lengths_of_k2",
-        "`boundary[:, 2]`": "test_lengths_of_k2",
-        '`rnnt_type="modified"`': "test_recursion_of_k2",
-        "`delay_penalty`": "test_recursion_of_k2",
-        "`reduction`": REDUCTIONS,
-        "`rnnt_loss_simple(lm, am)`": "test_sum_of_am_and_lm",
-        "`lm_only_scale` of `rnnt_loss_smoothed`": "layouts/test_pruned.py::test_vectors_of_the_simple_loss",
-        "the unigram: mean over the batch": "test_smoothing_of_k2",
-        "`return_grad=True`: `(px_grad, py_grad)`": "test_recursion_of_k2",
-        "`px_grad`": "test_posteriors_have_names",
-        "`s_range`": "layouts/test_pruned.py::test_width_that_holds_no_path",
-        "`get_rnnt_prune_ranges`": "layouts/test_pruned.py::test_vectors_of_ranges",
-        "`rnnt_loss_pruned(logits, symbols, ranges)`": "layouts/test_pruned.py::test_vectors_of_ranges",
-        "`modified_beam_search`, `beam`": BEAM,
-        "`context_graph`": "decode/test_phrases.py::test_scores_are_the_definition",
-        "LODR, `ngram_lm_scale`": FUSION,
-    },
-    "warp_transducer": {
-        "`acts`": "test_the_softmax_is_inside",
-        "`labels`": PADDING,
-        "`blank`": "test_the_last_class_is_the_blank",
-        "`reduction`": REDUCTIONS,
-        "`fastemit_lambda` of forks": "test_fastemit",
-    },
-    "espnet": {
-        "`blank` of the criterion": "test_the_last_class_is_the_blank",
-        "`ignore_id`": PADDING,
-        "`decoder_in`, a blank before the text": "test_column_0_has_the_start_label",
-        "`joint_network(enc.unsqueeze(2), dec.unsqueeze(1))`": TILES,
-        "`score_norm`": "test_ranks_by_score_over_labels_and_one",
-        "`max_sym_exp` (TSD)": BEAM,
-        "`u_max` (ALSD)": GREEDY,
-        "`lm_weight`": FUSION,
-    },
-    "optax": {
-        "`logits`": "test_ctc_with_one_path",
-        "`logit_paddings`": "losses/test_paddings.py::test_padding_before_a_frame_makes_its_loss_nan",
-        "`labels`": "test_ctc_with_one_path",
-        "`label_paddings`": "test_ctc_with_one_path",
-        "`blank_id`": "test_ctc_with_one_path",
-        "`log_epsilon`": "test_no_path_in_ctc",
-        "the result [B]": REDUCTIONS,
-    },
-    "hugging_face": {
-        "`model(..., labels=...).loss`": PARAKEET,
-        "`attention_mask`": PARAKEET,
-        "`decoder_input_ids`, the blank and the labels": PARAKEET,
-        "`labels`, padded with the blank (RNN-T) or `pad_token_id` (TDT)": PARAKEET,
-        '`reduction="mean_volume"`': "test_reductions_of_nemo",
-        '`reduction="mean"`': "test_reductions_of_nemo",
-        "`model.generate(...)`": "../speech/tests/test_parakeet.py::test_transcripts",
-        "TDT's greedy rule": "../speech/tests/test_parakeet.py::test_rule_of_durations",
-        "`max_symbols_per_step`": "../speech/tests/test_parakeet.py::test_transcripts",
-        "`ParakeetFeatureExtractor()(audio)`": "../speech/tests/test_parakeet.py::test_features",
-    },
-    "axlearn": {
-        "`am_data`": "test_layer_of_axlearn",
-        "`lm_data`": "test_layer_of_axlearn",
-        "`proj`, `activation_fn`": "test_layer_of_axlearn",
-        "`am_paddings`": "test_paddings_of_axlearn",
-        "`lm_paddings`": "test_paddings_of_axlearn",
-        "`target_labels`": "test_layer_of_axlearn",
-        "`blank_id`": "test_layer_of_axlearn",
-        "`hat_logits_to_log_probs`": "test_blank_of_axlearn",
-        "`blank_logit_bias`": "test_blank_of_axlearn",
-        "the loss: mean over valid examples": "test_empty_examples",
-    },
-}
 PAGES = sorted(path.stem for path in (project.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
 EXACT = 1e-12
 
@@ -184,16 +75,6 @@ def test_names_and_defaults(page):
             check_code(code)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_remark_has_its_test(page):
-    """The rows that say more than names and defaults, and no others, are in TESTS, with a test that is there."""
-    assert {there for there, *_, remark in rows(page) if remark} == TESTS[page].keys()
-    for test in TESTS[page].values():
-        file, _, name = test.rpartition("::")
-        source = (project.ROOT / "tests" / (file or "tools/test_coming_from.py")).read_text()
-        assert f"\ndef {name}(" in source, test
-
-
 def check_code(code):
     """Names of the package in an expression, and the arguments of its calls."""
     for node in ast.walk(ast.parse(code)):
@@ -233,46 +114,6 @@ def test_reductions_of_nemo():
             np.testing.assert_allclose(jax_rnnt.RNNTLoss(reduction=found[name])(*p), value, rtol=EXACT)
 
 
-def k2_score(px, py, frames, labels, modified):
-    """k2's recursion over (s, t): px [S, T + 1] (modified: [S, T]) consumes a symbol, py [S + 1, T] a frame."""
-    p = np.full((labels + 1, frames + 1), -np.inf)
-    p[0, 0] = 0
-    for s in range(labels + 1):
-        for t in range(frames + 1):
-            if s > 0 and t - modified >= 0:
-                p[s, t] = np.logaddexp(p[s, t], p[s - 1, t - modified] + px[s - 1, t - modified])
-            if t > 0:
-                p[s, t] = np.logaddexp(p[s, t], p[s, t - 1] + py[s, t - 1])
-    return p[labels, frames]
-
-
-@pytest.mark.parametrize(("kind", "modified"), [(jax_rnnt.RNNTLoss, 0), (jax_rnnt.MonotonicRNNTLoss, 1)])
-def test_recursion_of_k2(kind, modified):
-    """Its px and py, transposed, with the delay penalty; px_grad is our plane of labels, py_grad that of blanks."""
-    rng = np.random.default_rng(0)
-    frames, labels, penalty = 5, 3, 0.3
-    logits = rng.normal(size=(frames, labels + 1, 6))
-    targets = rng.integers(1, 6, labels)
-    scores = np.asarray(jax.nn.log_softmax(logits))
-    px = np.stack([scores[:, s, targets[s]] for s in range(labels)])
-    px = px + penalty * ((frames - 1) / 2 - np.arange(frames))
-    if not modified:
-        px = np.concatenate([px, np.full((labels, 1), -np.inf)], 1)
-    py = scores[..., 0].T
-    loss = kind(blank=0, delay_penalty=penalty)
-    batch = logits, targets, np.int32(frames), np.int32(labels)
-    total = k2_score(px, py, frames, labels, modified)
-    np.testing.assert_allclose(loss(*batch), -total, rtol=EXACT)
-    blank, label = loss.posteriors(*batch)
-    for plane, found in ((px, np.asarray(label)[:, :labels].T), (py, np.asarray(blank).T)):
-        for s, t in ((0, 0), (1, 2), (2, 3)):
-            changed = plane.copy()
-            changed[s, t] += 1e-6
-            arguments = (changed, py) if plane is px else (px, changed)
-            slope = (k2_score(*arguments, frames, labels, modified) - total) / 1e-6
-            np.testing.assert_allclose(found[s, t], slope, atol=1e-5)
-
-
 def test_ctc_with_one_path():
     """As many labels as frames, none twice: the only path writes a label in each frame."""
     optax = pytest.importorskip("optax")
@@ -300,113 +141,6 @@ def test_no_path_in_ctc():
     assert value == np.inf and not gradient.any()
 
 
-def test_the_softmax_is_inside():
-    """A constant that is added to a row of the logits changes nothing."""
-    p = batches.problem()
-    shifted = p._replace(logits=p.logits + np.random.default_rng(0).normal(size=(*p.logits.shape[:-1], 1)))
-    np.testing.assert_allclose(jax_rnnt.rnnt_loss(*shifted), jax_rnnt.rnnt_loss(*p), rtol=EXACT)
-
-
-def test_the_last_class_is_the_blank():
-    p = batches.problem()
-    assert jax_rnnt.RNNTLoss()(*p) == jax_rnnt.RNNTLoss(blank=p.logits.shape[-1] - 1)(*p)
-    first = p._replace(logits=np.roll(p.logits, 1, -1), targets=p.targets + 1)
-    np.testing.assert_allclose(jax_rnnt.RNNTLoss(blank=0)(*first), jax_rnnt.RNNTLoss()(*p), rtol=EXACT)
-
-
-SUM = {"reduction": "sum"}
-
-
-def test_clamp_and_cotangent():
-    """The gradient is clipped first and multiplied then; below 0 nothing is clipped."""
-    p = batches.problem()
-    gradient = lambda clamp, weight: jax.grad(lambda x: weight * jax_rnnt.rnnt_loss(x, *p[1:], clamp=clamp, **SUM))(
-        p[0]
-    )
-    whole = gradient(-1, 1.0)
-    assert np.abs(whole).max() > 0.1
-    np.testing.assert_allclose(gradient(0.05, 3.0), 3 * np.clip(whole, -0.05, 0.05), atol=EXACT)
-    np.testing.assert_array_equal(gradient(0, 1.0), whole)
-
-
-def test_fastemit():
-    """The value is the nll; the posteriors of labels, and they alone, weigh 1 + lambda in the gradient."""
-    p = batches.problem()
-    plain, fast = jax_rnnt.RNNTLoss(**SUM), jax_rnnt.RNNTLoss(fastemit_lambda=0.25, **SUM)
-    assert fast(*p) == plain(*p)
-    blank, label = (np.asarray(x)[..., None] for x in plain.posteriors(*p))
-    label = 1.25 * label
-    columns = np.concatenate([p.targets, np.zeros((len(p.targets), 1), int)], 1)[:, None]
-    expected = (blank + label) * np.asarray(jax.nn.softmax(p.logits)) - label * np.eye(p.logits.shape[-1])[columns]
-    expected[..., -1] -= blank[..., 0]
-    np.testing.assert_allclose(jax.grad(fast)(p.logits, *p[1:]), expected, atol=1e-10)
-
-
-def test_big_blanks_of_nemo():
-    """Three frames, no label: 1 + 1 + 1, 1 + 2, 2 + 1 and 3, where big blank i is class `blank` - 1 - i."""
-    logits = np.random.default_rng(0).normal(size=(3, 1, 6))
-    one, two, three = (np.asarray(jax.nn.log_softmax(logits))[:, 0, x] for x in (5, 4, 3))
-    paths = [one.sum(), one[0] + two[1], two[0] + one[2], three[0]]
-    loss = jax_rnnt.MultiblankRNNTLoss((2, 3))
-    np.testing.assert_allclose(loss(logits, np.zeros(0, int), 3, 0), -np.logaddexp.reduce(paths), rtol=EXACT)
-
-
-def test_classes_of_tdt():
-    """Tokens, the blank as the last of them, then durations, each head with a softmax of its own."""
-    logits = np.random.default_rng(0).normal(size=(2, 2, 4 + 3))
-    token, duration = (np.asarray(jax.nn.log_softmax(x)) for x in (logits[..., :4], logits[..., 4:]))
-    arc = lambda t, u, label, frames: token[t, u, label] + duration[t, u, frames]
-    paths = [
-        arc(0, 0, 1, 0) + arc(0, 1, 3, 2),
-        arc(0, 0, 1, 0) + arc(0, 1, 3, 1) + arc(1, 1, 3, 1),
-        arc(0, 0, 1, 1) + arc(1, 1, 3, 1),
-        arc(0, 0, 3, 1) + arc(1, 0, 1, 0) + arc(1, 1, 3, 1),
-    ]  # no label ends the last frame
-    loss = jax_rnnt.TDTLoss((0, 1, 2))
-    np.testing.assert_allclose(loss(logits, np.array([1]), 2, 1), -np.logaddexp.reduce(paths), rtol=EXACT)
-
-
-def test_lengths_of_k2():
-    """A sequence of a batch is that of its frames and labels alone."""
-    p = batches.problem()
-    for b, (frames, labels) in enumerate(zip(p.logit_lengths, p.target_lengths)):
-        alone = p.logits[b, :frames, : labels + 1], p.targets[b, :labels], frames, labels
-        each = jax_rnnt.RNNTLoss(reduction="none")(*p)
-        np.testing.assert_allclose(each[b], jax_rnnt.RNNTLoss()(*alone), rtol=EXACT)
-
-
-def test_sum_of_am_and_lm():
-    p = batches.problem()
-    rng = np.random.default_rng(0)
-    am, lm = rng.normal(size=(4, 7, 9)), rng.normal(size=(4, 5, 9))
-    sums = am[:, :, None] + lm[:, None]
-    for loss in (jax_rnnt.RNNTLoss(), jax_rnnt.MonotonicRNNTLoss(), jax_rnnt.ConstrainedRNNTLoss(blank=0)):
-        np.testing.assert_allclose(loss(jax_rnnt.AdditiveLogits(am, lm), *p[1:]), loss(sums, *p[1:]), rtol=EXACT)
-
-
-def test_smoothing_of_k2():
-    """am alone: its softmax times the unigram, by default the mean of softmax(lm) over the columns of the sequence."""
-    rng = np.random.default_rng(0)
-    am, lm, targets = rng.normal(size=(2, 5, 6)), rng.normal(size=(2, 4, 6)), np.array([[1, 2, 3], [4, 1, 5]])
-    softmax = np.asarray(jax.nn.softmax(lm))
-    batch = targets, np.array([5, 4]), np.array([3, 3])
-    loss = jax_rnnt.RNNTLoss(blank=0, fused_log_softmax=False)
-    smoothed = jax_rnnt.RNNTLoss(blank=0)
-    for unigram, means in ((None, softmax.mean(1)), (softmax.mean((0, 1)), softmax.mean((0, 1)))):
-        both, scaled = (np.broadcast_to(x, (2, 5, 4, 6)) for x in (am[:, :, None] + lm[:, None], 0))
-        am_only = np.asarray(jax.nn.log_softmax(am + np.log(np.broadcast_to(means, (2, 6)))[:, None]))[:, :, None]
-        scaled = 0.7 * jax.nn.log_softmax(both) + 0.2 * jax.nn.log_softmax(lm)[:, None] + 0.1 * am_only
-        layout = jax_rnnt.AdditiveLogits(am, lm, 0.2, 0.1, unigram=unigram)
-        np.testing.assert_allclose(smoothed(layout, *batch), loss(scaled, *batch), rtol=1e-9)
-
-
-def test_posteriors_have_names():
-    """Nobody can pass them in k2's order."""
-    signature = inspect.signature(jax_rnnt.prune_ranges).parameters
-    for name in ("blank_posteriors", "label_posteriors"):
-        assert signature[name].kind is inspect.Parameter.KEYWORD_ONLY
-
-
 def test_column_0_has_the_start_label():
     predictor = jax_rnnt.decode.stateless_predictor(lambda labels: labels.astype(jnp.float32), 1, start=0)
     assert jax_rnnt.decode.predict(predictor, jnp.array([[3, 4]]))[0, :, 0].tolist() == [0, 3, 4]
@@ -423,43 +157,6 @@ def test_ranks_by_score_over_labels_and_one():
     found = [score for score, _ in found if np.isfinite(score)]
     assert len(found) == 31  # sequences of up to four of two labels
     np.testing.assert_allclose(ranked.scores[0, :31], found, rtol=1e-6)
-
-
-def test_blank_of_axlearn():
-    """The sigmoid of its own logit; tokens share the rest by their softmax. A bias of the blank adds to that logit."""
-    logits = np.random.default_rng(0).normal(size=(1, 2, 5))
-    loss = jax_rnnt.HATLoss(blank=0)
-    for bias in (0, 0.5):
-        biased = logits + bias * np.eye(5)[0]
-        stay, move = -np.log1p(np.exp(biased[0, :, 0])), -np.log1p(np.exp(-biased[0, :, 0]))
-        token = jax.nn.log_softmax(logits[0, 0, 1:])[2]
-        np.testing.assert_allclose(loss(biased, jnp.array([3]), 1, 1), -(stay[0] + token + move[1]), rtol=EXACT)
-
-
-def test_layer_of_axlearn():
-    """tanh(am + lm), projected: rows of BOS and of the labels are the columns; the last of the labels is EOS there."""
-    rng = np.random.default_rng(0)
-    am, lm, weight, bias = (rng.normal(size=x) for x in ((2, 5, 4), (2, 4, 4), (4, 6), (6,)))
-    target_labels, am_paddings = np.array([[1, 2, 3, 0], [4, 5, 0, 0]]), np.array([[0, 0, 0, 0, 1], [0] * 5])
-    lm_paddings = np.array([[0, 0, 0, 0], [0, 0, 0, 1]])
-    lengths = jax_rnnt.lengths_from_paddings(am_paddings), jax_rnnt.lengths_from_paddings(lm_paddings) - 1
-    logits = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(weight, bias), am, lm)
-    found = jax_rnnt.RNNTLoss(blank=0, reduction="none")(logits, target_labels[:, :-1], *lengths)
-    for b, (frames, labels) in enumerate(((4, 3), (5, 2))):
-        scores = np.tanh(am[b, :frames, None] + lm[b, None, : labels + 1]) @ weight + bias
-        scores = np.asarray(jax.nn.log_softmax(scores))
-        px = np.stack([scores[:, u, target_labels[b, u]] for u in range(labels)])
-        px = np.concatenate([px, np.full((labels, 1), -np.inf)], 1)
-        np.testing.assert_allclose(found[b], -k2_score(px, scores[..., 0].T, frames, labels, 0), rtol=EXACT)
-
-
-def test_empty_examples():
-    """Without frames and labels: 0, which counts in the mean."""
-    p = batches.problem()
-    empty = p._replace(logit_lengths=p.logit_lengths * [1, 1, 1, 0], target_lengths=p.target_lengths * [1, 1, 1, 0])
-    each = jax_rnnt.RNNTLoss(reduction="none")(*empty)
-    assert each[3] == 0
-    np.testing.assert_allclose(jax_rnnt.RNNTLoss()(*empty), each[:3].sum() / 4, rtol=EXACT)
 
 
 def test_paddings_of_axlearn():

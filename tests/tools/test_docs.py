@@ -45,16 +45,6 @@ def test_a_loss_with_one_more_arc(implementation):
     np.testing.assert_allclose(jax.grad(value)(PRICE), (value(PRICE + 1e-5) - value(PRICE - 1e-5)) / 2e-5, rtol=1e-7)
 
 
-def test_example_of_the_readme():
-    """It runs as it stands."""
-    names, _ = code("README.md", "loss.align(")
-    p = batches.Problem(*map(np.asarray, (names["logits"], *names["batch"])))
-    expected, gradient = family.RNNT.expected(p, blank=0)
-    np.testing.assert_allclose(names["value"], expected.mean(), rtol=1e-5)
-    np.testing.assert_allclose(names["gradient"], gradient / 2, atol=1e-5)
-    assert names["frames"].shape == (2, 10) and list(names["frames"][0]) == sorted(names["frames"][0])
-
-
 FOLDERS = ROOT / "docs", ROOT / "docs/coming_from"
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted(folder.glob("*.md")))]
 NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib", "torchaudio"
@@ -71,6 +61,8 @@ def test_block_runs_alone(page, line, tmp_path, monkeypatch, capsys):
     for name in NEEDED:
         if name in block:
             pytest.importorskip(name)
+    if "jax.set_mesh" in block and not hasattr(jax, "set_mesh"):
+        pytest.skip("needs jax.set_mesh")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
     run_alone(page, line)

@@ -18,7 +18,6 @@ import pytest
 import batches
 import family
 import jax_rnnt
-import platforms
 import project
 from programs import run
 
@@ -40,22 +39,14 @@ FUNCTIONS = {name: getattr(jax_rnnt, name) for name in jax_rnnt.__all__}
 FUNCTIONS |= {f"decode.{name}": getattr(jax_rnnt.decode, name) for name in jax_rnnt.decode.__all__}
 for _module in ("flax.nnx", "flax.linen", "metrics", "plot", "timing"):
     FUNCTIONS |= public(_module)
-OPTIONS = {"blank": -1, "clamp": -1.0, "reduction": "mean", "fused_log_softmax": True, "fastemit_lambda": 0.0}
-OPTIONS |= {"delay_penalty": 0.0, "implementation": None, "inplace": True}
-SPLIT = {"vocab_axis": None, "frame_axis": None}  # of a loss as a value
-LOSSES = "TransducerLoss RNNTLoss MonotonicRNNTLoss ConstrainedRNNTLoss MultiblankRNNTLoss TDTLoss HATLoss "
-LOSSES += "TargetRobustRNNTLoss WildcardRNNTLoss rnnt_loss"
-LAYOUTS = "JointLogits LinearJoint PackedLogits BandLogits AdditiveLogits prune_ranges prune_inputs sum_over_nodes"
-BESIDE = "mwer_loss lengths_from_paddings paddings_from_lengths selftest export_checks Alignment Composition"
-NAMES = f"{LOSSES} {LAYOUTS} {BESIDE} DecodingRules".split()
 MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "timing"}
 
 
 def test_names():
-    assert sorted(NAMES) == jax_rnnt.__all__
+    """Those of `__all__`, which are the pages of the reference: docs/_ext/public_names.py."""
     public = {name for name in vars(jax_rnnt) if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(jax_rnnt, name))}
-    assert public - modules == set(NAMES) and modules <= MODULES
+    assert public - modules == set(jax_rnnt.__all__) and modules <= MODULES
     package = pathlib.Path(jax_rnnt.__file__).parent
     files = {path.relative_to(package) for path in package.rglob("*.py") if path.parts[len(package.parts)] != "_xla"}
     found = {path.parts[0].removesuffix(".py") for path in files if not path.parts[0].startswith("_")}
@@ -120,32 +111,7 @@ for module in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt."):
             raise
 sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5)
 """
-    run(program, *OPTIONAL, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
-
-
-OWN = {  # arguments of each loss before and beside the common ones
-    "rnnt_loss": (batches.Problem._fields, {"label_windows": None}),
-    "RNNTLoss": ((), {}),
-    "MonotonicRNNTLoss": ((), {"final_blank": False}),
-    "ConstrainedRNNTLoss": ((), {}),
-    "HATLoss": ((), {"variant": "standard"}),
-    "MultiblankRNNTLoss": (("big_blank_durations",), {"sigma": 0.0}),
-    "TargetRobustRNNTLoss": ((), {"skip_frame": 0.0, "skip_label": 0.0}),
-    "TDTLoss": (("durations",), {"sigma": 0.0, "omega": 0.0}),
-    "WildcardRNNTLoss": ((), {"skip_start": 0.0, "skip_end": 0.0}),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_signatures(name):
-    first, own = OWN[name]
-    parameters = inspect.signature(getattr(jax_rnnt, name)).parameters
-    assert tuple(parameters)[: len(first)] == first
-    assert {k: p.default for k, p in parameters.items() if k not in first} == OPTIONS | own | (
-        SPLIT if name != "rnnt_loss" else {}
-    )
-    positional = [k for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == [*first, "blank", "clamp", "reduction", "fused_log_softmax"]
+    run(program, *OPTIONAL, timeout=900, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
 
 
 def test_losses_are_pytrees():
@@ -241,19 +207,6 @@ def test_errors_of_a_loss_of_ones_own(call, message):
     """A slot without a plane, a plane of another shape and a wrong result are named."""
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         call()
-
-
-def test_import_is_light():
-    """The import loads nothing but JAX and NumPy, and does not warn."""
-    program = """
-import sys, jax; before = set(sys.modules)
-import jax_rnnt; new = {m.split('.')[0] for m in set(sys.modules) - before}
-heavy = 'torch', 'chex', 'flax', 'matplotlib', 'scipy', 'numba', 'pandas', 'tensorflow', 'rapidfuzz'
-print(sorted(new.intersection(heavy)))
-"""
-    if platforms.missing_kernel():
-        pytest.skip("without kernels there is a warning")
-    assert run(program, env=os.environ | {"PYTHONWARNINGS": "error"}).strip() == "[]"
 
 
 def test_machinery_is_in_one_folder():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import RNNTLoss, decode
 from jax_rnnt.flax import linen as flax_linen
@@ -48,8 +47,8 @@ def agree(results, **tolerance):
 
 
 def nnx_modules(predictor, joint="plain"):
-    made = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
-    return made, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
+    predictor = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
+    return predictor, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
 
 
 def nnx_logits(predictor, joint, tiles):
@@ -84,75 +83,50 @@ def linen_logits(predictor, joint, tiles):
     return logits, params
 
 
-# Predictor and joint are modules of their own: each pair of neighbours in this list is covered once.
-MODULES = [("LSTM", "dropout", "tiles"), ("stateless", "masking", "tiles"), ("stateless", "plain", "array")]
-MODULES += [("LSTM", "masking", "array")]
-
-
-@pytest.mark.parametrize(("predictor", "joint", "tiles"), MODULES)
-@pytest.mark.parametrize("made", [nnx_logits, linen_logits], ids=["nnx", "linen"])
-def test_modules(devices, made, predictor, joint, tiles):
-    """Loss and gradient of all parameters; dropout draws the same masks."""
-    logits, params = made(predictor, joint, tiles == "tiles")
+def test_modules(devices):
+    """Loss and gradient of all parameters; dropout draws the same masks. Without them: decode/test_agreement.py."""
+    cases = nnx_logits("stateless", "dropout", tiles=True), linen_logits("LSTM", "masking", tiles=False)
+    logits, params = zip(*cases)
 
     @jax.jit
-    @functools.partial(jax.value_and_grad, argnums=4)
+    @functools.partial(jax.value_and_grad, argnums=4, has_aux=True)
     def loss(rows, targets, frames, labels, params):
-        return RNNTLoss()(logits(params, rows, targets), targets, frames, labels)
+        each = [RNNTLoss()(f(x, rows, targets), targets, frames, labels) for f, x in zip(logits, params)]
+        return sum(each), each
 
     problem = ROWS, TARGETS, FRAMES, LABELS
     agree(on_both(devices, lambda *x: loss(*x, params), *problem), rtol=1e-5, atol=1e-6)
 
 
-def search(name, predictor, rows, frames, state=None):
+def search(function, predictor, rows, frames, state=None):
     predictor, joint = nnx_modules(predictor)
-    inputs = RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8
-    if name == "sample":
-        return decode.sample(*inputs, jax.random.key(0), samples=2)
-    return decode.greedy(*inputs, state=state) if name == "greedy" else decode.beam(*inputs, 3, state=state)
+    return function(RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8, state=state)
 
 
-@pytest.mark.parametrize(("name", "predictor"), [("greedy", "stateless"), ("beam", "stateless"), ("sample", "LSTM")])
-def test_decoders(devices, name, predictor):
-    function = jax.jit(functools.partial(search, name, predictor))
-    agree(on_both(devices, lambda *x: function(*x)._replace(state=None), ROWS, FRAMES), rtol=1e-5)
-
-
-ORDER = np.int32([1, 0, 3, 2, 5, 4, 7, 7])
-CHANGES = {
-    "none": lambda state, order: state,
-    "select": decode.select_streams,
-    "reset": lambda state, order: decode.reset_streams(state, order > 4),
-    "concatenate": lambda state, order: decode.select_streams(decode.concatenate_streams([state, state]), order + 8),
-}
-
-
-@pytest.mark.parametrize("name", ["greedy", "beam"])
-def test_streams(devices, name):
+def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
 
+    beam = functools.partial(search, functools.partial(decode.beam, width=3), "LSTM")
+
+    @jax.jit
     def run(first, second, lengths, more, order):
-        before = jax.jit(lambda *x: search(name, "LSTM", *x))(first, lengths).state
-        after = jax.jit(lambda *x: search(name, "LSTM", *x)._replace(state=None))
-        return [after(second, more, change(before, order)) for change in CHANGES.values()]
+        state = decode.select_streams(beam(first, lengths).state, order)
+        state = decode.concatenate_streams([decode.reset_streams(state, order > 4), state])
+        state = decode.select_streams(state, order + 8 * (order % 2))
+        return beam(second, more, state)._replace(state=None)
 
     parts = ROWS[:, :3], ROWS[:, 3:], np.minimum(FRAMES, 3), np.maximum(FRAMES - 3, 0)
-    agree(on_both(devices, run, *parts, ORDER), rtol=1e-5)
+    agree(on_both(devices, run, *parts, np.int32([1, 0, 3, 2, 5, 4, 7, 7])), rtol=1e-5)
 
 
-def test_rows_that_no_mesh_splits(devices):
+def test_rows_of_streams(devices):
+    """They lie where the frames do; no mesh splits three of them."""
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
-        state = search("greedy", "LSTM", at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")).state
-        with pytest.raises(ValueError, match=r"rows must have a multiple of 4 numbers, .* got 3"):
-            decode.select_streams(state, np.int32([0, 1, 2]))
-
-
-def test_the_axes_of_make_mesh(devices):
-    """Axes of the meshes above are those that `jax.make_mesh` makes."""
-    mesh = jax.make_mesh((4,), ("data",), devices=devices[:4])
-    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
-        pytest.skip("axes of jax.make_mesh are Auto here")
-    with jax.set_mesh(mesh):
-        rows, frames = (jax.device_put(x, P("data")) for x in (ROWS, FRAMES))
-        found = search("greedy", "stateless", rows, frames)
+        found = jax.jit(functools.partial(search, decode.greedy, "stateless"))(
+            at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")
+        )
         assert jax.typeof(found.labels).sharding.spec[0] == "data"
+        with pytest.raises(ValueError, match=r"rows must have a multiple of 4 numbers, .* got 3"):
+            decode.select_streams(found.state, np.int32([0, 1, 2]))
+    of_jax = jax.make_mesh((4,), ("data",), devices=devices[:4])
+    assert of_jax == mesh or jax.sharding.AxisType.Explicit not in of_jax.axis_types

@@ -41,7 +41,7 @@ def matmul(kernel):
         pytest.skip("XLA's matmuls have temporaries of their own")
 
 
-@family.every
+@pytest.mark.parametrize("loss", [family.RNNT, family.TDT, family.WILDCARD], ids=str)
 def test_training_step(loss, kernel, matmul):
     """Logits from a 2-D joint matmul share one buffer with their gradient, under vmap and packed too."""
     value = loss.value(implementation=kernel)
@@ -73,10 +73,9 @@ def test_token_weighted_step(kernel, matmul):
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
 
 
-@pytest.mark.parametrize("width", [family.slow(2), 4, family.slow(8)])
-def test_pruned_training_step(kernel, matmul, width):
+def test_pruned_training_step(kernel, matmul):
     """Temporaries are the logits of the band and planes of the whole lattice."""
-    loss = jax_rnnt.RNNTLoss(implementation=kernel)
+    width, loss = 4, jax_rnnt.RNNTLoss(implementation=kernel)
 
     def step(weight, hidden, first, *rest):
         return loss(BandLogits((hidden @ weight).reshape(B, T, width, V), first), *rest)
@@ -117,7 +116,6 @@ def test_donated_logits(kernel):
     compare.assert_same_bits(jax.jit(step)(*p), donated(jnp.array(p.logits), *p[1:]))
 
 
-@pytest.mark.slow
 def test_reference_uses_a_few_copies(kernel):
     """The reference needs a few copies of the logits, but not [T, U1, V] for each step of a scan."""
     step = jax.value_and_grad(jax_rnnt.RNNTLoss(implementation="reference").__call__)

@@ -22,13 +22,9 @@ from pages import code
 
 pytestmark = pytest.mark.no_kernel
 
-# The two lattice kernels; on a mesh the other losses differ from them in a table of arcs alone.
-BOTH = pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
+# On a mesh losses differ in a table of arcs and in their steps alone: two lattice kernels, steps, and the reference.
+LOSSES = [(family.RNNT, "kernel"), (family.TDT, "kernel"), (family.WILDCARD, "kernel"), (family.RNNT, "reference")]
 VMA = pytest.mark.parametrize("check_vma", [True, False])
-
-
-def test_eight_devices(devices):
-    assert len(devices) == 8
 
 
 def batch_of(loss=family.RNNT):
@@ -64,8 +60,12 @@ def run(f, p, loss, expected, implementation):
 
 
 # --------------------------------------------------------------------------------------------------------- the batch
-@family.every_kernel
-@KINDS
+@pytest.mark.parametrize(
+    ("loss", "implementation", "kind"),
+    [(*case, kind) for case, kind in zip(LOSSES, ("auto", "explicit", "auto", "explicit"))],
+    indirect=["implementation"],
+    ids=str,
+)
 def test_batch_sharded(loss, implementation, devices, kind):
     """Windows [B, U, 2] too. The gradient is sharded as the logits. Losses per sequence need no collective at all."""
     p, (values, _) = batch_of(loss)
@@ -85,29 +85,25 @@ def test_batch_sharded(loss, implementation, devices, kind):
     assert hlo.custom_calls(text) == (hlo.once(loss.value_calls) if implementation == "kernel" else {})
 
 
-PARTITIONS = {
-    "by_default": (call, (P("data"),), (8,)),
-    "lengths_replicated": (call, (P("data"), P("data"), P(), P()), (8,)),
-    "all_but_the_logits_replicated": (call, (P("data"), P(), P(), P()), (8,)),  # as NumPy arrays of the host are
-    "two_axes": (call, (P(("data", "more")),), (4, 2)),
-    "vmap": (one_by_one, (P("data"),), (8,)),
-}
+PARTITIONS = (
+    (call, (P("data"), P("data"), P(), P()), (8,)),
+    (call, (P("data"), P(), P(), P()), (8,)),  # as NumPy arrays of the host are
+    (call, (P(("data", "more")),), (4, 2)),
+    (one_by_one, (P("data"),), (8,)),
+)
 
 
-@family.reference_slow
 @KINDS
-@pytest.mark.parametrize("case", PARTITIONS)
-def test_other_partitions_of_the_batch(implementation, devices, kind, case):
+def test_other_partitions_of_the_batch(kernel, devices, kind):
     p, expected = batch_of()
-    make, specs, shape = PARTITIONS[case]
-    with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
-        run(make(family.RNNT, implementation), place(p, mesh, *specs), family.RNNT, expected, implementation)
+    for make, specs, shape in PARTITIONS:
+        with mesh_of(devices, kind, shape, ("data", "more")[: len(shape)]) as mesh:
+            run(make(family.RNNT, kernel), place(p, mesh, *specs), family.RNNT, expected, kernel)
 
 
-@BOTH
-def test_uneven_batch(loss, kernel, devices):
+def test_uneven_batch(kernel, devices):
     """Ten sequences on eight devices: XLA calls the kernels on padding rows with arbitrary contents."""
-    p = batches.problem(10, loss=loss, dtype=np.float32)
+    p, loss = batches.problem(10, dtype=np.float32), family.RNNT
     with mesh_of(devices, "auto") as mesh:
         sharding = NamedSharding(mesh, P("data"))
 
@@ -119,10 +115,9 @@ def test_uneven_batch(loss, kernel, devices):
         check(run_uneven(*place(p, mesh, P())), loss.expected(p))
 
 
-@BOTH
-def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
+def test_bad_data_on_one_device_stops_no_other(kernel, devices):
     """Lengths and labels out of range on one device must not fail there while the others wait in the all-reduce."""
-    p = batches.problem(16, loss=loss, dtype=np.float32)
+    p, loss = batches.problem(16, dtype=np.float32), family.RNNT
     p.logit_lengths[3], p.targets[8, 0] = 99, -5
 
     def mean_of_finite(*p):
@@ -137,13 +132,18 @@ def test_bad_data_on_one_device_stops_no_other(loss, kernel, devices):
 
 
 # --------------------------------------------------------------------------------------------------------- shard_map
-@family.every_kernel
-@VMA
-@pytest.mark.parametrize("case", ["lengths_sharded", "lengths_replicated", "vmap"])
+IN_SHARD_MAP = [(*x, y, z) for x in LOSSES[:1] for y in (True, False) for z in ("sharded", "replicated", "vmap")]
+IN_SHARD_MAP += [(*x, True, "sharded") for x in LOSSES[1:]] + [(*LOSSES[2], False, "vmap")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "implementation", "check_vma", "case"), IN_SHARD_MAP, indirect=["implementation"], ids=str
+)
 def test_shard_map(loss, implementation, devices, check_vma, case):
+    """With lengths that are sharded or replicated, and under vmap."""
     p, _ = batch_of(loss)
     full, lengths = p, P("data")
-    if case == "lengths_replicated":  # the same on every device: two sequences each
+    if case == "replicated":  # the same on every device: two sequences each
         p = p._replace(logit_lengths=p.logit_lengths[:2], target_lengths=p.target_lengths[:2])
         full = p._replace(logit_lengths=np.tile(p.logit_lengths, 8), target_lengths=np.tile(p.target_lengths, 8))
         lengths = P()
@@ -179,13 +179,12 @@ def test_shard_map_invariant_logits(kernel, devices):
     np.testing.assert_allclose(got[1], expected, atol=compare.tolerance(np.float32, 11))
 
 
-@BOTH
-def test_pmap(loss, kernel, devices):
-    p, expected = batch_of(loss)
+def test_pmap(kernel, devices):
+    p, expected = batch_of()
     split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
 
     def body(*p):
-        value, gradient = jax.value_and_grad(call(loss, kernel))(*p)
+        value, gradient = jax.value_and_grad(call(family.RNNT, kernel))(*p)
         return jax.lax.pmean(value, "data"), gradient
 
     values, gradient = jax.pmap(body, axis_name="data", devices=devices)(*split)
@@ -238,23 +237,25 @@ def model_mesh(devices, kind):
     return mesh_of(devices, kind, (4, 2), ("data", "model"))
 
 
-@KINDS
-@pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
-def test_other_dimensions(implementation, devices, axis, kind):
+# JAX refuses to split T and U + 1 of the reference on an Explicit mesh: see below.
+DIMENSIONS = [("kernel", axis, "auto") for axis in AXES] + [("kernel", "V", "explicit")]
+DIMENSIONS += [("reference", "T", "auto"), ("reference", "V", "auto"), ("reference", "V", "explicit")]
+
+
+@pytest.mark.parametrize(("implementation", "name", "kind"), DIMENSIONS, indirect=["implementation"])
+def test_other_dimensions(implementation, devices, name, kind):
     """The results are right. For the kernels every device holds all logits of its part of the batch.
 
     On the reference with a split vocabulary, devices exchange sums over V, but no logits.
     """
-    if (implementation, kind) == ("reference", "explicit") and axis != AXES["V"]:
-        pytest.skip("refused: see below")
-    p, expected = split_problem()
+    (p, expected), axis = split_problem(), AXES[name]
     with model_mesh(devices, kind) as mesh:
         placed = place(p, mesh, *over(axis))
         got, text = hlo.compiled(jax.value_and_grad(call(family.RNNT, implementation)), *placed)
         check(got, expected)
         if implementation == "kernel":
             assert set(hlo.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or platforms.interpreted()
-        elif axis == AXES["V"]:
+        elif name == "V":
             assert got[1].sharding.is_equivalent_to(placed[0].sharding, 4)
             assert set(hlo.collectives(text)) == {"all-reduce"}
             assert set(hlo.exchanged(text, "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
@@ -265,7 +266,7 @@ def joint_mean(weight, encoder, predictor, *rest, chunk=32):
     return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
 
 
-@pytest.mark.parametrize("way", ["auto", family.slow("explicit"), "shard_map"])
+@pytest.mark.parametrize("way", ["auto", "shard_map"])
 def test_split_output_layer_of_a_joint(native_kernel, devices, way):
     """One tile of logits is gathered at a time; under shard_map the gather of docs/sharding.md makes it right."""
 
@@ -283,41 +284,22 @@ def test_split_output_layer_of_a_joint(native_kernel, devices, way):
     assert shapes and max(map(np.prod, shapes)) <= 4 * 32 * 8  # a tile on each of four parts of the batch
 
 
-@pytest.mark.slow
-def test_split_vocabulary_under_shard_map(implementation, devices):
-    """The loss takes a part of V for all of V. After a gather, the loss and its gradient are right."""
+def test_split_logits_under_shard_map(kernel, devices):
+    """After a gather, the loss and its gradient are right. A part of V or T is taken for the whole: lengths and labels
+    beyond it are NaN. Split columns are an error."""
     p, expected = split_problem()
-    assert np.any(p.targets >= 4)  # labels beyond the part
-    known = p._replace(targets=p.targets % 3)  # nothing looks wrong
-    loss, specs = call(family.RNNT, implementation), over(3)
+    loss, specs = call(family.RNNT, kernel), over(3)
     names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=loss)
     with model_mesh(devices, "auto") as mesh:
         gathered = jax.shard_map(names["body"], mesh=mesh, in_specs=specs, out_specs=P())
         whole = mean_over_devices(loss, mesh, (P("data"), *specs[1:]))
-        part = jax.jit(mean_over_devices(loss, mesh, specs, ("data", "model")))
         placed = place(p, mesh, *specs)
         for right in (gathered, whole):
             check(jax.jit(jax.value_and_grad(right))(*placed), expected)
-        value = part(*place(known, mesh, *specs))
-        assert np.isfinite(value) and abs(float(value) - family.RNNT.expected(known)[0].mean()) > 1
-        assert np.isnan(part(*placed))
-
-
-def test_split_lattice_under_shard_map(implementation, devices):
-    """Split frames give NaN if the lengths exceed them, else a wrong number. Split columns are an error."""
-    p, _ = split_problem()
-    short = p._replace(logit_lengths=np.minimum(p.logit_lengths, 4))
-    with model_mesh(devices, "auto") as mesh:
-
-        def part(axis, p):
-            f = mean_over_devices(call(family.RNNT, implementation), mesh, over(axis), ("data", "model"))
-            return jax.jit(f)(*place(p, mesh, *over(axis)))
-
+        parts = [jax.jit(mean_over_devices(loss, mesh, over(axis), ("data", "model"))) for axis in (1, 2, 3)]
+        assert np.isnan(parts[0](*place(p, mesh, *over(1)))) and np.isnan(parts[2](*placed))
         with pytest.raises(ValueError, match="targets must have shape"):
-            part(2, p)
-        assert np.isnan(part(1, p))
-        value = part(1, short)
-    assert np.isfinite(value) and abs(float(value) - family.RNNT.expected(short)[0].mean()) > 0.1
+            parts[1](*place(p, mesh, *over(2)))
 
 
 def refused():
@@ -366,53 +348,33 @@ def pruned(x, *rest):
     return pruned_step(x[..., 0, :], x[..., 0, :, :], *rest)
 
 
-METHODS = {
-    "align": RNNT.align,
-    "align_durations": DURATIONS.align,
-    "posteriors": RNNT.posteriors,
-    "posteriors_durations": DURATIONS.posteriors,
-    "expected_frames": RNNT.label_frames,
-    "latency": RNNT.latency,
-    "label_log_probs": RNNT.label_log_probs,
-    "label_log_probs_durations": DURATIONS.label_log_probs,
-    "label_log_probs_gradient": jax.grad(lambda *p: RNNT.label_log_probs(*p).sum()),
-    "latency_gradient": jax.grad(lambda *p: RNNT.latency(*p).sum()),
-    "pruned": pruned,
-    "pruned_gradient": jax.grad(lambda *p: sum(pruned(*p)[:2]).sum()),
-}
+def all_methods(*p):
+    """Posteriors with durations, questions and their gradients, and pruned training."""
+    several = [RNNT.align(*p), DURATIONS.posteriors(*p)]
+    for f in (RNNT.label_log_probs, RNNT.latency):
+        several.append(jax.grad(lambda *p, f=f: ((values := f(*p)).sum(), values), has_aux=True)(*p))
+    several.append(jax.grad(lambda *p: (sum((results := pruned(*p))[:2]).sum(), results), has_aux=True)(*p))
+    return several
 
 
-def method_cases():
-    seldom = {"align_durations", "latency_gradient", "label_log_probs_durations", "label_log_probs_gradient"}
-    for name in METHODS:
-        yield name, "vmap"
-        yield family.slow(name, "auto") if name in seldom else (name, "auto")
-        plain = name not in (*seldom, "align", "pruned_gradient")
-        yield (name, "shard_map") if plain else family.slow(name, "shard_map")
-        yield family.slow(name, "explicit")
-    for name in ("align", "latency_gradient"):  # which have no kernel
-        yield from ((name, "replicated"), (name, "explicit_replicated"))
-    yield family.slow("pruned", "pmap")
+@functools.cache
+def expected_of_all_methods():
+    return jax.jit(all_methods)(*batches.problem(16, dtype=np.float32))
 
 
-@pytest.mark.parametrize(("name", "way"), [*method_cases()])
-def test_other_methods(name, way, devices):
+@pytest.mark.parametrize("way", ["vmap", "auto", "shard_map", "explicit_replicated"])
+def test_other_methods(way, devices):
     """All results are per sequence: each device computes its own, without communication.
 
     "replicated": all but the logits, as NumPy arrays of the host are.
     """
-    p = batches.problem(16, dtype=np.float32)
-    f = METHODS[name]
-    expected = jax.jit(f)(*p)
+    p, expected, f = batches.problem(16, dtype=np.float32), expected_of_all_methods(), all_methods
     assert all(np.any(x) for x in jax.tree.leaves(expected))
     with mesh_of(devices, way.removesuffix("_replicated")) as mesh:
         if way == "vmap":
             got = jax.jit(jax.vmap(f))(*p)
         elif way.endswith("replicated"):
             got = jax.jit(f)(*place(p, mesh, P("data"), P(), P(), P()))
-        elif way == "pmap":
-            got = jax.pmap(f, devices=devices)(*(x.reshape(8, 2, *x.shape[1:]) for x in p))
-            got = jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), got)
         else:
             if way == "shard_map":
                 f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))

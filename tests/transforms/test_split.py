@@ -16,12 +16,11 @@ import family
 import hlo
 import jax_rnnt
 from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
-from meshes import KINDS, mesh_of, place
+from meshes import mesh_of, place
 
 pytestmark = pytest.mark.no_kernel
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
 AXES = {"vocabulary": VOCAB, "frames": FRAMES, "both": VOCAB | FRAMES}
-WAYS = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 LENGTHS = (8, 5, 8, 3), (4, 2, 0, 3)
 
 
@@ -48,15 +47,15 @@ def inside_shard_map(loss, mesh, axes, check_vma=True):
     return jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
 
 
-def cases():
-    """One head and two; every other loss: test_promises.py."""
-    for loss in (family.RNNT, family.TDT, family.HAT):
-        for axes in AXES.values():
-            yield (loss, axes) if loss is family.RNNT else family.slow(loss, axes)
+# Losses, axes, kind of mesh, implementation; every other loss: test_promises.py. "unchecked": without check_vma.
+RNNT, BOTH = family.RNNT, VOCAB | FRAMES
+CASES = [(RNNT, axes, kind, "kernel") for axes in AXES.values() for kind in ("auto", "explicit", "shard_map")]
+CASES += [(RNNT, BOTH, "unchecked", "kernel"), (family.TDT, BOTH, "shard_map", "kernel")]
+CASES += [(family.HAT, BOTH, "explicit", "kernel"), (RNNT, BOTH, "shard_map", "reference")]
+CASES += [family.slow(RNNT, axes, kind, "reference") for axes, kind in ((VOCAB, "auto"), (FRAMES, "explicit"))]
 
 
-@pytest.mark.parametrize(("loss", "axes"), [*cases()], ids=str)
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", family.slow("unchecked")])
+@pytest.mark.parametrize(("loss", "axes", "kind", "implementation"), CASES, ids=str, indirect=["implementation"])
 def test_value_and_gradient(loss, axes, kind, implementation, devices):
     """Under jit and inside `shard_map`, with every option; no array with all classes or frames of logits exists."""
     p = problem(loss)
@@ -70,8 +69,8 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
         placed = place(p, mesh, spec(axes), *[P("data")] * 3)
 
         def weighted(*p):
-            made = f(*p)
-            return jnp.sum(made * WEIGHTS), made
+            losses = f(*p)
+            return jnp.sum(losses * WEIGHTS), losses
 
         step = jax.value_and_grad(weighted, has_aux=True)
         ((_, got), grad), text = hlo.compiled(step, *placed)
@@ -87,22 +86,32 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
 METHODS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs"
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT)], ids=str)
-@pytest.mark.parametrize("axes", [FRAMES, family.slow(VOCAB), family.slow(VOCAB | FRAMES)], ids=str)
-@KINDS
+@functools.cache
+def methods_of_whole_logits(loss):
+    p = problem(loss)
+    return jax.jit(functools.partial(all_methods, loss.value()))(*p, WINDOWS)
+
+
+WINDOWS = np.tile(np.array([0, 6], np.int32), (4, 4, 1))
+
+
+def all_methods(value, *p):
+    return {name: getattr(value, name)(*p[:4], label_windows=p[4]) for name in METHODS}
+
+
+@pytest.mark.parametrize(
+    ("loss", "axes", "kind"),
+    [(RNNT, FRAMES, "auto"), (RNNT, BOTH, "explicit"), (family.TDT, VOCAB, "explicit")],
+    ids=str,
+)
 def test_methods(loss, axes, kind, devices):
     """The answers are those of whole logits; planes of nodes lie as the logits do."""
-    p = problem(loss)
-    windows = np.broadcast_to(np.array([0, 6], np.int32), (*p.targets.shape, 2))
     with split_mesh(devices, kind, axes) as mesh, jax.set_mesh(mesh):
-        placed = place((*p, windows), mesh, spec(axes), *[P("data")] * 4)
-        for name in METHODS:
-            ask = lambda value, *p: getattr(value, name)(*p[:4], label_windows=p[4])
-            got = jax.jit(functools.partial(ask, loss.value(**axes)))(*placed)
-            compare.assert_close(got, ask(loss.value(), *p, windows), 1e-12)
-            if name in ("posteriors", "arc_log_probs"):
-                for plane in jax.tree.leaves(got):
-                    assert (*plane.sharding.spec, None, None)[1] == axes.get("frame_axis")
+        placed = place((*problem(loss), WINDOWS), mesh, spec(axes), *[P("data")] * 4)
+        got = jax.jit(functools.partial(all_methods, loss.value(**axes)))(*placed)
+        compare.assert_close(got, methods_of_whole_logits(loss), 1e-12)
+        for plane in jax.tree.leaves([got["posteriors"], got["arc_log_probs"]]):
+            assert (*plane.sharding.spec, None, None)[1] == axes.get("frame_axis")
 
 
 def network(dtype=np.float64, hypotheses=None, classes=16):
@@ -115,7 +124,7 @@ def network(dtype=np.float64, hypotheses=None, classes=16):
     rest = [
         np.broadcast_to(x.reshape(4, *(1,) * (len(batch) - 1), *x.shape[1:]), (*batch, *x.shape[1:])) for x in p[1:]
     ]
-    rest[0] = rest[0] % (classes - 1)
+    rest[0] = rest[0] % 13  # of a token, with any loss
     return draw(6, classes), draw(classes), *rows, *rest
 
 
@@ -123,14 +132,23 @@ def of_joint(loss, weight, bias, encoder, predictor, *rest):
     return loss(JointLogits(LinearJoint(weight, bias), encoder, predictor, 16), *rest)
 
 
-@WAYS
-@family.reference_slow
-@pytest.mark.parametrize("hypotheses", [None, family.slow(3)])
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", family.slow("unchecked")])
+@functools.cache
+def of_whole_joint(loss, hypotheses=None):
+    return jax.jit(jax.value_and_grad(of_joint, (1, 2, 3, 4)))(loss, *network(hypotheses=hypotheses))
+
+
+# Axes, hypotheses of each utterance, kind of mesh, implementation.
+OF_JOINTS = [(axes, None, kind, "kernel") for axes in AXES.values() for kind in ("auto", "explicit", "shard_map")]
+OF_JOINTS += [(BOTH, None, "unchecked", "kernel"), (BOTH, 3, "shard_map", "kernel"), (BOTH, 3, "explicit", "kernel")]
+OF_JOINTS += [(BOTH, None, "shard_map", "reference")]
+
+
+@pytest.mark.parametrize(
+    ("axes", "hypotheses", "kind", "implementation"), OF_JOINTS, ids=str, indirect=["implementation"]
+)
 def test_joint(axes, hypotheses, kind, implementation, devices):
     """The output layer lies split over classes, the encoder over frames; every gradient is that of whole arrays."""
-    arguments = network(hypotheses=hypotheses)
-    want = jax.value_and_grad(of_joint, (1, 2, 3, 4))(RNNTLoss(), *arguments)
+    arguments, want = network(hypotheses=hypotheses), of_whole_joint(RNNTLoss(), hypotheses)
     loss = RNNTLoss(implementation=implementation, **axes)
     model, seq = axes.get("vocab_axis"), axes.get("frame_axis")
     rows = ("data",) if hypotheses is None else ("data", None)
@@ -147,16 +165,13 @@ def test_joint(axes, hypotheses, kind, implementation, devices):
     assert max(sizes, default=0) <= 2 * 3 * 8 * 5
 
 
-@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), family.slow(jax_rnnt.HATLoss())], ids=str)
+@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), jax_rnnt.HATLoss()], ids=str)
 def test_joint_of_two_heads(loss, kernel, devices):
     """Durations, or the blank of HAT, lie on the last device."""
-    arguments = network()
-    arguments[4][:] %= 13
-    axes = VOCAB | FRAMES
-    want = jax.value_and_grad(of_joint, (1, 2, 3, 4))(loss, *arguments)
-    with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
+    arguments, want = network(), of_whole_joint(loss)
+    with split_mesh(devices, "auto", BOTH) as mesh, jax.set_mesh(mesh):
         specs = P(None, "model"), P("model"), P("data", "seq"), *[P("data")] * 4
-        split = dataclasses.replace(loss, implementation=kernel, **axes)
+        split = dataclasses.replace(loss, implementation=kernel, **BOTH)
         step = jax.value_and_grad(functools.partial(of_joint, split), (0, 1, 2, 3))
         compare.assert_close(jax.jit(step)(*place(arguments, mesh, *specs)), want, 1e-12)
 
@@ -204,15 +219,15 @@ def odd_logits(loss, blank):
             yield f"{value} in {column}", p
 
 
-ODD = (family.RNNT, -1), family.slow(family.RNNT, 0), (family.RNNT, 12), (family.TDT, -1), (family.HAT, -1)
+# Loss, blank, axes, implementation.
+ODD = [(RNNT, -1, axes, "kernel") for axes in AXES.values()] + [(RNNT, 12, BOTH, "kernel")]
+ODD += [(loss, -1, BOTH, "kernel") for loss in (family.TDT, family.HAT)] + [(RNNT, -1, BOTH, "reference")]
 
 
-@pytest.mark.parametrize(("loss", "blank"), ODD, ids=str)
-@pytest.mark.parametrize("axes", [family.slow(VOCAB), family.slow(FRAMES), VOCAB | FRAMES], ids=str)
-@family.reference_slow
+@pytest.mark.parametrize(("loss", "blank", "axes", "implementation"), ODD, ids=str, indirect=["implementation"])
 def test_odd_logits(loss, blank, axes, implementation, devices):
     """NaN, infinity and masks stay where they are, as in whole logits."""
-    step = lambda value: jax.jit(jax.grad(lambda *p: ((made := value(*p)).sum(), made), has_aux=True))
+    step = lambda value: jax.jit(jax.grad(lambda *p: ((losses := value(*p)).sum(), losses), has_aux=True))
     whole = step(loss.value(blank=blank, reduction="none"))
     with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
         split = step(loss.value(blank=blank, reduction="none", implementation=implementation, **axes))
@@ -224,50 +239,48 @@ def test_odd_logits(loss, blank, axes, implementation, devices):
             np.testing.assert_allclose(gradient[good], of_whole[good], atol=1e-11, err_msg=name)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
-def test_accuracy(dtype, offset, native_kernel, devices):
+def test_accuracy(dtype, native_kernel, devices):
     """In float32 the split costs no digits, also where all logits share an offset."""
-    p = problem(dtype=dtype)
-    p = p._replace(logits=(np.asarray(p.logits, np.float32) + np.float32(offset)).astype(dtype))
-    exact = p._replace(logits=np.asarray(p.logits, np.float64))
-    step = jax.value_and_grad(lambda loss, *p: loss(*p), 1)
-    value, gradient = step(RNNTLoss(), *exact)
-    with split_mesh(devices, "auto", VOCAB) as mesh, jax.set_mesh(mesh):
-        got = jax.jit(step)(RNNTLoss(**VOCAB), *place(p, mesh, spec(VOCAB), *[P("data")] * 3))
-    np.testing.assert_allclose(got[0], value, rtol=1e-6)
-    relative, smallest = compare.rounding(dtype)
-    np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
+    step = jax.jit(jax.value_and_grad(lambda loss, *p: loss(*p), 1))
+    for offset in (0, 1e4):
+        p = problem(dtype=dtype)
+        p = p._replace(logits=(np.asarray(p.logits, np.float32) + np.float32(offset)).astype(dtype))
+        value, gradient = step(RNNTLoss(), *p.astype(np.float64))
+        with split_mesh(devices, "auto", VOCAB) as mesh, jax.set_mesh(mesh):
+            got = step(RNNTLoss(**VOCAB), *place(p, mesh, spec(VOCAB), *[P("data")] * 3))
+        np.testing.assert_allclose(got[0], value, rtol=1e-6)
+        relative, smallest = compare.rounding(dtype)
+        np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
 
 
-@WAYS
-def test_vmap_remat_and_second_derivatives(axes, devices):
+def test_vmap_remat_and_second_derivatives(devices):
     p = problem()
     stacked = jax.tree.map(lambda x: np.stack([x, x[::-1]]), p)
-    with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
-        whole, split = RNNTLoss(), RNNTLoss(**axes)
-        each = lambda loss: jax.vmap(jax.value_and_grad(jax.checkpoint(loss)))
-        compare.assert_close(jax.jit(each(split))(*stacked), each(whole)(*stacked), 1e-12)
 
-        def sharpness(loss, x):
-            return jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
+    def sharpness(loss, x):
+        return jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
 
-        got = jax.jit(jax.grad(functools.partial(sharpness, split)))(p.logits)
-        want = jax.grad(functools.partial(sharpness, RNNTLoss(implementation="reference")))(p.logits)
-        compare.assert_close(got, want, 1e-12)
+    each = jax.jit(lambda loss, *p: jax.vmap(jax.value_and_grad(jax.checkpoint(lambda *p: loss(*p))))(*p))
+    curve = jax.jit(lambda loss: jax.grad(functools.partial(sharpness, loss))(p.logits))
+    want = each(RNNTLoss(), *stacked)
+    for axes in AXES.values():
+        with split_mesh(devices, "auto", axes) as mesh, jax.set_mesh(mesh):
+            compare.assert_close(each(RNNTLoss(**axes), *stacked), want, 1e-12)
+    want = curve(RNNTLoss(implementation="reference"))
+    with split_mesh(devices, "auto", BOTH) as mesh, jax.set_mesh(mesh):
+        compare.assert_close(curve(RNNTLoss(**BOTH)), want, 1e-12)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2)], ids=str)
-def test_any_batch(shape, devices):
+def test_any_batch(devices):
     """No batch dimension, fewer sequences than devices, two batch dimensions."""
-    count = int(np.prod(shape))
-    p = jax.tree.map(lambda x: np.resize(x, (count, *x.shape[1:])).reshape((*shape, *x.shape[1:])), problem())
-    step = jax.value_and_grad(lambda loss, *p: loss(*p).sum(), 1)
-    for axes in (VOCAB, FRAMES):
+    step = jax.jit(jax.value_and_grad(lambda loss, *p: loss(*p).sum(), 1))
+    for shape, axes in itertools.product(((), (1,), (3, 2)), (VOCAB, FRAMES)):
+        count = int(np.prod(shape))
+        p = jax.tree.map(lambda x: np.resize(x, (count, *x.shape[1:])).reshape((*shape, *x.shape[1:])), problem())
+        want = step(RNNTLoss(reduction="none"), *p)
         with mesh_of(devices, "auto", (8,), (*axes.values(),), is_set=True):
-            compare.assert_close(
-                jax.jit(step)(RNNTLoss(reduction="none", **axes), *p), step(RNNTLoss(reduction="none"), *p), 1e-12
-            )
+            compare.assert_close(step(RNNTLoss(reduction="none", **axes), *p), want, 1e-12)
 
 
 def test_memory(native_kernel, devices, optimized):
@@ -300,13 +313,12 @@ def refusals():
     yield "must name an axis of the mesh.*got 'other'", whole(RNNTLoss(vocab_axis="other")), p
 
 
-@pytest.mark.parametrize("number", range(len([*refusals()])))
-def test_refusals(number, devices):
-    message, f, p = [*refusals()][number]
-    axes = FRAMES if "T must" in message else VOCAB
+def test_refusals(devices):
     errors = ValueError, TypeError, NotImplementedError
-    with split_mesh(devices, "auto", axes), pytest.raises(errors, match=message):
-        jax.jit(f)(*p)
+    for message, f, p in refusals():
+        axes = FRAMES if "T must" in message else VOCAB
+        with split_mesh(devices, "auto", axes), pytest.raises(errors, match=message):
+            jax.jit(f)(*p)
 
 
 def test_refused_inside_shard_map(devices):
