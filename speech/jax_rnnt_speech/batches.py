@@ -28,10 +28,10 @@ class Labelled(NamedTuple):
     labels: dict  # by the number of the utterance
 
 
-def labelled(corpus, tokens, reduction):
+def labelled(corpus, tokens, subsampling):
     """Labels of what can be trained on; what cannot goes to the corpus's report.
 
-    `reduction`: frames of an encoder frame; None: no model decides whether the labels fit.
+    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit.
     """
     labels = {}
     for i, x in enumerate(corpus.utterances):
@@ -39,7 +39,7 @@ def labelled(corpus, tokens, reduction):
         if tokens_of_text is None:
             unknown = "characters outside the vocabulary"
             corpus.report.add(unknown, x.name)
-        elif reduction and len(found) > -(-x.frames // reduction):
+        elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
             corpus.report.add("fewer frames than labels", x.name)
         else:
             labels[i] = np.array(tokens_of_text, np.int32)

@@ -24,7 +24,7 @@ RARE = 3  # characters of fewer texts are named, where there are ten times as ma
 class Corpora:
     """The usable utterances of all that is named, as one corpus."""
 
-    def __init__(self, paths, settings, vocabulary, reduction):
+    def __init__(self, paths, settings, vocabulary, subsampling):
         self.report, self.entries, self.utterances = Report(), [], []
         for path in paths:
             try:
@@ -41,7 +41,7 @@ class Corpora:
         if self.utterances:
             known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
             try:
-                data = batches.labelled(self, known, reduction)
+                data = batches.labelled(self, known, subsampling)
             except UserError:  # the report says why none is left
                 data = types.SimpleNamespace(labels={})
             labels, self.size = data.labels, len(known.pieces)
@@ -97,8 +97,8 @@ def options_of(args):
         known = config.read_file(args.config)
     known |= {name: x for name, x in vars(args).items() if name in names}
     settings = Config(**known)
-    reduction = int(np.prod([stride for stride, _ in settings.strides]))
-    return settings, vocabulary, reduction if args.workdir or args.config else None
+    subsampling = int(np.prod([stride for stride, _ in settings.strides]))
+    return settings, vocabulary, subsampling if args.workdir or args.config else None
 
 
 def check(args):

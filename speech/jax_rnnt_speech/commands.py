@@ -103,11 +103,11 @@ def resumed(options, args):
 
 def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
-    given = config.read_file(args.config) if args.config else {}
-    given |= {name: x for name, x in vars(args).items() if name in names}
-    given |= {name: corpora.absolute(given[name]) for name in ("train", "valid") if name in given}
-    if "normalize" in given:
-        given["normalize"] = texts.absolute(given["normalize"])
+    options = config.read_file(args.config) if args.config else {}
+    options |= {name: x for name, x in vars(args).items() if name in names}
+    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid") if name in options}
+    if "normalize" in options:
+        options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
     if options.get("steps") == 0 and args.overwrite:
         raise UserError("--steps 0 evaluates a run, which --overwrite would delete")

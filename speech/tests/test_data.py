@@ -134,7 +134,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
         int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
     }
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
-    assert found.report.names["an empty file"] == [found.utterances[3].name]
+    assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
     recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     rates = lambda data: asr.evaluate.rates(
         recogniser, recogniser.params, data, asr.batches.make_buckets(data, config, 1), lambda x: x, asr.ngrams.Search()

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from jax_rnnt_speech import audio, config, corpora
-from jax_rnnt_speech.config import UserError, amount, positive
+from jax_rnnt_speech.config import UserError, amount, positive, run
 
 from .finetune import batched, train_step
 from .inputs import read_manifest, tokenizer_of
@@ -59,8 +59,8 @@ def run_finetune(args):
     if args.output.exists() and any(args.output.iterdir()) and not args.overwrite:
         raise UserError(f"--output must be an empty folder, got {args.output}: --overwrite writes into it")
     model, extractor = opened(args.folder)
-    given = {name: getattr(args, name) for name in READING if hasattr(args, name)}
-    data, report = read_manifest(args.manifest, args.folder, model, extractor, **given)
+    reading = {name: getattr(args, name) for name in READING if hasattr(args, name)}
+    data, report = read_manifest(args.manifest, args.folder, model, extractor, **reading)
     for line in report.lines():
         print(line)
     args.output.mkdir(parents=True, exist_ok=True)  # before the training, which a failure would lose
