@@ -29,14 +29,17 @@ class Labelled(NamedTuple):
 
 
 def labelled(corpus, tokens, subsampling):
-    """Labels of what can be trained on; what cannot goes to the corpus's report."""
+    """Labels of what can be trained on; what cannot goes to the corpus's report.
+
+    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit.
+    """
     labels = {}
     for i, x in enumerate(corpus.utterances):
         tokens_of_text = tokens.encode(x.text)
         if tokens_of_text is None:
             unknown = "characters outside the vocabulary"
             corpus.report.add(unknown, x.name)
-        elif len(tokens_of_text) > -(-x.frames // subsampling):
+        elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
             corpus.report.add("fewer frames than labels", x.name)
         else:
             labels[i] = np.array(tokens_of_text, np.int32)

@@ -7,12 +7,25 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import config, corpora, features, hosts, ngrams, recognise, runs, synthesis
+from jax_rnnt_speech import audio, check, config, corpora, hosts, ngrams, recognise, runs, synthesis, texts
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
-FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "width", "encoder", "blocks"}
+FIXED = {
+    "rate",
+    "mels",
+    "window",
+    "hop",
+    "tokens",
+    "vocabulary",
+    "alphabet",
+    "lower",
+    "normalize",
+    "width",
+    "encoder",
+    "blocks",
+}
 FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
 WITHOUT = {"accumulate": 1, "clip": 0.0}
@@ -93,6 +106,8 @@ def train(args):
     options = config.read_file(args.config) if args.config else {}
     options |= {name: x for name, x in vars(args).items() if name in names}
     options |= {name: corpora.absolute(options[name]) for name in ("train", "valid") if name in options}
+    if "normalize" in options:
+        options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
     if options.get("steps") == 0 and args.overwrite:
         raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
@@ -121,7 +136,7 @@ def transcribe(args):
     text_of, bad = recognise.make_transcriber(recogniser, params, ngrams.search_of(args, recogniser)), 0
     for path in args.files:
         try:
-            print(path, text_of(features.read_named(path, recogniser.config.rate)), sep="\t", flush=True)
+            print(path, text_of(audio.read(path, recogniser.config.rate)), sep="\t", flush=True)
         except UserError as error:
             print(error, file=sys.stderr)
             bad += 1
@@ -143,6 +158,7 @@ def stream(args):
 def main(arguments=None):
     parser = Parser(prog="rnnt-speech", description="Speech recognition on any corpus.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check.add_command(commands)
     add_train(commands)
     add_recognition(commands)
     synthesis.add_command(commands)

@@ -70,7 +70,7 @@ def switch(text):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    train: str = option("", str, "manifest, LibriSpeech-like folder, handwritten-digits, or spoken-digits:FOLDER")
+    train: str = option("", str, "manifest, folder, handwritten-digits, or spoken-digits:FOLDER")
     valid: str = option("", str, "the same of held-out utterances; default: what belongs to --train digits")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
@@ -83,6 +83,9 @@ class Config:
     vocabulary: int = option(256, positive, "number of subwords")
     alphabet: str = option("", str, "characters that texts may have; default: those of the training texts")
     lower: bool = switch("texts in lower case")
+    normalize: str = option("none", str, "texts: none, basic, basic:LANGUAGE (numbers in words), or FILE:FUNCTION")
+    audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
+    text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
     # Batches.
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
@@ -148,9 +151,11 @@ class Config:
         return self
 
 
-def add_options(parser):
-    """Every field of Config; options that are not given are absent from the result."""
+def add_options(parser, names=None):
+    """Fields of Config, by default all; options that are not given are absent from the result."""
     for field in dataclasses.fields(Config):
+        if names and field.name not in names:
+            continue
         more = dict(field.metadata)
         default = "" if field.default in ("", False, True) or field.name == "strides" else f" ({field.default})"
         if field.name == "strides":

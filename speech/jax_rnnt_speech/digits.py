@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from scipy.ndimage import map_coordinates
 
-from jax_rnnt_speech import features
+from jax_rnnt_speech import audio, features
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import Report, Utterance
 
@@ -76,9 +76,9 @@ class Spoken:
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:
                 try:
-                    samples = features.read(path, config.rate)
-                except features.BAD:
-                    self.report.add("missing or bad audio", path.name)
+                    samples = audio.read(path, config.rate)
+                except audio.AudioError as error:
+                    self.report.add(error.reason, path.name)
                     continue
                 speakers.setdefault(match[2], []).append((match[1], samples))
         if not speakers:

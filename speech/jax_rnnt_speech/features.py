@@ -1,45 +1,14 @@
-"""Audio files to log-mel spectra, on the host with NumPy or on the device with JAX: the same function."""
+"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX: the same function."""
 
 import functools
 import math
 
 import numpy as np
-import soundfile
 from scipy.fft import rfft
-from scipy.signal import resample_poly
 
 from jax_rnnt_speech.config import UserError
 
 FLOOR = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
-LOUDEST = 1e4  # of full scale 1: what is above it is no sound, and its power may be infinite
-BAD = soundfile.SoundFileError, OSError, ValueError  # of a file that `read` cannot use
-
-
-def read(path, rate):
-    """Samples float32 [S] in [-1, 1] at `rate`, the mean of all channels."""
-    samples, found = soundfile.read(path, dtype="float32", always_2d=True)
-    if not (np.abs(samples) <= LOUDEST).all():
-        raise ValueError(f"samples must be numbers from -{LOUDEST:g} to {LOUDEST:g}, got NaN or others")
-    samples = samples.mean(1)
-    if found != rate:
-        common = math.gcd(found, rate)
-        samples = resample_poly(samples, rate // common, found // common).astype(np.float32)
-    return samples
-
-
-def read_named(path, rate):
-    """The same. What makes the file unreadable is the user's error, with its name."""
-    try:
-        with open(path, "rb") as file:
-            return read(file, rate)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile and the resampling have them all
-        reason = getattr(error, "error_string", error)  # soundfile's own names the file as Python's object
-        raise UserError(f"{path} is no readable audio file: {reason}") from None
-
-
-def resampled_size(samples, found, rate):
-    common = math.gcd(found, rate)
-    return -(-samples * (rate // common) // (found // common))
 
 
 def sizes(config):

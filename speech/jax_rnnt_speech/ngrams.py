@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech import corpora
+from jax_rnnt_speech import manifests, texts
 from jax_rnnt_speech.config import UserError, amount, natural, positive
 
 
@@ -96,16 +96,16 @@ def search_of(args, recogniser):
     return Search(args.beam, ilm, ((read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)))
 
 
-def texts(path, lower):
-    """Sentences of a corpus, or the lines of a text."""
+def sentences_of(path, normalize):
+    """Words of the sentences of a corpus, or of the lines of a text."""
     try:
         if path.suffix == ".txt":
-            lines = [line for _, line in corpora.lines_of(path)]
+            lines = [line for _, line in manifests.lines_of(path)]
         else:
-            lines = [x[1] for x in corpora.entries(path)[1] if not isinstance(x, str)]
+            lines = [x.text for x in manifests.read(path) if isinstance(x, manifests.Entry)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
-    return [(x.lower() if lower else x).split() for x in lines]
+    return [normalize(line).split() for line in lines]
 
 
 def estimate(sentences, order):
@@ -149,7 +149,8 @@ def write(path, probabilities, shares):
 
 
 def make(args):
-    sentences = [words for path in args.sources for words in texts(path, args.lower) if words]
+    normalize = texts.normalizer(args.normalize, args.lower)
+    sentences = [words for path in args.sources for words in sentences_of(path, normalize) if words]
     if not sentences:
         raise UserError("the sources have no words")
     sizes = write(args.file, *estimate(sentences, args.order))
@@ -165,4 +166,5 @@ def add_command(commands):
     parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
     help = "texts in lower case, as the option of train"
     parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=False, help=help)
+    parser.add_argument("--normalize", default="none", metavar="TEXT", help="as the option of train (%(default)s)")
     parser.set_defaults(run=make)

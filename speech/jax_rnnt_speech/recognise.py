@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import decode
-from jax_rnnt_speech import devices, features, runs
+from jax_rnnt_speech import audio, devices, features, runs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.recogniser import Recogniser
 
@@ -102,7 +102,7 @@ class Stream:
 
 
 def blocks_of_file(path, rate):
-    samples, size = features.read_named(path, rate), int(BLOCK * rate)
+    samples, size = audio.read(path, rate), int(BLOCK * rate)
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 

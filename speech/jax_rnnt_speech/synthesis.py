@@ -6,7 +6,6 @@
 Sentences and voices of valid and test are in no other split. The same seed and texts give the same corpus.
 """
 
-import io
 import itertools
 import re
 import shutil
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import soundfile
 from tqdm import tqdm
 
-from jax_rnnt_speech import features
+from jax_rnnt_speech import audio
 from jax_rnnt_speech.config import UserError, number, seed
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
@@ -93,10 +91,10 @@ def speak(line, seed):
     command = ["espeak-ng", "-v", line.voice, "-s", str(line.speed), "-p", str(line.pitch), "--stdout", "--stdin"]
     # Lower case: capitals may be spelt.
     done = subprocess.run(command, input=line.text.lower().encode(), capture_output=True)
-    try:
-        samples = features.read(io.BytesIO(done.stdout), RATE)
-    except soundfile.SoundFileError:
-        raise UserError(f"espeak-ng has no voice {line.voice}: {done.stderr.decode().strip()}") from None
+    header, samples = done.stdout[:44], np.frombuffer(done.stdout[44:], "<i2")
+    if not len(samples):
+        raise UserError(f"espeak-ng has no voice {line.voice}: {done.stderr.decode().strip()}")
+    samples = audio.resampled(audio.scaled(samples), int.from_bytes(header[24:28], "little"), RATE)
     rng = np.random.default_rng(seed)
     power = np.mean(samples**2) / 10 ** (line.ratio / 10)
     color = rng.uniform(0, 0.95)  # of the noise: white, or with more low frequencies
@@ -119,7 +117,7 @@ def write_split(folder, lines, hours, seed, bar):
                 place = folder / chapter.replace("-", "/")
                 place.mkdir(parents=True, exist_ok=True)
                 name = f"{chapter}-{count % CHAPTER:04}"
-                soundfile.write(place / f"{name}.flac", samples, RATE, subtype="PCM_16")
+                audio.write(place / f"{name}.flac", samples, RATE)
                 with (place / f"{chapter}.trans.txt").open("a") as file:
                     file.write(f"{name} {line.text}\n")
                 seconds, written = seconds + len(samples) / RATE, written + 1

@@ -13,6 +13,11 @@ class Utterance(NamedTuple):
     text: str
 
 
+def shown(name):
+    """The name in one line that every encoding of Unicode can write."""
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(name))
+
+
 class Report:
     """Names of utterances that are left out, by reason. Threads may add to it."""
 
@@ -21,16 +26,19 @@ class Report:
 
     def add(self, reason, name, again=True):
         """A name counts each time, or once if not `again`."""
+        name = shown(name)
         with self.lock:
             if again or (reason, name) not in self.seen:
                 self.names[reason].append(name)
             self.seen.add((reason, name))
 
-    def lines(self):
+    def lines(self, named=NAMED):
         for reason, names in self.names.items():
-            more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            yield f"left out, {reason}: {len(names)} ({', '.join(names[:NAMED])}{more})"
+            more = f", and {len(names) - named} more" if len(names) > named else ""
+            yield f"left out, {reason}: {len(names)} ({', '.join(names[:named])}{more})"
 
     def write(self, path):
         """All names, one a line after its reason."""
-        path.write_text("".join(f"{reason}\t{name}\n" for reason, names in self.names.items() for name in names))
+        path.write_text(
+            "".join(f"{reason}\t{name}\n" for reason, names in self.names.items() for name in names), "utf-8"
+        )

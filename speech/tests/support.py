@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import soundfile
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech import commands, model, synthesis  # noqa: F401
@@ -26,8 +25,7 @@ def configuration(**options):
 
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
-    samples = 0.1 * np.random.default_rng(seed).normal(size=(int(seconds * rate), channels))
-    soundfile.write(path, samples, rate, subtype="PCM_16")
+    asr.audio.write(path, 0.1 * np.random.default_rng(seed).normal(size=(channels, int(seconds * rate))), rate)
 
 
 def prepared(corpus, **options):

@@ -8,7 +8,6 @@ import time
 import jax
 import numpy as np
 import pytest
-import soundfile
 
 from support import asr, start
 
@@ -28,7 +27,7 @@ def corpus(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     lines = [json.dumps({"audio": f"{i}.wav", "text": " ".join("ABC"[i % 3 :])}) for i in range(32)]
     for i in range(32):
-        soundfile.write(folder / f"{i}.wav", 0.1 * rng.normal(size=3200 + 80 * (i % 5)), 8000)
+        asr.audio.write(folder / f"{i}.wav", 0.1 * rng.normal(size=3200 + 80 * (i % 5)), 8000)
     (folder / "train.jsonl").write_text("\n".join(lines))
     (folder / "valid.jsonl").write_text("\n".join(lines[:16]))
     return folder

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-import soundfile
+import scipy.io.wavfile
 from flax import nnx
 
 from jax_rnnt import decode
 from jax_rnnt_speech.parakeet import commands, finetune, inputs, recordings, transcribe, weights
 from jax_rnnt_speech.parakeet.model import reduced
 from jax_rnnt_speech.parakeet.weights import LogMel
+from support import asr
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SLOW = pytest.mark.slow
@@ -141,12 +142,13 @@ def test_fine_tuning(tmp_path):
     _, model, extractor, _, _ = loaded("tdt")
     lines = []
     for i, x in enumerate(recordings.recordings()):
-        soundfile.write(tmp_path / f"{i}.wav", x, 16000)
+        asr.audio.write(tmp_path / f"{i}.wav", x, 16000)
         labels = TARGETS[i, : TARGET_LENGTHS[i]].tolist()
         lines.append(json.dumps({"audio_filepath": f"{i}.wav", "labels": labels}))
     (tmp_path / "manifest.json").write_text("\n".join(lines))
     data, _ = inputs.read_manifest(tmp_path / "manifest.json", GOLDEN / "tdt", model, extractor)
-    batch = finetune.batched(extractor, *zip(*data))
+    entries, labels = zip(*data)
+    batch = finetune.batched(extractor, [asr.corpora.samples_of(x, 16000) for x in entries], labels)
     assert batch[0].shape == (3, 128, 16) and batch[2].shape == (3, 8)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     model.train()
@@ -179,6 +181,16 @@ def test_stream():
     np.testing.assert_array_equal(places, golden["stream_frames"])
 
 
+def test_integers():
+    """Samples of 16 bits are scaled, in whole recordings and in streams; floats of that scale are refused."""
+    _, extractor = weights.load(GOLDEN / "streaming")
+    x = np.round(recordings.recordings()[0] * 2**14)
+    np.testing.assert_array_equal(extractor.frames(x.astype(np.int16)), extractor.frames(x / 2**15))
+    np.testing.assert_array_equal(extractor.chunk(x.astype(np.int16), 9, 4), extractor.chunk(x / 2**15, 9, 4))
+    with pytest.raises(ValueError, match="samples far beyond full scale"):
+        extractor.frames(x)
+
+
 def test_messages(tmp_path):
     """A missing tensor, one too many and a wrong part are named."""
     folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
@@ -205,11 +217,11 @@ def audio(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audio")
     a, b, c = recordings.recordings()
     bad = np.where(np.arange(len(c)) == 5, np.nan, c)
-    files = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b], 1), 16000), "8kHz.wav": (c[::2], 8000)}
+    files = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b]), 16000), "8kHz.wav": (c[::2], 8000)}
     files |= {"none.wav": (c[:0], 16000), "none8.wav": (c[:0], 8000), "short.wav": (c[:100], 16000)}
     for name, (x, rate) in files.items():
-        soundfile.write(folder / name, x, rate)
-    soundfile.write(folder / "nan.wav", bad, 16000, subtype="FLOAT")
+        asr.audio.write(folder / name, x, rate)
+    scipy.io.wavfile.write(folder / "nan.wav", 16000, bad)
     (folder / "empty.wav").touch()
     (folder / "text.wav").write_text("hello " * 99)
     return folder
@@ -239,10 +251,10 @@ def test_transcribe_command(command, stream):
     assert status == 1 and " ".join(results) == good and "1, 1" in results["a.wav"] and "1, 1" in results["stereo.flac"]
     assert [results[f"{name}.wav"] for name in ("none", "none8", "short")] == ["[]"] * 3
     reasons = (
-        "empty.wav is no readable",
-        "text.wav is no readable",
-        "nan.wav is no readable audio file: samples must be numbers",
-        "gone.wav is no readable",
+        "empty.wav: an empty file",
+        "text.wav: no audio that FFmpeg knows",
+        "nan.wav: samples that are NaN or infinite",
+        "gone.wav: no such file",
     )
     assert all(f"parakeet: {a}" in b for a, b in zip(reasons, errors.splitlines(), strict=True))
 
@@ -313,14 +325,16 @@ def streaming():
         (entry("a.wav", []), "empty transcript: 1 (a.wav)"),
         (entry("a.wav", [1] * 99), "fewer frames than labels: 1 (a.wav)"),
         (entry("short.wav", [1]), "fewer frames than labels: 1 (short.wav)"),
-        (entry("empty.wav", [1]), "missing or bad audio: 1 (empty.wav)"),
-        (entry("gone.wav", [1]), "missing or bad audio: 1 (gone.wav)"),
-        (entry("nan.wav", [1]), "missing or bad audio: 1 (nan.wav)"),
-        *(
-            (line, "not audio_filepath and text or labels: 1 (m.json line 2)")
-            for line in ("{", "[]", "3", entry(3, [1]), entry("a.wav", "x"), entry("a.wav", [True]), '{"text": "x"}')
-        ),
-        (entry("a.wav", [1], offset=1.5), "not audio_filepath and text or labels: 1 (m.json line 2)"),
+        (entry("empty.wav", [1]), "an empty file: 1 (empty.wav)"),
+        (entry("gone.wav", [1]), "no such file: 1 (gone.wav)"),
+        (entry("nan.wav", [1]), "samples that are NaN or infinite: 1 (nan.wav)"),
+        ("{", "not JSON: 1 (m.json line 2)"),
+        ("3", "not an object with keys: 1 (m.json line 2)"),
+        (entry(3, [1]), "the name of the audio is no string of characters: 1 (m.json line 2)"),
+        *((entry("a.wav", x), "labels are no list of integers: 1 (m.json line 2)") for x in ("x", [True])),
+        ('{"text": "x"}', "no name of an audio file: 1 (m.json line 2)"),
+        (entry("a.wav", [1], offset=1.5), "a segment beyond the end of its file: 1 (a.wav from 1.5 s)"),
+        (entry("a.wav", [1] * 9, offset=0, duration=0.5), "fewer frames than labels: 1 (a.wav from 0 s to 0.5 s)"),
     ],
 )
 def test_bad_utterances(audio, streaming, tmp_path, line, message):
@@ -392,7 +406,7 @@ def test_finetune_command(command, audio, tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "train_step", lambda *_: np.nan)
     status, out, errors = command(line)
     assert status == 2 and errors == "parakeet: step 1: the loss must be finite, got nan; nothing is written\n"
-    assert out == "left out, missing or bad audio: 1 (text.wav)\n" and not (tmp_path / "config.json").exists()
+    assert out == "left out, no audio that FFmpeg knows: 1 (text.wav)\n" and not (tmp_path / "config.json").exists()
     monkeypatch.setattr(commands, "train_step", lambda *_: 1.0)
     assert command(line)[0] == 0 and [x.name for x in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
     weights.load(tmp_path)

@@ -11,13 +11,15 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jax_rnnt_speech import audio, config, corpora
 from jax_rnnt_speech.config import UserError, amount, positive, run
-from jax_rnnt_speech.features import read_named
 
 from .finetune import batched, train_step
 from .inputs import read_manifest, tokenizer_of
 from .transcribe import labels_of, stream, transcribe
 from .weights import load, save
+
+READING = "normalize", "audio_column", "text_column"  # options of rnnt-speech
 
 
 def opened(folder):
@@ -36,7 +38,7 @@ def run_transcribe(args):
     tokenizer, good = tokenizer_of(args.folder), []
     for file in args.files:
         try:
-            good.append((file, read_named(file, extractor.sampling_rate)))
+            good.append((file, audio.read(file, extractor.sampling_rate)))
         except UserError as error:
             print(f"parakeet: {error}", file=sys.stderr)
     files, recordings = zip(*good) if good else ((), ())
@@ -57,7 +59,8 @@ def run_finetune(args):
     if args.output.exists() and any(args.output.iterdir()) and not args.overwrite:
         raise UserError(f"--output must be an empty folder, got {args.output}: --overwrite writes into it")
     model, extractor = opened(args.folder)
-    data, report = read_manifest(args.manifest, args.folder, model, extractor)
+    reading = {name: getattr(args, name) for name in READING if hasattr(args, name)}
+    data, report = read_manifest(args.manifest, args.folder, model, extractor, **reading)
     for line in report.lines():
         print(line)
     args.output.mkdir(parents=True, exist_ok=True)  # before the training, which a failure would lose
@@ -65,8 +68,9 @@ def run_finetune(args):
     optimizer = nnx.Optimizer(model, optax.adamw(args.learning_rate), wrt=nnx.Param)
     model.train()
     for step in range(args.steps):
-        chosen = rng.choice(len(data), size, replace=False)
-        loss = float(train_step(model, optimizer, *batched(extractor, *zip(*(data[i] for i in chosen)))))
+        entries, labels = zip(*(data[i] for i in rng.choice(len(data), size, replace=False)))
+        recordings = [corpora.samples_of(x, extractor.sampling_rate) for x in entries]
+        loss = float(train_step(model, optimizer, *batched(extractor, recordings, labels)))
         if not np.isfinite(loss):
             raise UserError(f"step {step + 1}: the loss must be finite, got {loss}; nothing is written")
         print(f"step {step + 1}: loss {loss:.4f}", flush=True)
@@ -87,11 +91,12 @@ def main(arguments=None):
     one.set_defaults(run=run_transcribe)
     one = commands.add_parser("finetune", help="train a checkpoint on recordings with texts")
     one.add_argument("folder", type=Path, help="config.json, preprocessor_config.json, *.safetensors")
-    one.add_argument("manifest", type=Path, help='lines {"audio_filepath": "a.wav", "text": "..."}, or "labels": [...]')
+    one.add_argument("manifest", type=Path, help="or a folder, as rnnt-speech check reads it")
     one.add_argument("--output", type=Path, required=True, help="folder of the tuned checkpoint")
     one.add_argument("--overwrite", action="store_true", help="a checkpoint that is in --output")
     one.add_argument("--steps", type=positive, default=100, help="(%(default)s)")
     one.add_argument("--batch", type=positive, default=8, help="utterances a step (%(default)s)")
     one.add_argument("--learning-rate", type=amount, default=1e-5, help="(%(default)s)")
+    config.add_options(one, READING)
     one.set_defaults(run=run_finetune)
     run(parser, arguments, "interrupted")

@@ -8,6 +8,8 @@ import functools
 
 import numpy as np
 
+from jax_rnnt_speech.audio import scaled
+
 GUARD = 2.0**-24  # added to the power before the logarithm
 
 
@@ -33,8 +35,8 @@ class LogMel:
         return features, lengths
 
     def frames(self, recording):
-        """[S, M] of one recording [N]."""
-        recording = np.asarray(recording, np.float32)
+        """[S, M] of one recording [N]: integers of any width, or floats in [-1, 1]."""
+        recording = scaled(recording)
         if recording.ndim != 1:
             raise ValueError(f"LogMel: a recording must have shape [samples], got {recording.shape}.")
         return self._normalized(self._spectrum(recording)[: len(recording) // self.hop_length])
@@ -49,7 +51,7 @@ class LogMel:
             raise ValueError("LogMel.chunk: normalize needs the whole recording.")
         begin, end = first * self.hop_length - self.n_fft // 2 - 1, (first + count) * self.hop_length + self.n_fft // 2
         skip = max(begin, 0)
-        part = np.asarray(recording[skip:end], np.float32)
+        part = scaled(recording[skip:end])
         part = np.pad(self._emphasized(part), (skip - begin, end - skip - len(part)))[1:]
         valid = len(recording) // self.hop_length - first
         return np.where(np.arange(count)[:, None] < valid, self._log_mel(part)[:count], np.float32(0))

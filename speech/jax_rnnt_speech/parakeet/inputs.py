@@ -1,11 +1,10 @@
-"""Tokenizers, and manifests of recordings with texts."""
+"""Tokenizers, and the labels of recordings."""
 
 import json
 from pathlib import Path
 
+from jax_rnnt_speech import audio, corpora, manifests, texts
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.corpora import lines_of
-from jax_rnnt_speech.features import read_named
 from jax_rnnt_speech.utterances import Report
 
 
@@ -22,64 +21,34 @@ def tokenizer_of(folder):
         raise UserError(f"{file} is no tokenizer: {error}") from None
 
 
-def read_manifest(file, folder, model, extractor):
-    """([(recording, labels)] that can be trained on, report of the rest) of a manifest, whose paths are relative to it.
+def read_manifest(file, folder, model, extractor, normalize="none", audio_column="", text_column=""):
+    """([(entry, labels)] that can be trained on, report of the rest) of a manifest or folder.
 
-    A line is {"audio_filepath": "a.wav", "text": "..."}, as in NeMo. In the place of the text may stand "labels", a
-    list of integers. A text needs the tokenizer of the checkpoint.
+    In the place of a text, the entries of JSON may have "labels", a list of integers. A text needs the tokenizer of the
+    checkpoint.
     """
-    file, tokenizer, report, examples = Path(file), tokenizer_of(folder), Report(), []
+    tokenizer, report, usable = tokenizer_of(folder), Report(), []
     config, known, encode = model.config, range(model.config.vocab_size), tokenizer and encoder_of(tokenizer)
-    for i, entry in entries(file):
-        if entry is None:
-            report.add("not audio_filepath and text or labels", f"{file.name} line {i}")
-            continue
-        name, labels = entry
-        if isinstance(labels, str):
+    normalize = texts.normalizer(normalize)
+    for entry, stretches in corpora.usable(manifests.read(file, audio_column, text_column), report):
+        labels = entry.labels
+        if labels is None:
             if not encode:
                 raise UserError(f"{file} has texts: they need pip install tokenizers, and {folder}/tokenizer.json")
-            text = " ".join(labels.split())
-            labels = encode(text) if text else []
-        try:
-            recording = read_named(file.parent / name, extractor.sampling_rate)
-        except UserError:
-            report.add("missing or bad audio", name)
-            continue
+            text = normalize(entry.text)
+            labels = encode(text) if text else ()
+        samples = audio.size(stretches, extractor.sampling_rate, entry.start, entry.end)
         if not labels:
-            report.add("empty transcript", name)
+            report.add("empty transcript", entry.name)
         elif any(x not in known or x == config.blank_token_id for x in labels):
-            report.add("outside the vocabulary", name)
-        elif config.encoder_config.length(len(recording) // extractor.hop_length) < len(labels):
-            report.add("fewer frames than labels", name)
+            report.add("outside the vocabulary", entry.name)
+        elif config.encoder_config.length(samples // extractor.hop_length) < len(labels):
+            report.add("fewer frames than labels", entry.name)
         else:
-            examples.append((recording, labels))
-    if not examples:
+            usable.append((entry, labels))
+    if not usable:
         raise UserError(f"{file} has no usable utterance" + "".join(f"; {x}" for x in report.lines()))
-    return examples, report
-
-
-def entries(file):
-    """(number, (audio, text or labels)) of each line, or (number, None) of one that has no such thing."""
-    try:
-        for i, line in lines_of(file):
-            yield i, entry_of(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} must be UTF-8: {error}") from None
-
-
-def entry_of(line):
-    try:
-        x = json.loads(line)
-        kind = "labels" if "labels" in x else "text"
-        name, said = x["audio_filepath"], x[kind]
-    except (ValueError, KeyError, TypeError):
-        return None
-    whole = isinstance(name, str) and not x.get("offset")  # NeMo's offset: a part of the recording
-    if kind == "labels":
-        right = isinstance(said, list) and all(type(y) is int for y in said)
-    else:
-        right = isinstance(said, str)
-    return (name, said) if whole and right else None
+    return usable, report
 
 
 def encoder_of(tokenizer):

@@ -1,0 +1,127 @@
+"""What corpora hold, before anyone trains on them."""
+
+import collections
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+from jax_rnnt_speech import batches, config, runs, tokens
+from jax_rnnt_speech.config import Config, UserError
+from jax_rnnt_speech.corpora import Recordings
+from jax_rnnt_speech.utterances import Report
+
+# Options of train that decide what is read, or how it is padded.
+OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
+OPTIONS |= {"batch_seconds", "batch", "buckets"}
+SHOWN = 10  # texts, before and after --normalize
+RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
+
+
+class Corpora:
+    """The usable utterances of all that is named, as one corpus."""
+
+    def __init__(self, paths, settings, vocabulary, subsampling):
+        self.report, self.entries, self.utterances = Report(), [], []
+        for path in paths:
+            try:
+                corpus = Recordings(path, settings)
+            except UserError as error:
+                print(f"rnnt-speech: {error}", file=sys.stderr)
+                self.report.add("not readable", path)
+                continue
+            for reason, names in corpus.report.names.items():
+                self.report.names[reason] += names
+            self.entries += corpus.entries
+            self.utterances += corpus.utterances
+        self.settings, self.buckets, labels = settings, [], {}
+        if self.utterances:
+            known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
+            try:
+                data = batches.labelled(self, known, subsampling)
+            except UserError:  # the report says why none is left
+                data = types.SimpleNamespace(labels={})
+            labels, self.size = data.labels, len(known.pieces)
+        if labels:
+            self.buckets = batches.make_buckets(data, settings, 1)
+            self.padding = batches.padding(data, self.buckets)
+        self.kept = [(self.entries[i], self.utterances[i].text) for i in labels]
+        self.seconds = np.array([entry.whole for entry, _ in self.kept])
+
+    def object(self):
+        """What --json prints."""
+        return {
+            "utterances": len(self.kept),
+            "hours": float(self.seconds.sum() / 3600),
+            "labels": self.size if self.kept else 0,
+            "characters": sum(len(text) for _, text in self.kept),
+            "words": sum(len(text.split()) for _, text in self.kept),
+            "left_out": dict(self.report.names),
+        }
+
+    def lines(self):
+        x, texts = self.object(), [text for _, text in self.kept]
+        yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
+        shortest, half, most, longest = np.quantile(self.seconds, [0, 0.5, 0.95, 1])
+        yield f"lengths: {shortest:.2f} to {longest:.2f} s; half up to {half:.2f} s, 95% up to {most:.2f} s"
+        texts_with = collections.Counter(x for text in texts for x in set(text))
+        yield f"characters: {x['characters']}, of {len(texts_with)} kinds: {''.join(sorted(texts_with))}"
+        yield f"words: {x['words']}, {len({word for text in texts for word in text.split()})} different"
+        for rare in sorted(x for x, count in texts_with.items() if count < RARE and len(texts) >= 10 * RARE):
+            names = ", ".join(entry.name for entry, text in self.kept if rare in text)
+            yield f"rare character {rare!r} (U+{ord(rare):04X}): {names}"
+        for bucket in self.buckets:
+            frames = sum(self.utterances[i].frames for i in bucket.members)
+            share = 1 - frames / (bucket.frames * len(bucket.members))
+            yield f"bucket: {len(bucket.members)} utterances in batches of {bucket.batch} x {bucket.frames} frames x " \
+                  f"{bucket.labels} labels, {share:.0%} padding"  # fmt: skip
+        yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
+        changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
+        yield f"texts that change as they are read (--normalize {self.settings.normalize}): {len(changed)}"
+        for before, after in (changed or [(x, x) for x in texts])[:SHOWN]:
+            yield f"  {before!r} -> {after!r}"
+
+
+def options_of(args):
+    """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
+    names, known, vocabulary = {field.name for field in dataclasses.fields(Config)}, {}, None
+    if args.workdir:
+        run = runs.open_run(args.workdir)
+        setup = run.setup()
+        run.close()
+        known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
+    elif args.config:
+        known = config.read_file(args.config)
+    known |= {name: x for name, x in vars(args).items() if name in names}
+    settings = Config(**known)
+    subsampling = int(np.prod([stride for stride, _ in settings.strides]))
+    return settings, vocabulary, subsampling if args.workdir or args.config else None
+
+
+def check(args):
+    settings, *model = options_of(args)
+    if settings.hop <= 0 or settings.window < settings.hop or settings.rate * settings.window < 2000:
+        raise UserError("--window must be --hop or more, that more than 0, and hold two samples at --rate")
+    data = Corpora(args.data, settings, *model)
+    if args.json:
+        print(json.dumps(data.object(), indent=1))
+    else:
+        for line in (*(data.lines() if data.kept else ()), *data.report.lines(named=sys.maxsize)):
+            print(line)
+    if not data.kept:
+        raise UserError(f"no usable utterance in {', '.join(args.data)}")
+    return 1 if data.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("check", help="what corpora hold, and what of them is left out and why")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("--json", action="store_true", help="one object: utterances, hours, labels, left_out, ...")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--workdir", type=Path, help="of a training, whose vocabulary and options count")
+    model.add_argument("--config", metavar="FILE", help="options of train, as there")
+    config.add_options(parser, OPTIONS)
+    parser.set_defaults(run=check)

@@ -1,0 +1,399 @@
+"""Lists of recordings with their texts, in the dialects of the field: what a manifest or folder says, nothing decoded.
+
+`read` yields an Entry for each utterance, or a Fault where a line is none. A key that says which part of a file a text
+belongs to is honoured, or the line is a Fault.
+"""
+
+import csv
+import gzip
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from jax_rnnt_speech.config import UserError
+
+AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
+              "wav_filename")  # fmt: skip
+TEXT_KEYS = "text", "sentence", "transcript", "transcription"
+START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
+CHANNEL_KEYS = "channel", "channels", "channel_selector"
+# Keys of other tools that choose a part of a file, in units that are not seconds.
+UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
+SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
+            ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
+MANIFESTS = ".jsonl, .json, .tsv or .csv, also with .gz"
+
+
+class Entry(NamedTuple):
+    """An utterance: a text, and the seconds and channel of a file that it belongs to."""
+
+    name: str
+    audio: Path
+    text: str
+    start: float = 0.0
+    end: float | None = None  # None: that of the file
+    channel: int | tuple | None = None  # None: the mean of all
+    whole: float | None = None  # seconds that the file is said to last
+    labels: list | None = None  # what the text is to become
+
+
+class Fault(NamedTuple):
+    reason: str
+    name: str
+
+
+class LineError(ValueError):
+    """Why a line is left out."""
+
+
+def read(path, audio_column="", text_column=""):
+    """Entries and Faults of a manifest or folder."""
+    path = Path(path)
+    keys = (audio_column,) if audio_column else AUDIO_KEYS, (text_column,) if text_column else TEXT_KEYS
+    try:
+        if path.is_dir():
+            yield from folder(path, keys)
+        elif not path.exists():
+            raise UserError(f"{path} does not exist")
+        elif path.name in ("wav.scp", "segments", "text"):
+            yield from kaldi(path.parent)
+        else:
+            yield from manifest(path, keys)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is not readable: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} must be UTF-8: {error}") from None
+
+
+def text_of(path):
+    """The text of a file, with a newline alone at the ends of lines."""
+    data = path.read_bytes()
+    data = gzip.decompress(data) if path.suffix == ".gz" else data
+    return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def lines_of(path):
+    """(number, line) of a text's lines that are not empty. Other characters that Unicode counts as ends are none."""
+    for i, line in enumerate(text_of(path).split("\n"), 1):
+        if line.strip():
+            yield i, line
+
+
+def manifest(path, keys):
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix in (".json", ".jsonl"):
+        rows = objects(path)
+    elif suffix in (".tsv", ".csv"):
+        rows = table(path, keys)
+    else:
+        raise UserError(f"{path} is neither a folder nor a manifest ({MANIFESTS})")
+    for name, row in rows:
+        try:
+            if isinstance(row, LineError):
+                raise row
+            if not isinstance(row, dict):
+                raise LineError("not an object with keys")
+            yield from (cuts if is_cut(row) else utterances)(row, path, name, keys)
+        except LineError as error:
+            yield Fault(str(error), name)
+
+
+def objects(path):
+    """(name, object or LineError) of JSON lines, or of an array."""
+    text = text_of(path)
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        whole = None
+    if isinstance(whole, list):
+        yield from ((f"{path.name} item {i}", x) for i, x in enumerate(whole, 1))
+    elif isinstance(whole, dict):
+        yield f"{path.name} line 1", whole
+    else:
+        for i, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    yield f"{path.name} line {i}", json.loads(line)
+                except (ValueError, RecursionError):
+                    yield f"{path.name} line {i}", LineError("not JSON")
+
+
+def table(path, keys):
+    """(name, row as a dictionary or LineError) of a table whose first line names the columns."""
+    text = text_of(path)
+    first = text.split("\n", 1)[0]
+    tabs = ".tsv" in path.suffixes or first.count("\t") > max(first.count(x) for x in ",;")
+    delimiter = "\t" if tabs else max(",;", key=first.count)
+    rows = records(text.split("\n"), delimiter)
+    _, names = next(rows, (1, []))
+    for option, choices in zip(("--audio-column", "--text-column"), keys):
+        if not set(choices) & set(names):
+            known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
+            raise UserError(f"{path} must have {known} in its first line ({option} names another), got {names}"[:1000])
+    used = [x for x in names if x]
+    if len(set(used)) < len(used):
+        raise UserError(f"{path} must name each column once, got {names}"[:1000])
+    for i, row in rows:
+        other = LineError("another number of columns than in the first line")
+        yield f"{path.name} line {i}", dict(zip(names, row)) if len(row) == len(names) else other
+
+
+def records(lines, delimiter):
+    """(number of its line, fields) of each record that is not empty, with quotes as Python's csv reads them.
+
+    A quote that csv cannot pair, or that would join lines which are rows already, is a character.
+    """
+    place, width = 0, None
+    while place < len(lines):
+        used, row = 1, lines[place].split(delimiter)
+        try:
+            reader = csv.reader((lines[i] + "\n" for i in range(place, len(lines))), delimiter=delimiter, strict=True)
+            quoted = next(reader)
+            spanned = lines[place : place + reader.line_num]
+            rows = len(spanned) > 1 and all(len(x.split(delimiter)) == width for x in spanned)
+            if len(spanned) == 1 or (len(quoted) == width and not rows):
+                used, row = reader.line_num, quoted
+        except (csv.Error, StopIteration):
+            pass
+        if any(x.strip() for x in row):
+            width = width or len(row)
+            yield place + 1, row
+        place += used
+
+
+def first_of(row, keys):
+    return next((row[x] for x in keys if row.get(x) not in (None, "")), None)
+
+
+def number(row, keys):
+    """The seconds under one of the keys, or None."""
+    values = {x: row[x] for x in keys if row.get(x) not in (None, "")}
+    if not values:
+        return None
+    key = next(iter(values))
+    try:
+        numbers = [math.nan if isinstance(x, bool) else float(x) for x in values.values()]
+    except (ValueError, TypeError, OverflowError):
+        numbers = [math.nan]
+    if not 0 <= numbers[0] < math.inf:
+        raise LineError(f"{key} is no number of seconds")
+    if any(x != numbers[0] for x in numbers):
+        raise LineError(f"{' and '.join(values)} contradict each other")
+    return numbers[0]
+
+
+def span(row):
+    """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
+    for key in UNREAD:
+        if row.get(key) not in (None, ""):
+            raise LineError(f"the key {key}, which is not in seconds, is not read")
+    start, end, duration = number(row, START_KEYS), number(row, END_KEYS), number(row, ("duration",))
+    if duration == 0:
+        raise LineError("duration is no number of seconds above 0")
+    if start is None and end is None:
+        return 0.0, None, duration
+    start = start or 0.0
+    if end is not None and duration is not None and abs(start + duration - end) > 0.1:
+        raise LineError("end and duration contradict each other")
+    end = end if end is not None or duration is None else start + duration
+    if end is not None and end <= start:
+        raise LineError("the end is not behind the start")
+    return start, end, None
+
+
+def channel(x):
+    """None, the number of a channel from 0 on, or several."""
+    if isinstance(x, list) and x and all(type(y) is int and y >= 0 for y in x):
+        return tuple(x)
+    if x in (None, "", "average"):
+        return None
+    if isinstance(x, (int, str)) and not isinstance(x, bool) and re.fullmatch(r"\d{1,9}", str(x)):
+        return int(x)
+    raise LineError("channel is no number from 0 on")
+
+
+def encodable(text, what):
+    """The text, unless it holds half of a surrogate pair or is none."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise LineError(f"{what} is no string of characters")
+
+
+def located(name, manifest):
+    """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder."""
+    name = encodable(name, "the name of the audio")
+    beside = manifest.parent / name
+    return next((x for x in (beside, manifest.parent / "clips" / name, Path(name)) if is_file(x)), beside)
+
+
+def is_file(path):
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def utterances(row, path, line, keys):
+    """Entries of one row: one, or one for each of its segments."""
+    audio = first_of(row, keys[0])
+    audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
+    if not audio:
+        raise LineError("no name of an audio file")
+    file, parts = located(audio, path), row.get("segments")
+    if parts in (None, ""):
+        start, end, whole = span(row)
+        labels = row.get("labels")
+        if labels is not None and not (isinstance(labels, list) and all(type(x) is int for x in labels)):
+            raise LineError("labels are no list of integers")
+        text = "" if labels is not None and first_of(row, keys[1]) is None else text_under(row, keys[1])
+        name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
+        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels)
+        return
+    if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
+        raise LineError("segments are no list of objects")
+    if first_of(row, START_KEYS + END_KEYS) is not None:
+        raise LineError("segments of a segment are not read")
+    for i, part in enumerate(parts, 1):
+        try:
+            start, end, whole = span(part)
+            if end is None and start == 0.0:
+                raise LineError("a segment without start and end")
+            chosen = channel(first_of(row | part, CHANNEL_KEYS))
+            text = text_under(part, keys[1])
+            yield Entry(segment_name(audio, start, end), file, text, start, end, chosen, number(row, ("duration",)))
+        except LineError as error:
+            yield Fault(str(error), f"{line} segment {i}")
+
+
+def segment_name(audio, start, end):
+    return f"{audio} from {start:g} s" + (f" to {end:g} s" if end is not None else "")
+
+
+def text_under(row, keys):
+    if not any(x in row for x in keys):
+        raise LineError("no text")
+    text = first_of(row, keys)
+    return "" if text is None else encodable(text, "the text")
+
+
+def is_cut(row):
+    """Whether it is one of Lhotse's."""
+    return bool({"supervisions", "recording", "tracks"} & row.keys())
+
+
+def cuts(row, path, line, _):
+    """Entries of one of Lhotse's cuts: one for each of its supervisions."""
+    recording, supervisions = row.get("recording"), row.get("supervisions")
+    if "tracks" in row:
+        raise LineError("a mixed cut of Lhotse is not read")
+    if not isinstance(recording, dict) or not isinstance(recording.get("sources"), list):
+        raise LineError("a cut of Lhotse without a recording")
+    if not isinstance(supervisions, list) or not supervisions or not all(isinstance(x, dict) for x in supervisions):
+        raise LineError("a cut of Lhotse without supervisions")
+    if recording.get("transforms"):
+        raise LineError("a recording of Lhotse with transforms is not read")
+    first, length = number(row, ("start",)) or 0.0, number(row, ("duration",))
+    for x in supervisions:
+        try:
+            name = encodable(x.get("id") or row.get("id"), "the id of a supervision")
+            yield from supervision(x, name, row, recording, path, first, length)
+        except LineError as error:
+            yield Fault(str(error), f"{line} ({row.get('id')})"[:200])
+
+
+def supervision(x, name, row, recording, path, first, length):
+    """The Entry of a supervision, whose times count from the start of its cut."""
+    offset, duration = x.get("start") or 0.0, number(x, ("duration",))
+    if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
+        raise LineError("start is no number of seconds")
+    if duration is None or not duration:
+        raise LineError("a supervision of Lhotse without duration")
+    if offset < -0.1 or (length is not None and offset + duration > length + 0.1):
+        raise LineError("a supervision of Lhotse that goes beyond its cut")
+    start = max(0.0, first + offset)
+    chosen = channel(first_of(x, ("channel",)) if x.get("channel") is not None else row.get("channel"))
+    sources = [y for y in recording["sources"] if isinstance(y, dict) and y.get("type") == "file"]
+    if len(sources) < len(recording["sources"]) or not sources:
+        raise LineError("a source of Lhotse that is no file is not read")
+    if chosen is None and len(sources) > 1:
+        raise LineError("a recording of Lhotse in several files, without a channel")
+    wanted = {chosen} if isinstance(chosen, int) else set(chosen or ())
+    for source in sources:
+        known = source.get("channels") or [0]
+        if isinstance(known, list) and wanted <= {y for y in known if type(y) is int}:
+            places = tuple(known.index(y) for y in sorted(wanted)) or None
+            places = places[0] if places and len(places) == 1 else places
+            text = text_under({"text": x.get("text")}, ("text",))
+            audio = located(source.get("source"), path)
+            yield Entry(name, audio, text, start, first + offset + duration, places, number(recording, ("duration",)))
+            return
+    raise LineError("no source of Lhotse has the channel")
+
+
+def folder(path, keys):
+    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text beside each file."""
+    if (path / "wav.scp").exists():
+        return kaldi(path)
+    tables = [path / f"metadata.{x}" for x in ("jsonl", "csv") if (path / f"metadata.{x}").exists()]
+    return manifest(tables[0], keys) if tables else beside(path)
+
+
+def beside(path):
+    """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
+    files = {}
+    for x in sorted(path.rglob("*")):
+        if x.suffix.lower() in SUFFIXES:
+            files.setdefault((x.parent, x.stem), x)
+    unused, lists = dict(files), sorted(path.rglob("*.trans.txt"))
+    texts = [x for x in sorted(path.rglob("*.txt")) if (x.parent, x.stem) in files or not lists]
+    if not lists and not any((x.parent, x.stem) in files for x in texts):
+        raise UserError(f"{path} holds no *.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files "
+                        f"with a text of the same name; a manifest is named itself ({MANIFESTS})")  # fmt: skip
+    said = [(f"{file.name} line {i}", file.parent, *[*line.split(None, 1), ""][:2])
+            for file in lists for i, line in lines_of(file)]  # fmt: skip
+    said += [(x.name, x.parent, x.stem, text_of(x)) for x in texts if x not in lists]
+    for line, parent, name, text in said:
+        file = files.get((parent, name))
+        unused.pop((parent, name), None)
+        if file is None:
+            yield Fault("a text without its audio file", line)
+        else:
+            yield Entry(str(file.relative_to(path)), file, text)
+    yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
+
+
+def kaldi(path):
+    """A folder of Kaldi: wav.scp, text, and perhaps segments."""
+
+    def fields(name):
+        return [line.split(None, 1) for _, line in lines_of(path / name)]
+
+    files = {x[0]: x[1].strip() if len(x) > 1 else "" for x in fields("wav.scp")}
+    segments = {x: (x, "0", "-1") for x in files}
+    if (path / "segments").exists():
+        segments = {x[0]: x[1].split() if len(x) > 1 else () for x in fields("segments")}
+    for name, *text in fields("text"):
+        try:
+            where = segments.pop(name, None)
+            if where is None:
+                raise LineError("a text without its recording")
+            if len(where) not in (3, 4):
+                raise LineError("no segment: expected a recording, a start and an end")
+            file = files.get(where[0])
+            if not file:
+                raise LineError("a segment of a recording that wav.scp lacks")
+            if file.endswith("|") or file.startswith("|"):
+                raise LineError("a command in wav.scp is not run")
+            end = {} if where[2].startswith("-") else {"end": where[2]}
+            start, end, _ = span({"start": where[1]} | end)
+            yield Entry(name, located(file, path / "wav.scp"), " ".join(text), start, end, channel("".join(where[3:])))
+        except LineError as error:
+            yield Fault(str(error), name)
+    yield from (Fault("a recording without a text", x) for x in segments)

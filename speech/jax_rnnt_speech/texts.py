@@ -1,0 +1,82 @@
+"""Texts as a training sees them: composed characters, and what --normalize makes of them."""
+
+import importlib.util
+import re
+import unicodedata
+from pathlib import Path
+
+from unicode_rbnf import RbnfEngine
+from unicode_rbnf.engine import NoRuleForNumberError
+
+from jax_rnnt_speech.config import UserError
+
+NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?")
+
+
+def basic(language):
+    """Lower case, numbers in words of a language, no punctuation but the apostrophe within a word."""
+    if language not in RbnfEngine.get_supported_languages():
+        known = ", ".join(RbnfEngine.get_supported_languages())
+        raise UserError(f"--normalize basic:{language} has no numbers in words; languages: {known}")
+    engine = RbnfEngine.for_language(language)
+
+    def spelled(match):
+        try:
+            # Soft hyphens mark where a long word may be broken.
+            return f" {engine.format_number(match[0].replace(',', '')).text} ".replace("\xad", "")
+        except NoRuleForNumberError:  # it is too large
+            return " ".join(spelled(x) for x in re.finditer(r"\d", match[0]))
+
+    def normalize(text):
+        text = NUMBER.sub(spelled, text).lower().replace("\u2019", "'")
+        text = re.sub(r"(?<!\w)'|'(?!\w)", " ", text)
+        return "".join(x if x == "'" or unicodedata.category(x)[0] in "LMNZ" else " " for x in text)
+
+    return normalize
+
+
+def loaded(name):
+    """The function that FILE:FUNCTION names."""
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise UserError(f"--normalize {name} is none of none, basic, basic:LANGUAGE and FILE:FUNCTION of a Python file")
+    spec = importlib.util.spec_from_file_location("jax_rnnt_speech_normalize", file)
+    if spec is None:
+        raise UserError(f"--normalize {name}: {file} must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--normalize {name}: {file} cannot be imported: {error!r}") from None
+    if not callable(getattr(module, function, None)):
+        raise UserError(f"--normalize {name}: {file} has no function {function}")
+    return getattr(module, function)
+
+
+def normalizer(name, lower=False):
+    """Function of a text: in NFC, without spaces at its ends and several in a row, and as `name` says."""
+    if name == "none":
+        change = str
+    elif name == "basic" or name.startswith("basic:"):
+        change = basic(name.partition(":")[2] or "en")
+    else:
+        change = loaded(name)
+
+    def normalize(text):
+        text = " ".join(unicodedata.normalize("NFC", text).split())
+        try:
+            changed = change(text)
+        except Exception as error:
+            raise UserError(f"--normalize {name} fails on {text[:100]!r}: {error!r}") from None
+        if not isinstance(changed, str):
+            raise UserError(f"--normalize {name} must return a string, got {changed!r} of {text[:100]!r}"[:300])
+        changed = changed.lower() if lower else changed
+        return unicodedata.normalize("NFC", " ".join(changed.split()))
+
+    return normalize
+
+
+def absolute(name):
+    """The same --normalize from any folder."""
+    file, colon, function = name.rpartition(":")
+    return f"{Path(file).resolve()}:{function}" if colon and Path(file).is_file() else name

@@ -1,0 +1,441 @@
+"""Manifests of every dialect, audio files of every format, texts, and the command `check`."""
+
+import csv
+import gzip
+import json
+import pathlib
+import struct
+import sys
+
+import av
+import numpy as np
+import pytest
+import scipy.io.wavfile
+
+import fuzz_reading
+from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
+from support import asr, configuration, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """a.wav of 3 s, b.flac of two channels, and c.opus at 48 kHz."""
+    folder = tmp_path_factory.mktemp("reading")
+    encode(folder / "a.wav")
+    encode(folder / "b.flac", np.stack([SWEEP, -0.5 * SWEEP]))
+    encode(folder / "c.opus", np.interp(np.arange(3 * 48000) / 48000, TIMES, SWEEP), 48000)
+    return folder
+
+
+def listed(path, **options):
+    """[(name, text, start, end, channel)] of the entries, {reason: [names]}."""
+    entries, faults = [], {}
+    for x in asr.manifests.read(path, **options):
+        if isinstance(x, asr.manifests.Entry):
+            assert x.audio.is_file(), x
+            entries.append((x.name, x.text, x.start, x.end, x.channel))
+        else:
+            faults.setdefault(x.reason, []).append(x.name)
+    return entries, faults
+
+
+def test_own_lines(folder):
+    """offset, start, end, duration, channel and segments say what is read; what contradicts itself is named."""
+    rows = [
+        {"audio": "a.wav", "text": "whole", "duration": 3.0},
+        {"audio": "a.wav", "text": "one", "offset": 0, "duration": 1},
+        {"audio": "b.flac", "text": "two", "start": 0.5, "end": 1.25, "channel": 1},
+        {"audio": "b.flac", "text": "three", "offset": 2, "channel_selector": [0, 1]},
+        {"audio": "a.wav", "channel": 0, "segments": [{"start": i, "end": i + 1, "text": "xy"[i]} for i in range(2)]},
+        {"audio": "a.wav", "text": "x", "start": 1, "end": 2, "duration": 3},
+        {"audio": "a.wav", "text": "x", "offset": 1, "start": 2},
+        {"audio": "a.wav", "text": "x", "start": 2, "end": 2},
+        {"audio": "a.wav", "text": "x", "frame_offset": 8000},
+        {"audio": "a.wav", "text": "x", "channel": "left"},
+        {"audio": "a.wav", "text": "x", "channel": -1},
+        {"audio": "a.wav", "segments": [{"text": "x"}]},
+        {"audio": "a.wav", "segments": "x"},
+        {"audio": "a.wav", "offset": 1, "segments": [{"start": 0, "end": 1, "text": "x"}]},
+        {"audio": "a.wav", "segments": [{"start": 0, "end": 1}]},
+    ]  # fmt: skip
+    (folder / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entries, faults = listed(folder / "own.jsonl")
+    assert entries == [
+        ("a.wav", "whole", 0.0, None, None),
+        ("a.wav from 0 s to 1 s", "one", 0.0, 1.0, None),
+        ("b.flac from 0.5 s to 1.25 s", "two", 0.5, 1.25, 1),
+        ("b.flac from 2 s", "three", 2.0, None, (0, 1)),
+        ("a.wav from 0 s to 1 s", "x", 0.0, 1.0, 0),
+        ("a.wav from 1 s to 2 s", "y", 1.0, 2.0, 0),
+    ]
+    line = "own.jsonl line {}".format
+    assert faults == {
+        "end and duration contradict each other": [line(6)],
+        "offset and start contradict each other": [line(7)],
+        "the end is not behind the start": [line(8)],
+        "the key frame_offset, which is not in seconds, is not read": [line(9)],
+        "channel is no number from 0 on": [line(10), line(11)],
+        "a segment without start and end": [line(12) + " segment 1"],
+        "segments are no list of objects": [line(13)],
+        "segments of a segment are not read": [line(14)],
+        "no text": [line(15) + " segment 1"],
+    }
+    (folder / "own.json").write_text(json.dumps([*rows[:2], 3], indent=1))
+    assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})
+
+
+def test_nemo(folder):
+    lines = '{"audio_filepath": "a.wav", "duration": 3.0, "text": "whole"}\n'
+    lines += '{"audio_filepath": "a.wav", "offset": 1.5, "duration": 0.5, "text": "part", "lang": "en"}\n'
+    (folder / "nemo.json").write_text(lines)
+    expected = [("a.wav", "whole", 0.0, None, None), ("a.wav from 1.5 s to 2 s", "part", 1.5, 2.0, None)]
+    assert listed(folder / "nemo.json") == (expected, {})
+
+
+def test_hugging_face(folder, tmp_path):
+    """`to_json` of a data set, and metadata.csv of a folder of audio."""
+    whole = str(folder / "a.wav")
+    row = {"client_id": "1", "path": whole, "audio": {"path": whole, "bytes": None}, "sentence": "good morning"}
+    (tmp_path / "hf.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps(row | {"audio": {"path": None, "bytes": "x"}})
+    )
+    entries, faults = listed(tmp_path / "hf.jsonl")
+    assert entries == [(whole, "good morning", 0.0, None, None)]
+    assert faults == {"no name of an audio file": ["hf.jsonl line 2"]}
+    (tmp_path / "a.wav").symlink_to(whole)
+    (tmp_path / "metadata.csv").write_text('file_name,transcription\na.wav,"good, morning"\n')
+    assert listed(tmp_path) == ([("a.wav", "good, morning", 0.0, None, None)], {})
+
+
+def test_lhotse(folder):
+    """Cuts: a supervision is a part of its cut, which is a part of the recording; what is no file is named."""
+    file = {"type": "file", "channels": [0], "source": "a.wav"}
+    said = {
+        "id": "s",
+        "recording_id": "r",
+        "start": 0.25,
+        "duration": 1.0,
+        "channel": 0,
+        "text": "hello",
+        "speaker": "x",
+    }
+    two = {"type": "file", "channels": [0, 1], "source": "b.flac"}
+    rows = [
+        cut([file], [said, said | {"id": "t", "start": 1.25, "duration": 0.5}]),
+        cut([two], [said | {"channel": 1}], type="MultiCut", channel=[0, 1]),
+        cut([{"type": "command", "channels": [0], "source": "sox"}], [said]),
+        cut([file], [said | {"start": 1.5}]),
+        cut([file], [said | {"channel": 3}]),
+        {"id": "m", "tracks": [], "type": "MixedCut"},
+        cut([file], []),
+    ]
+    with gzip.open(folder / "cuts.jsonl.gz", "wt") as out:
+        out.write("\n".join(map(json.dumps, rows)) + "\n")
+    entries, faults = listed(folder / "cuts.jsonl.gz")
+    assert entries == [("s", "hello", 0.75, 1.75, 0), ("t", "hello", 1.75, 2.25, 0), ("s", "hello", 0.75, 1.75, 1)]
+    line = "cuts.jsonl.gz line {}".format
+    assert faults == {
+        "a source of Lhotse that is no file is not read": [f"{line(3)} (r-0)"],
+        "a supervision of Lhotse that goes beyond its cut": [f"{line(4)} (r-0)"],
+        "no source of Lhotse has the channel": [f"{line(5)} (r-0)"],
+        "a mixed cut of Lhotse is not read": [line(6)],
+        "a cut of Lhotse without supervisions": [line(7)],
+    }
+    (folder / "cut.jsonl.gz").write_bytes((folder / "cuts.jsonl.gz").read_bytes()[:-20])
+    with pytest.raises(asr.config.UserError, match=r"cut\.jsonl\.gz is not readable: "):
+        listed(folder / "cut.jsonl.gz")
+
+
+def test_kaldi(folder, tmp_path):
+    """wav.scp and text, with and without segments; commands are not run."""
+    marker = tmp_path / "ran"
+    (tmp_path / "wav.scp").write_text(f"a {folder}/a.wav\nb {folder}/b.flac\nc touch {marker} |\nd {folder}/a.wav\n")
+    (tmp_path / "text").write_text("a GOOD MORNING\nb\nc NO\ne NO\n")
+    assert listed(tmp_path) == (
+        [("a", "GOOD MORNING", 0.0, None, None), ("b", "", 0.0, None, None)],
+        {
+            "a command in wav.scp is not run": ["c"],
+            "a text without its recording": ["e"],
+            "a recording without a text": ["d"],
+        },
+    )
+    (tmp_path / "segments").write_text("u1 a 0.5 1.25\nu2 b 1 -1 1\nu3 x 0 1\nu4 a 1\nu5 a 2 1\nu6 a 0 1\n")
+    (tmp_path / "text").write_text("".join(f"u{i} WORD {i}\n" for i in range(1, 6)))
+    assert listed(tmp_path / "wav.scp") == (
+        [("u1", "WORD 1", 0.5, 1.25, None), ("u2", "WORD 2", 1.0, None, 1)],
+        {
+            "a segment of a recording that wav.scp lacks": ["u3"],
+            "no segment: expected a recording, a start and an end": ["u4"],
+            "the end is not behind the start": ["u5"],
+            "a recording without a text": ["u6"],
+        },
+    )
+    assert not marker.exists()
+
+
+def test_common_voice(folder, tmp_path):
+    """Its columns, files in `clips`, and quotes that belong to the sentences, as its tool writes none for csv."""
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips/a.wav").symlink_to(folder / "a.wav")
+    lines = ["client_id\tpath\tsentence\tup_votes\tsegment"]
+    sentences = (
+        "Good morning.",
+        '"Who\'s there?" she said.',
+        'He said "no".',
+        '"Unpaired',
+        'A 12" disc',
+        '"again',
+        '"one',
+        'two"',
+    )
+    lines += [f"x\ta.wav\t{text}\t2\t" for text in sentences]
+    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    entries, faults = listed(tmp_path / "train.tsv")
+    assert [x[1] for x in entries] == list(sentences) and not faults
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [("tsv", "\t"), ("csv", ","), ("csv", ";")])
+def test_tables(folder, suffix, delimiter):
+    """What Python's csv writes comes back, with other names of columns too; a row of another length is named."""
+    said = ['a "quoted" word', "a, comma; and\ttab", "two\nlines", "plain"]
+    path = folder / f"table.{suffix}"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, delimiter=delimiter)
+        rows.writerow(["id", "clip", "said", "offset", "duration", "channel"])
+        rows.writerows([i, "b.flac", text, 0.5, 1, 1] for i, text in enumerate(said))
+        rows.writerow(["x", "b.flac", "short"])
+    entries, faults = listed(path, audio_column="clip", text_column="said")
+    assert [x[1:] for x in entries] == [(text, 0.5, 1.5, 1) for text in said]
+    assert faults == {"another number of columns than in the first line": [f"table.{suffix} line 7"]}
+    with pytest.raises(
+        asr.config.UserError, match=r"must have one of the columns audio, .* \(--audio-column names another"
+    ):
+        listed(path)
+    with pytest.raises(asr.config.UserError, match=r"must have the column words in its first line \(--text-column"):
+        listed(path, audio_column="clip", text_column="words")
+
+
+def test_folders(folder, tmp_path):
+    """LibriSpeech's with any audio, and a text beside each file; what lacks the other half is named."""
+    for i, name in enumerate(("a.wav", "b.flac", "c.opus")):
+        for place in ("libri/1/2", "pairs"):
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
+            (tmp_path / place / f"1-2-{i}{name[1:]}").symlink_to(folder / name)
+    (tmp_path / "libri/1/2/1-2.trans.txt").write_text("1-2-0 GOOD MORNING\n1-2-1 YES\n1-2-9 NO\n")
+    expected = [("1-2-0.wav", "GOOD MORNING"), ("1-2-1.flac", "YES")]
+    entries, faults = listed(tmp_path / "libri")
+    assert [(x[0], x[1]) for x in entries] == [(f"1/2/{name}", text) for name, text in expected]
+    missing = {"an audio file without a text": ["1/2/1-2-2.opus"]}
+    assert faults == missing | {"a text without its audio file": ["1-2.trans.txt line 3"]}
+    (tmp_path / "pairs/1-2-0.txt").write_text("\ufeffGOOD MORNING\n")
+    (tmp_path / "pairs/1-2-1.txt").write_text("YES")
+    (tmp_path / "pairs/other.txt").write_text("NO")
+    entries, faults = listed(tmp_path / "pairs")
+    assert [(x[0], x[1].strip()) for x in entries] == expected
+    assert faults == {"an audio file without a text": ["1-2-2.opus"], "a text without its audio file": ["other.txt"]}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
+        listed(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_formats(tmp_path, suffix):
+    """Every format gives the samples, all of them where files are joined, and says where it is cut off."""
+    path, rate = tmp_path / f"a.{suffix}", 48000 if FORMATS[suffix] == "libopus" else RATE
+    encode(path, np.interp(np.arange(3 * rate) / rate, TIMES, SWEEP), rate)
+    x = asr.audio.read(path, RATE)
+    assert 3 * RATE <= len(x) <= 3 * RATE + 1500
+    lossless = suffix in ("wav", "flac", "aiff")
+    delay = int(np.correlate(x, SWEEP, "valid").argmax())
+    assert np.std(x[delay : delay + 3 * RATE] - SWEEP) < (2e-5 if lossless else 0.02)
+    data = path.read_bytes()
+    path.write_bytes(data + data)
+    assert len(asr.audio.read(path, RATE)) == pytest.approx(2 * len(x), abs=2000)
+    (stretch,) = asr.audio.stretches(path) if suffix != "aac" else [asr.audio.stretches(path)[0]]
+    assert stretch.rate == rate and asr.audio.size([stretch], RATE) == len(asr.audio.read(path, RATE))
+    path.write_bytes(data[: len(data) * 2 // 3])
+    if suffix == "aac":  # its frames stand alone, and nothing says how many there are
+        assert len(asr.audio.read(path, RATE)) == pytest.approx(len(x) * 2 / 3, abs=2000)
+    else:
+        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
+            asr.audio.read(path, RATE)
+
+
+def test_headers_that_lie(tmp_path):
+    """MP3 without the number of its frames, FLAC and WAV of unknown length, WAV whose header says less or more."""
+    encode(tmp_path / "a.mp3", write_xing="0")
+    assert len(asr.audio.read(tmp_path / "a.mp3", RATE)) == pytest.approx(3 * RATE, abs=1700)
+    junk = np.random.default_rng(0).bytes(5000)
+    (tmp_path / "b.mp3").write_bytes(junk + (tmp_path / "a.mp3").read_bytes())
+    assert len(asr.audio.read(tmp_path / "b.mp3", RATE)) == pytest.approx(3 * RATE, abs=2500)
+    encode(tmp_path / "a.flac")
+    data = bytearray((tmp_path / "a.flac").read_bytes())
+    data[21:26] = bytes([data[21] & 0xF0, 0, 0, 0, 0])
+    (tmp_path / "a.flac").write_bytes(data)
+    assert len(asr.audio.read(tmp_path / "a.flac", RATE)) == 3 * RATE
+    asr.audio.write(tmp_path / "a.wav", SWEEP, RATE)
+    data = (tmp_path / "a.wav").read_bytes()
+    place = data.index(b"data") + 4
+    for size in (0, 0xFFFFFFFF, 0x7FFFF000, 16000):
+        (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", size) + data[place + 4 :])
+        assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    (tmp_path / "b.wav").write_bytes(data + b"LIST" + struct.pack("<I", 9000) + bytes(9000))
+    assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"  # Latin-1
+    (tmp_path / "b.wav").write_bytes(data[: place - 4] + tag + data[place - 4 :])
+    assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", 10**6) + data[place + 4 :])
+    with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
+        asr.audio.read(tmp_path / "b.wav", RATE)
+
+
+def test_scales(tmp_path):
+    """Integers of every width, and floats, mean the same sound."""
+    x = np.round(SWEEP * 100) / 128
+    types = {np.uint8: (128, 128), np.int16: (2**15, 0), np.int32: (2**31, 0), np.float32: (1, 0), np.float64: (1, 0)}
+    for kind, (scale, zero) in types.items():
+        stored = (x * scale + zero).astype(kind)
+        scipy.io.wavfile.write(tmp_path / "a.wav", RATE, stored)
+        np.testing.assert_allclose(asr.audio.read(tmp_path / "a.wav", RATE), x, atol=1e-6)
+        np.testing.assert_allclose(asr.audio.scaled(stored), x, atol=1e-6)
+    encode(tmp_path / "b.flac", x, codec="flac")
+    with pytest.raises(ValueError, match="samples must be integers or floats, got complex128"):
+        asr.audio.scaled(x + 0j)
+
+
+def test_segments_and_channels(folder):
+    """Decoded time and the channel decide, in compressed files as well."""
+    whole = asr.audio.read(folder / "b.flac", RATE, channel=1)
+    np.testing.assert_allclose(whole, -0.5 * SWEEP, atol=2e-5)
+    np.testing.assert_allclose(asr.audio.read(folder / "b.flac", RATE), 0.25 * SWEEP, atol=2e-5)
+    for path in ("b.flac", "c.opus"):
+        file = asr.audio.stretches(folder / path)
+        rate, channel = file[0].rate, 1 if path == "b.flac" else 0
+        whole = asr.audio.read(folder / path, rate, channel=channel)
+        for start, end in ((0.0, 0.5), (0.123, 2.5), (2.9, None), (1.5, 3.05)):
+            part = asr.audio.read(folder / path, rate, start, end, channel)
+            last = None if end is None else round(end * rate)
+            np.testing.assert_array_equal(part, whole[round(start * rate) : last])
+            assert asr.audio.size(file, rate, start, end) == len(part)
+    for options, reason in (
+        ({"start": 3.0}, "a segment beyond the end of its file"),
+        ({"start": 2.0, "end": 3.2}, "a segment beyond the end of its file"),
+        ({"channel": 2}, "no channel 2: the first is 0, and the file has 2"),
+        ({"channel": (0, 5)}, "no channel 5: the first is 0, and the file has 2"),
+    ):
+        with pytest.raises(asr.audio.AudioError) as caught:
+            asr.audio.read(folder / "b.flac", RATE, **options)
+        assert caught.value.reason == reason
+
+
+def test_reasons(tmp_path):
+    """One for each cause; a playlist opens no other file, however it is called."""
+    encode(tmp_path / "good.wav")
+    (tmp_path / "empty.wav").touch()
+    (tmp_path / "text.wav").write_text("hello " * 99)
+    (tmp_path / "list.wav").write_text(f"ffconcat version 1.0\nfile {tmp_path}/good.wav\n")
+    (tmp_path / "list.mp3").write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{tmp_path}/good.wav\n")
+    (tmp_path / "picture.mp4").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
+    with av.open(str(tmp_path / "film.mp4"), "w") as file:
+        stream = file.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 16
+        stream.pix_fmt = "yuv420p"
+        for part in (av.VideoFrame(16, 16, "yuv420p"), None):
+            file.mux(stream.encode(part))
+    data = (tmp_path / "good.wav").read_bytes()
+    (tmp_path / "rate.wav").write_bytes(data[:24] + struct.pack("<I", 10**9) + data[28:])
+    for name, reason in {
+        "gone.wav": "no such file",
+        "\0.wav": "no such file",
+        "good.wav/x.wav": "no such file",
+        "": "a folder, not a file",
+        "/dev/zero": "a device or pipe, not a file",
+        "empty.wav": "an empty file",
+        **dict.fromkeys(("text.wav", "list.wav", "list.mp3", "picture.mp4"), "no audio that FFmpeg knows"),
+        "film.mp4": "a file without a track of audio",
+        "rate.wav": "a sample rate of 1000000000 Hz",
+    }.items():
+        with pytest.raises(asr.audio.AudioError) as caught:
+            asr.audio.read(tmp_path / name, RATE)
+        assert caught.value.reason == reason, name
+
+
+def test_many_channels():
+    """A damaged AAC whose frames get 18 channels, of which PyAV would read memory that is not theirs."""
+    with pytest.raises(asr.audio.AudioError, match="audio of more than 8 channels"):
+        asr.audio.read(pathlib.Path(__file__).parent / "broken/channels.aac", RATE)
+
+
+def test_normalize(tmp_path):
+    normalizer = asr.texts.normalizer
+    assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
+    assert normalizer("none", lower=True)("İST") == "i\u0307st"
+    said = "I don’t have 1,234.5 'things' \N{EM DASH} but x-rays: 21!"
+    written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
+    assert normalizer("basic")(said) == written
+    assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
+    (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
+    assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
+    for name, message in (
+        ("other", "is none of none, basic, "),
+        ("basic:xx", "has no numbers in words; languages: "),
+        (f"{tmp_path}/mine.py:none", r"has no function none"),
+        (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),
+    ):
+        with pytest.raises(asr.config.UserError, match=message):
+            normalizer(name)("x")
+
+
+@pytest.mark.slow
+def test_fuzzed(tmp_path):
+    """Mutated manifests and audio files, a few of those that fuzz_reading.py makes."""
+    sys.addaudithook(fuzz_reading.audit)
+    for part, count in ((fuzz_reading.fuzz_manifests, 200), (fuzz_reading.fuzz_audio, 90)):
+        (tmp_path / part.__name__).mkdir()
+        part(count, 0, tmp_path / part.__name__)
+
+
+def test_corpus_of_segments(folder):
+    """Frames are those of the segment, and `load` gives its samples."""
+    rows = [
+        {"audio": "b.flac", "text": "A", "offset": 0.5, "duration": 1, "channel": 1},
+        {"audio": "b.flac", "text": "B"},
+    ]
+    rows += [
+        {"audio": "b.flac", "text": "A", "offset": 2.5, "duration": 1},
+        {"audio": "a.wav", "text": "C", "channel": 1},
+    ]
+    (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = asr.corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE, mel_on="device"))
+    assert [x.text for x in corpus.utterances] == ["A", "B"]
+    np.testing.assert_allclose(corpus.load(0, None), -0.5 * SWEEP[RATE // 2 : 3 * RATE // 2], atol=2e-5)
+    assert corpus.utterances[0].frames == 1 + (16000 - 400) // 160
+    assert dict(corpus.report.names) == {
+        "a segment beyond the end of its file": ["b.flac from 2.5 s to 3.5 s"],
+        "no channel 1: the first is 0, and the file has 1": ["a.wav"],
+    }
+
+
+def test_check(folder, capsys, tmp_path):
+    """Figures of a corpus, by hand; the status says whether something is left out, or all."""
+    rows = [{"audio": "a.wav", "text": f"Word {i}"} for i in range(12)] + [{"audio": "b.flac", "text": "é"}]
+    (folder / "check.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(["check", folder / "check.jsonl", "--json", "--normalize", "basic"])
+    found = json.loads(capsys.readouterr().out)
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
+    assert found["utterances"] == 13 and found["hours"] == pytest.approx(13 * 3 / 3600)
+    assert found["words"] == 25 and found["left_out"] == {}
+    assert found["characters"] == 12 * 5 + sum(map(len, words)) + 1
+    assert found["labels"] == len(set("word " + "".join(words) + "é"))
+    run(["check", folder / "check.jsonl", "--normalize", "basic"])
+    out = capsys.readouterr().out
+    assert "13 utterances, 0.0108 hours" in out and "'Word 1' -> 'word one'" in out
+    assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
+    run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
+    found, error = capsys.readouterr()
+    left = {"characters outside the vocabulary": ["b.flac"], "not readable": [str(folder / "none.jsonl")]}
+    assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
+    (tmp_path / "bad.jsonl").write_text("{")
+    run(["check", tmp_path / "bad.jsonl", "--json"], 2)
+    found, error = capsys.readouterr()
+    assert json.loads(found)["left_out"] == {"not JSON": ["bad.jsonl line 1"]} and error.count("\n") == 1
