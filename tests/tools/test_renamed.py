@@ -5,6 +5,11 @@ import pytest
 from jax_rnnt import _renamed, lattices
 
 
+@_renamed.argument(old="new")
+def function(*, new):
+    return new
+
+
 def test_the_warning_is_of_the_callers_line():
     with pytest.warns(DeprecationWarning, match=r"jax_rnnt\.lattices\.durations is deprecated, use .*") as caught:
         assert lattices.durations
@@ -15,4 +20,4 @@ def test_other_names_are_errors():
     with pytest.raises(AttributeError, match="no attribute 'other'"):
         _renamed.names("renamed_module", {"old": "new"})("other")
     with pytest.raises(TypeError, match="old is the former name of new"):
-        _renamed.argument("old", "new")(lambda new: new)(old=1, new=2)
+        function(old=1, new=2)

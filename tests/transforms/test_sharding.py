@@ -377,7 +377,8 @@ def test_other_methods(way, devices):
             got = jax.jit(f)(*place(p, mesh, P("data"), P(), P(), P()))
         else:
             if way == "shard_map":
-                f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+                typed = jax.__version_info__ >= (0, 7)  # before, JAX's own scans lose types in second derivatives
+                f = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=typed)
             got, text = hlo.compiled(f, *place(p, mesh, P("data")))
             assert not hlo.collectives(text)
             for x in jax.tree.leaves(got):
