@@ -132,7 +132,6 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 
 # Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
 every_kernel = _parametrized(LOSSES)
-every_layout = _parametrized((*LOSSES, TILES, BAND))
 
 # For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
 every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
