@@ -23,7 +23,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, Rows, isolate, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype, one_hot, row_sum
 from jax_rnnt.layouts import _additive_sums as sums
@@ -81,7 +81,8 @@ class Additive(Rows[Scores, tuple[()]]):
 
     def reference(self, logits, nodes):
         am, lm = logits.am, logits.lm
-        label, num_frames = nodes.label, nodes.num_frames
+        # Arrays of the host are on every device; products need both sides split alike.
+        label, num_frames = _xla.shard_like(am, nodes.label), _xla.shard_like(am, nodes.num_frames)
         dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
         rows, columns = frame < num_frames[..., None], label[..., 0, :] != OUTSIDE
