@@ -85,7 +85,7 @@ def two(corpus, tmp_path_factory):
     return workdir
 
 
-def test_as_in_one_process(corpus, devices, two, tmp_path):
+def test_as_in_one_process(corpus, two, tmp_path):
     """Losses and error rates are those of one process with all eight devices."""
     assert run_here(corpus, tmp_path / "run", 8) == 0
     pairs = [(x, y) for x, y in zip(metrics(two), metrics(tmp_path / "run"), strict=True)]
