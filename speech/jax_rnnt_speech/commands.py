@@ -74,12 +74,10 @@ def add_recognition(commands):
     source.add_argument("--microphone", action="store_true")
     live.set_defaults(run=stream)
     for one in (parser, live):
-        one.add_argument(
-            "--model", type=Path, required=True, help="--workdir of a training, or a folder of transformers"
-        )
+        one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
         add_platform(one)
     other = commands.add_parser("convert", help="write a model that was tuned with its old head for transformers")
-    other.add_argument("model", type=Path, help="--workdir of a training, or a folder of transformers")
+    other.add_argument("model", type=Path, help="folder of a training, or of transformers")
     other.add_argument("folder", type=Path, help="to write")
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
     other.add_argument("--overwrite", action="store_true", help="what is in the folder")

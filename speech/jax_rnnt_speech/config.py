@@ -142,7 +142,7 @@ class Config:
     duration_choice: str = option(
         "pair",
         str,
-        "of greedy search with --loss tdt: the best pair, or the token first",
+        "of greedy search with --loss tdt: pairs, or the token first",
         choices=("pair", "token_first"),
     )
     joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))

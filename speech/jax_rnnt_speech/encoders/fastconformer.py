@@ -110,9 +110,8 @@ class Subsampling(nnx.Module):
         before, after = self.config.margins
         kept = self.config.subsampling_conv_kernel_size - self.config.subsampling_conv_stride
         x, ends = cut(x, lengths)[..., None], []
-        for i, layer in enumerate(
-            (self.conv_in, *(getattr(self, f"layers{j}") for j in range(self.config.strides - 1)))
-        ):
+        layers = [self.conv_in, *(getattr(self, f"layers{i}") for i in range(self.config.strides - 1))]
+        for i, layer in enumerate(layers):
             bins = [(before, after), (0, 0)]
             lengths = self.lengths(lengths, past and past[i])
             if past is None:

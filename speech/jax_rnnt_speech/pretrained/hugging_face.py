@@ -3,6 +3,7 @@
 A tensor has the name of its parameter, and input and output axes the other way round; `names_of` has the exceptions.
 """
 
+import argparse
 import dataclasses
 import json
 import math
@@ -27,6 +28,7 @@ MODELS = {
     "parakeet_tdt": ("parakeet_encoder", "tdt", "ParakeetFeatureExtractor"),
     "nemotron_asr_streaming": ("nemotron_asr_streaming_encoder", "rnnt", "NemotronAsrStreamingFeatureExtractor"),
 }
+CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
 ACTIVATIONS = "relu", "silu", "gelu"
 # Says nothing of what a model computes.
 METADATA = re.compile(
@@ -162,12 +164,10 @@ def config_of(folder):
     require(blank == size - 1, file, "blank_token_id", f"{size - 1}, the last of vocab_size", blank)
     try:
         frames = durations(frames or ()) if loss == "tdt" else []
-    except ValueError:
+    except argparse.ArgumentTypeError:
         frames = []
     require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
-    head = checked(
-        Head, {k: x for k, x in fields.items() if k not in ("encoder_config", "durations", "vocab_size")}, file
-    )
+    head = checked(Head, {k: x for k, x in fields.items() if k not in CHECKED}, file)
     sounds = features_of(source, folder, extractor, encoder.num_mel_bins)
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
@@ -176,7 +176,7 @@ def config_of(folder):
         print(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}", file=sys.stderr)
     milliseconds = 1000 / sounds.sampling_rate
     config = Config(
-        init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=encoder.num_mel_bins,
+        init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
         window=sounds.win_length * milliseconds, hop=sounds.hop_length * milliseconds, width=head.decoder_hidden_size,
         chunk=encoder.default_num_lookahead_tokens + 1 if encoder.causal else 0, predictor="lstm", loss=loss,
         predictor_layers=head.num_decoder_layers, activation=head.hidden_act, sigma=0.0,
