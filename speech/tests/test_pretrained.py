@@ -1,4 +1,4 @@
-"""Do pretrained models compute what other programs computed for golden: padded, in gradients, in searches and streams?"""
+"""Do pretrained models compute what other programs computed for golden: padded, in gradients, searches and streams?"""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_features_of_128_bins():
 
 
 def test_rows_logits_and_losses(case):
-    """To 1e-4, whatever the padding holds; every reduction of `transformers`; in tiles and as an array; in two parts."""
+    """To 1e-4, whatever the padding holds; every reduction of `transformers`; in tiles, as an array, in two parts."""
     recogniser, golden, x, lengths = case
     inside = np.arange(x.shape[1]) < lengths[:, None]
     x = np.pad(np.where(inside[..., None], x, np.nan), [(0, 0), (0, 20), (0, 0)], constant_values=np.nan)
@@ -135,7 +135,10 @@ def test_gradients(streaming):
     for path, tensor in (
         ("joint.encoder.kernel", "encoder_projector.weight"),
         ("joint.output.bias", "joint.head.bias"),
-        ("encoder.blocks.layers.0.self_attn.relative_k_proj.kernel", "encoder.layers.0.self_attn.relative_k_proj.weight"),
+        (
+            "encoder.blocks.layers.0.self_attn.relative_k_proj.kernel",
+            "encoder.layers.0.self_attn.relative_k_proj.weight",
+        ),
     ):
         expected = golden[f"gradient:{tensor}"]
         np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
@@ -186,32 +189,33 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     assert not (tmp_path / "nan").exists()
 
 
-TEXT = "version https://git-lfs"
+TEXT, ENCODER = "version https://git-lfs", "encoder_config"
+CONFIG, SOUNDS, GENERATION = "config.json", "preprocessor_config.json", "generation_config.json"
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "change", "message"),
     [
-        ("tdt", "config.json", None, "has no config.json"),
-        ("tdt", "preprocessor_config.json", None, "the extractor of features must be an object, got None"),
+        ("tdt", CONFIG, None, "has no config.json"),
+        ("tdt", SOUNDS, None, "the extractor of features must be an object, got None"),
         ("tdt", "model.safetensors", None, "has no *.safetensors"),
-        ("tdt", "config.json", {"model_type": "parakeet_ctc"}, "model_type must be one of parakeet_rnnt, parakeet_tdt, "),
-        ("tdt", "config.json", {"model_type": "parakeet_rnnt", "encoder_config": None}, "encoder_config must be an object"),
-        ("tdt", "config.json", {"hidden_act": "swish"}, "hidden_act must be one of relu, silu, gelu, got 'swish'"),
-        ("tdt", "config.json", {"durations": None}, "durations must be different whole numbers, got None"),
-        ("tdt", "config.json", {"blank_token_id": 3}, "blank_token_id must be 19, the last of vocab_size, got 3"),
-        ("streaming", "config.json", {"vocab_size": None}, "vocab_size must be a whole number of 2 or more, got None"),
-        ("tdt", "config.json", {"decoder_hidden_size": 0}, "decoder_hidden_size must be a whole number of 1 or more"),
-        ("tdt", "config.json", {"encoder_config": {"model_type": "foo"}}, "model_type of encoder_config must be parakeet"),
-        ("tdt", "config.json", {"encoder_config": {"num_key_value_heads": 2}}, "num_key_value_heads must be 4, got 2"),
-        ("tdt", "config.json", {"encoder_config": {"subsampling_factor": 6}}, "subsampling_factor must be a power of 2"),
-        ("tdt", "config.json", {"encoder_config": {"dropout": "no"}}, "dropout must be a number of 0 or more and less"),
-        ("tdt", "preprocessor_config.json", {"feature_size": 80}, "feature_size must be 16, the encoder's num_mel_bins"),
-        ("tdt", "preprocessor_config.json", {"padding_value": 1.0}, "padding_value must be 0, got 1.0"),
-        ("tdt", "preprocessor_config.json", {"feature_extractor_type": "WhisperFeatureExtractor"},
+        ("tdt", CONFIG, {"model_type": "parakeet_ctc"}, "model_type must be one of parakeet_rnnt, parakeet"),
+        ("tdt", CONFIG, {"model_type": "parakeet_rnnt", ENCODER: None}, "encoder_config must be an object"),
+        ("tdt", CONFIG, {"hidden_act": "swish"}, "hidden_act must be one of relu, silu, gelu, got 'swish'"),
+        ("tdt", CONFIG, {"durations": None}, "durations must be different whole numbers, got None"),
+        ("tdt", CONFIG, {"blank_token_id": 3}, "blank_token_id must be 19, the last of vocab_size, got 3"),
+        ("streaming", CONFIG, {"vocab_size": None}, "vocab_size must be a whole number of 2 or more, got None"),
+        ("tdt", CONFIG, {"decoder_hidden_size": 0}, "decoder_hidden_size must be a whole number of 1 or more"),
+        ("tdt", CONFIG, {ENCODER: {"model_type": "foo"}}, "model_type of encoder_config must be parakeet"),
+        ("tdt", CONFIG, {ENCODER: {"num_key_value_heads": 2}}, "num_key_value_heads must be 4, got 2"),
+        ("tdt", CONFIG, {ENCODER: {"subsampling_factor": 6}}, "subsampling_factor must be a power of 2"),
+        ("tdt", CONFIG, {ENCODER: {"dropout": "no"}}, "dropout must be a number of 0 or more and less"),
+        ("tdt", SOUNDS, {"feature_size": 80}, "feature_size must be 16, the encoder's num_mel_bins"),
+        ("tdt", SOUNDS, {"padding_value": 1.0}, "padding_value must be 0, got 1.0"),
+        ("tdt", SOUNDS, {"feature_extractor_type": "WhisperFeatureExtractor"},
          "feature_extractor_type must be ParakeetFeatureExtractor, got 'WhisperFeatureExtractor'"),
-        ("tdt", "generation_config.json", {"decoder_start_token_id": 1}, "decoder_start_token_id must be 19, the blank"),
-        ("tdt", "config.json", TEXT, "config.json must be JSON"),
+        ("tdt", GENERATION, {"decoder_start_token_id": 1}, "decoder_start_token_id must be 19, the blank"),
+        ("tdt", CONFIG, TEXT, "config.json must be JSON"),
         ("tdt", "model.safetensors", TEXT, "model.safetensors must be a file of safetensors"),
     ],
 )  # fmt: skip
@@ -295,7 +299,15 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
         text = " ".join(map(str, TARGETS[i, : TARGET_LENGTHS[i]]))
         lines.append(json.dumps({"audio_filepath": f"{i}.wav", "text": text}))
     (tmp_path / "m.json").write_text("\n".join(lines))
-    more = {"steps": 10, "learning_rate": 3e-3, "time_masks": 0, "mel_masks": 0, "batch": 3, "devices": 1, "log_every": 1}
+    more = {
+        "steps": 10,
+        "learning_rate": 3e-3,
+        "time_masks": 0,
+        "mel_masks": 0,
+        "batch": 3,
+        "devices": 1,
+        "log_every": 1,
+    }
     options = [x for name, value in more.items() for x in (f"--{name.replace('_', '-')}", value)]
     run(["train", "--train", "m.json", "--valid", "m.json", "--workdir", "w", "--init", GOLDEN / "tdt", *options])
     losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
@@ -477,7 +489,10 @@ def test_whisper(tmp_path, capsys):
     (long,) = recognise.transcribe(recogniser, [("x.wav", np.zeros(16000))])
     assert long.error == "x.wav: 1.0 s, of which the model hears 0.4 s at most"
     data = (tmp_path / "a/model.bin").read_bytes()
-    for changed, message in ((data[:-500], "is cut off"), (data.replace(b"Whisper", b"Wav2Vec"), "must hold a Whisper")):
+    for changed, message in (
+        (data[:-500], "is cut off"),
+        (data.replace(b"Whisper", b"Wav2Vec"), "must hold a Whisper"),
+    ):
         (tmp_path / "a/model.bin").write_bytes(changed)
         with pytest.raises(asr.config.UserError, match=message):
             asr.pretrained.config_of(tmp_path / "a")

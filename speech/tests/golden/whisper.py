@@ -1,7 +1,7 @@
 """Writes whisper.npz: features and encoder rows of a made-up recording, by faster-whisper 1.2.1 and CTranslate2 4.8.5.
 
-    pip install ctranslate2 && pip install --no-deps faster-whisper
-    python tests/golden/whisper.py FOLDER    # with model.bin of Whisper tiny.en
+pip install ctranslate2 && pip install --no-deps faster-whisper
+python tests/golden/whisper.py FOLDER    # with model.bin of Whisper tiny.en
 """
 
 import importlib.util
