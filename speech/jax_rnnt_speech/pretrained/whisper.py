@@ -146,7 +146,7 @@ def read(folder):
         y = array(f"{there}{name}/{ours}", [f"{before}{part}.{theirs}" for part in parts])
         if module == "attention.inputs":  # query, key and value of each head side by side
             y = y.reshape(3, heads, -1, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
-        y = y.T
+        y = y.T.reshape(-1, len(y)) if y.ndim > 1 else y  # of a convolution: three frames side by side
         if y.shape != x.shape:
             raise UserError(f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
         return y
