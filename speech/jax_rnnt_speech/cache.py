@@ -72,11 +72,11 @@ class Stored:
     `made` yields (number of the utterance, array or None) if the folder is not there yet.
     """
 
-    device = False
+    device, stored = False, True
 
     def __init__(self, corpus, folder, key, features, made):
         self.corpus, self.report, self.hop, self.features = corpus, corpus.report, corpus.hop, features
-        self.utterances, self.key = corpus.utterances, key
+        self.utterances, self.key, self.further = corpus.utterances, key, getattr(corpus, "further", None)
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
         if not (self.folder / "index.npy").is_file() and not jax.process_index():
@@ -106,7 +106,8 @@ class Stored:
                 for i, x in bar:
                     if x is not None:
                         if not np.abs(x).max(initial=0) <= LIMIT:
-                            raise UserError(f"{self.utterances[i].name}: numbers too large for float16: --cache none")
+                            name = self.utterances[i].name
+                            raise UserError(f"{name}: numbers too large for float16: --cache none")
                         file.write(np.ascontiguousarray(x, np.float16).tobytes())
                         index[i], place = (place, len(x)), place + len(x)
             np.save(part / "index.npy", index)
@@ -129,8 +130,8 @@ def features(corpus, folder):
 
     def made():
         with ThreadPoolExecutor(READERS) as pool:
-            size = range(len(corpus.utterances))
-            yield from zip(size, pool.map(lambda i: corpus.load(i, np.random.default_rng(i)), size))
+            chosen = [i for i, x in enumerate(corpus.utterances) if x.frames]
+            yield from zip(chosen, pool.map(lambda i: corpus.load(i, np.random.default_rng(i)), chosen))
 
     return Stored(corpus, folder, key(), corpus.features, made())
 

@@ -122,7 +122,7 @@ def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
     options = config.read_file(args.config) if args.config else {}
     options |= {name: x for name, x in vars(args).items() if name in names}
-    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid") if name in options}
+    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic") if name in options}
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)

@@ -124,6 +124,8 @@ def switch(text):
 class Config:
     train: str = option("", str, "manifest, folder, handwritten-digits, or spoken-digits:FOLDER")
     valid: str = option("", str, "the same of held-out utterances; default: what belongs to --train digits")
+    synthetic: str = option("", str, "manifest or folder of more training utterances, such as synthetic speech")
+    synthetic_share: float = option(0.5, share, "of the batches' utterances that --synthetic has, in each bucket")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
     mels: int = option(80, positive, "features of a frame")
@@ -225,6 +227,10 @@ class Config:
             raise UserError(f"--mel-on device needs --features log-mel, got {self.features}")
         if self.features == "whisper" and self.max_seconds > WHISPER_SECONDS:
             raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
+        if self.synthetic_share != Config.synthetic_share and not self.synthetic:
+            raise UserError("--synthetic-share needs --synthetic")
+        if self.synthetic and not self.synthetic_share:
+            raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if list(self.snr) != list(Config.snr) and not self.noise:
             raise UserError("--snr needs --noise")
         if self.copies != Config.copies and not (self.noise or self.gain):

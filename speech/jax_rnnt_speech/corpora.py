@@ -78,9 +78,10 @@ class Recordings:
                 self.utterances.append(utterance)
                 sizes.append(samples)
         for version in range(1, versions.count if versions else 1):
-            counts = (self.extractor.count(versions.size(x, version)) for x in sizes)
-            first = self.utterances[: len(self.entries)]
-            self.utterances += [x._replace(frames=count) for x, count in zip(first, counts)]
+            for x, samples in zip(self.utterances[: len(self.entries)], sizes):
+                slower = versions.size(samples, version)
+                frames = self.extractor.count(slower) if slower <= config.max_seconds * config.rate else 0
+                self.utterances.append(x._replace(frames=frames))  # 0: too long for a training
 
     def key(self):
         """All that decides the features, as JSON."""
@@ -109,6 +110,27 @@ class Recordings:
         return samples if self.device else self.extractor(samples)
 
 
+class Joined:
+    """Utterances of a corpus, and from number `further` on those of another one."""
+
+    def __init__(self, *both):
+        self.both, self.further, self.report = both, len(both[0].utterances), Report()
+        if both[0].features != both[1].features:
+            raise UserError("--synthetic needs recordings in --train")
+        self.features, self.hop, self.device = both[0].features, both[0].hop, both[0].device
+        self.stored = all(isinstance(x, cache.Stored) for x in both)
+        self.key = [x.key for x in both]
+        self.utterances = [*both[0].utterances, *both[1].utterances]
+        for corpus in both:
+            for reason, names in corpus.report.names.items():
+                self.report.names[reason] += names
+            corpus.report = self.report
+
+    def load(self, i, rng):
+        second = i >= self.further
+        return self.both[second].load(i - self.further * second, rng)
+
+
 def absolute(name):
     """The same corpus from any folder."""
     kind, _, folder = name.rpartition(":")
@@ -116,6 +138,14 @@ def absolute(name):
     if name in ("", "handwritten-digits") or not place.exists():
         return name
     return f"spoken-digits:{place.resolve()}" if kind == "spoken-digits" else str(place.resolve())
+
+
+def training(config, folder):
+    """The corpus of a training, with its features on disk if there is a folder."""
+    train = cache.features(open_corpus(config.train, config, "train", folder), folder)
+    if not config.synthetic:
+        return train
+    return Joined(train, cache.features(open_corpus(config.synthetic, config, "train", folder), folder))
 
 
 def open_corpus(name, config, split, folder=None):

@@ -15,13 +15,13 @@ from jax.experimental import multihost_utils
 from jax_rnnt_speech import devices
 from jax_rnnt_speech.config import UserError, natural, positive
 
-PATIENCE = 60  # seconds without a sign of life after which a process counts as dead
-
 
 def add_options(parser):
     help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
     parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
     parser.add_argument("--processes", type=positive, metavar="N")
+    help = "seconds without a sign of life after which a process counts as dead (%(default)s)"
+    parser.add_argument("--heartbeat", type=positive, default=60, metavar="SECONDS", help=help)
     parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
 
 
@@ -35,9 +35,9 @@ def join(args):
         raise UserError(f"--coordinator {args.coordinator} needs --processes N and --process I, with I from 0 to N - 1")
     if args.coordinator:
         if args.process:
-            wait_for(args.coordinator)
+            wait_for(args.coordinator, args.heartbeat)
         known = {"coordinator_address": args.coordinator, "num_processes": args.processes, "process_id": args.process}
-        more = {"initialization_timeout": PATIENCE, "heartbeat_timeout_seconds": PATIENCE}
+        more = {"initialization_timeout": max(60, args.heartbeat), "heartbeat_timeout_seconds": args.heartbeat}
         try:
             jax.distributed.initialize(**(known if args.coordinator != "auto" else {}), **more)
         except (RuntimeError, ValueError) as error:
@@ -47,10 +47,10 @@ def join(args):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def wait_for(address):
+def wait_for(address, seconds):
     """Returns when something listens there. JAX itself would abort the process where nothing does."""
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + max(60, seconds)
     while True:
         try:
             return socket.create_connection((host, int(port)), 1).close()

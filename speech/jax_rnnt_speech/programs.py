@@ -11,7 +11,7 @@ def keep(folder):
     """Programs are read from the folder and written there, unless JAX has another one already."""
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class Announced:

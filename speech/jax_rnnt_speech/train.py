@@ -15,9 +15,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, devices, evaluate, hosts, ngrams, pretrained, programs, runs
+from jax_rnnt_speech import batches, cache, corpora, devices, evaluate, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.corpora import open_corpus
 from jax_rnnt_speech.parts import Parts, placed
 from jax_rnnt_speech.recogniser import Recogniser
 
@@ -114,8 +113,10 @@ class Training:
         programs.keep(self.run.workdir / "programs")
         folder = options.cache
         self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
-        train = cache.features(open_corpus(config.train, config, "train", self.folder), self.folder)
-        valid = cache.features(open_corpus(config.valid or config.train, config, "valid", self.folder), self.folder)
+        train = corpora.training(config, self.folder)
+        valid = cache.features(
+            corpora.open_corpus(config.valid or config.train, config, "valid", self.folder), self.folder
+        )
         more = {"implementation": options.implementation}
         texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
         self.stored, self.progress = {"utterances": hashlib.sha256(texts).hexdigest()}, Progress()
@@ -140,7 +141,7 @@ class Training:
                 print(f"{name}: {line}")
         self.report_sizes()
         self.layers = None
-        if config.steps and self.parts.layers is not None and isinstance(train, cache.Stored):
+        if config.steps and self.parts.layers is not None and getattr(train, "stored", False):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
         self.epoch = batches.training(self.train, config, self.buckets, hosts.part())

@@ -1,0 +1,188 @@
+"""What a step and a corpus of a training are made of: CTC, averages, frozen parts, versions of recordings, the cache."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, write_audio
+
+
+def enumerated(logits, labels, blank):
+    """-log of the summed probability of all paths [T] that become the labels, in float64."""
+    logits = np.float64(logits)
+    log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    total = 0.0
+    for path in itertools.product(range(logits.shape[1]), repeat=len(logits)):
+        if [x for x, _ in itertools.groupby(path) if x != blank] == list(labels):
+            total += math.exp(sum(log_probs[range(len(path)), path]))
+    return -math.log(total) if total else math.inf
+
+
+def test_ctc_is_that_of_all_paths():
+    rng, blank = np.random.default_rng(0), 2
+    rows = rng.normal(size=(5, 5, 3)).astype(np.float32)
+    cases = [([0, 1, 0], 5), ([0, 0, 1], 4), ([1, 0, 0], 3), ([], 3), ([0, 0, 0], 4)]  # the last two or so need blanks
+    targets, lengths = np.full((5, 3), 1, np.int32), np.array([n for _, n in cases])
+    for row, (labels, _) in zip(targets, cases):
+        row[: len(labels)] = labels
+    counts = np.array([len(labels) for labels, _ in cases])
+    model = type("Model", (), {"ctc": staticmethod(lambda x: x)})
+    x = asr.losses.Encoded(rows, None, targets, lengths, counts)
+    values = jax.jit(lambda rows: asr.losses.ctc(model, x._replace(frames=rows), blank))(rows)
+    truth = [enumerated(x[:n], labels, blank) for x, (labels, n) in zip(rows, cases)]
+    assert np.isinf(truth).tolist() == [False, False, True, False, True]
+    np.testing.assert_allclose(values, np.where(np.isinf(truth), 0, truth), rtol=1e-5)
+
+
+def stepped(recogniser, batch, steps, places=None, mesh=None):
+    """(parts, the states before and after some steps) on one batch."""
+    parts = asr.parts.Parts(recogniser.config, recogniser.params)
+    optimizer = asr.train.make_optimizer(recogniser.config, parts.factors)
+    copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
+    frozen = copy(parts.frozen(recogniser.params))
+    state = asr.train.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
+    if mesh:
+        places = asr.parts.placed(mesh, state, True)
+        state = jax.device_put(state, places)
+        batch = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+        frozen = jax.device_put(frozen, asr.parts.placed(mesh, frozen, True))
+    step = asr.train.make_train_step(recogniser, parts, optimizer, False, places=places)
+    states = [jax.device_get(state)]
+    for i in range(steps):
+        state, _ = step(state, batch, frozen, i)
+        states.append(jax.device_get(state))
+    return parts, states, state
+
+
+def test_frozen_parts_rates_and_average(corpus):
+    """Frozen parts are no part of the state; a rate of 0 moves nothing; the average is that of the weights so far."""
+    options = {"freeze": "encoder:1,predictor", "rates": [["joint", 0.0]], "average": 0.9, "warmup": 0.0}
+    recogniser, batch = prepared(corpus, blocks=2, ctc=0.5, steps=100, **options, **CONVOLUTIONAL)
+    parts, states, _ = stepped(recogniser, batch, 5)
+    names = states[0]["weights"]
+    assert not [x for x in names if x.startswith(("predictor", "encoder/subsample", "encoder/blocks/layers/0"))]
+    assert {x.split("/")[0] for x in names} == {"encoder", "joint", "ctc"} and parts.layers == 1
+    moved = {name: bool((x != states[-1]["weights"][name]).any()) for name, x in names.items()}
+    assert all(moved[name] != name.startswith("joint") for name in names), moved
+    name = "ctc/kernel"
+    average, weights = np.float64(states[0]["weights"][name]), [x["weights"][name] for x in states[1:]]
+    for i, x in enumerate(weights, 1):
+        decay = min(0.9, (1 + i) / (10 + i))
+        average = decay * average + (1 - decay) * x
+    np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
+    with pytest.raises(asr.config.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
+        asr.parts.Parts(dataclasses.replace(recogniser.config, freeze="decoder"), recogniser.params)
+
+
+def test_sharded_and_scanned(corpus):
+    """Parameters in parts over two devices, and blocks of one program, give the weights of a plain step."""
+    recogniser, batch = prepared(corpus, blocks=3, dropout=0.2, warmup=0.0, steps=100)
+    scanned = asr.recogniser.Recogniser(
+        dataclasses.replace(recogniser.config, scan=True, remat=True),
+        recogniser.tokens,
+        recogniser.mean,
+        recogniser.deviation,
+    )
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    _, plain, _ = stepped(recogniser, batch, 2)
+    _, other, last = stepped(scanned, batch, 2, mesh=mesh)
+    for name, x in plain[-1]["weights"].items():
+        np.testing.assert_allclose(other[-1]["weights"][name], x, atol=2e-4, err_msg=name)
+    kernel = last["weights"]["encoder/blocks/layers/0/attention/inputs/kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 2
+
+
+def test_versions_of_recordings(tmp_path):
+    """Speeds move tones and lengths; noise has the ratio that was asked for; the same version is always the same."""
+    rate, seconds = 8000, 2.0
+    for i in range(2):
+        write_audio(tmp_path / f"noise/{i}.wav", 0.3, rate, seed=i)
+    tone = np.sin(2 * np.pi * 500 * np.arange(int(rate * seconds)) / rate).astype(np.float32)
+    more = {"speeds": (0.8, 1.25), "noise": str(tmp_path / "noise"), "snr": (10.0, 10.0), "copies": 2}
+    versions = asr.augmentation.Versions(configuration(**more))
+    assert versions.count == 9
+    for version, speed in enumerate((1, 0.8, 1.25)):
+        x = versions.of(tone, version, 0)
+        assert len(x) == versions.size(len(tone), version) == pytest.approx(len(tone) / speed, abs=1)
+        assert np.abs(np.fft.rfft(x)).argmax() * rate / len(x) == pytest.approx(500 * speed, abs=1)
+    noisy = [versions.of(tone, 3, i) for i in (0, 1, 0)] + [versions.of(tone, 6, 0)]
+    np.testing.assert_array_equal(noisy[0], noisy[2])
+    assert (noisy[0] != noisy[1]).any() and (noisy[0] != noisy[3]).any()
+    ratio = np.square(tone).mean() / np.square(noisy[0] - tone).mean()
+    assert 10 * np.log10(ratio) == pytest.approx(10, abs=0.01)
+    louder = asr.augmentation.Versions(configuration(gain=6.0)).of(tone, 1, 0) / tone
+    assert np.nanstd(louder) < 1e-3 and 1 != np.nanmean(louder) and abs(20 * np.log10(np.nanmean(louder))) <= 6
+
+
+def test_the_cache(corpus, tmp_path, monkeypatch):
+    """Features are those of the recordings up to float16, and a second start decodes nothing."""
+    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
+    plain = asr.corpora.training(config, None)
+    first = asr.corpora.training(config, tmp_path)
+    monkeypatch.setattr(asr.audio, "blocks", None)  # nothing can be decoded
+    second = asr.corpora.training(config, tmp_path)
+    assert len(second.utterances) == 24 and second.further == 20
+    assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
+    for i, x in enumerate(second.utterances):
+        np.testing.assert_array_equal(second.load(i, None), first.load(i, None))
+        assert len(second.load(i, None)) == x.frames
+    monkeypatch.undo()
+    for i in (0, 13, 23):
+        np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
+    data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
+    share = [i >= 20 for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
+    assert sum(share) == 18 and len(data.labels) == 24
+
+
+def test_rows_of_a_frozen_encoder(corpus, tmp_path):
+    """A step on rows of the cache has the loss of one on features."""
+    options = {
+        "train": str(corpus / "all.jsonl"),
+        "freeze": "encoder:1",
+        "dropout": 0.0,
+        "time_masks": 0,
+        "mel_masks": 0,
+    }
+    config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
+    tokens, zeros = asr.tokens.Characters("ABC "), np.zeros(6)
+    data = asr.batches.labelled(asr.corpora.training(config, tmp_path), tokens, 4)
+    recogniser = asr.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
+    parts, buckets = asr.parts.Parts(config, recogniser.params), asr.batches.make_buckets(data, config, 1)
+    values = []
+    for layers in (None, 1):
+        if layers:
+            data, buckets = asr.cache.rows(recogniser, parts, data, buckets, tmp_path)
+        batch = asr.batches.training(data, config, buckets, (0, 1))[0]
+        assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
+        batch.pop("index")
+        values.append(float(recogniser.mean_loss(recogniser.params, batch, None, False, layers)))
+    assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
+
+
+def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
+    """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears all."""
+    rates = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0])
+    measured = lambda self, params, step, metrics=None: asr.evaluate.Rates(1.0, 1.0, next(rates))
+    monkeypatch.setattr(asr.train.Training, "measure", measured)
+    (tmp_path / "hook.py").write_text(
+        "def hear(step, numbers):\n    open(__file__ + '.txt', 'a').write(f'{step}\\n')\n"
+    )
+    workdir = tmp_path / "run"
+    command = arguments(corpus, workdir, patience=2, save_every=1, steps=6)
+    run([*command, "--hook", f"{tmp_path / 'hook.py'}:hear"])
+    assert "step 4: the last 2 tests were not better: the run ends" in (out := capsys.readouterr().out)
+    assert "best test: step 2" in out and "WER 40.0%" in out
+    assert [x.name for x in (workdir / "best").iterdir()] == ["2"]
+    assert (tmp_path / "hook.py.txt").read_text().split() == ["1", "2", "3", "4"]
+    setup = asr.runs.open_run(workdir).setup()
+    assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
+    run([*command, "--resume"])  # has ended already: it is evaluated
+    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out
+    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == [1, 2, 3, 4]
