@@ -98,8 +98,8 @@ class Stored:
         need, free = 2 * frames * self.features, shutil.disk_usage(part).free
         try:
             if need > free:
-                raise UserError(f"--cache needs {need / 1e9:.1f} GB in {self.folder.parent}, which has {free / 1e9:.1f}: "
-                                "name another folder, or none")  # fmt: skip
+                room = f"{need / 1e9:.1f} GB in {self.folder.parent}, which has {free / 1e9:.1f}"
+                raise UserError(f"--cache needs {room}: name another folder, or none")
             index, place = np.zeros((len(self.utterances), 2), np.int64), 0
             with (part / "arrays").open("wb") as file:
                 bar = tqdm(made, "cache", len(self.utterances), delay=2, leave=False, mininterval=1)

@@ -152,9 +152,9 @@ def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files are kept in a folder."""
     if name == "handwritten-digits":
         return Handwritten(split)
-    kind, _, folder = name.partition(":")
-    if kind == "spoken-digits" and folder:
-        return Spoken(folder, config, split)
+    kind, _, digits = name.partition(":")
+    if kind == "spoken-digits" and digits:
+        return Spoken(digits, config, split)
     versions = augmentation.Versions(config) if split == "train" else None
     corpus = Recordings(name, config, cache.Lengths(folder), versions)
     if not corpus.utterances:

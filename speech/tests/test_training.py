@@ -144,7 +144,8 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(arguments(corpus, whole, **more))
     out = capsys.readouterr().out
-    assert "10 training and 2" not in out and "compiling: a step of training" in out
+    assert "compiling: a step of training, 4 x 21 frames" in out  # rows: a fourth of the features, at speed 0.9
+    assert len([x for x in (whole / "cache").iterdir() if x.is_dir()]) == 3  # features of both corpora, and rows
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints/4")
     shutil.rmtree(part / "cache")  # what is made anew has the same bits
@@ -233,6 +234,19 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--batch-seconds", 3], "--batch 4 needs --batch-seconds 0, got 3"),
         (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
         (["--train", "nowhere"], "nowhere does not exist"),
+        (["--speeds", "3"], "--speeds: expected speeds from 0.5 to 2 such as 0.9,1,1.1, got 3"),
+        (["--noise", "nowhere"], "nowhere is no folder of audio files"),
+        (["--snr", "5,2", "--noise", "x"], "--snr: expected the lowest and highest ratio in dB such as 5,20, got 5,2"),
+        (["--snr", "5,9"], "--snr needs --noise"),
+        (["--copies", 2], "--copies needs --noise or --gain"),
+        (["--rates", "joint"], "--rates: expected prefixes of parameters and factors such as encoder=0.1, got joint"),
+        (["--rates", "decoder=1"], "--rates: no parameter is called decoder; they begin with encoder, joint"),
+        (["--freeze", "encoder:2"], "--freeze: no parameter is called encoder/blocks/layers/1"),
+        (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),
+        (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
+        (["--scan"], "--scan needs blocks that are alike"),
+        (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),
+        (["--hook", "nothing.py:f"], "--hook nothing.py:f is no FILE:FUNCTION of a Python file"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts"),
     ],
