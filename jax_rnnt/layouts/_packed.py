@@ -4,8 +4,6 @@ The loss's emission takes each row as a sequence of one node, so it runs on the 
 are gathered into the padded lattice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 
