@@ -137,12 +137,8 @@ class PackedLogits(Layout):
     max_frames: int | None = static(None)
 
     @property
-    def shape(self):
-        return self.rows.shape
-
-    @property
-    def dtype(self):
-        return self.rows.dtype
+    def logits(self):
+        return self.rows
 
     @property
     def frames(self):
