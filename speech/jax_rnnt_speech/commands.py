@@ -172,7 +172,7 @@ def convert(args):
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
     recogniser = pretrained.open_model(args.model)
-    if recogniser.config.encoder != "fastconformer" or recogniser.config.new_head:
+    if not pretrained.hugging_face.fits(recogniser):
         raise UserError(f"{args.model} has no class in transformers: its encoder or its head is our own")
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")

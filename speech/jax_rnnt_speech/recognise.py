@@ -82,8 +82,8 @@ def transcribe(recogniser, recordings, how=GREEDY):
 
 
 def heard(recogniser, waiting, how):
-    """Results of (result so far, features or None), in their order."""
-    results = [result for result, _ in waiting]
+    """Yields the results of (result so far, features or None), in their order, as soon as they are there."""
+    results, ready = [result for result, _ in waiting], 0
     order = [i for i, (_, x) in enumerate(waiting) if x is not None and len(x)]
     order.sort(key=lambda i: len(waiting[i][1]), reverse=True)
     while order:
@@ -98,12 +98,13 @@ def heard(recogniser, waiting, how):
         found = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
         for row, i in enumerate(chosen):
             count = int(found.counts[row])
-            parts = (x[row, :count].tolist() for x in (found.labels, found.frames, found.label_log_probs))
-            labels, frames_of, log_probs = parts
-            results[i] = results[i]._replace(
-                text=recogniser.text(labels, count), labels=labels, frames=frames_of, log_probs=log_probs
-            )
-    return results
+            more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
+            more = {name: x[row, :count].tolist() for name, x in more.items()}
+            results[i] = results[i]._replace(text=recogniser.text(found.labels[row], count), **more)
+        left = min(order, default=len(results))
+        yield from results[ready:left]
+        ready = max(ready, left)
+    yield from results[ready:]
 
 
 class Stream:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import features, tokens
+from jax_rnnt_speech import encoders, features, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
@@ -34,10 +34,8 @@ class Recogniser:
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        fields = (source or {}).get("config.json", {})
-        fields = fields.get("encoder_config", fields)
-        model = Transducer(config, len(mean), blank, self.classes, fields, rngs=rngs)
-        self.subsampling, self.limit = model.subsampling, model.encoder.limit
+        model = Transducer(config, len(mean), blank, self.classes, encoders.fields_of(source), rngs=rngs)
+        self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
