@@ -113,35 +113,20 @@ class Stream:
     def __init__(self, recogniser):
         if not recogniser.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.extractor, self.labels, self.frames, self.said = (
-            recogniser,
-            recogniser.extractor,
-            [],
-            [],
-            "",
-        )
+        self.recogniser, self.extractor = recogniser, recogniser.extractor
+        self.labels, self.frames, self.said = [], [], ""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         encoder = recogniser.model(recogniser.params).encoder
         self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
-        state = encoder.initial(1)
-        shapes = jax.eval_shape(self.advance, recogniser.params, *self.chunk(self.silence()), state, None)
-        self.state = state, decode.reset_streams(shapes[1], np.ones(1, bool))
-        self.step = jax.jit(self.advance)
-
-    def silence(self):
-        return np.zeros((0, len(self.recogniser.mean)))
+        state, silence = encoder.initial(1), self.chunk(np.zeros((0, len(recogniser.mean))))
+        shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silence, state, None)
+        self.state = state, decode.reset_streams(shapes[1].state, np.ones(1, bool))
 
     @property
     def size(self):
         """Frames of the next step."""
         return self.later if self.taken else self.first
-
-    def advance(self, params, x, lengths, encoder, decoder):
-        model = self.recogniser.model(params)
-        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
-        hypotheses = self.recogniser.search(model, rows, lengths, state=decoder)
-        return encoder, hypotheses.state, hypotheses.labels, hypotheses.frames, hypotheses.counts
 
     def chunk(self, x):
         """Features padded to a step, and how many they are."""
@@ -151,10 +136,10 @@ class Stream:
         """Decodes the next frames, and drops the samples that no later one has."""
         x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
         self.samples = self.samples[frames * self.extractor.hop :]
-        *state, labels, places, counts = self.step(self.recogniser.params, *self.chunk(x), *self.state)
-        self.state, self.taken = state, self.taken + frames
-        self.labels += np.asarray(labels[0, : int(counts[0])]).tolist()
-        self.frames += np.asarray(places[0, : int(counts[0])]).tolist()
+        encoder, found = self.recogniser.continued(self.recogniser.params, *self.chunk(x), *self.state)
+        self.state, self.taken, count = (encoder, found.state), self.taken + frames, int(found.counts[0])
+        self.labels += np.asarray(found.labels[0, :count]).tolist()
+        self.frames += np.asarray(found.frames[0, :count]).tolist()
 
     def news(self):
         """What is to be printed. The text only grows at its end, but for pieces of a character."""

@@ -127,6 +127,13 @@ class Recogniser:
         model = self.model(params)
         return self.search(model, *model.encode(x, lengths), how)._replace(state=None)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def continued(self, params, x, lengths, encoder, decoder):
+        """(state of the encoder, hypotheses [B] with that of the search) after the next features of streams."""
+        model = self.model(params)
+        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
+        return encoder, self.search(model, rows, lengths, state=decoder)
+
     @property
     def seconds(self):
         """Of an encoder frame."""
