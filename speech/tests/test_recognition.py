@@ -35,17 +35,13 @@ def test_start_from_a_run(corpus, trained):
     for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
         config = asr.config.Config(**asr.pretrained.completed(options | more)).checked()
         recogniser = asr.pretrained.fresh(config, data)
-        assert (recogniser.config.mels, recogniser.config.encoder, recogniser.tokens.pieces) == (
-            6,
-            "convolutional",
-            pieces,
-        )
+        assert (config.mels, config.encoder, recogniser.tokens.pieces) == (6, "convolutional", pieces)
         np.testing.assert_array_equal(recogniser.mean, start.mean)
         for name in ("encoder", "predictor"):
             pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (recogniser, start)))
             assert all((a.shape == b.shape) and (a == b).all() for a, b in pairs) == (same or name == "encoder")
     data.features = 7
-    with pytest.raises(asr.config.UserError, match="hears 6 features a frame, .* has 7"):
+    with pytest.raises(asr.config.UserError, match=r"hears 6 features a frame, .* has 7"):
         asr.pretrained.fresh(config, data)
 
 
