@@ -1,6 +1,6 @@
 """A recipe for any corpus: trains a transducer, measures error rates, transcribes and streams.
 
 Read in this order: `config` (every option), `audio`, `manifests`, `texts`, `corpora` and `digits` (where utterances
-come from), `check`, `tokens`, `features`, `batches`, `model`, `losses`, `recogniser`, `runs` (checkpoints and logs),
-`train`, `evaluate`, `recognise`. `synthesis` makes a corpus.
+come from), `check`, `tokens`, `features`, `batches`, `encoders`, `model`, `losses`, `recogniser`, `runs` (checkpoints
+and logs), `pretrained` (what a training may start from), `train`, `evaluate`, `recognise`. `synthesis` makes a corpus.
 """

@@ -79,8 +79,8 @@ def collate(data, config, bucket, items, size):
     """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`."""
     corpus, rows = data.corpus, size
     if corpus.device:
-        window, hop = features.sizes(config)
-        audio = np.zeros((rows, window + (bucket.frames - 1) * hop), np.float32)
+        extractor = features.extractor(config)
+        audio = np.zeros((rows, extractor.window + (bucket.frames - 1) * extractor.hop), np.float32)
     else:
         audio = np.zeros((rows, bucket.frames, corpus.features), np.float32)
     batch = {
@@ -96,7 +96,7 @@ def collate(data, config, bucket, items, size):
         if x is not None:
             x = x[: audio.shape[1]]
             audio[row, : len(x)] = x
-            batch["lengths"][row] = features.count(config, len(x)) if corpus.device else len(x)
+            batch["lengths"][row] = extractor.count(len(x)) if corpus.device else len(x)
             batch["targets"][row, : len(data.labels[i])] = data.labels[i]
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i

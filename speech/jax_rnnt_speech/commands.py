@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import audio, check, config, corpora, hosts, ngrams, recognise, runs, synthesis, texts
+from jax_rnnt_speech import check, config, corpora, hosts, ngrams, pretrained, recognise, runs, synthesis, texts
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
@@ -26,6 +26,7 @@ FIXED = {
     "encoder",
     "blocks",
 }
+FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations"}
 FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
 WITHOUT = {"accumulate": 1, "clip": 0.0}
@@ -64,7 +65,7 @@ def add_train(commands):
 
 def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
     ngrams.add_options(parser)
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
@@ -73,8 +74,14 @@ def add_recognition(commands):
     source.add_argument("--microphone", action="store_true")
     live.set_defaults(run=stream)
     for one in (parser, live):
-        one.add_argument("--workdir", type=Path, required=True, help="of a training")
+        one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
         add_platform(one)
+    other = commands.add_parser("convert", help="write a model that was tuned with its old head for transformers")
+    other.add_argument("model", type=Path, help="folder of a training, or of transformers")
+    other.add_argument("folder", type=Path, help="to write")
+    other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
+    other.add_argument("--overwrite", action="store_true", help="what is in the folder")
+    other.set_defaults(run=convert)
 
 
 def resumed(options, args):
@@ -117,7 +124,7 @@ def train(args):
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
         Path(args.config or options.get("train", "")).stem, options.get("loss", Config.loss)
     )
-    chosen = None if args.resume else Config(**options).checked()
+    chosen = None if args.resume else Config(**pretrained.completed(options)).checked()
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():
@@ -132,26 +139,44 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
-    recogniser, params = recognise.load(args.workdir, args.platform)
-    text_of, bad = recognise.make_transcriber(recogniser, params, ngrams.search_of(args, recogniser)), 0
-    for path in args.files:
-        try:
-            print(path, text_of(audio.read(path, recogniser.config.rate)), sep="\t", flush=True)
-        except UserError as error:
-            print(error, file=sys.stderr)
+    recogniser = pretrained.open_model(args.model, args.platform)
+    recordings = recognise.loaded(recognise.listed(args.files), recogniser.config.rate)
+    good, bad = 0, 0
+    for x in recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser)):
+        if x.error:
+            print(x.error, file=sys.stderr)
             bad += 1
+        else:
+            print(x.name, x.text, sep="\t", flush=True)
+            good += 1
+    if not good:
+        raise UserError("nothing was transcribed")
     return 1 if bad else 0
 
 
 def stream(args):
-    recogniser, params = recognise.load(args.workdir, args.platform)
-    live = recognise.Stream(recogniser, params)
+    recogniser = pretrained.open_model(args.model, args.platform)
+    live = recognise.Stream(recogniser)
     rate = recogniser.config.rate
     blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
     with contextlib.suppress(*[KeyboardInterrupt] * args.microphone):  # its end
         for samples in blocks:
             print(live.feed(samples), end="", flush=True)
     print(live.finish(), flush=True)
+    return 0
+
+
+def convert(args):
+    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not args.overwrite):
+        raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
+    if args.folder.resolve() == args.model.resolve():
+        raise UserError(f"{args.folder} must not be the folder that is read")
+    recogniser = pretrained.open_model(args.model)
+    if not pretrained.hugging_face.fits(recogniser):
+        raise UserError(f"{args.model} has no class in transformers: its encoder or its head is our own")
+    if args.dtype != "float32":
+        print(f"weights are rounded to {args.dtype}")
+    pretrained.hugging_face.write(recogniser, args.folder, args.dtype)
     return 0
 
 

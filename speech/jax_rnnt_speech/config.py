@@ -7,6 +7,9 @@ from pathlib import Path
 
 from jax_rnnt_speech.losses import LOSSES
 
+PRETRAINED = "fastconformer", "whisper"
+ENCODERS = "conformer", "convolutional", *PRETRAINED
+WHISPER_SECONDS = 29.5  # with half a second of silence, those that Whisper's positions have
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -60,6 +63,17 @@ def strides(text):
     raise argparse.ArgumentTypeError(f"expected strides over time and features such as 2x2,2x2, got {text}")
 
 
+def durations(text):
+    """Different whole numbers: 0,1,2."""
+    try:
+        numbers = [int(x) for x in text.split(",")] if isinstance(text, str) else list(text)
+        if all(type(x) is int and x >= 0 for x in numbers) and any(numbers) and len({*numbers}) == len(numbers):
+            return numbers
+    except (ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected different durations such as 0,1,2, and not 0 alone, got {text}")
+
+
 def option(default, kind, text, **more):
     return dataclasses.field(default=default, metadata={"type": kind, "help": text, **more})
 
@@ -77,6 +91,7 @@ class Config:
     mels: int = option(80, positive, "features of a frame")
     window: float = option(25.0, amount, "of a frame, in milliseconds")
     hop: float = option(10.0, amount, "from frame to frame, in milliseconds")
+    features: str = option("log-mel", str, "ours, NeMo's or Whisper's spectra", choices=("log-mel", "nemo", "whisper"))
     mel_on: str = option("host", str, "where spectra are computed", choices=("host", "device"))
     max_seconds: float = option(20.0, amount, "longer utterances are left out")
     tokens: str = option("characters", str, "labels", choices=("characters", "subwords"))
@@ -95,9 +110,12 @@ class Config:
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")
     mel_mask: int = option(20, natural, "features that a mask hides at most")
     # Model.
-    width: int = option(256, positive, "of the encoder")
-    encoder: str = option("conformer", str, "its blocks", choices=("conformer", "convolutional"))
-    blocks: int = option(8, positive, "of the encoder")
+    init: str = option("", str, "start from a folder: of a run, of Hugging Face's Parakeet or Nemotron, of Whisper")
+    new_head: bool = switch("with --init: its encoder alone, and labels of --tokens")
+    width: int = option(256, positive, "of the encoder; with a pretrained one, of what follows it")
+    encoder: str = option("conformer", str, "its blocks; the last two need --init", choices=ENCODERS)
+    blocks: int = option(8, positive, "of the encoder, or between a pretrained one and a new head")
+    stack: int = option(0, natural, "rows of a pretrained encoder, joined for blocks of our own; 0: none of these")
     heads: int = option(4, positive, "of the attention")
     expansion: int = option(4, positive, "of the feed-forward layers")
     kernel: int = option(15, positive, "frames of a convolution")
@@ -109,11 +127,24 @@ class Config:
     past: int = option(64, natural, "encoder frames before its chunk that a frame sees")
     predictor: str = option("stateless", str, "network of the labels", choices=("stateless", "lstm"))
     history: int = option(2, positive, "labels that a stateless predictor sees")
+    predictor_layers: int = option(1, positive, "of the LSTM predictor")
+    activation: str = option("tanh", str, "of the joint", choices=("tanh", "relu", "silu", "gelu"))
     dropout: float = option(0.1, share, "in the blocks and the joint")
     dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
+    durations: list = dataclasses.field(
+        default=(0, 1, 2, 3, 4), metadata={"type": durations, "help": "frames that a symbol of --loss tdt may read"}
+    )
+    sigma: float = option(0.05, amount, "of --loss tdt and multiblank: the probability that symbols are to exceed")
+    max_symbols: int = option(4, positive, "labels that a search writes in a frame, at most")
+    duration_choice: str = option(
+        "pair",
+        str,
+        "of greedy search with --loss tdt: pairs, or the token first",
+        choices=("pair", "token_first"),
+    )
     joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
     fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
     steps: int = option(10000, natural, "batches; 0: evaluate alone")
@@ -130,8 +161,18 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and "digits" not in self.train.split(":")[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
-        if self.encoder == "conformer" and self.width % (2 * self.heads):
+        if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
+        if self.encoder in PRETRAINED and not self.init:
+            raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
+        if self.new_head and not self.init:
+            raise UserError("--new-head needs --init")
+        if self.stack and self.encoder not in PRETRAINED:
+            raise UserError("--stack joins rows of a pretrained encoder: it needs --init")
+        if self.mel_on == "device" and self.features != "log-mel":
+            raise UserError(f"--mel-on device needs --features log-mel, got {self.features}")
+        if self.features == "whisper" and self.max_seconds > WHISPER_SECONDS:
+            raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
         if self.joint == "tiles" and self.loss == "pruned":
             raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
         if self.hop <= 0 or self.window < self.hop:
@@ -157,11 +198,10 @@ def add_options(parser, names=None):
         if names and field.name not in names:
             continue
         more = dict(field.metadata)
-        default = "" if field.default in ("", False, True) or field.name == "strides" else f" ({field.default})"
-        if field.name == "strides":
-            default = " (2x2,2x2)"
+        default = "" if field.default in ("", False, True) else f" ({field.default})"
+        default = {"strides": " (2x2,2x2)", "durations": " (0,1,2,3,4)"}.get(field.name, default)
         if "choices" not in more and "action" not in more:
-            more["metavar"] = {str: "TEXT", strides: "STRIDES"}.get(more["type"], "N")
+            more["metavar"] = {str: "TEXT", strides: "STRIDES", durations: "N,..."}.get(more["type"], "N")
         more["help"] += default
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 

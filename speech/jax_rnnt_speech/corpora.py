@@ -64,12 +64,13 @@ class Recordings:
     def __init__(self, path, config):
         self.config, self.report = config, Report()
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
+        self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.normalize, config.lower)
         entries = manifests.read(path, config.audio_column, config.text_column)
         for entry, file in usable(entries, self.report):
             samples = audio.size(file, config.rate, entry.start, entry.end)
-            utterance = Utterance(entry.name, features.count(config, samples), normalize(entry.text))
+            utterance = Utterance(entry.name, self.extractor.count(samples), normalize(entry.text))
             if reason := self.unusable(entry, utterance, samples):
                 self.report.add(reason, entry.name)
             else:
@@ -89,11 +90,11 @@ class Recordings:
         entry, frames = self.entries[i], self.utterances[i].frames
         try:
             samples = samples_of(entry, self.config.rate)
-            if features.count(self.config, len(samples)) != frames:
+            if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
-        return samples if self.device else features.log_mel(self.config, samples)
+        return samples if self.device else self.extractor(samples)
 
 
 def absolute(name):

@@ -71,7 +71,7 @@ class Spoken:
 
     def __init__(self, folder, config, split):
         self.config, self.features, self.hop = config, config.mels, config.hop / 1000
-        self.device = config.mel_on == "device"
+        self.device, self.extractor = config.mel_on == "device", features.extractor(config)
         self.train, self.report, speakers = split == "train", Report(), {}
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:
@@ -88,7 +88,7 @@ class Spoken:
         self.lines = [self.choose(rng) for _ in range(LINES[split])]
         self.utterances = []
         for i, line in enumerate(self.lines):
-            frames = features.count(config, sum(map(self.longest, line)) + features.sizes(config)[0])
+            frames = self.extractor.count(sum(map(self.longest, line)) + self.extractor.window)
             self.utterances.append(Utterance(f"line-{i}", frames, "".join(digit for digit, _ in line)))
 
     def longest(self, recording):
@@ -111,7 +111,7 @@ class Spoken:
                 place = np.arange(0, len(samples) - 1, rng.uniform(SLOWEST, FASTEST))
                 samples = np.interp(place, np.arange(len(samples)), samples) * rng.uniform(0.5, 1.5)
             pieces += [np.zeros(rng.integers(PAUSE * self.config.rate)), samples]
-        audio = np.concatenate([*pieces, np.zeros(features.sizes(self.config)[0])])
+        audio = np.concatenate([*pieces, np.zeros(self.extractor.window)])
         noise = rng.uniform(-4, -2) if self.train else -3  # power of ten
         audio = (audio + rng.normal(0, 10**noise, audio.shape)).astype(np.float32)
-        return audio if self.device else features.log_mel(self.config, audio)
+        return audio if self.device else self.extractor(audio)

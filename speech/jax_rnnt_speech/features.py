@@ -1,50 +1,128 @@
-"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX: the same function."""
+"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX: the same function.
 
+--features chooses one of three: ours, that of NeMo's models, and Whisper's.
+"""
+
+import dataclasses
 import functools
 import math
 
 import numpy as np
 from scipy.fft import rfft
 
+from jax_rnnt_speech.audio import scaled
 from jax_rnnt_speech.config import UserError
 
-FLOOR = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
+
+@dataclasses.dataclass(frozen=True)
+class Extractor:
+    """From samples [..., S] to frames [..., T, mels]."""
+
+    rate: int = 16000  # samples a second
+    mels: int = 80
+    window: int = 400  # samples of a frame
+    hop: int = 160  # samples from frame to frame
+    size: int = 512  # of the Fourier transform
+    centred: str = ""  # how the samples go on before the first window and after the last: "constant", "reflect"
+    periodic: bool = False  # the window begins with its 0 and does not end with it
+    preemphasis: float = 0.0
+    slaney: bool = False  # mel scale of Slaney with filters of area 1, else of HTK with filters of height 1
+    floor: float = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
+    normalize: str = "corpus"  # over the corpus, by a recogniser; or "recording", "whisper"
+    tail: int = 0  # samples of silence after the recording
+
+    @property
+    def margin(self):
+        """Samples before its place that a frame sees, and after it."""
+        return self.window // 2 if self.centred else 0
+
+    def count(self, samples):
+        """Frames of a number of samples."""
+        samples = samples + self.tail if samples else 0
+        if self.centred:
+            return samples // self.hop
+        return 0 if samples < self.window else 1 + (samples - self.window) // self.hop
+
+    def __call__(self, samples, xp=np):
+        """Samples [..., S], floats or integers -> float32 [..., T, mels]; `xp` is numpy or jax.numpy."""
+        samples = scaled(samples) if xp is np else samples
+        frames, width = self.count(samples.shape[-1]), [(0, 0)] * (samples.ndim - 1)
+        if not frames:
+            return xp.zeros((*samples.shape[:-1], 0, self.mels), np.float32)
+        samples = xp.pad(self.emphasized(samples, xp), [*width, (0, self.tail)])
+        if self.centred:
+            mode = self.centred if samples.shape[-1] > self.margin else "constant"  # too short to be reflected
+            samples = xp.pad(samples, [*width, (self.margin, self.margin)], mode=mode)
+        return self.normalized(self.spectra(samples, frames, xp), xp)
+
+    def emphasized(self, samples, xp=np, before=0.0):
+        """High frequencies raised; `before` is the sample before the first one."""
+        if not self.preemphasis:
+            return samples
+        before = xp.concatenate([xp.full_like(samples[..., :1], before), samples[..., :-1]], -1)
+        return samples - np.float32(self.preemphasis) * before
+
+    def spectra(self, samples, frames, xp=np):
+        """Of the first windows."""
+        window = np.hanning(self.window + self.periodic)[: self.window].astype(np.float32)
+        parts = samples[..., self.hop * np.arange(frames)[:, None] + np.arange(self.window)] * window
+        spectrum = rfft(parts, self.size) if xp is np else xp.fft.rfft(parts, self.size)
+        power = (xp.square(spectrum.real) + xp.square(spectrum.imag)) @ self.filters
+        if self.normalize == "whisper":
+            return xp.log10(xp.maximum(power, np.float32(self.floor)))
+        return xp.log(power + np.float32(self.floor))
+
+    def normalized(self, x, xp):
+        if self.normalize == "whisper":
+            return (xp.maximum(x, x.max((-2, -1), keepdims=True) - 8) + 4) / 4
+        if self.normalize == "recording":
+            deviation = x.std(-2, ddof=min(x.shape[-2] - 1, 1), keepdims=True)
+            return (x - x.mean(-2, keepdims=True)) / (deviation + np.float32(1e-5))
+        return x
+
+    @functools.cached_property
+    def filters(self):
+        """Triangles [size / 2 + 1, mels] between points that are evenly spaced on a mel scale.
+
+        Slaney's is linear up to 1 kHz, with 15 mel there, and logarithmic above, with 27 mel for a factor of 6.4.
+        """
+        top = self.rate / 2
+        if self.slaney:
+            highest = 15 + 27 * np.log(top / 1000) / np.log(6.4) if top > 1000 else 15 * top / 1000
+            mel = np.linspace(0, highest, self.mels + 2)
+            corners = np.where(mel < 15, mel * 1000 / 15, 1000 * 6.4 ** ((mel - 15) / 27))
+        else:
+            corners = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + top / 700), self.mels + 2) / 2595) - 1)
+        low, middle, high = corners[:-2], corners[1:-1], corners[2:]
+        frequency = np.linspace(0, top, self.size // 2 + 1)[:, None]
+        triangles = np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle))
+        triangles = np.maximum(triangles, 0) * (2 / (high - low) if self.slaney else 1)
+        if not triangles.any(0).all() and not self.slaney:
+            raise UserError(f"--mels {self.mels}: filters are narrower than a frequency: take fewer, or more --window")
+        return triangles.astype(np.float32)
 
 
-def sizes(config):
-    """(window, hop) in samples."""
-    return round(config.rate * config.window / 1000), max(1, round(config.rate * config.hop / 1000))
-
-
-def count(config, samples):
-    """Frames of a number of samples; each has a whole window."""
-    window, hop = sizes(config)
-    return 0 if samples < window else 1 + (samples - window) // hop
+PRESETS = {
+    "log-mel": {},
+    "nemo": dict(centred="constant", preemphasis=0.97, slaney=True, floor=2.0**-24, normalize="recording"),
+    # Half a second of the silence that fills Whisper's 30 seconds: without it, rows differ by a seventh.
+    "whisper": dict(centred="reflect", periodic=True, slaney=True, floor=1e-10, normalize="whisper", tail=8000),
+}
 
 
 @functools.lru_cache
-def filters(rate, mels, size):
-    """Triangles [frequencies, mels], evenly spaced on the mel scale, for transforms of `size` samples."""
-    top = 2595 * np.log10(1 + rate / 2 / 700)
-    corners = 700 * (10 ** (np.linspace(0, top, mels + 2) / 2595) - 1)
-    low, middle, high = corners[:-2], corners[1:-1], corners[2:]
-    frequency = np.linspace(0, rate / 2, size // 2 + 1)[:, None]
-    rise, fall = (frequency - low) / (middle - low), (high - frequency) / (high - middle)
-    made = np.maximum(0, np.minimum(rise, fall)).astype(np.float32)
-    if not made.any(0).all():
-        raise UserError(f"--mels {mels}: filters are narrower than a frequency: take fewer, or a longer --window")
-    return made
+def made(preset, rate, mels, window, hop, streams):
+    window, hop = round(rate * window / 1000), max(1, round(rate * hop / 1000))
+    fields = PRESETS[preset]
+    size = window if preset == "whisper" else 2 ** math.ceil(math.log2(window))
+    if preset == "nemo" and streams:
+        fields = fields | {"normalize": "corpus"}  # a stream is never whole; Nemotron's features are as they are
+    return Extractor(rate, mels, window, hop, size, **fields)
 
 
-def log_mel(config, samples, xp=np):
-    """Samples [..., S] -> [..., T, mels]; `xp` is numpy or jax.numpy."""
-    window, hop = sizes(config)
-    size = 2 ** math.ceil(math.log2(window))
-    place = hop * np.arange(count(config, samples.shape[-1]))[:, None] + np.arange(window)
-    frames = samples[..., place] * np.hanning(window).astype(np.float32)
-    spectrum = rfft(frames, size) if xp is np else xp.fft.rfft(frames, size)
-    power = xp.square(spectrum.real) + xp.square(spectrum.imag)
-    return xp.log(power @ filters(config.rate, config.mels, size) + FLOOR)
+def extractor(config):
+    """The Extractor of a configuration."""
+    return made(config.features, config.rate, config.mels, config.window, config.hop, bool(config.chunk))
 
 
 def draw_spans(config, rng, frames, features):

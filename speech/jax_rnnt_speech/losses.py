@@ -3,6 +3,7 @@
 Labels come first, then further blanks, then the blank, then durations.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,6 @@ import jax
 
 import jax_rnnt
 
-DURATIONS = 0, 1, 2, 3, 4  # frames that a symbol of the token-and-duration transducer may read
 BIG_BLANKS = 2, 3, 4  # frames that the big blanks of the multi-blank transducer read
 COLUMNS = 4  # columns of the lattice that pruning keeps in every frame
 
@@ -61,10 +61,21 @@ LOSSES = {
     "rnnt": Variant(jax_rnnt.RNNTLoss()),
     "monotonic": Variant(jax_rnnt.MonotonicRNNTLoss()),
     "constrained": Variant(jax_rnnt.ConstrainedRNNTLoss()),
-    "tdt": Variant(jax_rnnt.TDTLoss(DURATIONS, sigma=0.05), durations=len(DURATIONS)),
-    "multiblank": Variant(jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS, sigma=0.05), extra_blanks=len(BIG_BLANKS)),
+    "tdt": Variant(jax_rnnt.TDTLoss((0, 1)), durations=2),
+    "multiblank": Variant(jax_rnnt.MultiblankRNNTLoss(BIG_BLANKS), extra_blanks=len(BIG_BLANKS)),
     "hat": Variant(jax_rnnt.HATLoss()),
     "robust": Variant(jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0)),
     "wildcard": Variant(jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0)),
     "pruned": Variant(jax_rnnt.RNNTLoss(), pruned),
 }
+
+
+def variant_of(config):
+    """The variant that a configuration chooses."""
+    chosen = LOSSES[config.loss]
+    if config.loss == "tdt":
+        loss = jax_rnnt.TDTLoss(tuple(config.durations), sigma=config.sigma)
+        return chosen._replace(loss=loss, durations=len(config.durations))
+    if config.loss == "multiblank":
+        return chosen._replace(loss=dataclasses.replace(chosen.loss, sigma=config.sigma))
+    return chosen

@@ -1,87 +1,160 @@
-"""Texts of audio files, or of audio as it arrives, from a checkpoint."""
+"""Texts of recordings: of many, in batches, or of one as it arrives."""
 
 import queue
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import decode
-from jax_rnnt_speech import audio, devices, features, runs
+from jax_rnnt_speech import audio, manifests
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.recogniser import Recogniser
+from jax_rnnt_speech.recogniser import GREEDY
 
-ROUND = 256  # files are padded to multiples of so many frames, for few programs
+ROUND = 256  # recordings are padded to multiples of so many frames, for few programs
+HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
+BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 BLOCK = 0.1  # seconds of a stream that arrive at once
 
 
-def load(workdir, platform=None):
-    """(recogniser, parameters) of the last checkpoint of a folder."""
-    devices.select(platform, 1)
-    run = runs.open_run(workdir)
-    recogniser = Recogniser.from_setup(run.setup())
-    if recogniser.config.train == "handwritten-digits":
-        raise UserError(f"{workdir} holds a model of images, which hears nothing")
-    (params,) = run.restore(params=recogniser.params)
-    run.close()
-    return recogniser, params
+class Result(NamedTuple):
+    """What was heard in a recording, or why nothing: then there is an `error`, in one line."""
+
+    name: str
+    text: str = ""
+    labels: list = ()
+    frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
+    log_probs: list = ()  # of the labels
+    duration: float = 0.0  # seconds of the recording
+    error: str = ""
 
 
-def make_transcriber(recogniser, params, how):
-    """Function of samples: their text."""
+def listed(arguments):
+    """Entries and Faults of audio files, manifests and folders."""
+    for path in map(Path, arguments):
+        if path.is_dir() or {".json", ".jsonl", ".tsv", ".csv"} & set(path.suffixes[-2:]):
+            yield from manifests.read(path)
+        else:
+            yield manifests.Entry(str(path), path, "")
 
-    @jax.jit
-    def search(params, x, lengths, how):
-        model = recogniser.model(params)
-        hypotheses = recogniser.search(model, *model.encode(x, lengths), how)
-        return hypotheses.labels, hypotheses.counts
 
-    def transcribe(samples):
-        frames = features.count(recogniser.config, len(samples))
-        if not frames:
-            return ""
-        x = (features.log_mel(recogniser.config, samples) - recogniser.mean) / recogniser.deviation
-        padded = np.pad(x, ((0, -frames % ROUND), (0, 0)))[None]
-        labels, counts = search(params, padded, np.array([frames], np.int32), how)
-        return recogniser.text(labels[0], counts[0])
+def loaded(entries, rate):
+    """(name, samples [S] or the UserError that there are none) of each entry."""
+    for x in entries:
+        if isinstance(x, manifests.Fault):
+            yield x.name, UserError(f"{x.name}: {x.reason}")
+            continue
+        try:
+            yield x.name, audio.read(x.audio, rate, x.start, x.end, x.channel)
+        except UserError as error:
+            yield x.name, error
 
-    return transcribe
+
+def transcribe(recogniser, recordings, how=GREEDY):
+    """Yields the Result of each (name, samples or UserError), in their order.
+
+    Samples [S] are floats in [-1, 1] or integers, at `recogniser.extractor.rate`. Some recordings at a time are sorted
+    by length and go through the model in batches: memory does not depend on how many there are.
+    """
+    waiting, held = [], 0
+    for name, samples in recordings:
+        result, x = Result(name), None
+        try:
+            if isinstance(samples, UserError):
+                raise samples
+            x = recogniser.features(samples)
+            result = result._replace(duration=len(samples) / recogniser.extractor.rate)
+            if recogniser.limit and len(x) > recogniser.limit:
+                most = recogniser.limit * recogniser.extractor.hop / recogniser.extractor.rate
+                raise UserError(f"{name}: {result.duration:.1f} s, of which the model hears {most:g} s at most")
+        except UserError as error:
+            result, x = result._replace(error=str(error)), None
+        except ValueError as error:
+            result = result._replace(error=f"{name}: {error}")
+        waiting.append((result, x))
+        held += 0 if x is None else len(x)
+        if held >= HELD:
+            yield from heard(recogniser, waiting, how)
+            waiting, held = [], 0
+    yield from heard(recogniser, waiting, how)
+
+
+def heard(recogniser, waiting, how):
+    """Yields the results of (result so far, features or None), in their order, as soon as they are there."""
+    results, ready = [result for result, _ in waiting], 0
+    order = [i for i, (_, x) in enumerate(waiting) if x is not None and len(x)]
+    order.sort(key=lambda i: len(waiting[i][1]), reverse=True)
+    while order:
+        frames = -(-len(waiting[order[0]][1]) // ROUND) * ROUND
+        most = max(1, BATCH // frames)
+        size = 1 << min(most.bit_length() - 1, (len(order) - 1).bit_length())  # powers of 2: few programs
+        chosen, order = order[:size], order[size:]
+        batch, lengths = np.zeros((size, frames, len(recogniser.mean)), np.float32), np.zeros(size, np.int32)
+        for row, i in enumerate(chosen):
+            x = waiting[i][1]
+            batch[row, : len(x)], lengths[row] = x, len(x)
+        found = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
+        for row, i in enumerate(chosen):
+            count = int(found.counts[row])
+            more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
+            more = {name: x[row, :count].tolist() for name, x in more.items()}
+            results[i] = results[i]._replace(text=recogniser.text(found.labels[row], count), **more)
+        left = min(order, default=len(results))
+        yield from results[ready:left]
+        ready = max(ready, left)
+    yield from results[ready:]
 
 
 class Stream:
     """Text of samples as they arrive: what `feed` and, at the end, `finish` return continues what came before."""
 
-    def __init__(self, recogniser, params):
-        if not recogniser.config.chunk:
+    def __init__(self, recogniser):
+        if not recogniser.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.params, self.labels, self.said = recogniser, params, [], ""
-        self.size = recogniser.config.chunk * recogniser.subsampling  # frames of a chunk
-        self.samples = np.zeros(0, np.float32)
-        model = recogniser.model(params)
-        silence = self.chunk(np.zeros((0, len(recogniser.mean))))
-        shapes = jax.eval_shape(self.advance, params, *silence, model.initial(1), None)
-        self.state = model.initial(1), decode.reset_streams(shapes[1], np.ones(1, bool))
+        self.recogniser, self.extractor, self.labels, self.frames, self.said = (
+            recogniser,
+            recogniser.extractor,
+            [],
+            [],
+            "",
+        )
+        # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
+        self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
+        encoder = recogniser.model(recogniser.params).encoder
+        self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
+        state = encoder.initial(1)
+        shapes = jax.eval_shape(self.advance, recogniser.params, *self.chunk(self.silence()), state, None)
+        self.state = state, decode.reset_streams(shapes[1], np.ones(1, bool))
         self.step = jax.jit(self.advance)
+
+    def silence(self):
+        return np.zeros((0, len(self.recogniser.mean)))
+
+    @property
+    def size(self):
+        """Frames of the next step."""
+        return self.later if self.taken else self.first
 
     def advance(self, params, x, lengths, encoder, decoder):
         model = self.recogniser.model(params)
-        rows, lengths, encoder = model.step(x, lengths, encoder)
+        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
         hypotheses = self.recogniser.search(model, rows, lengths, state=decoder)
-        return encoder, hypotheses.state, hypotheses.labels, hypotheses.counts
+        return encoder, hypotheses.state, hypotheses.labels, hypotheses.frames, hypotheses.counts
 
     def chunk(self, x):
-        """Features padded to a chunk, and how many they are."""
+        """Features padded to a step, and how many they are."""
         return jnp.float32(np.pad(x, ((0, self.size - len(x)), (0, 0))))[None], jnp.array([len(x)], jnp.int32)
 
     def take(self, frames):
         """Decodes the next frames, and drops the samples that no later one has."""
-        config, hop = self.recogniser.config, features.sizes(self.recogniser.config)
-        x = features.log_mel(config, self.samples[: hop[0] + (frames - 1) * hop[1]])
-        self.samples = self.samples[frames * hop[1] :]
-        x = (x - self.recogniser.mean) / self.recogniser.deviation
-        *state, labels, counts = self.step(self.params, *self.chunk(x), *self.state)
-        self.state = state
+        x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
+        self.samples = self.samples[frames * self.extractor.hop :]
+        *state, labels, places, counts = self.step(self.recogniser.params, *self.chunk(x), *self.state)
+        self.state, self.taken = state, self.taken + frames
         self.labels += np.asarray(labels[0, : int(counts[0])]).tolist()
+        self.frames += np.asarray(places[0, : int(counts[0])]).tolist()
 
     def news(self):
         """What is to be printed. The text only grows at its end, but for pieces of a character."""
@@ -90,14 +163,19 @@ class Stream:
         return new
 
     def feed(self, samples):
-        self.samples = np.concatenate([self.samples, samples])
-        while features.count(self.recogniser.config, len(self.samples)) >= self.size:
+        """`samples` [S]: floats in [-1, 1], or integers."""
+        samples = audio.scaled(samples)
+        if len(samples):
+            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
+            self.total, self.last = self.total + len(samples), samples[-1]
+        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
             self.take(self.size)
         return self.news()
 
     def finish(self):
-        if remaining := features.count(self.recogniser.config, len(self.samples)):
-            self.take(remaining)
+        self.samples = np.pad(self.samples, (0, self.extractor.margin))
+        while remaining := self.extractor.count(self.total) - self.taken:
+            self.take(min(remaining, self.size))
         return self.news()
 
 

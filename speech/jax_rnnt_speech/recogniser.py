@@ -12,50 +12,57 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import features, tokens
+from jax_rnnt_speech import encoders, features, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
-from jax_rnnt_speech.losses import LOSSES, Encoded
+from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
 from jax_rnnt_speech.ngrams import Search
 
-MAX_SYMBOLS = 4  # labels of a frame that a decoder writes at most
 GREEDY = Search()
+BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full"
 SAMPLE = 200  # utterances of which statistics are taken
 
 
-def statistics(data, config):
-    """Mean and deviation of each feature, over some training utterances."""
-    some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
-    loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
-    loaded = [features.log_mel(config, x) if data.corpus.device else x for x in loaded if x is not None]
-    if not loaded:
-        raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
-    frames = np.concatenate(loaded)
-    return frames.mean(0).tolist(), (frames.std(0) + 1e-3).tolist()
-
-
 class Recogniser:
-    def __init__(self, config, vocabulary, mean, deviation, implementation=None):
-        self.config, self.tokens, self.variant = config, vocabulary, LOSSES[config.loss]
+    """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
+
+    def __init__(self, config, vocabulary, mean, deviation, source=None, implementation=None):
+        self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
+        self.extractor = features.extractor(config)
         options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        model = Transducer(config, len(mean), blank, self.classes, rngs=rngs)
-        self.subsampling = model.subsampling
+        model = Transducer(config, len(mean), blank, self.classes, encoders.fields_of(source), rngs=rngs)
+        self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
+        self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
     @classmethod
     def from_setup(cls, setup, **options):
         config = Config(**from_json(setup["config"], "the checkpoint"))
-        return cls(config, tokens.from_json(setup["tokens"]), setup["mean"], setup["deviation"], **options)
+        stored = tokens.from_json(setup["tokens"]), setup["mean"], setup["deviation"], setup.get("source")
+        return cls(config, *stored, **options)
 
     def setup(self):
         """What a checkpoint stores beside the parameters."""
         config = dataclasses.asdict(self.config) | {"strides": [list(pair) for pair in self.config.strides]}
+        config["durations"] = list(self.config.durations)
         stored = {"config": config, "tokens": self.tokens.to_json()}
-        return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+        return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
+
+    def measure(self, data):
+        """Takes mean and deviation of each feature from some training utterances."""
+        if self.extractor.normalize != "corpus":
+            return
+        some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
+        loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
+        loaded = [self.extractor(x) if data.corpus.device else x for x in loaded if x is not None]
+        if not loaded:
+            raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
+        frames = np.concatenate(loaded)
+        self.mean, self.deviation = frames.mean(0), frames.std(0) + np.float32(1e-3)
 
     def model(self, params, step=None):
         """The model; at a step of training with dropout."""
@@ -72,8 +79,14 @@ class Recogniser:
     def inputs(self, batch, device):
         """Features [B, T, F] of a batch, with mean 0 and deviation 1."""
         x = batch["audio"]
-        x = features.log_mel(self.config, x, jnp) if device else x
+        return self.standardised(self.extractor(x, jnp) if device else x)
+
+    def standardised(self, x):
         return (x - self.mean) / self.deviation
+
+    def features(self, samples):
+        """What the model hears, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
+        return self.standardised(self.extractor(samples))
 
     def encoded(self, model, x, batch):
         rows, lengths = model.encode(x, batch["lengths"])
@@ -88,13 +101,16 @@ class Recogniser:
 
     def search(self, model, rows, lengths, how=GREEDY, state=None):
         """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
-        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, rows.shape[1] * MAX_SYMBOLS
-        loss, options = self.variant.loss, {"max_symbols": MAX_SYMBOLS, "state": state}
+        config, room = self.config, rows.shape[1] * self.config.max_symbols
+        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
+        # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
+        limit = room if config.duration_choice == "token_first" else config.max_symbols
+        loss, options = self.variant.loss, {"max_symbols": limit, "state": state}
         if not how.beam:
-            return decode.greedy(loss, *inputs, **options)
+            return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
-        return hypotheses._replace(labels=hypotheses.labels[:, 0], counts=hypotheses.counts[:, 0])
+        return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def evaluated(self, params, batch, device, how):
@@ -104,6 +120,17 @@ class Recogniser:
         losses = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         hypotheses = self.search(model, x.frames, x.frame_lengths, how)
         return jnp.where(batch["valid"], losses, 0).sum(), hypotheses.labels, hypotheses.counts
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def heard(self, params, x, lengths, how):
+        """Hypotheses [B] of features [B, T, F] of whole recordings."""
+        model = self.model(params)
+        return self.search(model, *model.encode(x, lengths), how)._replace(state=None)
+
+    @property
+    def seconds(self):
+        """Of an encoder frame."""
+        return self.subsampling * self.extractor.hop / self.extractor.rate
 
     def text(self, labels, count):
         return self.tokens.decode(np.asarray(labels)[: int(count)])

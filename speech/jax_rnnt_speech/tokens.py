@@ -1,7 +1,8 @@
-"""Labels of texts: characters, or subwords of sentencepiece. Both can be stored in JSON."""
+"""Labels of texts: characters, subwords of sentencepiece, those of a pretrained model. All can be stored in JSON."""
 
 import base64
 import io
+import json
 
 import sentencepiece
 
@@ -55,9 +56,71 @@ class Subwords:
         return {"sentencepiece": base64.b64encode(self.model).decode()}
 
 
+class Pretrained:
+    """The labels of a tokenizer.json of Hugging Face."""
+
+    separator = "▁"
+
+    def __init__(self, text, count):
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError:
+            raise UserError("the model has a tokenizer.json, which needs: pip install tokenizers") from None
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises no narrower one
+            raise UserError(f"tokenizer.json is no tokenizer: {error}") from None
+        model = json.loads(text)["model"]
+        unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
+        self.text, self.unknown = text, unknown
+        self.pieces = [self.tokenizer.id_to_token(i) or "" for i in range(count)]
+
+    def encode(self, text):
+        """Labels of a text, or None if the tokenizer does not know a part of it."""
+        labels = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return None if self.unknown in labels or max(labels, default=0) >= len(self.pieces) else labels
+
+    def labels(self):
+        return [None if i == self.unknown else piece for i, piece in enumerate(self.pieces)]
+
+    def decode(self, labels):
+        return self.tokenizer.decode(list(map(int, labels)))
+
+    def to_json(self):
+        return {"tokenizer": self.text, "count": len(self.pieces)}
+
+
+class Numbers:
+    """Labels without a tokenizer: they are their own text, with spaces between them."""
+
+    separator = " "
+
+    def __init__(self, count):
+        self.pieces = [f" {i}" for i in range(count)]
+
+    def encode(self, text):
+        """The labels that a text names, or None if it names anything else."""
+        words = text.split()
+        known = all(x.isdecimal() and int(x) < len(self.pieces) for x in words)
+        return [int(x) for x in words] if known else None
+
+    def labels(self):
+        return self.pieces
+
+    def decode(self, labels):
+        return " ".join(str(int(i)) for i in labels)
+
+    def to_json(self):
+        return {"count": len(self.pieces)}
+
+
 def from_json(stored):
     if "alphabet" in stored:
         return Characters(stored["alphabet"])
+    if "tokenizer" in stored:
+        return Pretrained(stored["tokenizer"], stored["count"])
+    if "count" in stored:
+        return Numbers(stored["count"])
     return Subwords(base64.b64decode(stored["sentencepiece"]))
 
 

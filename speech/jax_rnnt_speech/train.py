@@ -15,10 +15,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, devices, evaluate, hosts, ngrams, runs, tokens
+from jax_rnnt_speech import batches, devices, evaluate, hosts, ngrams, pretrained, runs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.corpora import open_corpus
-from jax_rnnt_speech.recogniser import Recogniser, statistics
+from jax_rnnt_speech.recogniser import Recogniser
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -65,17 +65,16 @@ class Training:
         texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
         self.stored = {"utterances": hashlib.sha256(texts).hexdigest()}
         if self.run.last is None:
-            vocabulary = tokens.train(config, (x.text for x in train.utterances))
-            subsampling = int(np.prod([stride for stride, _ in config.strides]))
-            self.train = batches.labelled(train, vocabulary, subsampling)
-            self.recogniser = Recogniser(config, vocabulary, *statistics(self.train, config), **more)
+            self.recogniser = pretrained.fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup()
             if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
-            self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
+        self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
+        if self.run.last is None and not config.init:
+            self.recogniser.measure(self.train)
         self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)

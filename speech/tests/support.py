@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import commands, model, synthesis  # noqa: F401
+from jax_rnnt_speech import commands, model, pretrained, synthesis  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,

@@ -16,15 +16,15 @@ from support import asr, configuration, run
 def test_stream_is_transcribe(corpus, trained, capsys):
     """Both find the same text; a file that is bad, or missing, is named and the others are transcribed."""
     files = sorted(corpus.rglob("*.flac"))[:2]
-    run(["transcribe", "--workdir", trained[0], *files, corpus / "missing.flac"], 1)
+    run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
     out, error = capsys.readouterr()
     texts = dict(line.split("\t") for line in out.splitlines())
     assert list(texts) == list(map(str, files)) and f"{corpus}/missing.flac: no such file" in error
     for path in files:
-        run(["stream", "--workdir", trained[0], path])
+        run(["stream", "--model", trained[0], path])
         assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]
-    run(["transcribe", "--workdir", corpus, *files], 2)
-    assert "has no checkpoint: train first" in capsys.readouterr().err
+    run(["transcribe", "--model", corpus, *files], 2)
+    assert "has no checkpoint" in capsys.readouterr().err
 
 
 def test_streams_of_random_weights():
@@ -32,15 +32,15 @@ def test_streams_of_random_weights():
     config = configuration(loss="tdt", blocks=2)
     recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
-    params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
+    recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
-    whole = asr.recognise.make_transcriber(recogniser, params, asr.ngrams.Search())(samples)
-    stream, seen = asr.recognise.Stream(recogniser, params), []
+    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)])
+    stream, seen = asr.recognise.Stream(recogniser), []
     take = stream.chunk
     stream.chunk = lambda x: seen.append(x) or take(x)
     text = "".join(stream.feed(x) for x in np.split(samples, [100, 101, 2000, 5999])) + stream.finish()
-    assert text == whole and len(set(whole)) > 1
-    np.testing.assert_allclose(np.concatenate(seen), asr.features.log_mel(config, samples), atol=1e-5)
+    assert text == whole.text and len(set(text)) > 1 and stream.frames == whole.frames
+    np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
 
 
 def test_no_device(monkeypatch):

@@ -37,8 +37,8 @@ def test_chunks_are_the_whole():
     model.eval()
     x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
     whole, _ = jax.jit(lambda *x: model.encode(*x))(x, lengths)
-    step = jax.jit(lambda *x: model.step(*x))
-    state, parts = model.initial(2), []
+    step = jax.jit(lambda *x: model.encoder.step(*x))
+    state, parts = model.encoder.initial(2), []
     for start in range(0, 64, 16):
         rows, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
         parts.append(rows)
@@ -72,8 +72,7 @@ def test_dropout_follows_the_step(corpus):
 
 
 def weights(workdir):
-    _, params = asr.recognise.load(workdir)
-    return [np.asarray(x) for x in jax.tree.leaves(params)]
+    return [np.asarray(x) for x in jax.tree.leaves(asr.pretrained.read(workdir).params)]
 
 
 def losses(workdir):

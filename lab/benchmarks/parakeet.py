@@ -1,6 +1,6 @@
 """A training step of `transformers` in PyTorch beside ours: time and memory, loss alone and whole step.
 
-    python -m jax_rnnt_speech.parakeet.compare --torch PYTHON    # that has torch, torchaudio and transformers
+    PYTHONPATH=speech python lab/benchmarks/parakeet.py --torch PYTHON    # that has torch, torchaudio and transformers
 
 Both have the same random weights, batch and AdamW, without dropout. Each measurement is a process of its own; they take
 turns, and the table has the shortest time and the largest peak of resident memory. The first losses must agree.
@@ -105,30 +105,46 @@ def theirs(folder, kind, what, repeats):
 
 
 def ours(folder, kind, what, repeats):
+    import dataclasses
+
     import jax
     import optax
-    from flax import nnx
 
-    from .finetune import train_step
-    from .weights import load
+    from jax_rnnt_speech import pretrained, train
 
-    model, _ = load(folder / kind)
-    model.train()
+    recogniser = pretrained.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
+    arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
-        optimizer = nnx.Optimizer(model, optax.adamw(1e-5, weight_decay=0.01), wrt=nnx.Param)
-        arrays = features, lengths, targets, target_lengths
-        return repeated(lambda: float(train_step(model, optimizer, *arrays, tiles=what == "tiles")), repeats)
-    logits, lengths = nnx.jit(lambda model, *x: model.logits(*x, tiles=False))(model, features, lengths, targets)
-    compute = jax.jit(jax.value_and_grad(model.criterion()))
+        joint = "tiles" if what == "tiles" else "logits"
+        recogniser.config = dataclasses.replace(recogniser.config, joint=joint, time_masks=0, mel_masks=0)
+        arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
+        optimizer = optax.apply_if_finite(optax.adamw(1e-5, weight_decay=0.01), 100)
+        step = train.make_train_step(recogniser, optimizer, False)
+        state = recogniser.params, optimizer.init(recogniser.params)
+
+        def one_step():
+            nonlocal state
+            state, numbers = step(state, arrays, 1)
+            return float(numbers["loss"])
+
+        return repeated(one_step, repeats)
+
+    @jax.jit
+    def all_logits(params):
+        model = recogniser.model(params)
+        x = recogniser.encoded(model, features, arrays)
+        return model.joint(x.frames[:, :, None], x.states[:, None]), x.frame_lengths
+
+    logits, lengths = all_logits(recogniser.params)
+    compute = jax.jit(jax.value_and_grad(lambda *x: recogniser.loss(*x).mean()))
     return repeated(lambda: float(jax.block_until_ready(compute(logits, targets, lengths, target_lengths))[0]), repeats)
 
 
 def measure(python, side, folder, kind, what, repeats):
     """{first, seconds, peak} of one process."""
-    program = "jax_rnnt_speech.parakeet.compare"
-    command = [python, "-m", program, "--measure", side, str(folder), kind, what, "--repeats", str(repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    command = [python, __file__, "--measure", side, str(folder), kind, what, "--repeats", str(repeats)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     figures = json.loads(done.stdout.splitlines()[-1])

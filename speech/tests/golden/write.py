@@ -1,7 +1,7 @@
 """Writes the small random checkpoints of tests/golden, and what `transformers` makes of them: golden.npz of each.
 
     pip install torch torchaudio transformers==5.23.0
-    python -m jax_rnnt_speech.parakeet.golden FOLDER
+    python tests/golden/write.py FOLDER
 
 The RNN-T loss is torchaudio's, so its release must fit that of torch. The tests read the files alone.
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers as hf
+from tones import LABELS, RATE, recordings
 from transformers.loss.loss_rnnt import rnnt_loss
 from transformers.loss.loss_tdt import tdt_loss
-
-from .recordings import LABELS, RATE, recordings
 
 ENCODER = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, num_mel_bins=16)
 ENCODER |= dict(subsampling_conv_channels=4, dropout=0.0, layerdrop=0.0, activation_dropout=0.0, attention_dropout=0.0)

@@ -1,0 +1,38 @@
+"""Encoders, by the names of --encoder. `base.Encoder` says what all of them have."""
+
+import dataclasses
+import math
+
+from jax_rnnt_speech.encoders.conformer import Conformer
+from jax_rnnt_speech.encoders.convolutional import Convolutional
+from jax_rnnt_speech.encoders.fastconformer import EncoderConfig, FastConformer
+from jax_rnnt_speech.encoders.whisper import Whisper, WhisperConfig
+
+OWN = {"conformer": Conformer, "convolutional": Convolutional}
+PRETRAINED = {"fastconformer": (FastConformer, EncoderConfig), "whisper": (Whisper, WhisperConfig)}
+
+
+def fields_of(source):
+    """Those of an encoder, among the JSON files of a pretrained model."""
+    fields = (source or {}).get("config.json", {})
+    return fields.get("encoder_config", fields)
+
+
+def subsampling(config, source):
+    """Feature frames of a row that predictor and joint see."""
+    if config.encoder in OWN:
+        return math.prod(time for time, _ in config.strides)
+    factor = EncoderConfig.subsampling_factor if config.encoder == "fastconformer" else Whisper.subsampling
+    return fields_of(source).get("subsampling_factor", factor) * max(config.stack, 1)
+
+
+def make(config, features, fields, *, dtype, rngs):
+    """The encoder of a configuration. `fields`: those of a pretrained one's config.json."""
+    if config.encoder in OWN:
+        encoder = OWN[config.encoder](config, features, dtype=dtype, rngs=rngs)
+    else:
+        kind, sizes = PRETRAINED[config.encoder]
+        known = {field.name for field in dataclasses.fields(sizes)}
+        encoder = kind(sizes(**{name: x for name, x in fields.items() if name in known}), dtype=dtype, rngs=rngs)
+    encoder.remat = config.remat
+    return encoder

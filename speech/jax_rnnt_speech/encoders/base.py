@@ -1,0 +1,139 @@
+"""What all encoders share.
+
+B utterances, T feature frames of F features, N encoder frames, E the width of a row. Frames after the end of an
+utterance never change those before.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "silu": jax.nn.silu}
+ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
+EPSILON = 1e-5  # PyTorch's, in all norms
+
+
+def inside(lengths, size):
+    """Which of `size` frames belong to the utterances: bool [B, size]."""
+    return jnp.arange(size) < lengths[:, None]
+
+
+def cut(x, lengths):
+    """Zeros from `lengths` on in x [B, T, ...], whatever is there."""
+    here = inside(lengths, x.shape[1])
+    return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def extended(x, before, kernel):
+    """(x with the frames that a convolution over time sees around it, those to keep for the next chunk).
+
+    `before` [B, kernel - 1, ...] are the frames before x; None: x is the whole utterance, with zeros at both ends.
+    """
+    if before is None:
+        around = (kernel - 1) // 2, kernel // 2
+        return jnp.pad(x, ((0, 0), around, *((0, 0),) * (x.ndim - 2))), None
+    x = jnp.concatenate([before.astype(x.dtype), x], 1)
+    return x, x[:, x.shape[1] - (kernel - 1) :]
+
+
+def layer_norm(width, **more):
+    return nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, **more)
+
+
+def recomputed(block):
+    """The block, computed again in the backward pass. Its dropout counts no call, and is drawn once a step."""
+    graphdef, state = nnx.split(block)
+    run = jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
+    return functools.partial(run, state)
+
+
+class Depthwise(nnx.Module):
+    """Convolution of each channel by itself over one or two dimensions: a sum of shifted products.
+
+    XLA's own convolution with a group for each channel takes 12 to 60 times as long on two cores of a CPU.
+    """
+
+    def __init__(self, kernel, channels, *, stride=1, bias=True, dtype, rngs):
+        init = nnx.initializers.normal(math.prod(kernel) ** -0.5)
+        self.kernel = nnx.Param(init(rngs.params(), (*kernel, channels), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(channels, jnp.float32)) if bias else None
+        self.stride, self.dtype = stride, dtype
+
+    def __call__(self, x):
+        """x [B, *sizes, C], zeros around it included."""
+        kernel, x = self.kernel[...].astype(self.dtype), x.astype(self.dtype)
+        *sizes, _ = kernel.shape
+        counts = [(n - k) // self.stride + 1 for n, k in zip(x.shape[1:], sizes)]
+        out = 0 if self.bias is None else self.bias[...].astype(self.dtype)
+        # Every stride-th entry first, so that few gradients of slices are as large as x.
+        phases = np.ndindex(*(min(k, self.stride) for k in sizes))
+        parts = {phase: x[:, *(slice(start, None, self.stride) for start in phase)] for phase in phases}
+        for offset in np.ndindex(*sizes):
+            steps, phase = zip(*(divmod(o, self.stride) for o in offset))
+            window = [slice(step, step + count) for step, count in zip(steps, counts)]
+            out = out + parts[phase][:, *window] * kernel[offset]
+        return out
+
+
+class Encoder(nnx.Module):
+    """Features [B, T, F] and lengths [B] -> rows [B, N, E] and lengths [B]; rows after an end mean nothing.
+
+    A subclass sets `width`, `subsampling`, `blocks` (an `nnx.Sequential`) and `norm`, and has `lengths`, `subsample`,
+    `shared` and `whole`; one that streams sets `chunk`, and has `initial`.
+    """
+
+    chunk = 0  # encoder frames of a step of a stream; 0: the encoder sees whole utterances alone
+    limit = 0  # feature frames of an utterance, at most; 0: any number
+    remat = False  # whether blocks are computed again in the backward pass
+
+    def lengths(self, frames):
+        """Encoder frames of so many feature frames, numbers or arrays."""
+        return -(-frames // self.subsampling)
+
+    def __call__(self, x, lengths):
+        return self.upper(self.lower(x, lengths, 0), self.lengths(lengths), 0)
+
+    def lower(self, x, lengths, layers):
+        """Rows [B, N, E] after subsampling and the first `layers` blocks; `self.lengths(lengths)` are theirs."""
+        first, blocks = self.whole(len(x))
+        rows, _ = self.subsample(x, lengths, first)
+        return self.through(rows, self.lengths(lengths), first, blocks, slice(layers))[0]
+
+    def upper(self, rows, lengths, layers):
+        """What the blocks after the first `layers` make of rows [B, N, E], whose lengths [B] are encoder frames."""
+        first, blocks = self.whole(len(rows))
+        return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None))[0]), lengths
+
+    def step(self, x, lengths, state):
+        """Rows of the next features of streams, their lengths, and the state after them.
+
+        x [B, frames_of_step, F]; lengths [B] are fewer at the end of a stream alone.
+        """
+        first, blocks = state
+        rows, after = self.subsample(x, lengths, first)
+        lengths = self.lengths_of_step(lengths, first)
+        rows, blocks = self.through(rows, lengths, first, blocks, slice(None))
+        return self.norm(rows), lengths, (after, blocks)
+
+    def frames_of_step(self, first):
+        """Feature frames of a step of a stream, if the `first` one."""
+        return self.chunk * self.subsampling
+
+    def lengths_of_step(self, lengths, first):
+        return self.lengths(lengths)
+
+    def through(self, rows, lengths, first, states, layers):
+        """Rows after some of the blocks, and the states of these. `first`: the state of the subsampling before."""
+        shared, after = self.shared(rows, lengths, first), []
+        for block, state in zip(self.blocks.layers[layers], states[layers]):
+            rows, state = (recomputed(block) if self.remat else block)(rows, shared, state)
+            after.append(state)
+        return rows, after
+
+    def shared(self, rows, lengths, first):
+        """What all blocks take beside their rows."""
+        return lengths

@@ -1,1 +1,0 @@
-"""Parakeet and Nemotron: checkpoints of Hugging Face, read, trained, written and decoded."""

@@ -1,0 +1,105 @@
+"""Models from elsewhere: what a training starts from, and what transcribes without one.
+
+`open_model` reads a run's folder, or one of Hugging Face with Parakeet or Nemotron. `fresh` makes the recogniser of a
+new training, whose --init may be any of these or Whisper.
+"""
+
+from pathlib import Path
+
+from jax_rnnt_speech import devices, runs, tokens
+from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
+from jax_rnnt_speech.pretrained import hugging_face, whisper
+from jax_rnnt_speech.recogniser import Recogniser
+
+# Options that weights decide: of the features and the encoder; with the old head, all of these.
+HEARING = {"rate", "mels", "window", "hop", "features", "encoder", "chunk"}
+STACK = {"whisper": 4, "fastconformer": 1}  # rows of 80 ms, if nothing else is wanted
+OWN_ENCODER = {"width", "blocks", "heads", "expansion", "kernel", "strides", "channels", "past"}
+HEAD = {"tokens", "vocabulary", "alphabet", "predictor", "history", "predictor_layers", "activation", "loss"}
+HEAD |= {"durations", "sigma", "max_symbols", "duration_choice", "stack"}
+
+
+def kind_of(folder):
+    """run, hugging_face or whisper."""
+    folder = Path(folder)
+    if (folder / runs.CHECKPOINTS).is_dir():
+        return "run"
+    if (folder / "model.bin").is_file():
+        return "whisper"
+    if any((folder / name).is_file() for name in ("config.json", "preprocessor_config.json", "processor_config.json")):
+        return "whisper" if whisper.is_whisper(folder) else "hugging_face"
+    if nemo := [x for x in (folder, *folder.glob("*")) if x.suffix == ".nemo"]:
+        raise UserError(f"{nemo[0]} is an archive of NeMo, which is not read: take the model as Hugging Face has it")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder")
+    raise UserError(f"{folder} has no checkpoint: neither checkpoints/ of a run, nor config.json, nor model.bin")
+
+
+def read(folder):
+    """The Recogniser of a folder, with its parameters; that of Whisper has an encoder alone, and no labels."""
+    kind = kind_of(folder)
+    if kind != "run":
+        return {"whisper": whisper, "hugging_face": hugging_face}[kind].read(Path(folder))
+    run = runs.open_run(Path(folder))
+    recogniser = Recogniser.from_setup(run.setup())
+    (recogniser.params,) = run.restore(params=recogniser.params)
+    run.close()
+    return recogniser
+
+
+def open_model(folder, platform=None):
+    """The Recogniser of a folder, with its parameters in `params`, to transcribe with."""
+    devices.select(platform, 1)
+    recogniser = read(folder)
+    if recogniser.config.train == "handwritten-digits":
+        raise UserError(f"{folder} holds a model of images, which hears nothing")
+    if not recogniser.tokens.pieces:
+        raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
+    return recogniser
+
+
+def config_of(folder):
+    """The Config of a folder, without its arrays."""
+    kind = kind_of(folder)
+    if kind != "run":
+        return {"whisper": whisper, "hugging_face": hugging_face}[kind].config_of(Path(folder))[0]
+    run = runs.open_run(Path(folder))
+    setup = run.setup()
+    run.close()
+    return Config(**from_json(setup["config"], f"{folder}"))
+
+
+def completed(options):
+    """Options of a new training, with those that its --init decides."""
+    if not options.get("init"):
+        return options
+    folder, start = options["init"], config_of(options["init"])
+    new = kind_of(folder) == "whisper" or options.get("new_head", False)
+    options = ({"stack": STACK.get(start.encoder, 0)} if new else {}) | options | {"new_head": new}
+    decided = HEARING | (set() if new and start.encoder in PRETRAINED else OWN_ENCODER) | (set() if new else HEAD)
+    for name in decided:
+        x = getattr(start, name)
+        x = [list(pair) for pair in x] if name == "strides" else list(x) if name == "durations" else x
+        if options.get(name, x) != x:
+            hint = ": --new-head allows that" if name in HEAD else ""
+            raise UserError(f"--{name.replace('_', '-')} {options[name]}: {folder} has {x}{hint}")
+        options[name] = x
+    return options
+
+
+def fresh(config, corpus, **more):
+    """The Recogniser of a new training: of random weights, or from --init."""
+    features = corpus.features
+    if not config.init:
+        vocabulary = tokens.train(config, (x.text for x in corpus.utterances))
+        return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
+    start = read(config.init)
+    vocabulary = tokens.train(config, (x.text for x in corpus.utterances)) if config.new_head else start.tokens
+    if len(start.mean) != features:
+        raise UserError(f"--init {config.init} hears {len(start.mean)} features a frame, {config.train} has {features}")
+    recogniser = Recogniser(config, vocabulary, start.mean, start.deviation, start.source, **more)
+    if config.new_head:
+        recogniser.params["encoder"] = start.params["encoder"]
+    else:
+        recogniser.params = start.params
+    return recogniser

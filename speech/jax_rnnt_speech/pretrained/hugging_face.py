@@ -1,0 +1,349 @@
+"""Parakeet and Nemotron as `transformers` stores them: folders with config.json and *.safetensors, read and written.
+
+A tensor has the name of its parameter, and input and output axes the other way round; `names_of` has the exceptions.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.flax import load_file, save_file
+
+from jax_rnnt_speech import tokens
+from jax_rnnt_speech.config import Config, UserError, durations
+from jax_rnnt_speech.encoders.base import EPSILON
+from jax_rnnt_speech.encoders.fastconformer import EncoderConfig
+from jax_rnnt_speech.recogniser import Recogniser
+
+# Of a model: its encoder, its loss, and what makes its features.
+MODELS = {
+    "parakeet_rnnt": ("parakeet_encoder", "rnnt", "ParakeetFeatureExtractor"),
+    "parakeet_tdt": ("parakeet_encoder", "tdt", "ParakeetFeatureExtractor"),
+    "nemotron_asr_streaming": ("nemotron_asr_streaming_encoder", "rnnt", "NemotronAsrStreamingFeatureExtractor"),
+}
+FILES = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
+FILES += "tokenizer_config.json", "special_tokens_map.json"
+CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
+ACTIVATIONS = "relu", "silu", "gelu"
+# Says nothing of what a model computes.
+METADATA = re.compile(
+    "_.*|architectures|.*dtype|.*_version|initializer_range|is_encoder_decoder|.*_token_id|use_cache|return_.*"
+    "|output_.*|processor_class|id2label|label2id|problem_type|chunk_size_feed_forward|model_type|tie_word_embeddings"
+)
+LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+MODULES = {
+    "joint.encoder": "encoder_projector",
+    "joint.predictor": "decoder.decoder_projector",
+    "joint.output": "joint.head",
+    "predictor.embed": "decoder.embedding",
+}
+UNUSED = re.compile(r".*\.num_batches_tracked$")  # a count that only a batch norm without momentum needs
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Fields of config.json beside `encoder_config`, with their defaults."""
+
+    decoder_hidden_size: int = 640
+    num_decoder_layers: int = 2
+    hidden_act: str = "relu"
+    max_symbols_per_step: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Fields of preprocessor_config.json, with their defaults."""
+
+    feature_size: int = 80
+    sampling_rate: int = 16000
+    hop_length: int = 160
+    n_fft: int = 512
+    win_length: int = 400
+    preemphasis: float = 0.97
+
+
+def require(fine, file, name, expected, got):
+    if not fine:
+        raise UserError(f"{file}: {name} must be {expected}, got {got!r}")
+
+
+def read_json(file):
+    """The object of a JSON file."""
+    try:
+        fields = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file} must be JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{file} must be an object, got {type(fields).__name__}")
+    return fields
+
+
+@functools.cache
+def say(line):
+    """Once, on standard error."""
+    print(line, file=sys.stderr)
+
+
+def checked(kind, fields, file, only=None):
+    """A dataclass of the fields that it has. `only`: values that other fields must have; what is left is named."""
+    values, unused = {}, []
+    for field in dataclasses.fields(kind):
+        if field.name not in fields:
+            continue
+        x, default = fields[field.name], field.default
+        if isinstance(default, bool | str):
+            fine, expected = type(x) is type(default), {bool: "true or false", str: "text"}[type(default)]
+        elif isinstance(default, int):
+            low = 0 if field.name == "default_num_lookahead_tokens" else 1
+            fine, expected = type(x) is int and x >= low, f"a whole number of {low} or more"
+        else:
+            fine, expected = type(x) in (int, float) and 0 <= x < 1, "a number of 0 or more and less than 1"
+        if field.name == "hidden_act":
+            fine, expected = x in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"
+        require(fine, file, field.name, expected, x)
+        values[field.name] = x
+    for name in fields.keys() - values.keys():
+        if name in (only or {}):
+            require(fields[name] == only[name], file, name, only[name], fields[name])
+        elif not METADATA.fullmatch(name) and fields[name] not in (None, False, 0):
+            unused.append(f"{name} {json.dumps(fields[name])[:100]}")
+    if unused:
+        say(f"{file}: not used: {', '.join(sorted(unused))}")
+    return kind(**values)
+
+
+def encoder_of(fields, kind, file):
+    """The EncoderConfig of encoder_config."""
+    require(isinstance(fields, dict), file, "encoder_config", "an object", fields)
+    heads = fields.get("num_attention_heads", EncoderConfig.num_attention_heads)
+    x = checked(EncoderConfig, fields, f"{file}: encoder_config", {"num_key_value_heads": heads})
+    require(x.model_type == kind, file, "model_type of encoder_config", kind, x.model_type)
+    require(x.subsampling_conv_stride == 2, file, "subsampling_conv_stride", 2, x.subsampling_conv_stride)
+    size, factor = x.subsampling_conv_kernel_size, x.subsampling_factor
+    require(size == 3 or (size % 2 and not x.causal), file, "subsampling_conv_kernel_size", "3", size)
+    require(factor >= 2 and factor & (factor - 1) == 0, file, "subsampling_factor", "a power of 2", factor)
+    require(x.conv_kernel_size % 2 or x.causal, file, "conv_kernel_size", "odd", x.conv_kernel_size)
+    for count in (2, heads):
+        require(x.hidden_size % count == 0, file, "hidden_size", f"a multiple of {count}", x.hidden_size)
+    return x
+
+
+def features_of(source, folder, kind, bins):
+    """From preprocessor_config.json, or from the part of processor_config.json that stands for it."""
+    file, name = folder / "preprocessor_config.json", "feature_extractor_type"
+    fields = source.get(file.name)
+    if fields is None and "processor_config.json" in source:
+        file = folder / "processor_config.json"
+        fields = source[file.name].get("feature_extractor")
+    require(isinstance(fields, dict), file, "the extractor of features", "an object", fields)
+    require(fields.get(name) == kind, file, name, kind, fields.get(name))
+    only = {"padding_value": 0, "padding_side": "right", name: kind}
+    x = checked(Features, fields, file, only)
+    require(fields.get("mel_filters_dtype", "float32") == "float32", file, "mel_filters_dtype", "float32",
+            fields.get("mel_filters_dtype"))  # fmt: skip
+    require(x.feature_size == bins, file, "feature_size", f"{bins}, the encoder's num_mel_bins", x.feature_size)
+    require(x.preemphasis == 0.97, file, "preemphasis", 0.97, x.preemphasis)
+    size = 2 ** math.ceil(math.log2(x.win_length))
+    require(x.n_fft == size, file, "n_fft", f"{size}, the power of 2 from win_length on", x.n_fft)
+    return x
+
+
+def config_of(folder):
+    """(Config of a folder, its JSON files by name); both are checked as a whole."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json")
+    source, file = {x: read_json(folder / x) for x in FILES if (folder / x).is_file()}, folder / "config.json"
+    fields = source["config.json"]
+    kind = fields.get("model_type")
+    require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
+    encoder, loss, extractor = MODELS[kind]
+    encoder = encoder_of(fields.get("encoder_config"), encoder, file)
+    size, frames = fields.get("vocab_size"), fields.get("durations")
+    require(type(size) is int and size >= 2, file, "vocab_size", "a whole number of 2 or more", size)
+    blank = fields.get("blank_token_id")
+    require(blank == size - 1, file, "blank_token_id", f"{size - 1}, the last of vocab_size", blank)
+    try:
+        frames = durations(frames or ()) if loss == "tdt" else []
+    except argparse.ArgumentTypeError:
+        frames = []
+    require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
+    head = checked(Head, {k: x for k, x in fields.items() if k not in CHECKED}, file)
+    sounds = features_of(source, folder, extractor, encoder.num_mel_bins)
+    generation = source.get("generation_config.json", {})
+    start = generation.get("decoder_start_token_id", blank)
+    require(start == blank, folder / "generation_config.json", "decoder_start_token_id", f"{blank}, the blank", start)
+    if more := [x for x in generation.get("suppress_tokens") or () if type(x) is not int or x < size]:
+        say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
+    milliseconds = 1000 / sounds.sampling_rate
+    config = Config(
+        init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
+        window=sounds.win_length * milliseconds, hop=sounds.hop_length * milliseconds, width=head.decoder_hidden_size,
+        chunk=encoder.default_num_lookahead_tokens + 1 if encoder.causal else 0, predictor="lstm", loss=loss,
+        predictor_layers=head.num_decoder_layers, activation=head.hidden_act, sigma=0.0,
+        max_symbols=head.max_symbols_per_step, duration_choice="token_first" if frames else "pair",
+        durations=frames or list(Config.durations), dropout=0.0,
+    )  # fmt: skip
+    return config, source
+
+
+def read(folder):
+    """The Recogniser of a folder, with its parameters in float32."""
+    config, source = config_of(folder)
+    labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
+    vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
+    recogniser = Recogniser(config, vocabulary, [0.0] * config.mels, [1.0] * config.mels, source)
+    tensors, used, channels = folded(read_tensors(folder)), set(), channels_of(source)
+
+    def value(path, x):
+        names = names_of(path, config)
+        if missing := [name for name in names if name not in tensors]:
+            raise UserError(f"{folder} has no tensor {missing[0]}")
+        used.update(names)
+        return sum(from_torch(name, tensors[name], x.shape, channels) for name in names)
+
+    recogniser.params = mapped(recogniser.params, value)
+    if left := sorted(name for name in tensors.keys() - used if not UNUSED.match(name)):
+        raise UserError(f"{folder} has tensors that are not of this model: {', '.join(left)}")
+    return recogniser
+
+
+def fits(recogniser):
+    """Whether it has the old head of its source."""
+    fields, config = (recogniser.source or {}).get("config.json", {}), recogniser.config
+    head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
+    same = (len(recogniser.tokens.pieces), config.width) == head and config.predictor == "lstm" and not config.stack
+    same &= isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
+    return fields.get("model_type") in MODELS and same and config.loss == MODELS[fields["model_type"]][1]
+
+
+def write(recogniser, folder, dtype="float32"):
+    """Writes a folder for `transformers`. Of two biases with one sum the first one has all of it."""
+    config, tensors, channels = recogniser.config, {}, channels_of(recogniser.source)
+
+    def add(path, x):
+        for i, name in enumerate(names_of(path, config)):
+            if not np.isfinite(x).all():
+                raise UserError(f"{name} must be finite, got NaN or infinity: nothing is written")
+            tensors[name] = to_torch(path, name, np.asarray(x) * (i == 0), channels)
+        return x
+
+    mapped(recogniser.params, add)
+    if not config.chunk:  # statistics that change nothing: the factors and summands have learnt them
+        for name in [x for x in tensors if x.endswith("conv.norm.weight")]:
+            zeros = np.zeros_like(tensors[name])
+            norm = name.removesuffix("weight")
+            tensors |= {f"{norm}running_mean": zeros, f"{norm}running_var": zeros + np.float32(1 - EPSILON)}
+            tensors[f"{norm}num_batches_tracked"] = np.zeros((), np.int32)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.safetensors*"):  # `read` reads them all
+        file.unlink()
+    for name, fields in recogniser.source.items():
+        fields = {**fields, "dtype": dtype} if name == "config.json" else fields
+        fields.pop("torch_dtype", None)
+        (folder / name).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+    if isinstance(recogniser.tokens, tokens.Pretrained):
+        (folder / "tokenizer.json").write_text(recogniser.tokens.text, "utf-8")
+    kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
+    arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+
+
+def mapped(params, value):
+    """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each."""
+
+    def replaced(path, x):
+        return jax.numpy.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)
+
+    pure = jax.tree.map_with_path(replaced, nnx.to_pure_dict(params))
+    params = jax.tree.map(lambda x: x, params)
+    nnx.replace_by_pure_dict(params, pure)
+    return params
+
+
+def channels_of(source):
+    return source["config.json"]["encoder_config"].get(
+        "subsampling_conv_channels", EncoderConfig.subsampling_conv_channels
+    )
+
+
+def folded(tensors):
+    """Tensors with the statistics of each batch norm in its factors and summands."""
+    for name in [x for x in tensors if x.endswith(".running_var")]:
+        norm = name.removesuffix("running_var")
+        try:
+            weight, bias, mean = (tensors[norm + x] for x in ("weight", "bias", "running_mean"))
+        except KeyError:
+            continue  # it is named as missing, or as one too many
+        weight = weight / np.sqrt(tensors.pop(name) + np.float32(EPSILON))
+        tensors |= {f"{norm}weight": weight, f"{norm}bias": bias - mean * weight}
+        del tensors[f"{norm}running_mean"]
+    return tensors
+
+
+def names_of(path, config):
+    """The tensors whose sum is the parameter of this path."""
+    module, leaf = path.rsplit(".", 1)
+    if lstm := re.fullmatch(r"predictor\.lstm(\d+)\.dense_(i|h)", module):
+        layer, side = lstm[1], {"i": "ih", "h": "hh"}[lstm[2]]
+        if leaf == "kernel":
+            return [f"decoder.lstm.weight_{side}_l{layer}"]
+        return [f"decoder.lstm.bias_{side}_l{layer}" for side in ("ih", "hh")]
+    if path == "joint.encoder.bias":
+        return ["encoder_projector.bias", "decoder.decoder_projector.bias"]
+    name = MODULES.get(module, module).replace("encoder.blocks.layers", "encoder.layers")
+    name = re.sub(r"\.layers(\d+)", r".layers.\1", name.replace("encoder.subsample", "encoder.subsampling"))
+    if not config.chunk:  # one list of convolutions and activations
+        for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
+            if match := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
+                name = name.replace(match[0], f"subsampling.layers.{3 * int(match[1]) + first}")
+        name = name.replace("subsampling.conv_in", "subsampling.layers.0")
+    return [f"{name}.{LEAVES.get(leaf, leaf)}"]
+
+
+def from_torch(name, x, shape, channels):
+    """The parameter of this shape from a tensor [outputs, inputs, ...]."""
+    if x.ndim >= 2 and not is_table(name):
+        if name.endswith("subsampling.linear.weight"):  # PyTorch's rows have channels before bins
+            x = x.reshape(len(x), channels, -1).swapaxes(1, 2).reshape(x.shape)
+        x = np.moveaxis(x, (1, 0), (-2, -1))
+    if x.size != math.prod(shape):
+        raise UserError(f"{name} must have {shape} entries, got {x.shape}")
+    return x.reshape(shape)
+
+
+def to_torch(path, name, x, channels):
+    """The tensor of a parameter."""
+    if x.ndim < 2 or is_table(name):
+        return x
+    x = np.moveaxis(x[..., None, :] if "depthwise_conv" in path else x, (-2, -1), (1, 0))
+    if name.endswith("subsampling.linear.weight"):
+        return x.reshape(len(x), -1, channels).swapaxes(1, 2).reshape(x.shape)
+    ones = 0 if "pointwise_conv" not in path else 2 if "subsample" in path else 1  # sizes of its kernel
+    return x.reshape(*x.shape, *[1] * ones)
+
+
+def is_table(name):
+    """Whether a tensor of two axes is no matrix of a layer."""
+    return name.endswith(("embedding.weight", "bias_u", "bias_v"))
+
+
+def read_tensors(folder):
+    """{name: array} of all files of a folder, float32."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no *.safetensors")
+    arrays = {}
+    for file in files:
+        try:
+            arrays |= {name: np.asarray(x, np.float32) for name, x in load_file(file).items()}
+        except SafetensorError as error:
+            raise UserError(f"{file} must be a file of safetensors: {error}") from None
+    return arrays

@@ -1,0 +1,384 @@
+"""Do pretrained models compute what other programs computed for golden: padded, in gradients, searches and streams?"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import scipy.io.wavfile
+from safetensors.numpy import load_file, save_file
+from tones import LABELS, recordings
+
+from support import asr, run
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+SLOW = pytest.mark.slow
+KINDS = pytest.param("rnnt", marks=SLOW), "tdt", "streaming"
+TARGETS, TARGET_LENGTHS = LABELS["targets"], LABELS["target_lengths"]
+NEAR = {"atol": 1e-4, "rtol": 0}
+hugging_face, recognise = asr.pretrained.hugging_face, asr.recognise
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request):
+    """(recogniser, golden arrays, features [B, T, F] and their lengths [B])."""
+    recogniser = asr.pretrained.open_model(GOLDEN / request.param)
+    rows = [recogniser.features(x) for x in recordings()]
+    lengths = np.array([len(x) for x in rows])
+    x = np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows])
+    return recogniser, np.load(GOLDEN / request.param / "golden.npz"), x, lengths
+
+
+def frames_of(x, lengths):
+    """The frames inside the lengths."""
+    return np.asarray(x)[:, : max(lengths)][np.arange(max(lengths)) < np.asarray(lengths)[:, None]]
+
+
+def test_features(case):
+    recogniser, golden, x, lengths = case
+    np.testing.assert_array_equal(lengths, golden["feature_lengths"])
+    np.testing.assert_allclose(x, golden["features"][:, : lengths.max()], **NEAR)
+    assert not golden["features"][:, lengths.max() :].any()
+    on_device = jax.jit(lambda x: recogniser.extractor(x, jax.numpy))(recordings()[0])
+    np.testing.assert_allclose(on_device, x[0], atol=1e-3)
+
+
+def test_features_of_128_bins():
+    config = asr.config.Config(features="nemo", mels=128)
+    expected = np.load(GOLDEN / "features128.npz")["features"]
+    results = asr.features.extractor(config)(recordings()[2][:3000])
+    np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
+
+
+def test_rows_logits_and_losses(case):
+    """To 1e-4, whatever the padding holds; every reduction of `transformers`; in tiles, as an array, in two parts."""
+    recogniser, golden, x, lengths = case
+    inside = np.arange(x.shape[1]) < lengths[:, None]
+    x = np.pad(np.where(inside[..., None], x, np.nan), [(0, 0), (0, 20), (0, 0)], constant_values=np.nan)
+    batch = {"lengths": lengths, "targets": TARGETS, "target_lengths": TARGET_LENGTHS}
+
+    @jax.jit
+    def compute(params):
+        model = recogniser.model(params)
+        encoded = recogniser.encoded(model, x, batch)
+        lower = model.encoder.lower(x, lengths, 1)
+        parts, counts = model.encoder.upper(lower, model.encoder.lengths(lengths), 1)
+        values = (recogniser.variant.compute(recogniser.loss, model, encoded, tiles) for tiles in (True, False))
+        logits = model.joint(encoded.frames[:, :, None], encoded.states[:, None])
+        return encoded.frames, encoded.frame_lengths, parts, counts, logits, *values
+
+    rows, counts, parts, again, logits, *values = compute(recogniser.params)
+    np.testing.assert_array_equal(counts, golden["lengths"])
+    np.testing.assert_array_equal(again, golden["lengths"])
+    for results in (rows, parts):
+        np.testing.assert_allclose(frames_of(results, counts), frames_of(golden["rows"], counts), **NEAR)
+    np.testing.assert_allclose(frames_of(logits, counts), frames_of(golden["logits"], counts), **NEAR)
+    for results in values:
+        reduced = {"none": results, "sum": results.sum(), "mean_batch": results.mean()}
+        reduced |= {"mean": (results / TARGET_LENGTHS).mean(), "mean_volume": results.sum() / TARGET_LENGTHS.sum()}
+        for name, x in reduced.items():
+            np.testing.assert_allclose(x, golden[f"loss_{name}"], rtol=1e-5)
+
+
+def test_transcripts(case):
+    """Labels and frames of `generate`, from floats or integers; nothing gives nothing."""
+    recogniser, golden, _, _ = case
+    loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
+    whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
+    *results, floats, integers = recognise.transcribe(recogniser, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
+    assert results.pop() == recognise.Result("") and floats.labels == integers.labels
+    for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
+        assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
+    assert list(recognise.transcribe(recogniser, [])) == []
+    (bad,) = recognise.transcribe(recogniser, [("x.wav", 2**15 * loud[0])])
+    assert bad.error.startswith("x.wav: samples far beyond full scale") and not bad.text
+
+
+@SLOW
+def test_rule_of_durations():
+    """The golden labels tell the rule of `transformers` from that of most probable pairs."""
+    recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
+    recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
+    results = [x.labels for x in recognise.transcribe(recogniser, enumerate(recordings()))]
+    assert results != [x[x >= 0].tolist() for x in np.load(GOLDEN / "tdt/golden.npz")["labels"]]
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    return asr.pretrained.open_model(GOLDEN / "streaming")
+
+
+def test_gradients(streaming):
+    """Loss and gradients of a training step, without dropout."""
+    golden = np.load(GOLDEN / "streaming/golden.npz")
+    rows = [streaming.features(x) for x in recordings()]
+    lengths = np.array([len(x) for x in rows])
+    batch = {"audio": np.stack([np.pad(x, ((0, lengths[0] - len(x)), (0, 0))) for x in rows]), "lengths": lengths}
+    batch |= {"targets": TARGETS, "target_lengths": TARGET_LENGTHS, "valid": np.ones(3, bool)}
+    batch |= {"spans": np.zeros((3, 4, 2), np.int32)}
+    compute = jax.jit(jax.value_and_grad(lambda params: streaming.mean_loss(params, batch, 1, False)))
+    loss, gradient = compute(streaming.params)
+    np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)
+    results = {}
+    hugging_face.mapped(gradient, lambda path, x: results.update({path: x}) or x)
+    for path, tensor in (
+        ("joint.encoder.kernel", "encoder_projector.weight"),
+        ("joint.output.bias", "joint.head.bias"),
+        (
+            "encoder.blocks.layers.0.self_attn.relative_k_proj.kernel",
+            "encoder.layers.0.self_attn.relative_k_proj.weight",
+        ),
+    ):
+        expected = golden[f"gradient:{tensor}"]
+        np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
+
+
+def test_stream(streaming):
+    """Labels and frames are those of `transformers`, and at every length those of the whole recording."""
+    golden = np.load(GOLDEN / "streaming/golden.npz")
+    full = recordings()[0][: 105 * 160]
+    for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
+        live = recognise.Stream(streaming)
+        text = "".join(map(live.feed, np.array_split(samples, [1, 2, 3001, 9000]))) + live.finish()
+        (whole,) = recognise.transcribe(streaming, [("", samples)])
+        assert (text, live.labels, live.frames) == (whole.text, list(whole.labels), list(whole.frames))
+        if samples is full:
+            assert live.labels == golden["stream_labels"].tolist() and live.frames == golden["stream_frames"].tolist()
+
+
+def leaves(recogniser):
+    return [np.asarray(x) for x in jax.tree.leaves(recogniser.params)]
+
+
+@pytest.mark.parametrize("kind", ["tdt", "streaming"])
+def test_what_is_written_is_read(kind, tmp_path, capsys):
+    """Small steps of training come back to the bit; rounding is asked for, and said."""
+    recogniser, run_of = asr.pretrained.open_model(GOLDEN / kind), asr.runs.Run(tmp_path / "run")
+    recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
+    run_of.open()
+    run_of.save(1, recogniser.setup(), params=recogniser.params)
+    run_of.close()
+    run(["convert", tmp_path / "run", tmp_path / "whole"])
+    assert not capsys.readouterr().out
+    again = asr.pretrained.read(tmp_path / "whole")
+    for a, b in zip(leaves(again), leaves(recogniser), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert again.config == dataclasses.replace(recogniser.config, init=str(tmp_path / "whole"))
+    run(["convert", tmp_path / "whole", tmp_path / "half", "--dtype", "bfloat16"])
+    assert capsys.readouterr().out == "weights are rounded to bfloat16\n"
+    for name, dtype in (("whole", "float32"), ("half", "bfloat16")):
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
+    old, new = (load_file(x / "model.safetensors") for x in (GOLDEN / kind, tmp_path / "whole"))
+    assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in old.items()}
+    run(["convert", tmp_path / "run", tmp_path / "half"], 2)
+    assert "must be an empty folder: --overwrite writes" in capsys.readouterr().err
+    recogniser.params = jax.tree.map(lambda x: x * np.float32("nan"), recogniser.params)
+    with pytest.raises(asr.config.UserError, match="must be finite, got NaN or infinity: nothing is written"):
+        hugging_face.write(recogniser, tmp_path / "nan")
+    assert not (tmp_path / "nan").exists()
+
+
+TEXT, ENCODER = "version https://git-lfs", "encoder_config"
+CONFIG, SOUNDS, GENERATION = "config.json", "preprocessor_config.json", "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "message"),
+    [
+        ("tdt", CONFIG, None, "has no config.json"),
+        ("tdt", SOUNDS, None, "the extractor of features must be an object, got None"),
+        ("tdt", "model.safetensors", None, "has no *.safetensors"),
+        ("tdt", CONFIG, {"model_type": "parakeet_ctc"}, "model_type must be one of parakeet_rnnt, parakeet"),
+        ("tdt", CONFIG, {"model_type": "parakeet_rnnt", ENCODER: None}, "encoder_config must be an object"),
+        ("tdt", CONFIG, {"hidden_act": "swish"}, "hidden_act must be one of relu, silu, gelu, got 'swish'"),
+        ("tdt", CONFIG, {"durations": None}, "durations must be different whole numbers, got None"),
+        ("tdt", CONFIG, {"blank_token_id": 3}, "blank_token_id must be 19, the last of vocab_size, got 3"),
+        ("streaming", CONFIG, {"vocab_size": None}, "vocab_size must be a whole number of 2 or more, got None"),
+        ("tdt", CONFIG, {"decoder_hidden_size": 0}, "decoder_hidden_size must be a whole number of 1 or more"),
+        ("tdt", CONFIG, {ENCODER: {"model_type": "foo"}}, "model_type of encoder_config must be parakeet"),
+        ("tdt", CONFIG, {ENCODER: {"num_key_value_heads": 2}}, "num_key_value_heads must be 4, got 2"),
+        ("tdt", CONFIG, {ENCODER: {"subsampling_factor": 6}}, "subsampling_factor must be a power of 2"),
+        ("tdt", CONFIG, {ENCODER: {"dropout": "no"}}, "dropout must be a number of 0 or more and less"),
+        ("tdt", SOUNDS, {"feature_size": 80}, "feature_size must be 16, the encoder's num_mel_bins"),
+        ("tdt", SOUNDS, {"padding_value": 1.0}, "padding_value must be 0, got 1.0"),
+        ("tdt", SOUNDS, {"feature_extractor_type": "WhisperFeatureExtractor"},
+         "feature_extractor_type must be ParakeetFeatureExtractor, got 'WhisperFeatureExtractor'"),
+        ("tdt", GENERATION, {"decoder_start_token_id": 1}, "decoder_start_token_id must be 19, the blank"),
+        ("tdt", CONFIG, TEXT, "config.json must be JSON"),
+        ("tdt", "model.safetensors", TEXT, "model.safetensors must be a file of safetensors"),
+    ],
+)  # fmt: skip
+def test_bad_folders(capsys, tmp_path, kind, name, change, message):
+    """One line and status 2. Here null means that the key is gone."""
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / "checkpoint")
+    if change is None:
+        (folder / name).unlink()
+    elif isinstance(change, str):
+        (folder / name).write_text(change)
+    else:
+        fields = json.loads((folder / name).read_text())
+        fields |= {k: fields[k] | x if isinstance(x, dict) else x for k, x in change.items()}
+        (folder / name).write_text(json.dumps({k: x for k, x in fields.items() if x is not None}))
+    run(["transcribe", "--model", folder, "a.wav"], 2)
+    *warnings, error = capsys.readouterr().err.splitlines()
+    assert message in error and all("not used" in x for x in warnings)
+
+
+def test_what_is_not_used_is_named(tmp_path, capsys):
+    """A field that would change what is computed; what describes the file is none."""
+    folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "checkpoint")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["encoder_config"] |= {"layerdrop": 0.1, "max_position_embeddings": 9}
+    (folder / "config.json").write_text(json.dumps(fields | {"new_trick": [1]}))
+    asr.pretrained.config_of(folder)
+    names = [line.split("not used: ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert names == ["layerdrop 0.1, max_position_embeddings 9", "new_trick [1]"]
+    tensors = load_file(folder / "model.safetensors")
+    spare = tensors | {"ctc_head.weight": tensors["joint.head.bias"]}
+    for changed, message in ((spare, r"not of this model: ctc_head\.weight"), ({}, "has no tensor")):
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(asr.config.UserError, match=message):
+            asr.pretrained.read(folder)
+
+
+def test_other_folders(tmp_path, capsys):
+    """What holds no model that transcribes is said in words."""
+    (tmp_path / "a.nemo").touch()
+    for folder, message in (
+        (tmp_path / "a.nemo", "is an archive of NeMo, which is not read"),
+        (tmp_path, "is an archive of NeMo"),
+        (tmp_path / "none", "is no folder"),
+        (GOLDEN, "has no checkpoint"),
+    ):
+        run(["transcribe", "--model", folder, "a.wav"], 2)
+        assert message in capsys.readouterr().err
+
+
+def test_start(tmp_path):
+    """Weights decide options, which others may not contradict; a new head keeps the encoder."""
+    options = {"train": "t", "valid": "v", "init": str(GOLDEN / "streaming")}
+    config = asr.config.Config(**asr.pretrained.completed(options)).checked()
+    assert (config.mels, config.chunk, config.stack, config.predictor_layers) == (16, 2, 0, 2)
+    for more, message in (
+        ({"mels": 80}, "--mels 80: .* has 16$"),
+        ({"predictor": "stateless"}, "--predictor stateless: .* has lstm: --new-head allows that"),
+    ):
+        with pytest.raises(asr.config.UserError, match=message):
+            asr.pretrained.completed(options | more)
+    sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1}
+    config = asr.config.Config(**asr.pretrained.completed(options | {"new_head": True} | sizes)).checked()
+    corpus = asr.corpora.Recordings.__new__(asr.corpora.Recordings)
+    corpus.utterances, corpus.features = [asr.utterances.Utterance("a", 9, "A B")], 16
+    recogniser, start = asr.pretrained.fresh(config, corpus), asr.pretrained.read(GOLDEN / "streaming")
+    for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (recogniser, start)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (recogniser.subsampling, recogniser.chunk, recogniser.tokens.pieces) == (16, 0, [" ", "A", "B"])
+    x, lengths = np.zeros((2, 108, 16), np.float32), np.array([108, 80])
+    rows, counts = jax.jit(lambda params: recogniser.model(params).encode(x, lengths))(recogniser.params)
+    assert rows.shape == (2, 8, 8) and counts.tolist() == [8, 6]  # of 15 and 12
+
+
+@pytest.mark.slow
+def test_fine_tuning(tmp_path, capsys, monkeypatch):
+    """Steps lower the loss of the old head; what comes out transcribes, also as a folder of `transformers`."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for i, x in enumerate(recordings()):
+        asr.audio.write(tmp_path / f"{i}.wav", x, 16000)
+        text = " ".join(map(str, TARGETS[i, : TARGET_LENGTHS[i]]))
+        lines.append(json.dumps({"audio_filepath": f"{i}.wav", "text": text}))
+    (tmp_path / "m.json").write_text("\n".join(lines))
+    more = {"steps": 20, "learning_rate": 1e-2, "time_masks": 0, "mel_masks": 0, "batch": 3, "devices": 1}
+    more["log_every"] = 1
+    options = [x for name, value in more.items() for x in (f"--{name.replace('_', '-')}", value)]
+    run(["train", "--train", "m.json", "--valid", "m.json", "--workdir", "w", "--init", GOLDEN / "tdt", *options])
+    losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
+    assert losses[19] < 0.8 * losses[0]
+    run(["convert", "w", "hf"])
+    capsys.readouterr()
+    results = []
+    for model in ("w", "hf"):
+        run(["transcribe", "--model", model, "m.json"])
+        results.append(capsys.readouterr().out)
+    assert results[0] == results[1] and results[0].count("\n") == 3
+
+
+def test_tokenizer(tmp_path):
+    """Its labels, and None for what it does not know."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokens = asr.tokens.from_json(asr.tokens.Pretrained(tokenizer.to_str(), 3).to_json())
+    assert tokens.encode("a b") == [1, 2] and tokens.encode("a z") is None and tokens.labels() == [None, "a", "b"]
+    assert tokens.decode([1, 2]) == "a b"
+    numbers = asr.tokens.from_json(asr.tokens.Numbers(5).to_json())
+    assert numbers.encode("3 1") == [3, 1] and numbers.encode("5") is numbers.encode("x") is None
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of good recordings, of short ones, and of bad ones."""
+    folder = tmp_path_factory.mktemp("audio")
+    a, b, c = recordings()
+    good = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b]), 16000), "8kHz.wav": (c[::2], 8000)}
+    good |= {"none.wav": (c[:0], 16000), "none8.wav": (c[:0], 8000), "short.wav": (c[:100], 16000)}
+    for name, (x, rate) in good.items():
+        asr.audio.write(folder / name, x, rate)
+    scipy.io.wavfile.write(folder / "nan.wav", 16000, np.where(np.arange(len(c)) == 5, np.nan, c))
+    (folder / "empty.wav").touch()
+    (folder / "text.wav").write_text("hello " * 99)
+    return folder
+
+
+def test_transcribe_command(files, monkeypatch, capsys):
+    """Any format, rate and channels, in the order of the arguments; bad files are named; status 2 if all are bad."""
+    monkeypatch.chdir(files)
+    good, bad = "a.wav stereo.flac 8kHz.wav none.wav none8.wav short.wav", "empty.wav text.wav nan.wav gone.wav"
+    command = ["transcribe", "--model", GOLDEN / "streaming"]
+    run([*command, *good.split(), *bad.split()], 1)
+    out, errors = capsys.readouterr()
+    results = dict(line.split("\t") for line in out.splitlines())
+    assert " ".join(results) == good and "1 1" in results["a.wav"] and "1 1" in results["stereo.flac"]
+    assert [results[f"{name}.wav"] for name in ("none", "none8", "short")] == [""] * 3
+    reasons = ("an empty file", "no audio that FFmpeg knows", "samples that are NaN or infinite", "no such file")
+    expected = [f"{name}: {reason}" for name, reason in zip(bad.split(), reasons)]
+    assert [x for x in errors.splitlines() if "not used" not in x] == expected
+    run([*command, "gone.wav"], 2)
+    assert capsys.readouterr().err.endswith("gone.wav: no such file\nrnnt-speech: nothing was transcribed\n")
+    run(["stream", "--model", GOLDEN / "tdt", "a.wav"], 2)
+    assert "only one that was trained with --chunk can stream" in capsys.readouterr().err
+    (files / "m.jsonl").write_text('{"audio": "a.wav", "text": "", "offset": 0.5, "duration": 0.5}\n{"audio": 3}\n')
+    run([*command, "m.jsonl"], 1)
+    out, errors = capsys.readouterr()
+    assert out.startswith("a.wav from 0.5 s to 1 s\t") and "m.jsonl line 2: the name of the audio" in errors
+
+
+def test_batches_of_recordings(streaming, monkeypatch):
+    """Results do not depend on who is in the batch, nor on how many recordings are held."""
+    many = [(str(i), x[:n]) for i, (x, n) in enumerate((x, n) for n in (4000, 9600, 7000) for x in recordings())]
+    whole = list(recognise.transcribe(streaming, many))
+    monkeypatch.setattr(recognise, "HELD", 100)
+    parts = list(recognise.transcribe(streaming, many))
+    assert [x.name for x in whole] == [name for name, _ in many]
+    for a, b in zip(whole, parts, strict=True):
+        assert (a.labels, a.frames, a.duration) == (b.labels, b.frames, b.duration)
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/parakeet.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE) if PAGE.exists() else ()
+
+
+@SLOW
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_blocks_of_the_page(block, tmp_path, monkeypatch, capsys):
+    """As if pasted into a fresh Python in the clone."""
+    (tmp_path / "speech/tests").mkdir(parents=True)
+    (tmp_path / "speech/tests/golden").symlink_to(GOLDEN)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
