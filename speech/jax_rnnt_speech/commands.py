@@ -7,7 +7,19 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import check, config, corpora, hosts, ngrams, pretrained, recognise, runs, synthesis, texts
+from jax_rnnt_speech import (
+    check,
+    config,
+    corpora,
+    hosts,
+    ngrams,
+    pretrained,
+    recognise,
+    runs,
+    synthesis,
+    testing,
+    texts,
+)
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
@@ -185,6 +197,7 @@ def main(arguments=None):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_command(commands)
     add_train(commands)
+    testing.add_command(commands)
     add_recognition(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)

@@ -59,10 +59,10 @@ def samples_of(entry, rate):
 
 
 class Recordings:
-    """The usable utterances of a manifest or folder; the rest is in `report`."""
+    """The usable utterances of a manifest or folder; the rest is in `report`. `testing`: of any length."""
 
-    def __init__(self, path, config):
-        self.config, self.report = config, Report()
+    def __init__(self, path, config, testing=False):
+        self.config, self.report, self.testing = config, Report(), testing
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
         self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
@@ -70,26 +70,33 @@ class Recordings:
         entries = manifests.read(path, config.audio_column, config.text_column)
         for entry, file in usable(entries, self.report):
             samples = audio.size(file, config.rate, entry.start, entry.end)
-            utterance = Utterance(entry.name, self.extractor.count(samples), normalize(entry.text))
+            text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+            utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
             if reason := self.unusable(entry, utterance, samples):
                 self.report.add(reason, entry.name)
             else:
-                self.entries.append(entry._replace(whole=samples / config.rate))
+                self.entries.append(entry._replace(whole=seconds))
                 self.utterances.append(utterance)
 
     def unusable(self, entry, utterance, samples):
-        """Why it cannot be trained on, or None."""
-        if not utterance.text:
+        """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
+        if not (entry.text.split() if self.testing else utterance.text):
             return "empty transcript" if entry.labels is None else "labels in the place of a text"
+        if self.testing:
+            return None
         if samples > self.config.max_seconds * self.config.rate:
             return f"longer than {self.config.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
+
+    def samples(self, i, rng):
+        """Samples [S] of an utterance."""
+        return samples_of(self.entries[i], self.config.rate)
 
     def load(self, i, rng):
         """Features [T, F] of an utterance, or its samples [S] where the device makes them; None: its audio is bad."""
         entry, frames = self.entries[i], self.utterances[i].frames
         try:
-            samples = samples_of(entry, self.config.rate)
+            samples = self.samples(i, rng)
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:

@@ -1,4 +1,4 @@
-"""Errors of transcripts: how many, of which kind and where. The edit distance is rapidfuzz's; the bootstrap is SciPy's."""
+"""Errors of transcripts: how many, of which kind and where. Edits are found by rapidfuzz, the interval by SciPy."""
 
 import collections
 import itertools
