@@ -3,11 +3,13 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
 
 from jax_rnnt_speech import (
+    align,
     check,
     config,
     corpora,
@@ -19,6 +21,7 @@ from jax_rnnt_speech import (
     synthesis,
     testing,
     texts,
+    transcripts,
 )
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
@@ -78,6 +81,7 @@ def add_train(commands):
 def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
+    transcripts.add_options(parser)
     ngrams.add_options(parser)
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
@@ -151,18 +155,19 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
+    transcripts.check(args)
     recogniser = pretrained.open_model(args.model, args.platform)
-    recordings = recognise.loaded(recognise.listed(args.files), recogniser.config.rate)
-    good, bad = 0, 0
-    for x in recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser)):
-        if x.error:
-            print(x.error, file=sys.stderr)
-            bad += 1
-        else:
-            print(x.name, x.text, sep="\t", flush=True)
-            good += 1
-    if not good:
-        raise UserError("nothing was transcribed")
+    entries, for_files = itertools.tee(recognise.listed(args.files))
+    recordings = recognise.loaded(entries, recogniser.config.rate)
+    bad = 0
+    with transcripts.writer(args) as write:
+        results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
+        for entry, x in zip(for_files, results):
+            if x.error:
+                print(x.error, file=sys.stderr)
+                bad += 1
+            else:
+                write(transcripts.transcript(recogniser, entry, x, args.nbest))
     return 1 if bad else 0
 
 
@@ -199,6 +204,7 @@ def main(arguments=None):
     add_train(commands)
     testing.add_command(commands)
     add_recognition(commands)
+    align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

@@ -27,7 +27,9 @@ class Result(NamedTuple):
     labels: list = ()
     frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
     log_probs: list = ()  # of the labels
+    durations: list = ()  # frames that each label read
     duration: float = 0.0  # seconds of the recording
+    nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
 
 
@@ -95,11 +97,15 @@ def heard(recogniser, waiting, how):
         for row, i in enumerate(chosen):
             x = waiting[i][1]
             batch[row, : len(x)], lengths[row] = x, len(x)
-        found = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
+        found, others = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
         for row, i in enumerate(chosen):
             count = int(found.counts[row])
             more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
+            more |= {"durations": found.durations}
             more = {name: x[row, :count].tolist() for name, x in more.items()}
+            if others is not None:
+                listed = zip(*(x[row].tolist() for x in others))
+                more["nbest"] = [(recogniser.text(x, n), score) for x, n, score in listed if score > -np.inf]
             results[i] = results[i]._replace(text=recogniser.text(found.labels[row], count), **more)
         left = min(order, default=len(results))
         yield from results[ready:left]

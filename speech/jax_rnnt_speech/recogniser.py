@@ -23,6 +23,11 @@ BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "
 SAMPLE = 200  # utterances of which statistics are taken
 
 
+def best(hypotheses):
+    """The best ones of a beam, [B] of [B, N]."""
+    return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
+
+
 class Recogniser:
     """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
@@ -99,8 +104,8 @@ class Recogniser:
         losses = self.variant.compute(self.loss, model, self.encoded(model, x, batch), self.config.joint == "tiles")
         return jnp.where(batch["valid"], losses, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
 
-    def search(self, model, rows, lengths, how=GREEDY, state=None):
-        """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
+    def search(self, model, rows, lengths, how=GREEDY, state=None, every=False):
+        """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`."""
         config, room = self.config, rows.shape[1] * self.config.max_symbols
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
@@ -110,7 +115,7 @@ class Recogniser:
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
-        return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
+        return hypotheses if every else best(hypotheses)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def evaluated(self, params, batch, device, how):
@@ -123,9 +128,10 @@ class Recogniser:
 
     @functools.partial(jax.jit, static_argnums=0)
     def heard(self, params, x, lengths, how):
-        """Hypotheses [B] of features [B, T, F] of whole recordings."""
+        """Hypotheses [B] of features [B, T, F] of whole recordings; of a beam also labels, counts, scores [B, N]."""
         model = self.model(params)
-        return self.search(model, *model.encode(x, lengths), how)._replace(state=None)
+        found = self.search(model, *model.encode(x, lengths), how, every=True)._replace(state=None)
+        return (best(found), (found.labels, found.counts, found.scores)) if how.beam else (found, None)
 
     @property
     def seconds(self):

@@ -349,7 +349,7 @@ def test_transcribe_command(files, monkeypatch, capsys):
     expected = [f"{name}: {reason}" for name, reason in zip(bad.split(), reasons)]
     assert [x for x in errors.splitlines() if "not used" not in x] == expected
     run([*command, "gone.wav"], 2)
-    assert capsys.readouterr().err.endswith("gone.wav: no such file\nrnnt-speech: nothing was transcribed\n")
+    assert capsys.readouterr().err.endswith("gone.wav: no such file\nrnnt-speech: no recording could be used\n")
     run(["stream", "--model", GOLDEN / "tdt", "a.wav"], 2)
     assert "only one that was trained with --chunk can stream" in capsys.readouterr().err
     (files / "m.jsonl").write_text('{"audio": "a.wav", "text": "", "offset": 0.5, "duration": 0.5}\n{"audio": 3}\n')
