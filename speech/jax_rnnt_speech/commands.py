@@ -41,10 +41,10 @@ FIXED = {
     "encoder",
     "blocks",
 }
-FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations"}
+FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations", "ctc"}
 FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
-WITHOUT = {"accumulate": 1, "clip": 0.0}
+WITHOUT = {"accumulate": 1, "clip": 0.0, "average": 0.0}
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,6 +71,14 @@ def add_train(commands):
     add_platform(parser)
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="for features on disk; none; default: in the workdir"
+    )
+    parser.add_argument(
+        "--hook", metavar="FILE:FUNCTION", help="called with (step, {name: number}) at each log and test"
+    )
+    more = {"choices": ("best", "last"), "default": "best", "help": "that --steps 0 evaluates (%(default)s, by WER)"}
+    parser.add_argument("--checkpoint", **more)
     hosts.add_options(parser.add_argument_group("several processes"))
     ngrams.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument("--expect-cer", type=amount, metavar="PERCENT", help="exit 1 if the error rate is higher")
@@ -118,6 +126,8 @@ def resumed(options, args):
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
         if not args.change and options.get("steps") != 0:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
+        if name == "freeze" and options.get("steps") != 0:
+            raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
         off = WITHOUT.get(name)
         if off is not None and options.get("steps") != 0 and (x == off) != (earlier[name] == off):
             raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
@@ -132,6 +142,10 @@ def train(args):
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
+    if args.hook:
+        args.hook = texts.loaded(args.hook, "--hook", "no")
+    if options.get("noise"):
+        options["noise"] = str(Path(options["noise"]).resolve())
     if options.get("steps") == 0 and args.overwrite:
         raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
     args.resume |= options.get("steps") == 0

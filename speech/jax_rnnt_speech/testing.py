@@ -58,7 +58,9 @@ class Test:
             kind, _, folder = path.partition(":")
             spoken = kind == "spoken-digits" and folder
             corpus = (
-                corpora.open_corpus(path, settings, "valid") if spoken else corpora.Recordings(path, settings, True)
+                corpora.open_corpus(path, settings, "valid")
+                if spoken
+                else corpora.Recordings(path, settings, testing=True)
             )
         except UserError as error:
             print(f"rnnt-speech: {error}", file=sys.stderr)
