@@ -1,12 +1,14 @@
 """Texts of recordings: of many, in batches, or of one as it arrives."""
 
 import queue
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt import decode
 from jax_rnnt_speech import audio, manifests
@@ -97,6 +99,9 @@ def heard(recogniser, waiting, how):
         for row, i in enumerate(chosen):
             x = waiting[i][1]
             batch[row, : len(x)], lengths[row] = x, len(x)
+        if batch.shape not in recogniser.searched:
+            recogniser.searched.add(batch.shape)
+            tqdm.write(f"compiling: a search, {size} x {frames} frames", file=sys.stderr)
         found, others = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
         for row, i in enumerate(chosen):
             count = int(found.counts[row])

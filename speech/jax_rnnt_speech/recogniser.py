@@ -42,7 +42,7 @@ class Recogniser:
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = Transducer(config, len(mean), self.blank, self.classes, encoders.fields_of(source), rngs=rngs)
         self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
-        self.width = model.encoder.width
+        self.width, self.searched = model.encoder.width, set()  # shapes of batches
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
