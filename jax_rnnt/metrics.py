@@ -1,7 +1,5 @@
 """Error rates of decoded labels and confidences of words, on the host. The edit distance is rapidfuzz's, as jiwer's."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ have thinner lines, and names only where there is room; a space is shown as ␣.
 features of an input frame; `hop` and `subsampling` turn frames into seconds (`jax_rnnt.timing`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Frames to seconds, and alignments to files: CTM (NIST) and TextGrid (Praat). All of it runs on the host."""
 
-from __future__ import annotations
-
 import math
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The result of a search."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

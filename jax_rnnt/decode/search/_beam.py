@@ -5,8 +5,6 @@ bits, and so are predictors: by all labels where the state holds floating-point 
 that differ are taken for one with a probability of 2^-64.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Sequence

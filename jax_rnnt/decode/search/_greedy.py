@@ -7,8 +7,6 @@ end of the window, then steps the predictor where there is a label. So the predi
 frame, and utterances do not wait for each other's labels.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing
