@@ -1,6 +1,8 @@
 """A recipe for any corpus: trains a transducer, measures error rates, transcribes and streams.
 
 Read in this order: `config` (every option), `audio`, `manifests`, `texts`, `corpora` and `digits` (where utterances
-come from), `check`, `tokens`, `features`, `batches`, `encoders`, `model`, `losses`, `recogniser`, `runs` (checkpoints
-and logs), `pretrained` (what a training may start from), `train`, `evaluate`, `recognise`. `synthesis` makes a corpus.
+come from), `augmentation`, `cache`, `check`, `tokens`, `features`, `batches`, `encoders`, `model`, `losses`,
+`recogniser`, `runs` (checkpoints and logs), `pretrained` (what a training may start from), `parts`, `programs`,
+`train`, `evaluate`, `recognise`, `transcripts` and `align`, `errors`, `testing` and `pictures`.
+`synthesis` makes a corpus.
 """

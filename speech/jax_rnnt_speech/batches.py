@@ -38,9 +38,9 @@ def labelled(corpus, tokens, subsampling):
         tokens_of_text = tokens.encode(x.text)
         if tokens_of_text is None:
             unknown = "characters outside the vocabulary"
-            corpus.report.add(unknown, x.name)
+            corpus.report.add(unknown, x.name, again=False)
         elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
-            corpus.report.add("fewer frames than labels", x.name)
+            corpus.report.add("fewer frames than labels", x.name, again=False)
         else:
             labels[i] = np.array(tokens_of_text, np.int32)
     if not labels:

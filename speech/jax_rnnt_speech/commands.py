@@ -3,11 +3,26 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import check, config, corpora, hosts, ngrams, pretrained, recognise, runs, synthesis, texts
+from jax_rnnt_speech import (
+    align,
+    check,
+    config,
+    corpora,
+    hosts,
+    ngrams,
+    pretrained,
+    recognise,
+    runs,
+    synthesis,
+    testing,
+    texts,
+    transcripts,
+)
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
@@ -26,10 +41,10 @@ FIXED = {
     "encoder",
     "blocks",
 }
-FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations"}
+FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations", "ctc"}
 FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
-WITHOUT = {"accumulate": 1, "clip": 0.0}
+WITHOUT = {"accumulate": 1, "clip": 0.0, "average": 0.0}
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +71,14 @@ def add_train(commands):
     add_platform(parser)
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="for features on disk; none; default: in the workdir"
+    )
+    parser.add_argument(
+        "--hook", metavar="FILE:FUNCTION", help="called with (step, {name: number}) at each log and test"
+    )
+    more = {"choices": ("best", "last"), "default": "best", "help": "that --steps 0 evaluates (%(default)s, by WER)"}
+    parser.add_argument("--checkpoint", **more)
     hosts.add_options(parser.add_argument_group("several processes"))
     ngrams.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument("--expect-cer", type=amount, metavar="PERCENT", help="exit 1 if the error rate is higher")
@@ -66,6 +89,7 @@ def add_train(commands):
 def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
+    transcripts.add_options(parser)
     ngrams.add_options(parser)
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
@@ -102,6 +126,8 @@ def resumed(options, args):
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
         if not args.change and options.get("steps") != 0:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
+        if name == "freeze" and options.get("steps") != 0:
+            raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
         off = WITHOUT.get(name)
         if off is not None and options.get("steps") != 0 and (x == off) != (earlier[name] == off):
             raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
@@ -116,6 +142,10 @@ def train(args):
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
+    if args.hook:
+        args.hook = texts.loaded(args.hook, "--hook", "no")
+    if options.get("noise"):
+        options["noise"] = str(Path(options["noise"]).resolve())
     if options.get("steps") == 0 and args.overwrite:
         raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
     args.resume |= options.get("steps") == 0
@@ -139,18 +169,19 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
+    transcripts.check(args)
     recogniser = pretrained.open_model(args.model, args.platform)
-    recordings = recognise.loaded(recognise.listed(args.files), recogniser.config.rate)
-    good, bad = 0, 0
-    for x in recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser)):
-        if x.error:
-            print(x.error, file=sys.stderr)
-            bad += 1
-        else:
-            print(x.name, x.text, sep="\t", flush=True)
-            good += 1
-    if not good:
-        raise UserError("nothing was transcribed")
+    entries, for_files = itertools.tee(recognise.listed(args.files))
+    recordings = recognise.loaded(entries, recogniser.config.rate)
+    bad = 0
+    with transcripts.writer(args) as write:
+        results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
+        for entry, x in zip(for_files, results):
+            if x.error:
+                print(x.error, file=sys.stderr)
+                bad += 1
+            else:
+                write(transcripts.transcript(recogniser, entry, x, args.nbest))
     return 1 if bad else 0
 
 
@@ -185,7 +216,9 @@ def main(arguments=None):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_command(commands)
     add_train(commands)
+    testing.add_command(commands)
     add_recognition(commands)
+    align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

@@ -74,6 +74,44 @@ def durations(text):
     raise argparse.ArgumentTypeError(f"expected different durations such as 0,1,2, and not 0 alone, got {text}")
 
 
+def speeds(text):
+    """Factors of speed: 0.9,1,1.1."""
+    try:
+        numbers = [float(x) for x in text.split(",")] if isinstance(text, str) else list(text)
+        if numbers and all(type(x) in (int, float) and 0.5 <= x <= 2 for x in numbers):
+            return numbers
+    except (ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected speeds from 0.5 to 2 such as 0.9,1,1.1, got {text}")
+
+
+def snr(text):
+    """The lowest and the highest ratio: 5,20."""
+    try:
+        low, high = [float(x) for x in text.split(",")] if isinstance(text, str) else text
+        if -100 <= low <= high <= 100:
+            return [float(low), float(high)]
+    except (ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected the lowest and highest ratio in dB such as 5,20, got {text}")
+
+
+def rates(text):
+    """Pairs of a prefix and a factor: encoder=0.1,head=1."""
+    try:
+        parts = [x.rsplit("=", 1) for x in text.split(",")] if isinstance(text, str) and text else list(text)
+        pairs = [[name, float(factor)] for name, factor in parts]
+        if all(isinstance(name, str) and name and 0 <= factor < float("inf") for name, factor in pairs):
+            return pairs
+    except (ValueError, TypeError):
+        pass
+    raise argparse.ArgumentTypeError(f"expected prefixes of parameters and factors such as encoder=0.1, got {text}")
+
+
+# Their values are lists, in JSON too.
+LISTS = {strides: "STRIDES", durations: "N,...", speeds: "N,...", snr: "LOW,HIGH", rates: "PREFIX=N,..."}
+
+
 def option(default, kind, text, **more):
     return dataclasses.field(default=default, metadata={"type": kind, "help": text, **more})
 
@@ -105,6 +143,13 @@ class Config:
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
     buckets: int = option(4, positive, "shapes of batches, by length")
+    speeds: tuple = option((1.0,), speeds, "of training recordings, each once an epoch; 1 is always there")
+    noise: str = option(
+        "", str, "folder of audio files, added to training recordings: each speed is there again, noisy"
+    )
+    snr: tuple = option((5.0, 20.0), snr, "of --noise, in dB, drawn for each recording")
+    gain: float = option(0.0, amount, "dB by which noisy recordings are louder or softer at most; without --noise, too")
+    copies: int = option(1, positive, "noisy recordings of each speed, with --noise or --gain")
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")
@@ -132,6 +177,7 @@ class Config:
     dropout: float = option(0.1, share, "in the blocks and the joint")
     dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
+    scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
     durations: list = dataclasses.field(
@@ -146,9 +192,15 @@ class Config:
         choices=("pair", "token_first"),
     )
     joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
+    ctc: float = option(0.0, amount, "weight of the CTC loss beside it, of the same encoder rows")
     fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
     steps: int = option(10000, natural, "batches; 0: evaluate alone")
     accumulate: int = option(1, positive, "batches of an update")
+    average: float = option(0.0, share, "decay of the weights' moving average, which is tested and used; 0: none")
+    patience: int = option(0, natural, "tests without a better WER that end the run; 0: any number")
+    freeze: str = option("", str, "prefixes of parameters, as in encoder,head/blocks; encoder:N is its first N blocks")
+    rates: tuple = option((), rates, "factors of the learning rate, by prefixes of parameters: encoder=0.1")
+    shard: bool = switch("parameters and the optimiser's state in parts over the devices")
     learning_rate: float = option(1e-3, amount, "the highest; then it falls as a cosine")
     warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
     clip: float = option(1.0, amount, "norm of the gradient")
@@ -173,6 +225,12 @@ class Config:
             raise UserError(f"--mel-on device needs --features log-mel, got {self.features}")
         if self.features == "whisper" and self.max_seconds > WHISPER_SECONDS:
             raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
+        if list(self.snr) != list(Config.snr) and not self.noise:
+            raise UserError("--snr needs --noise")
+        if self.copies != Config.copies and not (self.noise or self.gain):
+            raise UserError("--copies needs --noise or --gain")
+        if self.scan and self.encoder == "convolutional":
+            raise UserError("--scan needs blocks that are alike, which --encoder convolutional has not")
         if self.joint == "tiles" and self.loss == "pruned":
             raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
         if self.hop <= 0 or self.window < self.hop:
@@ -198,10 +256,12 @@ def add_options(parser, names=None):
         if names and field.name not in names:
             continue
         more = dict(field.metadata)
-        default = "" if field.default in ("", False, True) else f" ({field.default})"
-        default = {"strides": " (2x2,2x2)", "durations": " (0,1,2,3,4)"}.get(field.name, default)
+        usual = field.default
+        if more.get("type") in LISTS:
+            usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
+        default = "" if usual in ("", False, True) else f" ({usual})"
         if "choices" not in more and "action" not in more:
-            more["metavar"] = {str: "TEXT", strides: "STRIDES", durations: "N,..."}.get(more["type"], "N")
+            more["metavar"] = ({str: "TEXT"} | LISTS).get(more["type"], "N")
         more["help"] += default
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 

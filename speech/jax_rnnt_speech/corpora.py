@@ -4,12 +4,13 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 `digits` has others, made up at random.
 """
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
-from jax_rnnt_speech import audio, features, manifests, texts
+from jax_rnnt_speech import audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.audio import AudioError
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.digits import Handwritten, Spoken
@@ -19,26 +20,21 @@ from jax_rnnt_speech.utterances import Report, Utterance
 READERS = 16  # threads that decode
 
 
-def stretches_of(files):
+def stretches_of(files, lengths):
     """What each file holds, or an AudioError, by its path."""
-
-    def measure(path):
-        try:
-            return audio.stretches(path)
-        except AudioError as error:
-            return error
-
     with ThreadPoolExecutor(READERS) as pool:
-        bar = tqdm(pool.map(measure, files), "audio files", len(files), delay=2, leave=False, mininterval=1)
-        return dict(zip(files, bar))
+        bar = tqdm(pool.map(lengths.of, files), "audio files", len(files), delay=2, leave=False, mininterval=1)
+        found = dict(zip(files, bar))
+    lengths.write()
+    return found
 
 
-def usable(entries, report):
+def usable(entries, report, lengths):
     """(entry, stretches of its file) where there are its audio, segment and channel; the rest is in the report."""
     listed = []
     for x in entries:
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
-    files = stretches_of(list(dict.fromkeys(x.audio for x in listed)))
+    files = stretches_of(list(dict.fromkeys(x.audio for x in listed)), lengths)
     for entry in listed:
         file = files[entry.audio]
         try:
@@ -59,37 +55,61 @@ def samples_of(entry, rate):
 
 
 class Recordings:
-    """The usable utterances of a manifest or folder; the rest is in `report`."""
+    """The usable utterances of a manifest or folder; the rest is in `report`.
 
-    def __init__(self, path, config):
+    With `versions`, all utterances are there once for each version, one version after the other. `testing`: of any
+    length.
+    """
+
+    def __init__(self, path, config, lengths=None, versions=None, testing=False):
+        self.versions, sizes, self.testing = versions, [], testing
         self.config, self.report = config, Report()
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
         self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.normalize, config.lower)
         entries = manifests.read(path, config.audio_column, config.text_column)
-        for entry, file in usable(entries, self.report):
+        for entry, file in usable(entries, self.report, lengths or cache.Lengths()):
             samples = audio.size(file, config.rate, entry.start, entry.end)
-            utterance = Utterance(entry.name, self.extractor.count(samples), normalize(entry.text))
+            text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+            utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
             if reason := self.unusable(entry, utterance, samples):
                 self.report.add(reason, entry.name)
             else:
-                self.entries.append(entry._replace(whole=samples / config.rate))
+                self.entries.append(entry._replace(whole=seconds))
                 self.utterances.append(utterance)
+                sizes.append(samples)
+        for version in range(1, versions.count if versions else 1):
+            counts = (self.extractor.count(versions.size(x, version)) for x in sizes)
+            first = self.utterances[: len(self.entries)]
+            self.utterances += [x._replace(frames=count) for x, count in zip(first, counts)]
+
+    def key(self):
+        """All that decides the features, as JSON."""
+        chosen = [[*cache.stamp(x.audio), x.start, x.end, x.channel] for x in self.entries]
+        return [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
 
     def unusable(self, entry, utterance, samples):
-        """Why it cannot be trained on, or None."""
-        if not utterance.text:
+        """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
+        if not (entry.text.split() if self.testing else utterance.text):
             return "empty transcript" if entry.labels is None else "labels in the place of a text"
+        if self.testing:
+            return None
         if samples > self.config.max_seconds * self.config.rate:
             return f"longer than {self.config.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
 
+    def samples(self, i, rng):
+        """Samples [S] of an utterance."""
+        return samples_of(self.entries[i], self.config.rate)
+
     def load(self, i, rng):
         """Features [T, F] of an utterance, or its samples [S] where the device makes them; None: its audio is bad."""
-        entry, frames = self.entries[i], self.utterances[i].frames
+        (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
+        entry = self.entries[place]
         try:
             samples = samples_of(entry, self.config.rate)
+            samples = self.versions.of(samples, version, place) if version else samples
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
@@ -106,14 +126,15 @@ def absolute(name):
     return f"spoken-digits:{place.resolve()}" if kind == "spoken-digits" else str(place.resolve())
 
 
-def open_corpus(name, config, split):
-    """The corpus that --train or --valid names."""
+def open_corpus(name, config, split, folder=None):
+    """The corpus that --train or --valid names. Lengths of its files are kept in a folder."""
     if name == "handwritten-digits":
         return Handwritten(split)
     kind, _, folder = name.partition(":")
     if kind == "spoken-digits" and folder:
         return Spoken(folder, config, split)
-    corpus = Recordings(name, config)
+    versions = augmentation.Versions(config) if split == "train" else None
+    corpus = Recordings(name, config, cache.Lengths(folder), versions)
     if not corpus.utterances:
         raise UserError(f"{name} has no usable utterance" + "".join(f"; {x}" for x in corpus.report.lines()))
     return corpus

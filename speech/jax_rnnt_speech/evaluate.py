@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from rapidfuzz.distance import Levenshtein
 
 from jax_rnnt import plot
-from jax_rnnt_speech import batches, hosts
+from jax_rnnt_speech import batches, hosts, programs
 from jax_rnnt_speech.config import UserError
 
 PICTURES = 3  # utterances
@@ -24,8 +24,9 @@ class Rates(NamedTuple):
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, utterances, errors, totals, shown = 0.0, 0, np.zeros(2), np.zeros(2), []
+    evaluated = programs.Announced("a test", recogniser.evaluated)
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
-        results = recogniser.evaluated(params, split(batch), data.corpus.device, search)
+        results = evaluated(params, split(batch), data.corpus.device, search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):

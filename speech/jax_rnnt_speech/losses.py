@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
 import jax_rnnt
 
@@ -43,6 +45,20 @@ def pruned(loss, model, x, tiles):
     first = jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=COLUMNS)
     logits = model.joint(*jax_rnnt.prune_inputs(x.frames, x.states, first, COLUMNS))
     return 0.5 * loss(scores, *x[2:]) + loss(jax_rnnt.BandLogits(logits, first), *x[2:])
+
+
+def ctc(model, x, blank):
+    """Losses [B] of connectionist temporal classification (Graves et al. 2006) of the same encoder rows.
+
+    0 where the labels do not fit: equal neighbours need a blank between them.
+    """
+    logits, targets = model.ctc(x.frames).astype(jnp.float32), x.targets
+    places = jnp.arange(targets.shape[1])
+    again = (targets[:, 1:] == targets[:, :-1]) & (places[1:] < x.target_lengths[:, None])
+    fits = x.target_lengths + again.sum(1) <= x.frame_lengths
+    after = (jnp.arange(n) >= count[:, None] for n, count in zip((logits.shape[1], targets.shape[1]), x[3:]))
+    frames_end, targets_end = (x.astype(jnp.float32) for x in after)
+    return jnp.where(fits, optax.ctc_loss(logits, frames_end, targets, targets_end, blank_id=blank), 0)
 
 
 class Variant(NamedTuple):

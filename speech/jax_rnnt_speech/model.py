@@ -49,6 +49,8 @@ class Transducer(nnx.Module):
             self.predictor = StatelessPredictor(blank + 1, width, history=config.history, **more)
         rows, activation = width if self.head else self.encoder.width, ACTIVATIONS[config.activation]
         self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.dropout, **more)
+        if config.ctc:
+            self.ctc = nnx.Linear(rows, blank + 1, **more)
         if config.loss == "pruned":  # linear scores of all classes, for the simple loss that chooses the band
             self.frame_scores = nnx.Linear(rows, outputs, **more)
             self.state_scores = nnx.Linear(width, outputs, **more)

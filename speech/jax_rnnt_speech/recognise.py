@@ -1,12 +1,14 @@
 """Texts of recordings: of many, in batches, or of one as it arrives."""
 
 import queue
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt import decode
 from jax_rnnt_speech import audio, manifests
@@ -27,7 +29,9 @@ class Result(NamedTuple):
     labels: list = ()
     frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
     log_probs: list = ()  # of the labels
+    durations: list = ()  # frames that each label read
     duration: float = 0.0  # seconds of the recording
+    nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
 
 
@@ -95,11 +99,18 @@ def heard(recogniser, waiting, how):
         for row, i in enumerate(chosen):
             x = waiting[i][1]
             batch[row, : len(x)], lengths[row] = x, len(x)
-        found = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
+        if batch.shape not in recogniser.searched:
+            recogniser.searched.add(batch.shape)
+            tqdm.write(f"compiling: a search, {size} x {frames} frames", file=sys.stderr)
+        found, others = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
         for row, i in enumerate(chosen):
             count = int(found.counts[row])
             more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
+            more |= {"durations": found.durations}
             more = {name: x[row, :count].tolist() for name, x in more.items()}
+            if others is not None:
+                listed = zip(*(x[row].tolist() for x in others))
+                more["nbest"] = [(recogniser.text(x, n), score) for x, n, score in listed if score > -np.inf]
             results[i] = results[i]._replace(text=recogniser.text(found.labels[row], count), **more)
         left = min(order, default=len(results))
         yield from results[ready:left]

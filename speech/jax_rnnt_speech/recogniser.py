@@ -5,6 +5,7 @@ B utterances, N encoder frames, U labels. Parameters are arguments, so that a st
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import encoders, features, tokens
+from jax_rnnt_speech import encoders, features, losses, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
@@ -21,6 +22,11 @@ from jax_rnnt_speech.ngrams import Search
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full"
 SAMPLE = 200  # utterances of which statistics are taken
+
+
+def best(hypotheses):
+    """The best ones of a beam, [B] of [B, N]."""
+    return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
 
 
 class Recogniser:
@@ -33,9 +39,10 @@ class Recogniser:
         options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
-        blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        model = Transducer(config, len(mean), blank, self.classes, encoders.fields_of(source), rngs=rngs)
+        self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
+        model = Transducer(config, len(mean), self.blank, self.classes, encoders.fields_of(source), rngs=rngs)
         self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
+        self.width, self.searched = model.encoder.width, set()  # shapes of batches
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
@@ -47,8 +54,7 @@ class Recogniser:
 
     def setup(self):
         """What a checkpoint stores beside the parameters."""
-        config = dataclasses.asdict(self.config) | {"strides": [list(pair) for pair in self.config.strides]}
-        config["durations"] = list(self.config.durations)
+        config = json.loads(json.dumps(dataclasses.asdict(self.config)))  # lists, no tuples
         stored = {"config": config, "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
@@ -88,19 +94,32 @@ class Recogniser:
         """What the model hears, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
-    def encoded(self, model, x, batch):
-        rows, lengths = model.encode(x, batch["lengths"])
+    def encoded(self, model, x, batch, layers=None):
+        """`layers`: x holds rows after so many layers of the encoder."""
+        if layers is None:
+            rows, lengths = model.encode(x, batch["lengths"])
+        else:
+            rows, lengths = model.on_rows(*model.encoder.upper(x, batch["lengths"], layers))
         return Encoded(rows, model.predictor(batch["targets"]), batch["targets"], lengths, batch["target_lengths"])
 
-    def mean_loss(self, params, batch, step, device):
-        """Mean loss of the utterances of a batch, in nats."""
-        x = features.hide(self.inputs(batch, device), batch["spans"], self.config.time_masks)
-        model = self.model(params, step)
-        losses = self.variant.compute(self.loss, model, self.encoded(model, x, batch), self.config.joint == "tiles")
-        return jnp.where(batch["valid"], losses, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+    def mean_loss(self, params, batch, step, device, layers=None):
+        """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
+        x = self.inputs(batch, device) if layers is None else batch["audio"]
+        model, x = self.model(params, step), features.hide(x, batch["spans"], self.config.time_masks)
+        x = self.encoded(model, x, batch, layers)
+        values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
+        if self.config.ctc:
+            values += self.config.ctc * losses.ctc(model, x, self.blank)
+        return jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
 
-    def search(self, model, rows, lengths, how=GREEDY, state=None):
-        """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def lower(self, params, batch, layers):
+        """Rows [B, N, E] of the features of a batch after so many layers of the encoder, and their lengths [B]."""
+        encoder = self.model(params).encoder
+        return encoder.lower(self.inputs(batch, False), batch["lengths"], layers), encoder.lengths(batch["lengths"])
+
+    def search(self, model, rows, lengths, how=GREEDY, state=None, every=False):
+        """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`."""
         config, room = self.config, rows.shape[1] * self.config.max_symbols
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
@@ -110,22 +129,23 @@ class Recogniser:
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
-        return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
+        return hypotheses if every else best(hypotheses)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def evaluated(self, params, batch, device, how):
         """Sum of losses, and labels [B, L] with their numbers [B]."""
         model = self.model(params)
         x = self.encoded(model, self.inputs(batch, device), batch)
-        losses = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
+        values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         hypotheses = self.search(model, x.frames, x.frame_lengths, how)
-        return jnp.where(batch["valid"], losses, 0).sum(), hypotheses.labels, hypotheses.counts
+        return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 
     @functools.partial(jax.jit, static_argnums=0)
     def heard(self, params, x, lengths, how):
-        """Hypotheses [B] of features [B, T, F] of whole recordings."""
+        """Hypotheses [B] of features [B, T, F] of whole recordings; of a beam also labels, counts, scores [B, N]."""
         model = self.model(params)
-        return self.search(model, *model.encode(x, lengths), how)._replace(state=None)
+        found = self.search(model, *model.encode(x, lengths), how, every=True)._replace(state=None)
+        return (best(found), (found.labels, found.counts, found.scores)) if how.beam else (found, None)
 
     @functools.partial(jax.jit, static_argnums=0)
     def continued(self, params, x, lengths, encoder, decoder):

@@ -11,7 +11,7 @@ from tensorboardX import SummaryWriter
 from jax_rnnt_speech import hosts
 from jax_rnnt_speech.config import UserError
 
-METRICS, TENSORBOARD, CHECKPOINTS = "metrics.jsonl", "tensorboard", "checkpoints"
+METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
 
 
 class Run:
@@ -25,17 +25,18 @@ class Run:
         started = self.last is not None or (self.workdir / METRICS).is_file()
         if started and not (resume or overwrite):
             raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
-        self.manager = None
+        self.manager = self.best = None
 
     def open(self):
         """Makes the folder ready for checkpoints. Only now an earlier run is deleted."""
         if self.overwrite and not jax.process_index():
-            for name in (CHECKPOINTS, TENSORBOARD, METRICS):
+            for name in (CHECKPOINTS, BEST, TENSORBOARD, METRICS):
                 path = self.workdir / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         hosts.wait("an earlier run is deleted")
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self.manager = ocp.CheckpointManager(self.workdir / CHECKPOINTS, options=options)
+        kept = {CHECKPOINTS: 2, BEST: 1}
+        options = {name: ocp.CheckpointManagerOptions(max_to_keep=count) for name, count in kept.items()}
+        self.manager, self.best = (ocp.CheckpointManager(self.workdir / name, options=options[name]) for name in kept)
 
     def setup(self):
         """What the last checkpoint stores beside its arrays."""
@@ -44,26 +45,39 @@ class Run:
         except (OSError, KeyError, ValueError) as error:
             raise UserError(f"{self.workdir}: checkpoint {self.last} does not say how it was made ({error})") from None
 
-    def restore(self, **trees):
-        """The arrays of the last checkpoint by name, as these trees of arrays have them."""
+    def restore(self, best=False, **trees):
+        """The arrays of the last checkpoint by name, as these trees have them; `best`: of the best, if any."""
+        manager, step = self.manager, self.last
+        if best and self.best.latest_step() is not None:
+            manager, step = self.best, self.best.latest_step()
         args = {
             name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x))
             for name, x in trees.items()
         }
         try:
-            saved = self.manager.restore(self.last, args=ocp.args.Composite(**args))
+            saved = manager.restore(step, args=ocp.args.Composite(**args))
         except (OSError, KeyError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{self.workdir}: checkpoint {self.last} lacks arrays of this model ({reason})") from None
+            raise UserError(f"{self.workdir}: checkpoint {step} lacks arrays of this model ({reason})") from None
         return [saved[name] for name in trees]
 
     def save(self, step, setup, **trees):
         args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
         self.manager.save(step, args=ocp.args.Composite(setup=ocp.args.JsonSave(setup), **args))
 
+    def save_best(self, step, setup, params):
+        """Replaces the best checkpoint, and those that an interrupted run has of later steps."""
+        for later in self.best.all_steps():
+            if later >= step:
+                self.best.delete(later)
+        arrays = {"params": ocp.args.StandardSave(params), "setup": ocp.args.JsonSave(setup)}
+        self.best.save(step, args=ocp.args.Composite(**arrays), force=True)
+
     def close(self):
-        self.manager.wait_until_finished()
-        self.manager.close()
+        for manager in (self.manager, self.best):
+            if manager:
+                manager.wait_until_finished()
+                manager.close()
 
 
 def open_run(workdir):
@@ -83,8 +97,8 @@ class Metrics:
     What an interrupted run wrote after the step that is resumed is dropped.
     """
 
-    def __init__(self, workdir, first):
-        self.file = None
+    def __init__(self, workdir, first, hook=None):
+        self.file, self.hook = None, hook
         if jax.process_index():
             return
         file = workdir / METRICS
@@ -99,6 +113,8 @@ class Metrics:
             return
         numbers = {name: float(x) for name, x in numbers.items()}
         self.file.write(json.dumps({"step": step} | numbers) + "\n")
+        if self.hook:
+            self.hook(step, numbers)
         for name, x in numbers.items():
             if np.isfinite(x):
                 self.board.add_scalar(name, x, step)

@@ -35,21 +35,21 @@ def basic(language):
     return normalize
 
 
-def loaded(name):
-    """The function that FILE:FUNCTION names."""
+def loaded(name, option="--normalize", others="none of none, basic, basic:LANGUAGE and"):
+    """The function that FILE:FUNCTION names, the value of an option."""
     file, _, function = name.rpartition(":")
     if not Path(file).is_file():
-        raise UserError(f"--normalize {name} is none of none, basic, basic:LANGUAGE and FILE:FUNCTION of a Python file")
-    spec = importlib.util.spec_from_file_location("jax_rnnt_speech_normalize", file)
+        raise UserError(f"{option} {name} is {others} FILE:FUNCTION of a Python file")
+    spec = importlib.util.spec_from_file_location(f"jax_rnnt_speech_{option.strip('-')}", file)
     if spec is None:
-        raise UserError(f"--normalize {name}: {file} must end in .py")
+        raise UserError(f"{option} {name}: {file} must end in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"--normalize {name}: {file} cannot be imported: {error!r}") from None
+        raise UserError(f"{option} {name}: {file} cannot be imported: {error!r}") from None
     if not callable(getattr(module, function, None)):
-        raise UserError(f"--normalize {name}: {file} has no function {function}")
+        raise UserError(f"{option} {name}: {file} has no function {function}")
     return getattr(module, function)
 
 

@@ -15,41 +15,93 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, devices, evaluate, hosts, ngrams, pretrained, runs
+from jax_rnnt_speech import batches, cache, devices, evaluate, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.corpora import open_corpus
+from jax_rnnt_speech.parts import Parts, placed
 from jax_rnnt_speech.recogniser import Recogniser
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
 
-def make_optimizer(config):
-    """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted."""
+def make_optimizer(config, factors):
+    """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
+
+    `factors` of the learning rate, by the path of a parameter.
+    """
     updates = max(1, config.steps // config.accumulate)
     warmup = 1 + int(config.warmup * updates)
     schedule = optax.warmup_cosine_decay_schedule(0, config.learning_rate, warmup, max(updates, warmup) + 1)
-    adam = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.clip), adam) if config.clip else adam
+    optimizer = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
+    if config.clip:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+    scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
+    optimizer = optax.chain(optimizer, scale)
     if config.accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
     return optax.apply_if_finite(optimizer, max_consecutive_errors=2**30)
 
 
-def make_train_step(recogniser, optimizer, device):
-    """Returns a jitted (state, batch, step) -> (state, numbers)."""
+def first_state(config, optimizer, weights):
+    """The state of a training: weights by path, those of the optimiser, and their moving average."""
+    state = {"weights": weights, "optimizer": optimizer.init(weights)}
+    if config.average:
+        state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
+    return state
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state, batch, step):
-        params, opt_state = state
-        loss = functools.partial(recogniser.mean_loss, batch=batch, step=step, device=device)
-        value, gradient = jax.value_and_grad(loss)(params)
+
+def averaged(config, before, state):
+    """The moving average after a step. It follows fast while there were few updates."""
+    inner = (x["optimizer"].inner_state for x in (before, state))
+    old, new = (x.gradient_step if config.accumulate > 1 else 0 for x in inner)
+    updated = new != old if config.accumulate > 1 else state["optimizer"].last_finite
+    updates = before["updates"] + updated
+    decay = jnp.where(updated, jnp.minimum(config.average, (1 + updates) / (10 + updates)), 1)
+    average = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, before["average"], state["weights"])
+    return {"average": average, "updates": updates}
+
+
+def make_train_step(recogniser, parts, optimizer, device, layers=None, places=None):
+    """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
+    config = recogniser.config
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
+    def train_step(state, batch, frozen, step):
+        def loss(weights):
+            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, device, layers)
+
+        value, gradient = jax.value_and_grad(loss)(state["weights"])
         norm = optax.tree_utils.tree_norm(gradient)
         gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        numbers = {"loss": value, "norm": norm, "skipped": opt_state.total_notfinite}
-        return (optax.apply_updates(params, updates), opt_state), numbers | {"row": opt_state.notfinite_count}
+        updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
+        after = {"weights": optax.apply_updates(state["weights"], updates), "optimizer": optimizer_state}
+        if config.average:
+            after |= averaged(config, state, after)
+        numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
+        return after, numbers | {"row": optimizer_state.notfinite_count}
 
     return train_step
+
+
+class Progress:
+    """The best test so far, and how many came after it. It is stored with each checkpoint."""
+
+    def __init__(self, stored=None):
+        self.step, self.rates, self.since = 0, None, 0
+        if stored:
+            self.step, self.rates, self.since = stored["step"], evaluate.Rates(*stored["rates"]), stored["since"]
+
+    def better(self, step, rates):
+        """Whether these are the best rates, by WER and then by CER; takes note of them."""
+        better = self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer)
+        if better:
+            self.step, self.rates, self.since = step, rates, 0
+        else:
+            self.since += 1
+        return better
+
+    def stored(self):
+        return {"step": self.step, "rates": list(self.rates), "since": self.since}
 
 
 class Training:
@@ -59,11 +111,14 @@ class Training:
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
         self.mesh = Mesh(np.array(devices.select(options.platform, options.devices)), ("data",))
-        train = open_corpus(config.train, config, "train")
-        valid = open_corpus(config.valid or config.train, config, "valid")
+        programs.keep(self.run.workdir / "programs")
+        folder = options.cache
+        self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
+        train = cache.features(open_corpus(config.train, config, "train", self.folder), self.folder)
+        valid = cache.features(open_corpus(config.valid or config.train, config, "valid", self.folder), self.folder)
         more = {"implementation": options.implementation}
         texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
-        self.stored = {"utterances": hashlib.sha256(texts).hexdigest()}
+        self.stored, self.progress = {"utterances": hashlib.sha256(texts).hexdigest()}, Progress()
         if self.run.last is None:
             self.recogniser = pretrained.fresh(config, train, **more)
         else:
@@ -72,6 +127,8 @@ class Training:
             if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
+            self.progress = Progress(setup.get("progress"))
+        self.parts = Parts(config, self.recogniser.params)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
             self.recogniser.measure(self.train)
@@ -82,6 +139,10 @@ class Training:
             for line in data.corpus.report.lines():
                 print(f"{name}: {line}")
         self.report_sizes()
+        self.layers = None
+        if config.steps and self.parts.layers is not None and isinstance(train, cache.Stored):
+            self.layers = self.parts.layers
+            self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
         self.epoch = batches.training(self.train, config, self.buckets, hosts.part())
         if config.steps and not len(self.epoch):
             need = self.buckets[0].batch
@@ -98,9 +159,9 @@ class Training:
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         return {name: jax.make_array_from_process_local_data(rows, x) for name, x in batch.items()}
 
-    def shared(self, tree):
-        """Arrays that every device has."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+    def shared(self, tree, shard=False):
+        """Arrays that every device has, or with `shard` a part of."""
+        return jax.device_put(tree, placed(self.mesh, tree, shard))
 
     def report_sizes(self):
         """Prints the shapes of batches, and how much padding is in them."""
@@ -108,13 +169,22 @@ class Training:
         shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in self.buckets)
         print(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
               f"{len(self.recogniser.tokens.pieces)} labels, "
-              f"{sum(x.size for x in jax.tree.leaves(self.recogniser.params)):,} parameters")  # fmt: skip
+              f"{sum(x.size for x in jax.tree.leaves(self.recogniser.params)):,} parameters, of which "
+              f"{sum(x.size for x in self.parts.free(self.recogniser.params).values()):,} are trained")  # fmt: skip
         print(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
-    def measure(self, state, step, metrics=None):
+    def used(self, state):
+        """The parameters to test and to use: the moving average, if there is one. Every device has them."""
+        params = self.parts.whole(state.get("average", state["weights"]), self.frozen)
+        if not self.config.shard:
+            return params
+        everywhere = jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), params)
+        return jax.jit(lambda x: x, out_shardings=everywhere)(params)
+
+    def measure(self, params, step, metrics=None):
         """Error rates. Without `metrics` nothing is written."""
         rates, shown = evaluate.rates(
-            self.recogniser, state[0], self.valid, self.test_buckets, self.split, self.search, examples=2
+            self.recogniser, params, self.valid, self.test_buckets, self.split, self.search, examples=2
         )
         tqdm.write(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
         for reference, hypothesis in shown:
@@ -122,8 +192,42 @@ class Training:
         if metrics:
             metrics.write(step, valid_loss=rates.loss, valid_cer=rates.cer, valid_wer=rates.wer)
         if metrics and not jax.process_index():
-            self.pictures.draw(jax.device_get(state[0]), step)
+            self.pictures.draw(jax.device_get(params), step)
         return rates
+
+    def start(self, first):
+        """The state of step `first`, and the jitted step."""
+        config, device = self.config, self.train.corpus.device
+        params = self.shared(self.recogniser.params, config.shard)
+        weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
+        optimizer = make_optimizer(config, self.parts.factors)
+        make = functools.partial(first_state, config, optimizer)
+        places = placed(self.mesh, jax.eval_shape(make, weights), config.shard)
+        state = jax.jit(make, out_shardings=places)(weights)
+        if first:
+            params, training = self.run.restore(params=params, training=self.training_only(state))
+            self.frozen, weights = self.parts.frozen(params), self.parts.free(params)
+            state = state | training | {"average" if config.average else "weights": weights}
+        step = make_train_step(self.recogniser, self.parts, optimizer, device, self.layers, places)
+        return state, programs.Announced("a step of training", step)
+
+    def training_only(self, state):
+        """What a checkpoint stores of the state beside the parameters that are used."""
+        return {name: x for name, x in state.items() if name != ("average" if self.config.average else "weights")}
+
+    def save(self, state, step, metrics):
+        """Tests the weights and saves them."""
+        params = self.used(state)
+        rates = self.measure(params, step, metrics)
+        better = self.progress.better(step, rates)
+        setup = self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
+        if better:
+            self.run.save_best(step, setup, params)
+        self.run.save(step, setup, params=params, training=self.training_only(state))
+
+    def impatient(self):
+        """Whether the run ends because no test of late was better."""
+        return self.config.patience and self.progress.since >= self.config.patience
 
     def stream(self, first):
         """Batches from step `first` on, read by threads while devices work."""
@@ -131,32 +235,31 @@ class Training:
         return iter(batches_left.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
-        """Trains; returns the rates of the end. A run that has all its steps is evaluated, and nothing is written."""
-        config, params, first = self.config, self.shared(self.recogniser.params), self.run.last or 0
+        """Trains; returns the best rates. A run that has all its steps is evaluated, and nothing is written."""
+        config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
-            if config.steps <= first:
-                return self.measure(self.run.restore(params=params), first)
-            optimizer = make_optimizer(config)
-            state = params, self.shared(optimizer.init(params))
-            if first:
-                state = tuple(self.run.restore(params=state[0], optimizer=state[1]))
-            step_of = make_train_step(self.recogniser, optimizer, self.train.corpus.device)
-            with contextlib.closing(runs.Metrics(self.run.workdir, first)) as metrics:
-                rates = self.steps(state, first, step_of, metrics)
-        print(f"{step_of._cache_size()} programs for {len(self.buckets)} shapes of batches")
+            if config.steps <= first or self.impatient():
+                best = self.options.checkpoint == "best"
+                (params,) = self.run.restore(best=best, params=self.shared(self.recogniser.params))
+                return self.measure(params, first)
+            state, step_of = self.start(first)
+            with contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics:
+                self.steps(state, first, step_of, metrics)
+        print(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
+              f"{self.progress.step}")  # fmt: skip
         for name, data in (("train", self.train), ("valid", self.valid)):
             data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
-        return rates
+        return self.progress.rates
 
     def steps(self, state, first, step_of, metrics):
-        config, options, losses, rates = self.config, self.options, [], None
+        config, options, losses = self.config, self.options, []
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
         alone = {"disable": bool(jax.process_index())}
         with tqdm(total=config.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
             for step, batch in enumerate(self.stream(first), first + 1):
                 batch.pop("index")
-                state, numbers = step_of(state, self.split(batch), step)
+                state, numbers = step_of(state, self.split(batch), self.frozen, step)
                 losses.append(numbers["loss"])
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
@@ -172,7 +275,8 @@ class Training:
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 if step % options.save_every == 0 or step == config.steps:
-                    self.run.save(step, self.recogniser.setup() | self.stored, params=state[0], optimizer=state[1])
-                    rates = self.measure(state, step, metrics)
+                    self.save(state, step, metrics)
                     started = time.perf_counter()
-        return rates
+                    if self.impatient():
+                        tqdm.write(f"step {step}: the last {config.patience} tests were not better: the run ends")
+                        return

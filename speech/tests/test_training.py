@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, write_audio
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -50,16 +50,13 @@ def test_chunks_are_the_whole():
 def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
     recogniser, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
-    optimizer = asr.train.make_optimizer(recogniser.config)
-    step = asr.train.make_train_step(recogniser, optimizer, False)
+    state, step = steps_of(recogniser)
     bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
-    copy = lambda: jax.tree.map(np.array, recogniser.params)  # a step takes its state's memory
-    state = jax.tree.map(jax.numpy.asarray, (copy(), optimizer.init(copy())))
     results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
-        state, numbers = step(state, one, 1)
+        state, numbers = step(state, one, {}, 1)
         results.append(int(numbers["skipped"]))
-        weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[0]))]))
+        weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state["weights"]))]))
     assert results == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
     assert moved == [False, False, False, True, False, True]
@@ -133,8 +130,34 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
         assert expected in error and len(error.strip().splitlines()) == 1
     assert losses(alone) == losses(workdir)
     shutil.rmtree(workdir / "checkpoints/6/params")
-    run([*command, "--steps", 0], 2)
+    run([*command, "--steps", 0])  # of the best checkpoint
+    run([*command, "--steps", 0, "--checkpoint", "last"], 2)
     assert "checkpoint 6 lacks arrays of this model" in message()
+
+
+def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
+    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, frozen rows of the cache, bfloat16, rates."""
+    write_audio(tmp_path / "noise/a.wav", 1.0, seed=99)
+    more = {"encoder": "conformer", "blocks": 2, "ctc": 0.3, "average": 0.9, "speeds": "0.9,1.1", "gain": 3.0,
+            "noise": tmp_path / "noise", "snr": "0,10", "accumulate": 2, "freeze": "encoder:1", "dtype": "bfloat16",
+            "rates": "joint=0.5,predictor=0", "buckets": 1, "steps": 4, "save_every": 3}  # fmt: skip
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run(arguments(corpus, whole, **more))
+    out = capsys.readouterr().out
+    assert "10 training and 2" not in out and "compiling: a step of training" in out
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints/4")
+    shutil.rmtree(part / "cache")  # what is made anew has the same bits
+    run([*arguments(corpus, part, **more), "--resume"])
+    assert losses(part) == losses(whole) and len(losses(part)) == 4
+
+    def arrays(workdir, name):
+        store = asr.runs.ocp.StandardCheckpointer()
+        return jax.tree.leaves(store.restore((workdir / "checkpoints/4" / name).resolve()))
+
+    for name in ("params", "training"):
+        for x, y in zip(arrays(part, name), arrays(whole, name), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
@@ -221,12 +244,20 @@ def test_options_are_checked(corpus, tmp_path, capsys, command, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def fitted(recogniser, batch, optimizer, steps):
+def steps_of(recogniser, optimizer=None):
+    """The first state of a training, and the jitted step."""
+    parts = asr.parts.Parts(recogniser.config, recogniser.params)
+    optimizer = optimizer or asr.train.make_optimizer(recogniser.config, parts.factors)
+    weights = jax.tree.map(jax.numpy.array, parts.free(recogniser.params))  # a step takes its state's memory
+    step = asr.train.make_train_step(recogniser, parts, optimizer, False)
+    return asr.train.first_state(recogniser.config, optimizer, weights), step
+
+
+def fitted(recogniser, batch, steps, optimizer=None):
     """The losses of some steps on one batch."""
-    step = asr.train.make_train_step(recogniser, optimizer, False)
-    state, results = (recogniser.params, optimizer.init(recogniser.params)), []
+    (state, step), results = steps_of(recogniser, optimizer), []
     for i in range(steps):
-        state, numbers = step(state, batch, i)
+        state, numbers = step(state, batch, {}, i)
         results.append(float(numbers["loss"]))
     return results
 
@@ -244,7 +275,7 @@ def test_every_loss(corpus, name):
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0, False))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="logits" if name == "pruned" else "tiles")
     optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
-    results = fitted(recogniser, batch, optimizer, 30)
+    results = fitted(recogniser, batch, 30, optimizer)
     assert results[0] == pytest.approx(first, rel=1e-4) and results[-1] < 0.6 * results[0]
 
 
@@ -265,5 +296,5 @@ def test_dropout_of_recomputed_blocks(corpus):
     """Beside a scanned predictor: the loss falls."""
     more = {"remat": True, "predictor": "lstm"}
     recogniser, batch = prepared(corpus, steps=100, warmup=0.0, learning_rate=0.01, **more)
-    results = fitted(recogniser, batch, asr.train.make_optimizer(recogniser.config), 20)
+    results = fitted(recogniser, batch, 20)
     assert results[-1] < 0.8 * results[0]

@@ -34,5 +34,5 @@ def make(config, features, fields, *, dtype, rngs):
         kind, sizes = PRETRAINED[config.encoder]
         known = {field.name for field in dataclasses.fields(sizes)}
         encoder = kind(sizes(**{name: x for name, x in fields.items() if name in known}), dtype=dtype, rngs=rngs)
-    encoder.remat = config.remat
+    encoder.remat, encoder.scan = config.remat, config.scan
     return encoder

@@ -51,6 +51,19 @@ def recomputed(block):
     return functools.partial(run, state)
 
 
+def scanned(blocks, rows, shared, states, remat):
+    """Rows after blocks that are alike, and a list of their states, by one program that runs for each of them."""
+    graphdefs, parameters = zip(*map(nnx.split, blocks))
+    stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
+
+    def run(rows, x):
+        parameters, state = x
+        return nnx.merge(graphdefs[0], parameters)(rows, shared, state)
+
+    rows, after = jax.lax.scan(jax.checkpoint(run) if remat else run, rows, (stack(*parameters), stack(*states)))
+    return rows, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(blocks))]
+
+
 class Depthwise(nnx.Module):
     """Convolution of each channel by itself over one or two dimensions: a sum of shifted products.
 
@@ -89,6 +102,7 @@ class Encoder(nnx.Module):
     chunk = 0  # encoder frames of a step of a stream; 0: the encoder sees whole utterances alone
     limit = 0  # feature frames of an utterance, at most; 0: any number
     remat = False  # whether blocks are computed again in the backward pass
+    scan = False  # whether one program is run for each block, in the place of one program of all blocks
 
     def lengths(self, frames):
         """Encoder frames of so many feature frames, numbers or arrays."""
@@ -129,6 +143,8 @@ class Encoder(nnx.Module):
     def through(self, rows, lengths, first, states, layers):
         """Rows after some of the blocks, and the states of these. `first`: the state of the subsampling before."""
         shared, after = self.shared(rows, lengths, first), []
+        if self.scan and len(self.blocks.layers[layers]) > 1:
+            return scanned(self.blocks.layers[layers], rows, shared, states[layers], self.remat)
         for block, state in zip(self.blocks.layers[layers], states[layers]):
             rows, state = (recomputed(block) if self.remat else block)(rows, shared, state)
             after.append(state)

@@ -35,14 +35,17 @@ def kind_of(folder):
     raise UserError(f"{folder} has no checkpoint: neither checkpoints/ of a run, nor config.json, nor model.bin")
 
 
-def read(folder):
-    """The Recogniser of a folder, with its parameters; that of Whisper has an encoder alone, and no labels."""
+def read(folder, best=True):
+    """The Recogniser of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
+
+    `best`: those of a run's best checkpoint, not the last.
+    """
     kind = kind_of(folder)
     if kind != "run":
         return {"whisper": whisper, "hugging_face": hugging_face}[kind].read(Path(folder))
     run = runs.open_run(Path(folder))
     recogniser = Recogniser.from_setup(run.setup())
-    (recogniser.params,) = run.restore(params=recogniser.params)
+    (recogniser.params,) = run.restore(best=best, params=recogniser.params)
     run.close()
     return recogniser
 
@@ -101,5 +104,6 @@ def fresh(config, corpus, **more):
     if config.new_head:
         recogniser.params["encoder"] = start.params["encoder"]
     else:
-        recogniser.params = start.params
+        for name in set(recogniser.params) & set(start.params):  # one of them may have a head for CTC alone
+            recogniser.params[name] = start.params[name]
     return recogniser

@@ -1,0 +1,159 @@
+"""What a training reads again and again, on disk: features, rows of a frozen encoder, lengths of audio files.
+
+Arrays are float16, in one file for a corpus, which is mapped into memory. The folder's name is a hash of all that
+decides them; whoever changes any of it makes another folder.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jax_rnnt_speech import audio, batches, hosts
+from jax_rnnt_speech.config import UserError
+
+FORM = 1  # of the files: another number makes them anew
+READERS = 4  # threads that make features
+LIMIT = np.finfo(np.float16).max
+
+
+def stamp(path):
+    """What tells that a file has changed."""
+    known = os.stat(path)
+    return [str(path), known.st_size, known.st_mtime_ns]
+
+
+class Lengths:
+    """Stretches of audio files, or why they cannot be read, from earlier starts. Without a folder it forgets."""
+
+    def __init__(self, folder=None):
+        self.path, self.known = folder and folder / "lengths.json", {}
+        try:
+            stored = json.loads(self.path.read_text("utf-8")) if self.path else {}
+            self.known = stored["files"] if stored.get("form") == FORM else {}
+        except (OSError, ValueError):
+            pass  # they are decoded anew
+
+    def of(self, path):
+        """Stretches of a file, or an AudioError."""
+        try:
+            now = stamp(path)[1:]
+        except (OSError, ValueError):
+            now = None
+        known = self.known.get(str(path))
+        if known and now == known[:2]:
+            found = known[2]
+            return audio.AudioError(path, found) if isinstance(found, str) else [audio.Stretch(*x) for x in found]
+        try:
+            found = audio.stretches(path)
+        except audio.AudioError as error:
+            found = error
+        if now:
+            self.known[str(path)] = [*now, found.reason if isinstance(found, audio.AudioError) else found]
+        return found
+
+    def write(self):
+        if self.path and not jax.process_index():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"form": FORM, "files": self.known}), "utf-8")
+            part.replace(self.path)
+
+
+class Stored:
+    """A corpus whose arrays [T, features] lie in a folder; utterances without readable audio have none.
+
+    `made` yields (number of the utterance, array or None) if the folder is not there yet.
+    """
+
+    device = False
+
+    def __init__(self, corpus, folder, key, features, made):
+        self.corpus, self.report, self.hop, self.features = corpus, corpus.report, corpus.hop, features
+        self.utterances, self.key = corpus.utterances, key
+        digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
+        self.folder = folder / digest
+        if not (self.folder / "index.npy").is_file() and not jax.process_index():
+            self.fill(made)
+        hosts.wait(f"{self.folder.name} is filled")
+        self.index = np.load(self.folder / "index.npy")
+        for reason, names in json.loads((self.folder / "left-out.json").read_text("utf-8")).items():
+            for name in names:
+                corpus.report.add(reason, name, again=False)
+        total = int(self.index[:, 1].sum())
+        if not total:
+            raise UserError("no utterance has readable audio" + "".join(f"; {x}" for x in corpus.report.lines()))
+        self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, features))
+
+    def fill(self, made):
+        part = self.folder.with_name(f"{self.folder.name}.{os.getpid()}")
+        part.mkdir(parents=True)
+        frames = sum(x.frames for x in self.utterances)
+        need, free = 2 * frames * self.features, shutil.disk_usage(part).free
+        try:
+            if need > free:
+                raise UserError(f"--cache needs {need / 1e9:.1f} GB in {self.folder.parent}, which has {free / 1e9:.1f}: "
+                                "name another folder, or none")  # fmt: skip
+            index, place = np.zeros((len(self.utterances), 2), np.int64), 0
+            with (part / "arrays").open("wb") as file:
+                bar = tqdm(made, "cache", len(self.utterances), delay=2, leave=False, mininterval=1)
+                for i, x in bar:
+                    if x is not None:
+                        if not np.abs(x).max(initial=0) <= LIMIT:
+                            raise UserError(f"{self.utterances[i].name}: numbers too large for float16: --cache none")
+                        file.write(np.ascontiguousarray(x, np.float16).tobytes())
+                        index[i], place = (place, len(x)), place + len(x)
+            np.save(part / "index.npy", index)
+            (part / "left-out.json").write_text(json.dumps(dict(self.report.names)), "utf-8")
+            part.rename(self.folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def load(self, i, rng):
+        first, count = self.index[i]
+        return self.arrays[first : first + count].astype(np.float32) if count else None
+
+
+def features(corpus, folder):
+    """The corpus with its features on disk, all versions of all utterances; corpora without a key stay as they are."""
+    key = getattr(corpus, "key", None)
+    if folder is None or key is None or corpus.device:
+        return corpus
+
+    def made():
+        with ThreadPoolExecutor(READERS) as pool:
+            size = range(len(corpus.utterances))
+            yield from zip(size, pool.map(lambda i: corpus.load(i, np.random.default_rng(i)), size))
+
+    return Stored(corpus, folder, key(), corpus.features, made())
+
+
+def rows(recogniser, parts, data, buckets, folder):
+    """(data, buckets) with rows of the frozen lower part of the encoder in the place of features."""
+    corpus, layers = data.corpus, parts.layers
+    weights = hashlib.sha256()
+    for path, x in sorted(parts.frozen(recogniser.params).items()):
+        weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
+    extractor = dataclasses.asdict(recogniser.extractor)
+    standard = recogniser.mean.tolist(), recogniser.deviation.tolist()
+    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard, list(buckets)]
+
+    def made():
+        for batch in batches.testing(data, recogniser.config, buckets, (0, 1)):
+            found = recogniser.lower(recogniser.params, batch, layers)
+            for i, x, count in zip(batch["index"], *jax.device_get(found)):
+                if i >= 0:
+                    yield i, x[:count]
+
+    stored = Stored(corpus, folder, key, recogniser.width, made())
+    counts = stored.index[:, 1]
+    stored.utterances = [x._replace(frames=int(n)) for x, n in zip(corpus.utterances, counts)]
+    buckets = [x._replace(frames=max(1, int(counts[x.members].max()))) for x in buckets]
+    return data._replace(corpus=stored), buckets
