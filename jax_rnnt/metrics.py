@@ -1,12 +1,12 @@
 """Error rates of decoded labels and confidences of words, on the host. The edit distance is rapidfuzz's, as jiwer's."""
 
 import typing
-from collections.abc import Callable
 
 import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt.timing._words import OF_A_WORD
 
 with needed_by("jax_rnnt.metrics", "metrics"):
     from rapidfuzz.distance import Levenshtein
@@ -98,9 +98,6 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     return LabelErrors(*edits)
 
 
-_OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
-
-
 def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "min") -> list:
     """The confidence of each word of a hypothesis: a number from 0 to 1, made of the probabilities of its labels.
 
@@ -153,7 +150,7 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     [0.9, 0.5]
     """
     name = "word_confidence"
-    _checks.choice(name, "how", how, tuple(_OF_A_WORD))
+    _checks.choice(name, "how", how, tuple(OF_A_WORD))
     labels, counts = _sequences(name, "labels", labels, "counts", counts)
     log_probs = _checks.array(name, "label_log_probs", label_log_probs)
     words = word_of_label(labels) if callable(word_of_label) else word_of_label
@@ -172,7 +169,7 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
         if (words[1:] < words[:-1]).any():
             raise ValueError(f"{name}: word_of_label must never decrease, but for -1, got {words.tolist()}.")
         probabilities = np.exp(np.minimum(log_probs, 0))
-        return [float(_OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
+        return [float(OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
 
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
