@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
-from jax_rnnt.timing._words import OF_A_WORD
+from jax_rnnt.timing._words import OF_A_WORD, checked_confidences
 
 with needed_by("jax_rnnt.metrics", "metrics"):
     from rapidfuzz.distance import Levenshtein
@@ -189,44 +189,47 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
 
-def utterance_confidence(label_log_probs, counts, how: str = "mean") -> np.ndarray:
-    """The confidence of each hypothesis as a whole: a number from 0 to 1, made of the probabilities of its labels.
+def utterance_confidence(confidences, counts, how: str = "mean") -> np.ndarray:
+    """The confidence of each hypothesis as a whole, made of those of its labels.
 
     L labels at most; `...` is any number of batch dimensions.
 
     Parameters
     ----------
-    label_log_probs, counts
-        As in `word_confidence`.
+    confidences : Array, floating [..., L]
+        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding) counts
+        as 1.
+    counts : Array, integer [...]
+        Labels of each hypothesis; later ones are not read.
     how : {"mean", "min", "product"}
         As in `word_confidence`.
 
     Returns
     -------
     ndarray, float64 [...]
-        NaN for a hypothesis without labels.
+        From 0 to 1. NaN for a hypothesis without labels.
 
     Raises
     ------
     TypeError, ValueError
-        As in `word_confidence`.
+        An argument has another dtype or shape, counts more labels than there are, or is no choice; a confidence is
+        below 0 or NaN.
 
     Examples
     --------
-    >>> import numpy as np
     >>> from jax_rnnt.metrics import utterance_confidence
-    >>> utterance_confidence(np.log([[0.5, 1.0], [0.75, 0.1]]), [2, 1]).round(2).tolist()
+    >>> utterance_confidence([[0.5, 1.0], [0.75, 0.1]], [2, 1]).tolist()
     [0.75, 0.75]
     """
     name = "utterance_confidence"
     _checks.choice(name, "how", how, tuple(OF_A_WORD))
-    log_probs, counts = _sequences(name, "label_log_probs", label_log_probs, "counts", counts, _checks.array)
-    if str(log_probs.dtype) not in _checks.FLOATS:
-        raise TypeError(f"{name}: label_log_probs must have a floating dtype, got {log_probs.dtype}.")
-    probabilities, found = np.exp(np.minimum(log_probs.astype(np.float64), 0)), np.full(counts.shape, np.nan)
+    confidences, counts = _sequences(name, "confidences", confidences, "counts", counts, _checks.array)
+    if str(confidences.dtype) not in _checks.FLOATS:
+        raise TypeError(f"{name}: confidences must have a floating dtype, got {confidences.dtype}.")
+    found = np.full(counts.shape, np.nan)
     for index in np.ndindex(counts.shape):
         if counts[index]:
-            found[index] = OF_A_WORD[how](probabilities[index][: counts[index]])
+            found[index] = OF_A_WORD[how](checked_confidences(name, confidences[index][: counts[index]]))
     return found
 
 

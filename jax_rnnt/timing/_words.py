@@ -91,9 +91,8 @@ def words(
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
     frames, durations, confidences = (_of_labels(function, name, x, len(labels), count) for name, x in arrays)
     frames, durations = emitted(function, frames, durations, count, dimensions)
-    if confidences is not None and not np.all(confidences >= 0):
-        expected = "0 or more, as Hypotheses.label_confidences or exp of log-probabilities are"
-        raise ValueError(f"{function}: confidences must be {expected}, got {confidences.tolist()}.")
+    if confidences is not None:
+        confidences = checked_confidences(function, confidences)
     spelled = _with_punctuation(_spelled(function, texts, mark))
     heard = [[place for place, text in word if _is_heard(text)] for word in spelled]
     places = np.array([place for word in heard for place in word], int)
@@ -101,7 +100,7 @@ def words(
     at = dict(zip(places.tolist(), times))
     found = []
     for word, own in zip(spelled, heard):
-        sure = None if confidences is None else float(OF_A_WORD[how](np.minimum(confidences[own], 1)))
+        sure = None if confidences is None else float(OF_A_WORD[how](confidences[own]))
         found.append(Interval(at[own[0]][0], at[own[-1]][1], "".join(text for _, text in word), sure))
     return found
 
@@ -129,8 +128,16 @@ def _of_labels(function: str, name: str, x, size: int, count: int):
     if name == "confidences":
         if str(x.dtype) not in _checks.FLOATS:
             raise TypeError(f"{function}: confidences must have a floating dtype, got {x.dtype}.")
-        return x[:count].astype(np.float64)
+        return x[:count]
     return x[:count] if x.size else x.astype(int)  # NumPy makes floats of an empty list
+
+
+def checked_confidences(function: str, x) -> np.ndarray:
+    """Confidences of labels in float64, at most 1."""
+    if not np.all(x >= 0):
+        expected = "0 or more, as Hypotheses.label_confidences or exp of log-probabilities are"
+        raise ValueError(f"{function}: confidences must be {expected}, got {x.tolist()}.")
+    return np.minimum(x.astype(np.float64), 1)
 
 
 def _spelled(function: str, texts: list[str], mark: str | None) -> list[list[tuple[int, str]]]:

@@ -152,16 +152,18 @@ def test_bad_words(change, message):
 def test_utterance_confidence():
     """All labels of a hypothesis; none of an empty one."""
     metrics = pytest.importorskip("jax_rnnt.metrics")
-    log_probs = np.log(np.array([[0.5, 1.5, 0.25], [0.5, 0.25, 7.0], [np.nan] * 3], np.float32))
+    sure = np.array([[0.5, 1.5, 0.25], [0.5, 0.25, -7.0], [np.nan] * 3], np.float32)
     counts = np.array([3, 2, 0])
     for how, expected in {"mean": [1.75 / 3, 0.375], "min": [0.25, 0.25], "product": [0.125, 0.125]}.items():
-        got = metrics.utterance_confidence(jnp.asarray(log_probs)[None], counts[None], how)
+        got = metrics.utterance_confidence(jnp.asarray(sure)[None], counts[None], how)
         np.testing.assert_allclose(got, [[*expected, np.nan]], rtol=1e-6)
-    assert metrics.utterance_confidence([-np.inf], 1) == 0 and np.isnan(metrics.utterance_confidence([], 0))
+    assert metrics.utterance_confidence([0.0], 1) == 0 and np.isnan(metrics.utterance_confidence([], 0))
     for bad, message in (
-        (([[0.0]], 1), r"counts must have shape \[...\] = \(1,\) of label_log_probs"),
-        (([1], 1), "label_log_probs must have a floating dtype, got int64"),
+        (([[0.0]], 1), r"counts must have shape \[...\] = \(1,\) of confidences"),
+        (([1], 1), "confidences must have a floating dtype, got int64"),
         (([0.0], 1, "most"), "how must be"),
+        (([0.5, np.nan], 2), "confidences must be 0 or more"),
+        (([-0.1], 1), r"confidences must be 0 or more.*got \[-0.1"),
         (([0.0], 2), r"counts must lie in \[0, 1\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"utterance_confidence: {message}"):
