@@ -1,7 +1,5 @@
 """A picture of confidences: how often is right what a model is so sure of?"""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from jax_rnnt.metrics import Calibration
 
 
-def draw_reliability(calibration: Calibration, *, ax: Axes | None = None) -> Axes:
+def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> Axes:
     """Draws how often words are right, by the confidence in them: a reliability diagram.
 
     A bar is as dark as its bin has words, and a dot is at their mean confidence. On the dashed line confidences are

@@ -1,7 +1,5 @@
 """Words to captions, and captions to SubRip (SRT) and WebVTT files."""
 
-from __future__ import annotations
-
 import math
 import os
 import pathlib

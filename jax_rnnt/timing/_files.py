@@ -1,7 +1,5 @@
 """Files of intervals: CTM (NIST), TextGrid (Praat), and what `json` writes; the checks of all writers."""
 
-from __future__ import annotations
-
 import decimal
 import math
 import os

@@ -1,7 +1,5 @@
 """Frames to seconds, and labels to the stretches of time in which they are emitted."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Sequence

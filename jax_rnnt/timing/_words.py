@@ -1,7 +1,5 @@
 """Labels to words: which labels spell a word, when it is said, and how sure the model is of it."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable, Sequence
 

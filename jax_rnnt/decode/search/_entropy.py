@@ -1,7 +1,5 @@
 """Confidence from the whole row of a label, and not from its probability alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
