@@ -30,45 +30,45 @@ ALL = (0, 1, 2, 3)  # arguments with a gradient
 LOSS = rnnt.RNNTLoss()
 
 
-def materialized(weight, bias, encoder, predictor, *rest, loss=LOSS):
+def materialized(weight, bias, encoder, predictor, *batch, loss=LOSS):
     hidden = jnp.tanh(encoder[:, :, None] + predictor[:, None])
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias
-    return loss(logits.reshape(*hidden.shape[:-1], -1), *rest)
+    return loss(logits.reshape(*hidden.shape[:-1], -1), *batch)
 
 
-def linear(weight, bias, encoder, predictor, *rest, loss=LOSS):
-    return loss(rnnt.JointLogits(rnnt.LinearJoint(weight, bias), encoder, predictor), *rest)
+def linear(weight, bias, encoder, predictor, *batch, loss=LOSS):
+    return loss(rnnt.JointLogits(rnnt.LinearJoint(weight, bias), encoder, predictor), *batch)
 
 
-def function(weight, bias, encoder, predictor, *rest, loss=LOSS):
-    return loss(rnnt.JointLogits(lambda e, p: jnp.tanh(e + p) @ weight + bias, encoder, predictor), *rest)
+def function(weight, bias, encoder, predictor, *batch, loss=LOSS):
+    return loss(rnnt.JointLogits(lambda e, p: jnp.tanh(e + p) @ weight + bias, encoder, predictor), *batch)
 
 
-def pruned(weight, bias, encoder, predictor, *rest):
+def pruned(weight, bias, encoder, predictor, *batch):
     """Pruned RNN-T: the simple loss with the same output layer, then the joint on the band. Another loss."""
     heads = rnnt.AdditiveLogits(encoder @ weight, predictor @ weight + bias)
-    blank, label = LOSS.posteriors(heads, *rest)
-    lengths = dict(zip(("logit_lengths", "target_lengths"), rest[1:]))
+    blank, label = LOSS.posteriors(heads, *batch)
+    lengths = dict(zip(("logit_lengths", "target_lengths"), batch[1:]))
     first = rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=WIDTH)
     frames, states = rnnt.prune_inputs(encoder, predictor, first, width=WIDTH)
     hidden = jnp.tanh(frames + states)
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight + bias
-    return 0.5 * LOSS(heads, *rest) + LOSS(rnnt.BandLogits(logits.reshape(*hidden.shape[:-1], -1), first), *rest)
+    return 0.5 * LOSS(heads, *batch) + LOSS(rnnt.BandLogits(logits.reshape(*hidden.shape[:-1], -1), first), *batch)
 
 
 # ---------------------------------------------------------------------------------------------------------- by shape
 
 
 def contestants(case, seed):
-    sources, rest = problems.joint(case, seed)
-    start = functools.partial(measure.program, arguments=(*sources, *rest), gradient=ALL)
-    found = [start(f.__name__, f) for f in (materialized, linear, function)]
+    sources, sequences = problems.joint(case, seed)
+    start = functools.partial(measure.program, arguments=(*sources, *sequences), gradient=ALL)
+    timed = [start(f.__name__, f) for f in (materialized, linear, function)]
     # No option does so: the backward pass over tiles computes all blocks inside the lengths.
     with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
-        found.append(start("linear, nothing skipped", linear))
-    scale = np.abs(found[0].check[1]).max()
-    measure.agree(found[0], found[1:], gradient=1e-4 * scale)
-    return [*found, start("pruned", pruned)]
+        timed.append(start("linear, nothing skipped", linear))
+    scale = np.abs(timed[0].check[1]).max()
+    measure.agree(timed[0], timed[1:], gradient=1e-4 * scale)
+    return [*timed, start("pruned", pruned)]
 
 
 def title(case):
@@ -77,9 +77,9 @@ def title(case):
     return f"{case.name}: {size}, {case.valid:.0%} of the nodes valid"
 
 
-def aims(case, found):
+def aims(case, timed):
     """Tiles may take 1.15 times as long, but must not be slower if more than 25% is padding."""
-    limit, by_name = "<= 1" if case.valid < 0.75 else "<= 1.15", {c.name: c for c in found}
+    limit, by_name = "<= 1" if case.valid < 0.75 else "<= 1.15", {c.name: c for c in timed}
     base = by_name["materialized"]
     return [measure.aim(f"{case.name}: {n} / materialized", by_name[n], base, limit) for n in ("linear", "function")]
 
@@ -88,10 +88,10 @@ def by_shape(args):
     budget, results, checks = measure.settle(args), {}, []
     for case in cases.JOINT:
         if case.name in args.only:
-            found = results[case.name] = contestants(case, args.seed)
-            measure.take_turns(found, budget, args.repeat)
-            measure.report(title(case), found, ["materialized"])
-            checks += aims(case, found)
+            timed = results[case.name] = contestants(case, args.seed)
+            measure.take_turns(timed, budget, args.repeat)
+            measure.report(title(case), timed, ["materialized"])
+            checks += aims(case, timed)
     measure.report_aims(checks)
     measure.save(args, "-joint", checks, results)
 
@@ -107,41 +107,41 @@ def packed(nodes, frames):
     """`nodes`: [3, N] sequence, frame and column of each row; rows past the last node repeat it."""
     b, t, u = nodes
 
-    def loss(weight, bias, encoder, predictor, *rest):
+    def loss(weight, bias, encoder, predictor, *batch):
         logits = jnp.tanh(encoder[b, t] + predictor[b, u]) @ weight + bias
-        return SUM(rnnt.PackedLogits(logits, frames), *rest)
+        return SUM(rnnt.PackedLogits(logits, frames), *batch)
 
     return loss
 
 
 def nodes_of(logit_lengths, target_lengths):
-    found = [np.indices((T, U + 1)).reshape(2, -1) for T, U in zip(logit_lengths, target_lengths)]
-    sequence = np.repeat(np.arange(len(found)), [x.shape[1] for x in found])
-    nodes = np.concatenate([sequence[None], np.concatenate(found, 1)]).astype(np.int32)
+    grids = [np.indices((T, U + 1)).reshape(2, -1) for T, U in zip(logit_lengths, target_lengths)]
+    sequence = np.repeat(np.arange(len(grids)), [x.shape[1] for x in grids])
+    nodes = np.concatenate([sequence[None], np.concatenate(grids, 1)]).astype(np.int32)
     return np.pad(nodes, ((0, 0), (0, -nodes.shape[1] % ROWS)), "edge")
 
 
 def batch_contestants(batch, worker, limit):
     """Those that fit into the memory. Losses and gradients must agree; `limit` is relative to the largest."""
-    sources, rest = problems.librispeech(*batch, FRAMES, COLUMNS)
-    program = functools.partial(measure.program, arguments=(*sources, *rest), gradient=ALL, whole=True)
+    sources, sequences = problems.librispeech(*batch, FRAMES, COLUMNS)
+    program = functools.partial(measure.program, arguments=(*sources, *sequences), gradient=ALL, whole=True)
     makers = {
         "in memory": lambda name: program(name, functools.partial(materialized, loss=SUM)),
-        "packed": lambda name: program(name, packed(nodes_of(*rest[1:]), sources[2].shape[1])),
+        "packed": lambda name: program(name, packed(nodes_of(*sequences[1:]), sources[2].shape[1])),
         "in tiles": lambda name: program(name, functools.partial(linear, loss=SUM)),
     }
     if worker and "torchaudio, joint" in worker.names:
         makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch)
-    found = []
+    timed = []
     for name, make in makers.items():
         try:
-            found.append(make(name))
+            timed.append(make(name))
         except Exception as error:  # of memory; which one depends on the library
             print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-    for contestant in found:  # torchaudio's rows are not padded: the gradient of the weight is compared
+    for contestant in timed:  # torchaudio's rows are not padded: the gradient of the weight is compared
         contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
-    measure.agree(found[0], found[1:], loss=limit, gradient=limit * np.abs(found[0].check[1]).max())
-    return found
+    measure.agree(timed[0], timed[1:], loss=limit, gradient=limit * np.abs(timed[0].check[1]).max())
+    return timed
 
 
 def librispeech(args, peers):
@@ -160,17 +160,17 @@ def librispeech(args, peers):
                 print(f"left out: {batch}: no time left", file=sys.stderr)
                 continue
             T, U = problems.batches(order, share, args.shrink)[batch[1]]
-            found = batch_contestants(batch, worker, 2e-2 if gpu else 1e-3)  # a GPU multiplies float32 as TF32
-            measure.take_turns(found, budget, args.repeat, deadline)
+            timed = batch_contestants(batch, worker, 2e-2 if gpu else 1e-3)  # a GPU multiplies float32 as TF32
+            measure.take_turns(timed, budget, args.repeat, deadline)
             name = f"{order}, batch {batch[1]}"
             valid = np.dot(T, U + 1.0) / (len(T) * T.max() * (U.max() + 1))
             size = f"B={len(T)} T={T.max()} U={U.max()}, {valid:.0%} of the nodes valid"
-            measure.report(f"{name}: {size}", found, [found[0].name])
-            results[name] = found
+            measure.report(f"{name}: {size}", timed, [timed[0].name])
+            results[name] = timed
     for order in problems.ORDERS:
-        names = list(dict.fromkeys(c.name for k, found in results.items() if k.startswith(order) for c in found))
+        names = list(dict.fromkeys(c.name for k, timed in results.items() if k.startswith(order) for c in timed))
         for name in names:
-            times = [c.median for k, found in results.items() if k.startswith(order) for c in found if c.name == name]
+            times = [c.median for k, timed in results.items() if k.startswith(order) for c in timed if c.name == name]
             print(f"{order}, {name}: {1e3 * np.mean(times):.1f} ms, the mean of {len(times)} batches")
     more = {"share": share, "shrink": args.shrink, "versions": worker.versions if worker else {}}
     measure.save(args, "-librispeech", [], results, **more)

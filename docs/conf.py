@@ -29,7 +29,7 @@ SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: releasing.md
 REPOSITORY = "https://github.com/jax-rnnt/jax_rnnt"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "public_names", "mathml"]
-exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute"]
+exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute", "run/*.md"]  # run.md includes those
 templates_path = ["_templates"]
 html_extra_path = ["llms.txt"]
 

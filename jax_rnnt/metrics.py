@@ -1,19 +1,30 @@
-"""Error rates of decoded labels and confidences of words, on the host. The edit distance is rapidfuzz's, as jiwer's."""
+"""Error rates of decoded labels, confidences and their calibration, on the host.
 
-from __future__ import annotations
+The edit distance is rapidfuzz's, as jiwer's.
+"""
 
+import math
 import typing
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt.timing._words import OF_A_WORD, checked_confidences
 
 with needed_by("jax_rnnt.metrics", "metrics"):
     from rapidfuzz.distance import Levenshtein
 
-__all__ = ["LabelErrors", "label_errors", "word_confidence"]
+__all__ = [
+    "Calibration",
+    "LabelErrors",
+    "calibration",
+    "correct_words",
+    "label_errors",
+    "utterance_confidence",
+    "word_confidence",
+]
 
 
 class LabelErrors(typing.NamedTuple):
@@ -100,13 +111,11 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     return LabelErrors(*edits)
 
 
-_OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
-
-
 def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "min") -> list:
     """The confidence of each word of a hypothesis: a number from 0 to 1, made of the probabilities of its labels.
 
-    L labels at most; `...` is any number of batch dimensions. The probabilities are those of a decoder's hypotheses, or
+    `timing.words` has the words of one utterance with their times, too. L labels at most; `...` is any number of batch
+    dimensions. The probabilities are those of a decoder's hypotheses, or
     of given targets: `targets`, `loss.label_log_probs(...)` and `target_lengths`. Labels that belong to one word have
     the same number in `word_of_label`, later words have larger numbers.
 
@@ -115,7 +124,8 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     labels : Array, integer [..., L]
         Hypotheses.
     label_log_probs : Array, floating [..., L]
-        Log-probability of each label, in nats; above 0 (rounding, arcs that are not normalised) counts as 0.
+        Log-probability of each label, in nats; above 0 (rounding, arcs that are not normalised) counts as 0. Or the
+        logarithm of `Hypotheses.label_confidences`.
     counts : Array, integer [...]
         Labels of each hypothesis; later ones are not read.
     word_of_label : Array, integer [..., L], or function
@@ -155,7 +165,7 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     [0.9, 0.5]
     """
     name = "word_confidence"
-    _checks.choice(name, "how", how, tuple(_OF_A_WORD))
+    _checks.choice(name, "how", how, tuple(OF_A_WORD))
     labels, counts = _sequences(name, "labels", labels, "counts", counts)
     log_probs = _checks.array(name, "label_log_probs", label_log_probs)
     words = word_of_label(labels) if callable(word_of_label) else word_of_label
@@ -174,15 +184,182 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
         if (words[1:] < words[:-1]).any():
             raise ValueError(f"{name}: word_of_label must never decrease, but for -1, got {words.tolist()}.")
         probabilities = np.exp(np.minimum(log_probs, 0))
-        return [float(_OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
+        return [float(OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
 
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
 
-def _sequences(function, name, labels, name_of_lengths, lengths):
-    """Labels [..., L] and their numbers [...], as NumPy arrays."""
-    both = (name, labels), (name_of_lengths, lengths)
-    labels, lengths = (np.asarray(_checks.integral(function, n, x)) for n, x in both)
+def utterance_confidence(confidences, counts, how: str = "mean") -> np.ndarray:
+    """The confidence of each hypothesis as a whole, made of those of its labels.
+
+    L labels at most; `...` is any number of batch dimensions.
+
+    Parameters
+    ----------
+    confidences : Array, floating [..., L]
+        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding) counts
+        as 1.
+    counts : Array, integer [...]
+        Labels of each hypothesis; later ones are not read.
+    how : {"mean", "min", "product"}
+        As in `word_confidence`.
+
+    Returns
+    -------
+    ndarray, float64 [...]
+        From 0 to 1. NaN for a hypothesis without labels.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has another dtype or shape, counts more labels than there are, or is no choice; a confidence is
+        below 0 or NaN.
+
+    Examples
+    --------
+    >>> from jax_rnnt.metrics import utterance_confidence
+    >>> utterance_confidence([[0.5, 1.0], [0.75, 0.1]], [2, 1]).tolist()
+    [0.75, 0.75]
+    """
+    name = "utterance_confidence"
+    _checks.choice(name, "how", how, tuple(OF_A_WORD))
+    confidences, counts = _sequences(name, "confidences", confidences, "counts", counts, _checks.array)
+    if str(confidences.dtype) not in _checks.FLOATS:
+        raise TypeError(f"{name}: confidences must have a floating dtype, got {confidences.dtype}.")
+    found = np.full(counts.shape, np.nan)
+    for index in np.ndindex(counts.shape):
+        if counts[index]:
+            found[index] = OF_A_WORD[how](checked_confidences(name, confidences[index][: counts[index]]))
+    return found
+
+
+def correct_words(words: Sequence[str], reference: Sequence[str]) -> np.ndarray:
+    """Which words of a hypothesis are right: those that an alignment with the fewest edits keeps.
+
+    M and N words.
+
+    Parameters
+    ----------
+    words : sequence of str [M]
+        The hypothesis.
+    reference : sequence of str [N]
+
+    Returns
+    -------
+    ndarray, bool [M]
+
+    Raises
+    ------
+    TypeError
+        One is a text and no sequence of words.
+
+    Examples
+    --------
+    >>> from jax_rnnt.metrics import correct_words
+    >>> correct_words("the cat sat down".split(), "a cat sat".split()).tolist()
+    [False, True, True, False]
+    """
+    for name, x in (("words", words), ("reference", reference)):
+        if isinstance(x, str) or not isinstance(x, Sequence):
+            raise TypeError(f"correct_words: {name} must be a sequence of words, got {x!r}.")
+    found = np.zeros(len(words), bool)
+    for block in Levenshtein.opcodes(list(reference), list(words)):
+        if block.tag == "equal":
+            found[block.dest_start : block.dest_end] = True
+    return found
+
+
+class Calibration(typing.NamedTuple):
+    """How often words are right, by the confidence in them, from `calibration`.
+
+    N bins.
+
+    Parameters
+    ----------
+    edges : ndarray, float64 [N + 1]
+        From 0 to 1. A bin holds its upper edge; the first one holds 0 too.
+    counts : ndarray, int64 [N]
+        Words of each bin.
+    confidences, accuracies : ndarray, float64 [N]
+        Their mean confidence, and the share of them that is right; NaN for an empty bin.
+
+    Examples
+    --------
+    >>> from jax_rnnt.metrics import calibration
+    >>> calibration([0.9, 0.8, 0.3], [True, False, False], bins=2).accuracies.tolist()
+    [0.0, 0.5]
+    """
+
+    edges: np.ndarray
+    counts: np.ndarray
+    confidences: np.ndarray
+    accuracies: np.ndarray
+
+    @property
+    def expected_error(self) -> float:
+        """The expected calibration error: the mean over words of |accuracy - confidence| of their bins; NaN without."""
+        distance = np.where(self.counts > 0, np.abs(self.accuracies - self.confidences), 0)
+        return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
+
+
+def calibration(confidences, correct, bins: int = 10) -> Calibration:
+    """Compares confidences with how often words, or labels or utterances, are right.
+
+    Parameters
+    ----------
+    confidences : Array, floating
+        From 0 to 1, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`.
+    correct : Array, bool, of the same shape
+        Whether each is right, as `correct_words` says.
+    bins : int, default 10
+        Of equal width.
+
+    Returns
+    -------
+    Calibration
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has another dtype or shape, or a confidence is NaN or not in [0, 1].
+
+    References
+    ----------
+    Guo, Pleiss, Sun and Weinberger, "On Calibration of Modern Neural Networks", ICML 2017, arXiv:1706.04599.
+
+    Examples
+    --------
+    >>> from jax_rnnt.metrics import calibration
+    >>> found = calibration([0.95, 0.95, 0.85, 0.55], [True, True, False, True])
+    >>> found.counts.tolist(), round(found.expected_error, 3)
+    ([0, 0, 0, 0, 0, 1, 0, 0, 1, 2], 0.35)
+    """
+    function = "calibration"
+    bins = _checks.positive(function, "bins", bins)
+    confidences = np.asarray(_checks.array(function, "confidences", confidences))
+    correct = np.asarray(_checks.array(function, "correct", correct))
+    if str(confidences.dtype) not in _checks.FLOATS:
+        raise TypeError(f"{function}: confidences must have a floating dtype, got {confidences.dtype}.")
+    if correct.dtype != np.bool_ and correct.size:
+        raise TypeError(f"{function}: correct must have the dtype bool, got {correct.dtype}.")
+    if correct.shape != confidences.shape:
+        expected = f"the shape of confidences, {confidences.shape}"
+        raise ValueError(f"{function}: correct must have {expected}, got {correct.shape}.")
+    confidences, correct = confidences.astype(np.float64).ravel(), correct.astype(bool).ravel()
+    if not np.all((confidences >= 0) & (confidences <= 1)):
+        wrong = confidences[~((confidences >= 0) & (confidences <= 1))][0]
+        raise ValueError(f"{function}: confidences must be in [0, 1], got {wrong}.")
+    edges = np.linspace(0, 1, bins + 1)
+    place = np.maximum(np.searchsorted(edges, confidences, side="left") - 1, 0)
+    counts, *sums = (np.bincount(place, x, bins) for x in (None, confidences, correct))
+    with np.errstate(invalid="ignore"):
+        return Calibration(edges, counts, *(x / counts for x in sums))
+
+
+def _sequences(function, name, labels, name_of_lengths, lengths, check=_checks.integral):
+    """Labels [..., L], or numbers of them, and how many of them count [...], as NumPy arrays."""
+    labels = np.asarray(check(function, name, labels))
+    lengths = np.asarray(_checks.integral(function, name_of_lengths, lengths))
     if labels.shape[:-1] != lengths.shape or labels.ndim < 1:
         expected = f"shape [...] = {labels.shape[:-1]} of {name} [..., L]"
         raise ValueError(f"{function}: {name_of_lengths} must have {expected}, got {lengths.shape}.")

@@ -20,11 +20,13 @@ from jax_rnnt.decode.lm._ngram import NGram as NGram
 from jax_rnnt.decode.lm._phrases import Phrases as Phrases
 from jax_rnnt.decode.lm._words import WordNGram as WordNGram
 from jax_rnnt.decode.search._beam import beam as beam
+from jax_rnnt.decode.search._entropy import Entropy as Entropy
 from jax_rnnt.decode.search._greedy import greedy as greedy
 from jax_rnnt.decode.search._parallel import parallel as parallel
 from jax_rnnt.decode.search._sample import sample as sample
 
 __all__ = [
+    "Entropy",
     "Hypotheses",
     "NGram",
     "Phrases",

@@ -1,7 +1,5 @@
 """Rows of arrays by index. B utterances, W hypotheses, K slots of each; every index is in range."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """The result of a search."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 
@@ -38,14 +36,16 @@ class Hypotheses(typing.NamedTuple):
     stable : Array, int32 [B]
         Leading labels that all hypotheses of the utterance share; `counts` where there is one. Later parts of a stream
         of `beam` keep them, so a caption that shows no more never changes.
+    label_confidences : Array, dtype of `scores` [..., L], or None
+        With `confidence`, from 0 to 1: of the row from which the label has its `label_log_probs`. 0 from `counts` on.
     state : pytree
         For the next part of a stream.
 
     Examples
     --------
     >>> from jax_rnnt.decode import Hypotheses
-    >>> Hypotheses._fields
-    ('labels', 'frames', 'durations', 'counts', 'scores', 'label_log_probs', 'full', 'stable', 'state')
+    >>> Hypotheses._fields[:5]
+    ('labels', 'frames', 'durations', 'counts', 'scores')
     """
 
     labels: jax.Array
@@ -56,18 +56,21 @@ class Hypotheses(typing.NamedTuple):
     label_log_probs: jax.Array
     full: jax.Array
     stable: jax.Array
+    label_confidences: jax.Array | None
     state: Any
 
 
-def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state) -> Hypotheses:
+def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state, label_confidences=None) -> Hypotheses:
     """The result, without labels where the score is -inf or NaN."""
     dead = ~(scores > -jnp.inf)
     counts = jnp.where(dead, 0, counts)
     full = counts == labels.shape[-1]
     labels, frames, durations = (jnp.where(dead[..., None], -1, x) for x in (labels, frames, durations))
-    label_log_probs = jnp.where(dead[..., None], 0, label_log_probs)
+    log_probs, confidences = jax.tree.map(
+        lambda x: jnp.where(dead[..., None], 0, x), (label_log_probs, label_confidences)
+    )
     stable = shared(labels, counts, dead)
-    return Hypotheses(labels, frames, durations, counts, scores, label_log_probs, full, stable, state)
+    return Hypotheses(labels, frames, durations, counts, scores, log_probs, full, stable, confidences, state)
 
 
 def shared(labels, counts, dead):

@@ -4,8 +4,6 @@ Everything else that it uses of them is public: `TransducerLoss` and `DecodingRu
 `Softmax`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from jax_rnnt import _checks, _xla

@@ -1,7 +1,5 @@
 """Flax modules as predictors and joint networks of a decoder: in evaluation mode, and left as they are."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -3,8 +3,6 @@
 B sequences, U labels, P the width of a predictor row.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A state is a pytree of arrays [B, ...] with the leaves `fresh` and `bad` [B]. A 
 utterance anew: it has the networks at hand, which `reset_streams` has not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

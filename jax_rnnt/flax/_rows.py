@@ -3,8 +3,6 @@
 B sequences, U labels; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

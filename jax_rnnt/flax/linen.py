@@ -3,8 +3,6 @@
 B sequences, T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

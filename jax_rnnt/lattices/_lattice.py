@@ -4,8 +4,6 @@ There are two kernels behind one pair of custom calls: one for unit steps (stand
 frames (multi-blank, token and duration). On TPUs there is one kernel for all of them, in Pallas (`_pallas.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

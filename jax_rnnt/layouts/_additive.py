@@ -14,8 +14,6 @@ every weight.
 All of it is plain JAX. XLA's matrix products do the work; `_additive_sums.py` does the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing

@@ -4,8 +4,6 @@ Place (t, s) is node (t, first[t] + s). The loss's emission reads the rows as th
 the full lattice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -99,14 +97,6 @@ class BandLogits(Layout):
 
     logits: jax.Array
     first: jax.Array
-
-    @property
-    def shape(self):
-        return self.logits.shape
-
-    @property
-    def dtype(self):
-        return self.logits.dtype
 
     def checked(self, function):
         logits = rows_of_frames(function, self.logits, "S")

@@ -1,7 +1,5 @@
 """JointLogits: logits that a joint network makes, in tiles and never all at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

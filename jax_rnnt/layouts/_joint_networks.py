@@ -3,8 +3,6 @@
 N rows of logits, S blocks, E and P the widths of encoder and predictor rows, H units, V classes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

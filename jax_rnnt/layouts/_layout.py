@@ -21,8 +21,15 @@ from jax_rnnt.emissions._emission import Emission
 class Layout:
     """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
 
-    shape: Any
-    dtype: Any
+    logits: Any
+
+    @property
+    def shape(self) -> Any:
+        return self.logits.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.logits.dtype
 
     @property
     def ndim(self) -> int:
@@ -101,14 +108,6 @@ class ArrayLogits(Layout):
     """An array [..., T, U + 1, V]."""
 
     logits: Any
-
-    @property
-    def shape(self):
-        return self.logits.shape
-
-    @property
-    def dtype(self):
-        return self.logits.dtype
 
     def checked(self, function):
         return type(self)(rows_of_frames(function, self.logits, "U + 1"))

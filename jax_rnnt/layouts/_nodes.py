@@ -6,8 +6,6 @@ B sequences, T frames, U1 columns, V classes, N rows.
 a band has S columns, and a packed row is a sequence of one node. Arrays of logits are cut into tiles, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -4,8 +4,6 @@ The loss's emission takes each row as a sequence of one node, so it runs on the 
 are gathered into the padded lattice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 
@@ -139,12 +137,8 @@ class PackedLogits(Layout):
     max_frames: int | None = static(None)
 
     @property
-    def shape(self):
-        return self.rows.shape
-
-    @property
-    def dtype(self):
-        return self.rows.dtype
+    def logits(self):
+        return self.rows
 
     @property
     def frames(self):

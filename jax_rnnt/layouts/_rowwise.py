@@ -3,8 +3,6 @@
 N rows, S blocks, V classes, E and P the widths of encoder and predictor rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

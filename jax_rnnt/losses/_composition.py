@@ -1,7 +1,5 @@
 """The parts of a loss, and the results that have a type of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Sequence

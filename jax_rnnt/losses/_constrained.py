@@ -1,7 +1,5 @@
 """ConstrainedRNNTLoss: every frame ends with a blank, after at most one label."""
 
-from __future__ import annotations
-
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices._topology import MONOTONIC
 from jax_rnnt.losses._adjustments import pay_next_blank

@@ -1,7 +1,5 @@
 """HATLoss: Bernoulli blank and label softmax on any lattice of unit steps."""
 
-from __future__ import annotations
-
 from jax_rnnt import _checks, _renamed
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._softmax import Softmax

@@ -17,8 +17,6 @@ Chained VJPs of the stages would multiply by c before the clip, which is not lin
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """MonotonicRNNTLoss: every frame emits one symbol."""
 
-from __future__ import annotations
-
 from jax_rnnt import _checks
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._softmax import Softmax

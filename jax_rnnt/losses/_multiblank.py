@@ -1,7 +1,5 @@
 """MultiblankRNNTLoss: several blanks, lattice with blanks over several frames."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """mwer_loss: the expected number of errors of an N-best list."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

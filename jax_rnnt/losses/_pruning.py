@@ -1,7 +1,5 @@
 """prune_ranges and prune_inputs: the columns of each frame that a pruned loss keeps (Kuang et al. 2022)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

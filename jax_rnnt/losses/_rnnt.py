@@ -1,7 +1,5 @@
 """RNNTLoss and rnnt_loss: softmax or log-probabilities on the standard lattice."""
 
-from __future__ import annotations
-
 import jax
 
 from jax_rnnt.emissions._softmax import Softmax

@@ -1,7 +1,5 @@
 """TargetRobustRNNTLoss: frames and labels may be skipped, for transcripts with errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """TDTLoss: tokens with durations, lattice of durations."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

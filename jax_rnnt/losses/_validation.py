@@ -1,7 +1,5 @@
 """The checks of `TransducerLoss.validate`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """WildcardRNNTLoss: a transcript may lack labels at its beginning and at its end (W-Transducer)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

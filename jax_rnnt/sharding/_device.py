@@ -1,7 +1,5 @@
 """The emission of a loss on one of the devices over which it is split."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

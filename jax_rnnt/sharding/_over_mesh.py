@@ -1,7 +1,5 @@
 """The way of a call into `jax.shard_map`, over the mesh axes of its loss."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

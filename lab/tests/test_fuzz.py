@@ -18,8 +18,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "fuzz"))
 import fuzz
 import fuzz_properties
 
-pytestmark = pytest.mark.slow
-
 
 def test_random_problems(monkeypatch, capsys):
     """A few programs of a seed of their own."""

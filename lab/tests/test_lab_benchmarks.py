@@ -5,8 +5,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 import project
 from programs import environment, run
 
@@ -24,7 +22,6 @@ for command in sys.argv[2:]:
 """
 
 
-@pytest.mark.slow
 def test_runs():
     """In one process, in JAX's default configuration."""
     commands = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import batches, config, runs, tokens
+from jax_rnnt_speech import batches, config, encoders, pretrained, runs, tokens
 from jax_rnnt_speech.config import Config, UserError
 from jax_rnnt_speech.corpora import Recordings
 from jax_rnnt_speech.utterances import Report
@@ -87,17 +87,17 @@ class Corpora:
 
 def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
-    names, known, vocabulary = {field.name for field in dataclasses.fields(Config)}, {}, None
+    names, known, setup, vocabulary = {field.name for field in dataclasses.fields(Config)}, {}, {}, None
     if args.workdir:
         run = runs.open_run(args.workdir)
         setup = run.setup()
         run.close()
         known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
     elif args.config:
-        known = config.read_file(args.config)
+        known = pretrained.completed(config.read_file(args.config))
     known |= {name: x for name, x in vars(args).items() if name in names}
     settings = Config(**known)
-    subsampling = int(np.prod([stride for stride, _ in settings.strides]))
+    subsampling = encoders.subsampling(settings, setup.get("source"))
     return settings, vocabulary, subsampling if args.workdir or args.config else None
 
 

@@ -3,11 +3,26 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import check, config, corpora, hosts, ngrams, pretrained, recognise, runs, synthesis, texts
+from jax_rnnt_speech import (
+    align,
+    check,
+    config,
+    corpora,
+    hosts,
+    ngrams,
+    pretrained,
+    recognise,
+    runs,
+    synthesis,
+    testing,
+    texts,
+    transcripts,
+)
 from jax_rnnt_speech.config import Config, UserError, amount, positive
 from jax_rnnt_speech.train import Training
 
@@ -56,12 +71,10 @@ def add_train(commands):
     add_platform(parser)
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
-    parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="for features on disk; none; default: in the workdir"
-    )
-    parser.add_argument(
-        "--hook", metavar="FILE:FUNCTION", help="called with (step, {name: number}) at each log and test"
-    )
+    help = "of features on disk, or none; default: cache in the workdir"
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help=help)
+    help = "called with (step, {name: number}) at each log and test"
+    parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
     more = {"choices": ("best", "last"), "default": "best", "help": "that --steps 0 evaluates (%(default)s, by WER)"}
     parser.add_argument("--checkpoint", **more)
     hosts.add_options(parser.add_argument_group("several processes"))
@@ -74,6 +87,7 @@ def add_train(commands):
 def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
+    transcripts.add_options(parser)
     ngrams.add_options(parser)
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
@@ -153,18 +167,19 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
+    transcripts.check(args)
     recogniser = pretrained.open_model(args.model, args.platform)
-    recordings = recognise.loaded(recognise.listed(args.files), recogniser.config.rate)
-    good, bad = 0, 0
-    for x in recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser)):
-        if x.error:
-            print(x.error, file=sys.stderr)
-            bad += 1
-        else:
-            print(x.name, x.text, sep="\t", flush=True)
-            good += 1
-    if not good:
-        raise UserError("nothing was transcribed")
+    entries, for_files = itertools.tee(recognise.listed(args.files))
+    recordings = recognise.loaded(entries, recogniser.config.rate)
+    bad = 0
+    with transcripts.writer(args) as write:
+        results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
+        for entry, x in zip(for_files, results):
+            if x.error:
+                print(x.error, file=sys.stderr)
+                bad += 1
+            else:
+                write(transcripts.transcript(recogniser, entry, x, args.nbest))
     return 1 if bad else 0
 
 
@@ -186,7 +201,7 @@ def convert(args):
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
     recogniser = pretrained.open_model(args.model)
-    if recogniser.config.encoder != "fastconformer" or recogniser.config.new_head:
+    if not pretrained.hugging_face.fits(recogniser):
         raise UserError(f"{args.model} has no class in transformers: its encoder or its head is our own")
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
@@ -199,7 +214,9 @@ def main(arguments=None):
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check.add_command(commands)
     add_train(commands)
+    testing.add_command(commands)
     add_recognition(commands)
+    align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

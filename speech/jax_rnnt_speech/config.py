@@ -215,7 +215,7 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and "digits" not in self.train.split(":")[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
-        if self.encoder == "conformer" and self.width % (2 * self.heads):
+        if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
         if self.encoder in PRETRAINED and not self.init:
             raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")

@@ -57,11 +57,12 @@ def samples_of(entry, rate):
 class Recordings:
     """The usable utterances of a manifest or folder; the rest is in `report`.
 
-    With `versions`, all utterances are there once for each version, one version after the other.
+    With `versions`, all utterances are there once for each version, one version after the other. `testing`: of any
+    length.
     """
 
-    def __init__(self, path, config, lengths=None, versions=None):
-        self.versions, sizes = versions, []
+    def __init__(self, path, config, lengths=None, versions=None, testing=False):
+        self.versions, sizes, self.testing = versions, [], testing
         self.config, self.report = config, Report()
         self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
         self.extractor = features.extractor(config)
@@ -70,11 +71,12 @@ class Recordings:
         entries = manifests.read(path, config.audio_column, config.text_column)
         for entry, file in usable(entries, self.report, lengths or cache.Lengths()):
             samples = audio.size(file, config.rate, entry.start, entry.end)
-            utterance = Utterance(entry.name, self.extractor.count(samples), normalize(entry.text))
+            text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+            utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
             if reason := self.unusable(entry, utterance, samples):
                 self.report.add(reason, entry.name)
             else:
-                self.entries.append(entry._replace(whole=samples / config.rate))
+                self.entries.append(entry._replace(whole=seconds))
                 self.utterances.append(utterance)
                 sizes.append(samples)
         for version in range(1, versions.count if versions else 1):
@@ -89,12 +91,18 @@ class Recordings:
         return [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
 
     def unusable(self, entry, utterance, samples):
-        """Why it cannot be trained on, or None."""
-        if not utterance.text:
+        """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
+        if not (entry.text.split() if self.testing else utterance.text):
             return "empty transcript" if entry.labels is None else "labels in the place of a text"
+        if self.testing:
+            return None
         if samples > self.config.max_seconds * self.config.rate:
             return f"longer than {self.config.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
+
+    def samples(self, i, rng):
+        """Samples [S] of an utterance."""
+        return samples_of(self.entries[i], self.config.rate)
 
     def load(self, i, rng):
         """Features [T, F] of an utterance, or its samples [S] where the device makes them; None: its audio is bad."""

@@ -80,7 +80,7 @@ class Spoken:
                 except audio.AudioError as error:
                     self.report.add(error.reason, path.name)
                     continue
-                speakers.setdefault(match[2], []).append((match[1], samples))
+                speakers.setdefault(match[2], []).append((match[1], samples, match[2]))
         if not speakers:
             indices = "5 and up" if self.train else "0 to 4"
             raise UserError(f"{folder} has no {{digit}}_{{speaker}}_{{index}}.wav with an index of {indices}")
@@ -89,7 +89,7 @@ class Spoken:
         self.utterances = []
         for i, line in enumerate(self.lines):
             frames = self.extractor.count(sum(map(self.longest, line)) + self.extractor.window)
-            self.utterances.append(Utterance(f"line-{i}", frames, "".join(digit for digit, _ in line)))
+            self.utterances.append(Utterance(f"line-{i}", frames, "".join(x[0] for x in line), line[0][2]))
 
     def longest(self, recording):
         """Samples that a recording takes at most."""
@@ -104,14 +104,18 @@ class Spoken:
                 line.append(speaker[i])
         return line or speaker[:1]
 
-    def load(self, i, rng):
+    def samples(self, i, rng):
+        """Samples [S] of a line."""
         pieces = []
-        for _, samples in self.lines[i]:
+        for _, samples, _ in self.lines[i]:
             if self.train:
                 place = np.arange(0, len(samples) - 1, rng.uniform(SLOWEST, FASTEST))
                 samples = np.interp(place, np.arange(len(samples)), samples) * rng.uniform(0.5, 1.5)
             pieces += [np.zeros(rng.integers(PAUSE * self.config.rate)), samples]
         audio = np.concatenate([*pieces, np.zeros(self.extractor.window)])
         noise = rng.uniform(-4, -2) if self.train else -3  # power of ten
-        audio = (audio + rng.normal(0, 10**noise, audio.shape)).astype(np.float32)
+        return (audio + rng.normal(0, 10**noise, audio.shape)).astype(np.float32)
+
+    def load(self, i, rng):
+        audio = self.samples(i, rng)
         return audio if self.device else self.extractor(audio)

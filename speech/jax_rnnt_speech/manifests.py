@@ -20,6 +20,7 @@ AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file"
 TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channels", "channel_selector"
+SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 # Keys of other tools that choose a part of a file, in units that are not seconds.
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
@@ -38,6 +39,7 @@ class Entry(NamedTuple):
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
     labels: list | None = None  # what the text is to become
+    speaker: str = ""  # "": unknown
 
 
 class Fault(NamedTuple):
@@ -215,6 +217,14 @@ def channel(x):
     raise LineError("channel is no number from 0 on")
 
 
+def speaker(row):
+    """The name or number of the speaker, or ""."""
+    x = first_of(row, SPEAKER_KEYS)
+    if x is None or isinstance(x, (int, str)):
+        return "" if x is None else encodable(str(x), "the speaker")
+    raise LineError("the speaker is no name")
+
+
 def encodable(text, what):
     """The text, unless it holds half of a surrogate pair or is none."""
     try:
@@ -254,7 +264,7 @@ def utterances(row, path, line, keys):
             raise LineError("labels are no list of integers")
         text = "" if labels is not None and first_of(row, keys[1]) is None else text_under(row, keys[1])
         name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
-        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels)
+        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels, speaker(row))
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
@@ -267,7 +277,8 @@ def utterances(row, path, line, keys):
                 raise LineError("a segment without start and end")
             chosen = channel(first_of(row | part, CHANNEL_KEYS))
             text = text_under(part, keys[1])
-            yield Entry(segment_name(audio, start, end), file, text, start, end, chosen, number(row, ("duration",)))
+            name, whole = segment_name(audio, start, end), number(row, ("duration",))
+            yield Entry(name, file, text, start, end, chosen, whole, speaker=speaker(row | part))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
 
@@ -332,7 +343,8 @@ def supervision(x, name, row, recording, path, first, length):
             places = places[0] if places and len(places) == 1 else places
             text = text_under({"text": x.get("text")}, ("text",))
             audio = located(source.get("source"), path)
-            yield Entry(name, audio, text, start, first + offset + duration, places, number(recording, ("duration",)))
+            end, whole = first + offset + duration, number(recording, ("duration",))
+            yield Entry(name, audio, text, start, end, places, whole, speaker=speaker(x))
             return
     raise LineError("no source of Lhotse has the channel")
 
@@ -365,12 +377,14 @@ def beside(path):
         if file is None:
             yield Fault("a text without its audio file", line)
         else:
-            yield Entry(str(file.relative_to(path)), file, text)
+            names = file.resolve().parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
+            known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
+            yield Entry(str(file.relative_to(path)), file, text, speaker=known)
     yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
 
 
 def kaldi(path):
-    """A folder of Kaldi: wav.scp, text, and perhaps segments."""
+    """A folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
 
     def fields(name):
         return [line.split(None, 1) for _, line in lines_of(path / name)]
@@ -379,6 +393,7 @@ def kaldi(path):
     segments = {x: (x, "0", "-1") for x in files}
     if (path / "segments").exists():
         segments = {x[0]: x[1].split() if len(x) > 1 else () for x in fields("segments")}
+    speakers = {x[0]: x[-1].strip() for x in fields("utt2spk")} if (path / "utt2spk").exists() else {}
     for name, *text in fields("text"):
         try:
             where = segments.pop(name, None)
@@ -393,7 +408,8 @@ def kaldi(path):
                 raise LineError("a command in wav.scp is not run")
             end = {} if where[2].startswith("-") else {"end": where[2]}
             start, end, _ = span({"start": where[1]} | end)
-            yield Entry(name, located(file, path / "wav.scp"), " ".join(text), start, end, channel("".join(where[3:])))
+            audio, of = located(file, path / "wav.scp"), speakers.get(name, "")
+            yield Entry(name, audio, " ".join(text), start, end, channel("".join(where[3:])), speaker=of)
         except LineError as error:
             yield Fault(str(error), name)
     yield from (Fault("a recording without a text", x) for x in segments)

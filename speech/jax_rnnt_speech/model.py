@@ -43,7 +43,6 @@ class Transducer(nnx.Module):
         more, width = {"dtype": jnp.dtype(config.dtype), "rngs": rngs}, config.width
         self.encoder = encoders.make(config, features, fields, **more)
         self.head = Head(config, self.encoder.width, **more) if config.stack else None
-        self.subsampling = self.encoder.subsampling * max(config.stack, 1)
         if config.predictor == "lstm":
             self.predictor = LSTMPredictor(blank + 1, width, layers=config.predictor_layers, **more)
         else:

@@ -1,12 +1,14 @@
 """Texts of recordings: of many, in batches, or of one as it arrives."""
 
 import queue
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt import decode
 from jax_rnnt_speech import audio, manifests
@@ -27,7 +29,9 @@ class Result(NamedTuple):
     labels: list = ()
     frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
     log_probs: list = ()  # of the labels
+    durations: list = ()  # frames that each label read
     duration: float = 0.0  # seconds of the recording
+    nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
 
 
@@ -82,8 +86,8 @@ def transcribe(recogniser, recordings, how=GREEDY):
 
 
 def heard(recogniser, waiting, how):
-    """Results of (result so far, features or None), in their order."""
-    results = [result for result, _ in waiting]
+    """Yields the results of (result so far, features or None), in their order, as soon as they are there."""
+    results, ready = [result for result, _ in waiting], 0
     order = [i for i, (_, x) in enumerate(waiting) if x is not None and len(x)]
     order.sort(key=lambda i: len(waiting[i][1]), reverse=True)
     while order:
@@ -95,15 +99,23 @@ def heard(recogniser, waiting, how):
         for row, i in enumerate(chosen):
             x = waiting[i][1]
             batch[row, : len(x)], lengths[row] = x, len(x)
-        found = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
+        if batch.shape not in recogniser.searched:
+            recogniser.searched.add(batch.shape)
+            tqdm.write(f"compiling: a search, {size} x {frames} frames", file=sys.stderr)
+        found, others = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
         for row, i in enumerate(chosen):
             count = int(found.counts[row])
-            parts = (x[row, :count].tolist() for x in (found.labels, found.frames, found.label_log_probs))
-            labels, frames_of, log_probs = parts
-            results[i] = results[i]._replace(
-                text=recogniser.text(labels, count), labels=labels, frames=frames_of, log_probs=log_probs
-            )
-    return results
+            more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
+            more |= {"durations": found.durations}
+            more = {name: x[row, :count].tolist() for name, x in more.items()}
+            if others is not None:
+                listed = zip(*(x[row].tolist() for x in others))
+                more["nbest"] = [(recogniser.text(x, n), score) for x, n, score in listed if score > -np.inf]
+            results[i] = results[i]._replace(text=recogniser.text(found.labels[row], count), **more)
+        left = min(order, default=len(results))
+        yield from results[ready:left]
+        ready = max(ready, left)
+    yield from results[ready:]
 
 
 class Stream:
@@ -112,35 +124,20 @@ class Stream:
     def __init__(self, recogniser):
         if not recogniser.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.extractor, self.labels, self.frames, self.said = (
-            recogniser,
-            recogniser.extractor,
-            [],
-            [],
-            "",
-        )
+        self.recogniser, self.extractor = recogniser, recogniser.extractor
+        self.labels, self.frames, self.said = [], [], ""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         encoder = recogniser.model(recogniser.params).encoder
         self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
-        state = encoder.initial(1)
-        shapes = jax.eval_shape(self.advance, recogniser.params, *self.chunk(self.silence()), state, None)
-        self.state = state, decode.reset_streams(shapes[1], np.ones(1, bool))
-        self.step = jax.jit(self.advance)
-
-    def silence(self):
-        return np.zeros((0, len(self.recogniser.mean)))
+        state, silence = encoder.initial(1), self.chunk(np.zeros((0, len(recogniser.mean))))
+        shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silence, state, None)
+        self.state = state, decode.reset_streams(shapes[1].state, np.ones(1, bool))
 
     @property
     def size(self):
         """Frames of the next step."""
         return self.later if self.taken else self.first
-
-    def advance(self, params, x, lengths, encoder, decoder):
-        model = self.recogniser.model(params)
-        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
-        hypotheses = self.recogniser.search(model, rows, lengths, state=decoder)
-        return encoder, hypotheses.state, hypotheses.labels, hypotheses.frames, hypotheses.counts
 
     def chunk(self, x):
         """Features padded to a step, and how many they are."""
@@ -150,10 +147,10 @@ class Stream:
         """Decodes the next frames, and drops the samples that no later one has."""
         x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
         self.samples = self.samples[frames * self.extractor.hop :]
-        *state, labels, places, counts = self.step(self.recogniser.params, *self.chunk(x), *self.state)
-        self.state, self.taken = state, self.taken + frames
-        self.labels += np.asarray(labels[0, : int(counts[0])]).tolist()
-        self.frames += np.asarray(places[0, : int(counts[0])]).tolist()
+        encoder, found = self.recogniser.continued(self.recogniser.params, *self.chunk(x), *self.state)
+        self.state, self.taken, count = (encoder, found.state), self.taken + frames, int(found.counts[0])
+        self.labels += np.asarray(found.labels[0, :count]).tolist()
+        self.frames += np.asarray(found.frames[0, :count]).tolist()
 
     def news(self):
         """What is to be printed. The text only grows at its end, but for pieces of a character."""

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import features, losses, tokens
+from jax_rnnt_speech import encoders, features, losses, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
@@ -22,6 +22,11 @@ from jax_rnnt_speech.ngrams import Search
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full"
 SAMPLE = 200  # utterances of which statistics are taken
+
+
+def best(hypotheses):
+    """The best ones of a beam, [B] of [B, N]."""
+    return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
 
 
 class Recogniser:
@@ -35,11 +40,9 @@ class Recogniser:
         self.loss = dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        fields = (source or {}).get("config.json", {})
-        fields = fields.get("encoder_config", fields)
-        model = Transducer(config, len(mean), self.blank, self.classes, fields, rngs=rngs)
-        self.subsampling, self.limit = model.subsampling, model.encoder.limit
-        self.width = model.encoder.width
+        model = Transducer(config, len(mean), self.blank, self.classes, encoders.fields_of(source), rngs=rngs)
+        self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
+        self.width, self.searched = model.encoder.width, set()  # shapes of batches
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
@@ -115,8 +118,8 @@ class Recogniser:
         encoder = self.model(params).encoder
         return encoder.lower(self.inputs(batch, False), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 
-    def search(self, model, rows, lengths, how=GREEDY, state=None):
-        """Labels [B, N] and their numbers [B], and the state of a stream; of a beam, of the best hypothesis."""
+    def search(self, model, rows, lengths, how=GREEDY, state=None, every=False):
+        """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`."""
         config, room = self.config, rows.shape[1] * self.config.max_symbols
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
@@ -126,7 +129,7 @@ class Recogniser:
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
-        return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
+        return hypotheses if every else best(hypotheses)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def evaluated(self, params, batch, device, how):
@@ -139,9 +142,17 @@ class Recogniser:
 
     @functools.partial(jax.jit, static_argnums=0)
     def heard(self, params, x, lengths, how):
-        """Hypotheses [B] of features [B, T, F] of whole recordings."""
+        """Hypotheses [B] of features [B, T, F] of whole recordings; of a beam also labels, counts, scores [B, N]."""
         model = self.model(params)
-        return self.search(model, *model.encode(x, lengths), how)._replace(state=None)
+        found = self.search(model, *model.encode(x, lengths), how, every=True)._replace(state=None)
+        return (best(found), (found.labels, found.counts, found.scores)) if how.beam else (found, None)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def continued(self, params, x, lengths, encoder, decoder):
+        """(state of the encoder, hypotheses [B] with that of the search) after the next features of streams."""
+        model = self.model(params)
+        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
+        return encoder, self.search(model, rows, lengths, state=decoder)
 
     @property
     def seconds(self):

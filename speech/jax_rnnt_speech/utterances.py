@@ -11,6 +11,8 @@ class Utterance(NamedTuple):
     name: str  # of the audio file
     frames: int  # of its features, at most
     text: str
+    speaker: str = ""  # "": unknown
+    seconds: float = 0.0  # 0: unknown
 
 
 def shown(name):

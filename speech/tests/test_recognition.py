@@ -27,6 +27,24 @@ def test_stream_is_transcribe(corpus, trained, capsys):
     assert "has no checkpoint" in capsys.readouterr().err
 
 
+def test_start_from_a_run(corpus, trained):
+    """A run's encoder is a start, with its head or a new one for other labels; it decides what it hears."""
+    options = {"train": str(corpus), "valid": str(corpus), "init": str(trained[0])}
+    data = types.SimpleNamespace(features=6, utterances=[asr.utterances.Utterance("a", 9, "X Y")])
+    start = asr.pretrained.read(trained[0])
+    for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
+        config = asr.config.Config(**asr.pretrained.completed(options | more)).checked()
+        recogniser = asr.pretrained.fresh(config, data)
+        assert (config.mels, config.encoder, recogniser.tokens.pieces) == (6, "convolutional", pieces)
+        np.testing.assert_array_equal(recogniser.mean, start.mean)
+        for name in ("encoder", "predictor"):
+            pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (recogniser, start)))
+            assert all((a.shape == b.shape) and (a == b).all() for a, b in pairs) == (same or name == "encoder")
+    data.features = 7
+    with pytest.raises(asr.config.UserError, match=r"hears 6 features a frame, .* has 7"):
+        asr.pretrained.fresh(config, data)
+
+
 def test_streams_of_random_weights():
     """With weights that write many labels, samples in odd pieces give the labels of the whole."""
     config = configuration(loss="tdt", blocks=2)

@@ -184,5 +184,6 @@ def test_utterances_in_one_program(monkeypatch):
     assert _packing.packs(8 * 6) and not _packing.packs(6)
     found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
     for b in range(8):
-        for x, y in zip(found, alone(model.encoder[b : b + 1], model.lengths[b : b + 1])):
+        one = alone(model.encoder[b : b + 1], model.lengths[b : b + 1])
+        for x, y in zip(*map(jax.tree.leaves, (found, one)), strict=True):
             np.testing.assert_allclose(x[b], y[0], rtol=EXACT)

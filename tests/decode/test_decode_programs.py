@@ -70,7 +70,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
         assert (good | (rest < 4)).all()  # no move reads further
         assert_same(np.asarray(two.scores)[good], np.asarray(whole.scores)[good])
         if function is not decode.greedy:
-            assert_same(*([np.asarray(x)[good] for x in found[:-1]] for found in (two, whole)))
+            assert_same(*jax.tree.map(lambda x: np.asarray(x)[good], (two[:-1], whole[:-1])))
         if (late, function) == ("tdt124", UNMERGED) and not good.all() and cut == 5:
             with pytest.raises(ValueError, match="exact_end must be False, or True for utterances whose last part has"):
                 part(later, rest, True, one.state)
@@ -88,7 +88,8 @@ def test_padding_and_batch(function, sizes):
     encoder[np.arange(13) >= model.lengths[:, None]] = np.nan
     assert_same(model.search(function, *sizes, encoder=encoder)[:-1], whole[:-1])
     others = model.search(function, *sizes, encoder=encoder[[2, 1, 1]], lengths=model.lengths[[2, 1, 2]])
-    assert_same([x[1] for x in others[:-1]], [x[1] for x in whole[:-1]])
+    of_one = jax.tree.map(lambda x: x[1], (others[:-1], whole[:-1]))
+    assert_same(*of_one)
     empty = whole.scores[2].ravel()
     assert empty[0] == 0 and (empty[1:] == -np.inf).all() and (whole.counts[2] == 0).all()
 
@@ -254,9 +255,9 @@ def test_bad_data_spoils_itself_alone(function, sizes):
     wrong = encoder.copy()
     wrong[[1, 2], 2, [3, 0]], wrong[[3, 4], 2, [3, 0]] = np.nan, np.inf
     expected, found, good = search(encoder, np.full(8, 4)), search(wrong, lengths), np.array([0, 7])
-    assert_same([x[good] for x in found], [x[good] for x in expected])
+    assert_same(*jax.tree.map(lambda x: x[good], (found, expected)))
     assert np.isfinite(expected[4].reshape(8, -1)[:, 0]).all()
-    *labels, counts, scores, log_probs, full, stable = (np.asarray(x[1:7]) for x in found)
+    *labels, counts, scores, log_probs, full, stable = (np.asarray(x[1:7]) for x in jax.tree.leaves(found))
     assert np.isnan(scores).all() and (counts == 0).all() and not full.any() and all((x == -1).all() for x in labels)
     assert (log_probs == 0).all() and (stable == 0).all()
 

@@ -229,7 +229,7 @@ def test_split_batches(devices):
         found = jax.jit(search)(*given[3:5], (0.7, -0.4))
         with pytest.raises(ValueError, match=r"greedy: fusion\[0\].utterances must be None, got 8 where.*shard_map"):
             decode.greedy(*given, fusion=((Tables(np.zeros((8, model.tokens))), 1.0),))
-    for x, y in zip(found[:-1], expected[:-1]):
+    for x, y in zip(*map(jax.tree.leaves, (found[:-1], expected[:-1])), strict=True):
         np.testing.assert_allclose(x, y, rtol=EXACT)
 
 

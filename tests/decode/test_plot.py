@@ -218,6 +218,23 @@ def test_beam(ax):
         plot.draw_beam(found._replace(labels=np.zeros(3, int)))
 
 
+def test_reliability(ax):
+    """A bar for each bin that has words, darker with more of them; dots at mean confidences; the error in the title."""
+    metrics = pytest.importorskip("jax_rnnt.metrics")
+    found = metrics.calibration([0.1, 0.9, 0.9, 0.7], [False, True, False, True], bins=4)
+    assert plot.draw_reliability(found, ax=ax) is ax
+    bars = [(x.get_x(), x.get_width(), x.get_height()) for x in ax.patches]
+    np.testing.assert_allclose(bars, [(0, 0.25, 0), (0.5, 0.25, 1), (0.75, 0.25, 0.5)])
+    assert ax.patches[2].get_facecolor()[0] < ax.patches[1].get_facecolor()[0]
+    diagonal, dots = ax.lines
+    np.testing.assert_allclose(dots.get_xydata(), [(0.1, 0), (0.7, 1), (0.9, 0.5)])
+    np.testing.assert_array_equal(diagonal.get_xydata(), [(0, 0), (1, 1)])
+    assert ax.get_title() == "4 words, expected calibration error 30.0%"  # (0.1 + 0.3 + 2 * 0.4) / 4
+    ax.figure.canvas.draw()
+    with pytest.raises(TypeError, match=r"draw_reliability: calibration must be .*got \[0.5\]"):
+        plot.draw_reliability([0.5])
+
+
 def test_former_names():
     for name in ("beam", "emissions", "latencies", "lattice"):
         with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):

@@ -256,10 +256,15 @@ def test_samples_are_functions_of_their_keys():
     model = Model(NAMED["tdt"], batch=4, frames=9)
     whole = few(model, model.encoder, model.lengths)
     assert whole.labels.shape == (4, 5, MOST) and whole.state is None
-    for x, y in zip(few(model, model.encoder, model.lengths, window=1)[:-1], whole[:-1]):
+    for x, y in zip(
+        *map(jax.tree.leaves, (few(model, model.encoder, model.lengths, window=1)[:-1], whole[:-1])), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=EXACT)
     rows = np.array([2, 0, 2, 2])
-    for x, y in zip(few(model, model.encoder[rows], model.lengths[rows], KEYS[rows])[:-1], whole[:-1]):
+    for x, y in zip(
+        *map(jax.tree.leaves, (few(model, model.encoder[rows], model.lengths[rows], KEYS[rows])[:-1], whole[:-1])),
+        strict=True,
+    ):
         np.testing.assert_allclose(x, y[rows], rtol=EXACT)
     others = few(model, model.encoder, model.lengths, jax.random.split(KEYS[0], 4))
     assert (others.labels != whole.labels).any()
@@ -277,7 +282,7 @@ def test_samples_on_meshes(devices):
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         batch = (jax.device_put(x, split) for x in (model.encoder, model.lengths))
         found = few(model, *batch, jax.random.key(3))
-    for x, y in zip(found[:-1], whole[:-1]):
+    for x, y in zip(*map(jax.tree.leaves, (found[:-1], whole[:-1])), strict=True):
         np.testing.assert_allclose(x, y, rtol=EXACT)
 
 

@@ -53,7 +53,7 @@ class Server:
             state, read = made.state, read + lengths
             for row, b in enumerate(now):
                 if b is not None:
-                    found[b].append(decode.Hypotheses(*(np.asarray(x)[row] for x in made[:-1]), None))
+                    found[b].append(jax.tree.map(lambda x: np.asarray(x)[row], made._replace(state=None)))
                     now[row] = None if read[row] >= self.model.lengths[b] else b
         return found
 

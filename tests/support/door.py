@@ -298,13 +298,13 @@ def call(target, operands, attributes, results, *, aliases=None, threads=0):
     for room, x in zip(rooms, operands):
         room.array[...] = x
     aliased = {result: rooms[operand] for operand, result in (aliases or {}).items()}
-    made = [aliased[i] if i in aliased else _Room(*result) for i, result in enumerate(results)]
-    handler, given = _handler(target), (_buffers(rooms), _buffers(made), _attributes(tuple(attributes.items())))
-    with _poisoned([*rooms, *made]):
-        _run(handler, "execute", *given, threads)
-    for room in (*rooms, *made):
+    outputs = [aliased[i] if i in aliased else _Room(*result) for i, result in enumerate(results)]
+    handler, frame = _handler(target), (_buffers(rooms), _buffers(outputs), _attributes(tuple(attributes.items())))
+    with _poisoned([*rooms, *outputs]):
+        _run(handler, "execute", *frame, threads)
+    for room in (*rooms, *outputs):
         assert all((guard == 255).all() for guard in room.guards), f"{target} wrote outside of a buffer"
-    return [room.array for room in made]
+    return [room.array for room in outputs]
 
 
 # ---------------------------------------------------------------------------------------------- the library's functions
@@ -343,8 +343,8 @@ def opened(threads=0):
         elements = kernel.workspace(loading.WORKSPACES["cpu"], *operands, **attributes)
         more = [((*batch, elements), operands[0].dtype)] if elements else []
         aliases = kernel.aliases(len(operands)) if alias else {}
-        made = call(kernel.target, operands, attributes, results + more, aliases=aliases, threads=threads)
-        return made[: len(results)]
+        outputs = call(kernel.target, operands, attributes, results + more, aliases=aliases, threads=threads)
+        return outputs[: len(results)]
 
     if not native():
         yield
@@ -369,8 +369,10 @@ def label_map(targets, num_labels):
 
 def parts(loss, classes, **options):
     """(emission, topology) of a loss for rows of `classes` logits; None for one with steps between them."""
-    made = _call.switched_off(loss.value(**options)).compose()
-    return None if made.steps or made.closing else (made.emission.resolved(loss.name, classes), made.topology)
+    composed = _call.switched_off(loss.value(**options)).compose()
+    if composed.steps or composed.closing:
+        return None
+    return composed.emission.resolved(loss.name, classes), composed.topology
 
 
 LOSSES = tuple(loss for loss in family.LOSSES if parts(loss, 99))
@@ -402,8 +404,8 @@ def evaluate(loss, p, **options):
 def answers(loss, p, implementation, **options):
     """What `compare.evaluate` gives: of kernels on every instruction set, without JAX where the loss has no steps."""
     between = {"fastemit_lambda", "delay_penalty", "label_windows"} & options.keys()
-    own = {k: x for k, x in options.items() if k != "clamp"}
-    if implementation != "kernel" or between or parts(loss, p.logits.shape[-1], **own) is None:
+    composing = {k: x for k, x in options.items() if k != "clamp"}
+    if implementation != "kernel" or between or parts(loss, p.logits.shape[-1], **composing) is None:
         yield compare.evaluate(loss, p, implementation, **options)
         return
     for target in TARGETS:
@@ -418,9 +420,9 @@ def check(loss, p, *, clamp=-1.0, scale=1.0, **options):
     bound = np.where(bound > 0, bound, np.inf)
     expected = values, factor * np.clip(gradient, -bound, bound)
     for target in TARGETS:
-        given = {"target": target, "clamp": clamp, "scale": scale, **options}
-        got = evaluate(loss, p, **given)
+        call_options = {"target": target, "clamp": clamp, "scale": scale, **options}
+        got = evaluate(loss, p, **call_options)
         length = p.logits.shape[-3] + p.logits.shape[-2] - 1
         compare.assert_matches(got, expected, p.logits.dtype, length, scale=np.abs(factor).max(initial=1))
         if target == TARGETS[0]:
-            compare.assert_same_bits(got, evaluate(loss, p, inplace=False, **given))
+            compare.assert_same_bits(got, evaluate(loss, p, inplace=False, **call_options))

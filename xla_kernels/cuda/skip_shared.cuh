@@ -73,7 +73,8 @@ struct SharedSweep {
     }
   }
 
-  // The places of a column in shared memory; those of a diagonal in the ring lie `reached` further.
+  // The places of a column in shared memory; those of a diagonal in the ring lie `reached` further. Passed by value:
+  // nvcc computes more of them anew, on every diagonal, behind a reference.
   struct Places {
     __device__ __forceinline__ explicit Places(const SharedSweep& sweep)
         : base(sweep.shared),
@@ -85,11 +86,13 @@ struct SharedSweep {
           parts(base + (2 * sweep.R * sweep.pitch + 4 * sweep.W + sweep.u)),
           raw(base + (2 * sweep.R * sweep.pitch + 4 * sweep.W + 2 * kParts * sweep.W + sweep.u)),
           firsts{first, first + 2 * sweep.W},
-          in_parts{parts, parts + kParts * sweep.W} {}
+          in_parts{parts, parts + kParts * sweep.W},
+          values(Settled(&(kUp ? sweep.sequence.alpha : sweep.sequence.beta)->m)) {}
 
     SharedAddress<Value<A>> base;
     unsigned lap, begin;  // of the ring; four diagonals before the first
     SharedAddress<Value<A>> below, here, first, parts, raw, firsts[2], in_parts[2];
+    A* values;  // the plane of the workspace
   };
 
   __device__ __forceinline__ void Clear() const {
@@ -109,7 +112,7 @@ struct SharedSweep {
   // Calls visit(step, quarter, reached) for all diagonals and four before the first. Four at a time, so that places in
   // the buffers are constants; those after the last have no node.
   template <class Visit>
-  __device__ __forceinline__ void EveryDiagonal(const Places& at, const Visit& visit) const {
+  __device__ __forceinline__ void EveryDiagonal(const Places at, const Visit visit) const {
     unsigned reached = at.begin;
 #pragma unroll 1
     for (int begin = -4; begin < last; begin += 4) {
@@ -158,10 +161,9 @@ struct SharedSweep {
     return {sums[0], e[0]};
   }
 
-  __device__ __forceinline__ void Combine(const Places& at) const {
+  __device__ __forceinline__ void Combine(const Places at) const {
     const ColumnArc<A> arcs[2] = {{args, sequence, kUp, 0, u, pitch}, {args, sequence, kUp, 1, u, pitch}};
     const SharedAddress<Value<A>> from[2] = {at.here + arcs[0].reach, at.here + arcs[1].reach};
-    A* const values = Settled(&(kUp ? sequence.alpha : sequence.beta)->m);
     const bool in_column = u <= sequence.labels;
     unsigned place = Begin();
     EveryDiagonal(at, [&](int step, int quarter, int reached) {
@@ -179,7 +181,7 @@ struct SharedSweep {
       value = {node ? value.m : A(0), node ? value.e : S::kZero};
       Store(at.here + reached, value);
       Store(at.below + reached, value);
-      StoreIf(node, values + size_t(place) * 2, value.m, S::AsFloat(value.e));
+      StoreIf(node, at.values + size_t(place) * 2, value.m, S::AsFloat(value.e));
       Advance(place);
     });
   }
@@ -188,7 +190,7 @@ struct SharedSweep {
   // value of the node that they leave is zero, and downwards, that of this node becomes zero. What is computed before
   // the first diagonal is not used. kFirst: the first pair, which has no sum.
   template <bool kFirst>
-  __device__ __forceinline__ void Prepare(const Places& at) const {
+  __device__ __forceinline__ void Prepare(const Places at) const {
     const int pair = kMine == 1 ? group - 1 : 0;  // the first one of this group
     const ColumnArc<A> of_pair[2] = {{args, sequence, kUp, pair * 2, u, pitch},
                                      {args, sequence, kUp, pair * 2 + 1, u, pitch}};

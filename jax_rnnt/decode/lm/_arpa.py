@@ -4,8 +4,6 @@ M n-grams of one order. Words that Unicode holds for equal are one; so are <unk>
 </s> and </S>: these three are marks, and no words.
 """
 
-from __future__ import annotations
-
 import codecs
 import collections
 import gzip

@@ -4,8 +4,6 @@ N rows, V labels, R roots, S states, A arcs. A label follows the state's arc for
 and so on; the arcs of a root are dense rows. The last column V, no label, is the end of an utterance.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 

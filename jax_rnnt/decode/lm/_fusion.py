@@ -3,8 +3,6 @@
 B utterances, N hypotheses, V tokens (labels and blanks), P the width of predictor rows.
 """
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ phrases, its root the empty one. Nodes are numbered by depth, first the roots. N
 behind a phrase that begins no other one, only its longest end that does can go on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

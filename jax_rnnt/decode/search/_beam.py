@@ -5,8 +5,6 @@ bits, and so are predictors: by all labels where the state holds floating-point 
 that differ are taken for one with a probability of 2^-64.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode.search import _beam_step, _options
 from jax_rnnt.decode.search._beam_step import Beam, Rules, State
+from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._hashing import append_label
 from jax_rnnt.decode.search._packing import empty_results, packs
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
@@ -57,6 +56,7 @@ def beam(
     ilm_weight: float | jax.Array = 0.0,
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
+    confidence: Entropy | None = None,
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -85,6 +85,8 @@ def beam(
         Drops hypotheses with a score more than this, in nats, below the best. Fewer hypotheses take less time.
     length_norm : float, default 0.0
         Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
+    confidence : Entropy, optional
+        As for `greedy`.
     state : pytree, optional
         `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole stream.
 
@@ -123,7 +125,7 @@ def beam(
     numbers = {"length_norm": _checks.scalar(function, "length_norm", length_norm)}
     if threshold is not None:
         numbers["threshold"] = _checks.scalar(function, "threshold", threshold)
-    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature)
+    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, confidence=confidence)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
 
@@ -146,7 +148,7 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     batch = search.lengths.shape[0]
     zeros, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     networks = _beam_step.first_networks(search, fusion, batch, width, start, *first())
-    return Stream(none, none, zeros, zeros, _beam_step.first_beam(batch, width, max_labels, search.dtype), networks)
+    return Stream(none, none, zeros, zeros, _beam_step.first_beam(search, width, max_labels), networks)
 
 
 def fitted(state, rows: int):
@@ -184,11 +186,11 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
         score, _ = _beam_step.merged(score, now.path_score, _beam_step.key_parts(now.key))
     score, bad = with_final_scores(rules, state, score)
     _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
-    arrays = score, now.counts, now.written, now.log_probs
-    score, counts, written, log_probs = (take(x, order) for x in arrays)
+    arrays = score, now.counts, now.written, now.log_probs, now.confidences
+    score, counts, written, log_probs, confidences = jax.tree.map(lambda x: take(x, order), arrays)
     score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))
-    return hypotheses(labels, frames, durations, log_probs, counts, score, after)
+    return hypotheses(labels, frames, durations, log_probs, counts, score, after, confidences)
 
 
 def ranks(score, counts, length_norm):

@@ -69,6 +69,7 @@ class Beam(typing.NamedTuple):
     key: jax.Array  # [B, W, 2]: hash of the labels
     written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
     log_probs: jax.Array  # [B, W, L]: of the labels, in the model alone
+    confidences: jax.Array | None  # [B, W, L]
 
 
 class State(typing.NamedTuple):
@@ -90,6 +91,7 @@ class Scores(typing.NamedTuple):
     row: jax.Array  # [B, W]: of each hypothesis in `labels`
     model_labels: jax.Array  # [R, V]: of the model alone
     model_row: jax.Array  # [B, W]
+    confidence: jax.Array | None  # [R]: of the model alone
 
 
 class Expansion(typing.NamedTuple):
@@ -127,15 +129,17 @@ class Candidates(typing.NamedTuple):
         return take_each(self, chosen)
 
 
-def first_beam(batch: int, width: int, max_labels: int, dtype) -> Beam:
+def first_beam(search: Search, width: int, max_labels: int) -> Beam:
     """One live hypothesis of each utterance, without labels, and one slot of each hypothesis."""
+    batch, dtype = search.lengths.shape[0], search.dtype
     none = jnp.zeros((batch, width), jnp.int32)
     score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
     slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     key = jnp.zeros((batch, width, 2), jnp.int32)
     written = jnp.full((batch, width, 3, max_labels), -1, jnp.int32)
     log_probs = jnp.zeros((batch, width, max_labels), dtype)
-    return Beam(score, score, none, none, none, none - 1, slot, key, written, log_probs)
+    confidences = log_probs if search.symbols.scoring.entropy else None
+    return Beam(score, score, none, none, none, none - 1, slot, key, written, log_probs, confidences)
 
 
 def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
@@ -236,7 +240,7 @@ def score(rules: Rules, state: State, active):
 
     source = first_equal(active, keys(networks, slot))
     results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
-    moves, labels, bad = results
+    moves, labels, bad, confidence = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
     row = row.reshape(shape)
     model = labels, row
@@ -246,17 +250,17 @@ def score(rules: Rules, state: State, active):
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))
-    return state, Scores(moves, labels, row, *model)
+    return state, Scores(moves, labels, row, *model, confidence)
 
 
 def score_rows(search: Search, encoder, rows):
-    """(log-probabilities of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N])"""
+    """(log-probabilities of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N], confidence [N])"""
     logits = search.joint(encoder, rows)
     moves, labels = search.symbols.scores(logits)
     # The softmax has the maximum of the logits anyhow.
     bad = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
     # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
-    return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad
+    return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, search.symbols.confidence(logits)
 
 
 # ----------------------------------------------------------------------------------------------------- expand
@@ -359,7 +363,11 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
         ..., None
     ]
     new = jnp.stack([label, rules.first[:, None] + moves.frame - moves.reads, moves.reads], 2)
-    log_prob = scores.model_labels.at[take(scores.model_row, parent), label].get(mode="clip")
+    row = take(scores.model_row, parent)
+    log_prob = scores.model_labels.at[row, label].get(mode="clip")
+    confidences = beam.confidences
+    if confidences is not None:
+        confidences = jnp.where(here, rows_at(scores.confidence, row)[..., None], take(confidences, parent))
     return Beam(
         score=moves.score,
         path_score=moves.path_score,
@@ -371,6 +379,7 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
         key=jnp.stack(moves.key, -1),
         written=jnp.where(here[:, :, None], new[..., None], take(beam.written, parent)),
         log_probs=jnp.where(here, log_prob[..., None], take(beam.log_probs, parent)),
+        confidences=confidences,
     )
 
 

@@ -7,8 +7,6 @@ end of the window, then steps the predictor where there is a label. So the predi
 frame, and utterances do not wait for each other's labels.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
@@ -69,6 +68,7 @@ class State(typing.NamedTuple):
     frames: jax.Array  # [B, L]
     durations: jax.Array  # [B, L]
     log_probs: jax.Array  # [B, L]: of the labels
+    confidences: jax.Array | None  # [B, L]
     networks: Networks
 
 
@@ -82,6 +82,7 @@ class Walk(typing.NamedTuple):
     log_prob: jax.Array  # [B]: of the label, in the model alone
     at: jax.Array  # [B]: where in the window the last move was taken
     reads: jax.Array  # [B]: frames that it read
+    confidence: jax.Array | None  # [B]: of the label
 
 
 @_renamed.argument(durations="duration_choice")
@@ -100,6 +101,7 @@ def greedy(
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
     duration_choice: str = "pair",
+    confidence: Entropy | None = None,
     start: int | None = None,
     exact_end: bool | jax.Array = False,
     state: Any = None,
@@ -155,6 +157,9 @@ def greedy(
         frame (Hugging Face has no such limit). The score is the log-probability of the tokens and durations taken,
         which is no path of the loss's lattice where such frames are: `exact_end` is an error. For losses without
         durations it changes nothing.
+    confidence : Entropy, optional
+        Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: the log-probabilities of
+        the labels tell alone how sure the model is, and the program computes nothing more.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
@@ -206,7 +211,7 @@ def greedy(
     """
     function = "greedy"
     max_labels, window = _options.sizes(function, max_labels=max_labels, window=window)
-    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, duration_choice)
+    scoring = checked_scoring(function, max_symbols, blank_penalty, temperature, duration_choice, confidence)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     window = frames_at_once(window, encoder_out)
     models = checked_fusion(function, fusion, ilm_weight, encoder_out)
@@ -246,7 +251,8 @@ def run_steps(rules: Rules, stream: Stream) -> State:
     """The state after all frames of this part."""
     zeros = jnp.zeros_like(stream.skip)
     none = jnp.full((zeros.shape[0], rules.max_labels), -1, jnp.int32)
-    written = none, none, none, jnp.zeros(none.shape, rules.search.dtype)
+    sure = jnp.zeros(none.shape, rules.search.dtype)
+    written = none, none, none, sure, sure if rules.search.symbols.scoring.entropy else None
     state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, stream.networks)
     state = rules.search.vary(state)
     return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
@@ -261,7 +267,7 @@ def result(rules: Rules, state: State, bad) -> Hypotheses:
     after = Stream(jnp.zeros_like(bad), bad, rules.first + lengths, skip, reached, scores, state.networks)
     written = state.labels, state.frames, state.durations, state.log_probs
     scores = _fusion.at_the_end(rules.fusion, state.networks.models, None, scores)
-    return hypotheses(*written, state.counts, scores, after)
+    return hypotheses(*written, state.counts, scores, after, state.confidences)
 
 
 # ----------------------------------------------------------------------------------------------------- one step
@@ -279,7 +285,7 @@ def step(rules: Rules, state: State) -> State:
 
 def best_moves(rules: Rules, state: State):
     """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, and its
-    log-probability in the model alone.
+    log-probability and confidence in the model alone.
     """
     search, window, offsets = rules.search, rules.window, rules.offsets
     symbols = search.symbols
@@ -295,7 +301,7 @@ def best_moves(rules: Rules, state: State):
     score, move, label = rules.choose(symbols, scores, fused, allowed, frame, count_here)
     log_prob = pick(labels, jnp.maximum(label, 0))
     reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return score, reads[move], needs[move], label, log_prob
+    return score, reads[move], needs[move], label, log_prob, symbols.confidence(logits)
 
 
 def most_probable(symbols, scores, labels, allowed, *_):
@@ -308,17 +314,18 @@ def most_probable(symbols, scores, labels, allowed, *_):
     return jnp.max(scores, -1), move, jnp.where(writes[move], label, -1)
 
 
-def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob) -> Walk:
+def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
     """The best moves up to the first label, or out of the window."""
     search = rules.search
     zeros = jnp.zeros_like(state.frame)
-    walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros)
+    sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(rules.window)]
+    walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros, sure[0])
     for k in range(rules.window):
         frame = state.frame + k
         here = (walk.ahead == k) & (walk.label < 0) & (frame < search.lengths)
         reached = frame + needs[:, k] if search.symbols.reach else walk.reached
         score_after, at = walk.score + score[:, k], zeros + k
-        move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k])
+        move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k], sure[k])
         walk = replace_rows(here, move, walk)
     return walk
 
@@ -338,6 +345,7 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
     here = (columns == state.counts[:, None]) & writes[:, None]
     frames = rules.first + state.frame + walk.at
     new = dict(labels=walk.label, frames=frames, durations=walk.reads, log_probs=walk.log_prob)
+    new |= {} if walk.confidence is None else {"confidences": walk.confidence}
     counts = state.counts + writes.astype(jnp.int32)
     fields: dict[str, Any] = {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
     fields |= dict(frame=frame, count_here=count_here, counts=counts, reached=walk.reached, scores=walk.score)

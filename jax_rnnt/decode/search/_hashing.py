@@ -1,7 +1,5 @@
 """Hashes of 64 bits, as two numbers of 32: of label sequences, and of any rows of numbers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

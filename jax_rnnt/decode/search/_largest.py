@@ -1,7 +1,5 @@
 """Largest entries of rows, where XLA's own argmax and top-k are slow on a CPU."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,8 +4,6 @@ A static number out of its range is an error. A traced one is not known before t
 every utterance is NaN.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ one, itself for most. Elsewhere all rows are computed, since packs would exchang
 streams are the same on all platforms.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 

@@ -3,8 +3,6 @@
 B utterances, T frames, E and P the widths of encoder and predictor rows, V classes, L labels at most.
 """
 
-from __future__ import annotations
-
 import typing
 
 import jax

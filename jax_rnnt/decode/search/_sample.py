@@ -5,8 +5,6 @@ the random numbers of a node are a function of its sample, its frame and the lab
 own, and those of a node that is not reached decide nothing.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

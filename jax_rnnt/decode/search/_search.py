@@ -1,7 +1,5 @@
 """The arguments that searches share, checked."""
 
-from __future__ import annotations
-
 import functools
 import typing
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import typing
@@ -17,6 +15,7 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt.decode import _model
 from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.search._entropy import Entropy, checked_confidence
 from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.emissions import Softmax
 from jax_rnnt.losses import DecodingRules, TransducerLoss
@@ -31,6 +30,7 @@ class Scoring(typing.NamedTuple):
     blank_penalty: Any = 0.0
     temperature: Any = 1.0
     token_first: bool = False
+    entropy: Entropy | None = None  # of `Symbols.confidence`
 
     @property
     def penalizes(self) -> bool:
@@ -67,12 +67,15 @@ class Scoring(typing.NamedTuple):
         return numpy.maximum(inverse, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
 
 
-def checked_scoring(function, max_symbols, blank_penalty=0.0, temperature=1.0, duration_choice="pair") -> Scoring:
+def checked_scoring(
+    function, max_symbols, blank_penalty=0.0, temperature=1.0, duration_choice="pair", confidence=None
+) -> Scoring:
     max_symbols = _options.size(function, "max_symbols", max_symbols)
     blank_penalty = _checks.scalar(function, "blank_penalty", blank_penalty)
     temperature = _checks.scalar(function, "temperature", temperature)
     choice = _checks.choice(function, "duration_choice", duration_choice, ("pair", "token_first"))
-    return Scoring(max_symbols, blank_penalty, temperature, choice == "token_first")
+    entropy = checked_confidence(function, confidence)
+    return Scoring(max_symbols, blank_penalty, temperature, choice == "token_first", entropy)
 
 
 class Move(typing.NamedTuple):
@@ -142,6 +145,11 @@ class Symbols:
             move_scores.append(score)
         labels = jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
         return jnp.stack(move_scores, -1), labels if all_labels is None else labels + all_labels[..., None]
+
+    def confidence(self, logits):
+        """Of labels in rows [..., V + D]: [...]; None without an entropy. A compiler shares the softmax of `scores`."""
+        entropy = self.scoring.entropy
+        return entropy and entropy.confidence(self.emission.log_probabilities(self.tempered(logits))[0])
 
     def tempered(self, logits):
         """Rows [..., V + D] of logits over the temperature, each head up to a number."""

@@ -1,6 +1,7 @@
 """Encoders, by the names of --encoder. `base.Encoder` says what all of them have."""
 
 import dataclasses
+import math
 
 from jax_rnnt_speech.encoders.conformer import Conformer
 from jax_rnnt_speech.encoders.convolutional import Convolutional
@@ -9,6 +10,20 @@ from jax_rnnt_speech.encoders.whisper import Whisper, WhisperConfig
 
 OWN = {"conformer": Conformer, "convolutional": Convolutional}
 PRETRAINED = {"fastconformer": (FastConformer, EncoderConfig), "whisper": (Whisper, WhisperConfig)}
+
+
+def fields_of(source):
+    """Those of an encoder, among the JSON files of a pretrained model."""
+    fields = (source or {}).get("config.json", {})
+    return fields.get("encoder_config", fields)
+
+
+def subsampling(config, source):
+    """Feature frames of a row that predictor and joint see."""
+    if config.encoder in OWN:
+        return math.prod(time for time, _ in config.strides)
+    factor = EncoderConfig.subsampling_factor if config.encoder == "fastconformer" else Whisper.subsampling
+    return fields_of(source).get("subsampling_factor", factor) * max(config.stack, 1)
 
 
 def make(config, features, fields, *, dtype, rngs):

@@ -98,6 +98,8 @@ def fresh(config, corpus, **more):
         return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
     start = read(config.init)
     vocabulary = tokens.train(config, (x.text for x in corpus.utterances)) if config.new_head else start.tokens
+    if len(start.mean) != features:
+        raise UserError(f"--init {config.init} hears {len(start.mean)} features a frame, {config.train} has {features}")
     recogniser = Recogniser(config, vocabulary, start.mean, start.deviation, start.source, **more)
     if config.new_head:
         recogniser.params["encoder"] = start.params["encoder"]

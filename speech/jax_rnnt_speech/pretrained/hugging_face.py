@@ -5,6 +5,7 @@ A tensor has the name of its parameter, and input and output axes the other way 
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -28,6 +29,8 @@ MODELS = {
     "parakeet_tdt": ("parakeet_encoder", "tdt", "ParakeetFeatureExtractor"),
     "nemotron_asr_streaming": ("nemotron_asr_streaming_encoder", "rnnt", "NemotronAsrStreamingFeatureExtractor"),
 }
+FILES = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
+FILES += "tokenizer_config.json", "special_tokens_map.json"
 CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
 ACTIVATIONS = "relu", "silu", "gelu"
 # Says nothing of what a model computes.
@@ -83,6 +86,12 @@ def read_json(file):
     return fields
 
 
+@functools.cache
+def say(line):
+    """Once, on standard error."""
+    print(line, file=sys.stderr)
+
+
 def checked(kind, fields, file, only=None):
     """A dataclass of the fields that it has. `only`: values that other fields must have; what is left is named."""
     values, unused = {}, []
@@ -107,7 +116,7 @@ def checked(kind, fields, file, only=None):
         elif not METADATA.fullmatch(name) and fields[name] not in (None, False, 0):
             unused.append(f"{name} {json.dumps(fields[name])[:100]}")
     if unused:
-        print(f"{file}: not used: {', '.join(sorted(unused))}", file=sys.stderr)
+        say(f"{file}: not used: {', '.join(sorted(unused))}")
     return kind(**values)
 
 
@@ -151,8 +160,7 @@ def config_of(folder):
     """(Config of a folder, its JSON files by name); both are checked as a whole."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json")
-    names = [x for x in folder.glob("*.json") if not x.name.endswith(("index.json", "tokenizer.json"))]
-    source, file = {x.name: read_json(x) for x in names}, folder / "config.json"
+    source, file = {x: read_json(folder / x) for x in FILES if (folder / x).is_file()}, folder / "config.json"
     fields = source["config.json"]
     kind = fields.get("model_type")
     require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
@@ -172,8 +180,8 @@ def config_of(folder):
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
     require(start == blank, folder / "generation_config.json", "decoder_start_token_id", f"{blank}, the blank", start)
-    if more := [x for x in generation.get("suppress_tokens") or () if x < size]:
-        print(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}", file=sys.stderr)
+    if more := [x for x in generation.get("suppress_tokens") or () if type(x) is not int or x < size]:
+        say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
     milliseconds = 1000 / sounds.sampling_rate
     config = Config(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
@@ -205,6 +213,15 @@ def read(folder):
     if left := sorted(name for name in tensors.keys() - used if not UNUSED.match(name)):
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(left)}")
     return recogniser
+
+
+def fits(recogniser):
+    """Whether it has the old head of its source."""
+    fields, config = (recogniser.source or {}).get("config.json", {}), recogniser.config
+    head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
+    same = (len(recogniser.tokens.pieces), config.width) == head and config.predictor == "lstm" and not config.stack
+    same &= isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
+    return fields.get("model_type") in MODELS and same and config.loss == MODELS[fields["model_type"]][1]
 
 
 def write(recogniser, folder, dtype="float32"):

@@ -118,8 +118,12 @@ def described(folder):
             return np.concatenate([tensors.get(x, np.zeros_like(first)) for x in names])
 
     sizes = hugging_face.checked(WhisperConfig, {k: fields[k] for k in SIZES if k in fields}, folder / "config.json")
+    heads, kind = sizes.encoder_attention_heads, fields.get("activation_function", "gelu")
+    hugging_face.require(sizes.d_model % heads == 0, folder, "d_model", f"a multiple of {heads}", sizes.d_model)
+    hugging_face.require(kind == "gelu", folder, "activation_function", "gelu", kind)
     expected = positions(sizes.max_source_positions, sizes.d_model)
-    if not np.allclose(array("position_encodings/encodings", ["embed_positions.weight"]), expected, atol=1e-3):
+    stored = array("position_encodings/encodings", ["embed_positions.weight"])
+    if stored.shape != expected.shape or not np.allclose(stored, expected, atol=1e-3):
         raise UserError(f"{folder}: positions must be the sines of Whisper")
     config = Config(
         init=str(folder), encoder="whisper", features="whisper", rate=16000, mels=sizes.num_mel_bins, dropout=0.0

@@ -1,11 +1,8 @@
-"""Pictures of lattices and emissions, with matplotlib. Every function draws on Axes, returns them and shows nothing.
+"""Pictures of lattices, emissions and hypotheses.
 
-They read in grey: dark is probable, and marks and line styles tell things apart, not colours alone. Long utterances
-have thinner lines, and names only where there is room; a space is shown as ␣. T frames of the encoder, U labels, F
-features of an input frame; `hop` and `subsampling` turn frames into seconds (`jax_rnnt.timing`).
+T frames of the encoder, U labels, F features of an input frame; `hop` and `subsampling` turn frames into seconds
+(`jax_rnnt.timing`).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import difflib
@@ -28,9 +25,6 @@ with needed_by("jax_rnnt.plot", "plot"):
     from matplotlib.collections import LineCollection
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator
-
-__all__ = ["arc_posteriors", "draw_beam", "draw_emissions", "draw_latencies", "draw_lattice"]
-__getattr__ = _renamed.names(__name__, {name: f"draw_{name}" for name in ("beam", "emissions", "latencies", "lattice")})
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 LETTER = 0.09  # inches of a letter, with room around it

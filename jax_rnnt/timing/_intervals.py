@@ -1,0 +1,158 @@
+"""Frames to seconds, and labels to the stretches of time in which they are emitted."""
+
+import math
+import typing
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import _checks, _renamed
+
+
+class Interval(typing.NamedTuple):
+    """A stretch of time with a text.
+
+    Parameters
+    ----------
+    start, end : float
+        Seconds.
+    text : str
+        A label, word or other unit.
+    confidence : float, optional
+        From 0 to 1; None: not known.
+
+    Examples
+    --------
+    >>> from jax_rnnt.timing import Interval
+    >>> Interval(0.25, 0.5, "seven").end
+    0.5
+    """
+
+    start: float
+    end: float
+    text: str
+    confidence: float | None = None
+
+
+@_renamed.argument(reduction="subsampling")
+def frames_to_seconds(frames, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
+    """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
+
+    Parameters
+    ----------
+    frames : Array, integer or floating [...]
+        Frames of the encoder: those of `align`, of a decoder, or the means of `label_frames`.
+    hop : float
+        Seconds from one input frame to the next.
+    subsampling : int, default 1
+        Input frames for each encoder frame.
+    offset : float, default 0.0
+        Seconds before frame 0.
+
+    Returns
+    -------
+    ndarray, float64 [...]
+        NaN for a frame below 0, which is padding or no path.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is not what is expected.
+
+    Examples
+    --------
+    >>> from jax_rnnt.timing import frames_to_seconds
+    >>> frames_to_seconds([0, 2, 7], hop=0.01, subsampling=4).round(3).tolist()
+    [0.0, 0.08, 0.28]
+    """
+    return _seconds("frames_to_seconds", frames, hop, subsampling, offset)
+
+
+def _seconds(function, frames, hop, subsampling, offset):
+    hop, offset = (float(_checks.scalar(function, n, x)) for n, x in (("hop", hop), ("offset", offset)))
+    if not 0 < hop < np.inf:
+        raise ValueError(f"{function}: hop must be a positive number of seconds, got {hop}.")
+    if not math.isfinite(offset):
+        raise ValueError(f"{function}: offset must be a finite number of seconds, got {offset}.")
+    _checks.positive(function, "subsampling", subsampling)
+    frames = _checks.array(function, "frames", frames)
+    if not any(jnp.issubdtype(frames.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(f"{function}: frames must be real numbers, got {frames.dtype}.")
+    frames = np.asarray(frames, np.float64)
+    return offset + np.where(frames < 0, np.nan, frames) * (subsampling * hop)
+
+
+@_renamed.argument(reduction="subsampling")
+def intervals(
+    frames,
+    texts: Sequence[str],
+    *,
+    hop: float,
+    subsampling: int = 1,
+    offset: float = 0.0,
+    durations=None,
+) -> list[Interval]:
+    """The stretches of time of an utterance's labels.
+
+    U labels. A transducer says when a label is emitted, and not how long it is: a label gets its frame, or the frames
+    that it reads (`durations`). Labels of one frame share it in equal parts. So intervals neither overlap nor are
+    empty.
+
+    Parameters
+    ----------
+    frames : Array, integer [U]
+        The encoder frame of each label, in order, without padding.
+    texts : sequence of str [U]
+        What each label is called.
+    hop, subsampling, offset
+        As in `frames_to_seconds`.
+    durations : Array, integer [U], optional
+        Encoder frames of each label (those of a token-and-duration transducer); less than 1 counts as 1, and the next
+        label's frame ends an interval.
+
+    Returns
+    -------
+    list of Interval
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has another shape or type, or frames are negative or go back: padding (-1), or no path.
+
+    Examples
+    --------
+    >>> from jax_rnnt.timing import intervals
+    >>> for interval in intervals([1, 1, 4], ["a", "b", "c"], hop=0.25):
+    ...     print(*interval[:3])
+    0.25 0.375 a
+    0.375 0.5 b
+    1.0 1.25 c
+    """
+    function, clock = "intervals", (hop, subsampling, offset)
+    frames, durations = emitted(function, frames, durations, len(texts), "[U], U = len(texts)")
+    times = seconds_of(function, frames, durations, clock)
+    return [Interval(start, end, text) for (start, end), text in zip(times, texts)]
+
+
+def emitted(function: str, frames, durations, count: int, dimensions: str):
+    """(frames, durations) of so many labels as NumPy arrays, checked; without durations a label reads a frame."""
+    frames = np.asarray(_checks.integers(function, "frames", frames, (count,), dimensions))
+    if np.any(frames < 0) or np.any(np.diff(frames) < 0):
+        expected = "be 0 or more and never go back, without padding"
+        raise ValueError(f"{function}: frames must {expected}, got {frames.tolist()}.")
+    if durations is None:
+        durations = np.ones(count, np.int32)
+    return frames, np.asarray(_checks.integers(function, "durations", durations, (count,), dimensions))
+
+
+def seconds_of(function: str, frames, durations, clock) -> list:
+    """[start, end] of labels, in seconds; `clock` is (hop, subsampling, offset)."""
+    groups = [np.flatnonzero(frames == frame) for frame in np.unique(frames)]
+    ends = [frames[group[0]] for group in groups[1:]] + [np.inf]
+    bounds = []
+    for group, end in zip(groups, ends):
+        first = frames[group[0]]
+        last = min(first + max(durations[group].max(), 1), end)
+        bounds += [(first + (last - first) * np.array([i, i + 1]) / len(group)) for i in range(len(group))]
+    return _seconds(function, np.reshape(bounds, (len(frames), 2)), *clock).tolist()

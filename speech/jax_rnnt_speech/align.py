@@ -1,0 +1,61 @@
+"""Forced alignment: when the words of known texts are spoken, as CTM or TextGrid."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jax_rnnt_speech import batches, config, corpora, pretrained, transcripts
+
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
+
+
+def align(args):
+    transcripts.check(args)
+    recogniser = pretrained.open_model(args.workdir, args.platform)
+    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
+    settings = dataclasses.replace(recogniser.config, **{"max_seconds": float("inf")} | given)
+    corpus = corpora.Recordings(args.data, settings)
+    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
+
+    @jax.jit
+    def frames_of(params, batch):
+        """The frame of each label on the best path, [B, U]; -1 where there is no path."""
+        model = recogniser.model(params)
+        x = recogniser.encoded(model, recogniser.inputs(batch, corpus.device), batch)
+        return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
+
+    bar = tqdm(total=len(data.labels), unit="utterances", delay=2, mininterval=1, file=sys.stderr)
+    with transcripts.writer(args) as write, bar:
+        for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
+            index = batch.pop("index")
+            for i, frames in zip(index, np.asarray(frames_of(recogniser.params, batch))):
+                if i < 0:  # its audio is not readable
+                    continue
+                entry, utterance, labels = corpus.entries[i], corpus.utterances[i], data.labels[i].tolist()
+                frames = frames[: len(labels)]
+                if (frames < 0).any():
+                    corpus.report.add("no path of the model", entry.name)
+                    continue
+                end = entry.start + utterance.seconds
+                timed = transcripts.words(recogniser, labels, frames, start=entry.start, end=end)
+                found = transcripts.Transcript(str(entry.audio), utterance.text, utterance.seconds, timed)
+                write(found._replace(name=entry.name))
+            bar.update(int(batch["valid"].sum()))
+    for line in corpus.report.lines(named=sys.maxsize):
+        print(line, file=sys.stderr)
+    return 1 if corpus.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("align", help="when the words of a corpus are spoken, as CTM or TextGrid")
+    parser.add_argument("data", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    parser.add_argument("--format", choices=transcripts.FORMATS[1:], default="ctm", help="(%(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file, or folder of --format textgrid")
+    config.add_options(parser, OPTIONS)
+    parser.set_defaults(run=align)

@@ -1,0 +1,119 @@
+"""Pictures and tables of a run and its test, for a page: each picture for a light and for a dark page."""
+
+import html
+import json
+
+import jax
+import numpy as np
+from matplotlib import pyplot as plt
+
+from jax_rnnt import plot
+from jax_rnnt_speech import errors, runs
+from jax_rnnt_speech.config import UserError
+
+WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
+DARK = 20, 24, 30  # the background of a dark page
+SHOWN = 10  # transcripts
+LABELS = 3  # at least, in the lattice
+
+
+def save(figure, folder, name):
+    """NAME.png, and NAME-dark.png with the same hues and light in the place of dark."""
+    figure.canvas.draw()
+    light = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255
+    dark = light + 1 - light.max(-1, keepdims=True) - light.min(-1, keepdims=True)
+    background = np.array(DARK) / 255
+    plt.imsave(folder / f"{name}.png", light)
+    plt.imsave(folder / f"{name}-dark.png", np.clip(background + dark * (1 - background), 0, 1))
+    plt.close(figure)
+
+
+def learning_curve(workdir, folder):
+    """Losses and held-out error rates of metrics.jsonl over the steps."""
+    file = workdir / runs.METRICS
+    lines = [json.loads(x) for x in file.read_text().splitlines()] if file.is_file() else []
+    series = {name: [(x["step"], x[name]) for x in lines if name in x] for name in
+              ("loss", "valid_loss", "valid_wer", "valid_cer")}  # fmt: skip
+    if not series["loss"]:
+        return False
+    figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.4), dpi=200, sharex=True, layout="constrained")
+    for ax, names in (
+        (above, {"loss": "training", "valid_loss": "held out"}),
+        (below, {"valid_wer": "WER", "valid_cer": "CER"}),
+    ):
+        for (name, label), style, color in zip(names.items(), ("-", "o--"), ("tab:blue", "tab:orange")):
+            if series[name]:
+                ax.plot(*zip(*series[name]), style, color=color, label=label, markersize=3)
+        ax.set_ylim(bottom=0)
+        ax.legend()
+    above.set_ylabel("nats an utterance")
+    below.set(xlabel="step", ylabel="held-out errors, %")
+    save(figure, folder, "learning-curve")
+    return True
+
+
+def lattice(recogniser, result, folder):
+    """The lattice of the shortest utterance without errors, or of the shortest one."""
+    tokens, known = recogniser.tokens, []
+    for (corpus, i), x in zip(result.tested, result.results):
+        labels = tokens.encode(x.reference)
+        if labels and len(labels) >= LABELS:
+            known.append((x.words.errors > 0, x.seconds or len(labels), x.name, corpus, i, labels))
+    if not known:
+        return False
+    *_, corpus, i, labels = min(known, key=lambda x: x[:3])
+    features = recogniser.features(corpus.samples(i, np.random.default_rng(i)))
+    batch = {"lengths": np.array([len(features)], np.int32), "targets": np.array([labels], np.int32),
+             "target_lengths": np.array([len(labels)], np.int32)}  # fmt: skip
+
+    @jax.jit
+    def logits(params, features):
+        model = recogniser.model(params)
+        x = recogniser.encoded(model, features, batch)
+        return model.joint(x.frames[:, :, None], x.states[:, None])[0]
+
+    found = jax.device_get(logits(recogniser.params, features[None]))
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.4), dpi=200, layout="constrained")
+    clock = {"subsampling": recogniser.subsampling, "hop": recogniser.seconds / recogniser.subsampling}
+    names = [tokens.pieces[k] for k in labels]
+    targets = np.array(labels, np.int32)
+    plot.draw_lattice(recogniser.variant.loss, found, targets, texts=names, **clock, ax=ax)
+    save(figure, folder, "lattice")
+    return True
+
+
+def marked(x):
+    """The text of an utterance, with what is missing and what is too much marked as HTML."""
+    pair = html.escape(x.reference), html.escape(x.hypothesis)
+    return errors.difference(*pair, deleted="<del>{}</del>", inserted="<ins>{}</ins>")
+
+
+def transcripts(results):
+    for x in errors.spread(results, SHOWN):
+        verdict = "right" if not x.words.errors else f"{x.words.errors} of {x.words.length} words wrong"
+        yield f"* {verdict}: {marked(x)}"
+
+
+def table(result):
+    """Lines of a table of the errors, of all speakers and of each."""
+    yield "| speaker | utterances | words | insertions | deletions | substitutions | WER, % | CER, % |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    for name, group in {"all": result.results, **errors.by_speaker(result.results)}.items():
+        words, characters = (errors.summed([getattr(x, kind) for x in group]) for kind in ("words", "characters"))
+        counts = words.length, words.insertions, words.deletions, words.substitutions
+        cells = html.escape(name or "unknown").replace("|", "&#124;"), len(group), *counts
+        yield "| " + " | ".join(map(str, cells)) + f" | {words.rate:.1f} | {characters.rate:.1f} |"
+    if result.interval:
+        low, high = result.interval
+        yield f"\n95% interval of the WER: {low:.1f} to {high:.1f}%, by {errors.RESAMPLES} resamples of the utterances."
+
+
+def draw(folder, workdir, recogniser, result):
+    """Writes learning-curve.png and lattice.png, also for dark pages, transcripts.md and errors.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        raise UserError(f"--pictures {folder} is no folder")
+    learning_curve(workdir, folder)
+    lattice(recogniser, result, folder)
+    (folder / "transcripts.md").write_text("\n".join(transcripts(result.results)) + "\n", "utf-8")
+    (folder / "errors.md").write_text("\n".join(table(result)) + "\n", "utf-8")

@@ -1,0 +1,174 @@
+"""Tests a model: error rates with their kinds and interval, by speaker, and what was recognised.
+
+Every utterance with a text and readable audio counts, also one that is too long for a training or has characters
+outside the vocabulary. References and hypotheses are normalised alike. Rates are in per cent.
+"""
+
+import csv
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from jax_rnnt_speech import config, corpora, errors, ngrams, pictures, pretrained, recognise, texts
+from jax_rnnt_speech.config import UserError, natural
+from jax_rnnt_speech.utterances import Report, shown
+
+OPTIONS = {"lower", "normalize", "audio_column", "text_column"}
+SPEAKERS = 20  # on the screen
+KINDS = "insertions", "deletions", "substitutions"
+
+
+class Test:
+    """The results of a model on some corpora."""
+
+    def __init__(self, recogniser, paths, settings, how):
+        self.report, self.results, self.refused, self.paths = Report(), [], [], paths
+        self.tested, self.unread = [], set()  # (corpus, number): of each result, and without audio
+        opened = [(path, self.opened(path, settings)) for path in paths]
+        corpora_of = [x for _, x in opened if x is not None]
+        self.listed = [(corpus, i) for corpus in corpora_of for i in range(len(corpus.utterances))]
+        normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
+        found = recognise.transcribe(recogniser, self.recordings(), how)
+        bar = tqdm(found, "utterances", len(self.listed), delay=2, mininterval=1, file=sys.stderr)
+        for (corpus, i), x in zip(self.listed, bar):
+            utterance = corpus.utterances[i]
+            if (corpus, i) in self.unread:
+                continue
+            self.refused += [x.error] if x.error else []
+            seconds = utterance.seconds or x.duration
+            pair = utterance.text, "" if x.error else normalize(x.text)
+            self.tested.append((corpus, i))
+            self.results.append(errors.tested(shown(utterance.name), utterance.speaker, seconds, *pair))
+        self.seconds = time.perf_counter() - started
+        self.words = errors.summed([x.words for x in self.results]) if self.results else errors.Counts(0, 0, 0, 0)
+        if not self.words.length:
+            left = "".join(f"; {x}" for x in self.report.lines())
+            raise UserError(f"no utterance with words in {', '.join(paths)}{left}")
+        self.characters = errors.summed([x.characters for x in self.results])
+        self.interval = errors.interval([x.words for x in self.results])
+
+    def opened(self, path, settings):
+        """The corpus, or None where it cannot be read, which the report says."""
+        try:
+            kind, _, folder = path.partition(":")
+            spoken = kind == "spoken-digits" and folder
+            corpus = (
+                corpora.open_corpus(path, settings, "valid")
+                if spoken
+                else corpora.Recordings(path, settings, testing=True)
+            )
+        except UserError as error:
+            print(f"rnnt-speech: {error}", file=sys.stderr)
+            self.report.add("not readable", path)
+            return None
+        for reason, names in corpus.report.names.items():
+            self.report.names[reason] += names
+        return corpus
+
+    def recordings(self):
+        """(name, samples or UserError) of each utterance; those without samples are in the report."""
+        for corpus, i in self.listed:
+            name = corpus.utterances[i].name
+            try:
+                yield name, corpus.samples(i, np.random.default_rng(i))
+            except UserError as error:
+                self.report.add(getattr(error, "reason", str(error)), name)
+                self.unread.add((corpus, i))
+                yield name, error
+
+    def object(self):
+        """What --json prints."""
+        kinds = {name: getattr(self.words, name) for name in KINDS}
+        more = {"utterances": len(self.results), "left_out": dict(self.report.names)}
+        rates = {"wer": self.words.rate, "cer": self.characters.rate, "interval": self.interval}
+        seconds = {"seconds_of_audio": sum(x.seconds for x in self.results), "seconds": self.seconds}
+        return rates | kinds | {"words": self.words.length} | more | seconds
+
+    def lines(self, count):
+        x, heard = self.object(), sum(x.seconds for x in self.results)
+        between = "" if not self.interval else " (95% interval {:.1f} to {:.1f}%, {} resamples of utterances)".format(
+            *self.interval, errors.RESAMPLES)  # fmt: skip
+        yield f"WER {x['wer']:.1f}%{between}, CER {x['cer']:.1f}%"
+        yield f"{x['words']} words: " + ", ".join(f"{x[name]} {name}" for name in KINDS)
+        left = sum(map(len, self.report.names.values()))
+        yield f"{x['utterances']} utterances, {left} left out; {heard:.1f} s of audio in {self.seconds:.1f} s"
+        groups = errors.by_speaker(self.results)
+        for speaker, group in list(groups.items())[:SPEAKERS]:
+            words, characters = (errors.summed([getattr(y, name) for y in group]) for name in ("words", "characters"))
+            kinds = ", ".join(f"{getattr(words, name)} {name}" for name in KINDS)
+            yield f"speaker {shown(speaker) or 'unknown'}: WER {words.rate:.1f}%, CER {characters.rate:.1f}%, " \
+                  f"{words.length} words: {kinds}; {len(group)} utterances"  # fmt: skip
+        if len(groups) > SPEAKERS:
+            yield f"and {len(groups) - SPEAKERS} more speakers, all with a lower WER"
+        for (old, new), times in errors.confusions(self.results, count):
+            yield f"{times} times: {old or '(nothing)'} -> {new or '(nothing)'}"
+        for y in errors.worst(self.results, count):
+            yield f"{y.name}: {y.words.errors} errors in {y.words.length} words"
+            yield f"  {errors.difference(y.reference, y.hypothesis)}"
+
+    def rows(self):
+        """A dictionary of each utterance, for files."""
+        for x in self.results:
+            counts = x.words._asdict()
+            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3)}
+            pair = {"reference": x.reference, "hypothesis": x.hypothesis}
+            yield (
+                known
+                | {"words": counts.pop("length")}
+                | counts
+                | pair
+                | {"difference": errors.difference(x.reference, x.hypothesis)}
+            )
+
+    def write(self, path):
+        rows = list(self.rows())
+        with path.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".jsonl":
+                file.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in rows)
+            else:
+                table = csv.DictWriter(file, list(rows[0]), delimiter="\t", lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)
+
+
+def test(args):
+    ngrams.check(args)
+    if args.output and args.output.suffix not in (".tsv", ".jsonl"):
+        raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
+    if args.output and not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output}: {args.output.parent} is no folder")
+    recogniser = pretrained.open_model(args.workdir, args.platform)
+    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
+    result = Test(
+        recogniser, args.data, dataclasses.replace(recogniser.config, **given), ngrams.search_of(args, recogniser)
+    )
+    if args.output:
+        result.write(args.output)
+    if args.pictures:
+        pictures.draw(args.pictures, args.workdir, recogniser, result)
+    if args.json:
+        print(json.dumps(result.object()))
+    else:
+        print(*result.lines(args.worst), sep="\n")
+    named = [*result.report.lines(named=sys.maxsize), *(f"counted as empty, {x}" for x in result.refused)]
+    print(*named, sep="\n", end="\n" * bool(named), file=sys.stderr)
+    return 1 if result.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("test", help="error rates with an interval, by kind and speaker; what was recognised")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
+    parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: pictures and tables for a page")
+    parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    ngrams.add_options(parser)
+    config.add_options(parser, OPTIONS)
+    parser.set_defaults(run=test)

@@ -1,0 +1,130 @@
+"""Error rates: counts, intervals and differences of texts, and what the command `test` makes of a corpus."""
+
+import csv
+import functools
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from jax_rnnt_speech import errors
+from recordings import cut
+from support import asr, run, write_audio
+
+
+@functools.cache
+def distance(a, b):
+    """The fewest edits, by trying every one."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(distance(a[1:], b[1:]) + (a[0] != b[0]), distance(a[1:], b) + 1, distance(a, b[1:]) + 1)
+
+
+def test_counts():
+    """The fewest edits, as trying all of them finds; their kinds by hand; both texts can be told from a difference."""
+    texts = [x for n in range(4) for x in itertools.product("ab", repeat=n)]
+    for a, b in itertools.product(texts, texts):
+        found = errors.counted(a, b)
+        assert found.errors == distance(a, b) and len(a) - found.deletions == len(b) - found.insertions
+    x = errors.tested("u", "s", 2.0, "the cat sat on the mat", "a the hat sat on mat")
+    assert x.words == (1, 1, 1, 6) and x.words.rate == 50
+    assert errors.difference(x.reference, x.hypothesis) == "{+a+} the [-cat-]{+hat+} sat on [-the-] mat"
+    assert x.characters == (2, 4, 1, 22)
+    empty = errors.tested("v", "t", 1.0, "", "so")
+    assert empty.words == (1, 0, 0, 0) and empty.words.rate == float("inf")
+    assert errors.summed([x.words, empty.words]) == (2, 1, 1, 6)
+    assert errors.confusions([x, empty, x], 1) == [(("", "a"), 2)]
+    assert list(errors.by_speaker([x, empty])) == ["t", "s"] and errors.by_speaker([x._replace(speaker="")]) == {}
+    assert errors.worst([empty, x], 1) == [x]
+
+
+def test_interval():
+    """Of one word each, errors are binomial: the interval is that of its normal approximation."""
+    wrong = np.arange(2000) % 5 == 0
+    low, high = errors.interval([errors.Counts(0, 0, int(x), 1) for x in wrong])
+    half = 100 * 1.96 * (0.2 * 0.8 / 2000) ** 0.5
+    np.testing.assert_allclose([low, high], [20 - half, 20 + half], atol=0.25)
+    assert errors.interval([errors.Counts(0, 0, 1, 4)] * 3) == [25, 25]
+    assert errors.interval([errors.Counts(0, 0, 1, 4)]) is None
+
+
+def test_of_a_corpus(corpus, trained, tmp_path, capsys):
+    """Figures are those of the texts that `transcribe` prints, also of utterances that no training takes."""
+    (tmp_path / "a.py").write_text("def plain(x): return x.replace('!', '')\n")
+    write_audio(tmp_path / "long.wav", 21.0)
+    write_audio(tmp_path / "short.wav", 0.001)
+    listed = sorted(corpus.rglob("*.flac"))
+    texts = dict.fromkeys(map(str, listed), "A AB") | {f"{tmp_path}/long.wav": "C! Ω", f"{tmp_path}/short.wav": "B"}
+    lines = [{"audio": name, "text": text, "speaker": len(name) % 2} for name, text in texts.items()]
+    lines += [{"audio": "missing.wav", "text": "A"}, {"audio": str(listed[0]), "text": ""}]
+    manifest = tmp_path / "m.jsonl"
+    manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    run(["transcribe", "--model", trained[0], *texts])
+    heard = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
+    command = ["test", "--workdir", trained[0], manifest, "--normalize", f"{tmp_path}/a.py:plain"]
+    run([*command, "--json", "--output", tmp_path / "o.jsonl", "--pictures", tmp_path / "page"], 1)
+    out, error = capsys.readouterr()
+    x = json.loads(out)
+    assert list(x) == ["wer", "cer", "interval", "insertions", "deletions", "substitutions", "words", "utterances",
+                       "left_out", "seconds_of_audio", "seconds"]  # fmt: skip
+    assert x["left_out"] == {"no such file": ["missing.wav"], "empty transcript": [str(listed[0])]}
+    assert "left out, no such file: 1 (missing.wav)" in error
+    pairs = [(text.replace("!", ""), heard[name]) for name, text in texts.items()]
+    wrong = sum(distance(tuple(a.split()), tuple(b.split())) for a, b in pairs)
+    assert x["utterances"] == 12 and x["words"] == sum(len(a.split()) for a, _ in pairs) == 23
+    assert x["insertions"] + x["deletions"] + x["substitutions"] == wrong
+    assert x["wer"] == pytest.approx(100 * wrong / 23) and x["interval"][0] <= x["wer"] <= x["interval"][1]
+    letters = sum(errors.counted(a, b).errors for a, b in pairs)
+    assert x["cer"] == pytest.approx(100 * letters / sum(len(a) for a, _ in pairs))
+    assert x["seconds_of_audio"] == pytest.approx(21.001 + sum(0.3 + 0.05 * i for i in range(10)), abs=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(row["reference"], row["hypothesis"]) for row in rows] == pairs
+    assert {row["speaker"] for row in rows} == {"0", "1"}
+    for name in ("learning-curve", "lattice"):
+        light, dark = (asr.pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
+        assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
+    assert (tmp_path / "page/transcripts.md").read_text().count("\n") == 10
+    assert f"| all | 12 | 23 | {x['insertions']} | " in (tmp_path / "page/errors.md").read_text()
+    run([*command, "--output", tmp_path / "o.tsv"], 1)
+    out = capsys.readouterr().out
+    assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker 1: WER" in out
+    with (tmp_path / "o.tsv").open(newline="") as file:
+        assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]
+
+
+def test_speakers(tmp_path):
+    """Of LibriSpeech's folders, JSON lines with and without segments, Common Voice, Lhotse and Kaldi."""
+
+    def speakers(path):
+        return [getattr(x, "speaker", x) for x in asr.manifests.read(path)]
+
+    for name in ("84/12/84-12-0001", "84/12/other-12"):
+        write_audio(tmp_path / f"l/{name}.wav", 0.1)
+        with (tmp_path / "l/84/12/84-12.trans.txt").open("a") as file:
+            file.write(f"{name.split('/')[-1]} A\n")
+    assert speakers(tmp_path / "l") == speakers(tmp_path / "l/84/12") == ["84", ""]
+    parts = [{"start": 0, "end": 1, "text": "A", "speaker": "x"}, {"start": 1, "end": 2, "text": "A"}]
+    lines = [{"audio": "a", "text": "A", "speaker_id": 7}, {"audio": "a", "segments": parts, "speaker": "y"}]
+    lines += [{"audio": "a", "text": "A", "speaker": ["x"]}, cut([{"type": "file", "channels": [0], "source": "a"}], [
+        {"id": "s", "start": 0, "duration": 1, "text": "A", "speaker": "z", "channel": 0}])]  # fmt: skip
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = speakers(tmp_path / "m.jsonl")
+    assert found[:3] == ["7", "x", "y"] and found[3].reason == "the speaker is no name" and found[4:] == ["z"]
+    (tmp_path / "c.tsv").write_text("client_id\tpath\tsentence\nab\ta.mp3\tA\n")
+    assert speakers(tmp_path / "c.tsv") == ["ab"]
+    for name, text in (("wav.scp", "u a.wav\nv b.wav\n"), ("text", "u A\nv B\n"), ("utt2spk", "u me\n")):
+        (tmp_path / name).write_text(text)
+    assert speakers(tmp_path / "text") == ["me", ""]
+
+
+def test_what_cannot_be_tested(corpus, trained, tmp_path, capsys):
+    command = ["test", "--workdir", trained[0]]
+    for more, message in (
+        ([tmp_path / "nowhere"], "no utterance with words in"),
+        ([corpus / "all.jsonl", "--output", "x.txt"], "--output x.txt must end in .tsv or .jsonl"),
+        ([corpus / "all.jsonl", "--output", tmp_path / "n/x.tsv"], "n is no folder"),
+        ([corpus / "all.jsonl", "--ngram", "x"], "--ngram needs --beam"),
+    ):
+        run([*command, *more], 2)
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,426 @@
+"""Are words where they were said, with their punctuation and confidences, and do files give back what was written?"""
+
+import itertools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_rnnt import MonotonicRNNTLoss, RNNTLoss, TDTLoss, decode, timing
+from jax_rnnt.timing import Interval
+
+HOP = {"hop": 0.01, "subsampling": 4}
+UNIT = {"hop": 1.0}
+
+
+def said(texts, mark="▁", frames=None, **options):
+    """(text, start, end) of words of labels with these texts, one a frame."""
+    frames = range(len(texts)) if frames is None else frames
+    found = timing.words([*range(len(texts))], [*frames], texts, mark=mark, **UNIT | options)
+    return [(x.text, x.start, x.end) for x in found]
+
+
+# -------------------------------------------------------------------------------------------------------- spellings
+
+
+def test_marks():
+    """Written by hand: where words begin and end, one frame a label."""
+    assert said(["▁he", "l", "lo", "▁wor", "ld"]) == [("hello", 0, 3), ("world", 3, 5)]
+    assert said(["lo", "▁", "wor", "▁▁x"]) == [("lo", 0, 1), ("wor", 2, 3), ("x", 3, 4)]  # begins within a word
+    assert said(["hel", "##lo", "wor", "##ld"], "##") == [("hello", 0, 2), ("world", 2, 4)]
+    assert said(["##lo", "a"], "##") == [("lo", 0, 1), ("a", 1, 2)]
+    assert said(["hel@@", "l@@", "o", "wor@@"], "@@") == [("hello", 0, 3), ("wor", 3, 4)]
+    assert said([*" hi  yo "], " ") == [("hi", 1, 3), ("yo", 5, 7)]
+    assert said(["a", "|", "b"], "|") == [("a", 0, 1), ("b", 2, 3)]
+    assert said(["▁你", "好", " ", "は", "ก", "\u0e34"], None) == [
+        ("你", 0, 1),
+        ("好", 1, 2),
+        ("は", 3, 4),
+        ("ก\u0e34", 4, 6),  # a vowel sign belongs to its consonant
+    ]
+    assert said(["▁a", None, "", "b"]) == [("ab", 0, 4)]
+    assert said([]) == said(["▁", None]) == []
+
+
+def test_punctuation():
+    """It takes no time. Without a word of its own it joins the word before, and an opening bracket the next one."""
+    assert said(["▁well", ",", "▁yes", ".", "..."]) == [("well,", 0, 1), ("yes....", 2, 3)]
+    assert said(['▁"', "so", '"', "▁–", "▁so"]) == [('"so"–', 1, 2), ("so", 4, 5)]
+    assert said([*"don't, dogs' "], " ") == [("don't,", 0, 5), ("dogs'", 7, 11)]
+    assert said(["(", "a", ")", "¿", "b", "?"], "##") == [("(a)¿", 1, 2), ("b?", 4, 5)]
+    assert said(["(", ".", "a", "«", "!"], "##") == [("(.a«!", 2, 3)]
+    assert said(["「", "好", "」", "。"], None) == [("「好」。", 1, 2)]
+    assert said(["▁50", "%", "▁％", "▁&"]) == [("50%", 0, 2), ("％", 2, 3), ("&", 3, 4)]  # these are spoken
+    assert said(["▁.", "▁!"]) == []
+
+
+def test_commas_move_nothing():
+    """Punctuation and spaces anywhere among the labels change no time of any word, whatever frames they share."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        letters = [*rng.choice(["▁a", "▁b", "c", "d"], rng.integers(1, 12))]
+        frames = np.sort(rng.integers(0, 12, len(letters))).tolist()
+        longs = rng.integers(0, 4, len(letters)).tolist()
+        plain = said(letters, frames=frames, durations=longs)
+        texts, many, durations = [], [], []
+        for letter, frame, long, following in zip(letters, frames, longs, [*frames[1:], 20]):
+            texts, many, durations = [*texts, letter], [*many, frame], [*durations, long]
+            for _ in range(rng.integers(0, 3)):
+                texts.append(str(rng.choice([",", ".", "?"])))
+                many.append(int(rng.integers(many[-1], following + 1)))
+                durations.append(int(rng.integers(0, 9)))
+        found = said(texts, frames=many, durations=durations)
+        assert [x[1:] for x in found] == [x[1:] for x in plain]
+        assert [re.sub(r"[,.?]", "", x[0]) for x in found] == [x[0] for x in plain]
+        assert all(start < end for _, start, end in found)
+        assert all(a[2] <= b[1] for a, b in itertools.pairwise(found))
+
+
+def test_one_frame_and_durations():
+    """Words of one frame share it; a label of a TDT lasts as many frames as it reads, up to the next label."""
+    assert said(["▁a", "b", ",", "▁c", " ", "d"], frames=[3] * 6) == [("ab,", 3, 3.5), ("cd", 3.5, 4)]
+    durations = [4, 0, 2, 1]
+    assert said(["▁a", "▁b", "c", "."], frames=[0, 4, 4, 6], durations=durations) == [("a", 0, 4), ("bc.", 4, 6)]
+    assert said(["▁a", "▁b"], frames=[0, 3], durations=[5, 1]) == [("a", 0, 3), ("b", 3, 4)]
+    shifted = timing.words([0], [5], ["▁a"], hop=0.01, subsampling=8, offset=100.0)
+    np.testing.assert_allclose(shifted[0][:2], [100.4, 100.48])
+
+
+@pytest.mark.parametrize(("how", "expected"), [("min", [0.5, 0.25]), ("mean", [0.75, 0.25]), ("product", [0.5, 0.25])])
+def test_confidences(how, expected):
+    """Of the labels that are heard; padding is not read."""
+    labels, sure = [0, 1, 4, 2, 3, -1, -1], np.array([1.00001, 0.5, 0.1, 0.0, 0.25, np.nan, -7], np.float32)
+    frames, vocabulary = [0, 1, 2, 3, 4, -1, -1], ["▁a", "b", "▁", "c", ","]
+    found = timing.words(labels, frames, vocabulary, confidences=jnp.asarray(sure), how=how, **UNIT)
+    assert [x.text for x in found] == ["ab,", "c"] and [x.confidence for x in found] == expected
+    assert timing.words(labels, frames, vocabulary, **UNIT)[0].confidence is None
+
+
+BAD_WORDS = [
+    ({"labels": [[0]]}, r"labels must have shape \[L\].*got \(1, 1\)"),
+    ({"labels": [0.5, 1]}, "labels must have an integer dtype"),
+    ({"labels": [0, 9]}, r"labels must be in \[0, 3\).*got \[0, 9\]"),
+    ({"labels": [-1, 0]}, r"labels must be in .* -1 at the end alone, got \[-1, 0\]"),
+    ({"labels": [0, -2]}, r"labels .*-1 at the end alone, got \[0, -2\]"),
+    ({"vocabulary": ["▁a", 7]}, "vocabulary must hold str or None, got 7"),
+    ({"vocabulary": ["▁a", "b▁c"]}, "labels .*mark '▁' at one end alone, got 'b▁c'"),
+    ({"frames": [1, 0]}, r"frames must be 0 or more and never go back, without padding, got \[1, 0\]"),
+    ({"frames": [1]}, r"frames must have shape \[L\] = \(2,\), as labels, got \(1,\)"),
+    ({"durations": [1.5, 1.0]}, "durations must have an integer dtype"),
+    ({"confidences": [-0.1, 0.5]}, r"confidences must be 0 or more, .*exp of log-prob.*got \[-0.1, 0.5\]"),
+    ({"confidences": [math.nan, 0.5]}, "confidences must be 0 or more"),
+    ({"confidences": [1, 1]}, "confidences must have a floating dtype"),
+    ({"mark": ""}, "mark must be None or a str .* got ''"),
+    ({"mark": 3}, "mark must be None or a str .* got 3"),
+    ({"how": "max"}, "how must be .*got 'max'"),
+    ({"hop": 0}, "hop must be a positive number"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_WORDS)
+def test_bad_words(change, message):
+    good = {"labels": [0, 1], "frames": [0, 1], "vocabulary": ["▁a", "b", "c"], **UNIT}
+    with pytest.raises((TypeError, ValueError), match=f"words: {message}"):
+        timing.words(**good | change)
+
+
+# ----------------------------------------------------------------------------------------- recordings that are joined
+
+VOCABULARY = ["▁one", "▁t", "wo", ",", "▁three", None]
+SPOKEN = [[("one", 2, 3)], [("two,", 1, 4)], [("three", 0, 1), ("one,", 4, 5)], []]  # frames of words in 8 frames
+LABELS = [[(0, 2)], [(1, 1), (2, 3), (3, 5)], [(4, 0), (0, 4), (3, 4)], []]  # and of their labels
+
+
+DURATIONS = (1, 2, 4)
+
+
+def joined(rng):
+    """12 recordings one after another, with sure labels: (labels, their frames, words in frames, number of frames)."""
+    labels, frames, expected = [], [], []
+    for start, i in enumerate(rng.integers(0, 4, 12)):
+        labels += [label for label, _ in LABELS[i]]
+        frames += [8 * start + frame for _, frame in LABELS[i]]
+        expected += [(text, 8 * start + begin, 8 * start + end) for text, begin, end in SPOKEN[i]]
+    return labels, frames, expected, 12 * 8
+
+
+def planted(labels, frames, size, reads=None):
+    """Rows [1, T, V or V + D]: a blank everywhere, but labels on their frames, with the durations that they read."""
+    tokens, lengths = np.full((size, len(VOCABULARY)), -9.0), np.full((size, len(DURATIONS)), -9.0)
+    tokens[:, -1] = lengths[:, 0] = 0
+    for label, frame, length in zip(labels, frames, reads or labels):
+        tokens[frame, label] = 9.0
+        if reads:
+            lengths[frame, DURATIONS.index(length)] = 9.0
+    return np.concatenate([tokens, lengths][: 2 if reads else 1], 1)[None]
+
+
+def test_joined_recordings():
+    """Forced alignment, both searches and parts of a stream have every word in its place, a TDT by its durations."""
+    labels, frames, expected, size = joined(np.random.default_rng(1))
+    room, lengths, clock = len(labels) + 3, np.array([size]), {"hop": 0.01, "subsampling": 4, "offset": 2.0}
+
+    def check(labels, frames, expected=expected, **options):
+        found = timing.words(labels, frames, VOCABULARY, **clock, **options)
+        assert [x.text for x in found] == [x[0] for x in expected]
+        np.testing.assert_allclose([x[:2] for x in found], [[2 + 0.04 * t for t in x[1:]] for x in expected], atol=1e-9)
+        assert options == {} or all(x.confidence > 0.9 for x in found)
+
+    logits = np.repeat(planted([], [], size)[0][:, None], len(labels) + 1, 1)
+    logits[frames, range(len(labels)), labels] = 9.0
+    check(labels, RNNTLoss().align(logits, np.array(labels), size, len(labels)).frames)
+
+    # A label reads its frame, so a comma on the frame of its word comes on the next one.
+    later = [frame + (label == 3 and frame in frames[:i]) for i, (label, frame) in enumerate(zip(labels, frames))]
+    rows, part = planted(labels, later, size), 7
+    network = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.zeros((len(labels), 6)), state), start=5)
+    model, sure = (MonotonicRNNTLoss(), jnp.add, network), decode.Entropy()
+    found = decode.greedy(*model, rows, lengths, room, confidence=sure)
+    check(found.labels[0], found.frames[0], confidences=found.label_confidences[0])
+    lists = decode.beam(*model, rows, lengths, room, 2)
+    check(lists.labels[0, 0], lists.frames[0, 0], confidences=np.exp(lists.label_log_probs[0, 0]))
+    search = jax.jit(lambda x, n, state: decode.greedy(*model, x, n, room, state=state))
+    state, parts = None, []
+    for begin in range(0, size, part):
+        here = np.pad(rows[:, begin : begin + part], [(0, 0), (0, max(begin + part - size, 0)), (0, 0)])
+        parts.append(search(here, np.array([min(part, size - begin)]), state))
+        state = parts[-1].state
+    kept = [[x[i][0, : int(x.counts[0])] for x in parts] for i in (0, 1)]
+    check(*map(np.concatenate, kept))
+
+    reads = [max(d for d in DURATIONS if d <= gap) for gap in np.diff([*later, size])]
+    loss, network = (
+        TDTLoss(DURATIONS, blank=5),
+        network._replace(step=lambda state, labels: (jnp.zeros((len(labels), 9)), state)),
+    )
+    found = decode.greedy(loss, jnp.add, network, planted(labels, later, size, reads), lengths, room)
+    assert found.durations[0, : len(reads)].tolist() == reads
+    ends = {frame: frame + length for frame, length in zip(later, reads)}
+    longer = [(text, begin, ends[end - 1]) for text, begin, end in expected]
+    check(found.labels[0], found.frames[0], longer, durations=found.durations[0], confidences=np.ones(room))
+
+
+# ---------------------------------------------------------------------------------------------------------- captions
+
+TALK = [
+    Interval(0.0, 0.5, "so"),
+    Interval(0.5, 0.7, "this,"),
+    Interval(0.7, 1.1, "then"),
+    Interval(1.1, 1.2, "that"),
+    Interval(3.0, 3.1, "yes"),
+    Interval(3.5, 14.0, "no-o-o-o-o-o"),
+    Interval(14.0, 14.04, "end"),
+]
+
+
+def test_captions():
+    """By hand: lines of 10 characters, two of them, silences, and the least and most time on the screen."""
+    found = timing.captions(TALK, line_length=10, lines=2)
+    assert found == [
+        Interval(0.0, 1.2, "so this,\nthen that"),
+        Interval(3.0, 3.5, "yes"),
+        Interval(3.5, 10.5, "no-o-o-o-o-o"),
+        Interval(14.0, 15.0, "end"),
+    ]
+    assert timing.captions(TALK[:4], line_length=7, lines=1, space="", shortest=0) == [
+        Interval(0.0, 0.7, "sothis,"),
+        Interval(0.7, 1.1, "then"),
+        Interval(1.1, 1.2, "that"),
+    ]
+    together = timing.captions(TALK[:5], gap=2.0)
+    assert together == [Interval(0.0, 3.1, "so this, then that yes")]
+    assert [x.text for x in timing.captions(TALK[:4], longest=1.1, shortest=0)] == ["so this, then", "that"]
+    assert timing.captions([]) == []
+
+
+def test_limits_of_captions():
+    """Any words: all of them once and in order, no line or time too long, and captions that never overlap."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        edges = np.cumsum(rng.uniform(0.01, 1.5, 40))
+        words = [Interval(*x, "x" * int(rng.integers(1, 14))) for x in zip(edges[::2], edges[1::2])]
+        length, lines, longest = (int(rng.integers(*x)) for x in ((14, 40), (1, 4), (2, 8)))
+        found = timing.captions(words, line_length=length, lines=lines, longest=longest)
+        assert " ".join(x.text.replace("\n", " ") for x in found) == " ".join(x.text for x in words)
+        assert all(len(line) <= length for x in found for line in x.text.split("\n"))
+        assert all(x.text.count("\n") < lines and 0 < x.end - x.start <= longest + 1e-9 for x in found)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(found))
+
+
+SRT = """1
+00:00:01,000 --> 00:00:02,235
+a <b>
+c & d
+
+2
+00:00:02,235 --> 27:46:40,000
+e
+"""
+VTT = """WEBVTT
+
+00:00:01.000 --> 00:00:02.235
+a &lt;b&gt;
+c &amp; d
+
+00:00:02.235 --> 27:46:40.000
+e
+"""
+
+
+def test_captions_in_files(tmp_path):
+    """By hand; neighbours meet in milliseconds."""
+    captions = [Interval(1.0, 2.23451, "a <b>\nc & d"), Interval(2.23451, 1e5, "e")]
+    timing.write_srt(tmp_path / "x.srt", captions)
+    timing.write_vtt(tmp_path / "x.vtt", captions)
+    assert (tmp_path / "x.srt").read_text() == SRT
+    assert (tmp_path / "x.vtt").read_text() == VTT
+    timing.write_vtt(tmp_path / "x.vtt", [Interval(0, 1, "a --> b")])
+    assert "a --&gt; b" in (tmp_path / "x.vtt").read_text()
+    timing.write_srt(tmp_path / "x.srt", [])
+    assert (tmp_path / "x.srt").read_text() == ""
+
+
+# --------------------------------------------------------------------------------------------------------------- CTM
+
+
+def test_ctm_and_back(tmp_path):
+    """What is read is what was written, in microseconds; neighbours meet in equal numbers, and once more the same."""
+    rng = np.random.default_rng(0)
+    edges = np.cumsum(rng.uniform(1e-3, 0.2, 300))
+    chain = [Interval(*x, "wörd", float(c)) for x, c in zip(itertools.pairwise(edges), rng.random(299))]
+    given = {"a": chain, "b": [Interval(0.1, 0.3, "x"), Interval(0.3, 0.7, "y", 1.0)], "none": []}
+    timing.write_ctm(tmp_path / "x.ctm", given)
+    found = timing.read_ctm(tmp_path / "x.ctm")
+    assert [*found] == ["a", "b"] and found["b"] == given["b"]
+    assert [x.text for x in found["a"]] == ["wörd"] * 299
+    for field in ("start", "end", "confidence"):
+        values = ([getattr(x, field) for x in words] for words in (found["a"], chain))
+        np.testing.assert_allclose(*values, rtol=0, atol=5.01e-7)
+    assert all(x.end == y.start for x, y in itertools.pairwise(found["a"]))
+    timing.write_ctm(tmp_path / "y.ctm", found)
+    assert (tmp_path / "y.ctm").read_bytes() == (tmp_path / "x.ctm").read_bytes()
+
+
+OTHERS = """;; by another program
+7654 A 11.34 0.2 YES -6.763E-1
+7654 A 12 0.34 YOU NA lex spk1
+
+2345 B 0.1 .2 HI 0.5
+7654 A 12.34 0.00 CAN'T 0.5
+"""
+
+
+def test_ctm_of_others(tmp_path):
+    """Comments, empty lines, further columns, overlapping and empty words; the channel, and what is no number."""
+    path = tmp_path / "x.ctm"
+    path.write_text(OTHERS.replace("-6.763E-1", "6.763E-1"), encoding="utf-8-sig")
+    assert timing.read_ctm(path) == {
+        "7654": [
+            Interval(11.34, 11.54, "YES", 0.6763),
+            Interval(12.0, 12.34, "YOU"),
+            Interval(12.34, 12.34, "CAN'T", 0.5),
+        ],
+        "2345": [Interval(0.1, 0.3, "HI", 0.5)],
+    }
+    assert [*timing.read_ctm(path, channel="B")] == ["2345"]
+    bad = {
+        OTHERS: "line 2: expected a confidence that is a finite number, 0 or more, got '-6.763E-1'",
+        "a 1 0 1": r"line 1: expected 5 columns or more \(.*\), got 'a 1 0 1'",
+        "\na 1 * * <ALT_BEGIN>": r"line 2: expected a start .* got '\*'",
+        "a 1 nan 1 x": "expected a start .* got 'nan'",
+        "a 1 sNaN 1 x": "expected a start .* got 'sNaN'",
+        "a 1 0 1e999 x": "expected a duration .* got '1e999'",
+        "a 1 0 -1 x": "expected a duration .* got '-1'",
+        "a 1 0 1 x inf": "expected a confidence .* got 'inf'",
+        "a 1 0 1 x\na 2 0 1 y": "line 2: expected one channel of 'a', or .* channel=, got '1' and '2'",
+    }
+    for text, message in bad.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"read_ctm: .*x\.ctm, {'.*' if message[0] == 'e' else ''}{message}"):
+            timing.read_ctm(path)
+    path.write_bytes(b"a 1 0 1 \xff")
+    with pytest.raises(ValueError, match=r"read_ctm: .*x\.ctm must be in UTF-8"):
+        timing.read_ctm(path)
+
+
+def test_json():
+    words = [Interval(1 / 3, 2 / 3, "a b", np.float32(0.5)), Interval(2 / 3, 1, "c")]
+    read = json.loads(json.dumps(timing.to_json(words), allow_nan=False))
+    assert read == [
+        {"word": "a b", "start": 0.333333, "end": 0.666667, "confidence": 0.5},
+        {"word": "c", "start": 0.666667, "end": 1.0, "confidence": None},
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+WRITERS = {
+    "write_ctm": lambda path, x: timing.write_ctm(path, {"x": x}),
+    "write_textgrid": lambda path, x: timing.write_textgrid(path, {"x": x}, 99.0),
+    "write_srt": timing.write_srt,
+    "write_vtt": timing.write_vtt,
+    "captions": lambda path, x: timing.captions(x),
+    "to_json": lambda path, x: timing.to_json(x),
+}
+BAD_INTERVALS = [
+    [Interval(-0.1, 0.5, "x")],
+    [Interval(math.nan, 0.5, "x")],
+    [Interval(0.0, math.inf, "x")],
+    [Interval(0.5, 0.5, "x")],
+    [Interval(0.5, 0.5 + 4e-7, "x")],
+    [Interval(0.0, 0.5, "x"), Interval(0.4, 0.6, "x")],
+    [Interval(0.5, 0.6, "x"), Interval(0.1, 0.2, "x")],
+    [Interval(0, 1, "x", math.nan)],
+    [Interval(0, 1, "x", -0.1)],
+    [Interval(0, 1, "x", 1.1)],
+    [Interval(0, 1, "x\r")],
+    [Interval(0, 1, "x\u2028y")],
+    [Interval(0, 1, "\ud800")],
+]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_one_check_of_all_writers(name, tmp_path):
+    """All refuse the same times, confidences and texts, and no file is written."""
+    pytest.importorskip("praatio")
+    write, path = WRITERS[name], tmp_path / "file"
+    for bad in BAD_INTERVALS:
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            write(path, bad)
+    for bad in ("abc", 7, {"a": []}, [(0, 1)], ["abc"], [(0, 1, "x", 1, 2)], [(0, 1, 7)], [("0", 1, "x")]):
+        with pytest.raises(TypeError, match=rf"^{name}: "):
+            write(path, bad)
+    assert not path.exists()
+    write(path, [(0, 1, "x"), Interval(np.float32(1), jnp.float32(2), "y", np.float64(0.5))])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: timing.write_srt(path, [Interval(0, 1, "a --> b")]), "write_srt: texts .*without '-->'"),
+        (
+            lambda path: timing.write_srt(path, [Interval(0, 1, "a\n\nb")]),
+            "write_srt: texts .*lines that are not",
+        ),
+        (lambda path: timing.write_vtt(path, [Interval(0, 1, "")]), "write_vtt: texts .*lines that are not empty"),
+        (lambda path: timing.write_vtt(path, [Interval(0, 4e-4, "a")]), "write_vtt: intervals .*a millisecond long"),
+        (lambda path: timing.captions(TALK, line_length=0), "captions: line_length must be 1 or more, got 0"),
+        (lambda path: timing.captions(TALK, lines=1.5), "captions: lines must be an integer"),
+        (lambda path: timing.captions(TALK, gap=math.nan), "captions: gap must be 0 or more and finite, got nan"),
+        (
+            lambda path: timing.captions(TALK, longest=0.5),
+            "captions: longest must be .*no less than shortest, 1.0",
+        ),
+        (lambda path: timing.captions(TALK, longest=0, shortest=0), "captions: longest must be a millisecond or more"),
+        (lambda path: timing.captions(TALK, space=None), "captions: space must be a str, got None"),
+    ],
+)
+def test_bad_captions(tmp_path, call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
