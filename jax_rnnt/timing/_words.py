@@ -1,7 +1,7 @@
 """Labels to words: which labels spell a word, when it is said, and how sure the model is of it."""
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -105,6 +105,8 @@ def words(
 
 def _texts(function: str, labels, count: int, vocabulary) -> list[str]:
     """The texts of the labels before the padding."""
+    if isinstance(vocabulary, Mapping):
+        raise TypeError(f"{function}: vocabulary must be a sequence, the text of each class, got a mapping.")
     names = list(vocabulary)
     if np.any(labels[:count] >= len(names)) or np.any(labels[count:] != -1):
         expected = f"in [0, {len(names)}), the classes of vocabulary, and -1 at the end alone"

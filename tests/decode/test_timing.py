@@ -106,6 +106,7 @@ BAD_WORDS = [
     ({"labels": [0, 9]}, r"labels must be in \[0, 3\).*got \[0, 9\]"),
     ({"labels": [-1, 0]}, r"labels must be in .* -1 at the end alone, got \[-1, 0\]"),
     ({"labels": [0, -2]}, r"labels .*-1 at the end alone, got \[0, -2\]"),
+    ({"vocabulary": {"▁a": 0, "b": 1}}, "vocabulary must be a sequence, .* got a mapping"),
     ({"vocabulary": ["▁a", 7]}, "vocabulary must hold str or None, got 7"),
     ({"vocabulary": ["▁a", "b▁c"]}, "labels .*mark '▁' at one end alone, got 'b▁c'"),
     ({"frames": [1, 0]}, r"frames must be 0 or more and never go back, without padding, got \[1, 0\]"),
