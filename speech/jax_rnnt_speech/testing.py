@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jax_rnnt_speech import config, corpora, errors, ngrams, pictures, pretrained, recognise, texts
+from jax_rnnt_speech import config, corpora, errors, ngrams, pictures, pretrained, recognise, texts, transcripts
 from jax_rnnt_speech.config import UserError, natural
 from jax_rnnt_speech.utterances import Report, shown
 
@@ -140,9 +140,9 @@ def test(args):
     ngrams.check(args)
     if args.output and args.output.suffix not in (".tsv", ".jsonl"):
         raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
-    if args.output and not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output}: {args.output.parent} is no folder")
-    recogniser = pretrained.open_model(args.workdir, args.platform)
+    if args.output:
+        transcripts.place(args.output, args.data)
+    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     given = {name: x for name, x in vars(args).items() if name in OPTIONS}
     result = Test(
         recogniser, args.data, dataclasses.replace(recogniser.config, **given), ngrams.search_of(args, recogniser)
@@ -168,7 +168,7 @@ def add_command(commands):
     parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: pictures and tables for a page")
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    pretrained.add_options(parser)
     ngrams.add_options(parser)
     config.add_options(parser, OPTIONS)
     parser.set_defaults(run=test)
