@@ -170,6 +170,8 @@ def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
     entries = list(recognise.listed(args.files))
+    if not entries:
+        raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
     # On a terminal, but not within the texts. No delay: what is written before a delayed bar leaves a part of it.
     bar = {"unit": "recordings", "mininterval": 1, "leave": False, "file": sys.stderr}
     bar["disable"] = True if not args.output and sys.stdout.isatty() else None
