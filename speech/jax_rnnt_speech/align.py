@@ -6,9 +6,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from jax_rnnt_speech import batches, config, corpora, pretrained, transcripts
+from jax_rnnt_speech import batches, config, corpora, outputs, pretrained, transcripts
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
 
@@ -28,7 +27,7 @@ def align(args):
         x = recogniser.encoded(model, recogniser.inputs(batch, corpus.device), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    bar = tqdm(total=len(data.labels), unit="utterances", delay=2, mininterval=1, leave=False, file=sys.stderr)
+    bar = outputs.bar(total=len(data.labels), unit="utterances", disable=None)
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
     with transcripts.writer(args, entries) as write, bar:
         for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):

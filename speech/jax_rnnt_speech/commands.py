@@ -16,6 +16,7 @@ from jax_rnnt_speech import (
     corpora,
     hosts,
     ngrams,
+    outputs,
     pretrained,
     recognise,
     runs,
@@ -172,15 +173,13 @@ def transcribe(args):
     entries = list(recognise.listed(args.files))
     if not entries:
         raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
-    # On a terminal, but not within the texts. No delay: what is written before a delayed bar leaves a part of it.
-    bar = {"unit": "recordings", "mininterval": 1, "leave": False, "file": sys.stderr}
-    bar["disable"] = True if not args.output and sys.stdout.isatty() else None
+    quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
         recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
         recordings = recognise.loaded(entries, recogniser.config.rate)
         results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
-        for i, x in enumerate(tqdm(results, total=len(entries), **bar)):
+        for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech import manifests, texts
+from jax_rnnt_speech import manifests, outputs, texts
 from jax_rnnt_speech.config import UserError, amount, natural, positive
 
 
@@ -184,6 +184,7 @@ def write(path, probabilities, shares):
 
 
 def make(args):
+    outputs.check(args.file, args.sources, option="")
     normalize = texts.normalizer(args.normalize, args.lower)
     sentences = [words for path in args.sources for words in sentences_of(path, normalize) if words]
     if not sentences:

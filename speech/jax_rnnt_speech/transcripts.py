@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt import timing
+from jax_rnnt_speech import outputs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.manifests import Entry
 from jax_rnnt_speech.utterances import shown
@@ -91,18 +91,6 @@ def add_options(parser, formats=FORMATS):
     parser.add_argument("--output", type=Path, metavar="FILE", help=help)
 
 
-def place(path, sources, folder=False):
-    """Raises where --output cannot be written, or is one of the files that are read."""
-    if not path.parent.is_dir():
-        raise UserError(f"--output {path}: {path.parent} is no folder")
-    if path.exists() and path.is_dir() != folder:
-        raise UserError(f"--output {path} must be {'a folder' if folder else 'a file'}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"--output {path} cannot be written")
-    if path.exists() and path.resolve() in {Path(x).resolve() for x in sources}:
-        raise UserError(f"--output {path} is one of the files that are read")
-
-
 def alone(args):
     """Whether --output is the file of one recording."""
     return args.output.suffix.lower() == SUFFIXES[args.format].lower()
@@ -111,7 +99,7 @@ def alone(args):
 def check(args, sources):
     """Raises where options contradict each other, or the output has no place."""
     if args.output:
-        place(args.output, sources, args.format in SUFFIXES and not alone(args))
+        outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
     elif args.format not in LINES:
         kind = f"a file {SUFFIXES[args.format]} or a folder" if args.format in SUFFIXES else "a file"
         raise UserError(f"--format {args.format} needs --output, {kind}")

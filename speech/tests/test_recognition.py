@@ -145,8 +145,13 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("A C\n")
     run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
     assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
-    for sources, message in (([tmp_path / "x"], "x does not exist"), ([tmp_path / "y.txt"], "y.txt is not readable")):
-        run(["ngram", tmp_path / "lm.arpa", *sources], 2)
+    for file, source, message in (
+        ("lm.arpa", "x", "x does not exist"),
+        ("lm.arpa", "y.txt", "y.txt is not readable"),
+        ("t.txt", "t.txt", "t.txt is one of the files that are read"),
+        ("n/lm.arpa", "t.txt", "n is no folder"),
+    ):
+        run(["ngram", tmp_path / file, tmp_path / source], 2)
         error = capsys.readouterr().err
         assert message in error and len(error.strip().splitlines()) == 1
 

@@ -116,6 +116,10 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     run([*command, "--phrases", file, "--checkpoint", "last"])
     x = json.loads(capsys.readouterr().out)
     assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
+    (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
+    run(["test", "--workdir", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file])
+    x = json.loads(capsys.readouterr().out)
+    assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
     for text, message in (
         ("A\tmuch\n", "line 1: expected TEXT, or TEXT, a tab and a number, got 'A\\tmuch'"),
         ("\t1\n", "line 1: expected TEXT"),
