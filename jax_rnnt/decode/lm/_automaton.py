@@ -5,6 +5,7 @@ and so on; the arcs of a root are dense rows. The last column V, no label, is th
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -65,8 +66,18 @@ class Automaton:
         return self.start + 1
 
 
-def follow(arcs: Arcs, state, label):
-    """(scores, states) [N] of one label [N] after each state [N]; label V: the end."""
+def follow(arcs: Arcs, state, label, depth: int | None = None):
+    """(scores, states) [...] of one label [...] after each state [...]; label V: the end.
+
+    `depth`: the most suffixes from a state to its root, if that is known before the program runs. A GPU then has no
+    loops, after each turn of which its host would have to look whether there is another one.
+    """
+    state, label, *_ = _xla.vary_together(state, label, *arcs)
+    unrolled = functools.partial(_follow, depth=depth, unroll=True)
+    return jax.lax.platform_dependent(arcs, state, label, cuda=unrolled, rocm=unrolled, default=_follow)
+
+
+def _follow(arcs, state, label, depth=None, unroll=False):
     halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
     last = arcs.labels.shape[0] - 1
 
@@ -80,7 +91,7 @@ def follow(arcs: Arcs, state, label):
             return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
 
         first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
-        low, _ = jax.lax.fori_loop(0, halvings, halve, (first, end))
+        low, _ = jax.lax.fori_loop(0, halvings, halve, (first, end), unroll=unroll)
         at = jnp.minimum(low, last)
         return (low < end) & (rows_at(arcs.labels, at) == label), at
 
@@ -93,20 +104,36 @@ def follow(arcs: Arcs, state, label):
         state = jnp.where(looking, rows_at(arcs.suffixes, state), state)
         return looking & (state % arcs.states != 0), state, added, arc
 
-    state, label, *_ = _xla.vary_together(state, label, *arcs)
     start = state % arcs.states != 0, state, (0 * state).astype(arcs.scores.dtype), -1 - 0 * state
-    _, state, added, arc = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), back_off, start)
+    if depth is None:
+        _, state, added, arc = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), back_off, start)
+    else:
+        _, state, added, arc = jax.lax.fori_loop(0, depth, lambda _, carry: back_off(carry), start, unroll=True)
     root, at = state // arcs.states, jnp.maximum(arc, 0)
     score = jnp.where(arc < 0, arcs.root_scores[root, label], rows_at(arcs.scores, at))
     return added + score, jnp.where(arc < 0, arcs.root_targets[root, label], rows_at(arcs.targets, at))
 
 
-def score_rows(arcs: Arcs, state):
-    """[N, V]: the scores of all labels after each state [N], in a time that grows with the number of their arcs.
+def score_rows(arcs: Arcs, state, depth: int | None = None):
+    """[N, V]: the scores of all labels after each state [N]; `depth` as for `follow`.
+
+    A GPU looks for each label as `follow` does, all at once, without loops.
+    """
+    state, *_ = _xla.vary_together(state, *arcs)
+
+    def at_once(arcs, state):
+        shape = state.shape[0], arcs.root_scores.shape[1] - 1
+        label = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return _follow(arcs, jnp.broadcast_to(state[:, None], shape), label, depth, True)[0]
+
+    return jax.lax.platform_dependent(arcs, state, cuda=at_once, rocm=at_once, default=_filled_rows)
+
+
+def _filled_rows(arcs: Arcs, state):
+    """`score_rows` in a time that grows with the number of their arcs.
 
     From the longest context to the root: an arc fills its place unless a longer context has.
     """
-    state, *_ = _xla.vary_together(state, *arcs)
     count, columns, dtype = state.shape[0], arcs.root_scores.shape[1], arcs.scores.dtype
     chunk = CHUNK if _checks.smaller(count, 32) else 8 * CHUNK
     beyond = count * columns

@@ -259,6 +259,7 @@ def score_rows(search: Search, encoder, rows):
     moves, labels = search.symbols.scores(logits)
     # The softmax has the maximum of the logits anyhow.
     bad = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
+    labels = labels.rows()
     # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
     return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, search.symbols.confidence(logits)
 

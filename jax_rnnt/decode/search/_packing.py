@@ -46,6 +46,14 @@ def by_platform(rows: int, in_packs, all_rows, *arguments):
     return jax.lax.platform_dependent(*arguments, cpu=in_packs, default=all_rows)
 
 
+def worth_reading(wanted):
+    """Whether networks run in a step where these rows are wanted: on a CPU if any is, elsewhere always.
+
+    A branch would copy all states on a GPU, and few steps have no label.
+    """
+    return jax.lax.platform_dependent(jnp.any(wanted), cpu=lambda some: some, default=jnp.ones_like)
+
+
 def pack_size(rows: int, usual: int) -> int:
     """Rows that a network takes at once, where about `usual` of them are wanted.
 
@@ -158,7 +166,7 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
 
     def all_rows(tree, lag, may_wait):
         target = targets(wanted)
-        tree = jax.lax.cond(jnp.any(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
+        tree = jax.lax.cond(worth_reading(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
         return wanted, target, tree
 
     steps, target, tree = by_platform(batch * width, in_packs, all_rows, tree, lag, may_wait)
