@@ -27,7 +27,7 @@ from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks
 from jax_rnnt.decode.search._hashing import append_label, fingerprints
 from jax_rnnt.decode.search._largest import largest_sums
-from jax_rnnt.decode.search._packing import compute_rows, packs, step_rows
+from jax_rnnt.decode.search._packing import any_or_always, compute_rows, packs, step_rows
 from jax_rnnt.decode.search._search import Search
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
@@ -164,7 +164,8 @@ def step(rules: Rules, state: State) -> State:
     """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
     state, active = advance(rules, state)
     state, scores = score(rules, state, active)
-    candidates = expand(rules, state, active, scores)
+    # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
+    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores))
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
@@ -191,6 +192,7 @@ def advance(rules: Rules, state: State):
     stepped, slot, networks = step_rows(read, networks, label, label >= 0, source, now.slot, may_wait, lag)
     unread = jnp.where(stepped, -1, now.unread)
     active &= ~jnp.any(active & (unread >= 0), 1)[:, None]
+    unread, slot, active = jax.lax.optimization_barrier((unread, slot, active))
     return state._replace(beam=now._replace(unread=unread, slot=slot), networks=networks), active
 
 
@@ -332,8 +334,9 @@ def merged(score, path, identity):
         rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
         return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
 
-    # Outside a branch XLA would compute the identities, hashes among them, again for each pair.
-    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, identity)
+    # Outside a branch XLA for CPUs would compute the identities, hashes among them, again for each pair.
+    some = any_or_always(score > -jnp.inf)
+    return jax.lax.cond(some, add, lambda score, path, _: (score, path), score, path, identity)
 
 
 # -------------------------------------------------------------------------------------------------- keep_best

@@ -23,7 +23,7 @@ from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._entropy import Entropy
-from jax_rnnt.decode.search._packing import worth_reading
+from jax_rnnt.decode.search._packing import any_or_always
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
 
@@ -367,5 +367,5 @@ def advance(rules: Rules, state: State, label) -> State:
         after = _fusion.read(rules.fusion, rules.search, networks, jnp.where(label >= 0, label, 0))
         return replace_rows(label >= 0, after, networks)
 
-    networks = jax.lax.cond(worth_reading(label >= 0), read, lambda networks: networks, state.networks)
+    networks = jax.lax.cond(any_or_always(label >= 0), read, lambda networks: networks, state.networks)
     return state._replace(networks=networks)
