@@ -326,6 +326,15 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return self.normalize
 
     def log_probabilities(self, rows):
+        """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], as `heads` has them."""
+        log_probability, blanks, durations = self.heads(rows)
+        logits = rows[..., : rows.shape[-1] - self.num_durations]
+        tokens = log_probability(logits.astype(accumulation_dtype(rows.dtype)))
+        if self.bernoulli:
+            tokens = jnp.where(one_hot(self.blanks[0], tokens), blanks[0][..., None], tokens)
+        return tokens, durations
+
+    def heads(self, rows):
         """Of rows [..., V + D] of a resolved emission, in plain JAX: (function, of each of `blanks` [...], of all
         durations [..., D]).
 

@@ -167,7 +167,7 @@ class Symbols:
     def scores(self, logits):
         """(log-probability of each move [..., moves] without that of its label, `Labels`)."""
         rows = self.tempered(logits)
-        log_probability, blanks, durations = self.emission.log_probabilities(rows)
+        log_probability, blanks, durations = self.emission.heads(rows)
         all_labels = self.all_labels(durations)
         if self.scoring.token_first:  # the best duration alone
             durations = jnp.where(_model.is_class(peak(durations)[1], durations), durations, -jnp.inf)
