@@ -352,7 +352,10 @@ class Softmax(Rows[jax.Array, jax.Array]):
             return of_token, [of_token(x) for x in blanks], _log_softmax(durations) if self.num_durations else durations
         of_token = functools.partial(_of_row, row_sum(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens)))
         written = jax.nn.log_sigmoid(-blanks[0])
-        of_label = lambda logits: of_token(logits) + (written if logits.ndim == written.ndim else written[..., None])
+
+        def of_label(logits):
+            return of_token(logits) + (written if logits.ndim == written.ndim else written[..., None])
+
         return of_label, [jax.nn.log_sigmoid(blanks[0])], durations
 
     def _attributes(self):

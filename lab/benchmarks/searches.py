@@ -5,13 +5,15 @@
     python lab/benchmarks/searches.py --json FILE         # the counts as JSON
     python lab/benchmarks/searches.py --graphs            # with the option that puts loops into CUDA graphs
 
-`lab/run.sh searches` installs what it compiles with. Programs are compiled ahead of time and their parts counted; nothing
-runs, and nothing is timed. A GPU's program is XLA's sequence of thunks after the pass that makes CUDA graphs. A step is one
-turn of the outermost loop: its condition, its body, and the longer branch of each conditional. Loops inside of it count one
-turn, and `loops` says how many there are. The host waits for a predicate of each loop and conditional that is in no graph.
+`lab/run.sh searches` installs what it compiles with. Programs are compiled ahead of time and their parts counted;
+nothing runs, and nothing is timed. A GPU's program is XLA's sequence of thunks after the pass that makes CUDA graphs. A
+step is one turn of the outermost loop: its condition, its body, and the longer branch of each conditional. Loops inside
+of it count one turn, and `loops` says how many there are. The host waits for a predicate of each loop and conditional
+that is in no graph.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -19,10 +21,6 @@ import re
 import sys
 import tempfile
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2]
-DUMP = tempfile.TemporaryDirectory() if __name__ == "__main__" else None
-if DUMP:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP.name}"
 # Else libtpu asks a metadata server, and waits.
 os.environ |= dict(
     TPU_SKIP_MDS_QUERY="1",
@@ -32,7 +30,7 @@ os.environ |= dict(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     JAX_PLATFORMS="cpu",
 )
-sys.path[:0] = [str(FOLDER), str(FOLDER / "benchmarks")]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +39,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import measure
 from jax_rnnt import LinearJoint, RNNTLoss, TDTLoss, decode
 
+FOLDER = pathlib.Path(__file__).resolve().parents[2]
 T, V, H, LABELS = 250, 1025, 640, 200  # frames, classes, width of all rows, room for labels
 DURATIONS = 0, 1, 2, 3, 4
 GRAPHS = {
@@ -73,11 +71,12 @@ def lstm(weights):
 
 def stateless(weights):
     table, mix = weights
-    rows = lambda labels: jnp.tanh(table[labels].reshape(len(labels), 2 * H) @ mix)
-    return decode.stateless_predictor(rows, 2, start=0)
+    return decode.stateless_predictor(lambda x: jnp.tanh(table[x].reshape(len(x), 2 * H) @ mix), 2, start=0)
 
 
-PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [(2 * H, 4 * H)]), "two LSTMs": (lstm, [(2 * H, 4 * H)] * 2)}
+LAYER = 2 * H, 4 * H
+PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [LAYER]), "two LSTMs": (lstm, [LAYER, LAYER])}
+SEARCHES = {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 8": {"width": 8}}
 
 
 def trigram(labels):
@@ -85,8 +84,9 @@ def trigram(labels):
     lines = [f"-3.0 {i} -0.5" for i in range(1, labels)]
     pairs = [(i, 1 + i * 7 % (labels - 1)) for i in range(1, labels)]
     triples = [(*pair, 1 + sum(pair) % (labels - 1)) for pair in pairs]
-    text = [f"\\data\\\nngram 1={len(lines) + 2}\nngram 2={len(pairs)}\nngram 3={len(triples)}\n\\1-grams:", "-99 <s> -0.5", "-2 </s>"]
-    text += [*lines, "\\2-grams:", *(f"-1.0 {i} {j} -0.5" for i, j in pairs)]
+    counts = f"ngram 1={len(lines) + 2}", f"ngram 2={len(pairs)}", f"ngram 3={len(triples)}"
+    text = ["\\data\\", *counts, "\\1-grams:", "-99 <s> -0.5", "-2 </s>", *lines]
+    text += ["\\2-grams:", *(f"-1.0 {i} {j} -0.5" for i, j in pairs)]
     text += ["\\3-grams:", *(f"-0.5 {i} {j} {k}" for i, j, k in triples), "\\end\\", ""]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trigram.arpa"
@@ -117,9 +117,8 @@ def searches():
     found = {}
     for batch in (1, 16, 128):
         for kind in ("stateless", "LSTM"):
-            options = dict(predictor=kind, batch=batch)
-            for name, more in {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 8": {"width": 8}}.items():
-                found[f"{name}, {kind}, B = {batch}"] = options | more
+            for name, options in SEARCHES.items():
+                found[f"{name}, {kind}, B = {batch}"] = dict(predictor=kind, batch=batch) | options
     large = dict(predictor="two LSTMs", batch=16, classes=8193, tdt=True)
     found |= {"greedy TDT, V = 8193, two LSTMs": large, "beam 4 TDT, V = 8193, two LSTMs": large | {"width": 4}}
     for name, width in (("greedy", 0), ("beam 4", 4)):
@@ -128,7 +127,7 @@ def searches():
 
 
 def compiled(device, name, options, graphs=False):
-    """The program of a search for a device, and where its dump begins to differ from others: its name."""
+    """(the program of a search for a device, the name of its module)"""
     options = options | ({"model": trigram(V)} if options.get("model") else {})
     run, floats, integers = search(name, **options)
     if DEVICES[device] == "tpu":
@@ -137,9 +136,9 @@ def compiled(device, name, options, graphs=False):
         config = (FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("data",)), P())
-    shaped = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    is_shape = lambda x: isinstance(x, tuple)
-    arguments = [*jax.tree.map(lambda x: shaped(x, jnp.float32), floats, is_leaf=is_shape), shaped(integers, jnp.int32)]
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arguments = jax.tree.map(lambda x: shaped(x, jnp.float32), floats, is_leaf=lambda x: isinstance(x, tuple))
+    arguments.append(shaped(integers, jnp.int32))
     gpu = {"xla_gpu_autotune_level": 0} | (GRAPHS if graphs else {})  # to try products would need the GPU
     return jax.jit(run).lower(*arguments).compile(gpu if DEVICES[device] == "cuda" else {}), run.__name__
 
@@ -164,7 +163,7 @@ def parse(text):
         indent = len(line) - len(line.lstrip())
         heading, thunk = re.match(r"\s*([a-z_]\w*):\s*$", line), re.match(r"\s*\d+: k(\w+)", line)
         # The condition of a loop comes first, with the indent of the loop or less.
-        while (thunk or heading and heading[1] != "condition") and path[-1].indent >= indent:
+        while (thunk or (heading and heading[1] != "condition")) and path[-1].indent >= indent:
             path.pop()
         if heading:
             path[-1].heading = heading[1]
@@ -215,11 +214,11 @@ def step_cycles(text):
     return max(sum(map(cycles, loop)) for loop in loops)
 
 
-def counted(device, name, options, graphs=False):
+def counted(dump, device, name, options, graphs=False):
     program, module = compiled(device, f"{name} {device}", options, graphs)
     if DEVICES[device] == "tpu":
         return {"cycles": step_cycles(program.as_text())}
-    files = pathlib.Path(DUMP.name).glob(f"*.jit_{module}.thunk_sequence*.txt")
+    files = pathlib.Path(dump).glob(f"*.jit_{module}.thunk_sequence*.txt")
     last = max(files, key=lambda path: len(path.name))  # where no graph is made there is no second one
     return step_counts(parse(last.read_text()))
 
@@ -227,20 +226,24 @@ def counted(device, name, options, graphs=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("devices", nargs="*", help=", ".join(DEVICES))
-    parser.add_argument("--only", default="", metavar="TEXT", help="searches whose names hold it")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="searches whose names hold it, or another one")
     parser.add_argument("--graphs", action="store_true", help="loops in CUDA graphs")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
     options = parser.parse_args()
     if unknown := {*options.devices} - {*DEVICES}:
         parser.error(f"devices must be among {', '.join(DEVICES)}, got {', '.join(unknown)}")
     counts = {}
-    for name, program in searches().items():
-        if options.only in name:
-            devices = options.devices or DEVICES
-            counts[name] = {device: counted(device, name, program, options.graphs) for device in devices}
-            print(name, counts[name], flush=True)
-    found = {"jax": jax.__version__, "loops in graphs": options.graphs, "steps": counts}
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"  # read at the first compilation
+        )
+        for name, program in searches().items():
+            if any(text in name for text in options.only or [""]):
+                devices = options.devices or DEVICES
+                counts[name] = {device: counted(dump, device, name, program, options.graphs) for device in devices}
+                print(name, counts[name], flush=True)
     if options.json:
+        found = {"jax": jax.__version__, "loops in graphs": options.graphs, "steps": counts}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -12,8 +12,8 @@ BLOCK = 32  # places of a row of which `largest_sums` looks at the maximum first
 def peak(x):
     """(value, place int32) [...] of the maximum of each row of x [..., N]; the first of equal ones.
 
-    XLA compiles an argmax for a CPU as a loop over single numbers: 340 us for 64 rows of 1024, and 80 us here. On a GPU one
-    pass finds both.
+    XLA compiles an argmax for a CPU as a loop over single numbers: 340 us for 64 rows of 1024, and 80 us here. On a
+    GPU one pass finds both.
     """
     places = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
 
@@ -48,7 +48,9 @@ def largest(x, k):
         place = jnp.minimum(jnp.sum(jnp.where(wanted, places, 0), 2, dtype=jnp.int32), size - 1)
         return in_rows(x, place), place
 
-    by_order = lambda x: tuple(jax.lax.top_k(x, k))
+    def by_order(x):
+        return tuple(jax.lax.top_k(x, k))
+
     if size > RANKED:
         return by_order(x)
     return jax.lax.platform_dependent(x, cpu=by_order, default=by_ranks)
