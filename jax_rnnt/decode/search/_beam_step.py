@@ -108,7 +108,7 @@ class Candidates(typing.NamedTuple):
     W that wait, then W of each blank, then W of each arc with a label, as no more than these can stay.
     """
 
-    score: jax.Array  # [B, C]
+    score: Any  # [B, C]
     path_score: jax.Array  # [B, C]
     parent: jax.Array  # [B, C]: the next three as in `Expansion`
     label: jax.Array  # [B, C]

@@ -149,7 +149,7 @@ class Symbols:
 
     def of_move(self, move, numbers):
         """int32 [...]: the one of `numbers`, one for each move, of this move [...]."""
-        found = jnp.full_like(move, numbers[0])
+        found = jnp.full(move.shape, numbers[0], jnp.int32)
         for i, number in enumerate(numbers[1:], 1):
             found = jnp.where(move == i, number, found)
         return found
