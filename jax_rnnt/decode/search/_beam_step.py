@@ -15,6 +15,7 @@ sees two labels, a third of the joint network's rows are left.
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from typing import Any
 
@@ -143,7 +144,7 @@ def first_beam(search: Search, width: int, max_labels: int) -> Beam:
 def as_bits(numbers):
     """int32 [B, W, n or 2 n] of floating-point numbers [B, W, n]: a beam keeps all that labels have in one array."""
     bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
-    return bits.reshape(*numbers.shape[:2], -1)
+    return bits.reshape(*numbers.shape[:2], math.prod(bits.shape[2:]))
 
 
 def of_bits(bits, dtype):

@@ -316,7 +316,8 @@ def most_probable(symbols, scores, labels, allowed, *_):
     for i in range(len(symbols.moves)):  # an argmax would be a kernel of its own on a GPU
         score = scores[..., i] if i < len(symbols.blanks) else scores[..., i] + label_score
         score = jnp.where(allowed[..., i], score, -jnp.inf)
-        move, best = jnp.where(score > best, i, move), jnp.maximum(best, score)
+        better = (score > best) | (jnp.isnan(score) & ~jnp.isnan(best))
+        move, best = jnp.where(better, i, move), jnp.maximum(best, score)
     return best, move, jnp.where(move >= len(symbols.blanks), label, -1), log_prob
 
 

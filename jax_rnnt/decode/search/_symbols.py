@@ -183,7 +183,7 @@ class Symbols:
             if all_labels is not None and is_label:
                 score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
             move_scores.append(score)
-        tokens = rows[..., : rows.shape[-1] - self.emission.num_durations]
+        tokens = rows[..., : rows.shape[-1] - self.emission.num_durations].astype(_model.scores_dtype(rows.dtype))
         labels = Labels(jnp.where(self.is_blank(tokens), -jnp.inf, tokens), log_probability, all_labels)
         return jnp.stack(move_scores, -1), labels
 
