@@ -89,6 +89,7 @@ def add_recognition(commands):
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
     transcripts.add_options(parser)
     ngrams.add_options(parser)
+    config.add_options(parser, {"audio_column"})
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
@@ -111,8 +112,8 @@ def resumed(options, args):
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
         if options.get("steps") == 0 or "train" not in options:
-            raise UserError(f"{args.workdir} has no checkpoint: train first")
-        return Config(**options)
+            raise UserError(f"{args.workdir} has no checkpoint: train first, with all options")
+        return Config(**pretrained.completed(options))
     run.open()
     # A checkpoint of before an option has its default.
     earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
@@ -169,7 +170,8 @@ def transcribe(args):
     ngrams.check(args)
     transcripts.check(args)
     recogniser = pretrained.open_model(args.model, args.platform)
-    entries, for_files = itertools.tee(recognise.listed(args.files))
+    column = getattr(args, "audio_column", recogniser.config.audio_column)
+    entries, for_files = itertools.tee(recognise.listed(args.files, column))
     recordings = recognise.loaded(entries, recogniser.config.rate)
     bad = 0
     with transcripts.writer(args) as write:

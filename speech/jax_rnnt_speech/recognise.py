@@ -35,11 +35,11 @@ class Result(NamedTuple):
     error: str = ""
 
 
-def listed(arguments):
-    """Entries and Faults of audio files, manifests and folders."""
+def listed(arguments, audio_column=""):
+    """Entries and Faults of audio files, manifests and folders, which need no texts."""
     for path in map(Path, arguments):
         if path.is_dir() or {".json", ".jsonl", ".tsv", ".csv"} & set(path.suffixes[-2:]):
-            yield from manifests.read(path)
+            yield from manifests.read(path, audio_column, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")
 
