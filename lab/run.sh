@@ -10,6 +10,7 @@
 #   lab/run.sh fuzz           random calls of the CPU kernels under the same, then of 16 threads under ThreadSanitizer
 #   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
+#   lab/run.sh searches       what a step of the searches launches on an H100 and a B200; cycles of a TPU v5e
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
 #   lab/run.sh mutation       random faults in the Python sources: how many the tests find
 #
@@ -102,6 +103,11 @@ case $mode in
     environment "$PYTHON" '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON
     echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
     JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
+    ;;
+  searches)
+    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
+    JAX_RNNT_REQUIRE=searches build/searches/bin/pytest -q lab/tests/test_searches.py
+    build/searches/bin/python lab/benchmarks/searches.py "$@"
     ;;
   tpu)
     environment "$PYTHON" . 'jax[tpu]'

@@ -62,10 +62,23 @@ def put_hypothesis_rows(x, index, new, rows):
     batch, slots = x.shape[:2]
     if rows is None:
         new = new.reshape(*index.shape, *new.shape[1:])
-        return jax.vmap(lambda x, i, y: x.at[i].set(y, mode="drop"))(x, index, new)
+        return jax.lax.platform_dependent(x, index, new, cpu=put_each, default=put_all)
     first = slots * jnp.arange(batch, dtype=jnp.int32)[:, None]
     index = flat(jnp.where(index < slots, first + index, batch * slots))
     return flat(x).at[rows_at(index, rows)].set(new, mode="drop").reshape(x.shape)
+
+
+@jax.vmap
+def put_each(x, index, new):
+    """x [B, K, ...] with new[b, w] at x[b, index[b, w]]; index K: nowhere."""
+    return x.at[index].set(new, mode="drop")
+
+
+def put_all(x, index, new):
+    """The same by a choice for each of the K, which GPUs and TPUs fuse with what makes the rows, and with its like."""
+    places = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] == index[:, None]
+    rows = take(new, jnp.argmax(places, 2))
+    return jnp.where(jnp.any(places, 2).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), rows, x)
 
 
 def replace_rows(condition, new, old):

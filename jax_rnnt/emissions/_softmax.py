@@ -60,8 +60,13 @@ def _anchor(blanks, bernoulli) -> int:
 
 def _log_softmax(x):
     """Over the last axis of x; NaN where a row holds a NaN or +inf, -inf where all of it is -inf."""
-    row = row_sum(x)
-    return jnp.where(row.bad[..., None], jnp.nan, row.log_probability(x))
+    return _of_row(row_sum(x), x)
+
+
+def _of_row(row, x):
+    """As `RowSum.log_probability`; NaN where a row holds a NaN or +inf."""
+    bad = row.bad if x.ndim == row.bad.ndim else row.bad[..., None]
+    return jnp.where(bad, jnp.nan, row.log_probability(x))
 
 
 def _pick(index, x):
@@ -321,21 +326,37 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return self.normalize
 
     def log_probabilities(self, rows):
-        """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], of a resolved emission.
+        """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], as `heads` has them."""
+        log_probability, blanks, durations = self.heads(rows)
+        logits = rows[..., : rows.shape[-1] - self.num_durations]
+        tokens = log_probability(logits.astype(accumulation_dtype(rows.dtype)))
+        if self.bernoulli:
+            tokens = jnp.where(one_hot(self.blanks[0], tokens), blanks[0][..., None], tokens)
+        return tokens, durations
 
-        NaN in a head that holds a NaN or +inf; in plain JAX.
+    def heads(self, rows):
+        """Of rows [..., V + D] of a resolved emission, in plain JAX: (function, of each of `blanks` [...], of all
+        durations [..., D]).
+
+        The function makes log-probabilities of logits of labels, one of each row [...] or all [..., V]. NaN in a head
+        that holds a NaN or +inf. Those of blanks come from their logits alone: XLA for GPUs would write an array of all
+        tokens to slice it.
         """
         x = rows.astype(accumulation_dtype(rows.dtype))
         tokens, durations = x[..., : x.shape[-1] - self.num_durations], x[..., x.shape[-1] - self.num_durations :]
+        blanks = [tokens[..., blank] for blank in self.blanks]
         if not self.normalize:
-            return tokens, durations
+            return lambda logits: logits.astype(x.dtype), blanks, durations
         if not self.bernoulli:
-            durations = _log_softmax(durations) if self.num_durations else durations
-            return _log_softmax(tokens), durations
-        is_blank = one_hot(self.blanks[0], tokens)
-        z = tokens[..., self.blanks[0], None]
-        labels = _log_softmax(jnp.where(is_blank, -jnp.inf, tokens)) + jax.nn.log_sigmoid(-z)
-        return jnp.where(is_blank, jax.nn.log_sigmoid(z), labels), durations
+            of_token = functools.partial(_of_row, row_sum(tokens))
+            return of_token, [of_token(x) for x in blanks], _log_softmax(durations) if self.num_durations else durations
+        of_token = functools.partial(_of_row, row_sum(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens)))
+        written = jax.nn.log_sigmoid(-blanks[0])
+
+        def of_label(logits):
+            return of_token(logits) + (written if logits.ndim == written.ndim else written[..., None])
+
+        return of_label, [jax.nn.log_sigmoid(blanks[0])], durations
 
     def _attributes(self):
         """Of the kernels, by their names."""

@@ -3,6 +3,7 @@
 B sequences, U labels; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -107,13 +108,33 @@ def windows(targets, history: int, start: int) -> jax.Array:
     return jnp.stack([past[..., i : i + columns] for i in range(history)], -1)
 
 
-def scanned(predictor, targets) -> jax.Array:
-    """Rows [..., U + 1, P] of a predictor that reads the start label and then the targets [..., U]."""
+def layered(predictor, cells, products, targets) -> jax.Array:
+    """Rows [..., U + 1, P] of an LSTM predictor that reads the start label and then the targets [..., U].
+
+    Layer by layer: first the product of the input for all columns, then a loop over these with the product of the state
+    alone. ``products(cell)`` gives both as functions; None for a cell that may do something else.
+    """
     *batch, labels = targets.shape
-    if len(batch) == 1:
+    if len(batch) != 1:
+        rows = layered(predictor, cells, products, targets.reshape(math.prod(batch), labels))
+        return rows.reshape(*batch, *rows.shape[1:])
+    if any(products(cell) is None for cell in cells):
         return predict(predictor, targets)
-    rows = predict(predictor, targets.reshape(math.prod(batch), labels))
-    return rows.reshape(*batch, *rows.shape[1:])
+    targets = jnp.pad(targets, ((0, 0), (1, 0)), constant_values=predictor.start)
+    x = jnp.swapaxes(embedded(predictor.embed, inside(targets, predictor.symbols)), 0, 1)
+    for cell, state in zip(cells, predictor.initial(targets.shape[0]), strict=True):
+        of_input, of_state = products(cell)
+        state = jax.tree.map(lambda x: _xla.batch_like(targets, x), state)
+        _, x = jax.lax.scan(functools.partial(_lstm, cell, of_state), state, of_input(x))
+    return jnp.swapaxes(x, 0, 1)
+
+
+def _lstm(layer, of_state, state, gates):
+    cell, hidden = state
+    read, forget, new, write = jnp.split(gates + of_state(hidden), 4, -1)
+    cell = layer.gate_fn(forget) * cell + layer.gate_fn(read) * layer.activation_fn(new)
+    hidden = layer.gate_fn(write) * layer.activation_fn(cell)
+    return (cell, hidden), hidden
 
 
 def stacked(cells, state, x):

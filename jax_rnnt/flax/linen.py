@@ -228,7 +228,7 @@ class LSTMPredictor(nn.Module):
         targets = _rows.checked("LSTMPredictor", targets)
         if self.is_initializing():  # parameters made inside the scan would leak out of it
             self.step(self.initial(1), jnp.zeros(1, jnp.int32))
-        return _rows.scanned(self, targets)
+        return _rows.layered(self, self.lstm, _products, targets)
 
     def initial(self, batch: int) -> Any:
         """The state before the start label: two arrays [batch, P] for each layer."""
@@ -237,3 +237,19 @@ class LSTMPredictor(nn.Module):
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
         return _rows.stacked(self.lstm, state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))
+
+
+def _products(cell):
+    """As for `_rows.layered`."""
+    if type(cell).__call__ is not nn.OptimizedLSTMCell.__call__:
+        return None
+    parameters = cell.variables["params"]
+
+    def product(kind, x):
+        gates = [parameters[kind + gate] for gate in "ifgo"]
+        kernel = jnp.concatenate([gate["kernel"] for gate in gates], -1)
+        bias = jnp.concatenate([gate["bias"] for gate in gates], -1) if "bias" in gates[0] else None
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=cell.dtype)
+        return x @ kernel if bias is None else x @ kernel + bias[(None,) * (x.ndim - 1)]
+
+    return functools.partial(product, "i"), functools.partial(product, "h")

@@ -283,7 +283,7 @@ class LSTMPredictor(nnx.Module):
 
     def __call__(self, targets: jax.Array) -> jax.Array:
         """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
-        return _rows.scanned(self, _rows.checked("LSTMPredictor", targets))
+        return _rows.layered(self, self._cells(), _products, _rows.checked("LSTMPredictor", targets))
 
     def initial(self, batch: int) -> Any:
         """The state before the start label: two arrays [batch, P] for each layer."""
@@ -291,5 +291,13 @@ class LSTMPredictor(nnx.Module):
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
-        cells = [getattr(self, f"lstm{i}") for i in range(self.layers)]
-        return _rows.stacked(cells, state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))
+        return _rows.stacked(self._cells(), state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))
+
+    def _cells(self):
+        return [getattr(self, f"lstm{i}") for i in range(self.layers)]
+
+
+def _products(cell):
+    """As for `_rows.layered`: adapters in place of the two layers count."""
+    plain = type(cell).__call__ is nnx.OptimizedLSTMCell.__call__
+    return (cell.dense_i, cell.dense_h) if plain else None

@@ -1,5 +1,6 @@
 """Labels to words: which labels spell a word, when it is said, and how sure the model is of it."""
 
+import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +21,7 @@ def words(
     hop: float,
     subsampling: int = 1,
     offset: float = 0.0,
+    end: float | None = None,
     durations=None,
     confidences=None,
     mark: str | None = "▁",
@@ -43,6 +45,9 @@ def words(
         The text of each class; None or an empty one: no text.
     hop, subsampling, offset
         As in `frames_to_seconds`.
+    end : float, optional
+        The second in which the recording ends, and with it a word whose last frame reaches beyond. A word that begins
+        there or later keeps its times: the last frame of an encoder may be padding.
     durations : Array, integer [L], optional
         As in `intervals`.
     confidences : Array, floating [L], optional
@@ -84,6 +89,7 @@ def words(
     if mark is not None and (not isinstance(mark, str) or not mark):
         raise TypeError(f"{function}: mark must be None or a str with a character or more, got {mark!r}.")
     _checks.choice(function, "how", how, tuple(OF_A_WORD))
+    end = math.inf if end is None else float(_checks.number(function, "end", end))
     count = int(np.argmin(np.append(labels, -1) >= 0))
     texts = _texts(function, labels, count, vocabulary)
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
@@ -99,7 +105,9 @@ def words(
     found = []
     for word, own in zip(spelled, heard):
         sure = None if confidences is None else float(OF_A_WORD[how](confidences[own]))
-        found.append(Interval(at[own[0]][0], at[own[-1]][1], "".join(text for _, text in word), sure))
+        first, last = at[own[0]][0], at[own[-1]][1]
+        last = min(last, end) if first < end else last
+        found.append(Interval(first, last, "".join(text for _, text in word), sure))
     return found
 
 

@@ -3,10 +3,11 @@
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import sys
 import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 from jax_rnnt_speech import (
     align,
@@ -15,6 +16,7 @@ from jax_rnnt_speech import (
     corpora,
     hosts,
     ngrams,
+    outputs,
     pretrained,
     recognise,
     runs,
@@ -23,7 +25,7 @@ from jax_rnnt_speech import (
     texts,
     transcripts,
 )
-from jax_rnnt_speech.config import Config, UserError, amount, positive
+from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
 from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
@@ -54,10 +56,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
 
 
-def add_platform(parser):
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
-
-
 def add_train(commands):
     parser = commands.add_parser("train", help="train, or go on, or evaluate with --steps 0")
     parser.add_argument("--config", metavar="FILE", help="JSON with any of the options below, or a name of configs/")
@@ -68,7 +66,7 @@ def add_train(commands):
     parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
     parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
-    add_platform(parser)
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
     help = "of features on disk, or none; default: cache in the workdir"
@@ -88,6 +86,10 @@ def add_recognition(commands):
     parser = commands.add_parser("transcribe", help="texts of audio files")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
     transcripts.add_options(parser)
+    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam in JSON")
+    kinds = ngrams.PROBABILITY, "tsallis", "renyi", "gibbs"
+    help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
+    parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
     ngrams.add_options(parser)
     config.add_options(parser, {"audio_column"})
     parser.set_defaults(run=transcribe)
@@ -98,7 +100,7 @@ def add_recognition(commands):
     live.set_defaults(run=stream)
     for one in (parser, live):
         one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
-        add_platform(one)
+        pretrained.add_options(one)
     other = commands.add_parser("convert", help="write a model that was tuned with its old head for transformers")
     other.add_argument("model", type=Path, help="folder of a training, or of transformers")
     other.add_argument("folder", type=Path, help="to write")
@@ -168,25 +170,27 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
-    transcripts.check(args)
-    recogniser = pretrained.open_model(args.model, args.platform)
-    column = getattr(args, "audio_column", recogniser.config.audio_column)
-    entries, for_files = itertools.tee(recognise.listed(args.files, column))
-    recordings = recognise.loaded(entries, recogniser.config.rate)
+    transcripts.check(args, args.files)
+    entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
+    if not entries:
+        raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
+    quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
-    with transcripts.writer(args) as write:
+    with transcripts.writer(args, entries) as write:
+        recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
+        recordings = recognise.loaded(entries, recogniser.config.rate)
         results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
-        for entry, x in zip(for_files, results):
+        for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
-                print(x.error, file=sys.stderr)
+                tqdm.write(x.error, file=sys.stderr)
                 bad += 1
             else:
-                write(transcripts.transcript(recogniser, entry, x, args.nbest))
+                write(i, transcripts.transcript(recogniser, entries[i], x, args.nbest))
     return 1 if bad else 0
 
 
 def stream(args):
-    recogniser = pretrained.open_model(args.model, args.platform)
+    recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
     live = recognise.Stream(recogniser)
     rate = recogniser.config.rate
     blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)

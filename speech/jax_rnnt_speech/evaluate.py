@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from matplotlib import pyplot as plt
 from rapidfuzz.distance import Levenshtein
-
 from tqdm import tqdm
 
 from jax_rnnt import plot

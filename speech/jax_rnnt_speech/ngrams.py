@@ -1,4 +1,4 @@
-"""Word n-grams of the texts of corpora, and searches with them.
+"""Word n-grams of the texts of corpora; searches with them, and with lists of phrases.
 
     rnnt-speech ngram words.arpa FOLDER/train --lower
 
@@ -11,13 +11,14 @@ import argparse
 import collections
 import dataclasses
 import math
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech import config, manifests, texts
+from jax_rnnt_speech import config, manifests, outputs, texts
 from jax_rnnt_speech.config import UserError, amount, natural, positive
 
 
@@ -42,10 +43,12 @@ class Search:
 
     beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
     ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
-    fusion: tuple = ()  # of (n-gram, weight)
+    fusion: tuple = ()  # of (n-gram or phrases, weight)
+    confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 COLUMNS = "audio_column", "text_column"
+PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "of the n-gram"),
     "word_bonus": (1.5, "nats for each word"),
@@ -58,6 +61,8 @@ def add_options(parser):
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     for name, (default, help) in WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
+    help = "texts to prefer, a line each; a weight behind a tab: nats for each label (1)"
+    parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
 
 
 def check(args):
@@ -68,8 +73,10 @@ def check(args):
                 raise UserError(f"--{name.replace('_', '-')} needs --ngram")
     elif not args.beam:
         raise UserError("--ngram needs --beam")
-    elif not args.ngram.is_file():
-        raise UserError(f"--ngram {args.ngram} is no file")
+    for name in ("ngram", "phrases"):
+        file = getattr(args, name)
+        if file and not file.is_file():
+            raise UserError(f"--{name} {file} is no file")
 
 
 def read(path, recogniser):
@@ -88,13 +95,41 @@ def word_bonus(recogniser):
     return WordBonus(jnp.zeros(recogniser.classes).at[: len(begins)].set(jnp.asarray(begins, jnp.float32)))
 
 
+def phrases(path, recogniser):
+    """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out."""
+    normalize = texts.normalizer(recogniser.config.normalize, recogniser.config.lower)
+    try:
+        lines = list(manifests.lines_of(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--phrases {path} is not readable: {error}") from None
+    found = []
+    for i, line in lines:
+        text, _, weight = line.partition("\t")
+        try:
+            weight = float(weight.strip() or 1)
+        except ValueError:
+            weight = math.nan
+        if not text.strip() or not math.isfinite(weight):
+            raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
+        if labels := recogniser.tokens.encode(normalize(text)):
+            found.append((labels, weight))
+        else:
+            print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
+    if not found:
+        raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
+    return decode.Phrases(*map(list, zip(*found)), classes=recogniser.blank + 1)
+
+
 def search_of(args, recogniser):
     """The Search that the options ask for."""
-    if not args.ngram:
-        return Search(args.beam)
-    chosen = {name: getattr(args, name) for name in WEIGHTS}
-    weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
-    return Search(args.beam, ilm, ((read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)))
+    kind, fusion, ilm = getattr(args, "confidence", PROBABILITY), (), 0.0
+    if args.ngram:
+        chosen = {name: getattr(args, name) for name in WEIGHTS}
+        weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
+        fusion = (read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)
+    if args.phrases:
+        fusion += ((phrases(args.phrases, recogniser), 1.0),)
+    return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind))
 
 
 def sentences_of(path, normalize, columns=()):
@@ -150,6 +185,7 @@ def write(path, probabilities, shares):
 
 
 def make(args):
+    outputs.check(args.file, args.sources, option="")
     normalize = texts.normalizer(args.normalize, args.lower)
     columns = [getattr(args, name, "") for name in COLUMNS]
     sentences = [words for path in args.sources for words in sentences_of(path, normalize, columns) if words]

@@ -29,6 +29,7 @@ class Result(NamedTuple):
     labels: list = ()
     frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
     log_probs: list = ()  # of the labels
+    confidences: list = ()  # of the labels, from 0 to 1
     durations: list = ()  # frames that each label read
     duration: float = 0.0  # seconds of the recording
     nbest: list = ()  # of a beam: (text, score), the best one first
@@ -38,7 +39,8 @@ class Result(NamedTuple):
 def listed(arguments, audio_column=""):
     """Entries and Faults of audio files, manifests and folders, which need no texts."""
     for path in map(Path, arguments):
-        if path.is_dir() or {".json", ".jsonl", ".tsv", ".csv"} & set(path.suffixes[-2:]):
+        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+        if path.is_dir() or suffix in (".json", ".jsonl", ".tsv", ".csv") or path.name == "wav.scp":
             yield from manifests.read(path, audio_column, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")
@@ -103,10 +105,11 @@ def heard(recogniser, waiting, how):
             recogniser.searched.add(batch.shape)
             tqdm.write(f"compiling: a search, {size} x {frames} frames", file=sys.stderr)
         found, others = jax.device_get(recogniser.heard(recogniser.params, batch, lengths, how))
+        sure = np.exp(found.label_log_probs) if how.confidence is None else found.label_confidences
         for row, i in enumerate(chosen):
             count = int(found.counts[row])
-            more = {"labels": found.labels, "frames": found.frames, "log_probs": found.label_log_probs}
-            more |= {"durations": found.durations}
+            more = {"labels": found.labels, "frames": found.frames, "durations": found.durations}
+            more |= {"log_probs": found.label_log_probs, "confidences": sure}
             more = {name: x[row, :count].tolist() for name, x in more.items()}
             if others is not None:
                 listed = zip(*(x[row].tolist() for x in others))

@@ -20,13 +20,14 @@ from jax_rnnt_speech.model import Transducer
 from jax_rnnt_speech.ngrams import Search
 
 GREEDY = Search()
-BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full"
+BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 SAMPLE = 200  # utterances of which statistics are taken
 
 
 def best(hypotheses):
     """The best ones of a beam, [B] of [B, N]."""
-    return hypotheses._replace(**{name: getattr(hypotheses, name)[:, 0] for name in BEST})
+    found = {name: getattr(hypotheses, name) for name in BEST}
+    return hypotheses._replace(**{name: x[:, 0] for name, x in found.items() if x is not None})
 
 
 class Recogniser:
@@ -124,10 +125,10 @@ class Recogniser:
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
-        loss, options = self.variant.loss, {"max_symbols": limit, "state": state}
+        loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
+        options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         if not how.beam:
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
-        options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
         return hypotheses if every else best(hypotheses)
 

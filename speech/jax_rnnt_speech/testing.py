@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from jax_rnnt_speech import config, corpora, errors, ngrams, pictures, pretrained, recognise, texts
+from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pictures, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
 from jax_rnnt_speech.utterances import Report, shown
 
@@ -34,7 +33,7 @@ class Test:
         self.listed = [(corpus, i) for corpus in corpora_of for i in range(len(corpus.utterances))]
         normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
-        bar = tqdm(found, "utterances", len(self.listed), delay=2, mininterval=1, file=sys.stderr)
+        bar = outputs.bar(found, "utterances", len(self.listed), disable=None)
         for (corpus, i), x in zip(self.listed, bar):
             utterance = corpus.utterances[i]
             if (corpus, i) in self.unread:
@@ -63,6 +62,8 @@ class Test:
                 else corpora.Recordings(path, settings, testing=True)
             )
         except UserError as error:
+            if len(self.paths) == 1:
+                raise
             print(f"rnnt-speech: {error}", file=sys.stderr)
             self.report.add("not readable", path)
             return None
@@ -140,9 +141,11 @@ def test(args):
     ngrams.check(args)
     if args.output and args.output.suffix not in (".tsv", ".jsonl"):
         raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
-    if args.output and not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output}: {args.output.parent} is no folder")
-    recogniser = pretrained.open_model(args.workdir, args.platform)
+    if args.output:
+        outputs.check(args.output, args.data)
+    if args.pictures:
+        outputs.check(args.pictures, args.data, True, "--pictures")
+    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     given = {name: x for name, x in vars(args).items() if name in OPTIONS}
     result = Test(
         recogniser, args.data, dataclasses.replace(recogniser.config, **given), ngrams.search_of(args, recogniser)
@@ -168,7 +171,7 @@ def add_command(commands):
     parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: pictures and tables for a page")
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    pretrained.add_options(parser)
     ngrams.add_options(parser)
     config.add_options(parser, OPTIONS)
     parser.set_defaults(run=test)

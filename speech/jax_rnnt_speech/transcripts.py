@@ -1,121 +1,170 @@
-"""Words with times and confidence, and the forms in which programs read them."""
+"""Words with times and confidences, and the forms in which programs read them."""
 
 import collections
 import contextlib
+import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt import metrics, timing
-from jax_rnnt_speech.config import UserError, natural
+from jax_rnnt import timing
+from jax_rnnt_speech import outputs
+from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.manifests import Entry
+from jax_rnnt_speech.utterances import shown
 
-FORMATS = "text", "json", "jsonl", "ctm", "textgrid"
-
-
-class Word(NamedTuple):
-    word: str
-    start: float  # seconds from the start of the file
-    end: float
-    confidence: float | None  # the least probability of its labels
+LINES = "text", "json", "jsonl"  # written as they come
+# What has a file for each recording.
+SUFFIXES = {"srt": ".srt", "vtt": ".vtt", "textgrid": ".TextGrid"}
+FORMATS = *LINES, "ctm", *SUFFIXES
+SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
+DIGITS = 6  # of a confidence
 
 
 class Transcript(NamedTuple):
-    file: str
     text: str
     duration: float  # seconds of the recording, or of its segment
-    words: list
+    words: list  # of timing.Interval, in seconds from the start of the file
     nbest: list | None = None  # of {"text", "score"}
-    name: str = ""  # of the recording in a corpus
 
-    def object(self):
-        x = {"file": self.file, "text": self.text, "duration": round(self.duration, 3)}
-        x["words"] = [word._asdict() for word in self.words]
+    def object(self, entry):
+        x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
+        x["words"] = timing.to_json(self.words)
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
-def word_of_label(tokens, labels):
-    """The number of the word that each label belongs to; -1 for a separator alone."""
-    pieces, numbers, word, begun = tokens.labels(), [], -1, False
-    for label in labels:
-        piece = pieces[label] or ""
-        begun = begun or piece.startswith(tokens.separator) or word < 0
-        empty = not piece.replace(tokens.separator, "")
-        word += begun and not empty
-        begun = begun and empty
-        numbers.append(-1 if empty else word)
-    return numbers
+def words(recogniser, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
+    """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
 
-
-def words(recogniser, labels, frames, log_probs=None, durations=None, start=0.0, end=None):
-    """The Words of an utterance, from the encoder frames of its labels. It begins and ends at seconds of its file."""
+    The last frame may reach beyond the recording, or begin at its end. No word does.
+    """
     if not len(labels):
         return []
-    durations = None if durations is None else np.array(durations, np.int32)
-    spoken = timing.intervals(np.array(frames, np.int32), [""] * len(labels), hop=recogniser.seconds, offset=start,
-                              durations=durations)  # fmt: skip
-    numbers, groups = np.array(word_of_label(recogniser.tokens, labels), np.int32), collections.defaultdict(list)
-    for i, number in enumerate(numbers):
-        groups[int(number)].append(i)
-    groups.pop(-1, None)
-    sure = [None] * len(groups)
-    if log_probs is not None:
-        sure = metrics.word_confidence(np.array(labels), np.array(log_probs, float), np.array(len(labels)), numbers)
-    found = []
-    for places, confidence in zip(groups.values(), sure):
-        first, last = spoken[places[0]].start, spoken[places[-1]].end
-        last = last if end is None or end <= first else min(last, end)  # its frame may reach beyond the recording
-        text = recogniser.tokens.decode([labels[i] for i in places]).strip()
-        confidence = None if confidence is None else round(confidence, 4)
-        found.append(Word(text, round(first, 6), round(last, 6), confidence))
-    return found
+    if math.isfinite(duration):
+        frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / recogniser.seconds) - 1, 0))
+    integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
+    labels, frames, durations = integers
+    confidences = None if confidences is None else np.array(confidences, float)
+    tokens, clock = recogniser.tokens, {"hop": recogniser.seconds, "offset": start}
+    found = timing.words(labels, frames, tokens.labels(), **clock, durations=durations, confidences=confidences,
+                         mark=tokens.separator)  # fmt: skip
+    begin, end = start + float(frames[-1]) * recogniser.seconds, max((x.end for x in found), default=0.0)
+    share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
+
+    def inside(x):
+        return x if x <= begin else begin + share * (x - begin)
+
+    def rounded(x):
+        return None if x is None else round(x, DIGITS)
+
+    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
+
+
+@contextlib.contextmanager
+def in_a_line(name):
+    """What the library cannot write, or make words of, is an error of the user's."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def transcript(recogniser, entry, result, nbest=0):
     """The Transcript of a Result of an Entry."""
-    timed = words(recogniser, result.labels, result.frames, result.log_probs, result.durations, entry.start,
-                  entry.start + result.duration)  # fmt: skip
+    heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
-    return Transcript(str(entry.audio), result.text, result.duration, timed, best, entry.name)
+    with in_a_line(shown(entry.name)):
+        timed = words(recogniser, *heard, entry.start, result.duration)
+    return Transcript(result.text, result.duration, timed, best)
 
 
-def add_options(parser):
-    parser.add_argument("--format", choices=FORMATS, default="text", help="(%(default)s); textgrid: a file for each")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file, or folder of --format textgrid")
-    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam in JSON")
+# ------------------------------------------------------------------------------------------------------------- options
 
 
-def check(args):
+def add_options(parser, formats=FORMATS):
+    parser.add_argument("--format", choices=formats, default=formats[0], help="(%(default)s)")
+    help = "file, which is overwritten; of --format srt, vtt and textgrid also a folder, with a file a recording"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=help)
+
+
+def alone(args):
+    """Whether --output is the file of one recording."""
+    return args.output.suffix.lower() == SUFFIXES[args.format].lower()
+
+
+def check(args, sources):
     """Raises where options contradict each other, or the output has no place."""
-    kind = "a folder" if args.format == "textgrid" else "a file"
-    if args.format in ("ctm", "textgrid") and not args.output:
+    if args.output:
+        outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
+    elif args.format not in LINES:
+        kind = f"a file {SUFFIXES[args.format]} or a folder" if args.format in SUFFIXES else "a file"
         raise UserError(f"--format {args.format} needs --output, {kind}")
-    if args.output and not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output}: {args.output.parent} is no folder")
-    if args.output and (args.output.is_file() if args.format == "textgrid" else args.output.is_dir()):
-        raise UserError(f"--output {args.output} must be {kind}")
     if getattr(args, "nbest", 0) and (not args.beam or args.format not in ("json", "jsonl")):
         raise UserError("--nbest needs --beam, and --format json or jsonl")
+    if getattr(args, "nbest", 0) > getattr(args, "beam", 0):
+        raise UserError(f"--nbest {args.nbest}: --beam {args.beam} has fewer hypotheses")
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def recordings(entries, clean=str):
+    """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
+
+    Where segments of a file overlap, each has its own name. `clean` makes a text one that can be written.
+    """
+    files = collections.defaultdict(list)
+    for i, x in enumerate(entries):
+        if isinstance(x, Entry):
+            files[str(x.audio)].append(i)
+    stems, names, used = collections.Counter(clean(Path(file).stem) for file in files), {}, set()
+
+    def unused(name):
+        name = clean(name.strip("/").replace("/", "_"))
+        chosen = next(x for x in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if x not in used)
+        used.add(chosen)
+        return chosen
+
+    for file, members in files.items():
+        stem = Path(file).stem
+        base = stem if stems[clean(stem)] == 1 else file
+        pairs = itertools.pairwise(sorted((entries[i] for i in members), key=lambda x: x.start))
+        overlap = any(b.start < (math.inf if a.end is None else a.end) for a, b in pairs)
+        if overlap:
+            names |= {i: unused(entries[i].name.replace(file, base)) for i in members}
+        else:
+            names |= dict.fromkeys(members, unused(base))
+    return names
 
 
 @contextlib.contextmanager
-def writer(args):
-    """A function that takes Transcripts one by one, and writes what --format says. Raises where it got none."""
-    kept, count = [], 0
+def writer(args, entries):
+    """A function of (place in entries, Transcript) that writes what --format says. Raises where it is never called."""
+    names = recordings(entries, (lambda x: "_".join(shown(x).split())) if args.format == "ctm" else shown)
+    if args.output and args.format in SUFFIXES and alone(args) and len(set(names.values())) > 1:
+        raise UserError(f"--output {args.output} is the file of one recording, got {len(set(names.values()))}: "
+                        f"name a folder")  # fmt: skip
+    kept, count = collections.defaultdict(list), 0
     with contextlib.ExitStack() as stack:
         file = None
 
-        def write(x):
+        def write(i, x):
             nonlocal count, file
             count += 1
-            if args.format in ("ctm", "textgrid"):
-                kept.append(x)
+            if args.format not in LINES:
+                kept[names[i]].append((entries[i].start + x.duration, x.words))
                 return
             if file is None:
                 file = stack.enter_context(args.output.open("w", encoding="utf-8")) if args.output else sys.stdout
-            line = json.dumps(x.object(), ensure_ascii=False) if "json" in args.format else f"{x.name}\t{x.text}"
+            if args.format == "text":
+                line = f"{shown(entries[i].name)}\t{x.text}"
+            else:
+                with in_a_line(shown(entries[i].name)):
+                    line = json.dumps(x.object(entries[i]), ensure_ascii=False)
             before = "" if args.format != "json" else "[" if count == 1 else ",\n"
             print(before + line, end="" if args.format == "json" else "\n", file=file, flush=True)
 
@@ -124,26 +173,23 @@ def writer(args):
             raise UserError("no recording could be used")
         if args.format == "json":
             print("]", file=file, flush=True)
-    if kept:
-        write_intervals(args, kept)
+        if kept:
+            with in_a_line(f"--format {args.format}"):
+                write_files(args, kept)
 
 
-def write_intervals(args, transcripts):
-    """CTM or TextGrids of the recordings; segments of one file are joined."""
-    spoken, seconds = collections.defaultdict(list), collections.defaultdict(float)
-    names = {Path(x.file).stem for x in transcripts}
-    unique = len(names) == len({x.file for x in transcripts})
-    for x in transcripts:
-        name = "_".join((Path(x.file).stem if unique else x.file.strip("/").replace("/", "_")).split())
-        spoken[name] += [timing.Interval(*y[1:3], y.word) for y in x.words]
-        seconds[name] = max(seconds[name], x.duration, *(y.end for y in spoken[name]))
-    spoken = {name: sorted(x) for name, x in spoken.items()}
-    try:
-        if args.format == "ctm":
-            timing.write_ctm(args.output, spoken)
-            return
+def write_files(args, kept):
+    """Of {name: [(second of the end, words)]}."""
+    spoken = {name: sorted(itertools.chain(*(x for _, x in parts))) for name, parts in kept.items()}
+    if args.format == "ctm":
+        timing.write_ctm(args.output, spoken)
+        return
+    single = alone(args)
+    if not single:
         args.output.mkdir(exist_ok=True)
-        for name, x in spoken.items():
-            timing.write_textgrid(args.output / f"{name}.TextGrid", {"words": x}, seconds[name])
-    except ValueError as error:
-        raise UserError(f"--format {args.format}: {error}") from None
+    for name, found in spoken.items():
+        path = args.output if single else args.output / f"{name}{SUFFIXES[args.format]}"
+        if args.format == "textgrid":
+            timing.write_textgrid(path, {"words": found}, max(end for end, _ in kept[name]))
+        else:
+            {"srt": timing.write_srt, "vtt": timing.write_vtt}[args.format](path, timing.captions(found))

@@ -121,10 +121,13 @@ def test_speakers(tmp_path):
 def test_what_cannot_be_tested(corpus, trained, tmp_path, capsys):
     command = ["test", "--workdir", trained[0]]
     for more, message in (
-        ([tmp_path / "nowhere"], "no utterance with words in"),
+        ([tmp_path / "nowhere"], "nowhere does not exist"),
+        ([corpus / "all.jsonl", "--output", corpus / "all.jsonl"], "all.jsonl is one of the files that are read"),
+        ([corpus / "all.jsonl", "--pictures", corpus / "all.jsonl"], "all.jsonl must be a folder"),
         ([corpus / "all.jsonl", "--output", "x.txt"], "--output x.txt must end in .tsv or .jsonl"),
         ([corpus / "all.jsonl", "--output", tmp_path / "n/x.tsv"], "n is no folder"),
         ([corpus / "all.jsonl", "--ngram", "x"], "--ngram needs --beam"),
     ):
         run([*command, *more], 2)
-        assert message in capsys.readouterr().err.strip().splitlines()[-1]
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1

@@ -2,11 +2,14 @@
 
 import json
 import types
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from praatio import textgrid
 
+from jax_rnnt import decode, timing
 from jax_rnnt_speech import transcripts
 from support import asr, run
 
@@ -21,16 +24,111 @@ def test_words(text):
         labels = [int(x) for x in tokens.encode(text)]
         recogniser = types.SimpleNamespace(tokens=tokens, seconds=0.5)
         frames = 2 * np.arange(len(labels))
-        found = transcripts.words(recogniser, labels, frames, np.log(0.5 + 0.01 * frames), start=10.0)
-        assert [x.word for x in found] == text.split()
+        found = transcripts.words(recogniser, labels, frames, 0.5 + 0.01 * frames, start=10.0)
+        assert [x.text for x in found] == text.split()
         if tokens is characters:
             first = {i for i, x in enumerate(text) if x != " " and (not i or text[i - 1] == " ")}
             last = {i for i, x in enumerate(text) if x != " " and text[i + 1 : i + 2] in ("", " ")}
             assert [x.start for x in found] == [10.0 + i for i in sorted(first)]
             assert [x.end for x in found] == [10.5 + i for i in sorted(last)]
             assert [x.confidence for x in found] == [round(0.5 + 0.02 * i, 4) for i in sorted(first)]
-    recogniser = types.SimpleNamespace(tokens=characters, seconds=0.5)
-    assert transcripts.words(recogniser, [0], [3], durations=[4], end=3.1) == [("A", 1.5, 3.1, None)]
+
+
+def test_words_end_with_their_recording():
+    """No word reaches beyond it, also where a frame begins at its end; words of one frame share what is left of it."""
+    recogniser = types.SimpleNamespace(tokens=asr.tokens.Characters("AB "), seconds=0.5)
+    for labels, frames, durations, length, expected in (
+        ([0], [3], [4], 3.1, [("A", 1.5, 3.1)]),
+        ([0, 2, 1], [3, 3, 3], None, 1.7, [("A", 1.5, 1.6), ("B", 1.6, 1.7)]),
+        ([0, 2, 1], [1, 4, 4], None, 2.0, [("A", 0.5, 1.0), ("B", 1.5, 2.0)]),  # frame 4 begins at the end
+        ([0, 2, 1], [0, 4, 4], None, 2.005, [("A", 0.0, 0.5), ("B", 1.5, 2.0)]),
+        ([0], [2], None, 0.0, [("A", 0.0, 0.0)]),
+    ):
+        found = transcripts.words(recogniser, labels, frames, durations=durations, duration=length)
+        for x, (text, start, end) in zip(found, expected, strict=True):
+            assert x.text == text and x[:2] == pytest.approx((start, end)), (frames, x)
+
+
+class Entries:
+    """Of two files: a whole one, and one with three segments of which two overlap."""
+
+    whole = asr.manifests.Entry("t/my talk.wav", Path("t/my talk.wav"), "")
+    parts = tuple(asr.manifests.Entry(f"m/a.wav from {x:g} s", Path("m/a.wav"), "", x, y) for x, y in ((2, 4), (0, 2)))
+    over = asr.manifests.Entry("m/a.wav from 3 s", Path("m/a.wav"), "", 3.0, 5.0)
+
+
+def test_names():
+    """Of the file, or of each segment where they overlap; equal ones are told apart."""
+    names = lambda *x: list(transcripts.recordings(x, lambda name: name.replace(" ", "_")).values())
+    fault = asr.manifests.Fault("bad", "line 1")
+    assert names(Entries.whole, fault, *Entries.parts) == ["my_talk", "a", "a"]
+    assert names(*Entries.parts, Entries.over) == ["a_from_2_s", "a_from_0_s", "a_from_3_s"]
+    assert names(Entries.whole, Entries.whole) == ["my_talk", "my_talk_2"]
+    other = Entries.whole._replace(audio=Path("u/my_talk.wav"), name="u/my_talk.wav")
+    assert names(Entries.whole, other) == ["t_my_talk.wav", "u_my_talk.wav"]
+
+
+def test_files(tmp_path):
+    """CTM, captions and TextGrid of words by hand; segments of a file are joined in their order."""
+    I = timing.Interval
+    found = [([I(2.5, 3.0, "late", 0.5)], 0), ([I(0.25, 0.5, "so", 0.75), I(0.5, 1.0, "be", 1.0)], 1)]
+
+    def write(form, output, entries=Entries.parts, found=found):
+        args = types.SimpleNamespace(format=form, output=tmp_path / output)
+        with transcripts.writer(args, entries) as each:
+            for words, i in found:
+                each(i, transcripts.Transcript("", 2.0, words))
+        return (tmp_path / output).read_text() if (tmp_path / output).is_file() else ""
+
+    rows = "a 1 0.250000 0.250000 so 0.750000\na 1 0.500000 0.500000 be 1.000000\na 1 2.500000 0.500000 late 0.500000\n"
+    assert write("ctm", "o.ctm") == rows
+    srt = "1\n00:00:00,250 --> 00:00:01,250\nso be\n\n2\n00:00:02,500 --> 00:00:03,500\nlate\n"
+    assert write("srt", "o.SRT") == srt
+    write("srt", "captions", [*Entries.parts, Entries.whole], [*found, ([I(0.0, 0.5, "good")], 2)])
+    assert (tmp_path / "captions/a.srt").read_text() == srt
+    assert (tmp_path / "captions/my talk.srt").read_text().endswith("00:00:00,000 --> 00:00:01,000\ngood\n")
+    assert write("vtt", "o.vtt") == "WEBVTT\n\n" + srt.replace(",", ".").replace("1\n0", "0").replace("2\n0", "0")
+    write("textgrid", "o.TextGrid")
+    grid = textgrid.openTextgrid(str(tmp_path / "o.TextGrid"), includeEmptyIntervals=False)
+    assert grid.maxTimestamp == 4 and [x.label for x in grid.getTier("words").entries] == ["so", "be", "late"]
+    overlap = [*found, ([I(3.0, 3.5, "and")], 2)]
+    assert "a_from_3_s 1 3.000000 0.500000 and\n" in write("ctm", "o.ctm", [*Entries.parts, Entries.over], overlap)
+    with pytest.raises(asr.config.UserError, match=r"o.srt is the file of one recording, got 3: name a folder"):
+        write("srt", "o.srt", [*Entries.parts, Entries.over])
+    with pytest.raises(asr.config.UserError, match=r"--format ctm: write_ctm: .*white space"):
+        write("ctm", "o.ctm", found=[([I(0.0, 1.0, "a b")], 0)])
+
+
+def test_phrases(corpus, trained, tmp_path, capsys):
+    """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
+    file = tmp_path / "phrases.txt"
+    file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
+    config = types.SimpleNamespace(normalize="none", lower=False)
+    tokens = asr.tokens.Characters("ABC a")
+    read = asr.ngrams.phrases(file, types.SimpleNamespace(tokens=tokens, config=config, blank=5))
+    assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
+    expected = decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, 1.0], classes=6)
+    for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+    audio = next(corpus.rglob("*.flac"))
+    file.write_text("C\t1e3\n")
+    command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
+    run([*command, "--phrases", file, "--checkpoint", "last"])
+    x = json.loads(capsys.readouterr().out)
+    assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
+    (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
+    run(["test", "--workdir", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file])
+    x = json.loads(capsys.readouterr().out)
+    assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
+    for text, message in (
+        ("A\tmuch\n", "line 1: expected TEXT, or TEXT, a tab and a number, got 'A\\tmuch'"),
+        ("\t1\n", "line 1: expected TEXT"),
+        ("A\tnan\n", "line 1: expected TEXT"),
+        ("Ω\n", "has no phrase that the model's vocabulary can spell"),
+    ):
+        file.write_text(text)
+        run([*command, "--phrases", file], 2)
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_forms(corpus, trained, tmp_path, capsys):
@@ -59,11 +157,23 @@ def test_forms(corpus, trained, tmp_path, capsys):
     run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
     assert capsys.readouterr().err.splitlines()[-1] == "rnnt-speech: no recording could be used"
     for more, message in (
-        (["--format", "ctm"], "--format ctm needs --output"),
+        (["--format", "ctm"], "--format ctm needs --output, a file"),
+        (["--format", "vtt"], "--format vtt needs --output, a file .vtt or a folder"),
+        (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
         (["--nbest", 2], "--nbest needs --beam"),
+        (["--nbest", 3, "--beam", 2, "--format", "json"], "--nbest 3: --beam 2 has fewer hypotheses"),
+        (["--output", tmp_path], f"--output {tmp_path} must be a file"),
+        (["--output", tmp_path / "n/o.txt"], "n is no folder"),
+        (["--output", files[0]], "is one of the files that are read"),
+        (["--phrases", tmp_path / "n"], "n is no file"),
+        (["--format", "html"], "argument --format: invalid choice: 'html'"),
+        (["--model", tmp_path / "n"], "n is no folder"),
+        (["--model", tmp_path], "has no checkpoint: neither checkpoints/ of a run"),
     ):
         run(["transcribe", "--model", trained[0], files[0], *more], 2)
-        assert message in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+    assert files[0].stat().st_size
 
 
 def test_align(corpus, trained, tmp_path, capsys):

@@ -86,6 +86,10 @@ def test_one_frame_and_durations():
     durations = [4, 0, 2, 1]
     assert said(["▁a", "▁b", "c", "."], frames=[0, 4, 4, 6], durations=durations) == [("a", 0, 4), ("bc.", 4, 6)]
     assert said(["▁a", "▁b"], frames=[0, 3], durations=[5, 1]) == [("a", 0, 3), ("b", 3, 4)]
+    texts, frames = ["▁a", "▁b", "c"], [0, 3, 4]
+    assert said(texts, frames=frames, durations=[1, 1, 4], end=5.5) == [("a", 0, 1), ("bc", 3, 5.5)]
+    assert said(texts, frames=frames, end=9) == said(texts, frames=frames)
+    assert said(texts, frames=frames, end=3) == [("a", 0, 1), ("bc", 3, 5)]  # the last frame is padding
     shifted = timing.words([0], [5], ["▁a"], hop=0.01, subsampling=8, offset=100.0)
     np.testing.assert_allclose(shifted[0][:2], [100.4, 100.48])
 
@@ -118,6 +122,8 @@ BAD_WORDS = [
     ({"mark": ""}, "mark must be None or a str .* got ''"),
     ({"mark": 3}, "mark must be None or a str .* got 3"),
     ({"how": "max"}, "how must be .*got 'max'"),
+    ({"end": math.nan}, "end must be a number, got nan"),
+    ({"end": "1"}, "end must be a real number"),
     ({"hop": 0}, "hop must be a positive number"),
 ]
 

@@ -5,6 +5,7 @@ and so on; the arcs of a root are dense rows. The last column V, no label, is th
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -65,48 +66,93 @@ class Automaton:
         return self.start + 1
 
 
-def follow(arcs: Arcs, state, label):
-    """(scores, states) [N] of one label [N] after each state [N]; label V: the end."""
+def follow(arcs: Arcs, state, label, depth: int | None = None):
+    """(scores, states) [...] of one label [...] after each state [...]; label V: the end.
+
+    `depth`: the most suffixes from a state to its root, if that is known before the program runs. A GPU then has no
+    loops, after each turn of which its host would have to look whether there is another one.
+    """
+    state, label, *_ = _xla.vary_together(state, label, *arcs)
+    on_gpu = _follow if depth is None else functools.partial(_follow_all, depth=depth)
+    return jax.lax.platform_dependent(arcs, state, label, cuda=on_gpu, rocm=on_gpu, default=_follow)
+
+
+def score_rows(arcs: Arcs, state, depth: int | None = None):
+    """[N, V]: the scores of all labels after each state [N]; `depth` as for `follow`.
+
+    A GPU looks for each label as `follow` does, where it knows the depth: all at once.
+    """
+    state, *_ = _xla.vary_together(state, *arcs)
+
+    def at_once(arcs, state):
+        shape = state.shape[0], arcs.root_scores.shape[1] - 1
+        label = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return _follow_all(arcs, jnp.broadcast_to(state[:, None], shape), label, depth)[0]
+
+    on_gpu = _filled_rows if depth is None else at_once
+    return jax.lax.platform_dependent(arcs, state, cuda=on_gpu, rocm=on_gpu, default=_filled_rows)
+
+
+def _find(arcs, state, label, unroll=False):
+    """(whether a state [...] has an arc with the label [...], that arc)"""
     halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
     last = arcs.labels.shape[0] - 1
+    first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
 
-    def look(state):
-        """(whether the state has an arc with the label, that arc)"""
+    def halve(i, at):
+        after = at + (1 << halvings - 1) // (1 << i)
+        below = rows_at(arcs.labels, jnp.clip(after - 1, 0, last)) < label
+        return jnp.where(below & (after <= end), after, at)
 
-        def halve(_, span):
-            low, high = span
-            middle = (low + high) // 2
-            below = (rows_at(arcs.labels, jnp.minimum(middle, last)) < label) & (low < high)
-            return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+    at = jax.lax.fori_loop(0, halvings, halve, first, unroll=unroll)
+    arc = jnp.minimum(at, last)
+    return (at < end) & (rows_at(arcs.labels, arc) == label), arc
 
-        first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
-        low, _ = jax.lax.fori_loop(0, halvings, halve, (first, end))
-        at = jnp.minimum(low, last)
-        return (low < end) & (rows_at(arcs.labels, at) == label), at
+
+def _follow(arcs, state, label):
+    """`follow` by a loop that ends where no row looks for an arc any more."""
 
     def back_off(carry):
         looking, state, added, arc = carry
-        has_arc, at = look(state)
+        has_arc, at = _find(arcs, state, label)
         arc = jnp.where(looking & has_arc, at, arc)
         looking &= ~has_arc
         added = jnp.where(looking, added + rows_at(arcs.backoffs, state), added)
         state = jnp.where(looking, rows_at(arcs.suffixes, state), state)
         return looking & (state % arcs.states != 0), state, added, arc
 
-    state, label, *_ = _xla.vary_together(state, label, *arcs)
     start = state % arcs.states != 0, state, (0 * state).astype(arcs.scores.dtype), -1 - 0 * state
     _, state, added, arc = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), back_off, start)
+    return _taken(arcs, state, label, added, arc)
+
+
+def _follow_all(arcs, state, label, depth):
+    """`follow` by a search in all suffixes at the same time, in an axis of their own."""
+    states, added = [state], [(0 * state).astype(arcs.scores.dtype)]
+    for _ in range(depth):
+        added.append(added[-1] + rows_at(arcs.backoffs, states[-1]))
+        states.append(rows_at(arcs.suffixes, states[-1]))
+    root, arc, total = states[-1], -1 - 0 * state, added[-1]
+    if depth:
+        labels = jnp.broadcast_to(label[None], (depth, *label.shape))
+        has_arc, at = _find(arcs, jnp.stack(states[:-1]), labels, unroll=True)
+        for i in reversed(range(depth)):  # the longest context decides
+            arc, total = jnp.where(has_arc[i], at[i], arc), jnp.where(has_arc[i], added[i], total)
+    return _taken(arcs, root, label, total, arc)
+
+
+def _taken(arcs, state, label, added, arc):
+    """(scores, states) after an arc, or where it is -1, after that of the root of a state."""
     root, at = state // arcs.states, jnp.maximum(arc, 0)
     score = jnp.where(arc < 0, arcs.root_scores[root, label], rows_at(arcs.scores, at))
     return added + score, jnp.where(arc < 0, arcs.root_targets[root, label], rows_at(arcs.targets, at))
 
 
-def score_rows(arcs: Arcs, state):
-    """[N, V]: the scores of all labels after each state [N], in a time that grows with the number of their arcs.
+def _filled_rows(arcs: Arcs, state):
+    """`score_rows` in a time that grows with the number of their arcs.
 
     From the longest context to the root: an arc fills its place unless a longer context has.
     """
-    state, *_ = _xla.vary_together(state, *arcs)
     count, columns, dtype = state.shape[0], arcs.root_scores.shape[1], arcs.scores.dtype
     chunk = CHUNK if _checks.smaller(count, 32) else 8 * CHUNK
     beyond = count * columns

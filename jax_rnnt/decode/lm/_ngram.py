@@ -74,6 +74,7 @@ class NGram(Automaton):
     """
 
     columns: jax.Array | None  # [V]: the word of each label; None: itself
+    depth: int = _pytree.static()  # words of the longest context
     begin: int = _pytree.static()  # the state after <s>
     end: int | None = _pytree.static()  # the word </s>
     vocabulary: int = _pytree.static()
@@ -130,22 +131,22 @@ class NGram(Automaton):
         word = jnp.clip(labels, 0, self.start - 1)
         if self.columns is not None:
             word = self.columns[word]
-        _, after = follow(self.arcs, state, word)
+        _, after = follow(self.arcs, state, word, self.depth)
         state = jnp.where(labels == self.start, self.begin, after)
-        scores = score_rows(self.arcs, state)
+        scores = score_rows(self.arcs, state, self.depth)
         return scores if self.columns is None else scores[:, self.columns], state
 
     def final(self, state: jax.Array) -> jax.Array:
         """[N]: the log-probability of </s>."""
         if self.end is None:
             return jnp.zeros(state.shape, self.arcs.scores.dtype)
-        return follow(self.arcs, state, jnp.full_like(state, self.end))[0]
+        return follow(self.arcs, state, jnp.full_like(state, self.end), self.depth)[0]
 
 
 def ngram_of(cls: type[NGram], file: Arpa, grams: list[Grams], words: int, columns, numbers) -> NGram:
     """A model of n-grams over this many words; `numbers` has those of the words `begin` and `end`."""
     arcs, begin = tables(grams, words, numbers.begin, file)
-    fields = dict(arcs=arcs, columns=columns, begin=begin, end=numbers.end)
+    fields = dict(arcs=arcs, columns=columns, depth=len(grams) - 1, begin=begin, end=numbers.end)
     fields |= {name: getattr(file, name) for name in ("vocabulary", "spelled", "unspelled")}
     return _pytree.make(cls, fields.keys(), fields.values())
 

@@ -26,6 +26,7 @@ from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
 FUNCTION = "WordNGram.from_arpa"
 OUTSIDE, ROOT = 0, 1
+DEPTH = 1  # OUTSIDE is the suffix of all states
 CHARACTERS = 0x110000  # of Unicode
 
 
@@ -182,13 +183,13 @@ class WordNGram(Automaton):
         first_node = rows_at(self.begins, label)
         _, after = self.complete(state)
         context = jnp.where(first_node >= 0, after, context)
-        node = jnp.where(first_node >= 0, first_node, follow(self.arcs, node, label)[1])
+        node = jnp.where(first_node >= 0, first_node, follow(self.arcs, node, label, DEPTH)[1])
         starts = labels == self.start
         context, node = jnp.where(starts, self.ngram.begin, context), jnp.where(starts, ROOT, node)
         completion, _ = self.complete((context, node))
         begins = self.begins[None]
         next_word = completion[:, None] + rows_at(self.ahead, jnp.maximum(begins, 0))
-        return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node)), (context, node)
+        return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node, DEPTH)), (context, node)
 
     def final(self, state) -> jax.Array:
         """[N]: the score of the end of the last word, and the log-probability of </s> after it."""
@@ -198,7 +199,7 @@ class WordNGram(Automaton):
     def complete(self, state):
         """(what the end of the word in progress adds to its look-ahead, the context after it) [N]; nothing if empty."""
         context, node = state
-        log_prob, after = follow(self.ngram.arcs, context, rows_at(self.words, node))
+        log_prob, after = follow(self.ngram.arcs, context, rows_at(self.words, node), self.ngram.depth)
         score = jnp.where(jnp.isneginf(log_prob), log_prob, log_prob - rows_at(self.ahead, node))
         return jnp.where(node == ROOT, 0, score), jnp.where(node == ROOT, context, after)
 

@@ -168,7 +168,7 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     search, beam, networks = rules.search, stream.beam, stream.networks
     score = functools.partial(_beam_step.score_rows, search)
     results = empty_results(rules.rows, score, search.encoder_out, networks.rows)
-    bad = stream.bad | search.bad | bad
+    bad = jnp.broadcast_to((stream.bad | search.bad | bad)[:, None], beam.score.shape)
     state = search.vary(State(_beam_step.first_frame(beam), stream.reached, beam, networks, results, bad))
     running, step = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.step, rules)
     return jax.lax.while_loop(running, step, state)
@@ -176,6 +176,7 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
 
 def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     """The hypotheses at the end of these frames, best first."""
+    state = state._replace(bad=jnp.any(state.bad, -1))
     now, lengths = state.beam, rules.search.lengths
     part = now._replace(frame=now.frame - lengths[:, None])
     after = Stream(
@@ -183,14 +184,14 @@ def result(rules: Rules, state: State, length_norm) -> Hypotheses:
     )
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
-        score, _ = _beam_step.merged(score, now.path_score, _beam_step.key_parts(now.key))
+        score, _ = _beam_step.merged(score, now.path_score, now.key)
     score, bad = with_final_scores(rules, state, score)
     _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
-    arrays = score, now.counts, now.written, now.log_probs, now.confidences
-    score, counts, written, log_probs, confidences = jax.tree.map(lambda x: take(x, order), arrays)
+    score, counts, written = (take(x, order) for x in (score, now.counts, now.written))
     score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))
-    return hypotheses(labels, frames, durations, log_probs, counts, score, after, confidences)
+    log_probs, *confidences = _beam_step.of_bits(written[:, :, 3:], rules.search.dtype)
+    return hypotheses(labels, frames, durations, log_probs, counts, score, after, *confidences)
 
 
 def ranks(score, counts, length_norm):

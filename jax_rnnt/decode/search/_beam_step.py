@@ -26,11 +26,12 @@ from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_e
 from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks
 from jax_rnnt.decode.search._hashing import append_label, fingerprints
-from jax_rnnt.decode.search._largest import largest_sums
-from jax_rnnt.decode.search._packing import compute_rows, packs, step_rows
+from jax_rnnt.decode.search._largest import largest, largest_sums
+from jax_rnnt.decode.search._packing import any_or_always, compute_rows, packs, step_rows
 from jax_rnnt.decode.search._search import Search
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
+UNROLLED = 16  # hypotheses whose minimum is no kernel of its own on a GPU
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
@@ -66,10 +67,8 @@ class Beam(typing.NamedTuple):
     count_here: jax.Array  # [B, W]: labels on that frame
     unread: jax.Array  # [B, W]: the last label, if the networks have not read it yet, else -1
     slot: jax.Array  # [B, W]: where its networks are
-    key: jax.Array  # [B, W, 2]: hash of the labels
-    written: jax.Array  # [B, W, 3, L]: labels, their frames and durations
-    log_probs: jax.Array  # [B, W, L]: of the labels, in the model alone
-    confidences: jax.Array | None  # [B, W, L]
+    key: tuple  # two of [B, W]: hash of the labels
+    written: jax.Array  # [B, W, 3 + n, L]: labels, their frames and durations, and the bits of numbers (`as_bits`)
 
 
 class State(typing.NamedTuple):
@@ -80,7 +79,7 @@ class State(typing.NamedTuple):
     beam: Beam
     networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
     results: Any  # of `score_rows`, kept for their arrays
-    bad: jax.Array  # [B]: NaN or +inf has been met
+    bad: jax.Array  # [B, W]: NaN or +inf has been met
 
 
 class Scores(typing.NamedTuple):
@@ -109,7 +108,7 @@ class Candidates(typing.NamedTuple):
     W that wait, then W of each blank, then W of each arc with a label, as no more than these can stay.
     """
 
-    score: jax.Array  # [B, C]
+    score: Any  # [B, C]
     path_score: jax.Array  # [B, C]
     parent: jax.Array  # [B, C]: the next three as in `Expansion`
     label: jax.Array  # [B, C]
@@ -135,11 +134,24 @@ def first_beam(search: Search, width: int, max_labels: int) -> Beam:
     none = jnp.zeros((batch, width), jnp.int32)
     score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
     slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-    key = jnp.zeros((batch, width, 2), jnp.int32)
-    written = jnp.full((batch, width, 3, max_labels), -1, jnp.int32)
-    log_probs = jnp.zeros((batch, width, max_labels), dtype)
-    confidences = log_probs if search.symbols.scoring.entropy else None
-    return Beam(score, score, none, none, none, none - 1, slot, key, written, log_probs, confidences)
+    numbers = jnp.zeros((batch, width, 2 if search.symbols.scoring.entropy else 1), dtype)
+    bits = jnp.broadcast_to(as_bits(numbers)[..., None], (*as_bits(numbers).shape, max_labels))
+    written = jnp.concatenate([jnp.full((batch, width, 3, max_labels), -1, jnp.int32), bits], 2)
+    return Beam(score, score, none, none, none, none - 1, slot, (none, none), written)
+
+
+def as_bits(numbers):
+    """int32 [B, W, n or 2 n] of floating-point numbers [B, W, n]: a beam keeps all that labels have in one array."""
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
+    return bits.reshape(*numbers.shape[:2], -1)
+
+
+def of_bits(bits, dtype):
+    """The n numbers [B, W, L] of their bits [B, W, n or 2 n, L]."""
+    words = np.dtype(dtype).itemsize // 4
+    parts = [bits[:, :, i : i + words] for i in range(0, bits.shape[2], words)]
+    parts = [x[:, :, 0] if words == 1 else jnp.moveaxis(x, 2, -1) for x in parts]
+    return [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
 
 
 def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
@@ -164,7 +176,8 @@ def step(rules: Rules, state: State) -> State:
     """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
     state, active = advance(rules, state)
     state, scores = score(rules, state, active)
-    candidates = expand(rules, state, active, scores)
+    # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
+    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores))
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
@@ -190,7 +203,8 @@ def advance(rules: Rules, state: State):
     read = functools.partial(read_label, rules)
     stepped, slot, networks = step_rows(read, networks, label, label >= 0, source, now.slot, may_wait, lag)
     unread = jnp.where(stepped, -1, now.unread)
-    active &= ~jnp.any(active & (unread >= 0), 1)[:, None]
+    active &= ~jnp.any((label >= 0) & ~stepped, 1)[:, None]
+    unread, slot = jax.lax.optimization_barrier((unread, slot))
     return state._replace(beam=now._replace(unread=unread, slot=slot), networks=networks), active
 
 
@@ -249,7 +263,7 @@ def score(rules: Rules, state: State, active):
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
-    state = state._replace(results=results, bad=state.bad | jnp.any(bad & active, -1))
+    state = state._replace(results=results, bad=state.bad | (bad & active))
     return state, Scores(moves, labels, row, *model, confidence)
 
 
@@ -258,7 +272,9 @@ def score_rows(search: Search, encoder, rows):
     logits = search.joint(encoder, rows)
     moves, labels = search.symbols.scores(logits)
     # The softmax has the maximum of the logits anyhow.
-    bad = jnp.isnan(moves).any(-1) | ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
+    bad = functools.reduce(jnp.logical_or, [jnp.isnan(moves[:, i]) for i in range(moves.shape[1])])
+    bad |= ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
+    labels = labels.rows()
     # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
     return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, search.symbols.confidence(logits)
 
@@ -286,7 +302,7 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
         kinds.append(Expansion(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
     move = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *kinds)
 
-    before = now.score, now.path_score, now.frame, now.counts, now.count_here, key_parts(now.key)
+    before = now.score, now.path_score, now.frame, now.counts, now.count_here, now.key
     score, path_score, frame, counts, count_here, key = take_each(before, move.parent)
     writes = move.label >= 0
     written = writes.astype(jnp.int32)
@@ -331,8 +347,9 @@ def merged(score, path, identity):
         rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
         return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
 
-    # Outside a branch XLA would compute the identities, hashes among them, again for each pair.
-    return jax.lax.cond(jnp.any(score > -jnp.inf), add, lambda score, path, _: (score, path), score, path, identity)
+    # Outside a branch XLA for CPUs would compute the identities, hashes among them, again for each pair.
+    some = any_or_always(score > -jnp.inf)
+    return jax.lax.cond(some, add, lambda score, path, _: (score, path), score, path, identity)
 
 
 # -------------------------------------------------------------------------------------------------- keep_best
@@ -340,7 +357,7 @@ def merged(score, path, identity):
 
 def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates, alive) -> State:
     """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
-    score, chosen = jax.lax.top_k(candidates.score, rules.width)
+    score, chosen = largest(candidates.score, rules.width)
     if rules.threshold is not None:
         worst = score[:, :1] - jnp.asarray(rules.threshold, rules.search.dtype)
         score = jnp.where(score >= worst, score, -jnp.inf)
@@ -348,7 +365,8 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
     if rules.search.symbols.reach:
         needed = frames_needed(rules, candidates, alive, chosen)
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
-    beam = moved(rules, state.beam, scores, candidates.take(chosen)._replace(score=score))
+    chosen = candidates._replace(score=None).take(chosen)._replace(score=score)
+    beam = moved(rules, state.beam, scores, chosen)
     # The frame of the utterance stays as long as a hypothesis has still to read it.
     frame = jnp.where(state.frame < rules.search.lengths, first_frame(beam), state.frame)
     return state._replace(frame=frame, reached=reached, beam=beam)
@@ -362,12 +380,12 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
     here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == moves.counts[..., None] - 1) & writes[
         ..., None
     ]
-    new = jnp.stack([label, rules.first[:, None] + moves.frame - moves.reads, moves.reads], 2)
     row = take(scores.model_row, parent)
-    log_prob = scores.model_labels.at[row, label].get(mode="clip")
-    confidences = beam.confidences
-    if confidences is not None:
-        confidences = jnp.where(here, rows_at(scores.confidence, row)[..., None], take(confidences, parent))
+    numbers = [scores.model_labels.at[row, label].get(mode="clip")]
+    if scores.confidence is not None:
+        numbers.append(rows_at(scores.confidence, row))
+    new = jnp.stack([label, rules.first[:, None] + moves.frame - moves.reads, moves.reads], 2)
+    new = jnp.concatenate([new, as_bits(jnp.stack(numbers, 2))], 2)
     return Beam(
         score=moves.score,
         path_score=moves.path_score,
@@ -376,16 +394,17 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
         count_here=moves.count_here,
         unread=jnp.where(writes, label, unread),
         slot=slot,
-        key=jnp.stack(moves.key, -1),
+        key=moves.key,
         written=jnp.where(here[:, :, None], new[..., None], take(beam.written, parent)),
-        log_probs=jnp.where(here, log_prob[..., None], take(beam.log_probs, parent)),
-        confidences=confidences,
     )
 
 
 def first_frame(beam: Beam):
     """[B]: the first frame that a live hypothesis has still to read."""
-    return jnp.where(beam.score > -jnp.inf, beam.frame, NEVER).min(-1)
+    frame = jnp.where(beam.score > -jnp.inf, beam.frame, NEVER)
+    if frame.shape[1] > UNROLLED:
+        return frame.min(-1)
+    return functools.reduce(jnp.minimum, [frame[:, i] for i in range(frame.shape[1])])
 
 
 def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):

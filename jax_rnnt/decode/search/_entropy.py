@@ -34,7 +34,7 @@ class Entropy:
     References
     ----------
     Laptev and Ginsburg, "Fast Entropy-Based Methods of Word-Level Confidence Estimation for End-to-End Automatic
-    Speech Recognition", SLT 2022, arXiv:2212.08703. The default is NeMo's.
+    Speech Recognition", SLT 2022, arXiv:2212.08703. The default is NeMo's, which rounds 1 / 3 to 0.33.
 
     Examples
     --------

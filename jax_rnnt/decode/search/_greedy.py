@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _renamed
-from jax_rnnt.decode._gather import pick, replace_rows
+from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks, checked_fusion
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._entropy import Entropy
-from jax_rnnt.decode.search._largest import peak
+from jax_rnnt.decode.search._packing import any_or_always
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
 
@@ -280,7 +280,7 @@ def running(rules: Rules, state: State):
 def step(rules: Rules, state: State) -> State:
     """Every utterance goes on to its next label, or to the end of its window."""
     walk = walk_to_label(rules, state, *best_moves(rules, state))
-    return advance(rules, write(rules, state, walk), walk.label)
+    return advance(rules, *write(rules, state, walk))
 
 
 def best_moves(rules: Rules, state: State):
@@ -297,21 +297,27 @@ def best_moves(rules: Rules, state: State):
     count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
     may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
     allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here)
-    fused = labels + state.networks.bonus[:, None] if rules.fusion.adds else labels
-    score, move, label = rules.choose(symbols, scores, fused, allowed, frame, count_here)
-    log_prob = pick(labels, jnp.maximum(label, 0))
-    reads, needs = (jnp.array(x, jnp.int32) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return score, reads[move], needs[move], label, log_prob, symbols.confidence(logits)
+    if rules.fusion.adds:
+        labels = labels._replace(bonus=state.networks.bonus[:, None])
+    score, move, label, log_prob = rules.choose(symbols, scores, labels, allowed, frame, count_here)
+    reads, needs = (symbols.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
+    # Computed once: the walk reads single numbers of each frame.
+    return jax.lax.optimization_barrier((score, reads, needs, label, log_prob, symbols.confidence(logits)))
 
 
 def most_probable(symbols, scores, labels, allowed, *_):
-    """(score, number, label or -1) of the best move [B, K], from what `Symbols.scores` and `allowed` give."""
-    writes = symbols.writes
-    label_score, label = peak(labels)
-    scores = jnp.where(writes[None, None], scores + label_score[..., None], scores)
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    move = jnp.argmax(scores, -1)
-    return jnp.max(scores, -1), move, jnp.where(writes[move], label, -1)
+    """Of the best move [B, K]: score, number, label or -1, and the log-probability of this label in the model alone.
+
+    From what `Symbols.scores` and `allowed` give.
+    """
+    label_score, label = labels.best()
+    log_prob = label_score if labels.bonus is None else labels.at(label)
+    move, best = jnp.zeros(label.shape, jnp.int32), jnp.full(label.shape, -jnp.inf, scores.dtype)
+    for i in range(len(symbols.moves)):  # an argmax would be a kernel of its own on a GPU
+        score = scores[..., i] if i < len(symbols.blanks) else scores[..., i] + label_score
+        score = jnp.where(allowed[..., i], score, -jnp.inf)
+        move, best = jnp.where(score > best, i, move), jnp.maximum(best, score)
+    return best, move, jnp.where(move >= len(symbols.blanks), label, -1), log_prob
 
 
 def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
@@ -330,8 +336,8 @@ def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_pr
     return walk
 
 
-def write(rules: Rules, state: State, walk: Walk) -> State:
-    """The state after the walk; the networks have not read its label yet."""
+def write(rules: Rules, state: State, walk: Walk):
+    """(the state after the walk, its label [B]), which the networks have not read yet."""
     writes = walk.label >= 0
     going = state.frame < rules.search.lengths
     before = jnp.where(walk.at == 0, state.count_here, 0)
@@ -341,15 +347,17 @@ def write(rules: Rules, state: State, walk: Walk) -> State:
     if symbols.scoring.token_first:  # the last label of a frame leaves it
         leaves = count_here >= symbols.labels_per_frame
         frame, count_here = frame + leaves.astype(jnp.int32), jnp.where(leaves, 0, count_here)
-    columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
-    here = (columns == state.counts[:, None]) & writes[:, None]
-    frames = rules.first + state.frame + walk.at
-    new = dict(labels=walk.label, frames=frames, durations=walk.reads, log_probs=walk.log_prob)
+    counts, at = state.counts + writes.astype(jnp.int32), rules.first + state.frame + walk.at
+    fields: dict[str, Any] = dict(frame=frame, count_here=count_here, counts=counts)
+    fields |= dict(reached=walk.reached, scores=walk.score)
+    new = dict(labels=walk.label, frames=at, durations=walk.reads, log_probs=walk.log_prob)
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
-    counts = state.counts + writes.astype(jnp.int32)
-    fields: dict[str, Any] = {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
-    fields |= dict(frame=frame, count_here=count_here, counts=counts, reached=walk.reached, scores=walk.score)
-    return state._replace(**fields)
+    # The walk is computed once, and what follows reads no array of the old state that it replaces: no copies.
+    fields, new = jax.lax.optimization_barrier((fields, new))
+    columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
+    here = (columns == fields["counts"][:, None] - 1) & (new["labels"] >= 0)[:, None]
+    fields |= {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
+    return state._replace(**fields), new["labels"]
 
 
 def advance(rules: Rules, state: State, label) -> State:
@@ -359,5 +367,5 @@ def advance(rules: Rules, state: State, label) -> State:
         after = _fusion.read(rules.fusion, rules.search, networks, jnp.where(label >= 0, label, 0))
         return replace_rows(label >= 0, after, networks)
 
-    networks = jax.lax.cond(jnp.any(label >= 0), read, lambda networks: networks, state.networks)
+    networks = jax.lax.cond(any_or_always(label >= 0), read, lambda networks: networks, state.networks)
     return state._replace(networks=networks)

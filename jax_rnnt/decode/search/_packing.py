@@ -46,6 +46,14 @@ def by_platform(rows: int, in_packs, all_rows, *arguments):
     return jax.lax.platform_dependent(*arguments, cpu=in_packs, default=all_rows)
 
 
+def any_or_always(wanted):
+    """Whether a step does what any of these rows wants: on a CPU if one does, elsewhere always.
+
+    A branch would copy all states on a GPU, and few steps have no label.
+    """
+    return jax.lax.platform_dependent(jnp.any(wanted), cpu=lambda some: some, default=jnp.ones_like)
+
+
 def pack_size(rows: int, usual: int) -> int:
     """Rows that a network takes at once, where about `usual` of them are wanted.
 
@@ -137,9 +145,8 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
     itself = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
     labels = jnp.where(wanted, labels, 0)
 
-    def targets(steps):
+    def targets(computed):
         """[B, W]: the slots into which hypotheses step; 2 W for those that do not, or share another one's step."""
-        computed = steps & (source == itself)
         return jnp.where(computed, free_slots(computed, slot), 2 * width)
 
     def advance(target, tree, rows):
@@ -153,16 +160,17 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
         full = packed.computed // packed.size * packed.size
         count = jnp.where(may_wait | (full > 0), full, packed.computed)
         steps = wanted & (packed.place.reshape(wanted.shape) < count)
-        target = targets(steps)
-        return steps, target, each_pack(packed, count, lambda tree, _, rows: advance(target, tree, rows), tree)
+        target = targets(steps & (source == itself))
+        tree = each_pack(packed, count, lambda tree, _, rows: advance(target, tree, rows), tree)
+        return steps, take(target, source % width), tree
 
     def all_rows(tree, lag, may_wait):
         target = targets(wanted)
-        tree = jax.lax.cond(jnp.any(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
+        tree = jax.lax.cond(any_or_always(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
         return wanted, target, tree
 
     steps, target, tree = by_platform(batch * width, in_packs, all_rows, tree, lag, may_wait)
-    return steps, jnp.where(steps, take(target, source % width), slot), tree
+    return steps, jnp.where(steps, target, slot), tree
 
 
 def free_slots(computed, slot):

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _renamed
-from jax_rnnt.decode._gather import in_rows, pick
+from jax_rnnt.decode._gather import in_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._greedy import most_probable
-from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._search import Search, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
 
@@ -140,14 +139,14 @@ def without_predictor(search: Search, row, max_labels: int):
     symbols = search.symbols
     scores, labels = symbols.scores(logits)
     frame = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-    reads = jnp.array([move.frames for move in symbols.moves], jnp.int32)
+    reads = [move.frames for move in symbols.moves]
 
     def best(may_write):
         allowed = symbols.allowed(frame, search.lengths[:, None], jnp.full(frame.shape, may_write), search.ends_here)
-        score, move, label = most_probable(symbols, scores, labels, allowed)
-        return score, reads[move], label
+        score, move, label, log_prob = most_probable(symbols, scores, labels, allowed)
+        return score, symbols.of_move(move, reads), label, log_prob
 
-    (score, duration, label), (blank_score, blank, _) = best(True), best(False)
+    (score, duration, label, log_prob), (blank_score, blank, *_) = best(True), best(False)
     stays = (label >= 0) & (duration == 0)  # a blank follows on the same frame, by the limit of one label
     ahead = jnp.where(stays, blank, duration)
     if not symbols.scoring.token_first:  # there the frame ends without a move
@@ -155,7 +154,7 @@ def without_predictor(search: Search, row, max_labels: int):
     met, writes = frames_met(search, label >= 0, ahead, blank, max_labels)
     scores = jnp.sum(jnp.where(met, jnp.where(writes, score, blank_score), 0), 1)
     place, counts = first_places(writes, max_labels)
-    written = label, frame, duration, pick(labels, jnp.maximum(label, 0))
+    written = label, frame, duration, log_prob
     label, frame, duration, log_prob = (in_rows(x, place) for x in written)
     return filled(label, frame, duration, log_prob, counts, jnp.zeros(batch, bool)), scores
 
@@ -210,7 +209,7 @@ def choose_again(search: Search, first, draft: Draft) -> Draft:
     encoder = search.frame(jnp.maximum(draft.frames, 0)).reshape(batch * size, search.encoder_out.shape[-1])
     logits = search.joint(encoder, rows.reshape(batch * size, width)).reshape(batch, size, search.classes)
     _, labels = search.symbols.scores(logits)
-    log_probs, label = peak(labels)
+    log_probs, label = labels.best()
     inside = draft.labels >= 0
     bad = draft.bad | jnp.any(inside & (jnp.isnan(log_probs) | (log_probs == jnp.inf)), 1)
     return filled(label, draft.frames, draft.durations, log_probs, draft.counts, bad)

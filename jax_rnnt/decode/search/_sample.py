@@ -132,7 +132,7 @@ def seeds_of(function: str, key, batch: int):
 
 def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     """As `most_probable`, but drawn; the score is the log-probability of the draw. `keys` [B N]."""
-    moves = scores.shape[-1]
+    moves, labels = scores.shape[-1], labels.rows()
 
     def noise(key, frame, count):
         node = jax.random.fold_in(jax.random.fold_in(key, frame), count)
@@ -145,7 +145,8 @@ def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     move = jnp.argmax(scores + each[..., :moves], -1)
     _, label = peak(labels + each[..., moves:])
     writes = symbols.writes[move]
-    gain = jnp.where(writes, pick(labels, label) - total[..., 0], 0)
+    log_prob = pick(labels, label)
+    gain = jnp.where(writes, log_prob - total[..., 0], 0)
     everything = jax.nn.logsumexp(scores, -1)
     score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
-    return score, move, jnp.where(writes, label, -1)
+    return score, move, jnp.where(writes, label, -1), log_prob

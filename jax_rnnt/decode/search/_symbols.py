@@ -6,6 +6,7 @@ V tokens (labels and blanks), D durations; `...` is any number of dimensions.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt.decode import _model
+from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._entropy import Entropy, checked_confidence
 from jax_rnnt.decode.search._largest import peak
@@ -93,6 +95,38 @@ class Move(typing.NamedTuple):
         return max(self.frames + (not self.may_end), 1)
 
 
+class Labels(typing.NamedTuple):
+    """Log-probabilities of labels. That of one is the sum over all moves that write it."""
+
+    logits: jax.Array  # [..., V]: -inf for blanks
+    log_probability: Callable  # of logits, one of each row [...] or all
+    weight: Any = None  # [...]: log of the summed weight of those moves; None: 0
+    bonus: Any = None  # [..., V]: what fusion adds to the scores
+
+    def of(self, logits):
+        """Of logits [...] or [..., V], in the model alone."""
+        x = self.log_probability(logits)
+        if self.weight is None:
+            return x
+        return x + (self.weight if x.ndim == self.weight.ndim else self.weight[..., None])
+
+    def at(self, label):
+        """[...]: of one label of each row, in the model alone."""
+        return self.of(pick(self.logits, label))
+
+    def rows(self):
+        """Scores of all [..., V]; -inf for blanks."""
+        x = self.of(self.logits)
+        return x if self.bonus is None else x + self.bonus
+
+    def best(self):
+        """(score, label) [...] of the best one: a softmax keeps the order of logits."""
+        if self.bonus is not None:
+            return peak(self.rows())
+        x, label = peak(self.logits)
+        return self.of(x), label
+
+
 @dataclasses.dataclass(frozen=True)
 class Symbols:
     """Moves of a loss: `blanks` write nothing, `labels` write any class that is no blank."""
@@ -113,6 +147,13 @@ class Symbols:
         """bool [moves]: which of them write a label."""
         return jnp.arange(len(self.moves)) >= len(self.blanks)
 
+    def of_move(self, move, numbers):
+        """int32 [...]: the one of `numbers`, one for each move, of this move [...]."""
+        found = jnp.full(move.shape, numbers[0], jnp.int32)
+        for i, number in enumerate(numbers[1:], 1):
+            found = jnp.where(move == i, number, found)
+        return found
+
     @property
     def reach(self) -> int:
         """Frames that a move of one part of a stream may ask of the next one, so that it ends inside or at the end."""
@@ -124,27 +165,27 @@ class Symbols:
         return functools.reduce(jnp.logical_or, blanks)
 
     def scores(self, logits):
-        """(log-probability of each move [..., moves] without that of its label, of each label [..., V]).
-
-        That of a label is the sum over all moves that write it. The blanks have -inf among the labels.
-        """
-        tokens, durations = self.emission.log_probabilities(self.tempered(logits))
+        """(log-probability of each move [..., moves] without that of its label, `Labels`)."""
+        rows = self.tempered(logits)
+        log_probability, blanks, durations = self.emission.heads(rows)
         all_labels = self.all_labels(durations)
         if self.scoring.token_first:  # the best duration alone
             durations = jnp.where(_model.is_class(peak(durations)[1], durations), durations, -jnp.inf)
         move_scores = []
         for move in self.moves:
-            score = jnp.zeros_like(tokens[..., 0]) if move.token is None else tokens[..., move.token]
-            if self.scoring.penalizes and move.token is not None:
+            is_label = move.token is None
+            score = jnp.zeros_like(blanks[0]) if is_label else blanks[self.emission.blanks.index(move.token)]
+            if self.scoring.penalizes and not is_label:
                 score = score - jnp.asarray(self.scoring.blank_penalty, score.dtype)
             if not _checks.is_zero(move.weight):
                 score = score + jnp.asarray(move.weight, score.dtype)
             score = score if move.duration is None else score + durations[..., move.duration]
-            if all_labels is not None and move.token is None:
+            if all_labels is not None and is_label:
                 score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
             move_scores.append(score)
-        labels = jnp.where(self.is_blank(tokens), -jnp.inf, tokens)
-        return jnp.stack(move_scores, -1), labels if all_labels is None else labels + all_labels[..., None]
+        tokens = rows[..., : rows.shape[-1] - self.emission.num_durations]
+        labels = Labels(jnp.where(self.is_blank(tokens), -jnp.inf, tokens), log_probability, all_labels)
+        return jnp.stack(move_scores, -1), labels
 
     def confidence(self, logits):
         """Of labels in rows [..., V + D]: [...]; None without an entropy. A compiler shares the softmax of `scores`."""

@@ -50,10 +50,17 @@ def read(folder, best=True):
     return recogniser
 
 
-def open_model(folder, platform=None):
-    """The Recogniser of a folder, with its parameters in `params`, to transcribe with."""
+def add_options(parser):
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
+
+
+def open_model(folder, platform=None, checkpoint=None):
+    """The Recogniser of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+    if checkpoint and kind_of(folder) != "run":
+        raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
     devices.select(platform, 1)
-    recogniser = read(folder)
+    recogniser = read(folder, best=checkpoint != "last")
     if recogniser.config.train == "handwritten-digits":
         raise UserError(f"{folder} holds a model of images, which hears nothing")
     if not recogniser.tokens.pieces:

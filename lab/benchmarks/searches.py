@@ -1,0 +1,251 @@
+"""What a step of the searches launches on a GPU, where the host waits, and its cycles on a TPU, by XLA, without either.
+
+    python lab/benchmarks/searches.py                     # every search for an H100, a B200 and a v5e: a table
+    python lab/benchmarks/searches.py h100 --only greedy  # searches whose names hold this text
+    python lab/benchmarks/searches.py --json FILE         # the counts as JSON
+    python lab/benchmarks/searches.py --graphs            # with the option that puts loops into CUDA graphs
+
+`lab/run.sh searches` installs what it compiles with. Programs are compiled ahead of time and their parts counted;
+nothing runs, and nothing is timed. A GPU's program is XLA's sequence of thunks after the pass that makes CUDA graphs. A
+step is one turn of the outermost loop: its condition, its body, and the longer branch of each conditional. Loops inside
+of it count one turn, and `loops` says how many there are. The host waits for a predicate of each loop and conditional
+that is in no graph.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+# Else libtpu asks a metadata server, and waits.
+os.environ |= dict(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    JAX_PLATFORMS="cpu",
+)
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_rnnt import LinearJoint, RNNTLoss, TDTLoss, decode
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2]
+T, V, H, LABELS = 250, 1025, 640, 200  # frames, classes, width of all rows, room for labels
+DURATIONS = 0, 1, 2, 3, 4
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+}
+DEVICES = {"h100": "cuda", "b200": "cuda", "v5e": "tpu"}
+
+
+# ------------------------------------------------------------------------------------------------------- programs
+
+
+def lstm(weights):
+    """An LSTM of H units, `weights` [2 H, 4 H] for each layer, after the embeddings [V, H] of labels."""
+    table, *layers = weights
+
+    def step(state, labels):
+        x, after = table[labels], []
+        for (hidden, cell), layer in zip(state, layers):
+            read, forget, write, new = jnp.split(jnp.concatenate([x, hidden], 1) @ layer, 4, 1)
+            cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(read) * jnp.tanh(new)
+            x = jax.nn.sigmoid(write) * jnp.tanh(cell)
+            after.append((x, cell))
+        return x, after
+
+    return decode.Predictor(lambda batch: [(jnp.zeros((batch, H)),) * 2 for _ in layers], step, start=0)
+
+
+def stateless(weights):
+    table, mix = weights
+    return decode.stateless_predictor(lambda x: jnp.tanh(table[x].reshape(len(x), 2 * H) @ mix), 2, start=0)
+
+
+LAYER = 2 * H, 4 * H
+PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [LAYER]), "two LSTMs": (lstm, [LAYER, LAYER])}
+SEARCHES = {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 8": {"width": 8}}
+
+
+def trigram(labels):
+    """An n-gram model of chains of labels, for `fusion`: its tables are as a file's would be."""
+    lines = [f"-3.0 {i} -0.5" for i in range(1, labels)]
+    pairs = [(i, 1 + i * 7 % (labels - 1)) for i in range(1, labels)]
+    triples = [(*pair, 1 + sum(pair) % (labels - 1)) for pair in pairs]
+    counts = f"ngram 1={len(lines) + 2}", f"ngram 2={len(pairs)}", f"ngram 3={len(triples)}"
+    text = ["\\data\\", *counts, "\\1-grams:", "-99 <s> -0.5", "-2 </s>", *lines]
+    text += ["\\2-grams:", *(f"-1.0 {i} {j} -0.5" for i, j in pairs)]
+    text += ["\\3-grams:", *(f"-0.5 {i} {j} {k}" for i, j, k in triples), "\\end\\", ""]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "trigram.arpa"
+        path.write_text("\n".join(text))
+        return decode.NGram.from_arpa(path, [None, *map(str, range(1, labels))])
+
+
+def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, model=None):
+    """(function, shapes of its arguments) of a search in one program."""
+    make, layers = PREDICTORS[predictor]
+    loss = TDTLoss(blank=0, durations=DURATIONS) if tdt else RNNTLoss(blank=0)
+
+    def run(weights, output, bias, encoder_out, lengths):
+        joint = LinearJoint(output, bias)
+        fusion = ((model, 0.3),) if model else ()
+        arguments = loss, joint, make(weights), encoder_out, lengths, LABELS
+        found = decode.beam(*arguments, width, fusion=fusion) if width else decode.greedy(*arguments, fusion=fusion)
+        return found[:-1]
+
+    run.__name__ = re.sub(r"\W", "_", name)
+    outputs = classes + len(DURATIONS) * tdt
+    shapes = [[(classes, H), *layers], (H, outputs), (outputs,), (batch, T, H)]
+    return run, shapes, (batch,)
+
+
+def searches():
+    """{name: program}"""
+    found = {}
+    for batch in (1, 16, 128):
+        for kind in ("stateless", "LSTM"):
+            for name, options in SEARCHES.items():
+                found[f"{name}, {kind}, B = {batch}"] = dict(predictor=kind, batch=batch) | options
+    large = dict(predictor="two LSTMs", batch=16, classes=8193, tdt=True)
+    found |= {"greedy TDT, V = 8193, two LSTMs": large, "beam 4 TDT, V = 8193, two LSTMs": large | {"width": 4}}
+    for name, width in (("greedy", 0), ("beam 4", 4)):
+        found[f"{name}, trigram"] = dict(predictor="LSTM", batch=16, width=width, model=True)
+    return found
+
+
+def compiled(device, name, options, graphs=False):
+    """(the program of a search for a device, the name of its module)"""
+    options = options | ({"model": trigram(V)} if options.get("model") else {})
+    run, floats, integers = search(name, **options)
+    if DEVICES[device] == "tpu":
+        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    else:
+        config = (FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("data",)), P())
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arguments = jax.tree.map(lambda x: shaped(x, jnp.float32), floats, is_leaf=lambda x: isinstance(x, tuple))
+    arguments.append(shaped(integers, jnp.int32))
+    gpu = {"xla_gpu_autotune_level": 0} | (GRAPHS if graphs else {})  # to try products would need the GPU
+    return jax.jit(run).lower(*arguments).compile(gpu if DEVICES[device] == "cuda" else {}), run.__name__
+
+
+# ------------------------------------------------------------------------------------------------ reading programs
+
+
+class Thunk:
+    """A line of XLA's sequence, and the thunks inside by their headings."""
+
+    def __init__(self, kind, indent):
+        self.kind, self.indent, self.heading, self.inside = kind, indent, "", {}
+
+    def all_inside(self):
+        return [thunk for thunks in self.inside.values() for thunk in thunks]
+
+
+def parse(text):
+    """The thunks of a program, as a tree."""
+    path = [Thunk("program", -1)]
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        heading, thunk = re.match(r"\s*([a-z_]\w*):\s*$", line), re.match(r"\s*\d+: k(\w+)", line)
+        # The condition of a loop comes first, with the indent of the loop or less.
+        while (thunk or (heading and heading[1] != "condition")) and path[-1].indent >= indent:
+            path.pop()
+        if heading:
+            path[-1].heading = heading[1]
+        elif thunk:
+            path.append(Thunk(thunk[1], indent))
+            path[-2].inside.setdefault(path[-2].heading, []).append(path[-1])
+    return path[0]
+
+
+def launches(thunk):
+    """Of one turn of all loops, and the longest branches."""
+    if thunk.kind == "Conditional":
+        return max(sum(map(launches, branch)) for branch in thunk.inside.values())
+    return sum(map(launches, thunk.all_inside())) + (not thunk.inside and thunk.kind not in ("While", "CommandBuffer"))
+
+
+def kinds(thunk, kind, graph=False):
+    """Thunks of a kind inside, as pairs (thunk, whether it is in a graph)."""
+    for inside in thunk.all_inside():
+        if inside.kind == kind:
+            yield inside, graph
+        yield from kinds(inside, kind, graph or inside.kind == "CommandBuffer")
+
+
+def step_counts(program):
+    """What a turn of the program's largest loop does."""
+    loop, graph = max(kinds(program, "While"), key=lambda found: launches(found[0]))
+    loops, branches = ([*kinds(loop, kind, graph)] for kind in ("While", "Conditional"))
+    waits = sum(not inside for _, inside in [(loop, graph), *loops, *branches])
+    graphs = len([*kinds(loop, "CommandBuffer")]) + graph
+    return {"launches": launches(loop), "waits": waits, "loops": len(loops), "graphs": graphs}
+
+
+def step_cycles(text):
+    """XLA's estimate for the largest loop of a TPU's program, in cycles; loops inside count one turn."""
+    bodies = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
+    named = {re.match(r"(?:ENTRY )?%([\w.\-]+)", body)[1]: body for body in bodies if body.startswith(("%", "ENTRY"))}
+
+    def cycles(name):
+        own = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', named[name])))
+        branches = re.findall(r"branch_computations=\{([^}]*)\}", named[name])
+        branches += re.findall(r"true_computation=(\S+), false_computation=(\S+?)[,\s]", named[name])
+        names = [re.findall(r"%?([\w.\-]+)", x if isinstance(x, str) else " ".join(x)) for x in branches]
+        loops = re.findall(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", named[name])
+        return own + sum(max(map(cycles, x)) for x in names) + sum(sum(map(cycles, x)) for x in loops)
+
+    loops = re.findall(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
+    return max(sum(map(cycles, loop)) for loop in loops)
+
+
+def counted(dump, device, name, options, graphs=False):
+    program, module = compiled(device, f"{name} {device}", options, graphs)
+    if DEVICES[device] == "tpu":
+        return {"cycles": step_cycles(program.as_text())}
+    files = pathlib.Path(dump).glob(f"*.jit_{module}.thunk_sequence*.txt")
+    last = max(files, key=lambda path: len(path.name))  # where no graph is made there is no second one
+    return step_counts(parse(last.read_text()))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("devices", nargs="*", help=", ".join(DEVICES))
+    parser.add_argument("--only", action="append", metavar="TEXT", help="searches whose names hold it, or another one")
+    parser.add_argument("--graphs", action="store_true", help="loops in CUDA graphs")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
+    options = parser.parse_args()
+    if unknown := {*options.devices} - {*DEVICES}:
+        parser.error(f"devices must be among {', '.join(DEVICES)}, got {', '.join(unknown)}")
+    counts = {}
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"  # read at the first compilation
+        )
+        for name, program in searches().items():
+            if any(text in name for text in options.only or [""]):
+                devices = options.devices or DEVICES
+                counts[name] = {device: counted(dump, device, name, program, options.graphs) for device in devices}
+                print(name, counts[name], flush=True)
+    if options.json:
+        found = {"jax": jax.__version__, "loops in graphs": options.graphs, "steps": counts}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

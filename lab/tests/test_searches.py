@@ -1,0 +1,109 @@
+"""The aims of the searches on a GPU: how many kernels a step launches, and that no loop inside waits for the host.
+
+Compiling needs JAX's CUDA plugin, but neither driver nor GPU: `lab/run.sh searches` installs it. Without it the counts
+are skipped.
+"""
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+import project
+from programs import environment, run
+
+PROGRAM = project.ROOT / "lab/benchmarks/searches.py"
+# Most launches of a step, with B = 16, V = 1025 and an LSTM, and host waits: one for the loop.
+AIMS = {
+    "greedy, LSTM, B = 16": 12,
+    "greedy TDT, LSTM, B = 16": 14,
+    "beam 4, LSTM, B = 16": 28,
+    "greedy, trigram": 24,
+    "beam 4, trigram": 42,
+}
+SEQUENCE = """\
+001: kCustomKernel [source | sink] loop_fusion
+003: kWhile        [prev=002 (1) | next=035 (1) ]
+condition:
+    013: kCustomKernel [source | sink] input_reduce_fusion
+  body:
+    000: kCommandBuffer [source | sink]
+        014: kCopy         [source       | next=018 (4)] kCopy
+        031: kConditional  [prev=024 (1) | next=032 (1)]
+          false_branch:
+            025: kCustomKernel [source       | next=026 (1)] input_concatenate_fusion
+            026: kCustomKernel [source       | next=026 (1)] gemm_fusion
+          true_branch:
+            028: kCopy [source | sink] kCopy
+    040: kWhile        [prev=002 (1) | next=035 (1) ]
+    condition:
+        041: kCustomKernel [source | sink] input_reduce_fusion
+      body:
+        042: kCustomKernel [source | sink] loop_fusion
+    043: kConditional  [prev=024 (1) | next=032 (1)]
+      false_branch:
+        044: kCustomKernel [source       | next=026 (1)] loop_fusion
+      true_branch:
+        045: kCopy [source | sink] kCopy
+046: kCopy [source | sink] kCopy
+"""
+CYCLES = """\
+%outer_body (p: (s32[])) -> (s32[]) {
+  %a = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"100"}
+  %w = (s32[]) while(%a), condition=%inner_condition, body=%inner_body
+  %c = (s32[]) conditional(%a, %a, %a), branch_computations={%short, %long}
+}
+
+%short (p: (s32[])) -> (s32[]) {
+  %b = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"1"}
+}
+
+%long (p: (s32[])) -> (s32[]) {
+  %b = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"7"}
+}
+
+%inner_body (p: (s32[])) -> (s32[]) {
+  %b = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"20"}
+}
+
+%inner_condition (p: (s32[])) -> pred[] {
+  %b = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"3"}
+}
+
+%outer_condition (p: (s32[])) -> pred[] {
+  %b = s32[] fusion(%p), calls=%f, backend_config={"estimated_cycles":"4"}
+}
+
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  ROOT %w = (s32[]) while(%a), condition=%outer_condition, body=%outer_body
+}
+"""
+READING = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import searches
+print(json.dumps([searches.step_counts(searches.parse(sys.argv[2])), searches.step_cycles(sys.argv[3])]))
+"""
+
+
+def test_reading():
+    """By hand: 1 of the condition; a copy and the longer branch in the graph; an inner loop of 2, and a branch."""
+    counts, cycles = json.loads(run(READING, PROGRAM.parent, SEQUENCE, CYCLES, env=environment()).splitlines()[-1])
+    assert counts == {"launches": 1 + 1 + 2 + 2 + 1, "waits": 1 + 1 + 1, "loops": 1, "graphs": 1}
+    assert cycles == 4 + 100 + 7 + 3 + 20
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["default", "loops in graphs"])
+def test_launches(graphs, tmp_path):
+    """No host wait where loops are in graphs, and one a step by default."""
+    known = importlib.util.find_spec("jax_plugins")
+    if not known or not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
+        (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") == "searches" else pytest.skip)("JAX has no CUDA plugin")
+    counts = tmp_path / "counts.json"
+    only = [word for name in AIMS for word in ("--only", name)]
+    run(PROGRAM, "h100", "--json", counts, *only, *["--graphs"] * graphs, env=environment(), timeout=900)
+    found = {name: devices["h100"] for name, devices in json.loads(counts.read_text())["steps"].items()}
+    assert set(found) == set(AIMS)
+    assert {name: count["launches"] for name, count in found.items() if count["launches"] > AIMS[name]} == {}
+    assert {(count["waits"], count["loops"]) for count in found.values()} == {(int(not graphs), 0)}
