@@ -91,6 +91,7 @@ def add_recognition(commands):
     help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
     parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
     ngrams.add_options(parser)
+    config.add_options(parser, {"audio_column"})
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
@@ -113,8 +114,8 @@ def resumed(options, args):
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
         if options.get("steps") == 0 or "train" not in options:
-            raise UserError(f"{args.workdir} has no checkpoint: train first")
-        return Config(**options)
+            raise UserError(f"{args.workdir} has no checkpoint: train first, with all options")
+        return Config(**pretrained.completed(options))
     run.open()
     # A checkpoint of before an option has its default.
     earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
@@ -170,7 +171,7 @@ def train(args):
 def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
-    entries = list(recognise.listed(args.files))
+    entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
     if not entries:
         raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from matplotlib import pyplot as plt
 from rapidfuzz.distance import Levenshtein
+from tqdm import tqdm
 
 from jax_rnnt import plot
 from jax_rnnt_speech import batches, hosts, programs
@@ -64,6 +65,8 @@ class Pictures:
     def draw(self, params, step):
         """Writes lattice.png, and latency.png where an earlier step was drawn."""
         loss, clock = self.recogniser.variant.loss, {"subsampling": self.recogniser.subsampling, "hop": self.hop}
+        if self.first is None:
+            tqdm.write("compiling: pictures of held-out utterances")
         features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
         self.first = self.first or (step, expected)
         figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)

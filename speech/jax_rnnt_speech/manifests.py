@@ -51,17 +51,18 @@ class LineError(ValueError):
     """Why a line is left out."""
 
 
-def read(path, audio_column="", text_column=""):
-    """Entries and Faults of a manifest or folder."""
+def read(path, audio_column="", text_column="", texts=True):
+    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read."""
     path = Path(path)
-    keys = (audio_column,) if audio_column else AUDIO_KEYS, (text_column,) if text_column else TEXT_KEYS
+    text_keys = (text_column,) if text_column else TEXT_KEYS
+    keys = (audio_column,) if audio_column else AUDIO_KEYS, text_keys if texts else ()
     try:
         if path.is_dir():
             yield from folder(path, keys)
         elif not path.exists():
             raise UserError(f"{path} does not exist")
         elif path.name in ("wav.scp", "segments", "text"):
-            yield from kaldi(path.parent)
+            yield from kaldi(path.parent, texts)
         else:
             yield from manifest(path, keys)
     except (OSError, EOFError, zlib.error) as error:
@@ -132,7 +133,7 @@ def table(path, keys):
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
     for option, choices in zip(("--audio-column", "--text-column"), keys):
-        if not set(choices) & set(names):
+        if choices and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
             raise UserError(f"{path} must have {known} in its first line ({option} names another), got {names}"[:1000])
     used = [x for x in names if x]
@@ -288,7 +289,7 @@ def segment_name(audio, start, end):
 
 
 def text_under(row, keys):
-    if not any(x in row for x in keys):
+    if keys and not any(x in row for x in keys):
         raise LineError("no text")
     text = first_of(row, keys)
     return "" if text is None else encodable(text, "the text")
@@ -352,9 +353,24 @@ def supervision(x, name, row, recording, path, first, length):
 def folder(path, keys):
     """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text beside each file."""
     if (path / "wav.scp").exists():
-        return kaldi(path)
+        return kaldi(path, bool(keys[1]))
     tables = [path / f"metadata.{x}" for x in ("jsonl", "csv") if (path / f"metadata.{x}").exists()]
-    return manifest(tables[0], keys) if tables else beside(path)
+    return manifest(tables[0], keys) if tables else beside(path) if keys[1] else recordings(path)
+
+
+def no_corpus(path, what):
+    """The error of a folder; it names a manifest there, which a person may have meant."""
+    found = [x.name for x in sorted(path.iterdir()) if {".json", ".jsonl", ".tsv", ".csv"} & {*x.suffixes[-2:]}]
+    such = f"such as {path / found[0]}" if found else MANIFESTS
+    return UserError(f"{path} holds no {what}; a manifest is named itself ({such})")
+
+
+def recordings(path):
+    """All audio files below a folder."""
+    files = [x for x in sorted(path.rglob("*")) if x.suffix.lower() in SUFFIXES]
+    if not files:
+        raise no_corpus(path, "audio files, and no wav.scp as Kaldi")
+    yield from (Entry(str(x.relative_to(path)), x, "") for x in files)
 
 
 def beside(path):
@@ -366,8 +382,8 @@ def beside(path):
     unused, lists = dict(files), sorted(path.rglob("*.trans.txt"))
     texts = [x for x in sorted(path.rglob("*.txt")) if (x.parent, x.stem) in files or not lists]
     if not lists and not any((x.parent, x.stem) in files for x in texts):
-        raise UserError(f"{path} holds no *.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files "
-                        f"with a text of the same name; a manifest is named itself ({MANIFESTS})")  # fmt: skip
+        raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
+                        "of the same name")  # fmt: skip
     said = [(f"{file.name} line {i}", file.parent, *[*line.split(None, 1), ""][:2])
             for file in lists for i, line in lines_of(file)]  # fmt: skip
     said += [(x.name, x.parent, x.stem, text_of(x)) for x in texts if x not in lists]
@@ -383,7 +399,7 @@ def beside(path):
     yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
 
 
-def kaldi(path):
+def kaldi(path, texts=True):
     """A folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
 
     def fields(name):
@@ -394,7 +410,7 @@ def kaldi(path):
     if (path / "segments").exists():
         segments = {x[0]: x[1].split() if len(x) > 1 else () for x in fields("segments")}
     speakers = {x[0]: x[-1].strip() for x in fields("utt2spk")} if (path / "utt2spk").exists() else {}
-    for name, *text in fields("text"):
+    for name, *text in fields("text") if texts else [[x] for x in segments]:
         try:
             where = segments.pop(name, None)
             if where is None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech import manifests, outputs, texts
+from jax_rnnt_speech import config, manifests, outputs, texts
 from jax_rnnt_speech.config import UserError, amount, natural, positive
 
 
@@ -47,6 +47,7 @@ class Search:
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
 
 
+COLUMNS = "audio_column", "text_column"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "of the n-gram"),
@@ -131,13 +132,13 @@ def search_of(args, recogniser):
     return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind))
 
 
-def sentences_of(path, normalize):
+def sentences_of(path, normalize, columns=()):
     """Words of the sentences of a corpus, or of the lines of a text."""
     try:
         if path.suffix == ".txt":
             lines = [line for _, line in manifests.lines_of(path)]
         else:
-            lines = [x.text for x in manifests.read(path) if isinstance(x, manifests.Entry)]
+            lines = [x.text for x in manifests.read(path, *columns) if isinstance(x, manifests.Entry)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
     return [normalize(line).split() for line in lines]
@@ -186,7 +187,8 @@ def write(path, probabilities, shares):
 def make(args):
     outputs.check(args.file, args.sources, option="")
     normalize = texts.normalizer(args.normalize, args.lower)
-    sentences = [words for path in args.sources for words in sentences_of(path, normalize) if words]
+    columns = [getattr(args, name, "") for name in COLUMNS]
+    sentences = [words for path in args.sources for words in sentences_of(path, normalize, columns) if words]
     if not sentences:
         raise UserError("the sources have no words")
     sizes = write(args.file, *estimate(sentences, args.order))
@@ -203,4 +205,5 @@ def add_command(commands):
     help = "texts in lower case, as the option of train"
     parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=False, help=help)
     parser.add_argument("--normalize", default="none", metavar="TEXT", help="as the option of train (%(default)s)")
+    config.add_options(parser, COLUMNS)
     parser.set_defaults(run=make)

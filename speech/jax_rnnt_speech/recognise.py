@@ -36,12 +36,12 @@ class Result(NamedTuple):
     error: str = ""
 
 
-def listed(arguments):
-    """Entries and Faults of audio files, manifests and folders."""
+def listed(arguments, audio_column=""):
+    """Entries and Faults of audio files, manifests and folders, which need no texts."""
     for path in map(Path, arguments):
         suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
         if path.is_dir() or suffix in (".json", ".jsonl", ".tsv", ".csv") or path.name == "wav.scp":
-            yield from manifests.read(path)
+            yield from manifests.read(path, audio_column, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")
 

@@ -192,8 +192,6 @@ class Training:
             tqdm.write(f"  {reference}\n  {hypothesis}")
         if metrics:
             metrics.write(step, valid_loss=rates.loss, valid_cer=rates.cer, valid_wer=rates.wer)
-        if metrics and not jax.process_index():
-            self.pictures.draw(jax.device_get(params), step)
         return rates
 
     def start(self, first):
@@ -225,6 +223,8 @@ class Training:
         if better:
             self.run.save_best(step, setup, params)
         self.run.save(step, setup, params=params, training=self.training_only(state))
+        if not jax.process_index():  # last: its programs take long to compile, and an interruption loses pictures alone
+            self.pictures.draw(jax.device_get(params), step)
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
@@ -244,13 +244,19 @@ class Training:
                 (params,) = self.run.restore(best=best, params=self.shared(self.recogniser.params))
                 return self.measure(params, first)
             state, step_of = self.start(first)
-            with contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics:
-                self.steps(state, first, step_of, metrics)
+            self.write_left_out()
+            try:
+                with contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics:
+                    self.steps(state, first, step_of, metrics)
+            finally:
+                self.write_left_out()  # with files that broke on the way
         print(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
               f"{self.progress.step}")  # fmt: skip
+        return self.progress.rates
+
+    def write_left_out(self):
         for name, data in (("train", self.train), ("valid", self.valid)):
             data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
-        return self.progress.rates
 
     def steps(self, state, first, step_of, metrics):
         config, options, losses = self.config, self.options, []

@@ -236,6 +236,29 @@ def test_folders(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
+    (tmp_path / "empty/train.tsv").write_text("clip\na.wav\n")
+    for texts in (True, False):
+        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*train\.tsv\)"):
+            listed(tmp_path / "empty", texts=texts)
+
+
+def test_recordings_without_texts(tmp_path):
+    """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi."""
+    for name in ("a.mp3", "b/c.wav", "b/c.txt", "b/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    expected = [("a.mp3", "", 0.0, None, None), ("b/c.wav", "", 0.0, None, None)]
+    assert listed(tmp_path, texts=False) == (expected, {})
+    (tmp_path / "list.tsv").write_text("clip\na.mp3\nb/c.wav\n")
+    assert listed(tmp_path / "list.tsv", audio_column="clip", texts=False) == (expected, {})
+    (tmp_path / "list.jsonl").write_text('{"audio": "a.mp3"}\n{"audio": "b/c.wav", "text": 5}\n')
+    assert listed(tmp_path / "list.jsonl", texts=False) == (expected, {})
+    assert listed(tmp_path / "list.jsonl")[1] == {
+        "no text": ["list.jsonl line 1"],
+        "the text is no string of characters": ["list.jsonl line 2"],
+    }
+    (tmp_path / "wav.scp").write_text("one a.mp3\ntwo b/c.wav\n")
+    assert [x[0] for x in listed(tmp_path, texts=False)[0]] == ["one", "two"]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
