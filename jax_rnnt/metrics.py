@@ -297,7 +297,7 @@ class Calibration(typing.NamedTuple):
 
     @property
     def expected_error(self) -> float:
-        """The expected calibration error: the mean over words of ``|accuracy - confidence|`` of their bins; NaN without."""
+        """Expected calibration error: the mean over words of ``|accuracy - confidence|`` of their bins; NaN without."""
         distance = np.where(self.counts > 0, np.abs(self.accuracies - self.confidences), 0)
         return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
 
