@@ -23,7 +23,7 @@ from jax_rnnt.metrics import label_errors
 from jax_rnnt_speech import batches, config, corpora, tokens
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.ngrams import Search
-from jax_rnnt_speech.recogniser import Recogniser, statistics
+from jax_rnnt_speech.recogniser import Recogniser
 from jax_rnnt_speech.train import make_optimizer
 
 
@@ -38,7 +38,9 @@ class Digits:
         self.blank = len(self.tokens.pieces)
         subsampling = int(np.prod([time for time, _ in self.config.strides]))
         self.train, self.test = (batches.labelled(x, self.tokens, subsampling) for x in (train, test))
-        self.mean, self.deviation = statistics(self.train, self.config)
+        unmeasured = Recogniser(self.config, self.tokens, [0.0] * train.features, [1.0] * train.features)
+        unmeasured.measure(self.train)
+        self.mean, self.deviation = unmeasured.mean, unmeasured.deviation
 
     def recogniser(self, **options):
         """A new model; options differ from those of `config`."""

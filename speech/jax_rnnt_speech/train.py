@@ -23,10 +23,10 @@ from jax_rnnt_speech.recogniser import Recogniser
 HOPELESS = 100  # steps in a row that are not finite end the run
 
 
-def make_optimizer(config, factors):
+def make_optimizer(config, factors=None):
     """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
 
-    `factors` of the learning rate, by the path of a parameter.
+    `factors` of the learning rate, by the path of a parameter; None: weights are any tree, and learn alike.
     """
     updates = max(1, config.steps // config.accumulate)
     warmup = 1 + int(config.warmup * updates)
@@ -34,8 +34,9 @@ def make_optimizer(config, factors):
     optimizer = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
     if config.clip:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
-    scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
-    optimizer = optax.chain(optimizer, scale)
+    if factors:
+        scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
+        optimizer = optax.chain(optimizer, scale)
     if config.accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
     return optax.apply_if_finite(optimizer, max_consecutive_errors=2**30)
