@@ -4,13 +4,11 @@ import functools
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from matplotlib import pyplot as plt
-from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
 from jax_rnnt import plot
-from jax_rnnt_speech import batches, hosts, programs
+from jax_rnnt_speech import batches, errors, hosts, programs
 from jax_rnnt_speech.config import UserError
 
 PICTURES = 3  # utterances
@@ -24,7 +22,7 @@ class Rates(NamedTuple):
 
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
-    loss, utterances, errors, totals, shown = 0.0, 0, np.zeros(2), np.zeros(2), []
+    loss, characters, words, shown = 0.0, [], [], []
     evaluated = programs.Announced("a test", recogniser.evaluated)
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
         results = evaluated(params, split(batch), data.corpus.device, search)
@@ -32,15 +30,13 @@ def rates(recogniser, params, data, buckets, split, search, examples=0):
         loss += float(value)
         for i, row, count in zip(index, labels, counts):
             if i >= 0:  # its audio is readable
-                utterances += 1
                 pair = data.corpus.utterances[i].text, recogniser.text(row, count)
-                for k, (reference, hypothesis) in enumerate((pair, tuple(x.split() for x in pair))):
-                    errors[k] += Levenshtein.distance(reference, hypothesis)
-                    totals[k] += len(reference)
+                characters.append(errors.counted(*pair))
+                words.append(errors.counted(*(x.split() for x in pair)))
                 shown += [pair] * (len(shown) < examples)
-    if not utterances:
+    if not words:
         raise UserError("no held-out utterance has readable audio")
-    return Rates(loss / utterances, *map(float, 100 * errors / np.maximum(totals, 1))), shown
+    return Rates(loss / len(words), *(errors.summed(x).rate for x in (characters, words))), shown
 
 
 class Pictures:

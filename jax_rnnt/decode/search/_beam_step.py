@@ -136,7 +136,8 @@ def first_beam(search: Search, width: int, max_labels: int) -> Beam:
     score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
     slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     numbers = jnp.zeros((batch, width, 2 if search.symbols.scoring.entropy else 1), dtype)
-    bits = jnp.broadcast_to(as_bits(numbers)[..., None], (*as_bits(numbers).shape, max_labels))
+    bits = as_bits(numbers)
+    bits = jnp.broadcast_to(bits[..., None], (*bits.shape, max_labels))
     written = jnp.concatenate([jnp.full((batch, width, 3, max_labels), -1, jnp.int32), bits], 2)
     return Beam(score, score, none, none, none, none - 1, slot, (none, none), written)
 
