@@ -126,7 +126,7 @@ class Training:
         else:
             self.run.open()
             setup = self.run.setup()
-            if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
+            if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
             self.progress = Progress(setup.get("progress"))
@@ -142,11 +142,11 @@ class Training:
                 print(f"{name}: {line}")
         self.report_sizes()
         self.layers = None
-        if config.steps and self.parts.layers is not None and getattr(train, "stored", False):
+        if self.parts.layers is not None and getattr(train, "stored", False):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
         self.epoch = batches.training(self.train, config, self.buckets, hosts.part())
-        if config.steps and not len(self.epoch):
+        if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
         seen = [self.run.last, sorted(self.train.labels), self.recogniser.setup()]
@@ -237,12 +237,11 @@ class Training:
         return iter(batches_left.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
-        """Trains; returns the best rates. A run that has all its steps is evaluated, and nothing is written."""
+        """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
-                best = self.options.checkpoint == "best"
-                (params,) = self.run.restore(best=best, params=self.shared(self.recogniser.params))
+                (params,) = self.run.restore(best=True, params=self.shared(self.recogniser.params))
                 return self.measure(params, first)
             state, step_of = self.start(first)
             self.write_left_out()
