@@ -132,7 +132,7 @@ class Config:
     # Batches.
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
-    buckets: int = option(4, positive, "shapes of batches, by length")
+    buckets: int = option(4, positive, "shapes of batches at most, by length")
     speeds: tuple = option((1.0,), speeds, "of training recordings, each once an epoch; 1 is always there")
     noise: str = option("", str, "folder of audio, added to training recordings: each speed is there again, noisy")
     snr: tuple = option((5.0, 20.0), snr, "of --noise, in dB, drawn for each recording")
