@@ -129,6 +129,7 @@ class Config:
     normalize: str = option("none", str, "texts: none, basic, basic:LANGUAGE (numbers in words), or FILE:FUNCTION")
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
+    speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")
     # Batches.
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")

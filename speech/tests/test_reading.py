@@ -233,6 +233,16 @@ def test_folders(folder, tmp_path):
     entries, faults = listed(tmp_path / "pairs")
     assert [(x[0], x[1].strip()) for x in entries] == expected
     assert faults == {"an audio file without a text": ["1-2-2.opus"], "a text without its audio file": ["other.txt"]}
+    (tmp_path / "pairs/1-2-2.txt").write_text("A")
+    (tmp_path / "pairs/1-2-2.wav").symlink_to(folder / "a.wav")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "pairs/loop").symlink_to(tmp_path / "linked")
+    for name in ("one", "two"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "pairs")
+    entries, faults = listed(tmp_path / "linked")  # a link to the same folder, and one back
+    assert [x[0] for x in entries] == [f"one/1-2-{i}.{x}" for i, x in enumerate(("wav", "flac", "opus"))]
+    assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
+    assert len(asr.augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
     with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
