@@ -44,8 +44,8 @@ def run(parser, arguments, interrupted):
         status = args.run(args)
     except (UserError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: {interrupted}\n")
+    except KeyboardInterrupt as error:
+        parser.exit(130, f"{parser.prog}: {error if error.args else interrupted}\n")
     raise SystemExit(status)
 
 

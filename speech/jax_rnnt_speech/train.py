@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import shlex
 import sys
 import time
 
@@ -153,6 +154,8 @@ class Training:
         hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
             self.run.open()
+        if folder is None and not jax.process_index():
+            cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
         self.search = self.shared(ngrams.search_of(options, self.recogniser))
         self.pictures = evaluate.Pictures(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
 
@@ -220,12 +223,18 @@ class Training:
         params = self.used(state)
         rates = self.measure(params, step, metrics)
         better = self.progress.better(step, rates)
-        setup = self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
         if better:
-            self.run.save_best(step, setup, params)
-        self.run.save(step, setup, params=params, training=self.training_only(state))
+            self.run.save_best(step, self.setup(), params)
+        self.keep(state, step, params)
         if not jax.process_index():  # last: its programs take long to compile, and an interruption loses pictures alone
             self.pictures.draw(jax.device_get(params), step)
+
+    def setup(self):
+        return self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
+
+    def keep(self, state, step, params):
+        """Saves all that the steps after this one need."""
+        self.run.save(step, self.setup(), params=params, training=self.training_only(state))
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
@@ -246,8 +255,11 @@ class Training:
             state, step_of = self.start(first)
             self.write_left_out()
             try:
-                with contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics:
-                    self.steps(state, first, step_of, metrics)
+                with (
+                    contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics,
+                    runs.interruptions() as interrupted,
+                ):
+                    self.steps(state, first, step_of, metrics, interrupted)
             finally:
                 self.write_left_out()  # with files that broke on the way
         print(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
@@ -256,9 +268,9 @@ class Training:
 
     def write_left_out(self):
         for name, data in (("train", self.train), ("valid", self.valid)):
-            data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
+            data.corpus.report.write(self.run.workdir / runs.LEFT_OUT.format(f"{name}{jax.process_index() or ''}"))
 
-    def steps(self, state, first, step_of, metrics):
+    def steps(self, state, first, step_of, metrics, interrupted):
         config, options, losses = self.config, self.options, []
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
@@ -271,7 +283,8 @@ class Training:
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 bar.update()
-                if step % options.log_every == 0 or step == config.steps:
+                last, stopped = step == config.steps, bool(interrupted)
+                if step % options.log_every == 0 or last or stopped:
                     numbers = jax.device_get(numbers)
                     mean = float(np.mean(jax.device_get(losses)))
                     skipped, row = (int(numbers[name]) for name in ("skipped", "row"))
@@ -281,9 +294,14 @@ class Training:
                     losses, started = [], time.perf_counter()
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
-                if step % options.save_every == 0 or step == config.steps:
+                if step % options.save_every == 0 or last:
                     self.save(state, step, metrics)
                     started = time.perf_counter()
                     if self.impatient():
                         tqdm.write(f"step {step}: the last {config.patience} tests were not better: the run ends")
                         return
+                elif stopped:
+                    self.keep(state, step, self.used(state))
+                if stopped and not last:
+                    command = f"rnnt-speech train --workdir {shlex.quote(str(options.workdir))} --resume"
+                    raise KeyboardInterrupt(f"interrupted; step {step} is saved: {command} goes on")

@@ -87,10 +87,19 @@ def test_a_run(trained):
 
 
 def test_resume_is_exact(corpus, trained, tmp_path, capsys):
-    """A run that was interrupted after step 3 has the same losses and weights, bit for bit."""
+    """A run that Ctrl-C ends in step 4 goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
-    shutil.copytree(trained[0], workdir)
-    shutil.rmtree(workdir / "checkpoints" / "6")
+    (tmp_path / "hook.py").write_text("import os\nend = lambda i, x: i == 3 and 'loss' in x and os.kill(os.getpid(), 2)\n")
+    for name in ("left-out-train7.tsv", "latency.png", "cache/of-another/arrays"):
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / name).write_bytes(bytes(10**6))
+    run([*arguments(corpus, workdir), "--overwrite", "--hook", f"{tmp_path}/hook.py:end"], 130)
+    out, error = capsys.readouterr()
+    assert error.endswith(f"interrupted; step 4 is saved: rnnt-speech train --workdir {workdir} --resume goes on\n")
+    assert f"cache: 1.0 MB of other settings are removed from {workdir}/cache" in out
+    assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv",
+                                                     "lattice.png", "latency.png"}  # fmt: skip
+    assert (workdir / "latency.png").read_bytes()[:4] == b"\x89PNG" and len(list((workdir / "cache").glob("*/"))) == 2
     run([*arguments(corpus, workdir), "--resume"])
     assert losses(workdir) == losses(trained[0])
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
