@@ -89,7 +89,9 @@ def test_a_run(trained):
 def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     """A run that Ctrl-C ends in step 4 goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
-    (tmp_path / "hook.py").write_text("import os\nend = lambda i, x: i == 3 and 'loss' in x and os.kill(os.getpid(), 2)\n")
+    (tmp_path / "hook.py").write_text(
+        "import os\nend = lambda i, x: i == 3 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+    )
     for name in ("left-out-train7.tsv", "latency.png", "cache/of-another/arrays"):
         (workdir / name).parent.mkdir(parents=True, exist_ok=True)
         (workdir / name).write_bytes(bytes(10**6))
