@@ -58,14 +58,12 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
     keys = [(chosen,) if chosen else usual for chosen, usual in (*columns, (speaker_column, SPEAKER_KEYS))]
     try:
-        if path.is_dir():
-            yield from folder(path, keys)
-        elif not path.exists():
+        if not path.exists():
             raise UserError(f"{path} does not exist")
-        elif path.name in ("wav.scp", "segments", "text"):
-            yield from kaldi(path.parent, texts)
-        else:
-            yield from manifest(path, keys)
+        of_kaldi = path.name in ("wav.scp", "segments", "text") and not path.is_dir()
+        rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        yield next(rows, Fault("a list of nothing", path.name))
+        yield from rows
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not readable: {error}") from None
     except UnicodeDecodeError as error:

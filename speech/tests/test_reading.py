@@ -317,9 +317,13 @@ def test_headers_that_lie(tmp_path):
     tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"  # Latin-1
     (tmp_path / "b.wav").write_bytes(data[: place - 4] + tag + data[place - 4 :])
     assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    encode(tmp_path / "a.w64", codec="pcm_s16le")
+    with (tmp_path / "a.w64").open("ab") as file:
+        file.write(b"a chunk of 4 EB?" + b"x" * 5000)
     (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", 10**6) + data[place + 4 :])
-    with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
-        asr.audio.read(tmp_path / "b.wav", RATE)
+    for name in ("a.w64", "b.wav"):
+        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
+            asr.audio.read(tmp_path / name, RATE)
 
 
 def test_scales(tmp_path):
@@ -468,6 +472,9 @@ def test_check(folder, capsys, tmp_path):
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "not readable": [str(folder / "none.jsonl")]}
     assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
+    (tmp_path / "nothing.jsonl").write_text("\n")
+    run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"a list of nothing": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     run(["check", tmp_path / "bad.jsonl", "--json"], 2)
     found, error = capsys.readouterr()
