@@ -361,9 +361,10 @@ def folder(path, keys):
 
 
 def no_corpus(path, what):
-    """The error of a folder; it names a manifest there, which a person may have meant."""
-    found = [x.name for x in sorted(path.iterdir()) if {".json", ".jsonl", ".tsv", ".csv"} & {*x.suffixes[-2:]}]
-    such = f"such as {path / found[0]}" if found else MANIFESTS
+    """The error of a folder; it names a manifest there or one level below, which a person may have meant."""
+    inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
+    found = [x for x in inside if {".json", ".jsonl", ".tsv", ".csv"} & {*x.suffixes[-2:]}]
+    such = f"such as {found[0]}" if found else MANIFESTS
     return UserError(f"{path} holds no {what}; a manifest is named itself ({such})")
 
 

@@ -246,9 +246,10 @@ def test_folders(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
-    (tmp_path / "empty/train.tsv").write_text("clip\na.wav\n")
+    (tmp_path / "empty/part").mkdir()
+    (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
     for texts in (True, False):
-        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*train\.tsv\)"):
+        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
 
 
