@@ -257,7 +257,7 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),
         (["--hook", "nothing.py:f"], "--hook nothing.py:f is no FILE:FUNCTION of a Python file"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
-        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they have"),
+        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),
     ],
 )
 def test_options_are_checked(corpus, tmp_path, capsys, command, message):
