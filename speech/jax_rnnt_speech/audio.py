@@ -59,7 +59,9 @@ class Part:
         return self.file.read(max(0, min(size, self.end - self.file.tell())))
 
     def seek(self, offset, whence=os.SEEK_SET):
-        return self.file.seek((self.begin, self.file.tell(), self.end)[whence] + offset) - self.begin
+        place = (self.begin, self.file.tell(), self.end)[whence] + offset
+        self.file.seek(max(self.begin, min(place, self.end)))  # damaged files lead anywhere
+        return place - self.begin if place >= self.begin else -1
 
     def tell(self):
         return self.file.tell() - self.begin

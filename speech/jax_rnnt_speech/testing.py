@@ -17,7 +17,7 @@ from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pretrained
 from jax_rnnt_speech.config import UserError, natural
 from jax_rnnt_speech.utterances import Report, shown
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column"}
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
