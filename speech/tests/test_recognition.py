@@ -46,20 +46,50 @@ def test_start_from_a_run(corpus, trained):
         asr.pretrained.fresh(config, data)
 
 
-def test_streams_of_random_weights():
-    """With weights that write many labels, samples in odd pieces give the labels of the whole."""
-    config = configuration(loss="tdt", blocks=2)
+def random_recogniser(**options):
+    """One of random weights that writes many words."""
+    config = configuration(seed=3, **options)
     recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
-    samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
-    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)])
-    stream, seen = asr.recognise.Stream(recogniser), []
-    take = stream.chunk
-    stream.chunk = lambda x: seen.append(x) or take(x)
-    text = "".join(stream.feed(x) for x in np.split(samples, [100, 101, 2000, 5999])) + stream.finish()
-    assert text == whole.text and len(set(text)) > 1 and stream.frames == whole.frames
-    np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
+    return recogniser
+
+
+def random_sound(count):
+    return np.random.default_rng(0).normal(size=count).astype(np.float32) * (1 + np.sin(np.arange(count) / 500))
+
+
+@pytest.mark.parametrize(
+    ("beam", "options"), [(0, {"loss": "tdt", "blocks": 2}), (3, {"loss": "rnnt", "encoder": "convolutional"})]
+)
+def test_streams_of_random_weights(beam, options, monkeypatch):
+    """Samples in odd pieces give what other pieces give, bit for bit, and the words of the whole; so does letting go.
+
+    A long recording is transcribed by the same steps.
+    """
+    recogniser, how = random_recogniser(**options), asr.recogniser.Search(beam=beam)
+    samples = random_sound(24000)
+    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)], how)
+    found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
+    for some in cuts:
+        stream, seen = asr.streams.Stream(recogniser, how), []
+        take = stream.chunk
+        stream.chunk = lambda x, take=take, seen=seen: seen.append(x) or take(x)
+        words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
+        np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
+        found.append((words, stream.state))
+        assert len(stream.words.waiting.labels) == 0
+    assert found[0][0] == found[1][0] == found[2][0]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0][1], other[1])
+    words = found[0][0]
+    assert [x.text for x in words] == whole.text.split() and len(words) > 3
+    expected = asr.transcripts.words(recogniser, whole.labels, whole.frames, whole.confidences, whole.durations)
+    if not beam:
+        np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
+    monkeypatch.setattr(asr.windows, "WINDOW", 0.5)
+    (long,) = asr.recognise.transcribe(recogniser, [("a", iter(np.split(samples, [5000])))], how)
+    assert long.text == whole.text and long.duration == whole.duration
 
 
 def test_no_device(monkeypatch):
@@ -78,10 +108,10 @@ def test_no_microphone(monkeypatch):
     fake = types.SimpleNamespace(InputStream=missing, PortAudioError=OSError)
     monkeypatch.setitem(sys.modules, "sounddevice", fake)
     with pytest.raises(asr.config.UserError, match="--microphone: No input device"):
-        next(asr.recognise.blocks_of_microphone(8000))
+        next(asr.streams.blocks_of_microphone(8000))
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     with pytest.raises(asr.config.UserError, match="--microphone: "):
-        next(asr.recognise.blocks_of_microphone(8000))
+        next(asr.streams.blocks_of_microphone(8000))
 
 
 def test_sentences():
