@@ -21,16 +21,18 @@ class Labels(NamedTuple):
         fields = found.labels, found.frames, found.label_log_probs, sure, found.durations
         return cls(*(np.asarray(x)[row, :count].tolist() for x in fields))
 
-    def add(self, more):
-        """The labels behind these. They never go back: a beam may choose another alignment."""
-        frames = np.maximum.accumulate(self.frames[-1:] + more.frames)[len(self.frames[-1:]) :].tolist()
-        return Labels(*(x + y for x, y in zip(self, more._replace(frames=frames))))
+    def extend(self, more):
+        """Puts labels behind these. Their frames never go back: a beam may choose another alignment."""
+        frames = np.maximum.accumulate([*self.frames[-1:], *more.frames])[len(self.frames[-1:]) :].tolist()
+        for x, y in zip(self, more._replace(frames=frames)):
+            x.extend(y)
 
     def part(self, *bounds):
         return Labels(*(x[slice(*bounds)] for x in self))
 
 
-NONE = Labels([], [], [], [], [])
+def no_labels():
+    return Labels([], [], [], [], [])
 
 
 class Result(NamedTuple):

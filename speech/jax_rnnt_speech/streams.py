@@ -15,7 +15,7 @@ from jax_rnnt import decode
 from jax_rnnt_speech import audio, transcripts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.recogniser import GREEDY
-from jax_rnnt_speech.results import NONE, Labels
+from jax_rnnt_speech.results import Labels, no_labels
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -27,7 +27,7 @@ class Words:
     """Final labels of a recording, one part after the other, to words."""
 
     def __init__(self, recogniser, silence=0.0):
-        self.recogniser, self.waiting, self.rows, self.end = recogniser, NONE, 0, 0
+        self.recogniser, self.waiting, self.rows, self.end = recogniser, no_labels(), 0, 0
         self.patience = round(silence / recogniser.seconds) or NEVER
         tokens, self.mark = recogniser.tokens, transcripts.mark_of(recogniser.tokens)
         self.texts = [x or "" for x in tokens.labels()]
@@ -63,7 +63,7 @@ class Words:
         self.rows += rows
         ended = any(i in self.last_labels for i in part.labels)
         kept = [i for i, x in enumerate(part.labels) if x not in self.last_labels]
-        self.waiting = self.waiting.add(Labels(*([x[i] for i in kept] for x in part)))
+        self.waiting.extend(Labels(*([x[i] for i in kept] for x in part)))
         if self.waiting.labels:
             self.end = self.waiting.frames[-1] + max(self.waiting.durations[-1], 1)
         ended |= bool(self.end) and not more and self.rows - self.end >= self.patience
@@ -86,7 +86,7 @@ class Stream:
         if not recogniser.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
         self.recogniser, self.extractor, self.how = recogniser, recogniser.extractor, how
-        self.words, self.ends, self.unsure = Words(recogniser, silence), [], NONE
+        self.words, self.ends, self.unsure = Words(recogniser, silence), [], no_labels()
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         encoder = recogniser.model(recogniser.params).encoder
@@ -134,7 +134,7 @@ class Stream:
             self.samples = np.pad(self.samples, (0, self.extractor.margin))
             while remaining := self.extractor.count(self.total) - self.taken:
                 yield self.take(min(remaining, self.size))
-            some, self.unsure = self.unsure, NONE
+            some, self.unsure = self.unsure, no_labels()
             yield some, 0
 
     def heard(self, samples, end):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from jax_rnnt import decode
 from jax_rnnt_speech import audio
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.results import NONE, Labels, Result
+from jax_rnnt_speech.results import Labels, Result, no_labels
 from jax_rnnt_speech.streams import NEVER, Stream
 
 WINDOW = 30.0  # seconds of a window, margins included
@@ -31,7 +31,7 @@ class Recording:
 
     def __init__(self, name, samples, recogniser):
         self.name, self.recogniser, self.extractor = name, recogniser, recogniser.extractor
-        self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), NONE, ()
+        self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.done = False
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         step, rate = self.extractor.hop * recogniser.subsampling, self.extractor.rate
@@ -99,12 +99,12 @@ class Recording:
 
     def take(self, i, rows, found, final, others, how):
         """What `Recogniser.part` found in so many rows, as row i of a batch."""
-        before, self.done = self.found, self.last
-        self.found = before.add(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
+        self.done, before = self.last, list(self.found.labels)
+        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
             decode = self.recogniser.tokens.decode
-            self.nbest = [(decode(before.labels + x[:n]), score) for x, n, score in listed if score > -np.inf]
+            self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
             self.go_on(rows)
             self.done = bool(self.error)
@@ -165,7 +165,7 @@ def stream(recogniser, x, how):
     live, piece = Stream(recogniser, how), x.samples
     while piece is not None:
         for part, _ in live.parts(piece):
-            x.found = x.found.add(part)
+            x.found.extend(part)
         x.samples, piece = x.samples[:0], x.read()
     for part, _ in live.parts(x.samples, end=True):
-        x.found = x.found.add(part)
+        x.found.extend(part)
