@@ -108,7 +108,7 @@ class Sweep:
         return refs if self.wide else (*refs[:2], None)
 
     def at(self, du, n, c):
-        """Where the number of diagonal n, block c lies."""
+        """The place of the number of diagonal n, block c."""
         depth = self.plan.depths[du]
         return (lax.rem(n, np.int32(depth)) if depth > 1 else 0), c
 

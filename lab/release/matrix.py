@@ -3,8 +3,8 @@
     python lab/release/matrix.py [--wheels dist] [--only oldest ... | JAX:PYTHON[:WHEEL] ...] [--full] [--check]
 
 A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some
-tests, or the suite (--full), and prints its line of the table in lab/release/README.md; --check fails where that table has
-another line. A row whose interpreter is not on this machine is left out, and named.
+tests, or the suite (--full), and prints its line of the table in README.md beside this file; --check fails where that
+table has another line. A row whose interpreter is not on this machine is left out, and named.
 """
 
 import argparse
