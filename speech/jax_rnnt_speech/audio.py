@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import av
 import numpy as np
-from scipy.signal import resample_poly
 
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import shown
@@ -303,6 +302,8 @@ def read(path, rate, start=0.0, end=None, channel=None):
 def resampled(samples, found, rate):
     if found == rate:
         return samples
+    from scipy.signal import resample_poly  # a second: not at every start
+
     common = math.gcd(found, rate)
     return resample_poly(samples, rate // common, found // common).astype(np.float32)
 
