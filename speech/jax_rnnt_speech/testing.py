@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, errors, ngrams, outputs, pictures, pretrained, recognise, texts
+from jax_rnnt_speech import config, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
 from jax_rnnt_speech.corpora import Recordings, open_corpus
 from jax_rnnt_speech.utterances import Report, shown
@@ -142,6 +142,8 @@ def test(args):
     if args.output:
         result.write(args.output)
     if args.pictures:
+        from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
+
         pictures.draw(args.pictures, args.workdir, recogniser, result)
     if args.json:
         print(json.dumps(result.object()))

@@ -157,7 +157,9 @@ class Training:
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
         self.search = self.shared(ngrams.search_of(options, self.recogniser))
-        self.pictures = evaluate.Pictures(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
+        from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
+
+        self.pictures = pictures.HeldOut(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
