@@ -22,9 +22,8 @@ def test_layouts_agree(corpus, tmp_path):
     for path in ("a.jsonl", "a.tsv"):
         other = asr.corpora.Recordings(tmp_path / path, config)
         assert [x[1:3] for x in other.utterances] == [x[1:3] for x in whole.utterances] and not other.report.names
-    assert sorted(x.text for x in whole.utterances) == sorted(
-        ["A", "B", "C", "A", "B", "C AB", "A AB", "B AB", "C AB", "A AB"]
-    )
+    texts = ["A", "A", "A AB", "A AB", "B", "B", "B AB", "C", "C AB", "C AB"]
+    assert sorted(x.text for x in whole.utterances) == texts
     for i, x in enumerate(whole.utterances):
         samples = 2400 + 400 * int(x.name[-6])
         starts = [n for n in range(0, samples, 80) if n + 200 <= samples]
@@ -69,14 +68,7 @@ def test_odd_manifests(tmp_path):
     config = configuration()
     write_audio(tmp_path / "a.wav", 0.5)
     good = {"audio": "a.wav", "text": "A\u2028\x85B", "duration": 0.5}
-    bad = [
-        {"text": None},
-        {"text": None},
-        {"text": ["A"]},
-        {"text": "\ud800"},
-        {"audio": None},
-        {"audio": "\ud800.wav"},
-    ]
+    bad = [{"text": x} for x in (None, None, ["A"], "\ud800")] + [{"audio": x} for x in (None, "\ud800.wav")]
     bad += [{"duration": x} for x in (float("nan"), "nan", True, 0, -1, [], "long", 10**400)]
     lines = [json.dumps(good, ensure_ascii=False), *(json.dumps(good | x) for x in bad), "[" * 100_000, '"x"', "[1]"]
     (tmp_path / "m.jsonl").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
@@ -95,9 +87,8 @@ def test_odd_manifests(tmp_path):
     (tmp_path / "m.tsv").write_text("\ufeffaudio\ttext\na.wav\tA\na.wav\n" + "x" * 200_000)
     found = asr.corpora.Recordings(tmp_path / "m.tsv", config)
     assert [x.text for x in found.utterances] == ["A"]
-    assert dict(found.report.names) == {
-        "another number of columns than in the first line": ["m.tsv line 3", "m.tsv line 4"]
-    }
+    reason = "another number of columns than in the first line"
+    assert dict(found.report.names) == {reason: ["m.tsv line 3", "m.tsv line 4"]}
     (tmp_path / "l").mkdir()
     shutil.move(tmp_path / "a.wav", tmp_path / "l/a.flac")
     (tmp_path / "l/1.trans.txt").write_text("\ufeffa A\n/etc/passwd A\n")
@@ -130,9 +121,8 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     data = asr.batches.labelled(recordings, asr.tokens.train(config, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = asr.batches.make_buckets(data, config, 1)
-    valid = {
-        int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
-    }
+    tested = asr.batches.testing(data, config, buckets, (0, 1))
+    valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
     recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
@@ -155,11 +145,8 @@ def test_resampling(tmp_path):
         time = np.arange(int(0.4 * rate)) / rate
         asr.audio.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
         samples = asr.audio.read(tmp_path / "a.wav", 8000)
-        assert (
-            len(samples)
-            == asr.audio.size(asr.audio.stretches(tmp_path / "a.wav"), 8000)
-            == -(-len(time) * 8000 // rate)
-        )
+        size = asr.audio.size(asr.audio.stretches(tmp_path / "a.wav"), 8000)
+        assert len(samples) == size == -(-len(time) * 8000 // rate)
         peaks.append(int(asr.features.extractor(config)(samples).mean(0).argmax()))
     assert len(set(peaks)) == 1
 

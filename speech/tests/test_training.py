@@ -102,8 +102,10 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv",
                                                      "lattice.png", "latency.png"}  # fmt: skip
     assert (workdir / "latency.png").read_bytes()[:4] == b"\x89PNG" and len(list((workdir / "cache").glob("*/"))) == 2
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # what a process that dies leaves
     run([*arguments(corpus, workdir), "--resume"])
-    assert losses(workdir) == losses(trained[0])
+    assert losses(workdir) == losses(trained[0]) and {x.name for x in (workdir / "checkpoints").iterdir()} == {"4", "6"}
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
         np.testing.assert_array_equal(x, y)
     # An earlier run is neither deleted nor continued otherwise without being asked.
