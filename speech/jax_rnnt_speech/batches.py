@@ -70,30 +70,31 @@ def sentences(config, tokens):
 
 
 def make_buckets(data, config, devices):
-    """Buckets with about equally many frames each, from the shortest to the longest."""
+    """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
     share = np.minimum(np.cumsum(frames) * config.buckets // (frames.sum() + 1), config.buckets - 1)
     limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
-    groups = [[i for i in order if low < data.corpus.utterances[i].frames <= high]
-              for low, high in zip([-1, *limits], limits)]  # fmt: skip
-    buckets, waiting = [], []
-    for group, limit in zip(groups, limits):
-        group = waiting + group
-        size = config.batch
-        if config.batch_seconds:
-            size = max(1, int(config.batch_seconds * 1000 / config.hop / limit))
-        size = max(devices, size // devices * devices)
-        if len(group) < size and limit < limits[-1]:
-            waiting = group  # too few for a batch: they join the next bucket
-            continue
-        waiting, labels = [], max(1, *(len(data.labels[i]) for i in group))
-        buckets.append(Bucket(limit, labels, min(size, max(devices, len(group) // devices * devices)), group))
-    if len(buckets) > 1 and len(buckets[-1].members) < buckets[-1].batch:
-        last, previous = buckets.pop(), buckets.pop()  # the longest ones are few: the bucket before takes them
-        members = previous.members + last.members
-        buckets.append(Bucket(last.frames, max(previous.labels, last.labels), last.batch, members))
+    found, waiting = [], []  # (frames, utterances)
+    for low, high in zip([-1, *limits], limits):
+        waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
+        if len(waiting) >= size_of(config, devices, high):
+            found.append((high, waiting))
+            waiting = []  # otherwise too few for a batch: they join the next bucket
+    if waiting:  # the longest ones are few: the bucket before takes them
+        found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
+    buckets = []
+    for limit, group in found:
+        full = max(devices, len(group) // devices * devices)
+        labels = max(1, *(len(data.labels[i]) for i in group))
+        buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
     return buckets
+
+
+def size_of(config, devices, frames):
+    """Utterances of so many frames that a batch has: as many on each device."""
+    size = max(1, int(config.batch_seconds * 1000 / config.hop / frames)) if config.batch_seconds else config.batch
+    return max(devices, size // devices * devices)
 
 
 def collate(data, config, bucket, items, size):

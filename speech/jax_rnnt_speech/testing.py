@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pictures, pretrained, recognise, texts
+from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
 from jax_rnnt_speech.utterances import Report, shown
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column"}
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
@@ -153,6 +153,8 @@ def test(args):
     if args.output:
         result.write(args.output)
     if args.pictures:
+        from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
+
         pictures.draw(args.pictures, args.workdir, recogniser, result)
     if args.json:
         print(json.dumps(result.object()))

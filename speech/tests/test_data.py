@@ -178,16 +178,19 @@ def test_host_and_device_features():
 
 
 def test_masks():
-    """Spans over time and features are zeros, nothing else is, and each is as long as allowed at most."""
+    """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
     spans = np.stack([asr.features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
-    x = np.asarray(asr.features.hide(np.ones((50, 20, 6)), spans, 2))
-    for i, (a, b, c) in enumerate(spans):
-        expected = np.ones((20, 6))
-        expected[a[0] : a[1]] = expected[b[0] : b[1]] = expected[:, c[0] : c[1]] = 0
-        np.testing.assert_array_equal(x[i], expected)
+    x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)
+    x[:, 20:] = np.nan  # padding
+    results = np.asarray(asr.features.hide(x, lengths, spans, 2))
+    for result, original, (a, b, c) in zip(results, x, spans):
+        hidden = np.zeros((22, 6), bool)
+        hidden[a[0] : a[1]] = hidden[b[0] : b[1]] = hidden[:, c[0] : c[1]] = True
+        np.testing.assert_array_equal(result[~hidden], original[~hidden])
+        np.testing.assert_allclose(result[hidden], np.float64(original[:20][~hidden[:20]]).mean(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["characters", "subwords"])
@@ -224,6 +227,8 @@ def test_buckets(corpus):
     spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
              for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
     assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
+    full = asr.batches.make_buckets(data, configuration(batch=4, buckets=3), 1)  # a third of the utterances fills none
+    assert [x.batch for x in full] == [4, 4] and sum(len(x.members) for x in full) == 10
     left, one = asr.batches.padding(data, buckets)
     frames = np.array([x.frames for x in data.corpus.utterances])
     assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one

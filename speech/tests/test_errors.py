@@ -70,7 +70,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys):
                        "left_out", "seconds_of_audio", "seconds"]  # fmt: skip
     assert x["left_out"] == {"no such file": ["missing.wav"], "empty transcript": [str(listed[0])]}
     assert "left out, no such file: 1 (missing.wav)" in error
-    pairs = [(text.replace("!", ""), heard[name]) for name, text in texts.items()]
+    pairs = [(text.replace("!", ""), " ".join(heard[name].split())) for name, text in texts.items()]
     wrong = sum(distance(tuple(a.split()), tuple(b.split())) for a, b in pairs)
     assert x["utterances"] == 12 and x["words"] == sum(len(a.split()) for a, _ in pairs) == 23
     assert x["insertions"] + x["deletions"] + x["substitutions"] == wrong
@@ -113,6 +113,11 @@ def test_speakers(tmp_path):
     assert found[:3] == ["7", "x", "y"] and found[3].reason == "the speaker is no name" and found[4:] == ["z"]
     (tmp_path / "c.tsv").write_text("client_id\tpath\tsentence\nab\ta.mp3\tA\n")
     assert speakers(tmp_path / "c.tsv") == ["ab"]
+    assert [x.speaker for x in asr.manifests.read(tmp_path / "c.tsv", speaker_column="sentence")] == ["A"]
+    with pytest.raises(asr.config.UserError, match=r"must have the column voice in its first line \(--speaker-column"):
+        list(asr.manifests.read(tmp_path / "c.tsv", speaker_column="voice"))
+    found = list(asr.manifests.read(tmp_path / "m.jsonl", speaker_column="speaker_id"))
+    assert found[0].speaker == "7" and found[1].reason == "no speaker_id, which is to name the speaker"
     for name, text in (("wav.scp", "u a.wav\nv b.wav\n"), ("text", "u A\nv B\n"), ("utt2spk", "u me\n")):
         (tmp_path / name).write_text(text)
     assert speakers(tmp_path / "text") == ["me", ""]

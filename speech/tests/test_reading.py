@@ -233,12 +233,23 @@ def test_folders(folder, tmp_path):
     entries, faults = listed(tmp_path / "pairs")
     assert [(x[0], x[1].strip()) for x in entries] == expected
     assert faults == {"an audio file without a text": ["1-2-2.opus"], "a text without its audio file": ["other.txt"]}
+    (tmp_path / "pairs/1-2-2.txt").write_text("A")
+    (tmp_path / "pairs/1-2-2.wav").symlink_to(folder / "a.wav")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "pairs/loop").symlink_to(tmp_path / "linked")
+    for name in ("one", "two"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "pairs")
+    entries, faults = listed(tmp_path / "linked")  # a link to the same folder, and one back
+    assert [x[0] for x in entries] == [f"one/1-2-{i}.{x}" for i, x in enumerate(("wav", "flac", "opus"))]
+    assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
+    assert len(asr.augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
     with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
-    (tmp_path / "empty/train.tsv").write_text("clip\na.wav\n")
+    (tmp_path / "empty/part").mkdir()
+    (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
     for texts in (True, False):
-        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*train\.tsv\)"):
+        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
 
 
@@ -307,9 +318,13 @@ def test_headers_that_lie(tmp_path):
     tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"  # Latin-1
     (tmp_path / "b.wav").write_bytes(data[: place - 4] + tag + data[place - 4 :])
     assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    encode(tmp_path / "a.w64", codec="pcm_s16le")
+    with (tmp_path / "a.w64").open("ab") as file:
+        file.write(b"a chunk of 4 EB?" + b"x" * 5000)
     (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", 10**6) + data[place + 4 :])
-    with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
-        asr.audio.read(tmp_path / "b.wav", RATE)
+    for name in ("a.w64", "b.wav"):
+        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
+            asr.audio.read(tmp_path / name, RATE)
 
 
 def test_scales(tmp_path):
@@ -458,6 +473,9 @@ def test_check(folder, capsys, tmp_path):
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "not readable": [str(folder / "none.jsonl")]}
     assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
+    (tmp_path / "nothing.jsonl").write_text("\n")
+    run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"a list of nothing": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     run(["check", tmp_path / "bad.jsonl", "--json"], 2)
     found, error = capsys.readouterr()
