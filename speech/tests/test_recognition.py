@@ -93,6 +93,32 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
     assert long.text == whole.text and long.duration == whole.duration
 
 
+def test_words_of_streams():
+    """A word is given once the next one begins, and they share no frame; ends come after silence, or at a label."""
+    labels = lambda text, frames: asr.results.Labels(
+        *([tokens.pieces.index(x) for x in text], frames, [0.0] * len(text), [1.0] * len(text), [1] * len(text))
+    )
+
+    def said(*parts, silence=1.0):
+        words, found = asr.streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1), silence), []
+        for text, frames, more in parts:
+            some, ended = words.add(labels(text, frames), 8, more)
+            found.append(([x.text for x in some], ended))
+        return found
+
+    tokens = asr.tokens.Characters("AB, ")
+    assert said(("AB A", [0, 1, 3, 4], False), ("B, B", [8, 8, 9, 10], True)) == [(["AB"], False), (["AB,"], False)]
+    assert said(("A B", [3, 3, 3], False), (" A", [9, 9], False)) == [([], False), (["A", "B"], False)]
+    assert said(("A", [1], False), ("", [], True), ("", [], False)) == [([], False), ([], False), (["A"], True)]
+    assert said(*[("A", [1], False), *[("", [], False)] * 9], silence=0) == [([], False)] * 10
+    assert said(("A", [1], False), *[("", [], False)] * 3)[2:] == [([], False)] * 2  # once
+    assert said(("A" * 200, [*range(200)], False)) == [(["A" * 200], False)]
+    tokens = types.SimpleNamespace(pieces=["A", " B", "<EOU>"], separator=" ", labels=lambda: tokens.pieces)
+    assert said((["A", " B", "<EOU>"], [0, 1, 2], False)) == [(["A", "B"], True)]
+    tokens = asr.tokens.Characters("AB")
+    assert said(("ABA", [0, 1, 2], False)) == [(["A", "B"], False)]
+
+
 @pytest.fixture(scope="module")
 def whole():
     """A model that sees whole utterances; its rows see 0.3 s on both sides, less than a margin."""
