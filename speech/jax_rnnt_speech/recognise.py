@@ -121,61 +121,83 @@ def heard(recogniser, waiting, how):
     yield from results[ready:]
 
 
-class Stream:
-    """Text of samples as they arrive: what `feed` and, at the end, `finish` return continues what came before."""
+class Chunks:
+    """Features of samples as they arrive: what `feed` and, at the end, `finish` return are the steps of a stream.
+
+    A step is (features [T, F], padded; how many of them count).
+    """
 
     def __init__(self, recogniser):
         if not recogniser.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
         self.recogniser, self.extractor = recogniser, recogniser.extractor
-        self.labels, self.frames, self.said = [], [], ""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         encoder = recogniser.model(recogniser.params).encoder
         self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
-        state, silence = encoder.initial(1), self.chunk(np.zeros((0, len(recogniser.mean))))
-        shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silence, state, None)
-        self.state = state, decode.reset_streams(shapes[1].state, np.ones(1, bool))
 
     @property
     def size(self):
         """Frames of the next step."""
         return self.later if self.taken else self.first
 
-    def chunk(self, x):
-        """Features padded to a step, and how many they are."""
-        return jnp.float32(np.pad(x, ((0, self.size - len(x)), (0, 0))))[None], jnp.array([len(x)], jnp.int32)
-
     def take(self, frames):
-        """Decodes the next frames, and drops the samples that no later one has."""
+        """The next frames; no later one has the samples that are dropped."""
         x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
-        self.samples = self.samples[frames * self.extractor.hop :]
-        encoder, found = self.recogniser.continued(self.recogniser.params, *self.chunk(x), *self.state)
-        self.state, self.taken, count = (encoder, found.state), self.taken + frames, int(found.counts[0])
+        step = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32), frames
+        self.samples, self.taken = self.samples[frames * self.extractor.hop :], self.taken + frames
+        return step
+
+    def feed(self, samples):
+        """`samples` [S]: floats in [-1, 1], or integers."""
+        samples, steps = audio.scaled(samples), []
+        if len(samples):
+            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
+            self.total, self.last = self.total + len(samples), samples[-1]
+        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
+            steps.append(self.take(self.size))
+        return steps
+
+    def finish(self):
+        self.samples, steps = np.pad(self.samples, (0, self.extractor.margin)), []
+        while remaining := self.extractor.count(self.total) - self.taken:
+            steps.append(self.take(min(remaining, self.size)))
+        return steps
+
+
+class Stream:
+    """Text of samples as they arrive: what `feed` and, at the end, `finish` return continues what came before."""
+
+    def __init__(self, recogniser):
+        self.recogniser, self.chunks = recogniser, Chunks(recogniser)
+        self.labels, self.frames, self.said = [], [], ""
+        state = recogniser.model(recogniser.params).encoder.initial(1)
+        silence = jnp.zeros((1, self.chunks.first, len(recogniser.mean))), jnp.zeros(1, jnp.int32)
+        shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silence, state, None)
+        self.state = state, decode.reset_streams(shapes[1].state, np.ones(1, bool))
+
+    def take(self, x, frames):
+        """Decodes a step."""
+        step = jnp.asarray(x)[None], jnp.array([frames], jnp.int32)
+        encoder, found = self.recogniser.continued(self.recogniser.params, *step, *self.state)
+        self.state, count = (encoder, found.state), int(found.counts[0])
         self.labels += np.asarray(found.labels[0, :count]).tolist()
         self.frames += np.asarray(found.frames[0, :count]).tolist()
 
-    def news(self):
+    def news(self, steps):
         """What is to be printed. The text only grows at its end, but for pieces of a character."""
+        for step in steps:
+            self.take(*step)
         text = self.recogniser.tokens.decode(self.labels)
         new, self.said = text[len(self.said) :], text
         return new
 
     def feed(self, samples):
         """`samples` [S]: floats in [-1, 1], or integers."""
-        samples = audio.scaled(samples)
-        if len(samples):
-            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
-            self.total, self.last = self.total + len(samples), samples[-1]
-        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
-            self.take(self.size)
-        return self.news()
+        return self.news(self.chunks.feed(samples))
 
     def finish(self):
-        self.samples = np.pad(self.samples, (0, self.extractor.margin))
-        while remaining := self.extractor.count(self.total) - self.taken:
-            self.take(min(remaining, self.size))
-        return self.news()
+        return self.news(self.chunks.finish())
 
 
 def blocks_of_file(path, rate):
