@@ -14,6 +14,7 @@ from jax_rnnt_speech import (
     check,
     config,
     corpora,
+    export,
     hosts,
     ngrams,
     outputs,
@@ -225,4 +226,5 @@ def main(arguments=None):
     align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
+    export.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")
