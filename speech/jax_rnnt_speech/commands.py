@@ -21,6 +21,7 @@ from jax_rnnt_speech import (
     pretrained,
     recognise,
     runs,
+    serve,
     synthesis,
     testing,
     texts,
@@ -227,4 +228,5 @@ def main(arguments=None):
     synthesis.add_command(commands)
     ngrams.add_command(commands)
     export.add_command(commands)
+    serve.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

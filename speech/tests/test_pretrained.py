@@ -152,6 +152,19 @@ def test_stream(streaming):
             assert live.labels == golden["stream_labels"].tolist() and live.frames == golden["stream_frames"].tolist()
 
 
+def test_streams_of_a_batch(streaming):
+    """Steps of two sizes, in slots that are used again: the labels of each are those of the recording alone."""
+    slots, found = asr.slots.Slots(streaming, 2), {}
+    for first, samples in enumerate([*recordings(), recordings()[0]]):
+        chunks, slot = recognise.Chunks(streaming), first % 2
+        steps = [*chunks.feed(samples), *chunks.finish()]
+        for i, step in enumerate(steps):
+            ((heard),) = slots.run([asr.slots.Step(slot, *step, i == 0)])
+            found[first] = found.get(first, []) + heard
+        (whole,) = recognise.transcribe(streaming, [("", samples)])
+        assert [x[:2] for x in found[first]] == list(zip(whole.labels, whole.frames))
+
+
 def leaves(recogniser):
     return [np.asarray(x) for x in jax.tree.leaves(recogniser.params)]
 
