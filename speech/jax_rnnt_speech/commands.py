@@ -22,6 +22,7 @@ from jax_rnnt_speech import (
     recognise,
     runs,
     serve,
+    streams,
     synthesis,
     testing,
     texts,
@@ -99,6 +100,9 @@ def add_recognition(commands):
     source = live.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE")
     source.add_argument("--microphone", action="store_true")
+    help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
+    live.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
+    ngrams.add_options(live)
     live.set_defaults(run=stream)
     for one in (parser, live):
         one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
@@ -192,14 +196,27 @@ def transcribe(args):
 
 
 def stream(args):
+    ngrams.check(args)
     recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
-    live = recognise.Stream(recogniser)
+    live = streams.Stream(recogniser, ngrams.search_of(args, recogniser), args.endpoint)
     rate = recogniser.config.rate
-    blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
+    blocks = streams.blocks_of_microphone(rate) if args.microphone else streams.blocks_of_file(args.file, rate)
+    between = ""
+
+    def show(words):
+        nonlocal between
+        for x in words:
+            print(between + x.text, end="", flush=True)
+            between = "" if live.words.mark is None else " "
+        if live.ends:
+            print(flush=True)
+            between = ""
+
     with contextlib.suppress(*[KeyboardInterrupt] * args.microphone):  # its end
         for samples in blocks:
-            print(live.feed(samples), end="", flush=True)
-    print(live.finish(), flush=True)
+            show(live.feed(samples))
+    show(live.finish())
+    print(flush=True)
     return 0
 
 

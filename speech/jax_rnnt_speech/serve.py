@@ -37,5 +37,5 @@ def add_command(commands):
     help = "after the last word, that end a sentence of a stream (%(default)s)"
     limits.add_argument("--silence", type=number(float, 0.1, math.inf), default=1.0, metavar="S", help=help)
     pretrained.add_options(parser)
-    ngrams.add_options(parser.add_argument_group("search of files; with --beam, streams are greedy and without phrases"))
+    ngrams.add_options(parser.add_argument_group("search"))
     parser.set_defaults(run=serve)

@@ -14,13 +14,13 @@ from pathlib import Path
 import aiohttp
 import av
 import numpy as np
-from aiohttp import http_exceptions, web
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from jax_rnnt import timing
-from jax_rnnt_speech import audio, manifests, recognise, transcripts
+from jax_rnnt_speech import audio, manifests, recognise, results, streams, transcripts
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.recogniser import GREEDY
-from jax_rnnt_speech.slots import Slots, Step, Words
+from jax_rnnt_speech.slots import Slots, Step
 from jax_rnnt_speech.utterances import shown
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
@@ -32,7 +32,7 @@ MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
 PATIENCE = 60  # seconds that a client has to send a form, or the next message, or to read
 # What aiohttp raises, or warns of, where a form is none.
-MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning, aiohttp.ClientError, http_exceptions.BadHttpMessage
+MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning, aiohttp.ClientError, BadHttpMessage
 
 
 class Problem(Exception):
@@ -79,7 +79,7 @@ class Server:
         self.recogniser, self.how, self.options = recogniser, how, options
         self.name = options.name or Path(options.model).resolve().name
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.slots = Slots(recogniser, options.connections, GREEDY if how.beam else how) if recogniser.chunk else None
+        self.slots = Slots(recogniser, options.connections, how) if recogniser.chunk else None
         if self.slots:
             self.steps = Together(self.slots.run, options.connections)
             self.slots.run([])
@@ -185,16 +185,19 @@ class Server:
         return [self.transcript(file, result) for file, result in zip(files, results)]
 
     def samples(self, file):
-        try:
-            seconds = 0.0
-            for rate, block in audio.blocks(file):
-                seconds += block.shape[1] / rate
-                if seconds > self.options.max_seconds:
+        """Its name, and its samples in pieces, as it is decoded."""
+        rate = self.recogniser.extractor.rate
+
+        def pieces():
+            count = 0
+            for piece in audio.pieces(file, rate):
+                count += len(piece)
+                if count > self.options.max_seconds * rate:
                     most = f"{self.options.max_seconds:g} seconds"
                     raise UserError(f"{file}: longer than {most}, which is the limit (--max-seconds)")
-            return str(file), audio.read(file, self.recogniser.extractor.rate)
-        except UserError as error:
-            return str(file), error
+                yield piece
+
+        return str(file), pieces()
 
     def transcript(self, file, result):
         try:
@@ -239,25 +242,35 @@ class Server:
         return socket
 
     async def listen(self, socket, slot, samples):
-        chunks, words = recognise.Chunks(self.recogniser), Words(self.recogniser, self.options.silence)
-        frame, taken, end = self.recogniser.extractor.hop / self.recogniser.extractor.rate, 0, False
+        chunks, words = streams.Chunks(self.recogniser), streams.Words(self.recogniser, self.options.silence)
+        between, unsure, said, end = "" if words.mark is None else " ", results.no_labels(), "", False
+
+        async def say(found, ended=False):
+            nonlocal said
+            texts = {"words": between.join(x.text for x in found)}
+            texts["partial"] = self.recogniser.tokens.decode(words.waiting.labels + unsure.labels).strip()
+            events = [{"type": "words", "text": texts["words"], "words": timing.to_json(found)}] if found else []
+            events += [{"type": "partial", "text": texts["partial"]}] if texts["partial"] not in ("", said) else []
+            events += [{"type": "endpoint", "time": round(words.rows * self.recogniser.seconds, 3)}] * ended
+            said = texts["partial"]
+            await self.send(socket, events)
+
         while not end:
             message = await socket.receive(timeout=PATIENCE)
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
-            if end:
-                steps = chunks.feed(samples.rest()) + chunks.finish()
-            elif message.type is aiohttp.WSMsgType.BINARY:
-                steps = chunks.feed(samples(message.data))
-            elif message.type is aiohttp.WSMsgType.TEXT:
+            if message.type is aiohttp.WSMsgType.TEXT and not end:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
-            else:
+            if not end and message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for x, count in steps:
-                found = await self.steps(Step(slot, x, count, not taken))
-                taken += count
-                await self.send(socket, words.news(found, taken * frame))
+            for x, count in chunks.steps(samples.rest() if end else samples(message.data), end):
+                job = Step(slot, x, count, words.deadline, chunks.taken <= count)
+                part, unsure, rows = await self.steps(job)
+                await say(*words.add(part, rows, bool(unsure.labels)))
+        last, unsure = unsure, results.no_labels()
         seconds = samples.count / samples.rate
-        await self.send(socket, [*words.news([], seconds, end=True), {"type": "end", "duration": round(seconds, 3)}])
+        found, _ = words.add(last, 0)
+        await say(found + words.take(streams.LONGEST, seconds))
+        await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
 
     async def send(self, socket, events):

@@ -90,7 +90,7 @@ def test_transcripts(case):
     loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
     whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
     *results, floats, integers = recognise.transcribe(recogniser, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
-    assert results.pop() == recognise.Result("") and floats.labels == integers.labels
+    assert results.pop() == asr.results.Result("", "", *asr.results.no_labels()) and floats.labels == integers.labels
     for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
         assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
     assert list(recognise.transcribe(recogniser, [])) == []
@@ -142,27 +142,29 @@ def test_stream(streaming):
     golden = np.load(GOLDEN / "streaming/golden.npz")
     full = recordings()[0][: 105 * 160]
     for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
-        live, seen = recognise.Stream(streaming), []
-        take, live.take = live.take, lambda x, count: seen.append(x[:count]) or take(x, count)
-        text = "".join(map(live.feed, np.array_split(samples, [1, 2, 3001, 9000]))) + live.finish()
+        live, seen, found = asr.streams.Stream(streaming), [], asr.results.no_labels()
+        take, live.chunk = live.chunk, lambda x: seen.append(x) or take(x)
+        for i, piece in enumerate(np.array_split(samples, [1, 2, 3001, 9000])):
+            for part, _ in live.parts(piece, end=i == 4):
+                found.extend(part)
         (whole,) = recognise.transcribe(streaming, [("", samples)])
         np.testing.assert_allclose(np.concatenate([np.zeros((0, 16)), *seen]), streaming.features(samples), atol=1e-4)
-        assert (text, live.labels, live.frames) == (whole.text, list(whole.labels), list(whole.frames))
+        assert (found.labels, found.frames) == (list(whole.labels), list(whole.frames))
         if samples is full:
-            assert live.labels == golden["stream_labels"].tolist() and live.frames == golden["stream_frames"].tolist()
+            assert found.labels == golden["stream_labels"].tolist() and found.frames == golden["stream_frames"].tolist()
 
 
 def test_streams_of_a_batch(streaming):
-    """Steps of two sizes, in slots that are used again: the labels of each are those of the recording alone."""
-    slots, found = asr.slots.Slots(streaming, 2), {}
-    for first, samples in enumerate([*recordings(), recordings()[0]]):
-        chunks, slot = recognise.Chunks(streaming), first % 2
-        steps = [*chunks.feed(samples), *chunks.finish()]
-        for i, step in enumerate(steps):
-            ((heard),) = slots.run([asr.slots.Step(slot, *step, i == 0)])
-            found[first] = found.get(first, []) + heard
+    """First steps that differ, in slots that are used again: the labels of each are those of the recording alone."""
+    slots, never = asr.slots.Slots(streaming, 2), -asr.streams.NEVER
+    for i, samples in enumerate([*recordings(), recordings()[0]]):
+        found, fresh = asr.results.no_labels(), True
+        for step in asr.streams.Chunks(streaming).steps(samples, end=True):
+            ((part, _, _),) = slots.run([asr.slots.Step(i % 2, *step, never, fresh)])
+            found.extend(part)
+            fresh = False
         (whole,) = recognise.transcribe(streaming, [("", samples)])
-        assert [x[:2] for x in found[first]] == list(zip(whole.labels, whole.frames))
+        assert (found.labels, found.frames) == (list(whole.labels), list(whole.frames))
 
 
 def leaves(recogniser):
