@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import av
 import numpy as np
-from scipy.signal import resample_poly
 
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import shown
@@ -63,7 +62,9 @@ class Part:
         return self.file.read(max(0, min(size, self.end - self.file.tell())))
 
     def seek(self, offset, whence=os.SEEK_SET):
-        return self.file.seek((self.begin, self.file.tell(), self.end)[whence] + offset) - self.begin
+        place = (self.begin, self.file.tell(), self.end)[whence] + offset
+        self.file.seek(max(self.begin, min(place, self.end)))  # damaged files lead anywhere
+        return place - self.begin if place >= self.begin else -1
 
     def tell(self):
         return self.file.tell() - self.begin
@@ -359,6 +360,8 @@ def resampled_pieces(some, found, rate):
 def resampled(samples, found, rate):
     if found == rate:
         return samples
+    from scipy.signal import resample_poly  # a second: not at every start
+
     common = math.gcd(found, rate)
     return resample_poly(samples, rate // common, found // common).astype(np.float32)
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
-from scipy import stats
 
 RESAMPLES = 1000  # of the utterances, for the interval
 CONFIDENCE = 0.95
@@ -63,6 +62,8 @@ def interval(counts, seed=0):
     """
     if len(counts) < 2:
         return None
+    from scipy import stats  # half a second: not at every start
+
     pairs = [x.errors for x in counts], [x.length for x in counts]
     found = stats.bootstrap(
         pairs, lambda errors, length, axis: 100 * errors.sum(axis) / np.maximum(length.sum(axis), 1), paired=True,

@@ -1,20 +1,68 @@
-"""Pictures and tables of a run and its test, for a page: each picture for a light and for a dark page."""
+"""Pictures of held-out utterances in a training; pictures and tables of a run and its test, for a page."""
 
+import functools
 import html
 import json
 
 import jax
 import numpy as np
 from matplotlib import pyplot as plt
+from tqdm import tqdm
 
 from jax_rnnt import plot
-from jax_rnnt_speech import errors, runs
+from jax_rnnt_speech import batches, errors, runs
 from jax_rnnt_speech.config import UserError
 
 WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
 DARK = 20, 24, 30  # the background of a dark page
 SHOWN = 10  # transcripts
 LABELS = 3  # at least, in the lattice
+HELD_OUT = 3  # utterances that a training draws
+
+
+class HeldOut:
+    """Draws some held-out utterances: lattices, alignments, and how the times of their labels have moved."""
+
+    def __init__(self, recogniser, data, buckets, folder):
+        self.recogniser, self.folder, self.first = recogniser, folder, None
+        self.device, self.hop = data.corpus.device, data.corpus.hop
+        few = buckets[0]._replace(members=buckets[0].members[:HELD_OUT], batch=HELD_OUT)
+        self.batch = next(iter(batches.testing(data, recogniser.config, [few], (0, 1))))
+        self.count = int(self.batch["valid"].sum())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(self, params, batch):
+        model = self.recogniser.model(params)
+        features = self.recogniser.inputs(batch, self.device)
+        x = self.recogniser.encoded(model, features, batch)
+        logits = model.joint(x.frames[:, :, None], x.states[:, None])
+        _, emitted = self.recogniser.loss.posteriors(logits, *x[2:])
+        return features, x, logits, emitted, self.recogniser.loss.label_frames(logits, *x[2:])
+
+    def draw(self, params, step):
+        """Writes lattice.png, and latency.png where an earlier step was drawn."""
+        loss, clock = self.recogniser.variant.loss, {"subsampling": self.recogniser.subsampling, "hop": self.hop}
+        if self.first is None:
+            tqdm.write("compiling: pictures of held-out utterances")
+        features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
+        self.first = self.first or (step, expected)
+        figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)
+        late, moved = plt.subplots(1, self.count, figsize=(5 * self.count, 5), layout="constrained", squeeze=False)
+        for i in range(self.count):
+            frames, labels = int(x.frame_lengths[i]), int(x.target_lengths[i])
+            targets = x.targets[i, :labels]
+            names = {"texts": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
+            cut = logits[i, :frames, : labels + 1], targets, frames, labels
+            plot.draw_lattice(loss, *cut, **names, ax=axes[0, i])
+            heard = features[i, : self.batch["lengths"][i]], emitted[i, :frames], targets
+            plot.draw_emissions(*heard, **names, ax=axes[1, i])
+            times = (self.first[1][i, :labels], expected[i, :labels])
+            steps = f"step {self.first[0]}", f"step {step}"
+            plot.draw_latencies(*times, targets, names=steps, **names, ax=moved[0, i])
+        figure.savefig(self.folder / runs.LATTICE, dpi=100)
+        late.savefig(self.folder / runs.LATENCY, dpi=100)
+        plt.close(figure)
+        plt.close(late)
 
 
 def save(figure, folder, name):

@@ -18,6 +18,7 @@ from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
 from jax_rnnt_speech.ngrams import Search
+from jax_rnnt_speech.parts import lower_layers
 
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
@@ -107,12 +108,22 @@ class Recogniser:
     def mean_loss(self, params, batch, step, device, layers=None):
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
         x = self.inputs(batch, device) if layers is None else batch["audio"]
-        model, x = self.model(params, step), features.hide(x, batch["spans"], self.config.time_masks)
+        x = features.hide(x, batch["lengths"], batch["spans"], self.config.time_masks)
+        frozen = lower_layers(self.config.freeze) if layers is None else None
+        if frozen is not None:  # they have no dropout, as rows of the cache have none
+            lower = self.model(params).encoder
+            x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
+            layers = frozen
+        model = self.model(params, step)
         x = self.encoded(model, x, batch, layers)
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         if self.config.ctc:
             values += self.config.ctc * losses.ctc(model, x, self.blank)
-        return jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        if "texts" not in batch:
+            return value
+        texts = batch["texts"], batch["text_lengths"], len(self.tokens.pieces)
+        return value + self.config.text_weight * losses.of_texts(model, *texts)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pictures, pretrained, recognise, texts
+from jax_rnnt_speech import config, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
+from jax_rnnt_speech.corpora import Recordings, open_corpus
 from jax_rnnt_speech.utterances import Report, shown
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column"}
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
@@ -54,13 +55,8 @@ class Test:
     def opened(self, path, settings):
         """The corpus, or None where it cannot be read, which the report says."""
         try:
-            kind, _, folder = path.partition(":")
-            spoken = kind == "spoken-digits" and folder
-            corpus = (
-                corpora.open_corpus(path, settings, "valid")
-                if spoken
-                else corpora.Recordings(path, settings, testing=True)
-            )
+            spoken = path.startswith("spoken-digits:") and path != "spoken-digits:"
+            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=True)
         except UserError as error:
             if len(self.paths) == 1:
                 raise
@@ -115,16 +111,10 @@ class Test:
     def rows(self):
         """A dictionary of each utterance, for files."""
         for x in self.results:
-            counts = x.words._asdict()
-            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3)}
+            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
+            known |= {name: getattr(x.words, name) for name in KINDS}
             pair = {"reference": x.reference, "hypothesis": x.hypothesis}
-            yield (
-                known
-                | {"words": counts.pop("length")}
-                | counts
-                | pair
-                | {"difference": errors.difference(x.reference, x.hypothesis)}
-            )
+            yield known | pair | {"difference": errors.difference(*pair.values())}
 
     def write(self, path):
         rows = list(self.rows())
@@ -147,12 +137,13 @@ def test(args):
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     given = {name: x for name, x in vars(args).items() if name in OPTIONS}
-    result = Test(
-        recogniser, args.data, dataclasses.replace(recogniser.config, **given), ngrams.search_of(args, recogniser)
-    )
+    settings = dataclasses.replace(recogniser.config, **given)
+    result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)
     if args.pictures:
+        from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
+
         pictures.draw(args.pictures, args.workdir, recogniser, result)
     if args.json:
         print(json.dumps(result.object()))

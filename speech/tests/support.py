@@ -66,9 +66,10 @@ def arguments(corpus, workdir, **options):
 
 
 def start(*arguments):
-    """A process of the command line; its output is in `stdout` and `stderr`."""
+    """A process of the command line that draws no pictures; its output is in `stdout` and `stderr`."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "", "PYTHONUNBUFFERED": ""}
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "jax_rnnt_speech", *map(str, arguments)]
+    program = "from jax_rnnt_speech import commands, pictures; pictures.HeldOut.draw = lambda *_: None; commands.main()"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

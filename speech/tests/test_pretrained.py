@@ -286,7 +286,7 @@ def test_start(tmp_path):
     ):
         with pytest.raises(asr.config.UserError, match=message):
             asr.pretrained.completed(options | more)
-    sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1}
+    sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1, "row_dropout": 0.5}
     config = asr.config.Config(**asr.pretrained.completed(options | {"new_head": True} | sizes)).checked()
     corpus = asr.corpora.Recordings.__new__(asr.corpora.Recordings)
     corpus.utterances, corpus.features = [asr.utterances.Utterance("a", 9, "A B")], 16
@@ -297,6 +297,8 @@ def test_start(tmp_path):
     x, lengths = np.zeros((2, 108, 16), np.float32), np.array([108, 80])
     rows, counts = jax.jit(lambda params: recogniser.model(params).encode(x, lengths))(recogniser.params)
     assert rows.shape == (2, 8, 8) and counts.tolist() == [8, 6]  # of 15 and 12
+    dropped = recogniser.model(recogniser.params, 1).head.dropout(np.ones((99, 99)))
+    assert abs(np.mean(dropped == 0) - 0.5) < 0.03
 
 
 @pytest.mark.slow

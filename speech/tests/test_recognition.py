@@ -231,10 +231,14 @@ def test_word_ngrams(tmp_path, capsys, order):
 
 
 def test_texts_of_ngrams(corpus, tmp_path, capsys):
-    """Corpora and texts together; what is wrong is one line."""
+    """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A C\n")
-    run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
-    assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
+    (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
+    sources = corpus, tmp_path / "t.txt", tmp_path / "m.jsonl"
+    run(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
+    out, error = capsys.readouterr()
+    assert "12 sentences, 7 1-grams" in out  # A, AB, B, C, <s>, </s> and <unk>
+    assert error == "left out, no words: 1 (a)\nleft out, not JSON: 1 (m.jsonl line 3)\n"
     for file, source, message in (
         ("lm.arpa", "x", "x does not exist"),
         ("lm.arpa", "y.txt", "y.txt is not readable"),
