@@ -1,6 +1,5 @@
 """The command `serve`; the server itself needs aiohttp, which no other command does."""
 
-import math
 from pathlib import Path
 
 from jax_rnnt_speech import ngrams, pretrained
@@ -34,8 +33,8 @@ def add_command(commands):
     help = "bytes of a file (%(default)s)"
     limits.add_argument("--max-bytes", type=positive, default=25 * 2**20, metavar="N", help=help)
     limits.add_argument("--max-seconds", type=amount, default=1500.0, metavar="S", help="of a file (%(default)s)")
-    help = "after the last word, that end a sentence of a stream (%(default)s)"
-    limits.add_argument("--silence", type=number(float, 0.1, math.inf), default=1.0, metavar="S", help=help)
+    help = "of silence that end an utterance of a stream; 0: none does (%(default)s)"
+    parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
     pretrained.add_options(parser)
     ngrams.add_options(parser.add_argument_group("search"))
     parser.set_defaults(run=serve)

@@ -242,18 +242,18 @@ class Server:
         return socket
 
     async def listen(self, socket, slot, samples):
-        chunks, words = streams.Chunks(self.recogniser), streams.Words(self.recogniser, self.options.silence)
+        chunks, words = streams.Chunks(self.recogniser), streams.Words(self.recogniser, self.options.endpoint)
         between, unsure, said, end = "" if words.mark is None else " ", results.no_labels(), "", False
 
         async def say(found, ended=False):
             nonlocal said
-            texts = {"words": between.join(x.text for x in found)}
-            texts["partial"] = self.recogniser.tokens.decode(words.waiting.labels + unsure.labels).strip()
-            events = [{"type": "words", "text": texts["words"], "words": timing.to_json(found)}] if found else []
-            events += [{"type": "partial", "text": texts["partial"]}] if texts["partial"] not in ("", said) else []
-            events += [{"type": "endpoint", "time": round(words.rows * self.recogniser.seconds, 3)}] * ended
-            said = texts["partial"]
-            await self.send(socket, events)
+            text, time = between.join(x.text for x in found), round(words.rows * self.recogniser.seconds, 3)
+            events = [{"type": "words", "text": text, "words": timing.to_json(found)}] if found else []
+            text = self.recogniser.tokens.decode(words.waiting.labels + unsure.labels).strip()
+            events += [{"type": "partial", "text": text}] if text not in ("", said) else []
+            events += [{"type": "endpoint"}] * ended
+            said = text
+            await self.send(socket, [x | {"time": time} for x in events])
 
         while not end:
             message = await socket.receive(timeout=PATIENCE)

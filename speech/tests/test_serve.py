@@ -40,7 +40,7 @@ def served(folder):
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "run", lambda x, _: kept.append(x))
-        limits = "--connections", 3, "--max-bytes", 40_000, "--max-seconds", 3, "--silence", 0.5
+        limits = "--connections", 3, "--max-bytes", 40_000, "--max-seconds", 3, "--endpoint", 0.5
         run(["serve", "--model", folder, "--name", "tiny", "--language", "en", *limits])
     return kept[0]
 
