@@ -215,7 +215,8 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     >>> found.labels[0, 0].tolist(), found.frames[0, 0].tolist()
     ([1, -1], [1, -1])
     """
-    function, state = "commit_labels", getattr(hypotheses, "state", None)
+    function = "commit_labels"
+    state: Any = getattr(hypotheses, "state", None)
     batch = utterances(function, "hypotheses.state", state)
     if not hasattr(state, "beam") or hypotheses.counts.ndim != 2:
         raise TypeError(f"{function}: hypotheses must be those of decode.beam, the N best of each utterance.")

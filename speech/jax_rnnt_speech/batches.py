@@ -5,13 +5,17 @@ the others. Grain shuffles within the buckets and then the batches of all. Batch
 resumed run sees what an uninterrupted one does.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from jax_rnnt_speech import features
+from jax_rnnt_speech import features, ngrams, texts
 from jax_rnnt_speech.config import UserError
+
+TEXTS = 6  # sentences of --text for each row of a batch
+TEXT_LABELS = 48  # of a sentence, at most
 
 
 class Bucket(NamedTuple):
@@ -48,6 +52,21 @@ def labelled(corpus, tokens, subsampling):
     if not labels:
         raise UserError("no usable utterance is left" + "".join(f"; {x}" for x in corpus.report.lines()))
     return Labelled(corpus, labels)
+
+
+def sentences(config, tokens):
+    """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
+    if not config.text:
+        return None
+    normalize = texts.normalizer(config.normalize, config.lower)
+    spelled = [tokens.encode(" ".join(x)) for x in ngrams.sentences_of(Path(config.text), normalize)]
+    spelled = [x[:TEXT_LABELS] for x in spelled if x]
+    if not spelled:
+        raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
+    labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
+    for row, x in zip(labels, spelled):
+        row[: len(x)] = x
+    return labels, np.array([len(x) for x in spelled], np.int32)
 
 
 def make_buckets(data, config, devices):
@@ -119,11 +138,16 @@ def mixed(members, corpus, config):
     return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.seed)
 
 
-def training(data, config, buckets, part):
+def training(data, config, buckets, part, texts=None):
     """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
 
-    `part`: (i, n) for every n-th row of each batch, from the i-th on.
+    `part`: (i, n) for every n-th row of each batch, from the i-th on. `texts`: labels and lengths, drawn anew always.
     """
+
+    def with_texts(batch, rng):
+        drawn = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
+        return batch | {"texts": texts[0][drawn], "text_lengths": texts[1][drawn]}
+
     parts, (first, step) = [], part
     for bucket in buckets:
 
@@ -138,7 +162,8 @@ def training(data, config, buckets, part):
         whole = mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    return grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
+    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
+    return whole.seed(config.seed).random_map(with_texts) if texts else whole
 
 
 def testing(data, config, buckets, part):

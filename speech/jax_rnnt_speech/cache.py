@@ -161,7 +161,8 @@ def rows(recogniser, parts, data, buckets, folder):
         weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
     extractor = dataclasses.asdict(recogniser.extractor)
     standard = recogniser.mean.tolist(), recogniser.deviation.tolist()
-    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard, list(buckets)]
+    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard]
+    key += [[x.frames, x.members] for x in buckets]
 
     def made():
         for batch in batches.testing(data, recogniser.config, buckets, (0, 1)):

@@ -89,12 +89,14 @@ def add_recognition(commands):
     ngrams.add_options(live)
     live.set_defaults(run=stream)
     for one in (parser, live):
-        one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
+        help = f"folder of a training, of convert, or of transformers; default: ${pretrained.VARIABLE}, or the cache's"
+        one.add_argument("--model", type=Path, help=help)
         pretrained.add_options(one)
-    other = commands.add_parser("convert", help="write a model that was tuned with its old head for transformers")
+    other = commands.add_parser("convert", help="write a model to hand on: for transformers, or of our own form")
     other.add_argument("model", type=Path, help="folder of a training, or of transformers")
     other.add_argument("folder", type=Path, help="to write")
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
+    other.add_argument("--card", type=Path, metavar="FILE", help="text for card.md of our own form")
     other.add_argument("--overwrite", action="store_true", help="what is in the folder")
     other.set_defaults(run=convert)
 
@@ -127,7 +129,9 @@ def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
     options = config.read_file(args.config) if args.config else {}
     options |= {name: x for name, x in vars(args).items() if name in names}
-    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic") if name in options}
+    options |= {
+        name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic", "text") if name in options
+    }
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
@@ -205,11 +209,16 @@ def convert(args):
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
     recogniser = pretrained.open_model(args.model)
-    if not pretrained.hugging_face.fits(recogniser):
-        raise UserError(f"{args.model} has no class in transformers: its encoder or its head is our own")
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
-    pretrained.hugging_face.write(recogniser, args.folder, args.dtype)
+    if args.card is None and pretrained.hugging_face.fits(recogniser):
+        pretrained.hugging_face.write(recogniser, args.folder, args.dtype)
+        return 0
+    try:
+        card = args.card.read_text("utf-8") if args.card else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--card {args.card} is not readable: {error}") from None
+    pretrained.package.write(recogniser, args.folder, args.dtype, card)
     return 0
 
 

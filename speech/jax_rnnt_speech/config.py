@@ -130,6 +130,8 @@ class Config:
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
     speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")
+    text: str = option("", str, ".txt with a sentence a line, from which predictor and joint learn without audio")
+    text_weight: float = option(0.3, amount, "of the loss of --text")
     # Batches.
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
@@ -162,6 +164,7 @@ class Config:
     predictor_layers: int = option(1, positive, "of the LSTM predictor")
     activation: str = option("tanh", str, "of the joint", choices=("tanh", "relu", "silu", "gelu"))
     dropout: float = option(0.1, share, "in the blocks and the joint")
+    row_dropout: float = option(0.0, share, "of a pretrained encoder's rows, before blocks of our own")
     dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
     scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
@@ -209,6 +212,8 @@ class Config:
             raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
         if self.synthetic_share != Config.synthetic_share and not self.synthetic:
             raise UserError("--synthetic-share needs --synthetic")
+        if self.text_weight != Config.text_weight and not self.text:
+            raise UserError("--text-weight needs --text")
         if self.synthetic and not self.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if list(self.snr) != list(Config.snr) and not self.noise:

@@ -119,7 +119,11 @@ class Recogniser:
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         if self.config.ctc:
             values += self.config.ctc * losses.ctc(model, x, self.blank)
-        return jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        if "texts" not in batch:
+            return value
+        texts = batch["texts"], batch["text_lengths"], len(self.tokens.pieces)
+        return value + self.config.text_weight * losses.of_texts(model, *texts)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):

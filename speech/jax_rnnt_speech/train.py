@@ -146,7 +146,8 @@ class Training:
         if self.parts.layers is not None and getattr(train, "stored", False):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
-        self.epoch = batches.training(self.train, config, self.buckets, hosts.part())
+        texts = batches.sentences(config, self.recogniser.tokens)
+        self.epoch = batches.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")

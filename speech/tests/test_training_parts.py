@@ -48,6 +48,26 @@ def test_options_of_losses():
     assert multiblank.loss == jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2) and multiblank.outputs(5) == (8, 9)
 
 
+def test_loss_of_texts(corpus, tmp_path):
+    """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
+    recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
+    (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
+    config = dataclasses.replace(recogniser.config, text=str(tmp_path / "x.txt"))
+    labels, lengths = asr.batches.sentences(config, recogniser.tokens)
+    assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
+    model = recogniser.model(recogniser.params)
+    joint, states, total = model.joint, np.float64(model.predictor(labels)), 0.0
+    weights = {name: np.float64(getattr(joint, name).kernel[...]) for name in ("predictor", "output")}
+    hidden = np.tanh(states @ weights["predictor"] + np.float64(joint.encoder.bias[...]))
+    logits = hidden @ weights["output"] + np.float64(joint.output.bias[...])
+    for i, length in enumerate(lengths):
+        for u in range(length):
+            x = logits[i, u, : len(recogniser.tokens.pieces)]
+            total -= x[labels[i, u]] - math.log(np.exp(x).sum())
+    value = asr.losses.of_texts(model, labels, lengths, len(recogniser.tokens.pieces))
+    assert float(value) == pytest.approx(total / 2, rel=1e-5)
+
+
 def stepped(recogniser, batch, steps, places=None, mesh=None):
     """(parts, the states before and after some steps) on one batch."""
     parts = asr.parts.Parts(recogniser.config, recogniser.params)
