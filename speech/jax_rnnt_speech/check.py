@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import batches, config, encoders, pretrained, runs, tokens
+from jax_rnnt_speech import batches, config, corpora, encoders, pretrained, runs, tokens
 from jax_rnnt_speech.config import Config, UserError
-from jax_rnnt_speech.corpora import Recordings
 from jax_rnnt_speech.utterances import Report
 
 # Options of train that decide what is read, or how it is padded.
@@ -26,15 +25,7 @@ class Corpora:
 
     def __init__(self, paths, settings, vocabulary, subsampling):
         self.report, self.entries, self.utterances = Report(), [], []
-        for path in paths:
-            try:
-                corpus = Recordings(path, settings)
-            except UserError as error:
-                print(f"rnnt-speech: {error}", file=sys.stderr)
-                self.report.add("not readable", path)
-                continue
-            for reason, names in corpus.report.names.items():
-                self.report.names[reason] += names
+        for corpus in corpora.opened(paths, settings, self.report):
             self.entries += corpus.entries
             self.utterances += corpus.utterances
         self.settings, self.buckets, labels = settings, [], {}

@@ -5,6 +5,7 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 """
 
 import dataclasses
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,8 +131,7 @@ class Joined:
         self.key = [x.key for x in both]
         self.utterances = [*both[0].utterances, *both[1].utterances]
         for corpus in both:
-            for reason, names in corpus.report.names.items():
-                self.report.names[reason] += names
+            self.report.take(corpus.report)
             corpus.report = self.report
 
     def load(self, i, rng):
@@ -154,6 +154,22 @@ def training(config, folder):
     if not config.synthetic:
         return train
     return Joined(train, cache.features(open_corpus(config.synthetic, config, "train", folder), folder))
+
+
+def opened(paths, settings, report, testing=False):
+    """The corpora to be checked or tested. The report says what is left out; one that cannot be read is printed too."""
+    for path in paths:
+        spoken = testing and path.startswith("spoken-digits:")
+        try:
+            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=testing)
+        except UserError as error:
+            if testing and len(paths) == 1:
+                raise
+            print(f"rnnt-speech: {error}", file=sys.stderr)
+            report.add("not readable", path)
+        else:
+            report.take(corpus.report)
+            yield corpus
 
 
 def open_corpus(name, config, split, folder=None):

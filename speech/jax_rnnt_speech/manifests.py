@@ -62,7 +62,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
             raise UserError(f"{path} does not exist")
         of_kaldi = path.name in ("wav.scp", "segments", "text") and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
-        yield next(rows, Fault("a list of nothing", path.name))
+        yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not readable: {error}") from None

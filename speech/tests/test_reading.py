@@ -452,7 +452,7 @@ def test_check(folder, capsys, tmp_path):
     assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
     (tmp_path / "nothing.jsonl").write_text("\n")
     run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
-    assert json.loads(capsys.readouterr().out)["left_out"] == {"a list of nothing": ["nothing.jsonl"]}
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"nothing is listed": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     run(["check", tmp_path / "bad.jsonl", "--json"], 2)
     found, error = capsys.readouterr()
