@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.audio import AudioError
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.config import UserError, digits
 from jax_rnnt_speech.digits import Handwritten, Spoken
 from jax_rnnt_speech.manifests import Fault
 from jax_rnnt_speech.utterances import Report, Utterance
@@ -141,11 +141,10 @@ class Joined:
 
 def absolute(name):
     """The same corpus from any folder."""
-    kind, _, folder = name.rpartition(":")
-    place = Path(folder if kind == "spoken-digits" else name)
-    if name in ("", "handwritten-digits") or not place.exists():
+    kind, folder = digits(name)
+    if not folder or not Path(folder).exists():
         return name
-    return f"spoken-digits:{place.resolve()}" if kind == "spoken-digits" else str(place.resolve())
+    return f"{kind}:{Path(folder).resolve()}" if kind else str(Path(folder).resolve())
 
 
 def training(config, folder):
@@ -158,11 +157,9 @@ def training(config, folder):
 
 def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files are kept in a folder."""
-    if name == "handwritten-digits":
-        return Handwritten(split)
-    kind, _, digits = name.partition(":")
-    if kind == "spoken-digits" and digits:
-        return Spoken(digits, config, split)
+    kind, folder_of_digits = digits(name)
+    if kind:
+        return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
     versions = augmentation.Versions(config) if split == "train" else None
     corpus = Recordings(name, config, cache.Lengths(folder), versions)
     if not corpus.utterances:

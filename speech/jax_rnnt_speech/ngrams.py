@@ -48,6 +48,7 @@ class Search:
 
 
 COLUMNS = "audio_column", "text_column"
+MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "of the n-gram"),
@@ -133,7 +134,7 @@ def search_of(args, recogniser):
 
 
 def sentences_of(path, normalize, columns=()):
-    """Words of the sentences of a corpus, or of the lines of a text."""
+    """Words of the sentences of a corpus, or of the lines of a text, without marks of a model."""
     try:
         if path.suffix == ".txt":
             lines = [line for _, line in manifests.lines_of(path)]
@@ -141,7 +142,7 @@ def sentences_of(path, normalize, columns=()):
             lines = [x.text for x in manifests.read(path, *columns) if isinstance(x, manifests.Entry)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
-    return [normalize(line).split() for line in lines]
+    return [[x for x in normalize(line).split() if x not in MARKS] for line in lines]
 
 
 def estimate(sentences, order):

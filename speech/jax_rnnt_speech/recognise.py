@@ -39,8 +39,7 @@ class Result(NamedTuple):
 def listed(arguments, audio_column=""):
     """Entries and Faults of audio files, manifests and folders, which need no texts."""
     for path in map(Path, arguments):
-        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-        if path.is_dir() or suffix in (".json", ".jsonl", ".tsv", ".csv") or path.name == "wav.scp":
+        if manifests.is_list(path):
             yield from manifests.read(path, audio_column, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")
@@ -73,7 +72,7 @@ def transcribe(recogniser, recordings, how=GREEDY):
             x = recogniser.features(samples)
             result = result._replace(duration=len(samples) / recogniser.extractor.rate)
             if recogniser.limit and len(x) > recogniser.limit:
-                most = recogniser.limit * recogniser.extractor.hop / recogniser.extractor.rate
+                most = recogniser.longest
                 raise UserError(f"{name}: {result.duration:.1f} s, of which the model hears {most:g} s at most")
         except UserError as error:
             result, x = result._replace(error=str(error)), None

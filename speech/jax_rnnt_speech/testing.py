@@ -54,13 +54,10 @@ class Test:
     def opened(self, path, settings):
         """The corpus, or None where it cannot be read, which the report says."""
         try:
-            kind, _, folder = path.partition(":")
-            spoken = kind == "spoken-digits" and folder
-            corpus = (
-                corpora.open_corpus(path, settings, "valid")
-                if spoken
-                else corpora.Recordings(path, settings, testing=True)
-            )
+            if config.digits(path)[0] == "spoken-digits":
+                corpus = corpora.open_corpus(path, settings, "valid")
+            else:
+                corpus = corpora.Recordings(path, settings, testing=True)
         except UserError as error:
             if len(self.paths) == 1:
                 raise
@@ -146,10 +143,8 @@ def test(args):
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
-    result = Test(
-        recogniser, args.data, dataclasses.replace(recogniser.config, **given), ngrams.search_of(args, recogniser)
-    )
+    settings = dataclasses.replace(recogniser.config, **config.given(args, OPTIONS))
+    result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)
     if args.pictures:

@@ -142,7 +142,7 @@ def test_word_ngrams(tmp_path, capsys, order):
 
 def test_texts_of_ngrams(corpus, tmp_path, capsys):
     """Corpora and texts together; what is wrong is one line."""
-    (tmp_path / "t.txt").write_text("A C\n")
+    (tmp_path / "t.txt").write_text("A <UNK> C\n<s> </S>\n")  # marks of a model are no words
     run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
     assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
     for file, source, message in (
