@@ -119,6 +119,7 @@ def test_streams(devices):
     agree(on_both(devices, run, *parts, np.int32([1, 0, 3, 2, 5, 4, 7, 7])), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_auto(devices):
     """Greedy search on axes of type Auto."""
     run = jax.jit(lambda *x: search(decode.greedy, "stateless", *x)._replace(state=None))
