@@ -55,7 +55,7 @@ bench: $(VENV)/.packages $(BUILT) ## benchmarks/bench.py; NAME=joint or decode: 
 recipes: $(BUILT) .venv-speech/.packages ## run every recipe, each of which checks its figure
 	cd build && for recipe in $(sort $(wildcard recipes/[!_]*.py)); do ../$(SPEECH) ../$$recipe || exit 1; done
 
-wheels: ## what a release uploads, into dist: docs/releasing.md
+wheels: ## what a release uploads, into dist: lab/release/README.md
 	lab/release/wheels.sh $(ARGS)
 
 clean: ## remove environments, builds and wheels

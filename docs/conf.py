@@ -25,7 +25,7 @@ author = "The jax_rnnt developers"
 project_copyright = author
 release = jax_rnnt.__version__
 version = ".".join(release.split(".")[:2])
-SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: releasing.md
+SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: lab/release/README.md
 REPOSITORY = "https://github.com/jax-rnnt/jax_rnnt"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "public_names", "mathml"]

@@ -1,4 +1,4 @@
-"""Packages that only a part of the library needs, and names that stand elsewhere."""
+"""Optional dependencies, and hints for names that are in another module."""
 
 import contextlib
 import importlib

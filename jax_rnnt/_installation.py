@@ -37,7 +37,7 @@ def extension(module: str) -> types.ModuleType:
 
 
 def explain(platform: str, module: str, error: ImportError) -> str:
-    """Why `module` of this package, with the kernels of `platform`, could not be imported, and the cure."""
+    """Why `module` of this package, with the kernels of `platform`, could not be imported, and the remedy."""
     name = f"{__package__}.{module}"
     if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it exists but does not load
         return f"the extension module {name} cannot be imported ({error}); run `{reinstall(platform)}`"

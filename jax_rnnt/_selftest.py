@@ -155,7 +155,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     Raises
     ------
     RuntimeError
-        If kernels of a required platform are missing or did not run: the message names the reason and the cure. If an
+        If kernels of a required platform are missing or did not run: the message names the reason and the remedy. If an
         error exceeds the rounding of the dtype: the message holds the lines that are wrong.
     ValueError
         If `require` names another platform.

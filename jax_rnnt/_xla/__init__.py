@@ -2,7 +2,7 @@
 
 `loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
 primitive, `grouped` and `local` make one of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
-function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports any of it
+function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports these
 from JAX: `tests/tools/test_public.py`.
 """
 

@@ -13,7 +13,7 @@ _CAPABILITY = re.compile(r"(\d+)(\d)[af]?(-real|-virtual)?")  # "90" of CMAKE_CU
 
 
 def unfit(module) -> str | None:
-    """Why the kernels of this extension module cannot run on the visible devices, and the cure; None if they can."""
+    """Why the kernels of this extension module cannot run on the visible devices, and the remedy; None if they can."""
     if not hasattr(module, "devices"):
         return None
     driver, runtime = module.driver_version(), module.runtime_version

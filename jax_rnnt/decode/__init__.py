@@ -13,6 +13,7 @@ from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
 from jax_rnnt.decode._predictor import Predictor as Predictor
 from jax_rnnt.decode._predictor import predict as predict
 from jax_rnnt.decode._predictor import stateless_predictor as stateless_predictor
+from jax_rnnt.decode._streams import commit_labels as commit_labels
 from jax_rnnt.decode._streams import concatenate_streams as concatenate_streams
 from jax_rnnt.decode._streams import reset_streams as reset_streams
 from jax_rnnt.decode._streams import select_streams as select_streams
@@ -33,6 +34,7 @@ __all__ = [
     "Predictor",
     "WordNGram",
     "beam",
+    "commit_labels",
     "concatenate_streams",
     "greedy",
     "linen_predictor",

@@ -13,7 +13,10 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._predictor import same_state
+
+FAR = 2.0**16  # nats of a score; a float32 there is a multiple of 2^-7
 
 
 def begin_part(function: str, first, state, vary):
@@ -172,6 +175,69 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         state = state._replace(bad=~state.bad)
     return state._replace(fresh=state.fresh | where)
+
+
+def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
+    """The state of `beam` without the first labels of its best hypotheses: room is needed for the others alone.
+
+    Hypotheses that do not begin with these labels are dropped. With `hypotheses.stable` there are none, and the stream
+    goes on bit for bit as it would have; the labels of later parts begin behind those that were committed. These have
+    the frames of the hypothesis that was the best one: another may have the next label on an earlier frame.
+
+    Parameters
+    ----------
+    hypotheses : Hypotheses
+        Of `beam`, with its state.
+    counts : Array, integer [B]
+        How many labels of the best hypothesis of each utterance; more than it has are all. They may exceed `stable`:
+        all at the end of a sentence, or the oldest ones, so that `max_labels` always suffices.
+
+    Returns
+    -------
+    pytree
+        The state, of the same shapes. Frames still count from the start of the stream, and so do scores until the best
+        one is beyond 65536 nats: there they begin again at 0, as float32 would round them more and more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `hypotheses` are not of `beam`, or `counts` are no integers [B].
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+    >>> batch = RNNTLoss(0), jnp.add, predictor, jnp.log(jnp.array([[[0.1, 0.9]]])), jnp.array([1])
+    >>> search = lambda state: decode.beam(*batch, max_labels=2, width=1, max_symbols=1, state=state)
+    >>> found = search(None)
+    >>> found = search(decode.commit_labels(found, found.stable))
+    >>> found.labels[0, 0].tolist(), found.frames[0, 0].tolist()
+    ([1, -1], [1, -1])
+    """
+    function = "commit_labels"
+    state: Any = getattr(hypotheses, "state", None)
+    batch = utterances(function, "hypotheses.state", state)
+    if not hasattr(state, "beam") or hypotheses.counts.ndim != 2:
+        raise TypeError(f"{function}: hypotheses must be those of decode.beam, the N best of each utterance.")
+    counts = _checks.integers(function, "counts", counts, (batch,), "[B]")
+    counts = jnp.clip(counts, 0, hypotheses.counts[:, 0])
+    now, place = state.beam, jnp.arange(hypotheses.labels.shape[-1], dtype=jnp.int32)[None]
+    differ = (now.written[:, :, 0] != hypotheses.labels[:, :1]) & (place < counts[:, None])[:, None]
+    score = jnp.where(jnp.any(differ, -1), -jnp.inf, now.score)
+    best = score.max(-1, keepdims=True)
+    shift = jnp.where((jnp.abs(best) > FAR) & jnp.isfinite(best), best, 0)
+    after = place + counts[:, None]
+    kept = jnp.take_along_axis(now.written, jnp.minimum(after, place[:, -1:])[:, None, None], -1)
+    nothing = jnp.where(jnp.arange(now.written.shape[2]) < 3, -1, 0).astype(jnp.int32)[None, None, :, None]
+    written = jnp.where((after <= place[:, -1:])[:, None, None], kept, nothing)
+    beam = now._replace(
+        score=score - shift,
+        path_score=now.path_score - shift,
+        counts=jnp.maximum(now.counts - counts[:, None], 0),
+        written=written,
+    )
+    return state._replace(beam=beam, committed=state.committed + counts)
 
 
 def utterances(function: str, name: str, state) -> int:

@@ -187,7 +187,7 @@ def _(rows, strict, alias, primals, tangents):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Placement(Generic[Where]):
-    """Where the rows of a layout are. As it stands, of rows [..., T, U1, V], one for each node of the lattice.
+    """Where the rows of a layout are. This class is for rows [..., T, U1, V], one for each node of the lattice.
 
     A layout that stores the rows in another way overrides what differs: `nodes` finds them, the other methods carry
     planes and numbers between the lattice [..., T, U1] and the sequences of which `Rows` are told. These may be others
@@ -228,7 +228,7 @@ class Placement(Generic[Where]):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices tell each other. As it stands: nothing, since every device has all of its sequences.
+    """What devices tell each other. In this class nothing, since every device has all of its sequences.
 
     `own` sequences are those whose lattice is on this device.
     """

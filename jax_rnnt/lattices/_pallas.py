@@ -12,7 +12,7 @@ above 2^11 in size takes a second loop, with the second exponent h of the refere
 Large h are rounded sums. So beta has h relative to that of alpha at its node: an arc adds h of alpha times its weight,
 less h of alpha at its end. On the way that gave alpha its h this is 0 exactly, as both come from the same sum.
 
-The figures of a step are those of the compiler's schedule; docs/tpu.md has them. On v5e a rotation takes 114 cycles
+The figures of a step are those of the compiler's schedule; lab/tpu.md has them. On v5e a rotation takes 114 cycles
 until its result is there, and no step can start before. Tried and left out: the second exponent in the only loop. It
 added 20 cycles to that chain, and three times the operations: 32 sequences, which cost as many cycles as 8, took more,
 and their programs minutes to compile. Columns are padded to whole registers, as a rotation within a part of one takes
@@ -108,7 +108,7 @@ class Sweep:
         return refs if self.wide else (*refs[:2], None)
 
     def at(self, du, n, c):
-        """Where the number of diagonal n, block c lies."""
+        """The place of the number of diagonal n, block c."""
         depth = self.plan.depths[du]
         return (lax.rem(n, np.int32(depth)) if depth > 1 else 0), c
 

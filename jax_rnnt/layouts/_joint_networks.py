@@ -207,7 +207,7 @@ class LinearJoint:
 
     See Also
     --------
-    JointLogits : Logits of it, made in tiles.
+    JointLogits : Its logits, computed in tiles.
 
     Examples
     --------

@@ -120,7 +120,7 @@ class PackedLogits(Layout):
     The loss is NaN also for T_b > max_frames and for sequences that do not fit into the N rows. A sequence whose
     lengths are out of range still takes as many rows as they say, or none if one is negative.
 
-    More batch dimensions come by `jax.vmap`. The rows of a sequence may lie on any device of a sharded array: under
+    More batch dimensions come by `jax.vmap`. The rows of a sequence may be on any device of a sharded array: under
     `jax.shard_map` every device can pack its own sequences, under jit the rows are gathered.
 
     Examples

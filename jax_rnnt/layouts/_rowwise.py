@@ -67,7 +67,7 @@ class Network:
 class Rowwise:
     """``function(*rows, *labels) -> values [N]``; the rows come from a network or, where `parts` has None, an array.
 
-    Encoder rows of all networks lie side by side, and predictor rows too. After them come the nodes that count and the
+    Encoder rows of all networks come side by side, and predictor rows too. After them come the nodes that count and the
     rows of arrays, [S, frames, columns, V]; labels are an array more. Parameters are those of the networks in order,
     then the constants of the function.
     """

@@ -36,7 +36,7 @@ class TransducerLoss:
 
     Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
     schedule or learn. A field made by ``dataclasses.field(metadata={"static": True})`` belongs to the structure
-    instead, and a new value of it compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
+    instead, and a new value compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
     `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,

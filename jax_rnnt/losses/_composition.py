@@ -59,7 +59,7 @@ class DecodingRules:
     """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
 
     A decoder leaves a node by an arc with its log-probability and weight. Adjustments of arcs and options that act in
-    training alone, such as sigma, are no part of it.
+    training alone, such as sigma, do not count.
 
     Parameters
     ----------

@@ -362,8 +362,8 @@ def draw_beam(
 ) -> Axes:
     """Draws the hypotheses of one utterance below each other, the best one on top: each label at its frame.
 
-    A label is as dark as the model is sure of it. A frame around it: the best hypothesis lacks it. Where labels would
-    overlap, they move right; ticks stand at the true frames. A row begins with its score, in nats. L is `max_labels`, N
+    A label is as dark as the model is sure of it. A box around it: the best hypothesis lacks it. Where labels would
+    overlap, they move right; ticks mark the true frames. A row begins with its score, in nats. L is `max_labels`, N
     the width of the beam.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Exchange of a loss whose frames lie on several devices: each holds T / n of them, in the order of the axis.
+"""Exchange of a loss whose frames are split over several devices: each holds T / n of them, in the order of the axis.
 
 Every device makes the planes of its own frames, for all sequences. The lattice needs all frames of a sequence. So the
 devices exchange planes, V times smaller than the logits: afterwards each has all frames of B / n sequences, its own.
@@ -73,5 +73,5 @@ class FrameExchange(Exchange):
 
 
 def own_frames(num_frames, frames: int, axis: str):
-    """The frames of each sequence that lie on this device, of `frames` each."""
+    """The frames of each sequence that are on this device, of `frames` each."""
     return jnp.clip(num_frames - (jax.lax.axis_index(axis) * frames).astype(num_frames.dtype), 0, frames)

@@ -1,4 +1,4 @@
-"""Emission of rows whose logits lie on several devices: each holds 1 / n of a row, in the order of the axis.
+"""Emission of rows whose logits are split over several devices: each holds 1 / n of a row, in the order of the axis.
 
 The kernel makes the softmax of a device's own classes. The devices exchange planes: a reference near the largest logit
 of a node, then sums and picks. With own sums S_d = sum over own v of exp(x[v]) and a reference R that all share:
@@ -16,7 +16,7 @@ The kernel knows S_d, and takes the sum of the cotangents that it gets for the f
 arcs do not add up to w_d C. So one of them, that of the first own column f, is replaced by w_d C - (sum of the others):
 all classes but f are right, and dx[f] = c_f - w_d C exp(x[f]) / S_d is written anew.
 
-The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They lie on the last device, and
+The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They are on the last device, and
 every device runs the same kernel. So the kernel leaves the last D columns out on all of them. These columns are planes
 here: classes that join the sums on all devices but the last, the other head there. Their gradient is written anew too.
 """

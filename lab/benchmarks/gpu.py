@@ -311,7 +311,7 @@ class Variant:
             self.time(name, lambda f=loss: turns(loss_and_gradient(f), ring, rest), compare=True, reserve=8)
 
     def count_bytes(self, used):
-        """Bytes as in docs/cuda.md. `used` rows have a posterior; a step's backward pass reads no other rows."""
+        """Bytes as in lab/cuda.md. `used` rows have a posterior; a step's backward pass reads no other rows."""
         B, T, U1, V = self.case.shape
         nodes, row = B * T * U1, V * self.dtype.itemsize
         valid = round(nodes * self.case.valid)

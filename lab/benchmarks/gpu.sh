@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, in one command, under ten minutes and without network. See docs/cuda.md.
+# Runs everything that needs a GPU, in one command, under ten minutes and without network. See lab/cuda.md.
 #
 #   lab/benchmarks/gpu.sh                    all parts
 #   lab/benchmarks/gpu.sh build benchmark    some of them

@@ -1,7 +1,7 @@
 """What XLA and Mosaic make of the losses for TPUs, on a machine that has none: memory, traffic, copies, collectives,
 and the cycles of a diagonal in the compiler's final schedule.
 
-    python lab/benchmarks/tpu.py          # every program for every generation: the tables of docs/tpu.md
+    python lab/benchmarks/tpu.py          # every program for every generation: the tables of lab/tpu.md
     python lab/benchmarks/tpu.py v5e      # of these generations
 
 `lab/run.sh tpu` installs jax[tpu] and runs it; it fails where an aim is missed. Memory, copies, collectives and

@@ -4,7 +4,7 @@
 
 Hypothesis draws a program (loss, layout, implementation, dtype and options, compiled for one shape) and the seed of its
 batches: random logits in [-1e4, 1e4], some with an offset of up to 1e6 common to each softmax, lengths and labels. A
-problem is one sequence. docs/reliability.md lists the properties. Some sequences of each batch are compared with the
+problem is one sequence. lab/README.md lists the properties. Some sequences of each batch are compared with the
 float64 truth (`reference_numpy`, itself compared with enumerated paths in test_vectors.py), so kernel, reference and
 truth agree.
 

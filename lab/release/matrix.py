@@ -3,8 +3,8 @@
     python lab/release/matrix.py [--wheels dist] [--only oldest ... | JAX:PYTHON[:WHEEL] ...] [--full] [--check]
 
 A row is a fresh environment, filled from wheels alone with no compiler on the PATH. It runs the selftest and some
-tests, or the suite (--full), and prints its line of the table in docs/install.md; --check fails where that table has
-another line. A row whose interpreter is not on this machine is left out, and named.
+tests, or the suite (--full), and prints its line of the table in README.md beside this file; --check fails where that
+table has another line. A row whose interpreter is not on this machine is left out, and named.
 """
 
 import argparse
@@ -143,11 +143,11 @@ def main():
     parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "dist")
     parser.add_argument("--only", nargs="+", metavar="ROW", help=f"{', '.join(NAMES)}, or JAX:PYTHON[:WHEEL]")
     parser.add_argument("--full", action="store_true", help="the suite in place of some tests")
-    parser.add_argument("--check", action="store_true", help="fail where docs/install.md has another line")
+    parser.add_argument("--check", action="store_true", help="fail where lab/release/README.md has another line")
     options = parser.parse_args()
     rows = [NAMES.get(name) or (*name.split(":"), "own")[:3] for name in options.only or []] or ROWS
     known = interpreters()
-    document = (ROOT / "docs/install.md").read_text()
+    document = (ROOT / "lab/release/README.md").read_text()
     print(HEADER, flush=True)
     for jax, python, wheel in rows:
         interpreter = known.get(python)
@@ -157,7 +157,7 @@ def main():
         line = row(jax, python, wheel, interpreter, options.wheels.resolve(), options.full)
         print(line, flush=True)
         if options.check and line not in document:
-            sys.exit("docs/install.md has another line for this row")
+            sys.exit("lab/release/README.md has another line for this row")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Builds the site with a folder for each version: python lab/release/site.py FOLDER. docs/releasing.md"""
+"""Builds the site with a folder for each version: python lab/release/site.py FOLDER. lab/release/README.md"""
 
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
-SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: docs/releasing.md
+SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: lab/release/README.md
 
 
 def git(*arguments):

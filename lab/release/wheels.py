@@ -136,7 +136,7 @@ def compiler(site, machine, cxx, folder):
 def cuda_compiler(nvcc):
     """The path of an nvcc whose ptxas, which writes what runs, has the right version."""
     if nvcc is None:
-        sys.exit("no nvcc: name one of CUDA 12 with --nvcc (docs/releasing.md says where it is), or pass --nvcc off")
+        sys.exit("no nvcc: name one of CUDA 12 with --nvcc (see lab/release/README.md), or pass --nvcc off")
     path = pathlib.Path(shutil.which(nvcc)).resolve()
     release = re.search(r"release (\d+)\.(\d+)", output(path.with_name("ptxas"), "--version"))
     if not CUDA[0] <= tuple(map(int, release.groups())) < CUDA[1]:

@@ -45,7 +45,7 @@ def test_parts_fit_into_one_call():
     assert set(parts) == set(seconds) and sum(map(int, seconds.values())) <= limit < 600
     order = ["build", "check", "benchmark", "counters", "suite", "large", "memcheck", "racecheck", "example"]
     assert [part for part in parts if part in order] == order
-    document = (project.ROOT / "docs/cuda.md").read_text()
+    document = (project.ROOT / "lab/cuda.md").read_text()
     rows = dict(
         re.findall(r"^\| (\w+) \| (\d+) \|", document.replace("memcheck, racecheck | 20 each", "memcheck | 20"), re.M)
     )

@@ -22,6 +22,7 @@ from jax_rnnt_speech.utterances import shown
 LOUDEST = 10  # of full scale 1: samples beyond it have another scale, or are no sound
 RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
+PIECE = 16_384  # samples that are resampled at once, or more
 SLACK = 0.1  # seconds that a segment may end after its file, as manifests round them
 # Demuxers that read one file. Playlists, which name other files, are not among them.
 FORMATS = "wav,w64,aiff,flac,mp3,ogg,mov,matroska,aac,amr,caf,au,asf,avi,mpegts,tta,wv,ape,flv,mpeg,ac3,eac3,voc"
@@ -59,7 +60,9 @@ class Part:
         return self.file.read(max(0, min(size, self.end - self.file.tell())))
 
     def seek(self, offset, whence=os.SEEK_SET):
-        return self.file.seek((self.begin, self.file.tell(), self.end)[whence] + offset) - self.begin
+        place = (self.begin, self.file.tell(), self.end)[whence] + offset
+        self.file.seek(max(self.begin, min(place, self.end)))  # damaged files lead anywhere
+        return place - self.begin if place >= self.begin else -1
 
     def tell(self):
         return self.file.tell() - self.begin
@@ -275,28 +278,65 @@ def size(file, rate, start=0.0, end=None):
 
 
 def read(path, rate, start=0.0, end=None, channel=None):
-    """Samples float32 [S] in [-1, 1] at a rate.
+    """Samples float32 [S] in [-1, 1] at a rate, as `pieces` has them."""
+    return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel)])
+
+
+def pieces(path, rate, start=0.0, end=None, channel=None):
+    """Samples float32 [n] in [-1, 1] at a rate, one piece after the other, as the file is decoded.
 
     A segment from `start` to `end` in seconds, by default all; one channel, or the mean of several, by default of all.
+    What is wrong with the file is an error where it is met, which may be its end.
     """
-    file, kept, begin = [], [np.zeros(0, np.float32)], 0.0
+    file, begin = [], 0.0
     for (found, channels), group in itertools.groupby(blocks(path), lambda x: (x[0], len(x[1]))):
-        (first, last), samples, pieces = bounds(begin, found, start, end), 0, []
+        (first, last), read = bounds(begin, found, start, end), []
         wanted = [i for i in channels_of(channel) if i < channels] or slice(None)
-        for _, x in group:
-            piece = x[wanted, max(0, first - samples) : max(0, min(last - samples, x.shape[1]))]
-            pieces += [piece.mean(0)] if piece.size else []
-            samples += x.shape[1]
-            if samples > last + found:  # what comes then cannot matter
-                break
+        yield from resampled_pieces(segment((x[wanted] for _, x in group), first, last, found, read), found, rate)
+        samples = sum(read)
         file.append(Stretch(found, channels, samples))
         begin += samples / found
-        kept += [resampled(np.concatenate(pieces), found, rate)] if pieces else []
         if samples > last + found:
             break
     if (start, end, channel) != (0.0, None, None):
         checked(path, file, start, end, channel)
-    return np.concatenate(kept)
+
+
+def segment(some, first, last, slack, read):
+    """The samples from `first` to `last` of blocks [channels, n], in the mean of the channels; sizes go to `read`."""
+    place = 0
+    for x in some:
+        piece = x[:, max(0, first - place) : max(0, min(last - place, x.shape[1]))]
+        place += x.shape[1]
+        read.append(x.shape[1])
+        if piece.size:
+            yield piece.mean(0)
+        if place > last + slack:  # what comes then cannot matter
+            return
+
+
+def resampled_pieces(some, found, rate):
+    """Pieces whose samples are, bit for bit, those that `resampled` makes of all pieces."""
+    if found == rate:
+        yield from some
+        return
+    up, down = (x // math.gcd(found, rate) for x in (rate, found))
+    # SciPy's filter sees 10 max(up, down) samples at the rate of both; begins are multiples of `down`.
+    margin = -(-(10 * max(up, down) // up + 2) // down) * down
+    held, size, before = [], 0, 0  # samples, of which `before` have been resampled and are seen again
+    for piece in itertools.chain(some, [None]):
+        if piece is not None:
+            held.append(piece)
+            size += len(piece)
+            if size - before < max(PIECE, 8 * margin) + margin:
+                continue
+        if not size:
+            return
+        x = np.concatenate(held)
+        done = size if piece is None else (size - margin) // down * down
+        yield resampled(x, found, rate)[before // down * up : -(-done * up // down)]
+        before = min(margin, done)
+        held, size = [x[done - before :]], size - done + before
 
 
 def resampled(samples, found, rate):

@@ -58,7 +58,7 @@ class Versions:
 def noises_of(folder):
     if not Path(folder).is_dir():
         raise UserError(f"--noise {folder} is no folder of audio files")
-    files = sorted(x for x in Path(folder).rglob("*") if x.suffix.lower() in manifests.SUFFIXES)
+    files = [x for x in manifests.below(folder) if x.suffix.lower() in manifests.SUFFIXES]
     if not files:
         raise UserError(f"--noise {folder} has no audio files")
     return files

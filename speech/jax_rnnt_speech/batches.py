@@ -5,13 +5,17 @@ the others. Grain shuffles within the buckets and then the batches of all. Batch
 resumed run sees what an uninterrupted one does.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from jax_rnnt_speech import features
+from jax_rnnt_speech import features, ngrams, texts
 from jax_rnnt_speech.config import UserError
+
+TEXTS = 6  # sentences of --text for each row of a batch
+TEXT_LABELS = 48  # of a sentence, at most
 
 
 class Bucket(NamedTuple):
@@ -50,31 +54,47 @@ def labelled(corpus, tokens, subsampling):
     return Labelled(corpus, labels)
 
 
+def sentences(config, tokens):
+    """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
+    if not config.text:
+        return None
+    normalize = texts.normalizer(config.normalize, config.lower)
+    spelled = [tokens.encode(" ".join(x)) for x in ngrams.sentences_of(Path(config.text), normalize)]
+    spelled = [x[:TEXT_LABELS] for x in spelled if x]
+    if not spelled:
+        raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
+    labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
+    for row, x in zip(labels, spelled):
+        row[: len(x)] = x
+    return labels, np.array([len(x) for x in spelled], np.int32)
+
+
 def make_buckets(data, config, devices):
-    """Buckets with about equally many frames each, from the shortest to the longest."""
+    """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
     share = np.minimum(np.cumsum(frames) * config.buckets // (frames.sum() + 1), config.buckets - 1)
     limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
-    groups = [[i for i in order if low < data.corpus.utterances[i].frames <= high]
-              for low, high in zip([-1, *limits], limits)]  # fmt: skip
-    buckets, waiting = [], []
-    for group, limit in zip(groups, limits):
-        group = waiting + group
-        size = config.batch
-        if config.batch_seconds:
-            size = max(1, int(config.batch_seconds * 1000 / config.hop / limit))
-        size = max(devices, size // devices * devices)
-        if len(group) < size and limit < limits[-1]:
-            waiting = group  # too few for a batch: they join the next bucket
-            continue
-        waiting, labels = [], max(1, *(len(data.labels[i]) for i in group))
-        buckets.append(Bucket(limit, labels, min(size, max(devices, len(group) // devices * devices)), group))
-    if len(buckets) > 1 and len(buckets[-1].members) < buckets[-1].batch:
-        last, previous = buckets.pop(), buckets.pop()  # the longest ones are few: the bucket before takes them
-        members = previous.members + last.members
-        buckets.append(Bucket(last.frames, max(previous.labels, last.labels), last.batch, members))
+    found, waiting = [], []  # (frames, utterances)
+    for low, high in zip([-1, *limits], limits):
+        waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
+        if len(waiting) >= size_of(config, devices, high):
+            found.append((high, waiting))
+            waiting = []  # otherwise too few for a batch: they join the next bucket
+    if waiting:  # the longest ones are few: the bucket before takes them
+        found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
+    buckets = []
+    for limit, group in found:
+        full = max(devices, len(group) // devices * devices)
+        labels = max(1, *(len(data.labels[i]) for i in group))
+        buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
     return buckets
+
+
+def size_of(config, devices, frames):
+    """Utterances of so many frames that a batch has: as many on each device."""
+    size = max(1, int(config.batch_seconds * 1000 / config.hop / frames)) if config.batch_seconds else config.batch
+    return max(devices, size // devices * devices)
 
 
 def collate(data, config, bucket, items, size):
@@ -118,11 +138,16 @@ def mixed(members, corpus, config):
     return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.seed)
 
 
-def training(data, config, buckets, part):
+def training(data, config, buckets, part, texts=None):
     """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
 
-    `part`: (i, n) for every n-th row of each batch, from the i-th on.
+    `part`: (i, n) for every n-th row of each batch, from the i-th on. `texts`: labels and lengths, drawn anew always.
     """
+
+    def with_texts(batch, rng):
+        drawn = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
+        return batch | {"texts": texts[0][drawn], "text_lengths": texts[1][drawn]}
+
     parts, (first, step) = [], part
     for bucket in buckets:
 
@@ -137,7 +162,8 @@ def training(data, config, buckets, part):
         whole = mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    return grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
+    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
+    return whole.seed(config.seed).random_map(with_texts) if texts else whole
 
 
 def testing(data, config, buckets, part):

@@ -122,6 +122,23 @@ class Stored:
         return self.arrays[first : first + count].astype(np.float32) if count else None
 
 
+def folders(corpora):
+    """Those that hold the arrays of corpora, and of corpora that these are made of."""
+    inner = [y for x in corpora for y in getattr(x, "both", [getattr(x, "corpus", None)]) if y]
+    return {x.folder for x in corpora if isinstance(x, Stored)} | (folders(inner) if inner else set())
+
+
+def tidy(folder, corpora):
+    """Removes what the cache of a run holds for other corpora or settings, and says so."""
+    used = folders(corpora)
+    other = [x for x in folder.glob("*") if x.is_dir() and x not in used]
+    size = sum(y.stat().st_size for x in other for y in x.iterdir())
+    for x in other:
+        shutil.rmtree(x)
+    if other:
+        print(f"cache: {size / 1e6:.1f} MB of other settings are removed from {folder}")
+
+
 def features(corpus, folder):
     """The corpus with its features on disk, all versions of all utterances; corpora without a key stay as they are."""
     key = getattr(corpus, "key", None)
@@ -144,7 +161,8 @@ def rows(recogniser, parts, data, buckets, folder):
         weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
     extractor = dataclasses.asdict(recogniser.extractor)
     standard = recogniser.mean.tolist(), recogniser.deviation.tolist()
-    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard, list(buckets)]
+    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard]
+    key += [[x.frames, x.members] for x in buckets]
 
     def made():
         for batch in batches.testing(data, recogniser.config, buckets, (0, 1)):

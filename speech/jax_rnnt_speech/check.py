@@ -80,7 +80,7 @@ class Corpora:
         yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
         changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
         yield f"texts that change as they are read (--normalize {self.settings.normalize}): {len(changed)}"
-        for before, after in (changed or [(x, x) for x in texts])[:SHOWN]:
+        for before, after in list(dict.fromkeys(changed or [(x, x) for x in texts]))[:SHOWN]:
             yield f"  {before!r} -> {after!r}"
 
 

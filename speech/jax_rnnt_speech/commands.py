@@ -20,6 +20,7 @@ from jax_rnnt_speech import (
     pretrained,
     recognise,
     runs,
+    streams,
     synthesis,
     testing,
     texts,
@@ -29,20 +30,8 @@ from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
 from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
-FIXED = {
-    "rate",
-    "mels",
-    "window",
-    "hop",
-    "tokens",
-    "vocabulary",
-    "alphabet",
-    "lower",
-    "normalize",
-    "width",
-    "encoder",
-    "blocks",
-}
+FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "normalize"}
+FIXED |= {"width", "encoder", "blocks"}
 FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations", "ctc"}
 FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
@@ -57,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_train(commands):
-    parser = commands.add_parser("train", help="train, or go on, or evaluate with --steps 0")
+    parser = commands.add_parser("train", help="train, or go on")
     parser.add_argument("--config", metavar="FILE", help="JSON with any of the options below, or a name of configs/")
     parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
     earlier = parser.add_mutually_exclusive_group()
@@ -73,8 +62,6 @@ def add_train(commands):
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help=help)
     help = "called with (step, {name: number}) at each log and test"
     parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
-    more = {"choices": ("best", "last"), "default": "best", "help": "that --steps 0 evaluates (%(default)s, by WER)"}
-    parser.add_argument("--checkpoint", **more)
     hosts.add_options(parser.add_argument_group("several processes"))
     ngrams.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument("--expect-cer", type=amount, metavar="PERCENT", help="exit 1 if the error rate is higher")
@@ -97,23 +84,28 @@ def add_recognition(commands):
     source = live.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE")
     source.add_argument("--microphone", action="store_true")
+    help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
+    live.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
+    ngrams.add_options(live)
     live.set_defaults(run=stream)
     for one in (parser, live):
-        one.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
+        help = f"folder of a training, of convert, or of transformers; default: ${pretrained.VARIABLE}, or the cache's"
+        one.add_argument("--model", type=Path, help=help)
         pretrained.add_options(one)
-    other = commands.add_parser("convert", help="write a model that was tuned with its old head for transformers")
+    other = commands.add_parser("convert", help="write a model to hand on: for transformers, or of our own form")
     other.add_argument("model", type=Path, help="folder of a training, or of transformers")
     other.add_argument("folder", type=Path, help="to write")
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
+    other.add_argument("--card", type=Path, metavar="FILE", help="text for card.md of our own form")
     other.add_argument("--overwrite", action="store_true", help="what is in the folder")
     other.set_defaults(run=convert)
 
 
 def resumed(options, args):
-    """The configuration of the run in the workdir, with `given` options where they may differ: in tests, most may."""
+    """The configuration of the run in the workdir, with options where they may differ."""
     run = runs.Run(args.workdir, resume=True)
     if run.last is None:
-        if options.get("steps") == 0 or "train" not in options:
+        if "train" not in options:
             raise UserError(f"{args.workdir} has no checkpoint: train first, with all options")
         return Config(**pretrained.completed(options))
     run.open()
@@ -125,12 +117,10 @@ def resumed(options, args):
         option = f"--{name.replace('_', '-')}"
         if name in FIXED:
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
-        if not args.change and options.get("steps") != 0:
+        if not args.change:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
-        if name == "freeze" and options.get("steps") != 0:
-            raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
         off = WITHOUT.get(name)
-        if off is not None and options.get("steps") != 0 and (x == off) != (earlier[name] == off):
+        if name == "freeze" or (off is not None and (x == off) != (earlier[name] == off)):
             raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
     return Config(**(earlier | options))
 
@@ -139,7 +129,9 @@ def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
     options = config.read_file(args.config) if args.config else {}
     options |= {name: x for name, x in vars(args).items() if name in names}
-    options |= {name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic") if name in options}
+    options |= {
+        name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic", "text") if name in options
+    }
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
@@ -147,9 +139,8 @@ def train(args):
         args.hook = texts.loaded(args.hook, "--hook", "no")
     if options.get("noise"):
         options["noise"] = str(Path(options["noise"]).resolve())
-    if options.get("steps") == 0 and args.overwrite:
-        raise UserError("--steps 0 evaluates a run, which --overwrite would delete")
-    args.resume |= options.get("steps") == 0
+    if options.get("steps") == 0:
+        raise UserError("--steps 0 trains nothing: `rnnt-speech test` evaluates a run")
     if args.change and not args.resume:
         raise UserError("--change needs --resume")
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
@@ -190,14 +181,27 @@ def transcribe(args):
 
 
 def stream(args):
+    ngrams.check(args)
     recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
-    live = recognise.Stream(recogniser)
+    live = streams.Stream(recogniser, ngrams.search_of(args, recogniser), args.endpoint)
     rate = recogniser.config.rate
-    blocks = recognise.blocks_of_microphone(rate) if args.microphone else recognise.blocks_of_file(args.file, rate)
+    blocks = streams.blocks_of_microphone(rate) if args.microphone else streams.blocks_of_file(args.file, rate)
+    between = ""
+
+    def show(words):
+        nonlocal between
+        for x in words:
+            print(between + x.text, end="", flush=True)
+            between = "" if live.words.mark is None else " "
+        if live.ends:
+            print(flush=True)
+            between = ""
+
     with contextlib.suppress(*[KeyboardInterrupt] * args.microphone):  # its end
         for samples in blocks:
-            print(live.feed(samples), end="", flush=True)
-    print(live.finish(), flush=True)
+            show(live.feed(samples))
+    show(live.finish())
+    print(flush=True)
     return 0
 
 
@@ -207,11 +211,16 @@ def convert(args):
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
     recogniser = pretrained.open_model(args.model)
-    if not pretrained.hugging_face.fits(recogniser):
-        raise UserError(f"{args.model} has no class in transformers: its encoder or its head is our own")
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
-    pretrained.hugging_face.write(recogniser, args.folder, args.dtype)
+    if args.card is None and pretrained.hugging_face.fits(recogniser):
+        pretrained.hugging_face.write(recogniser, args.folder, args.dtype)
+        return 0
+    try:
+        card = args.card.read_text("utf-8") if args.card else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--card {args.card} is not readable: {error}") from None
+    pretrained.package.write(recogniser, args.folder, args.dtype, card)
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from jax_rnnt_speech.losses import LOSSES
@@ -49,8 +50,8 @@ def run(parser, arguments, interrupted):
         status = args.run(args)
     except (UserError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: {interrupted}\n")
+    except KeyboardInterrupt as error:
+        parser.exit(130, f"{parser.prog}: {error if error.args else interrupted}\n")
     raise SystemExit(status)
 
 
@@ -58,64 +59,51 @@ natural, positive, amount, share = number(int, 0), number(int, 1), number(float,
 seed = number(int, 0, 2**32)
 
 
-def strides(text):
-    """Pairs of strides over time and features: 2x2,2x2."""
-    try:
-        pairs = [[int(x) for x in pair.split("x")] for pair in text.split(",")] if isinstance(text, str) else text
-        if all(len(pair) == 2 and all(type(x) is int and x >= 1 for x in pair) for pair in pairs) and pairs:
-            return [list(pair) for pair in pairs]
-    except (ValueError, TypeError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected strides over time and features such as 2x2,2x2, got {text}")
+def sequence(read, valid, metavar, expected):
+    """A type of argparse: text with commas, of which `read` makes values, or a list of JSON."""
+
+    def parse(text):
+        try:
+            values = list(map(read, text.split(",") if text else [])) if isinstance(text, str) else list(text)
+            if valid(values):
+                return values
+        except (ValueError, TypeError):
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+
+    parse.metavar = metavar
+    return parse
 
 
-def durations(text):
-    """Different whole numbers: 0,1,2."""
-    try:
-        numbers = [int(x) for x in text.split(",")] if isinstance(text, str) else list(text)
-        if all(type(x) is int and x >= 0 for x in numbers) and any(numbers) and len({*numbers}) == len(numbers):
-            return numbers
-    except (ValueError, TypeError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected different durations such as 0,1,2, and not 0 alone, got {text}")
+def within(numbers, low, high):
+    return all(type(x) in (int, float) and low <= x <= high for x in numbers)
 
 
-def speeds(text):
-    """Factors of speed: 0.9,1,1.1."""
-    try:
-        numbers = [float(x) for x in text.split(",")] if isinstance(text, str) else list(text)
-        if numbers and all(type(x) in (int, float) and 0.5 <= x <= 2 for x in numbers):
-            return numbers
-    except (ValueError, TypeError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected speeds from 0.5 to 2 such as 0.9,1,1.1, got {text}")
-
-
-def snr(text):
-    """The lowest and the highest ratio: 5,20."""
-    try:
-        low, high = [float(x) for x in text.split(",")] if isinstance(text, str) else text
-        if -100 <= low <= high <= 100:
-            return [float(low), float(high)]
-    except (ValueError, TypeError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected the lowest and highest ratio in dB such as 5,20, got {text}")
-
-
-def rates(text):
-    """Pairs of a prefix and a factor: encoder=0.1,head=1."""
-    try:
-        parts = [x.rsplit("=", 1) for x in text.split(",")] if isinstance(text, str) and text else list(text)
-        pairs = [[name, float(factor)] for name, factor in parts]
-        if all(isinstance(name, str) and name and 0 <= factor < float("inf") for name, factor in pairs):
-            return pairs
-    except (ValueError, TypeError):
-        pass
-    raise argparse.ArgumentTypeError(f"expected prefixes of parameters and factors such as encoder=0.1, got {text}")
-
-
-# Their values are lists, in JSON too.
-LISTS = {strides: "STRIDES", durations: "N,...", speeds: "N,...", snr: "LOW,HIGH", rates: "PREFIX=N,..."}
+strides = sequence(
+    lambda text: [int(x) for x in text.split("x")],
+    lambda pairs: pairs and all(len(x) == 2 and all(type(y) is int and y >= 1 for y in x) for x in pairs),
+    "STRIDES",
+    "strides over time and features such as 2x2,2x2",
+)
+durations = sequence(
+    int,
+    lambda x: all(type(y) is int and y >= 0 for y in x) and any(x) and len({*x}) == len(x),
+    "N,...",
+    "different durations such as 0,1,2, and not 0 alone",
+)
+speeds = sequence(float, lambda x: x and within(x, 0.5, 2), "N,...", "speeds from 0.5 to 2 such as 0.9,1,1.1")
+snr = sequence(
+    float,
+    lambda x: within(x, -100, 100) and x == sorted(x) and len(x) == 2,
+    "LOW,HIGH",
+    "the lowest and highest ratio in dB such as 5,20",
+)
+rates = sequence(
+    lambda text: [text.rpartition("=")[0], float(text.rpartition("=")[2])],
+    lambda pairs: all(type(name) is str and name and within([x], 0, sys.float_info.max) for name, x in pairs),
+    "PREFIX=N,...",
+    "prefixes of parameters and factors such as encoder=0.1",
+)
 
 
 def option(default, kind, text, **more):
@@ -147,14 +135,15 @@ class Config:
     normalize: str = option("none", str, "texts: none, basic, basic:LANGUAGE (numbers in words), or FILE:FUNCTION")
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
+    speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")
+    text: str = option("", str, ".txt with a sentence a line, from which predictor and joint learn without audio")
+    text_weight: float = option(0.3, amount, "of the loss of --text")
     # Batches.
     batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
     batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
-    buckets: int = option(4, positive, "shapes of batches, by length")
+    buckets: int = option(4, positive, "shapes of batches at most, by length")
     speeds: tuple = option((1.0,), speeds, "of training recordings, each once an epoch; 1 is always there")
-    noise: str = option(
-        "", str, "folder of audio files, added to training recordings: each speed is there again, noisy"
-    )
+    noise: str = option("", str, "folder of audio, added to training recordings: each speed is there again, noisy")
     snr: tuple = option((5.0, 20.0), snr, "of --noise, in dB, drawn for each recording")
     gain: float = option(0.0, amount, "dB by which noisy recordings are louder or softer at most; without --noise, too")
     copies: int = option(1, positive, "noisy recordings of each speed, with --noise or --gain")
@@ -172,9 +161,7 @@ class Config:
     heads: int = option(4, positive, "of the attention")
     expansion: int = option(4, positive, "of the feed-forward layers")
     kernel: int = option(15, positive, "frames of a convolution")
-    strides: list = dataclasses.field(
-        default=((2, 2), (2, 2)), metadata={"type": strides, "help": "of the first convolutions: TIMExFEATURES,..."}
-    )
+    strides: tuple = option(((2, 2), (2, 2)), strides, "of the first convolutions: TIMExFEATURES,...")
     channels: int = option(32, positive, "of the first convolutions")
     chunk: int = option(0, natural, "encoder frames that see each other and what was before, for streams; 0: all do")
     past: int = option(64, natural, "encoder frames before its chunk that a frame sees")
@@ -183,26 +170,22 @@ class Config:
     predictor_layers: int = option(1, positive, "of the LSTM predictor")
     activation: str = option("tanh", str, "of the joint", choices=("tanh", "relu", "silu", "gelu"))
     dropout: float = option(0.1, share, "in the blocks and the joint")
+    row_dropout: float = option(0.0, share, "of a pretrained encoder's rows, before blocks of our own")
     dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
     scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
-    durations: list = dataclasses.field(
-        default=(0, 1, 2, 3, 4), metadata={"type": durations, "help": "frames that a symbol of --loss tdt may read"}
-    )
+    durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read")
     sigma: float = option(0.05, amount, "of --loss tdt and multiblank: the probability that symbols are to exceed")
     max_symbols: int = option(4, positive, "labels that a search writes in a frame, at most")
     duration_choice: str = option(
-        "pair",
-        str,
-        "of greedy search with --loss tdt: pairs, or the token first",
-        choices=("pair", "token_first"),
+        "pair", str, "of greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
     )
     joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
     ctc: float = option(0.0, amount, "weight of the CTC loss beside it, of the same encoder rows")
     fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
-    steps: int = option(10000, natural, "batches; 0: evaluate alone")
+    steps: int = option(10000, natural, "batches")
     accumulate: int = option(1, positive, "batches of an update")
     average: float = option(0.0, share, "decay of the weights' moving average, which is tested and used; 0: none")
     patience: int = option(0, natural, "tests without a better WER that end the run; 0: any number")
@@ -239,6 +222,8 @@ class Config:
             raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
         if self.synthetic_share != Config.synthetic_share and not self.synthetic:
             raise UserError("--synthetic-share needs --synthetic")
+        if self.text_weight != Config.text_weight and not self.text:
+            raise UserError("--text-weight needs --text")
         if self.synthetic and not self.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if list(self.snr) != list(Config.snr) and not self.noise:
@@ -253,7 +238,7 @@ class Config:
             raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
         if round(self.rate * self.window / 1000) < 2:
             raise UserError(f"--window {self.window:g} has fewer than two samples at --rate {self.rate}")
-        if 0 < self.steps < self.accumulate:
+        if self.steps < self.accumulate:
             raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
         if self.batch_seconds and self.batch != Config.batch:
             raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
@@ -273,11 +258,11 @@ def add_options(parser, names=None):
             continue
         more = dict(field.metadata)
         usual = field.default
-        if more.get("type") in LISTS:
+        if isinstance(usual, tuple):
             usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
         default = "" if usual in ("", False, True) else f" ({usual})"
         if "choices" not in more and "action" not in more:
-            more["metavar"] = ({str: "TEXT"} | LISTS).get(more["type"], "N")
+            more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
         more["help"] += default
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 

@@ -68,7 +68,7 @@ class Recordings:
         self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.normalize, config.lower)
-        entries = manifests.read(path, config.audio_column, config.text_column)
+        entries = manifests.read(path, config.audio_column, config.text_column, config.speaker_column)
         for entry, file in usable(entries, self.report, lengths or cache.Lengths()):
             samples = audio.size(file, config.rate, entry.start, entry.end)
             text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate

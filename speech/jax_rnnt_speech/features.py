@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from scipy.fft import rfft
 
@@ -136,10 +137,12 @@ def draw_spans(config, rng, frames, features):
     return spans
 
 
-def hide(x, spans, time_masks):
-    """Features [B, T, F] with zeros, their mean, in the spans [B, masks, 2]."""
-    for axis, part in ((1, spans[:, :time_masks]), (2, spans[:, time_masks:])):
-        place = np.arange(x.shape[axis])
-        hidden = ((place >= part[..., :1]) & (place < part[..., 1:])).any(1)
-        x = x * ~(hidden[:, :, None] if axis == 1 else hidden[:, None])
-    return x
+def hide(x, lengths, spans, time_masks):
+    """Features [B, T, F] of lengths [B] with the mean of what is kept of an utterance in its spans [B, masks, 2]."""
+    places = (np.arange(size) for size in x.shape[1:])
+    parts = spans[:, :time_masks], spans[:, time_masks:]
+    frames, mels = (((i >= y[..., :1]) & (i < y[..., 1:])).any(1) for i, y in zip(places, parts))
+    hidden = frames[:, :, None] | mels[:, None]
+    kept = ~hidden & (np.arange(x.shape[1]) < lengths[:, None])[..., None]
+    total, count = (jnp.where(kept, y, 0).sum((1, 2), keepdims=True) for y in (x, 1))
+    return jnp.where(hidden, total / jnp.maximum(count, 1), x)

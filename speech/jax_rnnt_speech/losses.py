@@ -61,6 +61,14 @@ def ctc(model, x, blank):
     return jnp.where(fits, optax.ctc_loss(logits, frames_end, targets, targets_end, blank_id=blank), 0)
 
 
+def of_texts(model, targets, lengths, labels):
+    """Mean cross-entropy of sentences [B, U], in nats: the row of the encoder is zeros, and blanks do not count."""
+    rows = jnp.zeros((len(targets), 1, model.joint.encoder.in_features))
+    logits = model.joint(rows, model.predictor(targets))[:, :-1, :labels].astype(jnp.float32)
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.where(jnp.arange(targets.shape[1]) < lengths[:, None], values, 0).sum(1).mean()
+
+
 class Variant(NamedTuple):
     loss: jax_rnnt.TransducerLoss
     compute: Callable = of_all_logits

@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 import math
+import os
 import re
 import zlib
 from pathlib import Path
@@ -63,20 +64,18 @@ def is_list(path):
     return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
 
 
-def read(path, audio_column="", text_column="", texts=True):
+def read(path, audio_column="", text_column="", speaker_column="", texts=True):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read."""
     path = Path(path)
-    text_keys = (text_column,) if text_column else TEXT_KEYS
-    keys = (audio_column,) if audio_column else AUDIO_KEYS, text_keys if texts else ()
+    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
+    keys = [(chosen,) if chosen else usual for chosen, usual in (*columns, (speaker_column, SPEAKER_KEYS))]
     try:
-        if path.is_dir():
-            yield from folder(path, keys)
-        elif not path.exists():
+        if not path.exists():
             raise UserError(f"{path} does not exist")
-        elif path.name in KALDI:
-            yield from kaldi(path.parent, texts)
-        else:
-            yield from manifest(path, keys)
+        of_kaldi = path.name in KALDI and not path.is_dir()
+        rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        yield next(rows, Fault("a list of nothing", path.name))
+        yield from rows
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not readable: {error}") from None
     except UnicodeDecodeError as error:
@@ -142,8 +141,8 @@ def table(path, keys):
     delimiter = "\t" if tabs else max(",;", key=first.count)
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
-    for option, choices in zip(("--audio-column", "--text-column"), keys):
-        if choices and not set(choices) & set(names):
+    for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
+        if choices and choices != SPEAKER_KEYS and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
             raise UserError(f"{path} must have {known} in its first line ({option} names another), got {names}"[:1000])
     used = [x for x in names if x]
@@ -228,9 +227,11 @@ def channel(x):
     raise LineError("channel is no number from 0 on")
 
 
-def speaker(row):
+def speaker(row, keys=SPEAKER_KEYS):
     """The name or number of the speaker, or ""."""
-    x = first_of(row, SPEAKER_KEYS)
+    if keys != SPEAKER_KEYS and keys[0] not in row:
+        raise LineError(f"no {keys[0]}, which is to name the speaker")
+    x = first_of(row, keys)
     if x is None or isinstance(x, (int, str)):
         return "" if x is None else encodable(str(x), "the speaker")
     raise LineError("the speaker is no name")
@@ -275,7 +276,8 @@ def utterances(row, path, line, keys):
             raise LineError("labels are no list of integers")
         text = "" if labels is not None and first_of(row, keys[1]) is None else text_under(row, keys[1])
         name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
-        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels, speaker(row))
+        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels,
+                    speaker(row, keys[2]))  # fmt: skip
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
@@ -289,7 +291,7 @@ def utterances(row, path, line, keys):
             chosen = channel(first_of(row | part, CHANNEL_KEYS))
             text = text_under(part, keys[1])
             name, whole = segment_name(audio, start, end), number(row, ("duration",))
-            yield Entry(name, file, text, start, end, chosen, whole, speaker=speaker(row | part))
+            yield Entry(name, file, text, start, end, chosen, whole, speaker=speaker(row | part, keys[2]))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
 
@@ -369,15 +371,30 @@ def folder(path, keys):
 
 
 def no_corpus(path, what):
-    """The error of a folder; it names a manifest there, which a person may have meant."""
-    found = [x.name for x in sorted(path.iterdir()) if suffix_of(x) in LISTS]
-    such = f"such as {path / found[0]}" if found else MANIFESTS
+    """The error of a folder; it names a manifest there or one level below, which a person may have meant."""
+    inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
+    found = [x for x in inside if suffix_of(x) in LISTS]
+    such = f"such as {found[0]}" if found else MANIFESTS
     return UserError(f"{path} holds no {what}; a manifest is named itself ({such})")
+
+
+def below(folder):
+    """Files below a folder, also behind links, sorted. Each folder is read once, however many links lead there."""
+
+    def fail(error):
+        raise error
+
+    seen, found = {os.path.realpath(folder)}, []
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = {x: os.path.realpath(os.path.join(place, x)) for x in folders}
+        folders[:] = [x for x in sorted(folders) if real[x] not in seen and not seen.add(real[x])]
+        found += [Path(place, x) for x in names]
+    return sorted(found)
 
 
 def recordings(path):
     """All audio files below a folder."""
-    files = [x for x in sorted(path.rglob("*")) if x.suffix.lower() in SUFFIXES]
+    files = [x for x in below(path) if x.suffix.lower() in SUFFIXES]
     if not files:
         raise no_corpus(path, "audio files, and no wav.scp as Kaldi")
     yield from (Entry(str(x.relative_to(path)), x, "") for x in files)
@@ -385,12 +402,12 @@ def recordings(path):
 
 def beside(path):
     """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
-    files = {}
-    for x in sorted(path.rglob("*")):
-        if x.suffix.lower() in SUFFIXES:
-            files.setdefault((x.parent, x.stem), x)
-    unused, lists = dict(files), sorted(path.rglob("*.trans.txt"))
-    texts = [x for x in sorted(path.rglob("*.txt")) if (x.parent, x.stem) in files or not lists]
+    files, found = {}, below(path)
+    for x in found:
+        if x.suffix.lower() in SUFFIXES and files.setdefault((x.parent, x.stem), x) != x:
+            yield Fault("a second audio file for the same text", str(x.relative_to(path)))
+    unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
+    texts = [x for x in found if x.suffix == ".txt" and ((x.parent, x.stem) in files or not lists)]
     if not lists and not any((x.parent, x.stem) in files for x in texts):
         raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
                         "of the same name")  # fmt: skip

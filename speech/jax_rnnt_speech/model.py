@@ -20,6 +20,7 @@ class Head(nnx.Module):
     def __init__(self, config, width, *, dtype, rngs):
         config = dataclasses.replace(config, chunk=0)  # they see whole utterances
         self.stack, more = config.stack, {"dtype": dtype, "rngs": rngs}
+        self.dropout = nnx.Dropout(config.row_dropout, rngs=rngs)
         self.project = nnx.Linear(config.stack * width, config.width, **more)
         self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.blocks)))
         self.norm = layer_norm(config.width, **more)
@@ -27,7 +28,7 @@ class Head(nnx.Module):
     def __call__(self, rows, lengths):
         rows = jnp.pad(cut(rows, lengths), ((0, 0), (0, -rows.shape[1] % self.stack), (0, 0)))
         rows, lengths = rows.reshape(len(rows), -1, self.stack * rows.shape[-1]), -(-lengths // self.stack)
-        rows = self.project(rows)
+        rows = self.project(self.dropout(rows))
         for block in self.blocks.layers:
             rows, _ = block(rows, lengths, block.whole)
         return self.norm(rows), lengths

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech import config, manifests, outputs, texts
 from jax_rnnt_speech.config import UserError, amount, natural, positive
+from jax_rnnt_speech.utterances import Report
 
 
 @jax.tree_util.register_dataclass
@@ -133,16 +134,22 @@ def search_of(args, recogniser):
     return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind))
 
 
-def sentences_of(path, normalize, columns=()):
-    """Words of the sentences of a corpus, or of the lines of a text, without marks of a model."""
+def sentences_of(path, normalize, report, columns=()):
+    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
     try:
         if path.suffix == ".txt":
-            lines = [line for _, line in manifests.lines_of(path)]
+            entries = [manifests.Entry(f"{path.name} line {i}", path, x) for i, x in manifests.lines_of(path)]
         else:
-            lines = [x.text for x in manifests.read(path, *columns) if isinstance(x, manifests.Entry)]
+            entries = manifests.read(path, *columns)
+        for x in entries:
+            if isinstance(x, manifests.Fault):
+                report.add(*x)
+            elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
+                yield words
+            else:
+                report.add("no words", x.name)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable: {error}") from None
-    return [[x for x in normalize(line).split() if x not in MARKS] for line in lines]
 
 
 def estimate(sentences, order):
@@ -188,8 +195,9 @@ def write(path, probabilities, shares):
 def make(args):
     outputs.check(args.file, args.sources, option="")
     normalize = texts.normalizer(args.normalize, args.lower)
-    columns = [getattr(args, name, "") for name in COLUMNS]
-    sentences = [words for path in args.sources for words in sentences_of(path, normalize, columns) if words]
+    columns, report = [getattr(args, name, "") for name in COLUMNS], Report()
+    sentences = [words for path in args.sources for words in sentences_of(path, normalize, report, columns)]
+    print(*report.lines(), sep="\n", end="\n" * bool(report.names), file=sys.stderr)
     if not sentences:
         raise UserError("the sources have no words")
     sizes = write(args.file, *estimate(sentences, args.order))

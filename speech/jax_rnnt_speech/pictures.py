@@ -58,8 +58,8 @@ class HeldOut:
             times = (self.first[1][i, :labels], expected[i, :labels])
             steps = f"step {self.first[0]}", f"step {step}"
             plot.draw_latencies(*times, targets, names=steps, **names, ax=moved[0, i])
-        figure.savefig(self.folder / "lattice.png", dpi=100)
-        late.savefig(self.folder / "latency.png", dpi=100)
+        figure.savefig(self.folder / runs.LATTICE, dpi=100)
+        late.savefig(self.folder / runs.LATENCY, dpi=100)
         plt.close(figure)
         plt.close(late)
 

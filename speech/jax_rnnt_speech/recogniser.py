@@ -18,9 +18,11 @@ from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
 from jax_rnnt_speech.ngrams import Search
+from jax_rnnt_speech.parts import lower_layers
 
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
+OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
 SAMPLE = 200  # utterances of which statistics are taken
 
 
@@ -112,12 +114,22 @@ class Recogniser:
     def mean_loss(self, params, batch, step, device, layers=None):
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
         x = self.inputs(batch, device) if layers is None else batch["audio"]
-        model, x = self.model(params, step), features.hide(x, batch["spans"], self.config.time_masks)
+        x = features.hide(x, batch["lengths"], batch["spans"], self.config.time_masks)
+        frozen = lower_layers(self.config.freeze) if layers is None else None
+        if frozen is not None:  # they have no dropout, as rows of the cache have none
+            lower = self.model(params).encoder
+            x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
+            layers = frozen
+        model = self.model(params, step)
         x = self.encoded(model, x, batch, layers)
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         if self.config.ctc:
             values += self.config.ctc * losses.ctc(model, x, self.blank)
-        return jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+        if "texts" not in batch:
+            return value
+        texts = batch["texts"], batch["text_lengths"], len(self.tokens.pieces)
+        return value + self.config.text_weight * losses.of_texts(model, *texts)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):
@@ -125,9 +137,12 @@ class Recogniser:
         encoder = self.model(params).encoder
         return encoder.lower(self.inputs(batch, False), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 
-    def search(self, model, rows, lengths, how=GREEDY, state=None, every=False):
-        """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`."""
-        config, room = self.config, rows.shape[1] * self.config.max_symbols
+    def search(self, model, rows, lengths, how=GREEDY, state=None, every=False, more=0):
+        """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
+
+        `more`: room for so many labels of rows before these.
+        """
+        config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
@@ -154,12 +169,42 @@ class Recogniser:
         found = self.search(model, *model.encode(x, lengths), how, every=True)._replace(state=None)
         return (best(found), (found.labels, found.counts, found.scores)) if how.beam else (found, None)
 
+    def part(self, model, rows, lengths, state, deadline, how):
+        """(hypotheses [B], how many of their labels [B] are final, state, other hypotheses) of the next rows.
+
+        Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
+        counted from the start of the recording, before the end of these, or earlier.
+        """
+        found = self.search(model, rows, lengths, how, state, every=True, more=OPEN)
+        if not how.beam:
+            return found._replace(state=None), found.counts, found.state, None
+        first, others = best(found), (found.labels, found.counts, found.scores)
+        last = jnp.maximum(first.counts - 1, 0)[:, None]
+        end = first.frames + jnp.maximum(first.durations, 1)
+        closed = jnp.take_along_axis(end, last, 1)[:, 0] <= deadline + lengths
+        final = jnp.where(closed, first.counts, jnp.maximum(found.stable, first.counts - OPEN))
+        return first._replace(state=None), final, decode.commit_labels(found, final), others
+
     @functools.partial(jax.jit, static_argnums=0)
-    def continued(self, params, x, lengths, encoder, decoder):
-        """(state of the encoder, hypotheses [B] with that of the search) after the next features of streams."""
+    def continued(self, params, x, lengths, encoder, decoder, deadline, how):
+        """(state of the encoder, rows [B], `part`) of the next features [B, T, F] of streams."""
         model = self.model(params)
         rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
-        return encoder, self.search(model, rows, lengths, state=decoder)
+        return encoder, lengths, self.part(model, rows, lengths, decoder, deadline, how)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def window(self, params, x, lengths, first):
+        """Rows [B, N, E] from the `first` [B] on, of features [B, T, F]; their lengths [B]; greedy hypotheses [B]."""
+        model = self.model(params)
+        rows, lengths = model.encode(x, lengths)
+        place = jnp.minimum(jnp.arange(rows.shape[1]) + first[:, None], rows.shape[1] - 1)
+        rows, lengths = jnp.take_along_axis(rows, place[..., None], 1), lengths - first
+        return rows, lengths, self.search(model, rows, lengths)._replace(state=None)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def taken(self, params, rows, lengths, decoder, deadline, how):
+        """`part` of rows of windows."""
+        return self.part(self.model(params), rows, lengths, decoder, deadline, how)
 
     @property
     def seconds(self):

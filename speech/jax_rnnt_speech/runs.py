@@ -1,7 +1,11 @@
 """Folders of runs: checkpoints with the configuration inside, metrics as JSON lines and for TensorBoard."""
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import threading
 
 import jax
 import numpy as np
@@ -12,6 +16,8 @@ from jax_rnnt_speech import hosts
 from jax_rnnt_speech.config import UserError
 
 METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
+LATTICE, LATENCY, LEFT_OUT = "lattice.png", "latency.png", "left-out-{}.tsv"
+WRITTEN = METRICS, TENSORBOARD, CHECKPOINTS, BEST, LATTICE, LATENCY, LEFT_OUT.format("*")  # by a run
 
 
 class Run:
@@ -30,9 +36,8 @@ class Run:
     def open(self):
         """Makes the folder ready for checkpoints. Only now an earlier run is deleted."""
         if self.overwrite and not jax.process_index():
-            for name in (CHECKPOINTS, BEST, TENSORBOARD, METRICS):
-                path = self.workdir / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            for path in (x for name in WRITTEN for x in self.workdir.glob(name)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         hosts.wait("an earlier run is deleted")
         kept = {CHECKPOINTS: 2, BEST: 1}
         options = {name: ocp.CheckpointManagerOptions(max_to_keep=count) for name, count in kept.items()}
@@ -96,6 +101,26 @@ def metrics_of(workdir):
     file = workdir / METRICS
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
     return [json.loads(x) for x in lines if x.endswith("}")]
+
+
+@contextlib.contextmanager
+def interruptions():
+    """A list that holds something after Ctrl-C; the second Ctrl-C interrupts, and in several processes the first."""
+    heard, before = [], signal.getsignal(signal.SIGINT)
+
+    def hear(*_):
+        heard.append(True)
+        signal.signal(signal.SIGINT, before)
+        os.write(2, b"\ninterrupted: the run is saved after this step; Ctrl-C again ends it now\n")
+
+    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    if alone:
+        signal.signal(signal.SIGINT, hear)
+    try:
+        yield heard
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
 
 
 class Metrics:

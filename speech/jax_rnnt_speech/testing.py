@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pretrained, recognise, texts
+from jax_rnnt_speech import config, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
+from jax_rnnt_speech.corpora import Recordings, open_corpus
 from jax_rnnt_speech.utterances import Report, shown
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column"}
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
@@ -54,10 +55,8 @@ class Test:
     def opened(self, path, settings):
         """The corpus, or None where it cannot be read, which the report says."""
         try:
-            if config.digits(path)[0] == "spoken-digits":
-                corpus = corpora.open_corpus(path, settings, "valid")
-            else:
-                corpus = corpora.Recordings(path, settings, testing=True)
+            spoken = config.digits(path)[0] == "spoken-digits"
+            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=True)
         except UserError as error:
             if len(self.paths) == 1:
                 raise
@@ -112,16 +111,10 @@ class Test:
     def rows(self):
         """A dictionary of each utterance, for files."""
         for x in self.results:
-            counts = x.words._asdict()
-            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3)}
+            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
+            known |= {name: getattr(x.words, name) for name in KINDS}
             pair = {"reference": x.reference, "hypothesis": x.hypothesis}
-            yield (
-                known
-                | {"words": counts.pop("length")}
-                | counts
-                | pair
-                | {"difference": errors.difference(x.reference, x.hypothesis)}
-            )
+            yield known | pair | {"difference": errors.difference(*pair.values())}
 
     def write(self, path):
         rows = list(self.rows())

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 
 import sentencepiece
 
@@ -136,6 +137,7 @@ def train(config, texts):
             sentence_iterator=iter(texts), model_writer=model, vocab_size=config.vocabulary, **options
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].split(") ", 1)[-1]
+        limit = re.search(r"set it to a value <= (\d+)", str(error))
+        reason = f"they have {limit[1]} subwords at most" if limit else str(error).splitlines()[-1].split(") ", 1)[-1]
         raise UserError(f"--vocabulary {config.vocabulary} does not suit the training texts: {reason}") from None
     return Subwords(model.getvalue())

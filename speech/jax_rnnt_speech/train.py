@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import shlex
 import sys
 import time
 
@@ -126,7 +127,7 @@ class Training:
         else:
             self.run.open()
             setup = self.run.setup()
-            if config.steps and not options.change and setup.get("utterances") not in (None, *self.stored.values()):
+            if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
             self.progress = Progress(setup.get("progress"))
@@ -142,17 +143,20 @@ class Training:
                 print(f"{name}: {line}")
         self.report_sizes()
         self.layers = None
-        if config.steps and self.parts.layers is not None and getattr(train, "stored", False):
+        if self.parts.layers is not None and getattr(train, "stored", False):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
-        self.epoch = batches.training(self.train, config, self.buckets, hosts.part())
-        if config.steps and not len(self.epoch):
+        texts = batches.sentences(config, self.recogniser.tokens)
+        self.epoch = batches.training(self.train, config, self.buckets, hosts.part(), texts)
+        if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
         seen = [self.run.last, sorted(self.train.labels), self.recogniser.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
             self.run.open()
+        if folder is None and not jax.process_index():
+            cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
         self.search = self.shared(ngrams.search_of(options, self.recogniser))
         from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
 
@@ -222,12 +226,18 @@ class Training:
         params = self.used(state)
         rates = self.measure(params, step, metrics)
         better = self.progress.better(step, rates)
-        setup = self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
         if better:
-            self.run.save_best(step, setup, params)
-        self.run.save(step, setup, params=params, training=self.training_only(state))
+            self.run.save_best(step, self.setup(), params)
+        self.keep(state, step, params)
         if not jax.process_index():  # last: its programs take long to compile, and an interruption loses pictures alone
             self.pictures.draw(jax.device_get(params), step)
+
+    def setup(self):
+        return self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
+
+    def keep(self, state, step, params):
+        """Saves all that the steps after this one need."""
+        self.run.save(step, self.setup(), params=params, training=self.training_only(state))
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
@@ -239,18 +249,20 @@ class Training:
         return iter(batches_left.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
-        """Trains; returns the best rates. A run that has all its steps is evaluated, and nothing is written."""
+        """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
-                best = self.options.checkpoint == "best"
-                (params,) = self.run.restore(best=best, params=self.shared(self.recogniser.params))
+                (params,) = self.run.restore(best=True, params=self.shared(self.recogniser.params))
                 return self.measure(params, first)
             state, step_of = self.start(first)
             self.write_left_out()
             try:
-                with contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics:
-                    self.steps(state, first, step_of, metrics)
+                with (
+                    contextlib.closing(runs.Metrics(self.run.workdir, first, self.options.hook)) as metrics,
+                    runs.interruptions() as interrupted,
+                ):
+                    self.steps(state, first, step_of, metrics, interrupted)
             finally:
                 self.write_left_out()  # with files that broke on the way
         print(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
@@ -259,9 +271,9 @@ class Training:
 
     def write_left_out(self):
         for name, data in (("train", self.train), ("valid", self.valid)):
-            data.corpus.report.write(self.run.workdir / f"left-out-{name}{jax.process_index() or ''}.tsv")
+            data.corpus.report.write(self.run.workdir / runs.LEFT_OUT.format(f"{name}{jax.process_index() or ''}"))
 
-    def steps(self, state, first, step_of, metrics):
+    def steps(self, state, first, step_of, metrics, interrupted):
         config, options, losses = self.config, self.options, []
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
@@ -274,7 +286,8 @@ class Training:
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 bar.update()
-                if step % options.log_every == 0 or step == config.steps:
+                last, stopped = step == config.steps, bool(interrupted)
+                if step % options.log_every == 0 or last or stopped:
                     numbers = jax.device_get(numbers)
                     mean = float(np.mean(jax.device_get(losses)))
                     skipped, row = (int(numbers[name]) for name in ("skipped", "row"))
@@ -284,9 +297,14 @@ class Training:
                     losses, started = [], time.perf_counter()
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
-                if step % options.save_every == 0 or step == config.steps:
+                if step % options.save_every == 0 or last:
                     self.save(state, step, metrics)
                     started = time.perf_counter()
                     if self.impatient():
                         tqdm.write(f"step {step}: the last {config.patience} tests were not better: the run ends")
                         return
+                elif stopped:
+                    self.keep(state, step, self.used(state))
+                if stopped and not last:
+                    command = f"rnnt-speech train --workdir {shlex.quote(str(options.workdir))} --resume"
+                    raise KeyboardInterrupt(f"interrupted; step {step} is saved: {command} goes on")

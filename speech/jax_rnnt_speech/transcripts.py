@@ -37,6 +37,11 @@ class Transcript(NamedTuple):
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
+def mark_of(tokens):
+    """What words begin with, or None: the vocabulary has no label that begins one, so that every label is a word."""
+    return tokens.separator if any((x or "").startswith(tokens.separator) for x in tokens.labels()) else None
+
+
 def words(recogniser, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
     """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
 
@@ -51,7 +56,7 @@ def words(recogniser, labels, frames, confidences=None, durations=None, start=0.
     confidences = None if confidences is None else np.array(confidences, float)
     tokens, clock = recogniser.tokens, {"hop": recogniser.seconds, "offset": start}
     found = timing.words(labels, frames, tokens.labels(), **clock, durations=durations, confidences=confidences,
-                         mark=tokens.separator)  # fmt: skip
+                         mark=mark_of(tokens))  # fmt: skip
     begin, end = start + float(frames[-1]) * recogniser.seconds, max((x.end for x in found), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 

@@ -17,33 +17,13 @@ import numpy as np
 from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, write_audio
 
+# fmt: off
 TOKENS = [
-    b"\0",
-    b'"',
-    b"'",
-    b"nan",
-    b"1e400",
-    b"-1",
-    b"[",
-    b"]",
-    b"{",
-    b"}",
-    b"\t",
-    b",",
-    b"\n",
-    b"\r",
-    b"null",
-    b"true",
+    *rb"""' nan 1e400 -1 [ ] { } , null true \ud800 ../ /etc/passwd | a.wav 0.1 "offset": "channel":7 "segments":[]
+    "duration":0.1 "text":["x"] http://localhost/a.wav""".split(), b"\0", b"\t", b"\n", b"\r", b" ", b'"', b"9" * 400,
+    b"\xff\xfe", b"\xef\xbb\xbf",
 ]
-TOKENS += [b"9" * 400, b"\\ud800", b"\xff\xfe", b"\xef\xbb\xbf", b"../", b"/etc/passwd", b"|", b"a.wav", b" ", b"0.1"]
-TOKENS += [
-    b'"offset":',
-    b'"duration": 0.1',
-    b'"channel": 7',
-    b'"segments": []',
-    b'"text": ["x"]',
-    b"http://localhost/a.wav",
-]
+# fmt: on
 OPENED = []  # paths, as the interpreter's audit tells them
 FORBIDDEN = "subprocess.Popen", "os.system", "socket.connect", "os.exec", "os.posix_spawn"
 
@@ -59,10 +39,8 @@ def dialects():
     """{file or folder: {name: bytes}} of small corpora."""
     said = {"id": "s", "start": 0.0, "duration": 0.1, "channel": 0, "text": "A"}
     lines = lambda rows: "\n".join(map(json.dumps, rows)).encode()
-    own = [
-        {"audio": "a.wav", "text": "A B"},
-        {"audio": "b.wav", "text": "C", "offset": 0.1, "duration": 0.1, "channel": 1},
-    ]
+    own = [{"audio": "a.wav", "text": "A B"}]
+    own += [{"audio": "b.wav", "text": "C", "offset": 0.1, "duration": 0.1, "channel": 1}]
     own += [{"audio": "a.wav", "segments": [{"start": 0, "end": 0.1, "text": "A"}]}]
     nemo = [{"audio_filepath": "a.wav", "offset": 0, "duration": 0.2, "text": "A"}] * 2
     recording = cut([{"type": "file", "channels": [0, 1], "source": "b.wav"}], [said], start=0.0, duration=0.2)

@@ -22,9 +22,8 @@ def test_layouts_agree(corpus, tmp_path):
     for path in ("a.jsonl", "a.tsv"):
         other = asr.corpora.Recordings(tmp_path / path, config)
         assert [x[1:3] for x in other.utterances] == [x[1:3] for x in whole.utterances] and not other.report.names
-    assert sorted(x.text for x in whole.utterances) == sorted(
-        ["A", "B", "C", "A", "B", "C AB", "A AB", "B AB", "C AB", "A AB"]
-    )
+    texts = ["A", "A", "A AB", "A AB", "B", "B", "B AB", "C", "C AB", "C AB"]
+    assert sorted(x.text for x in whole.utterances) == texts
     for i, x in enumerate(whole.utterances):
         samples = 2400 + 400 * int(x.name[-6])
         starts = [n for n in range(0, samples, 80) if n + 200 <= samples]
@@ -69,14 +68,7 @@ def test_odd_manifests(tmp_path):
     config = configuration()
     write_audio(tmp_path / "a.wav", 0.5)
     good = {"audio": "a.wav", "text": "A\u2028\x85B", "duration": 0.5}
-    bad = [
-        {"text": None},
-        {"text": None},
-        {"text": ["A"]},
-        {"text": "\ud800"},
-        {"audio": None},
-        {"audio": "\ud800.wav"},
-    ]
+    bad = [{"text": x} for x in (None, None, ["A"], "\ud800")] + [{"audio": x} for x in (None, "\ud800.wav")]
     bad += [{"duration": x} for x in (float("nan"), "nan", True, 0, -1, [], "long", 10**400)]
     lines = [json.dumps(good, ensure_ascii=False), *(json.dumps(good | x) for x in bad), "[" * 100_000, '"x"', "[1]"]
     (tmp_path / "m.jsonl").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
@@ -95,9 +87,8 @@ def test_odd_manifests(tmp_path):
     (tmp_path / "m.tsv").write_text("\ufeffaudio\ttext\na.wav\tA\na.wav\n" + "x" * 200_000)
     found = asr.corpora.Recordings(tmp_path / "m.tsv", config)
     assert [x.text for x in found.utterances] == ["A"]
-    assert dict(found.report.names) == {
-        "another number of columns than in the first line": ["m.tsv line 3", "m.tsv line 4"]
-    }
+    reason = "another number of columns than in the first line"
+    assert dict(found.report.names) == {reason: ["m.tsv line 3", "m.tsv line 4"]}
     (tmp_path / "l").mkdir()
     shutil.move(tmp_path / "a.wav", tmp_path / "l/a.flac")
     (tmp_path / "l/1.trans.txt").write_text("\ufeffa A\n/etc/passwd A\n")
@@ -130,9 +121,8 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     data = asr.batches.labelled(recordings, asr.tokens.train(config, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = asr.batches.make_buckets(data, config, 1)
-    valid = {
-        int(i): v for b in asr.batches.testing(data, config, buckets, (0, 1)) for i, v in zip(b["index"], b["valid"])
-    }
+    tested = asr.batches.testing(data, config, buckets, (0, 1))
+    valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
     recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
@@ -155,11 +145,8 @@ def test_resampling(tmp_path):
         time = np.arange(int(0.4 * rate)) / rate
         asr.audio.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
         samples = asr.audio.read(tmp_path / "a.wav", 8000)
-        assert (
-            len(samples)
-            == asr.audio.size(asr.audio.stretches(tmp_path / "a.wav"), 8000)
-            == -(-len(time) * 8000 // rate)
-        )
+        size = asr.audio.size(asr.audio.stretches(tmp_path / "a.wav"), 8000)
+        assert len(samples) == size == -(-len(time) * 8000 // rate)
         peaks.append(int(asr.features.extractor(config)(samples).mean(0).argmax()))
     assert len(set(peaks)) == 1
 
@@ -178,16 +165,19 @@ def test_host_and_device_features():
 
 
 def test_masks():
-    """Spans over time and features are zeros, nothing else is, and each is as long as allowed at most."""
+    """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
     spans = np.stack([asr.features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
-    x = np.asarray(asr.features.hide(np.ones((50, 20, 6)), spans, 2))
-    for i, (a, b, c) in enumerate(spans):
-        expected = np.ones((20, 6))
-        expected[a[0] : a[1]] = expected[b[0] : b[1]] = expected[:, c[0] : c[1]] = 0
-        np.testing.assert_array_equal(x[i], expected)
+    x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)
+    x[:, 20:] = np.nan  # padding
+    results = np.asarray(asr.features.hide(x, lengths, spans, 2))
+    for result, original, (a, b, c) in zip(results, x, spans):
+        hidden = np.zeros((22, 6), bool)
+        hidden[a[0] : a[1]] = hidden[b[0] : b[1]] = hidden[:, c[0] : c[1]] = True
+        np.testing.assert_array_equal(result[~hidden], original[~hidden])
+        np.testing.assert_allclose(result[hidden], np.float64(original[:20][~hidden[:20]]).mean(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["characters", "subwords"])
@@ -224,6 +214,8 @@ def test_buckets(corpus):
     spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
              for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
     assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
+    full = asr.batches.make_buckets(data, configuration(batch=4, buckets=3), 1)  # a third of the utterances fills none
+    assert [x.batch for x in full] == [4, 4] and sum(len(x.members) for x in full) == 10
     left, one = asr.batches.padding(data, buckets)
     frames = np.array([x.frames for x in data.corpus.utterances])
     assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one

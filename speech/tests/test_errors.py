@@ -35,8 +35,14 @@ def test_counts():
     assert empty.words == (1, 0, 0, 0) and empty.words.rate == float("inf")
     assert errors.summed([x.words, empty.words]) == (2, 1, 1, 6)
     assert errors.confusions([x, empty, x], 1) == [(("", "a"), 2)]
+    assert errors.confusions([x], 9) == [(("", "a"), 1), (("cat", "hat"), 1), (("the", ""), 1)]
     assert list(errors.by_speaker([x, empty])) == ["t", "s"] and errors.by_speaker([x._replace(speaker="")]) == {}
     assert errors.worst([empty, x], 1) == [x]
+    one, two = (errors.tested(text, "", 1.0, text, "") for text in ("one", "one two"))
+    assert errors.worst([two, one, one._replace(name="a")], 3)[0] == two
+    assert errors.worst([x._replace(words=x.words._replace(length=9)), x], 1) == [x]  # as many errors in fewer words
+    rates = [one._replace(name=str(i), words=errors.Counts(0, i, 0, 9)) for i in (3, 0, 4, 1, 2)]
+    assert [x.name for x in errors.spread(rates, 3)] == ["0", "2", "4"] and len(errors.spread(rates, 9)) == 5
 
 
 def test_interval():
@@ -47,9 +53,10 @@ def test_interval():
     np.testing.assert_allclose([low, high], [20 - half, 20 + half], atol=0.25)
     assert errors.interval([errors.Counts(0, 0, 1, 4)] * 3) == [25, 25]
     assert errors.interval([errors.Counts(0, 0, 1, 4)]) is None
+    assert errors.interval([errors.Counts(1, 0, 0, 0)] * 2) == [200, 200]  # no words: per cent of one
 
 
-def test_of_a_corpus(corpus, trained, tmp_path, capsys):
+def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     """Figures are those of the texts that `transcribe` prints, also of utterances that no training takes."""
     (tmp_path / "a.py").write_text("def plain(x): return x.replace('!', '')\n")
     write_audio(tmp_path / "long.wav", 21.0)
@@ -72,7 +79,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys):
                        "left_out", "seconds_of_audio", "seconds"]  # fmt: skip
     assert x["left_out"] == {"no such file": ["missing.wav"], "empty transcript": [str(listed[0])]}
     assert "left out, no such file: 1 (missing.wav)" in error
-    pairs = [(text.replace("!", ""), heard[name]) for name, text in texts.items()]
+    pairs = [(text.replace("!", ""), " ".join(heard[name].split())) for name, text in texts.items()]
     wrong = sum(distance(tuple(a.split()), tuple(b.split())) for a, b in pairs)
     assert x["utterances"] == 12 and x["words"] == sum(len(a.split()) for a, _ in pairs) == 23
     assert x["insertions"] + x["deletions"] + x["substitutions"] == wrong
@@ -88,9 +95,11 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys):
         assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
     assert (tmp_path / "page/transcripts.md").read_text().count("\n") == 10
     assert f"| all | 12 | 23 | {x['insertions']} | " in (tmp_path / "page/errors.md").read_text()
-    run([*command, "--output", tmp_path / "o.tsv"], 1)
-    out = capsys.readouterr().out
-    assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker 1: WER" in out
+    monkeypatch.setattr(asr.testing, "SPEAKERS", 1)
+    run([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
+    out, error = capsys.readouterr()
+    assert f"left out, not readable: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
+    assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker " in out
     with (tmp_path / "o.tsv").open(newline="") as file:
         assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]
 
@@ -115,6 +124,11 @@ def test_speakers(tmp_path):
     assert found[:3] == ["7", "x", "y"] and found[3].reason == "the speaker is no name" and found[4:] == ["z"]
     (tmp_path / "c.tsv").write_text("client_id\tpath\tsentence\nab\ta.mp3\tA\n")
     assert speakers(tmp_path / "c.tsv") == ["ab"]
+    assert [x.speaker for x in asr.manifests.read(tmp_path / "c.tsv", speaker_column="sentence")] == ["A"]
+    with pytest.raises(asr.config.UserError, match=r"must have the column voice in its first line \(--speaker-column"):
+        list(asr.manifests.read(tmp_path / "c.tsv", speaker_column="voice"))
+    found = list(asr.manifests.read(tmp_path / "m.jsonl", speaker_column="speaker_id"))
+    assert found[0].speaker == "7" and found[1].reason == "no speaker_id, which is to name the speaker"
     for name, text in (("wav.scp", "u a.wav\nv b.wav\n"), ("text", "u A\nv B\n"), ("utt2spk", "u me\n")):
         (tmp_path / name).write_text(text)
     assert speakers(tmp_path / "text") == ["me", ""]

@@ -90,7 +90,7 @@ def test_transcripts(case):
     loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
     whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
     *results, floats, integers = recognise.transcribe(recogniser, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
-    assert results.pop() == recognise.Result("") and floats.labels == integers.labels
+    assert results.pop() == asr.results.Result("", "", *asr.results.no_labels()) and floats.labels == integers.labels
     for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
         assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
     assert list(recognise.transcribe(recogniser, [])) == []
@@ -142,14 +142,16 @@ def test_stream(streaming):
     golden = np.load(GOLDEN / "streaming/golden.npz")
     full = recordings()[0][: 105 * 160]
     for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
-        live, seen = recognise.Stream(streaming), []
+        live, seen, found = asr.streams.Stream(streaming), [], asr.results.no_labels()
         take, live.chunk = live.chunk, lambda x: seen.append(x) or take(x)
-        text = "".join(map(live.feed, np.array_split(samples, [1, 2, 3001, 9000]))) + live.finish()
+        for i, piece in enumerate(np.array_split(samples, [1, 2, 3001, 9000])):
+            for part, _ in live.parts(piece, end=i == 4):
+                found.extend(part)
         (whole,) = recognise.transcribe(streaming, [("", samples)])
         np.testing.assert_allclose(np.concatenate([np.zeros((0, 16)), *seen]), streaming.features(samples), atol=1e-4)
-        assert (text, live.labels, live.frames) == (whole.text, list(whole.labels), list(whole.frames))
+        assert (found.labels, found.frames) == (list(whole.labels), list(whole.frames))
         if samples is full:
-            assert live.labels == golden["stream_labels"].tolist() and live.frames == golden["stream_frames"].tolist()
+            assert found.labels == golden["stream_labels"].tolist() and found.frames == golden["stream_frames"].tolist()
 
 
 def leaves(recogniser):
@@ -271,7 +273,7 @@ def test_start(tmp_path):
     ):
         with pytest.raises(asr.config.UserError, match=message):
             asr.pretrained.completed(options | more)
-    sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1}
+    sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1, "row_dropout": 0.5}
     config = asr.config.Config(**asr.pretrained.completed(options | {"new_head": True} | sizes)).checked()
     corpus = asr.corpora.Recordings.__new__(asr.corpora.Recordings)
     corpus.utterances, corpus.features = [asr.utterances.Utterance("a", 9, "A B")], 16
@@ -282,6 +284,8 @@ def test_start(tmp_path):
     x, lengths = np.zeros((2, 108, 16), np.float32), np.array([108, 80])
     rows, counts = jax.jit(lambda params: recogniser.model(params).encode(x, lengths))(recogniser.params)
     assert rows.shape == (2, 8, 8) and counts.tolist() == [8, 6]  # of 15 and 12
+    dropped = recogniser.model(recogniser.params, 1).head.dropout(np.ones((99, 99)))
+    assert abs(np.mean(dropped == 0) - 0.5) < 0.03
 
 
 @pytest.mark.slow

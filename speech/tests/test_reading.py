@@ -96,9 +96,8 @@ def test_hugging_face(folder, tmp_path):
     """`to_json` of a data set, and metadata.csv of a folder of audio."""
     whole = str(folder / "a.wav")
     row = {"client_id": "1", "path": whole, "audio": {"path": whole, "bytes": None}, "sentence": "good morning"}
-    (tmp_path / "hf.jsonl").write_text(
-        json.dumps(row) + "\n" + json.dumps(row | {"audio": {"path": None, "bytes": "x"}})
-    )
+    rows = row, row | {"audio": {"path": None, "bytes": "x"}}
+    (tmp_path / "hf.jsonl").write_text("\n".join(map(json.dumps, rows)))
     entries, faults = listed(tmp_path / "hf.jsonl")
     assert entries == [(whole, "good morning", 0.0, None, None)]
     assert faults == {"no name of an audio file": ["hf.jsonl line 2"]}
@@ -110,15 +109,7 @@ def test_hugging_face(folder, tmp_path):
 def test_lhotse(folder):
     """Cuts: a supervision is a part of its cut, which is a part of the recording; what is no file is named."""
     file = {"type": "file", "channels": [0], "source": "a.wav"}
-    said = {
-        "id": "s",
-        "recording_id": "r",
-        "start": 0.25,
-        "duration": 1.0,
-        "channel": 0,
-        "text": "hello",
-        "speaker": "x",
-    }
+    said = {"id": "s", "recording_id": "r", "start": 0.25, "duration": 1.0, "channel": 0, "text": "hello"}
     two = {"type": "file", "channels": [0, 1], "source": "b.flac"}
     rows = [
         cut([file], [said, said | {"id": "t", "start": 1.25, "duration": 0.5}]),
@@ -179,20 +170,12 @@ def test_common_voice(folder, tmp_path):
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips/a.wav").symlink_to(folder / "a.wav")
     lines = ["client_id\tpath\tsentence\tup_votes\tsegment"]
-    sentences = (
-        "Good morning.",
-        '"Who\'s there?" she said.',
-        'He said "no".',
-        '"Unpaired',
-        'A 12" disc',
-        '"again',
-        '"one',
-        'two"',
-    )
+    sentences = ["Good morning.", '"Who\'s there?" she said.', 'He said "no".', '"Unpaired', 'A 12" disc', '"again']
+    sentences += ['"one', 'two"']
     lines += [f"x\ta.wav\t{text}\t2\t" for text in sentences]
     (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
     entries, faults = listed(tmp_path / "train.tsv")
-    assert [x[1] for x in entries] == list(sentences) and not faults
+    assert [x[1] for x in entries] == sentences and not faults
 
 
 @pytest.mark.parametrize(("suffix", "delimiter"), [("tsv", "\t"), ("csv", ","), ("csv", ";")])
@@ -208,12 +191,12 @@ def test_tables(folder, suffix, delimiter):
     entries, faults = listed(path, audio_column="clip", text_column="said")
     assert [x[1:] for x in entries] == [(text, 0.5, 1.5, 1) for text in said]
     assert faults == {"another number of columns than in the first line": [f"table.{suffix} line 7"]}
-    with pytest.raises(
-        asr.config.UserError, match=r"must have one of the columns audio, .* \(--audio-column names another"
+    for columns, message in (
+        ({}, r"must have one of the columns audio, .* \(--audio-column names another"),
+        ({"audio_column": "clip", "text_column": "words"}, r"must have the column words in its first line \(--text"),
     ):
-        listed(path)
-    with pytest.raises(asr.config.UserError, match=r"must have the column words in its first line \(--text-column"):
-        listed(path, audio_column="clip", text_column="words")
+        with pytest.raises(asr.config.UserError, match=message):
+            listed(path, **columns)
 
 
 def test_folders(folder, tmp_path):
@@ -234,12 +217,23 @@ def test_folders(folder, tmp_path):
     entries, faults = listed(tmp_path / "pairs")
     assert [(x[0], x[1].strip()) for x in entries] == expected
     assert faults == {"an audio file without a text": ["1-2-2.opus"], "a text without its audio file": ["other.txt"]}
+    (tmp_path / "pairs/1-2-2.txt").write_text("A")
+    (tmp_path / "pairs/1-2-2.wav").symlink_to(folder / "a.wav")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "pairs/loop").symlink_to(tmp_path / "linked")
+    for name in ("one", "two"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "pairs")
+    entries, faults = listed(tmp_path / "linked")  # a link to the same folder, and one back
+    assert [x[0] for x in entries] == [f"one/1-2-{i}.{x}" for i, x in enumerate(("wav", "flac", "opus"))]
+    assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
+    assert len(asr.augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
     with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
-    (tmp_path / "empty/train.tsv").write_text("clip\na.wav\n")
+    (tmp_path / "empty/part").mkdir()
+    (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
     for texts in (True, False):
-        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*train\.tsv\)"):
+        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
 
 
@@ -308,9 +302,13 @@ def test_headers_that_lie(tmp_path):
     tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"  # Latin-1
     (tmp_path / "b.wav").write_bytes(data[: place - 4] + tag + data[place - 4 :])
     assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
+    encode(tmp_path / "a.w64", codec="pcm_s16le")
+    with (tmp_path / "a.w64").open("ab") as file:
+        file.write(b"a chunk of 4 EB?" + b"x" * 5000)
     (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", 10**6) + data[place + 4 :])
-    with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
-        asr.audio.read(tmp_path / "b.wav", RATE)
+    for name in ("a.w64", "b.wav"):
+        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
+            asr.audio.read(tmp_path / name, RATE)
 
 
 def test_scales(tmp_path):
@@ -426,14 +424,8 @@ def test_fuzzed(tmp_path):
 
 def test_corpus_of_segments(folder):
     """Frames are those of the segment, and `load` gives its samples."""
-    rows = [
-        {"audio": "b.flac", "text": "A", "offset": 0.5, "duration": 1, "channel": 1},
-        {"audio": "b.flac", "text": "B"},
-    ]
-    rows += [
-        {"audio": "b.flac", "text": "A", "offset": 2.5, "duration": 1},
-        {"audio": "a.wav", "text": "C", "channel": 1},
-    ]
+    rows = [{"offset": 0.5, "duration": 1, "channel": 1}, {"text": "B"}, {"offset": 2.5, "duration": 1}]
+    rows = [{"audio": "b.flac", "text": "A"} | x for x in rows] + [{"audio": "a.wav", "text": "C", "channel": 1}]
     (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     corpus = asr.corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE, mel_on="device"))
     assert [x.text for x in corpus.utterances] == ["A", "B"]
@@ -469,6 +461,9 @@ def test_check(folder, capsys, tmp_path):
     assert "in batches of 2 x" in capsys.readouterr().out
     run(["check", folder / "check.jsonl", "--window", 0.01, "--hop", 0.01], 2)
     assert "--window 0.01 has fewer than two samples at --rate 16000" in capsys.readouterr().err
+    (tmp_path / "nothing.jsonl").write_text("\n")
+    run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"a list of nothing": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     run(["check", tmp_path / "bad.jsonl", "--json"], 2)
     found, error = capsys.readouterr()

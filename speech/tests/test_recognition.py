@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import tracemalloc
 import types
 
 import jax
@@ -46,20 +47,118 @@ def test_start_from_a_run(corpus, trained):
         asr.pretrained.fresh(config, data)
 
 
-def test_streams_of_random_weights():
-    """With weights that write many labels, samples in odd pieces give the labels of the whole."""
-    config = configuration(loss="tdt", blocks=2)
+def random_recogniser(**options):
+    """One of random weights that writes many words."""
+    config = configuration(seed=3, **options)
     recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
-    samples = np.random.default_rng(0).normal(size=6000).astype(np.float32)
-    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)])
-    stream, seen = asr.recognise.Stream(recogniser), []
-    take = stream.chunk
-    stream.chunk = lambda x: seen.append(x) or take(x)
-    text = "".join(stream.feed(x) for x in np.split(samples, [100, 101, 2000, 5999])) + stream.finish()
-    assert text == whole.text and len(set(text)) > 1 and stream.frames == whole.frames
-    np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
+    return recogniser
+
+
+def random_sound(count):
+    return np.random.default_rng(0).normal(size=count).astype(np.float32) * (1 + np.sin(np.arange(count) / 500))
+
+
+@pytest.mark.parametrize(
+    ("beam", "options"), [(0, {"loss": "tdt", "blocks": 2}), (3, {"loss": "rnnt", "encoder": "convolutional"})]
+)
+def test_streams_of_random_weights(beam, options, monkeypatch):
+    """Samples in odd pieces give what other pieces give, bit for bit, and the words of the whole; so does letting go.
+
+    A long recording is transcribed by the same steps.
+    """
+    recogniser, how = random_recogniser(**options), asr.recogniser.Search(beam=beam)
+    samples = random_sound(24000)
+    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)], how)
+    found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
+    for some in cuts:
+        stream, seen = asr.streams.Stream(recogniser, how), []
+        take = stream.chunk
+        stream.chunk = lambda x, take=take, seen=seen: seen.append(x) or take(x)
+        words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
+        np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
+        found.append((words, stream.state))
+        assert len(stream.words.waiting.labels) == 0
+    assert found[0][0] == found[1][0] == found[2][0]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0][1], other[1])
+    words = found[0][0]
+    assert [x.text for x in words] == whole.text.split() and len(words) > 3
+    expected = asr.transcripts.words(recogniser, whole.labels, whole.frames, whole.confidences, whole.durations)
+    if not beam:
+        np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
+    monkeypatch.setattr(asr.windows, "WINDOW", 0.5)
+    (long,) = asr.recognise.transcribe(recogniser, [("a", iter(np.split(samples, [5000])))], how)
+    assert long.text == whole.text and long.duration == whole.duration
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A model that sees whole utterances; its rows see 0.3 s on both sides, less than a margin."""
+    return random_recogniser(loss="rnnt", encoder="convolutional", chunk=0)
+
+
+@pytest.mark.parametrize("beam", [0, 3])
+def test_long_recordings(whole, beam, monkeypatch):
+    """Windows find what the whole finds, labels, frames and all hypotheses, where margins hold all that a row sees."""
+    monkeypatch.setattr(asr.windows, "MARGIN", 0.4)
+    monkeypatch.setattr(asr.recogniser, "OPEN", 1000)  # random weights leave more open than speech does
+    how, sound = asr.recogniser.Search(beam=beam), random_sound(120_000)
+    sound[40_000:48_000] = 0
+    many = [sound[:30_000], sound, asr.config.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
+    many += [sound[5_000:60_000], sound[3_000:]]
+    found = []
+    for seconds in (1000, 2.5):
+        monkeypatch.setattr(asr.windows, "WINDOW", seconds)
+        monkeypatch.setattr(asr.windows, "MOST", 2)
+        some = [x if isinstance(x, Exception) or len(x) < 9 else (y for y in np.array_split(x, 7)) for x in many]
+        found.append(list(asr.recognise.transcribe(whole, enumerate(some), how)))
+    for a, b, x in zip(*found, many, strict=True):
+        assert (a.name, a.text, a.labels, a.frames, a.error) == (b.name, b.text, b.labels, b.frames, b.error)
+        assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, beam)
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-3)
+        assert a.error or a.duration == b.duration == len(x) / 8000
+    assert len(found[0][1].labels) > 200
+
+
+def test_cuts(whole):
+    """In the middle of the last pause of the latter half, or as far from labels as there; never within the margin."""
+    x = asr.windows.Recording("a", np.zeros(8000 * 31), whole)
+    assert x.long and x.size == 30 * 8000
+    assert x.margin * whole.seconds == pytest.approx(2.0)
+    rows, pause = 700, round(asr.windows.PAUSE / whole.seconds)
+    high = rows - x.margin
+    for frames, durations, expected in (
+        ([], [], high),
+        ([5], [0], high),
+        ([10, 400, 400 + pause + 40, 690], [0] * 4, high),
+        ([*range(0, 480, 2), *range(500, 700, 2)], [0] * 340, 489),
+        ([*range(0, 480, 2), *range(500, 700, 2)], [11] * 239 + [9] + [0] * 100, 493),
+        ([*range(0, 700)], [0] * 700, high),
+    ):
+        cut = x.cut(rows, np.array(frames, int), np.array(durations, int))
+        assert abs(cut - expected) <= 1, (frames, cut)
+
+
+def test_memory(whole, monkeypatch):
+    """It depends neither on the length of a recording nor on the number of recordings."""
+    monkeypatch.setattr(asr.windows, "WINDOW", 2.5)
+    monkeypatch.setattr(asr.recognise, "HELD", 1000)
+    streamed, sound = random_recogniser(loss="rnnt", encoder="convolutional"), random_sound(8000)
+
+    def peak(recogniser, count, many):
+        pieces = [enumerate(sound.copy() for _ in range(count)), [("a", (sound.copy() for _ in range(count)))]]
+        tracemalloc.start()
+        for x in asr.recognise.transcribe(recogniser, pieces[not many]):
+            assert x.duration == (1 if many else count)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    for recogniser, many in ((whole, False), (streamed, False), (whole, True)):
+        peak(recogniser, 20, many)  # compiles
+        assert peak(recogniser, 120, many) - peak(recogniser, 20, many) < 0.1 * 100 * sound.nbytes  # of what is more
 
 
 def test_no_device(monkeypatch):
@@ -78,10 +177,10 @@ def test_no_microphone(monkeypatch):
     fake = types.SimpleNamespace(InputStream=missing, PortAudioError=OSError)
     monkeypatch.setitem(sys.modules, "sounddevice", fake)
     with pytest.raises(asr.config.UserError, match="--microphone: No input device"):
-        next(asr.recognise.blocks_of_microphone(8000))
+        next(asr.streams.blocks_of_microphone(8000))
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     with pytest.raises(asr.config.UserError, match="--microphone: "):
-        next(asr.recognise.blocks_of_microphone(8000))
+        next(asr.streams.blocks_of_microphone(8000))
 
 
 def test_sentences():
@@ -141,10 +240,17 @@ def test_word_ngrams(tmp_path, capsys, order):
 
 
 def test_texts_of_ngrams(corpus, tmp_path, capsys):
-    """Corpora and texts together; what is wrong is one line."""
-    (tmp_path / "t.txt").write_text("A <UNK> C\n<s> </S>\n")  # marks of a model are no words
+    """Corpora and texts together; what is left out is named, and what is wrong is one line."""
+    (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
+    (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
     run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
     assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
+    (tmp_path / "t.txt").write_text("A C\n")
+    sources = corpus, tmp_path / "t.txt", tmp_path / "m.jsonl"
+    run(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
+    out, error = capsys.readouterr()
+    assert "12 sentences, 7 1-grams" in out  # A, AB, B, C, <s>, </s> and <unk>
+    assert error == "left out, no words: 1 (a)\nleft out, not JSON: 1 (m.jsonl line 3)\n"
     for file, source, message in (
         ("lm.arpa", "x", "x does not exist"),
         ("lm.arpa", "y.txt", "y.txt is not readable"),

@@ -87,12 +87,25 @@ def test_a_run(trained):
 
 
 def test_resume_is_exact(corpus, trained, tmp_path, capsys):
-    """A run that was interrupted after step 3 has the same losses and weights, bit for bit."""
+    """A run that Ctrl-C ends in step 4 goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
-    shutil.copytree(trained[0], workdir)
-    shutil.rmtree(workdir / "checkpoints" / "6")
+    (tmp_path / "hook.py").write_text(
+        "import os\nend = lambda i, x: i == 3 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+    )
+    for name in ("left-out-train7.tsv", "latency.png", "cache/of-another/arrays"):
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / name).write_bytes(bytes(10**6))
+    run([*arguments(corpus, workdir), "--overwrite", "--hook", f"{tmp_path}/hook.py:end"], 130)
+    out, error = capsys.readouterr()
+    assert error.endswith(f"interrupted; step 4 is saved: rnnt-speech train --workdir {workdir} --resume goes on\n")
+    assert f"cache: 1.0 MB of other settings are removed from {workdir}/cache" in out
+    assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv",
+                                                     "lattice.png", "latency.png"}  # fmt: skip
+    assert (workdir / "latency.png").read_bytes()[:4] == b"\x89PNG" and len(list((workdir / "cache").glob("*/"))) == 2
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # what a process that dies leaves
     run([*arguments(corpus, workdir), "--resume"])
-    assert losses(workdir) == losses(trained[0])
+    assert losses(workdir) == losses(trained[0]) and {x.name for x in (workdir / "checkpoints").iterdir()} == {"4", "6"}
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
         np.testing.assert_array_equal(x, y)
     # An earlier run is neither deleted nor continued otherwise without being asked.
@@ -108,10 +121,8 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
         assert expected in error and len(error.strip().splitlines()) == 1
     run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
     assert (workdir / "checkpoints" / "6").is_dir()
-    run([*command, "--resume", "--steps", 0, "--width", 16], 2)
     before = {path: path.read_bytes() for path in workdir.glob("*.*")}
-    # Evaluates, with any option that no weight depends on. It needs no --resume, and no optimiser.
-    run([*command, "--steps", 0, "--seed", 7, "--accumulate", 2, "--clip", 0])
+    run([*command, "--resume"])  # has ended: it is tested, and nothing is written
     assert losses(workdir) == losses(trained[0]) and before == {x: x.read_bytes() for x in workdir.glob("*.*")}
     message()
     alone = tmp_path / "alone"
@@ -120,9 +131,8 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     for changed, expected in (
         ([*command, "--resume", "--change", "--clip", 0], "holds an optimiser with --clip 1.0, which 0.0 does not fit"),
         ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
-        ([*command, "--steps", 0, "--overwrite"], "--steps 0 evaluates a run, which --overwrite would delete"),
+        ([*command, "--resume", "--steps", 0], "--steps 0 trains nothing: `rnnt-speech test` evaluates a run"),
         ([*command, "--workdir", alone], "alone holds an earlier run"),
-        ([*command, "--workdir", alone, "--steps", 0], "alone has no checkpoint: train first"),
         (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
     ):
         run(changed, 2)
@@ -130,17 +140,20 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
         assert expected in error and len(error.strip().splitlines()) == 1
     assert losses(alone) == losses(workdir)
     shutil.rmtree(workdir / "checkpoints/6/params")
-    run([*command, "--steps", 0])  # of the best checkpoint
-    run([*command, "--steps", 0, "--checkpoint", "last"], 2)
+    tested = ["test", "--workdir", workdir, corpus / "held-out.jsonl", "--checkpoint"]
+    run([*tested, "best"])
+    run([*tested, "last"], 2)
     assert "checkpoint 6 lacks arrays of this model" in message()
 
 
 def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
-    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, frozen rows of the cache, bfloat16, rates."""
+    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, texts."""
+    (tmp_path / "text.txt").write_text("A BC\nCAB\nX\n")
     write_audio(tmp_path / "noise/a.wav", 1.0, seed=99)
     more = {"encoder": "conformer", "blocks": 2, "ctc": 0.3, "average": 0.9, "speeds": "0.9,1.1", "gain": 3.0,
             "noise": tmp_path / "noise", "snr": "0,10", "accumulate": 2, "freeze": "encoder:1", "dtype": "bfloat16",
-            "rates": "joint=0.5,predictor=0", "buckets": 1, "steps": 4, "save_every": 3}  # fmt: skip
+            "rates": "joint=0.5,predictor=0", "text": tmp_path / "text.txt", "buckets": 1, "steps": 4,
+            "save_every": 3}  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(arguments(corpus, whole, **more))
     out = capsys.readouterr().out
@@ -249,7 +262,7 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),
         (["--hook", "nothing.py:f"], "--hook nothing.py:f is no FILE:FUNCTION of a Python file"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
-        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts"),
+        (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),
     ],
 )
 def test_options_are_checked(corpus, tmp_path, capsys, command, message):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import jax_rnnt
 from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, write_audio
 
 
@@ -27,7 +28,7 @@ def enumerated(logits, labels, blank):
 def test_ctc_is_that_of_all_paths():
     rng, blank = np.random.default_rng(0), 2
     rows = rng.normal(size=(5, 5, 3)).astype(np.float32)
-    cases = [([0, 1, 0], 5), ([0, 0, 1], 4), ([1, 0, 0], 3), ([], 3), ([0, 0, 0], 4)]  # the last two or so need blanks
+    cases = [([0, 1, 0], 5), ([0, 0, 1], 4), ([1, 0, 0], 3), ([], 1), ([0, 0, 0], 4)]  # the last two or so need blanks
     targets, lengths = np.full((5, 3), 1, np.int32), np.array([n for _, n in cases])
     for row, (labels, _) in zip(targets, cases):
         row[: len(labels)] = labels
@@ -38,6 +39,33 @@ def test_ctc_is_that_of_all_paths():
     truth = [enumerated(x[:n], labels, blank) for x, (labels, n) in zip(rows, cases)]
     assert np.isinf(truth).tolist() == [False, False, True, False, True]
     np.testing.assert_allclose(values, np.where(np.isinf(truth), 0, truth), rtol=1e-5)
+
+
+def test_options_of_losses():
+    tdt, multiblank = (asr.losses.variant_of(configuration(loss=x, sigma=0.2, durations=(0, 1, 3))) for x in
+                       ("tdt", "multiblank"))  # fmt: skip
+    assert tdt.loss == jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2) and tdt.outputs(5) == (5, 9)
+    assert multiblank.loss == jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2) and multiblank.outputs(5) == (8, 9)
+
+
+def test_loss_of_texts(corpus, tmp_path):
+    """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
+    recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
+    (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
+    config = dataclasses.replace(recogniser.config, text=str(tmp_path / "x.txt"))
+    labels, lengths = asr.batches.sentences(config, recogniser.tokens)
+    assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
+    model = recogniser.model(recogniser.params)
+    joint, states, total = model.joint, np.float64(model.predictor(labels)), 0.0
+    weights = {name: np.float64(getattr(joint, name).kernel[...]) for name in ("predictor", "output")}
+    hidden = np.tanh(states @ weights["predictor"] + np.float64(joint.encoder.bias[...]))
+    logits = hidden @ weights["output"] + np.float64(joint.output.bias[...])
+    for i, length in enumerate(lengths):
+        for u in range(length):
+            x = logits[i, u, : len(recogniser.tokens.pieces)]
+            total -= x[labels[i, u]] - math.log(np.exp(x).sum())
+    value = asr.losses.of_texts(model, labels, lengths, len(recogniser.tokens.pieces))
+    assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 
 def stepped(recogniser, batch, steps, places=None, mesh=None):
@@ -122,8 +150,24 @@ def test_versions_of_recordings(tmp_path):
     assert (noisy[0] != noisy[1]).any() and (noisy[0] != noisy[3]).any()
     ratio = np.square(tone).mean() / np.square(noisy[0] - tone).mean()
     assert 10 * np.log10(ratio) == pytest.approx(10, abs=0.01)
-    louder = asr.augmentation.Versions(configuration(gain=6.0)).of(np.ones(9, np.float32), 1, 0)
-    assert (louder == louder[0]).all() and louder[0] != 1 and abs(20 * np.log10(louder[0])) <= 6
+    changes = {}, {"seed": 1}, {"snr": (0.0, 10.0)}, {"gain": 1.0}, {"copies": 3}, {"speeds": (0.8,)}
+    others = [asr.augmentation.Versions(configuration(**(more | x))) for x in changes]
+    assert len({json.dumps(x.key()) for x in others}) == len(changes)  # of the cache
+    assert (others[1].of(tone, 3, 0) != noisy[0]).any()
+    for i in range(2):  # every file of noise is used, from any place on
+        (tmp_path / "ramps").mkdir(exist_ok=True)
+        asr.audio.write(tmp_path / f"ramps/{i}.wav", (1 - 2 * i) * np.linspace(0.1, 0.2, 90 * rate), rate)
+    ramps = asr.augmentation.Versions(configuration(noise=str(tmp_path / "ramps")))
+    heard = [ramps.noise(np.random.default_rng(i), tone)[0] for i in range(20)]
+    assert len({float(x) for x in heard}) == 20 and {x > 0 for x in heard} == {True, False}
+    assert len(asr.augmentation.heard(ramps.noises[0], rate)) == 60 * rate
+    asr.audio.write(tmp_path / "ramps/0.wav", np.zeros(99), rate)
+    asr.augmentation.heard.cache_clear()
+    with pytest.raises(asr.config.UserError, match=r"ramps/0\.wav is silent"):
+        asr.augmentation.heard(ramps.noises[0], rate)
+    gain, quiet = asr.augmentation.Versions(configuration(gain=6.0)), asr.augmentation.Versions(configuration(copies=2))
+    louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
+    assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
 
 def test_the_cache(corpus, tmp_path, monkeypatch):
@@ -141,34 +185,56 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     monkeypatch.undo()
     for i in (0, 13, 23):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
+    known, free = asr.corpora.Recordings(corpus, config), asr.cache.shutil.disk_usage("/")
+    large = [(0, np.full((3, 6), 1e6))]
+    with pytest.raises(asr.config.UserError, match="numbers too large for float16: --cache none"):
+        asr.cache.Stored(known, tmp_path / "full", "key", 6, large)
+    monkeypatch.setattr(asr.cache.shutil, "disk_usage", lambda _: free._replace(free=10))
+    with pytest.raises(asr.config.UserError, match=r"--cache needs .* GB in .*/full, which has 0\.0"):
+        asr.cache.Stored(known, tmp_path / "full", "key", 6, large)
+    monkeypatch.undo()
+    assert not list((tmp_path / "full").iterdir())
+    known.report.add("a reason", "a name")
+    asr.cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
+    again = asr.corpora.Recordings(corpus, config)
+    asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
+    assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
+    write_audio(tmp_path / "a.wav", 0.1)
+    for seconds in (0.1, 0.2):  # another file of the same name is read again
+        write_audio(tmp_path / "a.wav", seconds)
+        lengths = asr.cache.Lengths(tmp_path)
+        assert lengths.of(tmp_path / "a.wav")[0].samples == 8000 * seconds
+        lengths.write()
+    stamp = asr.cache.stamp(tmp_path / "a.wav")
+    write_audio(tmp_path / "a.wav", 0.2, seed=1)
+    assert asr.cache.stamp(tmp_path / "a.wav") != stamp and asr.cache.Lengths(tmp_path).known
+    monkeypatch.setattr(asr.cache, "FORM", 0)
+    assert not asr.cache.Lengths(tmp_path).known
     data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
     share = [i >= 20 for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 24
 
 
 def test_rows_of_a_frozen_encoder(corpus, tmp_path):
-    """A step on rows of the cache has the loss of one on features."""
-    options = {
-        "train": str(corpus / "all.jsonl"),
-        "freeze": "encoder:1",
-        "dropout": 0.0,
-        "time_masks": 0,
-        "mel_masks": 0,
-    }
+    """A step on rows of the cache has the loss of one on features: frozen blocks have no dropout."""
+    options = {"train": str(corpus / "all.jsonl"), "freeze": "encoder:1", "dropout": 0.5, "time_masks": 0}
+    options |= {"mel_masks": 0}
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
     tokens, zeros = asr.tokens.Characters("ABC "), np.zeros(6)
     data = asr.batches.labelled(asr.corpora.training(config, tmp_path), tokens, 4)
     recogniser = asr.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
     parts, buckets = asr.parts.Parts(config, recogniser.params), asr.batches.make_buckets(data, config, 1)
-    values = []
+    values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:
             data, buckets = asr.cache.rows(recogniser, parts, data, buckets, tmp_path)
         batch = asr.batches.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
-        values.append(float(recogniser.mean_loss(recogniser.params, batch, None, False, layers)))
+        values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, False, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
+    other = asr.recogniser.Recogniser(dataclasses.replace(config, seed=1), tokens, zeros, zeros + 1)
+    assert asr.cache.rows(other, parts, *whole)[0].corpus.folder != data.corpus.folder
 
 
 def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
@@ -188,5 +254,11 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
     run([*command, "--resume"])  # has ended already: it is evaluated
     assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out
+    for step in (5, 3):  # an interrupted run was at step 5 already
+        other = asr.runs.Run(tmp_path / "other")
+        other.open()
+        other.save_best(step, {}, {"x": np.zeros(2)})
+        other.close()
+    assert [x.name for x in (tmp_path / "other/best").iterdir()] == ["3"]
     lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines] == [1, 2, 3, 4]

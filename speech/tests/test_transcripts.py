@@ -1,5 +1,6 @@
 """Words with their times, the forms of transcripts, and forced alignment."""
 
+import hashlib
 import json
 import types
 from pathlib import Path
@@ -174,6 +175,30 @@ def test_forms(corpus, trained, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
     assert files[0].stat().st_size
+
+
+def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, monkeypatch):
+    """`convert` writes float16 with a card; `transcribe` finds it without --model, and says where it would look."""
+    card, folder, (audio, *_) = tmp_path / "data.md", tmp_path / "model", sorted(corpus.rglob("*.flac"))
+    card.write_text("Licence: none.")
+    run(["convert", trained[0], folder, "--dtype", "float16", "--card", card])
+    facts = (folder / "card.md").read_text().splitlines()
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert facts[0] == "Licence: none." and digest in facts[2]
+    first, again = (asr.pretrained.read(x) for x in (trained[0], folder))
+    for x, y in zip(*(jax.tree.leaves(x.params) for x in (first, again)), strict=True):
+        np.testing.assert_array_equal(np.float16(x), y)
+    assert again.config.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
+    monkeypatch.setenv("RNNT_SPEECH_MODEL", str(folder))
+    capsys.readouterr()
+    results = []
+    for more in ([], ["--model", folder]):
+        run(["transcribe", audio, *more])
+        results.append(capsys.readouterr().out)
+    assert results[0] == results[1]
+    monkeypatch.setenv("RNNT_SPEECH_MODEL", str(tmp_path / "n"))
+    run(["transcribe", audio], 2)
+    assert f"--model is missing, and there is no {tmp_path / 'n'}" in capsys.readouterr().err
 
 
 def test_align(corpus, trained, tmp_path, capsys, monkeypatch):

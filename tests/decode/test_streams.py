@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decoding import NAMED, Model, assert_same, common, concatenate, select
+from decoding import LABELS, NAMED, Model, assert_same, common, concatenate, select
 from jax_rnnt import decode
 
 ROWS, PART, MOST = 3, 4, 30  # utterances in the server's batch, frames of a part, labels
@@ -170,6 +170,42 @@ def test_reset(function):
     assert_same(part(rows, 6, moved).labels, found.labels[rows])
 
 
+def test_commit_labels():
+    """Labels that are stable leave the beam, which goes on bit for bit, and in a room for the others alone.
+
+    More than these decide: hypotheses without them are dropped. Scores far from 0 come near again.
+    """
+    model, part, room = Model(NAMED["rnnt"], batch=3, frames=40), 4, 9
+    bias = model.parameters.bias + np.where(np.arange(len(model.parameters.bias)) < LABELS, -1, 0)
+    model.parameters = model.parameters._replace(weight=3 * model.parameters.weight, bias=bias)
+    search, commit = functools.partial(BEAM, length_norm=0.5, max_symbols=1), jax.jit(decode.commit_labels)
+    lengths, rest = np.full(3, part), {}
+    for rule, most in (("none", 3 * MOST), ("stable", 3 * MOST), ("stable", room), ("all", room)):
+        state = model.idle(search, most, encoder=model.encoder[:, :part], lengths=lengths)
+        gone = [[] for _ in range(3)]
+        for start in range(0, 40, part):
+            encoder = model.encoder[:, start : start + part]
+            found = model.search(search, most, encoder=encoder, lengths=lengths, state=state)
+            counts = {"none": 0 * found.stable, "stable": found.stable, "all": found.counts[:, 0]}[rule]
+            state = found.state if rule == "none" else commit(found, counts)
+            for b, n in enumerate(counts):
+                gone[b] += found.labels[b, 0, :n].tolist()
+                like = (found.labels[b, :, :n] == found.labels[b, :1, :n]).all(-1) & (found.scores[b] > -np.inf)
+                assert like.sum() == np.isfinite(state.beam.score[b]).sum() or rule == "none"
+        assert state.committed.tolist() == list(map(len, gone))
+        parts = zip(gone, found.labels[:, 0], counts, found.counts[:, 0])
+        rest[rule, most] = [labels + more[n:end].tolist() for labels, more, n, end in parts], found.scores
+    expected, scores = rest["none", 3 * MOST]
+    assert min(map(len, expected)) > room  # or the small room proves nothing
+    for most in (3 * MOST, room):
+        assert rest["stable", most][0] == expected
+        np.testing.assert_array_equal(rest["stable", most][1], scores)
+    far = found._replace(state=found.state._replace(beam=found.state.beam._replace(score=found.scores - 1e5)))
+    for x, expected in ((found, found.scores), (far, found.scores - found.scores.max(1, keepdims=True))):
+        after = np.sort(commit(x, np.zeros(3, int)).beam.score)
+        np.testing.assert_allclose(after, np.sort(expected), atol=1e-9)
+
+
 @BOTH
 def test_rows_out_of_range(function):
     """Known ones are errors; traced ones and shapes that were not reset have NaN, until a reset."""
@@ -206,6 +242,9 @@ def test_errors():
         (reset, (greedy, [True]), ValueError, r"where must be bool \[B\] with B = 2, got bool \(1,"),
         (reset, (greedy, [0, 1]), ValueError, r"where must be bool \[B\] .*, got int64 \(2,\)"),
         (reset, (3, [True]), TypeError, "state must be Hypotheses.state of .*, got 3"),
+        (decode.commit_labels, (model.search(decode.greedy, MOST), lengths), TypeError, "hypotheses must be those of"),
+        (decode.commit_labels, (beam, lengths), TypeError, "hypotheses.state must be"),
+        (decode.commit_labels, (model.search(BEAM, MOST), lengths[:1]), ValueError, r"counts must have shape \[B\]"),
     ]
     for function, arguments, error, message in cases:
         with pytest.raises(error, match=f"{function.__name__}: {message}"):

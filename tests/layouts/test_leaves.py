@@ -90,8 +90,8 @@ def test_the_gradient_is_a_loss():
 
 def test_operands_of_a_step(implementation):
     """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
-    names, _ = code("docs/losses.md", "class BypassLoss")
-    risk_loss = code("docs/losses.md", "class RiskLoss", **names)[0]["RiskLoss"]
+    names, _ = code("docs/own_loss.md", "class BypassLoss")
+    risk_loss = code("docs/own_loss.md", "class RiskLoss", **names)[0]["RiskLoss"]
     p = small()
     risk = np.random.default_rng(0).normal(size=(2, B, T, U + 1))  # two risks for vmap
     risk[1] = 0

@@ -98,7 +98,7 @@ def test_next_labels_and_the_end_sum_to_one(loss, kernel):
 
 @family.reference_slow
 def test_weighted_tokens(implementation):
-    """Both recipes of docs/losses.md, path by path: without and with the frames after the last label."""
+    """Both recipes of docs/transcripts.md, path by path: without and with the frames after the last label."""
     p = batches.problem(3, 4, 2, 5, lengths=([4, 3, 2], [2, 1, 0]))
     weights = np.random.default_rng(4).uniform(0, 2, (3, 2))
     weights[1, 1] = 1e30  # past U_b

@@ -1,5 +1,6 @@
 """Do links and lists of pages lead where they say? `make docs` finds pages and public names that no list has."""
 
+import ast
 import re
 
 import project
@@ -38,3 +39,31 @@ def test_links_into_the_repository_lead_to_files():
     for page in PAGES:
         for link in re.findall(r"\]\((\.\./[^)#]*)", (DOCS / f"{page}.md").read_text()):
             assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
+
+
+# What a native would not write here, except where it is right.
+AVOIDED = re.compile(
+    r"\b(?:(?:stands?|stood|standing)\b(?! for)|(?:lies?|lay|lain|lying)\b(?! (?:in|inside|between)\b)|mend\w*|"
+    r"cure[sd]?\b|by turns\b|no entry\b|what has\b|asked for\b|"
+    r"(?<!all )(?<!none )(?<!sure )(?<!out )(?<!front )(?<!is )of it\b)",
+    re.IGNORECASE,
+)
+
+
+def docstrings(node):
+    """Of a module and its classes and functions without an underscore."""
+    yield ast.get_docstring(node) or ""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and not child.name.startswith("_"):
+            yield from docstrings(child)
+
+
+def test_english():
+    """Of pages, and of docstrings."""
+    texts = {project.ROOT / "README.md": "", **{DOCS / f"{page}.md": "" for page in PAGES}}
+    for path in texts:
+        texts[path] = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path in (project.ROOT / "jax_rnnt").rglob("*.py"):
+        texts[path] = " ".join(docstrings(ast.parse(path.read_text())))
+    found = {path: AVOIDED.findall(" ".join(text.split())) for path, text in texts.items()}
+    assert {path.name: words for path, words in found.items() if words} == {}

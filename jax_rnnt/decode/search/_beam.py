@@ -35,6 +35,7 @@ class Stream(typing.NamedTuple):
     bad: jax.Array  # [B]: NaN has been met
     first: jax.Array  # [B]: frames of the stream before the next part
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs, for the same search
+    committed: jax.Array  # [B]: labels of the stream that the beam has let go
     beam: Beam
     networks: Networks
 
@@ -138,7 +139,7 @@ def beam(
             stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
         beyond = beyond_the_end(search, exact_end, stream.reached)
         rules = Rules(search, models, _beam_step.recurrent(stream.networks), stream.first, *sizes, merge, threshold)
-        return result(rules, run_steps(rules, stream, beyond), length_norm)
+        return result(rules, stream.committed, run_steps(rules, stream, beyond), length_norm)
 
     return on_devices(run, encoder_out, lengths, exact_end, state)
 
@@ -148,7 +149,7 @@ def first_stream(search: Search, fusion: Fusion, width: int, max_labels: int, st
     batch = search.lengths.shape[0]
     zeros, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     networks = _beam_step.first_networks(search, fusion, batch, width, start, *first())
-    return Stream(none, none, zeros, zeros, _beam_step.first_beam(search, width, max_labels), networks)
+    return Stream(none, none, zeros, zeros, zeros, _beam_step.first_beam(search, width, max_labels), networks)
 
 
 def fitted(state, rows: int):
@@ -174,19 +175,18 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     return jax.lax.while_loop(running, step, state)
 
 
-def result(rules: Rules, state: State, length_norm) -> Hypotheses:
+def result(rules: Rules, committed, state: State, length_norm) -> Hypotheses:
     """The hypotheses at the end of these frames, best first."""
     state = state._replace(bad=jnp.any(state.bad, -1))
     now, lengths = state.beam, rules.search.lengths
     part = now._replace(frame=now.frame - lengths[:, None])
-    after = Stream(
-        jnp.zeros_like(state.bad), state.bad, rules.first + lengths, state.reached - lengths, part, state.networks
-    )
+    first, reached = rules.first + lengths, state.reached - lengths
+    after = Stream(jnp.zeros_like(state.bad), state.bad, first, reached, committed, part, state.networks)
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = _beam_step.merged(score, now.path_score, now.key)
     score, bad = with_final_scores(rules, state, score)
-    _, order = jax.lax.top_k(ranks(score, now.counts, length_norm), rules.width)
+    _, order = jax.lax.top_k(ranks(score, now.counts + committed[:, None], length_norm), rules.width)
     score, counts, written = (take(x, order) for x in (score, now.counts, now.written))
     score = jnp.where(bad[:, None], jnp.nan, score)
     labels, frames, durations = (written[:, :, i] for i in range(3))

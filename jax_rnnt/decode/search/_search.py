@@ -50,7 +50,7 @@ class Search(typing.NamedTuple):
         return rows.reshape(*t.shape, width)
 
     def vary(self, tree):
-        """Leaves of a loop's first state, which vary over the same manual mesh axes as what the loop makes of it."""
+        """Leaves of a loop's first state, which vary over the same manual mesh axes as the loop's results."""
         like = self.encoder_out, self.lengths
         return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
 

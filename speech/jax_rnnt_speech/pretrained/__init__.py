@@ -4,15 +4,18 @@
 new training, whose --init may be any of these or Whisper.
 """
 
+import os
 from pathlib import Path
 
 from jax_rnnt_speech import devices, runs, tokens
 from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
-from jax_rnnt_speech.pretrained import hugging_face, whisper
+from jax_rnnt_speech.pretrained import hugging_face, package, whisper
 from jax_rnnt_speech.recogniser import Recogniser
 
 # Options that weights decide: of the features and the encoder; with the old head, all of these.
 HEARING = {"rate", "mels", "window", "hop", "features", "encoder", "chunk"}
+KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper}
+VARIABLE = "RNNT_SPEECH_MODEL"
 STACK = {"whisper": 4, "fastconformer": 1}  # rows of 80 ms, if nothing else is wanted
 OWN_ENCODER = {"width", "blocks", "heads", "expansion", "kernel", "strides", "channels", "past"}
 HEAD = {"tokens", "vocabulary", "alphabet", "predictor", "history", "predictor_layers", "activation", "loss"}
@@ -20,10 +23,12 @@ HEAD |= {"durations", "sigma", "max_symbols", "duration_choice", "stack"}
 
 
 def kind_of(folder):
-    """run, hugging_face or whisper."""
+    """run, package, hugging_face or whisper."""
     folder = Path(folder)
     if (folder / runs.CHECKPOINTS).is_dir():
         return "run"
+    if (folder / package.SETUP).is_file():
+        return "package"
     if (folder / "model.bin").is_file():
         return "whisper"
     if any((folder / name).is_file() for name in ("config.json", "preprocessor_config.json", "processor_config.json")):
@@ -32,7 +37,8 @@ def kind_of(folder):
         raise UserError(f"{nemo[0]} is an archive of NeMo, which is not read: take the model as Hugging Face has it")
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder")
-    raise UserError(f"{folder} has no checkpoint: neither checkpoints/ of a run, nor config.json, nor model.bin")
+    known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin"
+    raise UserError(f"{folder} has no checkpoint: {known}")
 
 
 def read(folder, best=True):
@@ -42,7 +48,7 @@ def read(folder, best=True):
     """
     kind = kind_of(folder)
     if kind != "run":
-        return {"whisper": whisper, "hugging_face": hugging_face}[kind].read(Path(folder))
+        return KINDS[kind].read(Path(folder))
     run = runs.open_run(Path(folder))
     recogniser = Recogniser.from_setup(run.setup())
     (recogniser.params,) = run.restore(best=best, params=recogniser.params)
@@ -55,8 +61,18 @@ def add_options(parser):
     parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
 
 
-def open_model(folder, platform=None, checkpoint=None):
+def default():
+    """The folder of the model that is used where none is named."""
+    folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
+    if not folder.is_dir():
+        raise UserError(f"--model is missing, and there is no {folder}: docs/read_speech.md of jax_rnnt says how to "
+                        f"make it; {VARIABLE} may name another folder")  # fmt: skip
+    return folder
+
+
+def open_model(folder=None, platform=None, checkpoint=None):
     """The Recogniser of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+    folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
     devices.select(platform, 1)
@@ -72,7 +88,7 @@ def config_of(folder):
     """The Config of a folder, without its arrays."""
     kind = kind_of(folder)
     if kind != "run":
-        return {"whisper": whisper, "hugging_face": hugging_face}[kind].config_of(Path(folder))[0]
+        return KINDS[kind].config_of(Path(folder))[0]
     run = runs.open_run(Path(folder))
     setup = run.setup()
     run.close()

@@ -112,11 +112,7 @@ def transcripts(model, features, mask):
     """Labels and their frames, -1 from each utterance's count on."""
     emissions = []
     for i in range(len(features)):
-        out = model.generate(
-            input_features=features[i : i + 1],
-            attention_mask=mask[i : i + 1],
-            max_new_tokens=1000,
-        )
+        out = model.generate(input_features=features[i : i + 1], attention_mask=mask[i : i + 1], max_new_tokens=1000)
         emissions.append(emitted(model, out))
     width = max(max(len(labels) for labels, _ in emissions), 1)
     pads = [(0, width - len(labels)) for labels, _ in emissions]

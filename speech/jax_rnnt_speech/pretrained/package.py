@@ -1,0 +1,68 @@
+"""A model of any kind as a folder to hand on: its weights, what it takes to use them, and a card for people."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.flax import save_file
+
+from jax_rnnt_speech.config import Config, UserError, from_json
+from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.recogniser import Recogniser
+
+SETUP, WEIGHTS, CARD = "recogniser.json", "model.safetensors", "card.md"
+FILES = "train", "valid", "synthetic", "text", "noise", "init"
+
+
+def write(recogniser, folder, dtype, card=""):
+    """`card` follows what is known here: size, numbers, and the hash of the weights."""
+    dtype = jnp.dtype(dtype)
+    arrays, largest = {}, float(jnp.finfo(dtype).max)
+
+    def taken(path, x):
+        if not np.abs(x).max(initial=0) <= largest:
+            raise UserError(f"{path} must have finite numbers of {dtype.name}")
+        arrays[path] = np.asarray(x).astype(dtype)
+        return x
+
+    hugging_face.mapped(recogniser.params, taken)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(arrays, folder / WEIGHTS)
+    setup = recogniser.setup()
+    setup["config"] |= {name: Path(setup["config"][name]).name for name in FILES}  # folders of this machine say nothing
+    (folder / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
+    digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    size, count = (folder / WEIGHTS).stat().st_size / 1e6, sum(x.size for x in arrays.values())
+    facts = f"{count:,} parameters in {dtype.name}, {size:.1f} MB; {WEIGHTS} has the SHA-256 {digest}.\n"
+    (folder / CARD).write_text(f"{card.rstrip()}\n\n{facts}".lstrip(), "utf-8")
+
+
+def setup_of(folder):
+    file = Path(folder) / SETUP
+    setup = hugging_face.read_json(file)
+    if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:
+        raise UserError(f"{file} must have config, tokens, mean and deviation")
+    return setup
+
+
+def config_of(folder):
+    """(Config, setup) of a folder."""
+    setup = setup_of(folder)
+    return Config(**from_json(setup["config"], f"{folder}")), setup
+
+
+def read(folder):
+    """A Recogniser with its parameters, in float32."""
+    recogniser = Recogniser.from_setup(setup_of(folder))
+    arrays = hugging_face.read_tensors(folder)
+
+    def value(path, x):
+        if path not in arrays or arrays[path].shape != x.shape:
+            found = arrays[path].shape if path in arrays else "nothing"
+            raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {found}")
+        return arrays[path]
+
+    recogniser.params = hugging_face.mapped(recogniser.params, value)
+    return recogniser
