@@ -234,8 +234,11 @@ def test_word_ngrams(tmp_path, capsys, order):
 
 def test_texts_of_ngrams(corpus, tmp_path, capsys):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
-    (tmp_path / "t.txt").write_text("A C\n")
+    (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
     (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
+    run(["ngram", tmp_path / "lm.arpa", corpus, tmp_path / "t.txt", "--order", 1])
+    assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
+    (tmp_path / "t.txt").write_text("A C\n")
     sources = corpus, tmp_path / "t.txt", tmp_path / "m.jsonl"
     run(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
     out, error = capsys.readouterr()
