@@ -1,7 +1,6 @@
 """What corpora hold, before anyone trains on them."""
 
 import collections
-import dataclasses
 import json
 import sys
 import types
@@ -78,7 +77,7 @@ class Corpora:
 
 def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
-    names, known, setup, vocabulary = {field.name for field in dataclasses.fields(Config)}, {}, {}, None
+    known, setup, vocabulary = {}, {}, None
     if args.workdir:
         run = runs.open_run(args.workdir)
         setup = run.setup()
@@ -86,16 +85,13 @@ def options_of(args):
         known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
     elif args.config:
         known = pretrained.completed(config.read_file(args.config))
-    known |= {name: x for name, x in vars(args).items() if name in names}
-    settings = Config(**known)
+    settings = Config(**known | config.given(args, OPTIONS)).consistent()
     subsampling = encoders.subsampling(settings, setup.get("source"))
     return settings, vocabulary, subsampling if args.workdir or args.config else None
 
 
 def check(args):
     settings, *model = options_of(args)
-    if settings.hop <= 0 or settings.window < settings.hop or settings.rate * settings.window < 2000:
-        raise UserError("--window must be --hop or more, that more than 0, and hold two samples at --rate")
     data = Corpora(args.data, settings, *model)
     if args.json:
         print(json.dumps(data.object(), indent=1))

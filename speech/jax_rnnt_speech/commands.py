@@ -14,12 +14,14 @@ from jax_rnnt_speech import (
     check,
     config,
     corpora,
+    export,
     hosts,
     ngrams,
     outputs,
     pretrained,
     recognise,
     runs,
+    serve,
     streams,
     synthesis,
     testing,
@@ -232,4 +234,6 @@ def main(arguments=None):
     align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
+    export.add_command(commands)
+    serve.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

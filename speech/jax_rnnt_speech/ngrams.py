@@ -48,6 +48,7 @@ class Search:
 
 
 OPTIONS = "lower", "normalize", "audio_column", "text_column"
+MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "of the n-gram"),
@@ -133,7 +134,7 @@ def search_of(args, recogniser):
 
 
 def sentences_of(path, normalize, report, columns=()):
-    """Words of the sentences of a corpus, or of the lines of a text; the report names what has none."""
+    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
     try:
         if path.suffix == ".txt":
             entries = [manifests.Entry(f"{path.name} line {i}", path, x) for i, x in manifests.lines_of(path)]
@@ -142,7 +143,7 @@ def sentences_of(path, normalize, report, columns=()):
         for x in entries:
             if isinstance(x, manifests.Fault):
                 report.add(*x)
-            elif words := normalize(x.text).split():
+            elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
                 yield words
             else:
                 report.add("no words", x.name)

@@ -119,8 +119,7 @@ def test(args):
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
-    settings = dataclasses.replace(recogniser.config, **given)
+    settings = dataclasses.replace(recogniser.config, **config.given(args, OPTIONS))
     result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)
