@@ -99,9 +99,8 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     out, error = capsys.readouterr()
     assert error.endswith(f"interrupted; step 4 is saved: rnnt-speech train --workdir {workdir} --resume goes on\n")
     assert f"cache: 1.0 MB of other settings are removed from {workdir}/cache" in out
-    assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv",
-                                                     "lattice.png", "latency.png"}  # fmt: skip
-    assert (workdir / "latency.png").read_bytes()[:4] == b"\x89PNG" and len(list((workdir / "cache").glob("*/"))) == 2
+    assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv"}
+    assert len(list((workdir / "cache").glob("*/"))) == 2
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # what a process that dies leaves
     run([*arguments(corpus, workdir), "--resume"])
