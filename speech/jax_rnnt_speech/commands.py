@@ -165,8 +165,6 @@ def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
     entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
-    if not entries:
-        raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:

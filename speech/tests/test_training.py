@@ -247,6 +247,7 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--batch-seconds", 3], "--batch 4 needs --batch-seconds 0, got 3"),
         (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
         (["--train", "nowhere"], "nowhere does not exist"),
+        (["--train", "digits/m.jsonl", "--valid", ""], "--valid is missing: held-out utterances"),
         (["--speeds", "3"], "--speeds: expected speeds from 0.5 to 2 such as 0.9,1,1.1, got 3"),
         (["--noise", "nowhere"], "nowhere is no folder of audio files"),
         (["--snr", "5,2", "--noise", "x"], "--snr: expected the lowest and highest ratio in dB such as 5,20, got 5,2"),
