@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_rnnt_speech import features, ngrams, texts
 from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.utterances import Report
 
 TEXTS = 6  # sentences of --text for each row of a batch
 TEXT_LABELS = 48  # of a sentence, at most
@@ -58,9 +59,14 @@ def sentences(config, tokens):
     """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
     if not config.text:
         return None
-    normalize = texts.normalizer(config.normalize, config.lower)
-    spelled = [tokens.encode(" ".join(x)) for x in ngrams.sentences_of(Path(config.text), normalize)]
-    spelled = [x[:TEXT_LABELS] for x in spelled if x]
+    normalize, report, spelled = texts.normalizer(config.normalize, config.lower), Report(), []
+    for words in ngrams.sentences_of(Path(config.text), normalize, report):
+        if labels := tokens.encode(" ".join(words)):
+            spelled.append(labels[:TEXT_LABELS])
+        else:
+            report.add("characters outside the vocabulary", " ".join(words), again=False)
+    for line in report.lines():
+        print(f"text: {line}")
     if not spelled:
         raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
     labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
